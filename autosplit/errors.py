@@ -1,0 +1,25 @@
+"""Every error autosplit raises on purpose.
+
+A message says what was expected, what came, and what to do; where a graph knows
+the user's source line, the message names it.
+"""
+
+
+class AutosplitError(Exception):
+    """Base of every error raised by autosplit."""
+
+
+class CaptureError(AutosplitError):
+    """A module could not be traced into one joint forward/backward graph."""
+
+
+class SplitError(AutosplitError):
+    """A graph could not be split, or a split module was driven in a wrong order."""
+
+
+class ScheduleError(AutosplitError):
+    """A pipeline schedule is unknown, malformed or illegal."""
+
+
+class PipelineError(AutosplitError):
+    """A pipeline run failed: wrong input, a failed rank, a lost peer, a timeout."""
