@@ -1,0 +1,19 @@
+"""autosplit: split any ``nn.Module``'s backward into input gradients and weight gradients."""
+
+from .errors import AutosplitError, CaptureError, PipelineError, ScheduleError, SplitError
+from .module import SplitModule, split
+from .stage import Stage
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AutosplitError",
+    "CaptureError",
+    "PipelineError",
+    "ScheduleError",
+    "SplitError",
+    "SplitModule",
+    "Stage",
+    "__version__",
+    "split",
+]

@@ -1,0 +1,10 @@
+"""Graph passes: joint forward/backward graph -> forward | backward_input | backward_weight.
+
+Imports torch and networkx and nothing of autosplit.
+"""
+
+from .errors import PassError
+from .graph import Kind, Program, Role, SplitGraphs
+from .manager import PASSES, Pass, run
+
+__all__ = ["PASSES", "Kind", "Pass", "PassError", "Program", "Role", "SplitGraphs", "run"]

@@ -1,0 +1,272 @@
+"""nn.Module -> joint forward/backward graph with roles.
+
+Dynamo's full-graph export turns the module's Python into one FX graph; AOTAutograd then
+traces forward and backward together and labels every input and output with a descriptor.
+This file translates descriptors into roles and keeps torch's private API in one place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import re
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch import fx, nn
+from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.functional_export import dynamo_graph_capture_for_export
+from torch._functorch._aot_autograd import descriptors as d
+from torch._functorch._aot_autograd.schemas import OutputType
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._guards import TracingContext, tracing
+
+from .compat import TreeSpec, flatten_named, tree_flatten, tree_unflatten
+from .errors import CaptureError
+from .passes.graph import Kind, Role, placeholders
+
+_OWN_STORAGE = {OutputType.non_alias, OutputType.unsafe_view_alias}
+_USER_CODE = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+)', re.MULTILINE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Capture:
+    """A traced module.
+
+    Attributes:
+        joint: the joint graph; a forward-only graph where nothing needs a gradient.
+        inputs: path of every leaf of ``(args, kwargs)``, tensors and others.
+        outputs: path of every leaf of the result.
+        output_spec: how the leaves make up the module's result.
+    """
+
+    joint: fx.GraphModule
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    output_spec: TreeSpec
+
+
+def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture:
+    """Trace ``module(*args, **kwargs)`` without running it on real data.
+
+    Shapes, dtypes, devices, ``requires_grad`` of parameters and inputs, train/eval mode,
+    grad mode and autocast are those in force now. Outputs that alias an input or each other
+    become copies, so that every output has a gradient of its own.
+
+    Raises:
+        CaptureError: the module cannot be traced into one graph; names the user's line.
+    """
+    with _user_errors(module):
+        exported = _export(module, args, kwargs)
+        joint = _joint(exported, args, kwargs)
+        aliased = [
+            index
+            for index, info in enumerate(joint._aot_state.fw_metadata.output_info)
+            if info.output_type not in _OWN_STORAGE
+        ]
+        if aliased:
+            _copy_outputs(exported, aliased)
+            joint = _joint(exported, args, kwargs)
+    inputs = tuple(name for name, _ in flatten_named("", (args, kwargs)))
+    inputs = tuple(_input_name(name) for name in inputs)
+    spec = joint.out_spec
+    example = tree_unflatten(list(range(spec.num_leaves)), spec)
+    outputs = tuple(name for name, _ in flatten_named("output", example))
+    names = _Names(_canonical_names(module), inputs, outputs)
+    return Capture(_with_roles(joint.graph_module, names), inputs, outputs, spec)
+
+
+def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.GraphModule:
+    """Dynamo's full-graph export; what it says of side effects is passed on in our words."""
+    static = {"automatic_dynamic_shapes": False, "assume_static_by_default": True, "allow_rnn": True}
+    # Dynamo remembers shapes by code object: a second nn.Sequential would get symbolic sizes.
+    with warnings.catch_warnings(record=True) as caught, torch._dynamo.config.patch(static):
+        warnings.simplefilter("always")
+        exported: fx.GraphModule = dynamo_graph_capture_for_export(module)(*args, **kwargs)
+    for warning in caught:
+        text = str(warning.message)
+        if "side effects" not in text:
+            warnings.warn_explicit(
+                warning.message, warning.category, warning.filename, warning.lineno
+            )
+        elif re.findall(r"L\['[^]]*'\](?!\S*\._buffers)[^\"]*\"", text):
+            warnings.warn(
+                f"{type(module).__name__}.forward changes Python state; a captured graph "
+                f"does not repeat that on later calls ({text.rsplit(': ', 1)[-1]})",
+                stacklevel=2,
+            )
+    return exported
+
+
+def _joint(exported: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    context = exported.meta.get("tracing_context")
+    if context is None:
+        context = TracingContext(exported.meta["fake_mode"])
+    # The stack closes before anything real runs, or the fake mode would still be on.
+    with contextlib.ExitStack() as stack, tracing(context):
+        return aot_export_joint_with_descriptors(stack, exported, args, kwargs)
+
+
+def _copy_outputs(exported: Any, indices: list[int]) -> None:
+    """Make the exported module return copies of the outputs at these leaf positions."""
+    codegen = exported.graph._codegen  # AOTAutograd interprets the graph and asks this one
+    original = codegen.dynamo_bytecode_unflatten
+
+    def unflatten(leaves: Any, inputs: Any) -> Any:
+        values, spec = tree_flatten(original(leaves, inputs))
+        for index in indices:
+            values[index] = values[index].clone()
+        return tree_unflatten(values, spec)
+
+    codegen.dynamo_bytecode_unflatten = unflatten
+
+
+def _input_name(path: str) -> str:
+    """``[0][1]`` -> ``args[1]``; ``[1]['mask']`` -> ``mask``."""
+    if path.startswith("[0]"):
+        return "args" + path.removeprefix("[0]")
+    key, _, rest = path.removeprefix("[1]['").partition("']")
+    return key + rest
+
+
+def _canonical_names(module: nn.Module) -> dict[str, str]:
+    """Every name of a parameter or buffer -> the name it has in ``named_parameters()``."""
+    first: dict[int, str] = {}
+    named = [*module.named_parameters(remove_duplicate=False)]
+    named += [*module.named_buffers(remove_duplicate=False)]  # type: ignore[list-item]
+    return {name: first.setdefault(id(tensor), name) for name, tensor in named}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Names:
+    """Descriptor -> role."""
+
+    state: dict[str, str]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    def input(self, desc: Any) -> Role:
+        match desc:
+            case d.ParamAOTInput():
+                return Role(Kind.PARAMETER, self.state[desc.target])
+            case d.BufferAOTInput():
+                return Role(Kind.BUFFER, self.state[desc.target])
+            case d.PlainAOTInput():
+                return Role(Kind.INPUT, self.inputs[desc.idx])
+            case d.TangentAOTInput():
+                return Role(Kind.TANGENT, self.output(desc.output).name)
+        raise CaptureError(
+            f"the traced graph takes {desc!r}, which autosplit does not know how to split "
+            "(tensor subclasses and effect tokens are such inputs)"
+        )
+
+    def output(self, desc: Any) -> Role:
+        match desc:
+            case d.PlainAOTOutput():
+                return Role(Kind.OUTPUT, self.outputs[desc.idx])
+            case d.InputMutationAOTOutput():
+                source = self.input(desc.mutated_input)
+                if source.kind is Kind.PARAMETER:
+                    raise CaptureError(
+                        f"forward writes into parameter {source.name!r} in place; "
+                        "make it a buffer, or update it outside forward"
+                    )
+                return Role(Kind.UPDATE, source.name)
+            case d.GradAOTOutput():
+                source = self.input(desc.grad_of)
+                if source.kind is Kind.BUFFER:
+                    raise CaptureError(
+                        f"buffer {source.name!r} requires a gradient; make it a parameter"
+                    )
+                kind = Kind.PARAMETER_GRAD if source.kind is Kind.PARAMETER else Kind.INPUT_GRAD
+                return Role(kind, source.name)
+        raise CaptureError(f"the traced graph returns {desc!r}, which autosplit cannot split")
+
+
+def _with_roles(module: fx.GraphModule, names: _Names) -> fx.GraphModule:
+    """Label the graph; drop what nobody reads and gradients that do not exist; give a tied
+    parameter one input and one gradient.
+    """
+    graph = module.graph
+    seen: dict[Role, fx.Node] = {}
+    for node in placeholders(graph):
+        if not node.users:
+            graph.erase_node(node)
+            continue
+        role = names.input(node.meta["desc"])
+        if role in seen:
+            node.replace_all_uses_with(seen[role])
+            graph.erase_node(node)
+            continue
+        seen[role] = node
+        node.meta["role"] = role
+    _label_outputs(graph, names)
+    module.recompile()
+    return module
+
+
+def _label_outputs(graph: fx.Graph, names: _Names) -> None:
+    output = graph.output_node()
+    pairs: dict[Role, Any] = {}
+    for desc, value in zip(output.meta["desc"], output.args[0], strict=True):  # type: ignore[arg-type]
+        if desc is None or (value is None and isinstance(desc, d.GradAOTOutput)):
+            continue
+        role = names.output(desc)
+        if role in pairs:  # a tied parameter: one accumulator, so one gradient
+            with graph.inserting_before(output):
+                total = graph.call_function(torch.ops.aten.add.Tensor, (pairs[role], value))
+            total.meta = dict(value.meta)
+            value = total
+        pairs[role] = value
+    output.args = (list(pairs.values()),)
+    output.meta["roles"] = tuple(pairs)
+
+
+@contextlib.contextmanager
+def _user_errors(module: nn.Module) -> Iterator[None]:
+    """Turn what tracing raises into a CaptureError that names the user's line."""
+    try:
+        yield
+    except CaptureError:
+        raise
+    except Exception as error:
+        where = _user_line(error) or _definition(module)
+        reason = _reason(error)
+        raise CaptureError(
+            f"{type(module).__name__} cannot be captured in one graph.\n"
+            f"  at {where}\n  because {reason}\n"
+            "  Change that line so that it does not depend on tensor values at trace time, or "
+            "split the parts of the model around it separately."
+        ) from error
+
+
+def _user_line(error: Exception) -> str:
+    """``file:line`` of the innermost frame of the user's code, where torch recorded it."""
+    _, marker, frames = str(error).partition("from user code:")
+    if not marker:
+        return ""
+    found = list(_USER_CODE.finditer(frames))
+    return f"{found[-1]['file']}:{found[-1]['line']}" if found else ""
+
+
+def _definition(module: nn.Module) -> str:
+    forward = type(module).forward
+    try:
+        return f"{inspect.getsourcefile(forward)}:{inspect.getsourcelines(forward)[1]}"
+    except (OSError, TypeError):
+        return f"{type(module).__module__}.{type(module).__qualname__}.forward"
+
+
+def _reason(error: Exception) -> str:
+    text = str(error).partition("from user code:")[0].strip()
+    kept = [
+        line.strip()
+        for line in text.splitlines()
+        if line.strip() and not line.lstrip().startswith(("Hint:", "For more details", "Set TORCH"))
+    ]
+    prefix = "" if isinstance(error, TorchDynamoException) else f"{type(error).__name__}: "
+    return prefix + "\n    ".join(kept[:6])

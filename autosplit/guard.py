@@ -1,0 +1,51 @@
+"""Refuse an optimizer step while weight gradients of its parameters are still pending."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from .errors import SplitError
+
+if TYPE_CHECKING:
+    from .module import SplitModule
+
+
+class StepGuard:
+    """Stands before every optimizer's ``step()`` for as long as something is pending.
+
+    torch keeps such hooks in one global list; this one is there only between ``raise_for``
+    and ``lower``, and goes when the module is collected.
+    """
+
+    def __init__(self, owner: SplitModule) -> None:
+        self._owner = weakref.ref(owner)
+        self._removal: weakref.finalize[..., SplitModule] | None = None
+
+    def raise_for(self, names: list[str]) -> None:
+        """Put the guard up, where it is not up already."""
+        owner = self._owner()
+        if self._removal is None and names and owner is not None:
+            handle = register_optimizer_step_pre_hook(self._check)
+            self._removal = weakref.finalize(owner, handle.remove)
+
+    def lower(self) -> None:
+        """Take the guard down."""
+        if self._removal is not None:
+            self._removal()
+            self._removal = None
+
+    def _check(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        owner = self._owner()
+        if owner is None:
+            return
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        waiting = [name for name, parameter in owner.named_parameters() if id(parameter) in stepped]
+        if waiting:
+            more = f" and {len(waiting) - 1} more" if len(waiting) > 1 else ""
+            raise SplitError(
+                f"optimizer.step() while {owner.pending} microbatch(es) of weight gradients are "
+                f"pending for {waiting[0]}{more}; call backward_weight() on the split module first"
+            )

@@ -1,0 +1,64 @@
+"""Module and example inputs -> SplitFunctions: capture, passes, compilation."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .capture import capture
+from .compile import check_backend
+from .errors import CaptureError, SplitError
+from .functions import SplitFunctions
+from .passes import PassError, run
+
+DUMP_VARIABLE = "AUTOSPLIT_DUMP"
+
+
+def trace(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], backend: str
+) -> SplitFunctions:
+    """Capture, split and compile a module for inputs like these.
+
+    With ``AUTOSPLIT_DUMP=dir`` in the environment every stage of the pass pipeline is
+    written below ``dir``, a numbered folder for each traced module.
+
+    Raises:
+        CaptureError: the module cannot be traced.
+        SplitError: the graph cannot be split, or the backend is unknown.
+    """
+    check_backend(backend)
+    traced = capture(module, args, kwargs)
+    try:
+        return SplitFunctions(traced, run(traced.joint, dump=_dump_folder(module)), backend)
+    except PassError as error:
+        name = type(module).__name__
+        raise SplitError(f"{name} was captured but cannot be split: {error}") from error
+
+
+def without_history(leaves: list[Any]) -> list[Any]:
+    """Leaves fit for tracing: same shapes and ``requires_grad``, no autograd history.
+
+    Raises:
+        CaptureError: a tensor is not strided (sparse, for example).
+    """
+    return [_detached(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    if tensor.layout is not torch.strided:
+        raise CaptureError(f"an input has layout {tensor.layout}; only strided inputs are split")
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _dump_folder(module: nn.Module) -> pathlib.Path | None:
+    folder = os.environ.get(DUMP_VARIABLE)
+    if not folder:
+        return None
+    root = pathlib.Path(folder)
+    number = len(list(root.iterdir())) if root.exists() else 0
+    rank = f"rank{os.environ['RANK']}_" if "RANK" in os.environ else ""
+    return root / f"{rank}{number:02d}_{type(module).__name__}"

@@ -1,0 +1,177 @@
+"""What `autosplit compare MODULE:FACTORY` trains, and how such a factory is found.
+
+A factory is a function that takes keyword settings (`--set dim=256`) and returns a
+`Workload`. Nothing here imports torch, so that a bad command line fails at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+import sys
+import traceback
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from autosplit.errors import PipelineError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+    from torch import Tensor, nn
+
+    Settings = TypeVar("Settings", bound=DataclassInstance)
+
+
+def _nothing_shared(stages: int) -> Sequence[Sequence[tuple[int, str]]]:
+    return ()
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model cut into stages, its loss and its data.
+
+    Attributes:
+        stage_fn: `stage_fn(index, stages)` builds stage `index` of `stages`. Deterministic:
+            a stage built alone has the weights that it has in the whole, `stage_fn(0, 1)`.
+        loss_fn: `loss_fn(output, target)` gives a scalar, the mean over the microbatch.
+        batch_fn: `batch_fn(step, size)` gives (inputs, targets) of `size` samples along the
+            first dimension, the same on every call and every rank.
+        microbatch_size: samples in one microbatch.
+        tokens_per_sample: what a sample counts for in tokens/s; 1 where there are no tokens.
+        shared_parameters: `shared_parameters(stages)` gives groups of (stage, parameter name)
+            that are one parameter of the model, so their gradients must be summed and their
+            values kept equal.
+    """
+
+    stage_fn: Callable[[int, int], nn.Module]
+    loss_fn: Callable[[Tensor, Tensor], Tensor]
+    batch_fn: Callable[[int, int], tuple[Tensor, Tensor]]
+    microbatch_size: int
+    tokens_per_sample: int
+    shared_parameters: Callable[[int], Sequence[Sequence[tuple[int, str]]]] = _nothing_shared
+
+    def __post_init__(self) -> None:
+        for name in ("microbatch_size", "tokens_per_sample"):
+            value = getattr(self, name)
+            if value < 1:
+                raise PipelineError(f"Workload needs {name} >= 1, got {value}")
+
+
+def load_factory(spec: str) -> Callable[..., Any]:
+    """The factory that `spec`, a text like "examples.models:llama", names.
+
+    The working directory comes first on `sys.path` from here on, as under `python -m`, so
+    that a model's file needs no installation and its own late imports work too.
+
+    Raises:
+        PipelineError: `spec` has no colon; the module is not there, or raises while it is
+            imported; it has no such attribute, or that is not callable.
+    """
+    module_name, colon, attribute = spec.partition(":")
+    if not (module_name and colon and attribute):
+        raise PipelineError(
+            f"expected MODULE:FACTORY, for example examples.models:llama, got {spec!r}"
+        )
+    directory = os.getcwd()
+    if directory not in sys.path:
+        sys.path.insert(0, directory)
+    module = _import(module_name)
+    missing = object()
+    factory = getattr(module, attribute, missing)
+    if factory is missing:
+        raise PipelineError(
+            f"{module_name} has no {attribute!r}; callables there: "
+            f"{', '.join(_callables(module)) or 'none'}"
+        )
+    if not callable(factory):
+        raise PipelineError(
+            f"{spec} is not callable but of type {type(factory).__name__}; callables there: "
+            f"{', '.join(_callables(module)) or 'none'}"
+        )
+    return typing.cast(Callable[..., Any], factory)
+
+
+def configure(kind: type[Settings], overrides: Mapping[str, object]) -> Settings:
+    """A dataclass `kind` of settings with some of its fields overridden.
+
+    Values may be the text of a command line (`"256"`, `"true"`) or of the field's own type.
+    Fields are int, float, bool or str.
+
+    Raises:
+        PipelineError: an unknown name (the known ones are listed) or a value that does not
+            fit its field.
+    """
+    types = {field.name: field.type for field in dataclasses.fields(kind)}
+    hints = typing.get_type_hints(kind)
+    for name in overrides:
+        if name not in types:
+            raise PipelineError(
+                f"unknown setting {name!r} of {kind.__name__}; known: {', '.join(types)}"
+            )
+    return kind(**{name: _convert(name, value, hints[name]) for name, value in overrides.items()})
+
+
+def _convert(name: str, value: object, kind: type) -> object:
+    truths = {"true": True, "false": False}
+    try:
+        if isinstance(value, str):
+            return truths[value.lower()] if kind is bool else kind(value)
+        if kind is float and type(value) is int:
+            return float(value)
+    except (KeyError, ValueError):
+        pass
+    # type() and not isinstance(): True is an int, but `dim=True` is a mistake.
+    if type(value) is kind:
+        return value
+    raise PipelineError(f"setting {name} expects {kind.__name__}, got {value!r}")
+
+
+def _import(name: str) -> ModuleType:
+    if name.endswith(".py") or "/" in name or os.sep in name:
+        dotted = name.removesuffix(".py").replace("/", ".").replace(os.sep, ".").strip(".")
+        raise PipelineError(
+            f"expected a module name, got the path {name!r}; write {dotted!r} instead"
+        )
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if _is_or_contains(error.name, name):
+            raise PipelineError(
+                f"no module named {error.name!r}; {name!r} was looked for in the working "
+                f"directory {os.getcwd()} and among the installed packages"
+            ) from error
+        raise _broken_module(name, error) from error
+    except Exception as error:  # a user's module may raise anything
+        raise _broken_module(name, error) from error
+
+
+def _is_or_contains(found: str | None, name: str) -> bool:
+    """Whether module `found` is `name` itself or one of the packages around it."""
+    return found is not None and f"{name}.".startswith(f"{found}.")
+
+
+def _broken_module(name: str, error: Exception) -> PipelineError:
+    if isinstance(error, SyntaxError):
+        where = f"{error.filename}:{error.lineno}"
+    else:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{frame.filename}:{frame.lineno}"
+    return PipelineError(
+        f"module {name!r} was found but raised {type(error).__name__} while it was imported: "
+        f"{error} ({where})"
+    )
+
+
+def _callables(module: ModuleType) -> list[str]:
+    """Public callables that `module` defines itself."""
+    return sorted(
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+        and callable(value)
+        and getattr(value, "__module__", None) == module.__name__
+    )

@@ -1,0 +1,62 @@
+"""Which nodes share storage, told from operator schemas.
+
+Boundaries are counted in bytes of distinct storage: a slice of a large tensor keeps the
+whole tensor alive, and ten views of one tensor cost what the tensor costs.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from .graph import tensor_of
+from .ops import overload
+
+aten = torch.ops.aten
+
+# Views by construction although their schemas do not say so: functionalisation and the
+# autograd formulas emit them where the result shares the input's storage.
+_UNDECLARED_VIEWS = frozenset({aten._unsafe_view.default, aten._reshape_alias.default})
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the node only re-describes its first argument's storage (free to redo)."""
+    if node.op != "call_function":
+        return False
+    if node.target is operator.getitem:
+        parent = node.args[0]
+        return isinstance(parent, fx.Node) and is_view(parent)
+    op = overload(node)
+    return op is not None and (op in _UNDECLARED_VIEWS or op.is_view)
+
+
+def is_free(node: fx.Node) -> bool:
+    """Whether redoing the node costs neither time nor memory: a view, or a constant."""
+    return node.op == "get_attr" or is_view(node)
+
+
+def storage_root(node: fx.Node) -> fx.Node:
+    """The node that allocated the storage this node's value lies in."""
+    while is_view(node):
+        parent = node.args[0]
+        if not isinstance(parent, fx.Node):
+            break
+        node = parent
+    return node
+
+
+def storage_bytes(node: fx.Node) -> int:
+    """Bytes of the storage that holding this node's value keeps alive."""
+    value = tensor_of(storage_root(node))
+    if value is None:
+        value = tensor_of(node)
+    if value is None:
+        return 0
+    return int(value.untyped_storage().nbytes())
+
+
+def distinct_bytes(nodes: list[fx.Node]) -> int:
+    """Bytes of distinct storage that holding all these nodes' values keeps alive."""
+    return sum(storage_bytes(root) for root in {storage_root(node) for node in nodes})

@@ -1,0 +1,5 @@
+"""The error a pass raises; autosplit turns it into a SplitError for its users."""
+
+
+class PassError(Exception):
+    """A graph broke an invariant, or a pass cannot do its work on it."""

@@ -1,0 +1,57 @@
+"""Build a graph from some of another graph's nodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from .graph import Role, placeholders, role_of, set_outputs
+
+
+def extract(
+    module: fx.GraphModule,
+    name: str,
+    *,
+    carried: list[tuple[Role, fx.Node]],
+    compute: set[fx.Node],
+    returns: list[tuple[Role, Any]],
+) -> fx.GraphModule:
+    """A graph that takes the carried values and the placeholders in ``compute``, runs the
+    other nodes of ``compute`` in their order, and returns ``returns``.
+
+    Args:
+        module: where the nodes come from.
+        name: class name of the new module.
+        carried: nodes whose values come in from outside, and the roles they come in under.
+        compute: nodes to copy.
+        returns: role and value of everything the new graph returns.
+    """
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    incoming = {node: role for role, node in carried}
+    for node in module.graph.nodes:
+        if node in incoming:
+            copies[node] = _placeholder(graph, node, incoming[node])
+        elif node.op == "placeholder" and node in compute:
+            copies[node] = _placeholder(graph, node, role_of(node))
+        elif node in compute:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    values = fx.node.map_arg([value for _, value in returns], copies.__getitem__)
+    roles = [role for role, _ in returns]
+    set_outputs(graph, list(zip(roles, values, strict=True)))
+    return fx.GraphModule(module, _placeholders_first(graph), class_name=name)
+
+
+def _placeholder(graph: fx.Graph, node: fx.Node, role: Role) -> fx.Node:
+    copy = graph.placeholder(node.name)
+    copy.meta = {**node.meta, "role": role}
+    return copy
+
+
+def _placeholders_first(graph: fx.Graph) -> fx.Graph:
+    """Placeholders must lead; a carried value may have come from the middle of the graph."""
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    for node in placeholders(graph):
+        first.prepend(node)
+    return graph

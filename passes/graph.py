@@ -1,0 +1,178 @@
+"""What a pass works on: FX graphs whose inputs and outputs carry named roles.
+
+No pass counts positions. A placeholder's role is in ``node.meta["role"]``; the output
+node's roles are a tuple in ``node.meta["roles"]``, one for each returned value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+
+class Kind(enum.Enum):
+    """What a graph's input or output stands for."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    INPUT = "input"
+    TANGENT = "tangent"  # gradient of an output, handed in by whoever runs the backward
+    SAVED = "saved"  # left by forward for the backward
+    DEFERRED = "deferred"  # left by backward_input for backward_weight
+    OUTPUT = "output"
+    UPDATE = "update"  # new value of a mutated buffer or input
+    INPUT_GRAD = "input_grad"
+    PARAMETER_GRAD = "parameter_grad"
+
+
+STATE = frozenset({Kind.PARAMETER, Kind.BUFFER})
+PRIMAL = STATE | {Kind.INPUT}
+FORWARD_OUTPUT = frozenset({Kind.OUTPUT, Kind.UPDATE})
+GRADIENT = frozenset({Kind.INPUT_GRAD, Kind.PARAMETER_GRAD})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Role:
+    """A kind and the user's name for the thing.
+
+    The name is a parameter or buffer FQN, a user input or output path, or, for saved and
+    deferred values, the node that computed them.
+    """
+
+    kind: Kind
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.kind.value} {self.name}"
+
+
+@dataclasses.dataclass
+class Program:
+    """The graphs of one module, from the joint graph to the split ones.
+
+    A pass fills in or rewrites fields. ``backward`` is the unsplit backward; it stays beside
+    its two halves because an engine that runs I and W back to back calls it instead.
+    """
+
+    joint: fx.GraphModule
+    forward: fx.GraphModule | None = None
+    backward: fx.GraphModule | None = None
+    backward_input: fx.GraphModule | None = None
+    backward_weight: fx.GraphModule | None = None
+
+    def graphs(self) -> dict[str, fx.GraphModule]:
+        """The graphs that exist so far, by name, in the order in which they are made."""
+        fields = (field.name for field in dataclasses.fields(self))
+        return {name: module for name in fields if (module := getattr(self, name)) is not None}
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitGraphs:
+    """The result of the pass pipeline: three graphs and the unsplit backward.
+
+    ``backward`` and its halves are None for a module traced without gradients.
+    """
+
+    joint: fx.GraphModule
+    forward: fx.GraphModule
+    backward: fx.GraphModule | None
+    backward_input: fx.GraphModule | None
+    backward_weight: fx.GraphModule | None
+
+    def graphs(self) -> dict[str, fx.GraphModule]:
+        """The graphs that exist, by name."""
+        fields = (field.name for field in dataclasses.fields(self))
+        return {name: module for name in fields if (module := getattr(self, name)) is not None}
+
+
+def placeholders(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op == "placeholder"]
+
+
+def output_node(graph: fx.Graph) -> fx.Node:
+    return graph.output_node()
+
+
+def role_of(node: fx.Node) -> Role:
+    """The role of a placeholder."""
+    role = node.meta["role"]
+    if not isinstance(role, Role):
+        raise TypeError(f"placeholder {node.name} carries {role!r}, expected a Role")
+    return role
+
+
+def is_state(node: fx.Node) -> bool:
+    """Whether the node is a parameter or a buffer of the module."""
+    return node.op == "placeholder" and role_of(node).kind in STATE
+
+
+def inputs(graph: fx.Graph, *kinds: Kind) -> dict[Role, fx.Node]:
+    """Placeholders by role, in order; only of the given kinds where kinds are given."""
+    found = {role_of(node): node for node in placeholders(graph)}
+    return {role: node for role, node in found.items() if not kinds or role.kind in kinds}
+
+
+def outputs(graph: fx.Graph, *kinds: Kind) -> list[tuple[Role, Any]]:
+    """(role, value) of every returned value, in order; a value is a Node or a constant."""
+    node = output_node(graph)
+    pairs = zip(node.meta["roles"], node.args[0], strict=True)  # type: ignore[arg-type]
+    return [(role, value) for role, value in pairs if not kinds or role.kind in kinds]
+
+
+def set_outputs(graph: fx.Graph, pairs: list[tuple[Role, Any]]) -> None:
+    """Append an output node that returns the values as a list, with their roles."""
+    node = graph.output([value for _, value in pairs])
+    node.meta["roles"] = tuple(role for role, _ in pairs)
+
+
+def calls(graph: fx.Graph) -> Iterator[fx.Node]:
+    """Nodes that compute something."""
+    return (node for node in graph.nodes if node.op == "call_function")
+
+
+def tensor_of(node: fx.Node) -> torch.Tensor | None:
+    """The fake tensor that a node yields, or None where it yields something else."""
+    value = node.meta.get("val")
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def ancestors(roots: list[fx.Node]) -> set[fx.Node]:
+    """The roots and everything they are computed from."""
+    seen: set[fx.Node] = set()
+    stack = list(roots)
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            stack.extend(node.all_input_nodes)
+    return seen
+
+
+def descendants(roots: list[fx.Node]) -> set[fx.Node]:
+    """The roots and everything computed from them, the output node left out."""
+    seen: set[fx.Node] = set()
+    stack = list(roots)
+    while stack:
+        node = stack.pop()
+        if node not in seen and node.op != "output":
+            seen.add(node)
+            stack.extend(node.users)
+    return seen
+
+
+def source_line(node: fx.Node) -> str:
+    """``file:line code`` of the user's statement that made the node, or an empty string."""
+    trace = node.meta.get("stack_trace") or ""
+    lines = [line.strip() for line in trace.strip().splitlines()]
+    for index in range(len(lines) - 1, -1, -1):
+        if lines[index].startswith('File "'):
+            path, line, *_ = lines[index].removeprefix('File "').split('", line ')[0:2]
+            number = line.split(",")[0]
+            code = lines[index + 1] if index + 1 < len(lines) else ""
+            return f"{path}:{number} {code}".strip()
+    return ""

@@ -1,0 +1,140 @@
+"""Run the pipeline of passes: a literal tuple, verified after every change, dumped on request."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections import Counter
+from collections.abc import Callable, Collection
+
+from torch import fx
+
+from . import codegen
+from .dead_code import dead_code
+from .divide import divide
+from .errors import PassError
+from .graph import Program, SplitGraphs, calls
+from .partition import partition
+from .split_backward import split_backward
+from .verify import verify
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """A named step. ``run`` changes the program and says whether it did.
+
+    ``required`` passes make the graphs that later ones work on and cannot be skipped.
+    """
+
+    name: str
+    run: Callable[[Program], bool]
+    required: bool = False
+
+
+PASSES: tuple[Pass, ...] = (
+    Pass("divide", divide),
+    Pass("dead_code", dead_code),
+    Pass("partition", partition, required=True),
+    Pass("split_backward", split_backward, required=True),
+)
+
+
+def run(
+    joint: fx.GraphModule,
+    *,
+    passes: tuple[Pass, ...] = PASSES,
+    skip: Collection[str] = (),
+    dump: pathlib.Path | None = None,
+) -> SplitGraphs:
+    """Joint graph -> forward | backward_input | backward_weight (and the unsplit backward).
+
+    Args:
+        joint: a joint forward/backward graph with roles; it is changed in place.
+        passes: what to run, in order.
+        skip: names of optional passes to leave out (to bisect a wrong result).
+        dump: folder that gets every stage of the pipeline as numbered readable files.
+
+    Raises:
+        PassError: an invariant is broken after a pass (every violation is listed), a pass
+            that reported no change changed something, or ``skip`` holds a name that is
+            unknown or required.
+    """
+    _check_skip(passes, skip)
+    program = Program(joint)
+    verify(program, "capture")
+    step = _Dump(dump)
+    step.write("capture", program)
+    for each in passes:
+        if each.name in skip:
+            continue
+        before = _sizes(program)
+        changed = each.run(program)
+        if not changed and _sizes(program) != before:
+            raise PassError(f"pass {each.name} reported no change but changed the graph")
+        if changed:
+            _recompile(program)
+            verify(program, each.name)
+        step.write(each.name, program)
+    if program.forward is None:
+        raise PassError("the pipeline has no partition pass: no forward graph was made")
+    return SplitGraphs(**{name: getattr(program, name) for name in _fields()})
+
+
+def op_counts(graph: fx.Graph) -> Counter[str]:
+    """How often each operator occurs."""
+    return Counter(str(node.target) for node in calls(graph))
+
+
+def _fields() -> list[str]:
+    return [field.name for field in dataclasses.fields(SplitGraphs)]
+
+
+def _sizes(program: Program) -> dict[str, int]:
+    return {name: len(module.graph.nodes) for name, module in program.graphs().items()}
+
+
+def _recompile(program: Program) -> None:
+    for module in program.graphs().values():
+        module.recompile()
+
+
+def _check_skip(passes: tuple[Pass, ...], skip: Collection[str]) -> None:
+    optional = [each.name for each in passes if not each.required]
+    wrong = sorted(set(skip) - set(optional))
+    if wrong:
+        raise PassError(f"cannot skip {', '.join(wrong)}; passes that can be: {optional}")
+
+
+@dataclasses.dataclass
+class _Dump:
+    """Writes ``00_capture.joint.py``, ``01_divide.joint.py``, ... and what each pass changed."""
+
+    folder: pathlib.Path | None
+    number: int = 0
+    known: dict[str, Counter[str]] = dataclasses.field(default_factory=dict)
+
+    def write(self, name: str, program: Program) -> None:
+        if self.folder is None:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for graph, module in program.graphs().items():
+            counts = op_counts(module.graph)
+            if graph in self.known and counts == self.known[graph]:
+                continue
+            difference = self._difference(graph, counts)
+            self.known[graph] = counts
+            text = f"# {graph} after {name}: {sum(counts.values())} ops\n{difference}\n"
+            text += f"{codegen.HEADER}\n\n{codegen.generate(graph, module)}"
+            (self.folder / f"{self.number:02d}_{name}.{graph}.py").write_text(text)
+        self.number += 1
+
+    def _difference(self, graph: str, counts: Counter[str]) -> str:
+        if graph not in self.known:
+            return ""
+        before = self.known[graph]
+        rows = [
+            f"#   {counts[op] - before[op]:+d} {op}"
+            for op in sorted(before | counts)
+            if counts[op] != before[op]
+        ]
+        return "\n".join(rows) + "\n"
