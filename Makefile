@@ -1,0 +1,34 @@
+# make demo   train one model fused and split over two processes; results in demo-output/
+# make test   ruff, mypy, pytest, and a wheel built and imported from an empty directory
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test lint types unit wheel clean
+
+demo: $(VENV)/installed
+	$(BIN)/autosplit compare examples.models:llama --stages 2 --schedule 1f1b \
+		--microbatches 2 --steps 20 --output demo-output
+
+test: lint types unit wheel
+
+lint: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/installed
+	$(BIN)/mypy
+
+unit: $(VENV)/installed
+	$(BIN)/pytest
+
+wheel: $(VENV)/installed
+	$(BIN)/python .ci/check_wheel.py
+
+$(VENV)/installed: pyproject.toml setup.cfg constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist demo-output *.egg-info

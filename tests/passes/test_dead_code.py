@@ -1,0 +1,31 @@
+"""dead_code: random operators may go, effects may not."""
+
+from __future__ import annotations
+
+import torch
+from graphs import hand_made
+
+from autosplit.passes import Program
+from autosplit.passes.dead_code import dead_code
+from autosplit.passes.graph import calls
+
+
+def targets_after(target: object, *args: object) -> list[str]:
+    module, nodes = hand_made()
+    with module.graph.inserting_before(nodes["dx"]):
+        arguments = tuple(nodes.get(arg, arg) if isinstance(arg, str) else arg for arg in args)
+        module.graph.call_function(target, arguments)
+    changed = dead_code(Program(module))
+    names = [str(node.target) for node in calls(module.graph)]
+    assert changed == (len(names) == 2)
+    return names
+
+
+def test_random_operator_nobody_reads() -> None:
+    kept = targets_after(torch.ops.aten.native_dropout.default, "x", 0.5, True)
+    assert kept == ["aten.mul.Tensor", "aten.mul.Tensor"]
+
+
+def test_mutation_is_an_effect() -> None:
+    kept = targets_after(torch.ops.aten.bernoulli_.float, "x", 0.5)
+    assert kept == ["aten.mul.Tensor", "aten.bernoulli_.float", "aten.mul.Tensor"]

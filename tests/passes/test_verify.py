@@ -1,0 +1,111 @@
+"""verify: every invariant, broken on purpose."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from graphs import hand_made, program_of
+from torch import nn
+from zoo import SwiGLU
+
+from autosplit.passes import PassError, Program, Role
+from autosplit.passes.graph import Kind, output_node
+from autosplit.passes.partition import partition
+from autosplit.passes.split_backward import split_backward
+from autosplit.passes.verify import verify
+
+
+def whole() -> Program:
+    program = program_of(nn.Linear(3, 2), torch.randn(4, 3, requires_grad=True))
+    partition(program)
+    split_backward(program)
+    verify(program)
+    return program
+
+
+def append(module: torch.fx.GraphModule, target: object, *args: object) -> torch.fx.Node:
+    with module.graph.inserting_before(output_node(module.graph)):
+        node = module.graph.call_function(target, args)
+    node.meta["val"] = torch.empty(3, device="meta")
+    return node
+
+
+def test_value_unknown() -> None:
+    module, nodes = hand_made()
+    del nodes["dx"].meta["val"]
+    with pytest.raises(PassError, match=r"joint: mul_tensor_1: has no meta\['val'\]"):
+        verify(Program(module))
+
+
+def test_tangent_in_forward() -> None:
+    program = whole()
+    first = next(iter(program.forward.graph.nodes))
+    first.meta["role"] = Role(Kind.TANGENT, "output")
+    with pytest.raises(PassError, match=r"forward: .*tangent output must not enter this graph"):
+        verify(program)
+
+
+def test_boundary_that_does_not_match() -> None:
+    program = whole()
+    output = output_node(program.forward.graph)
+    output.meta["roles"] = (*output.meta["roles"][:-1], Role(Kind.SAVED, "other"))
+    with pytest.raises(PassError, match=r"forward returns saved .*other.*, backward takes"):
+        verify(program)
+
+
+def test_boundary_that_carries_no_tensor() -> None:
+    program = whole()
+    output = output_node(program.forward.graph)
+    output.args = ([*output.args[0][:-1], 7],)
+    with pytest.raises(PassError, match="saved primals_3 is 7; boundaries carry tensors"):
+        verify(program)
+
+
+def test_output_lost_and_output_doubled() -> None:
+    program = whole()
+    output = output_node(program.backward_weight.graph)
+    output.args = ([output.args[0][0], output.args[0][0]],)
+    output.meta["roles"] = (output.meta["roles"][0],) * 2
+    with pytest.raises(PassError) as caught:
+        verify(program)
+    assert "parameter_grad weight is returned 2 times over the graphs, not 1" in str(caught.value)
+    assert "parameter_grad bias is returned 0 times over the graphs, not 1" in str(caught.value)
+
+
+def test_random_numbers_in_a_backward() -> None:
+    program = whole()
+    append(program.backward_input, torch.ops.aten.rand.default, [3])
+    with pytest.raises(
+        PassError, match=r"backward_input: rand_default: aten.rand.default may draw random"
+    ):
+        verify(program)
+
+
+def test_attention_forward_in_a_backward() -> None:
+    program = whole()
+    x = next(iter(program.backward_weight.graph.nodes))
+    append(program.backward_weight, torch.ops.aten._scaled_dot_product_attention_math.default, x)
+    with pytest.raises(PassError, match=r"backward_weight: .*random|attention's forward"):
+        verify(program)
+
+
+def test_mutation_in_a_backward() -> None:
+    program = whole()
+    x = next(iter(program.backward_weight.graph.nodes))
+    append(program.backward_weight, torch.ops.aten.add_.Tensor, x, 1)
+    with pytest.raises(PassError, match=r"add_.Tensor has a side effect in a backward"):
+        verify(program)
+
+
+def test_all_violations_at_once_with_source_lines() -> None:
+    program = program_of(SwiGLU(), torch.randn(2, 4, 16, requires_grad=True))
+    partition(program)
+    for node in program.forward.graph.nodes:
+        if node.op == "call_function":
+            del node.meta["val"]
+    with pytest.raises(PassError) as caught:
+        verify(program, "a pass")
+    text = str(caught.value)
+    assert text.startswith("after a pass:\n  - forward: ")
+    assert text.count("has no meta['val']") >= 2
+    assert "zoo.py:" in text

@@ -1,0 +1,164 @@
+"""Training over real Gloo processes, held against a single process with plain autograd."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import workers
+from torch import nn
+
+from autosplit.errors import PipelineError, ScheduleError, SplitError
+from autosplit.pipeline.launch import launch
+from autosplit.pipeline.trainer import PipelineTrainer
+
+Results = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def reference() -> Results:
+    return launch(workers.with_reference_stage, 2, timeout=90)
+
+
+@pytest.fixture(scope="module")
+def split() -> Results:
+    return launch(workers.with_split_stage, 2, timeout=90)
+
+
+@pytest.fixture(scope="module")
+def three() -> Results:
+    return launch(workers.three_ranks, 3, timeout=90)
+
+
+def _cases(*counts: int) -> dict[str, str]:
+    names = itertools.product(
+        ("naive", "gpipe", "1f1b"), ("False", "2bp", "fill"), (f"M={count}" for count in counts)
+    )
+    return {" ".join(name): "equal" for name in names}
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_gradients_and_losses_equal_those_of_one_process(reference: Results, stages: int) -> None:
+    assert [found[f"grid {stages}"] for found in reference] == [_cases(1, 2, 5)] * 2
+
+
+def test_split_stages_give_the_gradients_of_one_process(split: Results) -> None:
+    assert [found["grid 2"] for found in split] == [_cases(3)] * 2
+    assert [found["grid 4"] for found in split] == [_cases(2)] * 2
+
+
+def test_three_ranks(three: Results) -> None:
+    assert [found["grid 3"] for found in three] == [_cases(1, 2, 5)] * 3
+    assert [found["grid 4"] for found in three] == [_cases(2)] * 3
+    assert all(value for found in three for value in found["shared 3"].values())
+
+
+@pytest.mark.parametrize("case", ["clip 0.1", "clip 100", "shared 2", "shared 4", "several"])
+def test_same_as_one_process(reference: Results, case: str) -> None:
+    for found in reference:
+        assert found[case] == dict.fromkeys(found[case], True)
+    names = [name for found in reference for name in found[case]]
+    assert {"losses", "losses 0"} & set(names)
+
+
+@pytest.mark.parametrize("case", ["clip 0.1", "shared 3", "several", "frozen 0", "frozen 1"])
+def test_same_as_one_process_with_split_stages(split: Results, case: str) -> None:
+    for found in split:
+        assert found[case] == dict.fromkeys(found[case], True)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_frozen_stage(reference: Results, stage: int) -> None:
+    expected = {"losses": True, "none": True, "grads": True}
+    assert [found[f"frozen {stage}"] for found in reference] == [expected] * 2
+
+
+def test_evaluate_runs_in_eval_mode_and_leaves_everything_as_it_was(reference: Results) -> None:
+    first, second = (found["evaluate"] for found in reference)
+    inputs, targets = workers.data(8)
+    expected = [
+        nn.functional.mse_loss(x, y)
+        for x, y in zip((4 * inputs).chunk(4), targets.chunk(4), strict=True)
+    ]
+    assert torch.equal(first["first"], torch.stack(expected))
+    for name in ("first", "evaluated", "again", "trained"):
+        assert torch.equal(first[name], second[name])
+        assert first[name].shape == (4,)
+    assert torch.equal(first["evaluated"], first["again"])
+    # In training each stage doubles its input; in evaluation none does.
+    assert first["modes"] == second["modes"] == [True, False]
+    assert first["grads"] == second["grads"] == [None]
+
+
+def test_autocast_reaches_modules_loss_and_messages(split: Results) -> None:
+    for found in split:
+        losses, evaluated, expected, dtypes = found["autocast"]
+        assert torch.equal(losses, expected)
+        assert torch.equal(evaluated, expected)
+        assert set(dtypes) == {torch.float32}
+
+
+def test_timeline_holds_what_all_ranks_ran(reference: Results) -> None:
+    rank0 = ["0F0", "0F1", "0I0", "0W0", "0I1", "0W1"]
+    rank1 = ["1F0", "1I0", "1F1", "1I1", "1W0", "1W1"]
+    for found in reference:
+        assert found["recorded"] == (rank0, rank1, True)
+
+
+def test_one_rank_of_many_can_hold_all_stages(reference: Results) -> None:
+    assert reference[0]["one rank"]
+
+
+def test_one_process_without_a_process_group() -> None:
+    inputs, targets = workers.data(8)
+    model = workers.whole(3)
+    expected = workers.single_process(model, inputs, targets, 4)
+    engine = workers.trainer(num_stages=3, ranks=1)
+    assert torch.equal(engine.forward_backward((inputs, targets)), expected)
+    assert sorted(engine.modules) == [0, 1, 2]
+    assert workers.gradients_equal(engine.gradients(), model)
+    one = workers.trainer(num_stages=1)
+    assert one.step((inputs, targets)).shape == (4,)
+
+
+def test_later_failures_in_one_process_name_the_action() -> None:
+    engine = workers.trainer(workers._trip_stage, ranks=1)
+    with pytest.raises(PipelineError, match=r"^rank 0 failed in 1F2: ValueError: bad weather$"):
+        engine.step(workers.data(8))
+    with pytest.raises(PipelineError, match=r"^this trainer has ended .*in 1F2: ValueError"):
+        engine.step(workers.data(8))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"num_stages": 2}, PipelineError, "2 stages need a process group and there is none: run "),
+        ({"num_stages": None}, PipelineError, "say how many: num_stages=N"),
+        ({"num_stages": 0}, PipelineError, "at least one stage; got 0"),
+        ({"ranks": 3}, PipelineError, "3 processes cannot hold 2 stages"),
+        ({"ranks": 2}, PipelineError, "ranks=2 but the process group has no processes"),
+        ({"schedule": "1f2b", "ranks": 1}, ScheduleError, "known: naive, gpipe, 1f1b"),
+        ({"weights": "later", "ranks": 1}, ScheduleError, "2bp, fill"),
+        ({"microbatches": 0, "ranks": 1}, ScheduleError, "0"),
+        ({"autocast": torch.float16}, PipelineError, "None or torch.bfloat16; got torch.float16"),
+        ({"max_grad_norm": 0.0}, PipelineError, "positive number or None; got 0.0"),
+        ({"timeout": 0}, PipelineError, "positive number of seconds; got 0"),
+        ({"backend": "eager", "ranks": 1}, PipelineError, "no effect beside stage_factory"),
+        (
+            {"backend": "tpu", "stage_factory": None, "ranks": 1},
+            SplitError,
+            "unknown backend 'tpu'; known",
+        ),
+    ],
+)
+def test_bad_options(options: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error) as caught:
+        workers.trainer(**options)
+    assert text in str(caught.value)
+
+
+def test_stages_and_their_count_must_agree() -> None:
+    with pytest.raises(PipelineError, match="got 1 stages, but num_stages=2"):
+        PipelineTrainer([workers.block(0)], nn.MSELoss(), workers.sgd, microbatches=1, num_stages=2)

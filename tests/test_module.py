@@ -1,0 +1,298 @@
+"""SplitModule against plain autograd, and how it behaves as a module."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+from zoo import CASES, Case, SwiGLU
+
+import autosplit
+from autosplit import SplitError
+
+
+def gradients(
+    module: nn.Module, case: Case, batches: list[Tensor]
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Losses and input gradients of a forward and backward over each batch."""
+    losses, grads = [], []
+    for batch in batches:
+        leaf = batch.clone()
+        if leaf.is_floating_point():
+            leaf.requires_grad_()
+        loss = case.loss(module(leaf))
+        loss.backward()
+        losses.append(loss.detach())
+        grads.append(leaf.grad)
+    return losses, grads
+
+
+def assert_same(mine: Tensor | None, theirs: Tensor | None, name: str) -> None:
+    assert (mine is None) == (theirs is None), f"{name}: {mine} against {theirs}"
+    if mine is not None and theirs is not None:
+        assert mine.dtype == theirs.dtype
+        assert torch.equal(mine, theirs), f"{name}: off by {(mine - theirs).abs().max()}"
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("name", CASES)
+def test_equals_autograd(name: str, training: bool, count: int) -> None:
+    case = CASES[name]
+    model = case.build().train(training)
+    reference = copy.deepcopy(model)
+    split = autosplit.split(model)
+    batches = [case.batch() for _ in range(count)]
+    losses, grads = gradients(split, case, batches)
+    assert split.pending == count
+    assert all(parameter.grad is None for parameter in model.parameters())
+    split.backward_weight()
+    assert split.pending == 0
+    expected_losses, expected_grads = gradients(reference, case, batches)
+    for index, (mine, theirs) in enumerate(zip(losses, expected_losses, strict=True)):
+        assert_same(mine, theirs, f"loss {index}")
+    for index, (mine, theirs) in enumerate(zip(grads, expected_grads, strict=True)):
+        assert_same(mine, theirs, f"input gradient {index}")
+    for (key, mine), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert_same(mine.grad, theirs.grad, key)
+    for (key, mine), theirs in zip(model.named_buffers(), reference.buffers(), strict=True):
+        assert_same(mine, theirs, key)
+
+
+def test_dropout_draws_as_autograd_does_and_backward_leaves_the_generator_alone() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Linear(64, 4))
+    reference = copy.deepcopy(model)
+    split = autosplit.split(model)
+    x = torch.randn(8, 64, requires_grad=True)
+    split.capture(x)
+    torch.manual_seed(3)
+    output = split(x)
+    state = torch.get_rng_state()
+    output.square().mean().backward()
+    split.backward_weight()
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(3)
+    reference(x).square().mean().backward()
+    # p = 0.5 scales by a power of two, so the two formulations of dropout round alike.
+    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+
+
+def test_backward_weight_takes_the_oldest_first() -> None:
+    split = autosplit.split(nn.Linear(2, 1, bias=False))
+    for value in (1.0, 10.0, 100.0):
+        split(torch.full((1, 2), value)).sum().backward()
+    split.backward_weight(microbatches=1)
+    assert split.weight.grad.tolist() == [[1.0, 1.0]]
+    split.backward_weight(microbatches=2)
+    assert split.weight.grad.tolist() == [[111.0, 111.0]]
+    assert split.pending == 0
+
+
+def test_pending_bytes_are_distinct_storage() -> None:
+    split = autosplit.split(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)))
+    x = torch.randn(32, 8, requires_grad=True)
+    assert split.pending_bytes == 0
+    split(x).square().mean().backward()
+    # W needs x [32, 8], relu [32, 16], and the two dY: [32, 16] and [32, 4]; all float32.
+    assert split.pending_bytes == 4 * 32 * (8 + 16 + 16 + 4)
+    split.backward_weight()
+    assert split.pending_bytes == 0
+
+
+def test_is_the_model_under_another_face() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    split = autosplit.split(model)
+    assert list(split.state_dict()) == list(model.state_dict())
+    mine, theirs = dict(split.named_parameters()), dict(model.named_parameters())
+    assert mine.keys() == theirs.keys()
+    assert all(mine[name] is theirs[name] for name in mine)
+    split.eval()
+    assert not model.training
+    assert not model[1].training
+    split.double()
+    assert model[0].weight.dtype is torch.float64
+
+
+def test_one_graph_for_each_signature() -> None:
+    split = autosplit.split(nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.1)))
+    x = torch.randn(2, 3)
+    split(x)
+    split(x.clone())
+    assert len(split.functions) == 1
+    split(torch.randn(4, 3))
+    split(x.requires_grad_())
+    split.eval()
+    split(x)
+    with torch.no_grad():
+        split(x)
+    split.get_submodule("0").bias.requires_grad_(False)
+    split(x)
+    assert len(split.functions) == 6
+
+
+def test_no_grad_saves_nothing() -> None:
+    split = autosplit.split(nn.Linear(3, 3))
+    with torch.no_grad():
+        output = split(torch.randn(2, 3))
+    (functions,) = split.functions
+    assert not functions.has_backward
+    assert not output.requires_grad
+
+
+def test_frozen_model_behind_an_input_that_needs_a_gradient() -> None:
+    model = nn.Linear(3, 3).requires_grad_(False)
+    split = autosplit.split(model)
+    x = torch.randn(2, 3, requires_grad=True)
+    split(x).sum().backward()
+    split.backward_weight()
+    assert torch.equal(x.grad, model.weight.sum(0).expand(2, 3))
+    assert model.weight.grad is None
+
+
+def test_input_that_needs_no_gradient_gets_none() -> None:
+    split = autosplit.split(nn.Bilinear(3, 3, 2))
+    a, b = torch.randn(4, 3, requires_grad=True), torch.randn(4, 3)
+    split(a, b).sum().backward()
+    assert a.grad is not None
+    assert b.grad is None
+
+
+def test_unused_output_leaves_its_parameters_without_gradient() -> None:
+    case = CASES["several"]
+    split = autosplit.split(case.build())
+    split(case.batch())["y"].sum().backward()
+    split.backward_weight()
+    assert split.a.weight.grad is not None
+    assert split.b.weight.grad is None
+
+
+def test_hooks_fire_when_the_weight_gradient_arrives() -> None:
+    split = autosplit.split(nn.Linear(3, 2))
+    seen: list[str] = []
+    split.weight.register_hook(lambda grad: seen.append("tensor") or 2 * grad)
+    split.weight.register_post_accumulate_grad_hook(lambda _: seen.append("accumulated"))
+    x = torch.randn(4, 3)
+    split(x).sum().backward()
+    assert seen == []
+    split.backward_weight()
+    assert seen == ["tensor", "accumulated"]
+    assert torch.equal(split.weight.grad, 2 * x.sum(0).expand(2, 3))
+
+
+def test_first_gradient_is_not_copied() -> None:
+    """As in plain autograd, ``.grad`` is the very tensor that W computed."""
+    split = autosplit.split(nn.Linear(256, 256, bias=False))
+    split(torch.randn(2, 256)).sum().backward()
+    with torch.profiler.profile() as profile:
+        split.backward_weight()
+    names = {event.name for event in profile.events()}
+    assert "aten::mm" in names
+    assert not names & {"aten::clone", "aten::copy_"}
+
+
+def test_gradient_shared_by_two_parameters_is_not_added_twice() -> None:
+    split = autosplit.split(CASES["plain_parameters"].build())
+    for _ in range(2):
+        split(torch.randn(3)).sum().backward()
+    split.backward_weight()
+    assert split.a.grad.tolist() == split.b.grad.tolist() == [2.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_optimizer_step_is_refused_while_gradients_are_pending(
+    optimizer: type[torch.optim.Optimizer],
+) -> None:
+    split = autosplit.split(nn.Linear(3, 2))
+    other = nn.Linear(3, 2)
+    step = optimizer(split.parameters(), lr=0.1)
+    split(torch.randn(4, 3)).sum().backward()
+    with pytest.raises(
+        SplitError,
+        match=r"1 microbatch.* pending for weight and 1 more; call "
+        r"backward_weight\(\)",
+    ):
+        step.step()
+    optimizer(other.parameters(), lr=0.1).step()  # not its parameters
+    split.backward_weight()
+    step.step()
+
+
+def test_nothing_pending() -> None:
+    split = autosplit.split(nn.Linear(3, 2))
+    with pytest.raises(SplitError, match=r"nothing pending: call loss.backward\(\)"):
+        split.backward_weight()
+    split(torch.randn(4, 3)).sum().backward()
+    with pytest.raises(SplitError, match="1 pending; ask for 1 to 1"):
+        split.backward_weight(microbatches=2)
+
+
+def test_second_backward_through_one_output() -> None:
+    split = autosplit.split(nn.Linear(3, 2))
+    loss = split(torch.randn(4, 3)).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(SplitError, match="a second time through the same output"):
+        loss.backward()
+    assert split.pending == 1
+
+
+def test_create_graph() -> None:
+    split = autosplit.split(nn.Linear(3, 2))
+    with pytest.raises(SplitError, match="create_graph=True: a split backward"):
+        split(torch.randn(4, 3)).sum().backward(create_graph=True)
+
+
+def test_unknown_backend() -> None:
+    with pytest.raises(SplitError, match="unknown backend 'fast'; known backends: 'eager'"):
+        autosplit.split(nn.Linear(3, 2), backend="fast")
+
+
+def test_saved_input_written_in_place() -> None:
+    split = autosplit.split(nn.Linear(3, 2))
+    x = torch.randn(4, 3)
+    output = split(x)
+    x.zero_()
+    with pytest.raises(SplitError, match=r"written in place .*: primals_\d+\. Run the backward"):
+        output.sum().backward()
+
+
+def test_parameter_written_between_forward_and_backward() -> None:
+    split = autosplit.split(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)))
+    output = split(torch.randn(4, 3, requires_grad=True))
+    with torch.no_grad():
+        split.get_submodule("1").weight.add_(1.0)
+    with pytest.raises(SplitError, match=r"written in place .*: 1\.weight"):
+        output.sum().backward()
+
+
+def test_deferred_gradient_written_in_place() -> None:
+    split = autosplit.split(nn.Linear(3, 2))
+    x = torch.randn(4, 3, requires_grad=True)
+    split(x).square().sum().backward()
+    with torch.no_grad():
+        x.zero_()
+    with pytest.raises(SplitError, match="written in place"):
+        split.backward_weight()
+
+
+def test_microbatch_dies_with_its_weight_gradients() -> None:
+    """Nothing of a microbatch outlives ``backward_weight()``; before it, only the deferred."""
+    split = autosplit.split(SwiGLU())
+    x = torch.randn(2, 4, 16, requires_grad=True)
+    output = split(x)
+    loss = output.sum()
+    loss.backward()
+    died = weakref.ref(output)
+    del output, loss
+    gc.collect()
+    assert died() is None
+    (pending,) = split._pending
+    refs = [weakref.ref(tensor) for tensor in pending.deferred.tensors if tensor is not x]
+    assert refs
+    del pending
+    split.backward_weight()
+    assert [ref() for ref in refs if ref() is not None] == []

@@ -1,0 +1,179 @@
+"""Stage: the functional face, against plain autograd and for what it holds."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+from zoo import CASES, Counter, PlainParameters, SwiGLU
+
+from autosplit import CaptureError, SplitError, Stage
+
+# Stages hand tensors to each other: one tensor in, one tensor out.
+NAMES = [name for name in CASES if name != "several"]
+
+
+def reference(model: nn.Module, batches: list[Tensor], grads: list[Tensor]) -> list[Tensor | None]:
+    found = []
+    for batch, grad in zip(batches, grads, strict=True):
+        leaf = batch.clone()
+        if leaf.is_floating_point():
+            leaf.requires_grad_()
+        model(leaf).backward(grad)
+        found.append(leaf.grad)
+    return found
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["split", "fused"])
+@pytest.mark.parametrize("name", NAMES)
+def test_equals_autograd(name: str, fused: bool) -> None:
+    case = CASES[name]
+    model = case.build()
+    twin = copy.deepcopy(model)
+    batches = [case.batch() for _ in range(3)]
+    example = batches[0].clone()
+    stage = Stage(model, [example.requires_grad_(example.is_floating_point())])
+    ((shape, dtype, differentiable),) = stage.output_specs
+    assert differentiable
+    grads = [torch.randn(shape).to(dtype) for _ in batches]
+    outputs = [stage.forward(m, [batch.clone()]) for m, batch in enumerate(batches)]
+    assert [output[0].shape for output in outputs] == [shape] * 3
+    if fused:
+        found = [stage.backward(m, [grad])[0] for m, grad in enumerate(grads)]
+    else:
+        found = [stage.backward_input(m, [grad])[0] for m, grad in enumerate(grads)]
+        assert stage.gradients == {}
+        for microbatch in range(3):
+            stage.backward_weight(microbatch)
+    expected = reference(twin, batches, grads)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert (mine is None) == (theirs is None)
+        assert mine is None or torch.equal(mine, theirs)
+    stage.publish()
+    for (key, mine), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert (mine.grad is None) == (theirs.grad is None), key
+        assert mine.grad is None or torch.equal(mine.grad, theirs.grad), key
+
+
+def test_lists_are_handed_over() -> None:
+    stage = Stage(nn.Linear(3, 2), [torch.randn(4, 3, requires_grad=True)])
+    inputs: list[Tensor] = [torch.randn(4, 3)]
+    grads: list[Tensor | None] = [torch.randn(4, 2)]
+    stage.forward(0, inputs)
+    stage.backward_input(0, grads)
+    assert inputs == []
+    assert grads == []
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["split", "fused"])
+def test_saved_tensors_die_at_their_last_use(fused: bool) -> None:
+    """When I (or B) is done, everything saved that W does not need is gone; when W is done,
+    everything.
+    """
+    stage = Stage(SwiGLU(), [torch.randn(2, 4, 16, requires_grad=True)])
+    stage.forward(0, [torch.randn(2, 4, 16)])
+    saved = {id(tensor): weakref.ref(tensor) for tensor in stage._saved[0].tensors}
+    if fused:
+        stage.backward(0, [torch.randn(2, 4, 16)])
+        assert [ref for ref in saved.values() if ref() is not None] == []
+        return
+    stage.backward_input(0, [torch.randn(2, 4, 16)])
+    deferred = {id(tensor): weakref.ref(tensor) for tensor in stage._deferred[0].tensors}
+    held = len(deferred)
+    alive = {key for key, ref in saved.items() if ref() is not None}
+    assert alive == saved.keys() & deferred.keys()
+    assert len(alive) < len(saved)
+    stage.backward_weight(0)
+    # A norm's weight gradient was made by I and is now in ``gradients``; nothing else is left.
+    gradients = {grad.untyped_storage().data_ptr() for grad in stage.gradients.values()}
+    left = [tensor for ref in deferred.values() if (tensor := ref()) is not None]
+    assert all(tensor.untyped_storage().data_ptr() in gradients for tensor in left)
+    assert len(left) <= 1 < held
+
+
+def test_output_gradient_dies_inside_the_backward() -> None:
+    """The caller's list was its only owner, so the peak does not include it."""
+    stage = Stage(nn.Sequential(nn.ReLU(), nn.Linear(3, 2)), [torch.randn(4, 3)])
+    stage.forward(0, [torch.randn(4, 3)])
+    grads: list[Tensor | None] = [torch.randn(4, 2)]
+    died = weakref.ref(grads[0])
+    stage.backward(0, grads)
+    assert died() is None
+
+
+def test_bytes_held() -> None:
+    stage = Stage(
+        nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)),
+        [torch.randn(32, 8, requires_grad=True)],
+    )
+    stage.forward(0, [torch.randn(32, 8)])
+    assert stage.saved_bytes == 4 * 32 * (8 + 16)
+    stage.backward_input(0, [torch.randn(32, 4)])
+    assert (stage.saved_bytes, stage.deferred_bytes) == (0, 4 * 32 * (8 + 16 + 16 + 4))
+    stage.backward_weight(0)
+    assert stage.deferred_bytes == 0
+
+
+def test_buffer_updates_land_in_forward_order() -> None:
+    stage = Stage(Counter(), [torch.randn(5, 4)])
+    for microbatch in range(3):
+        stage.forward(microbatch, [torch.randn(5, 4)])
+    assert stage.module.scale.tolist() == [8.0] * 4
+
+
+def test_gradients_that_share_a_tensor_are_accumulated_apart() -> None:
+    stage = Stage(PlainParameters(), [torch.randn(3, requires_grad=True)])
+    for microbatch in range(2):
+        stage.forward(microbatch, [torch.randn(3)])
+        grads: list[Tensor | None] = [torch.ones(3)]
+        (input_grad,) = stage.backward_input(microbatch, grads)
+        stage.backward_weight(microbatch)
+        assert input_grad is not None
+        assert input_grad.tolist() == [1.0] * 3
+    assert {name: grad.tolist() for name, grad in stage.gradients.items()} == {
+        "a": [2.0] * 3,
+        "b": [2.0] * 3,
+    }
+
+
+def test_publish_adds_to_what_is_there() -> None:
+    stage = Stage(nn.Linear(2, 1, bias=False), [torch.ones(1, 2)])
+    for _ in range(2):
+        stage.forward(0, [torch.ones(1, 2)])
+        stage.backward(0, [torch.ones(1, 1)])
+        stage.publish()
+    assert stage.module.weight.grad.tolist() == [[2.0, 2.0]]
+    assert stage.gradients == {}
+
+
+def test_wrong_order() -> None:
+    stage = Stage(nn.Linear(3, 2), [torch.randn(4, 3)])
+    with pytest.raises(SplitError, match="stage 0: microbatch 5 has not run forward"):
+        stage.backward_input(5, [torch.randn(4, 2)])
+    with pytest.raises(SplitError, match="microbatch 0 has not run backward_input"):
+        stage.backward_weight(0)
+    stage.forward(0, [torch.randn(4, 3)])
+    with pytest.raises(SplitError, match="microbatch 0 has run its forward"):
+        stage.forward(0, [torch.randn(4, 3)])
+    stage.backward_input(0, [torch.randn(4, 2)])
+    with pytest.raises(SplitError, match="microbatch 0 are pending; call backward_weight"):
+        stage.publish()
+
+
+def test_misfitting_gradient() -> None:
+    stage = Stage(nn.Linear(3, 2), [torch.randn(4, 3)])
+    stage.forward(0, [torch.randn(4, 3)])
+    with pytest.raises(
+        SplitError,
+        match=r"gradient of output must be torch.float32 \[4, 2\], got "
+        r"torch.float32 \[2, 2\]",
+    ):
+        stage.backward_input(0, [torch.randn(2, 2)])
+
+
+def test_output_that_is_no_tensor() -> None:
+    with pytest.raises(CaptureError, match=r"stage 3 \(Several\) returns output\['none'\]"):
+        Stage(CASES["several"].build(), [torch.randn(3, 4)], index=3)
