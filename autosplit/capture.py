@@ -29,6 +29,12 @@ from .compat import TreeSpec, flatten_named, tree_flatten, tree_unflatten
 from .errors import CaptureError
 from .passes.graph import Kind, Role, placeholders
 
+# Dynamo remembers shapes by code object: a second nn.Sequential would get symbolic sizes.
+_DYNAMO = {
+    "automatic_dynamic_shapes": False,
+    "assume_static_by_default": True,
+    "allow_rnn": True,
+}
 _OWN_STORAGE = {OutputType.non_alias, OutputType.unsafe_view_alias}
 _USER_CODE = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+)', re.MULTILINE)
 
@@ -82,9 +88,7 @@ def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.GraphModule:
     """Dynamo's full-graph export; what it says of side effects is passed on in our words."""
-    static = {"automatic_dynamic_shapes": False, "assume_static_by_default": True, "allow_rnn": True}
-    # Dynamo remembers shapes by code object: a second nn.Sequential would get symbolic sizes.
-    with warnings.catch_warnings(record=True) as caught, torch._dynamo.config.patch(static):
+    with warnings.catch_warnings(record=True) as caught, torch._dynamo.config.patch(_DYNAMO):
         warnings.simplefilter("always")
         exported: fx.GraphModule = dynamo_graph_capture_for_export(module)(*args, **kwargs)
     for warning in caught:

@@ -1,7 +1,7 @@
 """What `autosplit compare MODULE:FACTORY` trains, and how such a factory is found.
 
 A factory is a function that takes keyword settings (`--set dim=256`) and returns a
-`Workload`. Nothing here imports torch, so that a bad command line fails at once.
+`Workload`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import traceback
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -71,8 +72,8 @@ def load_factory(spec: str) -> Callable[..., Any]:
         PipelineError: `spec` has no colon; the module is not there, or raises while it is
             imported; it has no such attribute, or that is not callable.
     """
-    module_name, colon, attribute = spec.partition(":")
-    if not (module_name and colon and attribute):
+    module_name, _, attribute = spec.partition(":")
+    if not (module_name and attribute):
         raise PipelineError(
             f"expected MODULE:FACTORY, for example examples.models:llama, got {spec!r}"
         )
@@ -116,7 +117,7 @@ def configure(kind: type[Settings], overrides: Mapping[str, object]) -> Settings
 
 
 def _convert(name: str, value: object, kind: type) -> object:
-    truths = {"true": True, "false": False}
+    truths = {"true": True, "1": True, "false": False, "0": False}
     try:
         if isinstance(value, str):
             return truths[value.lower()] if kind is bool else kind(value)
@@ -127,14 +128,15 @@ def _convert(name: str, value: object, kind: type) -> object:
     # type() and not isinstance(): True is an int, but `dim=True` is a mistake.
     if type(value) is kind:
         return value
-    raise PipelineError(f"setting {name} expects {kind.__name__}, got {value!r}")
+    expected = "true or false" if kind is bool else kind.__name__
+    raise PipelineError(f"setting {name} expects {expected}, got {value!r}")
 
 
 def _import(name: str) -> ModuleType:
-    if name.endswith(".py") or "/" in name or os.sep in name:
-        dotted = name.removesuffix(".py").replace("/", ".").replace(os.sep, ".").strip(".")
+    if name.endswith(".py") or not all(part.isidentifier() for part in name.split(".")):
+        dotted = ".".join(Path(name).with_suffix("").parts).strip(".")
         raise PipelineError(
-            f"expected a module name, got the path {name!r}; write {dotted!r} instead"
+            f"expected the dotted name of a module, got {name!r}; did you mean {dotted!r}?"
         )
     try:
         return importlib.import_module(name)

@@ -22,6 +22,8 @@ def draw(graphs: SplitGraphs, title: str) -> str:
     lines = [
         "digraph autosplit {",
         f"  label={_quoted(title)}; rankdir=TB; fontname=Helvetica; newrank=true;",
+        # Without a limit, layout of a few hundred operators takes a minute for little gain.
+        "  nslimit=1; nslimit1=1;",
         '  node [shape=box, style="filled,rounded", fontname=Helvetica, fontsize=10, '
         "fontcolor=white, color=white];",
         "  edge [color=gray50, arrowsize=0.6];",

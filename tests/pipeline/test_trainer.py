@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import training_workers
 import workers
+from failing_workers import trip_stage
 from torch import nn
 
 from autosplit.errors import PipelineError, ScheduleError, SplitError
@@ -19,17 +21,17 @@ Results = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def reference() -> Results:
-    return launch(workers.with_reference_stage, 2, timeout=90)
+    return launch(training_workers.with_reference_stage, 2, timeout=90)
 
 
 @pytest.fixture(scope="module")
 def split() -> Results:
-    return launch(workers.with_split_stage, 2, timeout=90)
+    return launch(training_workers.with_split_stage, 2, timeout=90)
 
 
 @pytest.fixture(scope="module")
 def three() -> Results:
-    return launch(workers.three_ranks, 3, timeout=90)
+    return launch(training_workers.three_ranks, 3, timeout=90)
 
 
 def _cases(*counts: int) -> dict[str, str]:
@@ -123,8 +125,21 @@ def test_one_process_without_a_process_group() -> None:
     assert one.step((inputs, targets)).shape == (4,)
 
 
-def test_later_failures_in_one_process_name_the_action() -> None:
-    engine = workers.trainer(workers._trip_stage, ranks=1)
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_stages_on_a_gpu() -> None:
+    inputs, targets = workers.data(8)
+    model = workers.whole(3).to("cuda")
+    expected = workers.single_process(model, inputs.to("cuda"), targets.to("cuda"), 4)
+    engine = workers.trainer(num_stages=3, ranks=1, device="cuda", record=True, max_grad_norm=9.0)
+    assert torch.equal(engine.forward_backward((inputs, targets)), expected.cpu())
+    assert workers.gradients_equal(engine.gradients(), model)
+    engine.step((inputs, targets))
+    assert len(engine.timeline().spans) == 3 * 3 * 4
+
+
+def test_failures_in_one_process_name_the_action() -> None:
+    engine = workers.trainer(trip_stage, ranks=1)
     with pytest.raises(PipelineError, match=r"^rank 0 failed in 1F2: ValueError: bad weather$"):
         engine.step(workers.data(8))
     with pytest.raises(PipelineError, match=r"^this trainer has ended .*in 1F2: ValueError"):

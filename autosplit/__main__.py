@@ -1,0 +1,5 @@
+"""``python -m autosplit``, for torchrun."""
+
+from .cli import main
+
+main()

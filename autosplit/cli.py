@@ -1,0 +1,195 @@
+"""The command line: ``autosplit compare`` and ``autosplit inspect``."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from .errors import AutosplitError
+
+
+def _typed_errors(command: Callable[..., None]) -> Callable[..., None]:
+    """Print an autosplit error as a message; anything else is a bug and keeps its traceback."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except AutosplitError as error:
+            raise click.ClickException(f"{type(error).__name__}: {error}") from error
+
+    return run
+
+
+def _overrides(
+    context: click.Context, parameter: click.Parameter, values: tuple[str, ...]
+) -> dict[str, str]:
+    pairs = [value.partition("=") for value in values]
+    wrong = [name for name, sign, _ in pairs if not (name and sign)]
+    if wrong:
+        raise click.BadParameter(f"expected NAME=VALUE, got {wrong[0]!r}")
+    return {name: value for name, _, value in pairs}
+
+
+def _names(context: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in value.split(",") if part.strip())
+
+
+def _counts(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
+    try:
+        counts = tuple(int(part) for part in value.split(","))
+    except ValueError as error:
+        raise click.BadParameter(f"expected counts such as 2,4, got {value!r}") from error
+    if min(counts) < 1:
+        raise click.BadParameter(f"expected counts of at least 1, got {value!r}")
+    return counts
+
+
+_setting = click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="NAME=VALUE",
+    callback=_overrides,
+    help="Keyword setting for the factory; may be repeated.",
+)
+
+
+@click.group()
+@click.version_option(package_name="autosplit")
+def main() -> None:
+    """Split backward passes into input and weight gradients, and drive the halves."""
+
+
+@main.command()
+@click.argument("factory")
+@_setting
+@click.option("--stages", default=2, show_default=True, help="Pipeline stages.")
+@click.option("--ranks", type=int, help="Processes; default: one for each stage.")
+@click.option(
+    "--schedule",
+    "schedules",
+    default="1f1b",
+    show_default=True,
+    callback=_names,
+    help="Schedule, or several with commas.",
+)
+@click.option(
+    "--microbatches",
+    default="2",
+    show_default=True,
+    callback=_counts,
+    help="Microbatches in a step, or several counts with commas.",
+)
+@click.option(
+    "--weights",
+    default="fill",
+    show_default=True,
+    help="Where the split schedule puts weight gradients.",
+)
+@click.option("--steps", default=20, show_default=True, help="Timed steps of each.")
+@click.option("--warmup", default=2, show_default=True, help="Steps before the timed ones.")
+@click.option("--lr", "learning_rate", default=1e-3, show_default=True, help="AdamW's.")
+@click.option("--threads", default=1, show_default=True, help="Torch threads of each process.")
+@click.option("--timeout", default=120.0, show_default=True, help="Seconds to wait for a rank.")
+@click.option(
+    "--output",
+    type=click.Path(path_type=pathlib.Path, file_okay=False),
+    help="Folder for timeline.png, trace.json, results.json and the graphs.",
+)
+@click.option(
+    "--json",
+    "json_file",
+    type=click.Path(path_type=pathlib.Path, dir_okay=False),
+    help="Write the rows to this file.",
+)
+@_typed_errors
+def compare(
+    factory: str,
+    output: pathlib.Path | None,
+    json_file: pathlib.Path | None,
+    stages: int,
+    ranks: int | None,
+    **options: Any,
+) -> None:
+    """Train FACTORY (MODULE:NAME, returning a Workload) with the fused and with the split
+    backward, alternating step by step, and print what changed.
+    """
+    from .compare.run import compare as run
+    from .compare.run import write_json, write_pictures
+    from .compare.settings import Settings
+    from .report.comparison import comparison_table, durations_table
+
+    dump = str(output / "graphs") if output else None
+    ranks = stages if ranks is None else ranks
+    settings = Settings(factory=factory, stages=stages, ranks=ranks, dump=dump, **options)
+    _check_before_launch(settings)
+    found = run(settings)
+    if found is None:
+        return
+    click.echo(comparison_table(found.rows))
+    click.echo("\n" + durations_table(found.rows))
+    if json_file:
+        write_json(found, json_file)
+    if output:
+        write_json(found, output / "results.json")
+        files = [*write_pictures(found, output), output / "results.json", output / "graphs"]
+        click.echo("\nwritten: " + ", ".join(map(str, files)))
+
+
+def _check_before_launch(settings: Any) -> None:
+    """Fail here, in one process, on what every rank would fail on."""
+    from .pipeline.schedules import build
+    from .workload import load_factory
+
+    load_factory(settings.factory)
+    for name in settings.schedules:
+        for count in settings.microbatches:
+            build(name, settings.stages, count, weights=settings.weights, ranks=settings.ranks)
+
+
+@main.command()
+@click.argument("factory")
+@_setting
+@click.option("--stages", default=1, show_default=True, help="For a Workload: stages.")
+@click.option("--stage", default=0, show_default=True, help="For a Workload: which one.")
+@click.option(
+    "--no-input-grads", is_flag=True, help="Inputs need no gradient, as in a first stage."
+)
+@click.option(
+    "--dump",
+    "folder",
+    type=click.Path(path_type=pathlib.Path, file_okay=False),
+    help="Write the graphs to this folder.",
+)
+@_typed_errors
+def inspect(
+    factory: str,
+    overrides: dict[str, str],
+    stages: int,
+    stage: int,
+    no_input_grads: bool,
+    folder: pathlib.Path | None,
+) -> None:
+    """Report how FACTORY's model is split. FACTORY (MODULE:NAME) returns a Workload or
+    (model, args) or (model, args, kwargs).
+    """
+    from .inspection import example
+    from .module import split
+    from .workload import load_factory
+
+    made = load_factory(factory)(**overrides)
+    model, args, kwargs = example(made, factory, stages, stage, input_grads=not no_input_grads)
+    module = split(model, args, kwargs)
+    click.echo(module.report())
+    if folder:
+        module.dump(folder)
+        click.echo(f"\nwritten: {folder}")
+
+
+if __name__ == "__main__":
+    main()

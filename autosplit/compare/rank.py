@@ -1,0 +1,223 @@
+"""What each rank of a comparison does. Every rank makes the same calls in the same order."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from ..errors import PipelineError
+from ..pipeline.action import ActionKind
+from ..pipeline.simulate import simulate
+from ..pipeline.timeline import Timeline
+from ..pipeline.trainer import PipelineTrainer
+from ..report.dump import dump
+from ..stage import Stage
+from ..workload import Workload, load_factory
+from .memory import peak_bytes
+from .reference import Gradients, largest_difference, single_process_gradients
+from .settings import Comparison, Row, Settings
+
+
+@dataclasses.dataclass
+class _Run:
+    """One of the two trainers and what was measured of it."""
+
+    trainer: PipelineTrainer
+    split: bool
+    difference: float = 0.0
+    peak: list[int] = dataclasses.field(default_factory=list)
+    seconds: list[float] = dataclasses.field(default_factory=list)
+    losses: list[float] = dataclasses.field(default_factory=list)
+    timelines: list[Timeline] = dataclasses.field(default_factory=list)
+
+
+def compare_on_rank(settings: Settings) -> Comparison:
+    """Run the whole comparison; the result is the same on every rank."""
+    workload = load_factory(settings.factory)(**settings.overrides)
+    if not isinstance(workload, Workload):
+        raise PipelineError(
+            f"{settings.factory} returned a {type(workload).__name__}; compare needs a factory "
+            "that returns an autosplit.workload.Workload"
+        )
+    cases = [(name, count) for name in settings.schedules for count in settings.microbatches]
+    rows: list[Row] = []
+    timelines: list[Timeline] = []
+    total = len(cases) * 2 * (settings.warmup + settings.steps + 2)
+    with tqdm(total=total, unit="step", disable=_rank() > 0) as bar:
+        for schedule, microbatches in cases:
+            bar.set_description(f"{schedule} M={microbatches}")
+            case = _Case(settings, workload, schedule, microbatches, bar.update)
+            for row, timeline in case.run():
+                rows.append(row)
+                timelines.append(timeline)
+    return Comparison(rows, timelines)
+
+
+class _Case:
+    """Fused and split under one schedule and number of microbatches."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        workload: Workload,
+        schedule: str,
+        microbatches: int,
+        advance: Callable[[], Any],
+    ) -> None:
+        self.settings = settings
+        self.workload = workload
+        self.schedule = schedule
+        self.microbatches = microbatches
+        self.advance = advance
+
+    def run(self) -> list[tuple[Row, Timeline]]:
+        runs = [_Run(self._trainer(split), split) for split in (False, True)]
+        try:
+            self._check_gradients(runs)
+            for run in runs:
+                self._measure_memory(run)
+            for step in range(self.settings.warmup + self.settings.steps):
+                for run in runs:
+                    self._time_step(run, step)
+            self._dump_graphs(runs[1])
+        finally:
+            for run in runs:
+                run.trainer.close()
+        return [self._summarise(run, runs[0]) for run in runs]
+
+    def _trainer(self, split: bool) -> PipelineTrainer:
+        settings = self.settings
+        return PipelineTrainer(
+            lambda index: self.workload.stage_fn(index, settings.stages),
+            self.workload.loss_fn,
+            lambda parameters: torch.optim.AdamW(parameters, lr=settings.learning_rate),
+            num_stages=settings.stages,
+            microbatches=self.microbatches,
+            schedule=self.schedule,
+            split_backward=split,
+            weights=settings.weights if split else None,
+            shared_parameters=self.workload.shared_parameters(settings.stages),
+            timeout=settings.timeout,
+            record=True,
+        )
+
+    def _batch(self, step: int) -> tuple[Any, Any]:
+        return self.workload.batch_fn(step, self.microbatches * self.workload.microbatch_size)
+
+    def _check_gradients(self, runs: list[_Run]) -> None:
+        """Compare both trainers' gradients of step 0 with plain autograd's, on rank 0."""
+        batch = self._batch(0)
+        reference = None
+        if _rank() == 0:
+            reference = single_process_gradients(
+                self.workload, self.settings.stages, self.microbatches, batch
+            )
+        for run in runs:
+            run.trainer.forward_backward(batch)
+            gathered = _gather(run.trainer.gradients())
+            if reference is not None:
+                mine: Gradients = {stage: g for part in gathered for stage, g in part.items()}
+                run.difference = largest_difference(mine, reference)
+            for module in run.trainer.modules.values():
+                module.zero_grad(set_to_none=True)
+            self.advance()
+
+    def _measure_memory(self, run: _Run) -> None:
+        """A step that is not timed; the optimizer's state exists from here on."""
+        trainer, batch = run.trainer, self._batch(0)
+        trainer.step(batch)
+        resident = [t for m in trainer.modules.values() for t in (*m.parameters(), *m.buffers())]
+        if trainer.optimizer is not None:
+            states = trainer.optimizer.state.values()
+            resident += [t for s in states for t in s.values() if isinstance(t, torch.Tensor)]
+        run.peak = _gather(peak_bytes(lambda: trainer.step(batch), resident, trainer.device))
+        self.advance()
+
+    def _time_step(self, run: _Run, step: int) -> None:
+        batch = self._batch(step)
+        _barrier()
+        start = time.perf_counter()
+        losses = run.trainer.step(batch)
+        seconds = time.perf_counter() - start
+        run.losses.append(losses.mean().item())
+        if step >= self.settings.warmup:
+            run.seconds.append(seconds)
+            run.timelines.append(run.trainer.timeline())
+        self.advance()
+
+    def _dump_graphs(self, run: _Run) -> None:
+        if self.settings.dump is None:
+            return
+        for index, stage in run.trainer.stages.items():
+            if isinstance(stage, Stage):
+                folder = pathlib.Path(self.settings.dump) / f"stage{index}"
+                dump(stage.functions, folder, f"stage {index} of {self.settings.factory}")
+
+    def _summarise(self, run: _Run, fused: _Run) -> tuple[Row, Timeline]:
+        durations = _median_durations(run)
+        ideal = simulate(run.trainer.schedule, durations)
+        ideal_fused = simulate(fused.trainer.schedule, _median_durations(fused))
+        median = statistics.median(run.seconds)
+        quarters = statistics.quantiles(run.seconds, n=4) if len(run.seconds) > 1 else [median] * 3
+        pairs = zip(fused.seconds, run.seconds, strict=True)
+        samples = self.microbatches * self.workload.microbatch_size
+        row = Row(
+            schedule=self.schedule,
+            split=run.split,
+            stages=self.settings.stages,
+            microbatches=self.microbatches,
+            median_s=median,
+            spread_s=quarters[2] - quarters[0],
+            tokens_per_s=samples * self.workload.tokens_per_sample / median,
+            speedup=statistics.median(a / b for a, b in pairs),
+            ideal_speedup=ideal_fused.makespan / ideal.makespan,
+            bubble=statistics.median(each.bubble_ratio() for each in run.timelines),
+            ideal_bubble=ideal.bubble_ratio(),
+            peak_bytes=run.peak,
+            max_grad_diff=run.difference,
+            first_loss=run.losses[0],
+            last_loss=run.losses[-1],
+            durations_s=_by_kind(durations, self.settings.stages),
+        )
+        nearest = min(range(len(run.seconds)), key=lambda i: abs(run.seconds[i] - median))
+        return row, run.timelines[nearest]
+
+
+def _median_durations(run: _Run) -> dict[tuple[int, ActionKind], float]:
+    found: dict[tuple[int, ActionKind], list[float]] = defaultdict(list)
+    for timeline in run.timelines:
+        for span in timeline.spans:
+            found[span.action.stage, span.action.kind].append(span.end - span.start)
+    return {key: statistics.median(values) for key, values in found.items()}
+
+
+def _by_kind(durations: dict[tuple[int, ActionKind], float], stages: int) -> dict[str, list[float]]:
+    kinds = sorted({kind.value for _, kind in durations}, key="FIWB".index)
+    return {kind: [durations[stage, ActionKind(kind)] for stage in range(stages)] for kind in kinds}
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def _gather(value: Any) -> list[Any]:
+    """The value of every rank, on every rank."""
+    if not dist.is_initialized():
+        return [value]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found

@@ -1,0 +1,55 @@
+"""Gradients of the whole pipeline by plain autograd in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..workload import Workload
+
+Gradients = dict[int, dict[str, Tensor]]
+
+
+def single_process_gradients(
+    workload: Workload, stages: int, microbatches: int, batch: tuple[Any, Any]
+) -> Gradients:
+    """Gradients of the mean loss over the microbatches, by stage and parameter name.
+
+    The stages run one after another in this process; gradients of shared parameters are
+    summed over their holders.
+    """
+    modules = [workload.stage_fn(index, stages) for index in range(stages)]
+    inputs, targets = (part.chunk(microbatches) for part in batch)
+    for value, target in zip(inputs, targets, strict=True):
+        for module in modules:
+            value = module(*value) if isinstance(value, tuple) else module(value)
+        loss = workload.loss_fn(value, target)
+        loss.backward(torch.full_like(loss, 1.0 / microbatches))
+    found = {
+        index: {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+        for index, module in enumerate(modules)
+    }
+    _sum_shared(found, workload.shared_parameters(stages))
+    return found
+
+
+def largest_difference(mine: Gradients, reference: Gradients) -> float:
+    """The largest absolute difference; infinite where one side has a gradient the other lacks."""
+    if {k: v.keys() for k, v in mine.items()} != {k: v.keys() for k, v in reference.items()}:
+        return float("inf")
+    differences = [
+        (mine[index][name] - grad).abs().max().item()
+        for index, grads in reference.items()
+        for name, grad in grads.items()
+    ]
+    return max(differences, default=0.0)
+
+
+def _sum_shared(found: Gradients, groups: Sequence[Sequence[tuple[int, str]]]) -> None:
+    for group in groups:
+        total = torch.stack([found[stage][name] for stage, name in group]).sum(0)
+        for stage, name in group:
+            found[stage][name] = total

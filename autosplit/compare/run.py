@@ -1,0 +1,59 @@
+"""Start a comparison's ranks, and write what they found."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+from typing import Any
+
+from ..pipeline.launch import launch
+from ..pipeline.worker import process_group
+from ..report.timeline import draw_timelines
+from ..report.trace import write_chrome_trace
+from .rank import compare_on_rank
+from .settings import Comparison, Settings
+
+# A comparison as a whole may take this many single waits.
+_WAITS = 40
+
+
+def compare(settings: Settings) -> Comparison | None:
+    """Run a comparison on ranks of this machine, or as one rank of a torchrun launch.
+
+    Returns:
+        What was found; None on ranks other than 0 under torchrun.
+
+    Raises:
+        PipelineError: a rank failed; carries its error.
+    """
+    if "RANK" in os.environ:
+        with process_group(settings.timeout):
+            found = compare_on_rank(settings)
+        return found if os.environ["RANK"] == "0" else None
+    return launch(
+        compare_on_rank,
+        settings.ranks,
+        (settings,),
+        timeout=settings.timeout * _WAITS,
+        threads=settings.threads,
+    )[0]
+
+
+def write_json(comparison: Comparison, file: pathlib.Path) -> None:
+    """``{"rows": [...]}`` with the fields of ``Row``."""
+    rows: list[dict[str, Any]] = [dataclasses.asdict(row) for row in comparison.rows]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps({"rows": rows}, indent=2) + "\n")
+
+
+def write_pictures(comparison: Comparison, folder: pathlib.Path) -> list[pathlib.Path]:
+    """``timeline.png`` and ``trace.json``; returns their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pairs = zip(comparison.rows, comparison.timelines, strict=True)
+    titled = [(row.title, timeline) for row, timeline in pairs]
+    picture, trace = folder / "timeline.png", folder / "trace.json"
+    draw_timelines(titled, picture)
+    write_chrome_trace(titled, trace)
+    return [picture, trace]

@@ -1,0 +1,102 @@
+"""What a comparison runs, and what it found."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from ..errors import PipelineError
+from ..pipeline.timeline import Timeline
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What to compare. Picklable: every rank gets a copy.
+
+    Attributes:
+        factory: ``MODULE:FACTORY`` that returns a Workload.
+        overrides: keyword settings for the factory.
+        stages: number of pipeline stages.
+        ranks: number of processes; fewer than stages puts several stages in one process.
+        schedules: schedule names; each is compared at each of ``microbatches``.
+        microbatches: microbatches in a step.
+        weights: where the split schedule puts weight gradients.
+        steps: timed steps of each of the two, alternating.
+        warmup: steps of each before the timed ones.
+        learning_rate: of AdamW.
+        threads: torch threads of each process.
+        timeout: seconds to wait for another rank.
+        dump: folder in which every rank dumps the graphs of its stages, or None.
+    """
+
+    factory: str
+    overrides: Mapping[str, str]
+    stages: int
+    ranks: int
+    schedules: tuple[str, ...]
+    microbatches: tuple[int, ...]
+    weights: str
+    steps: int
+    warmup: int
+    learning_rate: float
+    threads: int
+    timeout: float
+    dump: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("stages", "ranks", "steps", "threads"):
+            if getattr(self, name) < 1:
+                raise PipelineError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One line of the comparison.
+
+    Attributes:
+        schedule: schedule name.
+        split: whether input and weight gradients ran apart.
+        stages: number of stages.
+        microbatches: microbatches in a step.
+        median_s: median seconds of a step: forward, backward, optimizer, until all ranks are done.
+        spread_s: interquartile range of the same.
+        tokens_per_s: tokens (samples where there are none) in a step by ``median_s``.
+        speedup: median over the alternating pairs of fused time / this row's time; 1 for fused.
+        ideal_speedup: the same from simulated steps with the durations measured in this run.
+        bubble: idle share of the ranks' time between first start and last end, measured.
+        ideal_bubble: the same, simulated with the durations measured in this run.
+        peak_bytes: per rank, the most bytes of tensors at any time of a step.
+        max_grad_diff: largest difference from gradients of single-process autograd.
+        first_loss: mean loss of the first step.
+        last_loss: mean loss of the last step.
+        durations_s: action kind -> median seconds, by stage.
+    """
+
+    schedule: str
+    split: bool
+    stages: int
+    microbatches: int
+    median_s: float
+    spread_s: float
+    tokens_per_s: float
+    speedup: float
+    ideal_speedup: float
+    bubble: float
+    ideal_bubble: float
+    peak_bytes: list[int]
+    max_grad_diff: float
+    first_loss: float
+    last_loss: float
+    durations_s: dict[str, list[float]]
+
+    @property
+    def title(self) -> str:
+        return f"{self.schedule} {'split' if self.split else 'fused'}, M={self.microbatches}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Rows, and for each the timeline of the step whose time is nearest to the median."""
+
+    rows: list[Row]
+    timelines: list[Timeline]

@@ -1,0 +1,70 @@
+"""One step of one rank's schedule, with a text form that can be read back."""
+
+from __future__ import annotations
+
+import enum
+import re
+from dataclasses import dataclass
+
+from autosplit.errors import ScheduleError
+
+
+class ActionKind(enum.Enum):
+    """What an action does; the value is its text."""
+
+    FORWARD = "F"
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
+    BACKWARD = "B"
+    SEND_F = "SEND_F"
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"
+    RECV_B = "RECV_B"
+
+    @property
+    def is_compute(self) -> bool:
+        """True for F, I, W and B: the kinds that a schedule lists and that fill a rank's time."""
+        return self in _COMPUTE
+
+
+_COMPUTE = frozenset(
+    {
+        ActionKind.FORWARD,
+        ActionKind.BACKWARD_INPUT,
+        ActionKind.BACKWARD_WEIGHT,
+        ActionKind.BACKWARD,
+    }
+)
+_TEXT = re.compile(r"([0-9]+)([A-Z_]+)([0-9]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """``kind`` on one microbatch of one stage.
+
+    The text form is that of ``torch.distributed.pipelining``: stage, kind, microbatch, as in
+    ``0F1``, ``2I0``, ``1W3``, ``0B2`` or ``1SEND_F0``.
+    """
+
+    stage: int
+    kind: ActionKind
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind.value}{self.microbatch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Read ``str(action)`` back.
+
+        Raises:
+            ScheduleError: the text is no action.
+        """
+        match = _TEXT.fullmatch(text)
+        kinds = {kind.value: kind for kind in ActionKind}
+        if match is None or match[2] not in kinds:
+            raise ScheduleError(
+                f"expected an action such as '0F1' (stage, kind, microbatch), got {text!r}; "
+                f"known kinds: {', '.join(kinds)}"
+            )
+        return cls(int(match[1]), kinds[match[2]], int(match[3]))

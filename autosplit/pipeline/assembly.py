@@ -1,0 +1,143 @@
+"""Builds the stages that a rank executes from the modules that the user gave."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from autosplit.compile import check_backend
+from autosplit.errors import PipelineError
+from autosplit.pipeline.executor import BackwardStage
+from autosplit.pipeline.negotiation import Negotiation, TensorMeta
+from autosplit.stage import Stage
+
+
+class TrainableStage(BackwardStage, Protocol):
+    """What the trainer asks of a stage beyond running its actions."""
+
+    @property
+    def output_specs(self) -> Sequence[tuple[torch.Size, torch.dtype, bool]]:
+        """Shape, dtype and whether it needs a gradient, of each output."""
+        ...
+
+    def publish(self) -> None:
+        """Add the accumulated gradients to the parameters' ``.grad`` and forget them."""
+        ...
+
+
+class StageFactory(Protocol):
+    """How the trainer makes a stage from a module."""
+
+    def __call__(self, module: nn.Module, args: list[Tensor], *, index: int) -> TrainableStage:
+        """A stage for ``module(*args)``.
+
+        Args:
+            module: the stage's module; the last stage's puts out the loss.
+            args: example inputs: true shapes and dtypes, values that mean nothing. Those with
+                ``requires_grad`` are the ones whose gradient is wanted.
+            index: the stage's place in the pipeline.
+        """
+        ...
+
+
+def split_stage(backend: str) -> StageFactory:
+    """The factory of ``autosplit.stage.Stage`` with a backend.
+
+    Raises:
+        SplitError: an unknown backend; lists the known ones.
+    """
+
+    check_backend(backend)
+    return partial(Stage, backend=backend)
+
+
+def build_stages(
+    modules: Mapping[int, nn.Module],
+    stages: int,
+    negotiation: Negotiation,
+    factory: StageFactory,
+    *,
+    inputs: Sequence[Tensor],
+    targets: Sequence[Tensor],
+    device: torch.device,
+) -> dict[int, TrainableStage]:
+    """Build this rank's stages, each as soon as the shapes of its inputs are known.
+
+    Args:
+        modules: this rank's modules by stage, the last one with its loss.
+        stages: how many stages there are.
+        negotiation: where stages learn their input shapes and publish their output shapes.
+        factory: makes a stage.
+        inputs: one microbatch's inputs; only the first stage's rank needs them.
+        targets: one microbatch's targets; only the last stage's rank needs them.
+        device: where example inputs are made.
+
+    Raises:
+        PipelineError: the loss is not one floating scalar that needs a gradient.
+        LostPeerError: another rank failed or was not ready in time.
+    """
+    built: dict[int, TrainableStage] = {}
+    for index in sorted(modules):
+        args = [tensor.detach() for tensor in inputs]
+        if index > 0:
+            args = [_example(meta, device) for meta in negotiation.learn(index - 1)]
+        if index == stages - 1:
+            args += [tensor.detach() for tensor in targets]
+        stage = factory(modules[index], args, index=index)
+        metas = [TensorMeta(*spec) for spec in stage.output_specs]
+        if index == stages - 1:
+            check_loss(metas)
+        negotiation.publish(index, metas)
+        trains = any(meta.requires_grad for meta in metas)
+        built[index] = stage if trains else _Frozen(stage, len(args))
+    # A step's clock starts for all ranks together, once the last stage is there.
+    negotiation.learn(stages - 1)
+    return built
+
+
+class _Frozen:
+    """A stage with nothing to differentiate: its backward actions are empty."""
+
+    def __init__(self, stage: TrainableStage, inputs: int) -> None:
+        self._inputs = inputs
+        self.forward = stage.forward
+        self.output_specs = stage.output_specs
+
+    def backward_input(
+        self, microbatch: int, output_grads: list[Tensor | None]
+    ) -> list[Tensor | None]:
+        output_grads.clear()
+        return [None] * self._inputs
+
+    backward = backward_input
+
+    def backward_weight(self, microbatch: int) -> None:
+        pass
+
+    def publish(self) -> None:
+        pass
+
+
+def _example(meta: TensorMeta, device: torch.device) -> Tensor:
+    return torch.zeros(
+        meta.shape, dtype=meta.dtype, device=device, requires_grad=meta.requires_grad
+    )
+
+
+def check_loss(metas: Sequence[TensorMeta]) -> None:
+    """Refuse a last stage that does not put out one scalar to differentiate.
+
+    Raises:
+        PipelineError: says what came instead.
+    """
+    if len(metas) == 1 and not metas[0].shape and metas[0].requires_grad:
+        return
+    came = ", ".join(f"{meta}{'' if meta.requires_grad else ' without gradient'}" for meta in metas)
+    raise PipelineError(
+        f"loss_fn(output, target) must give one scalar that depends on the parameters, such as "
+        f"the mean over the microbatch; got {came or 'nothing'}"
+    )

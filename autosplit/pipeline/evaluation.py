@@ -1,0 +1,73 @@
+"""Running the pipeline forward only, on the modules themselves."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+
+from torch import Tensor, nn
+
+from autosplit.errors import PipelineError
+from autosplit.pipeline.action import Action, ActionKind
+from autosplit.pipeline.schedule import Schedule
+
+
+def forward_only(schedule: Schedule) -> Schedule:
+    """The forwards of ``schedule``, microbatch by microbatch, on the same ranks."""
+    return Schedule(
+        name=f"{schedule.name}, forward only",
+        stages=schedule.stages,
+        microbatches=schedule.microbatches,
+        ranks=tuple(
+            tuple(
+                Action(stage, ActionKind.FORWARD, microbatch)
+                for microbatch in range(schedule.microbatches)
+                for stage in range(schedule.stages)
+                if schedule.placement[stage] == rank
+            )
+            for rank in range(len(schedule.ranks))
+        ),
+        placement=schedule.placement,
+        split_backward=False,
+    )
+
+
+class ModuleStage:
+    """A module as a stage that only runs forward."""
+
+    def __init__(self, module: nn.Module, index: int) -> None:
+        self._module = module
+        self._index = index
+
+    def forward(self, microbatch: int, inputs: list[Tensor]) -> list[Tensor]:
+        """The module's outputs; clears ``inputs``.
+
+        Raises:
+            PipelineError: the module puts out something else than a tensor or a tuple of tensors.
+        """
+        args = tuple(inputs)
+        inputs.clear()
+        outputs = self._module(*args)
+        outputs = [outputs] if isinstance(outputs, Tensor) else outputs
+        if not isinstance(outputs, tuple | list) or not all(
+            isinstance(output, Tensor) for output in outputs
+        ):
+            raise PipelineError(
+                f"stage {self._index} must put out a tensor or a tuple of tensors; "
+                f"got a {type(outputs).__name__}"
+            )
+        return list(outputs)
+
+
+@contextlib.contextmanager
+def eval_mode(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Put modules into eval mode; afterwards each submodule is as it was before."""
+    roots = list(modules)
+    before = [(part, part.training) for root in roots for part in root.modules()]
+    for root in roots:
+        root.eval()
+    try:
+        yield
+    finally:
+        for part, training in before:
+            part.training = training

@@ -1,0 +1,213 @@
+"""Runs one rank's actions of a schedule."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from autosplit.errors import PipelineError
+from autosplit.pipeline.action import Action, ActionKind
+from autosplit.pipeline.dependency import result_of
+from autosplit.pipeline.faults import ActionError, LostPeerError
+from autosplit.pipeline.schedule import Schedule
+from autosplit.pipeline.timeline import Span
+from autosplit.pipeline.transport import Transport
+
+__all__ = ["BackwardStage", "Executor", "ForwardStage"]
+
+
+class ForwardStage(Protocol):
+    """What a stage must offer to run forward."""
+
+    def forward(self, microbatch: int, inputs: list[Tensor]) -> list[Tensor]:
+        """Outputs for ``inputs``; clears the list, so that each input dies at its last use."""
+        ...
+
+
+@runtime_checkable
+class BackwardStage(ForwardStage, Protocol):
+    """What a stage must offer to run backward; see ``autosplit.stage.Stage``.
+
+    Gradients come and go as lists with one entry per output or input, None where there is none.
+    """
+
+    def backward_input(
+        self, microbatch: int, output_grads: list[Tensor | None]
+    ) -> list[Tensor | None]:
+        """Input gradients; clears the list it is given."""
+        ...
+
+    def backward_weight(self, microbatch: int) -> None:
+        """Add the weight gradients to the stage's accumulators."""
+        ...
+
+    def backward(self, microbatch: int, output_grads: list[Tensor | None]) -> list[Tensor | None]:
+        """Both halves in one call; clears the list it is given."""
+        ...
+
+
+# An action in three parts, so that waiting for input does not count as work. The lists hold
+# tensors, or None where there is no gradient; a weight half takes and gives nothing.
+Values = list[Any]
+Fetch = Callable[[], Values]
+Compute = Callable[[Values], Values]
+Deliver = Callable[[Values], None]
+
+
+class Executor:
+    """Runs the actions of ``rank`` on its stages, in the order of the schedule.
+
+    Each action is prepared once, as three calls without arguments to look up; a step is a loop
+    over them, without autograd.
+
+    Args:
+        stages: the rank's stages by index.
+        schedule: a legal schedule.
+        rank: whose actions to run.
+        transport: carries tensors between stages.
+        loss_grad: the gradient of each microbatch's loss, a scalar tensor; None if the schedule
+            only runs forward.
+        device: where the stages run.
+
+    Raises:
+        PipelineError: the schedule gives this rank a stage that it does not hold, or a backward
+            to a stage that has none.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, ForwardStage],
+        schedule: Schedule,
+        rank: int,
+        transport: Transport,
+        *,
+        loss_grad: Tensor | None,
+        device: torch.device,
+    ) -> None:
+        self._stages = stages
+        self._schedule = schedule
+        self._rank = rank
+        self._transport = transport
+        self._loss_grad = loss_grad
+        self._device = device
+        self._inputs: Sequence[Sequence[Tensor]] = ()
+        self._targets: Sequence[Sequence[Tensor]] = ()
+        self._losses: dict[int, Tensor] = {}
+        self._steps = tuple(self._prepare(action) for action in schedule.ranks[rank])
+
+    @torch.no_grad()
+    def run(
+        self,
+        inputs: Sequence[Sequence[Tensor]],
+        targets: Sequence[Sequence[Tensor]],
+        spans: list[Span] | None = None,
+    ) -> list[Tensor]:
+        """Run the schedule once.
+
+        Args:
+            inputs: per microbatch, the first stage's inputs; not used without that stage.
+            targets: per microbatch, what comes after the last stage's inputs; likewise.
+            spans: where to add what ran when, in seconds of ``time.perf_counter``. On CUDA this
+                waits for the device after every action; without it nothing does.
+
+        Returns:
+            The loss of each microbatch, in order, on the rank of the last stage; else nothing.
+
+        Raises:
+            ActionError: an action failed; its error is the cause.
+            LostPeerError: a peer died or did not answer in time.
+        """
+        self._inputs, self._targets, self._losses = inputs, targets, {}
+        action: Action | None = None
+        try:
+            self._transport.begin()
+            for action, fetch, compute, deliver in self._steps:
+                if spans is None:
+                    deliver(compute(fetch()))
+                else:
+                    deliver(self._timed(action, compute, fetch(), spans))
+            self._transport.finish()
+            return [self._losses[microbatch] for microbatch in sorted(self._losses)]
+        except LostPeerError:
+            raise
+        except Exception as error:
+            if action is None:
+                raise
+            raise ActionError(action) from error
+        finally:
+            self._inputs, self._targets, self._losses = (), (), {}
+
+    def _timed(self, action: Action, compute: Compute, values: Values, spans: list[Span]) -> Values:
+        self._synchronize()
+        start = time.perf_counter()
+        results = compute(values)
+        self._synchronize()
+        spans.append(Span(self._rank, action, start, time.perf_counter()))
+        return results
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _prepare(self, action: Action) -> tuple[Action, Fetch, Compute, Deliver]:
+        stage, microbatch = self._stages.get(action.stage), action.microbatch
+        if stage is None:
+            raise PipelineError(
+                f"{action} is scheduled on rank {self._rank}, which holds stages "
+                f"{sorted(self._stages)}"
+            )
+        if action.kind is ActionKind.FORWARD:
+            forward = partial(stage.forward, microbatch)
+            return action, self._fetch_inputs(action), forward, self._deliver_outputs(action)
+        if not isinstance(stage, BackwardStage):
+            raise PipelineError(f"{action} is scheduled, but stage {action.stage} has no backward")
+        if action.kind is ActionKind.BACKWARD_WEIGHT:
+            return action, list, _without_values(stage.backward_weight, microbatch), _drop
+        fused = action.kind is ActionKind.BACKWARD
+        backward = partial(stage.backward if fused else stage.backward_input, microbatch)
+        return action, self._fetch_grads(action), backward, self._deliver_grads(action)
+
+    def _fetch_inputs(self, action: Action) -> Fetch:
+        microbatch = action.microbatch
+        first, last = action.stage == 0, action.stage == self._schedule.stages - 1
+        if first and last:
+            return lambda: [*self._inputs[microbatch], *self._targets[microbatch]]
+        if first:
+            return lambda: [*self._inputs[microbatch]]
+        receive = self._transport.receiver(replace(action, stage=action.stage - 1))
+        return (lambda: [*receive(), *self._targets[microbatch]]) if last else receive
+
+    def _deliver_outputs(self, action: Action) -> Deliver:
+        if action.stage < self._schedule.stages - 1:
+            return self._transport.sender(action)
+
+        def keep(outputs: Values) -> None:
+            (self._losses[action.microbatch],) = outputs
+
+        return keep
+
+    def _fetch_grads(self, action: Action) -> Fetch:
+        if action.stage == self._schedule.stages - 1:
+            return lambda: [self._loss_grad]
+        return self._transport.receiver(result_of(replace(action, stage=action.stage + 1)))
+
+    def _deliver_grads(self, action: Action) -> Deliver:
+        return _drop if action.stage == 0 else self._transport.sender(result_of(action))
+
+
+def _without_values(function: Callable[[int], None], microbatch: int) -> Compute:
+    def compute(values: Values) -> Values:
+        function(microbatch)
+        return values
+
+    return compute
+
+
+def _drop(values: Values) -> None:
+    pass

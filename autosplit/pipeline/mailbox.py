@@ -1,0 +1,134 @@
+"""The messages of one step between this rank and one peer, in flight and not yet taken."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autosplit.pipeline.action import Action, ActionKind
+from autosplit.pipeline.groups import Groups, losing
+from autosplit.pipeline.negotiation import Negotiation
+from autosplit.pipeline.routes import boundary_of
+
+
+@dataclass
+class _Message:
+    """Tensors being sent or filled. They live here until every operation on them is complete."""
+
+    result: Action
+    tensors: list[Tensor | None] = field(default_factory=list)
+    works: list[dist.Work] = field(default_factory=list)
+
+
+class Outbox:
+    """What was sent to one peer and may not have arrived yet.
+
+    Nothing here asks whether a send is complete: Gloo only knows after a wait, and a wait that
+    times out closes the connection. So waits happen where they are known to return at once.
+    """
+
+    def __init__(self, groups: Groups, peer: int) -> None:
+        self._peer = peer
+        self._timeout = groups.timeout
+        self._group = groups.towards(groups.rank, peer)
+        self._pending: deque[_Message] = deque()
+        self._retired = 0
+
+    def put(self, result: Action, tensors: list[Tensor]) -> None:
+        """Start sending; ``tensors`` are contiguous."""
+        message = _Message(result, [*tensors])
+        self._pending.append(message)
+        with losing(f"rank {self._peer}, which needs {result}", self._timeout):
+            for tensor in tensors:
+                work = dist.isend(tensor, self._peer, group=self._group)
+                if work is not None:
+                    message.works.append(work)
+
+    def retire(self, count: int) -> None:
+        """Let go of the first ``count`` messages of this step; waits for any still under way."""
+        while self._retired < count:
+            message = self._pending.popleft()
+            self._retired += 1
+            with losing(f"rank {self._peer}, which needs {message.result}", self._timeout):
+                for work in message.works:
+                    work.wait()
+
+    def drain(self) -> None:
+        """End the step: wait for everything under way."""
+        self.retire(self._retired + len(self._pending))
+        self._retired = 0
+
+
+class Inbox:
+    """What one peer sends in a step: posted in its order, taken in this rank's.
+
+    Args:
+        peer: the sender.
+        results: what it sends, in its order.
+        prefetch: receives kept posted beyond what was taken.
+    """
+
+    def __init__(
+        self,
+        groups: Groups,
+        peer: int,
+        results: tuple[Action, ...],
+        negotiation: Negotiation,
+        *,
+        device: torch.device,
+        prefetch: int,
+    ) -> None:
+        self._peer = peer
+        self._timeout = groups.timeout
+        self._group = groups.towards(peer, groups.rank)
+        self._results = results
+        self._place = {result: place for place, result in enumerate(results)}
+        self._negotiation = negotiation
+        self._device = device
+        self._prefetch = prefetch
+        self._posted = 0
+        self._coming: dict[Action, _Message] = {}
+
+    def begin(self) -> None:
+        """Start a step: post the first receives."""
+        self._posted = 0
+        self._post_ahead(self._prefetch)
+
+    def take(self, result: Action) -> tuple[list[Tensor | None], bool]:
+        """Wait for ``result``; its tensors, and whether any of them travelled."""
+        place = self._place[result]
+        while self._posted <= place:
+            self._negotiation.learn(boundary_of(self._results[self._posted]))
+            self._post()
+        message = self._coming.pop(result)
+        with losing(f"rank {self._peer}, which makes {result}", self._timeout):
+            for work in message.works:
+                work.wait()
+        self._post_ahead(place + 1 + self._prefetch)
+        return message.tensors, bool(message.works)
+
+    def _post_ahead(self, count: int) -> None:
+        """Post receives until ``count`` are posted, as far as their shapes are known."""
+        while self._posted < min(count, len(self._results)):
+            if boundary_of(self._results[self._posted]) not in self._negotiation.known:
+                return
+            self._post()
+
+    def _post(self) -> None:
+        result = self._results[self._posted]
+        self._posted += 1
+        message = self._coming[result] = _Message(result)
+        with losing(f"rank {self._peer}, which makes {result}", self._timeout):
+            for meta in self._negotiation.known[boundary_of(result)]:
+                if result.kind is not ActionKind.FORWARD and not meta.requires_grad:
+                    message.tensors.append(None)
+                    continue
+                buffer = torch.empty(meta.shape, dtype=meta.dtype, device=self._device)
+                message.tensors.append(buffer)
+                work = dist.irecv(buffer, self._peer, group=self._group)
+                if work is not None:
+                    message.works.append(work)

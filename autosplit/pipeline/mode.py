@@ -1,0 +1,76 @@
+"""One mode of running a pipeline: training or evaluating, each with its own static shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from autosplit.pipeline.executor import Executor, ForwardStage
+from autosplit.pipeline.groups import Groups
+from autosplit.pipeline.microbatch import BatchSplitter
+from autosplit.pipeline.negotiation import Negotiation, TensorMeta
+from autosplit.pipeline.routes import routes_of
+from autosplit.pipeline.schedule import Schedule
+from autosplit.pipeline.transport import Transport
+
+
+class Mode:
+    """What a rank needs to run ``schedule`` again and again.
+
+    Args:
+        name: tells the modes of one trainer apart.
+        schedule: what to run.
+        groups: the trainer's process groups.
+        check: raises if another rank has failed.
+        device: where the stages run.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        schedule: Schedule,
+        groups: Groups,
+        check: Callable[[], None],
+        device: torch.device,
+    ) -> None:
+        self._schedule = schedule
+        self._rank = groups.rank
+        self._device = device
+        self._last = schedule.stages - 1
+        self.split = BatchSplitter(
+            schedule.microbatches,
+            device,
+            needs_inputs=schedule.placement[0] == groups.rank,
+            needs_targets=schedule.placement[self._last] == groups.rank,
+        )
+        self.negotiation = Negotiation(name, groups, check)
+        self._transport = Transport(
+            routes_of(schedule, groups.rank), groups, self.negotiation, device=device
+        )
+        self.executor: Executor | None = None
+
+    def prepare(
+        self, stages: Mapping[int, ForwardStage], loss_grad: Tensor | None = None
+    ) -> Executor:
+        """Set the executor of this mode."""
+        self.executor = Executor(
+            stages,
+            self._schedule,
+            self._rank,
+            self._transport,
+            loss_grad=loss_grad,
+            device=self._device,
+        )
+        return self.executor
+
+    @property
+    def loss_dtype(self) -> torch.dtype:
+        """The dtype of the loss; waits until the last stage's rank has said."""
+        return self.negotiation.learn(self._last)[0].dtype
+
+    def announce_loss(self, losses: list[Tensor]) -> None:
+        """Tell the other ranks of the loss, unless they know; for the last stage's rank."""
+        if losses and self._last not in self.negotiation.known:
+            self.negotiation.publish(self._last, [TensorMeta.of(losses[0])])

@@ -1,0 +1,109 @@
+"""How neighbouring stages agree on the tensors that cross between them, once."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from autosplit.errors import PipelineError
+from autosplit.pipeline.faults import LostPeerError
+from autosplit.pipeline.groups import Groups
+
+_LOOK_EVERY = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMeta:
+    """What is agreed on about one tensor; it travels contiguous.
+
+    Attributes:
+        shape: its sizes.
+        dtype: its element type.
+        requires_grad: whether a gradient of the same shape and dtype comes back.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorMeta:
+        """The meta of a tensor that wants no gradient back."""
+        return cls(tensor.shape, tensor.dtype, False)
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+Boundary = tuple[TensorMeta, ...]
+"""The tensors between one stage and the next, in order."""
+
+
+class Negotiation:
+    """The agreed boundaries of one mode of running ("train", "evaluate").
+
+    Boundary s lies after stage s. The last stage's is not crossed: it holds the loss, which every
+    rank wants to know about.
+
+    Attributes:
+        known: the boundaries that this rank knows so far.
+    """
+
+    def __init__(self, mode: str, groups: Groups, check: Callable[[], None]) -> None:
+        self._mode = mode
+        self._groups = groups
+        self._check = check
+        self.known: dict[int, Boundary] = {}
+
+    def publish(self, boundary: int, metas: Sequence[TensorMeta]) -> Boundary:
+        """Settle a boundary; the rank that holds the stage before it does so."""
+        agreed = self.known[boundary] = tuple(metas)
+        if self._groups.ranks > 1:
+            rows = [(list(meta.shape), str(meta.dtype), meta.requires_grad) for meta in agreed]
+            self._groups.store.set(self._key(boundary), json.dumps(rows))
+        return agreed
+
+    def learn(self, boundary: int) -> Boundary:
+        """Wait until ``boundary`` is settled.
+
+        Raises:
+            LostPeerError: another rank failed, or a stage was not ready within the timeout. Stages
+                become ready one after another; each has the whole timeout.
+        """
+        for earlier in range(boundary):
+            if earlier not in self.known:
+                self._await(earlier)
+        if boundary not in self.known:
+            rows = json.loads(self._await(boundary))
+            self.known[boundary] = tuple(
+                TensorMeta(torch.Size(shape), _dtype(name), wants) for shape, name, wants in rows
+            )
+        return self.known[boundary]
+
+    def _await(self, boundary: int) -> bytes:
+        store, key = self._groups.store, self._key(boundary)
+        deadline = time.monotonic() + self._groups.timeout
+        while not store.check([key]):
+            self._check()
+            if time.monotonic() > deadline:
+                raise LostPeerError(
+                    f"waited {self._groups.timeout:.3g} s for stage {boundary} to be built: is "
+                    "its rank stuck? A longer timeout= leaves more time for building"
+                )
+            time.sleep(_LOOK_EVERY)
+        return store.get(key)
+
+    def _key(self, boundary: int) -> str:
+        return f"autosplit/{self._mode}/{boundary}"
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise PipelineError(f"another rank named the dtype {name!r}, which this torch lacks")
+    return dtype

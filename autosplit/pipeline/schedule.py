@@ -1,0 +1,29 @@
+"""A pipeline schedule as data: what each rank computes, in order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autosplit.pipeline.action import Action
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The compute actions of one training step.
+
+    Attributes:
+        name: the schedule's name, for messages and tables.
+        stages: number of stages N.
+        microbatches: number of microbatches M.
+        ranks: per rank, its actions (F, I, W, B only) in the order in which it runs them.
+            Sends and receives follow from these and from ``placement``.
+        placement: ``placement[stage]`` is the rank that holds the stage.
+        split_backward: False when every backward is a full one (B).
+    """
+
+    name: str
+    stages: int
+    microbatches: int
+    ranks: tuple[tuple[Action, ...], ...]
+    placement: tuple[int, ...]
+    split_backward: bool

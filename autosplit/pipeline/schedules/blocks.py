@@ -1,0 +1,59 @@
+"""Several stages in one process: a contiguous block of stages runs as one large stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+
+from autosplit.pipeline.action import Action, ActionKind
+from autosplit.pipeline.schedule import Schedule
+from autosplit.pipeline.schedules.fill import StageTimes
+from autosplit.pipeline.schedules.weights import Times, per_stage
+
+
+def block_sizes(stages: int, ranks: int) -> list[int]:
+    """How many stages each rank holds; the first ``stages % ranks`` ranks hold one more."""
+    size, larger = divmod(stages, ranks)
+    return [size + 1 if rank < larger else size for rank in range(ranks)]
+
+
+def block_times(times: Times, sizes: Sequence[int]) -> list[StageTimes]:
+    """The times of each block: the sums over its stages.
+
+    Raises:
+        ScheduleError: not triples of finite numbers >= 0, or not one for each stage.
+    """
+    rest = iter(per_stage(times, sum(sizes)))
+    sums = []
+    for size in sizes:
+        forward, backward_input, backward_weight = zip(*islice(rest, size), strict=True)
+        sums.append((sum(forward), sum(backward_input), sum(backward_weight)))
+    return sums
+
+
+def expand(schedule: Schedule, sizes: Sequence[int]) -> Schedule:
+    """Replace each stage by a block of stages on the same rank.
+
+    An F becomes the block's Fs, first stage first; an I, W or B becomes those of the block, last
+    stage first. So the step keeps the shape it has with one stage a rank: as legal, with the same
+    messages, and with as many microbatches in flight on every stage of a block.
+
+    Args:
+        schedule: one stage a rank.
+        sizes: stages in each block, each >= 1.
+    """
+    first = [sum(sizes[:rank]) for rank in range(len(sizes))]
+
+    def members(action: Action) -> list[Action]:
+        block = range(first[action.stage], first[action.stage] + sizes[action.stage])
+        order = block if action.kind is ActionKind.FORWARD else reversed(block)
+        return [Action(stage, action.kind, action.microbatch) for stage in order]
+
+    return Schedule(
+        schedule.name,
+        sum(sizes),
+        schedule.microbatches,
+        tuple(tuple(each for action in row for each in members(action)) for row in schedule.ranks),
+        tuple(rank for rank, size in enumerate(sizes) for _ in range(size)),
+        schedule.split_backward,
+    )

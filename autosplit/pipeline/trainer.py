@@ -1,0 +1,321 @@
+"""Trains a model that is cut into stages, over any number of processes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autosplit.errors import PipelineError
+from autosplit.pipeline.assembly import StageFactory, TrainableStage, build_stages, split_stage
+from autosplit.pipeline.clip import clip_gradients, squared_norm
+from autosplit.pipeline.evaluation import ModuleStage, eval_mode, forward_only
+from autosplit.pipeline.executor import Executor
+from autosplit.pipeline.faults import Board, Guard
+from autosplit.pipeline.groups import Groups, process_count
+from autosplit.pipeline.microbatch import Batch, Microbatches
+from autosplit.pipeline.mode import Mode
+from autosplit.pipeline.modules import (
+    LossFunction,
+    StageSource,
+    complete,
+    count_stages,
+    own_modules,
+)
+from autosplit.pipeline.schedule import Schedule
+from autosplit.pipeline.schedules import build
+from autosplit.pipeline.shared import Holder, SharedParameters
+from autosplit.pipeline.timeline import Span, Timeline
+
+OptimizerFunction = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+class PipelineTrainer:
+    """Trains a pipeline of stages: one process per stage, or several stages per process.
+
+    Every process makes the same calls. Start them with torchrun or ``autosplit.pipeline.launch``.
+    Whatever goes wrong on one rank ends the trainer on all of them, with the first cause as
+    message; a new trainer must then be built.
+
+    Args:
+        stages: the modules in order, or a function that builds module ``index``; it is called
+            for this process's stages only. Outputs of one are the positional inputs of the next.
+        loss_fn: ``loss_fn(output, targets)`` gives the scalar loss of one microbatch.
+        optimizer_fn: builds the optimizer of this process's parameters.
+        num_stages: how many stages there are; required with a function, else not allowed.
+        schedule: a name from ``autosplit.pipeline.schedules.SCHEDULES``.
+        microbatches: M, into how many equal parts a batch is cut along dimension 0.
+        split_backward: run input and weight gradients as separate actions.
+        weights: where the weight gradients go, see ``schedules.build``.
+        autocast: ``torch.bfloat16`` runs modules and loss under autocast.
+        max_grad_norm: clips the norm of the whole model's gradient to this.
+        shared_parameters: groups of (stage, name) that are one parameter of the model. They start
+            with the values of the first holder, and each gets the sum of the gradients.
+        device: where this process's stages go; None means the current CUDA device if the default
+            process group has NCCL, else the CPU.
+        ranks: how many processes take part; None means all. 1 keeps all stages in this process
+            and needs no process group.
+        timeout: seconds to wait for another rank, and for each stage to be built.
+        record: record each step for ``timeline``; may be changed between steps.
+        backend: how stages are compiled, see ``autosplit.Stage``; None means ``"eager"``.
+        stage_factory: makes stages in place of ``autosplit.Stage``.
+
+    Raises:
+        PipelineError: no process group, a count that does not fit, or any other bad argument.
+        ScheduleError: an unknown schedule or placement of weight gradients.
+    """
+
+    def __init__(
+        self,
+        stages: StageSource,
+        loss_fn: LossFunction,
+        optimizer_fn: OptimizerFunction,
+        *,
+        microbatches: int,
+        num_stages: int | None = None,
+        schedule: str = "1f1b",
+        split_backward: bool = True,
+        weights: str | None = None,
+        autocast: torch.dtype | None = None,
+        max_grad_norm: float | None = None,
+        shared_parameters: Sequence[Sequence[Holder]] = (),
+        device: torch.device | str | None = None,
+        ranks: int | None = None,
+        timeout: float = 300.0,
+        record: bool = False,
+        backend: str | None = None,
+        stage_factory: StageFactory | None = None,
+    ) -> None:
+        _check_options(autocast, max_grad_norm, timeout, backend, stage_factory)
+        count = count_stages(stages, num_stages)
+        processes = process_count(ranks, count)
+        self.schedule: Schedule = build(
+            schedule,
+            count,
+            microbatches,
+            split_backward=split_backward,
+            weights=weights,
+            ranks=processes,
+        )
+        self.record = record
+        self.grad_norm: float | None = None
+        self.device = _device(device, processes)
+        self._factory = stage_factory or split_stage(backend or "eager")
+        self._loss_fn = loss_fn
+        self._autocast = autocast
+        self._max_grad_norm = max_grad_norm
+        self._groups = Groups(processes, self.device, timeout)
+        board = Board(self._groups.store) if processes > 1 else None
+        self._guard = Guard(self.rank, board, self._groups.close)
+        self._train = self._mode("train", self.schedule)
+        self._evaluate = self._mode("evaluate", forward_only(self.schedule))
+        self._faces: dict[int, nn.Module] = {}
+        self._stages: dict[int, TrainableStage] = {}
+        self._spans: list[Span] = []
+        with self._guard("building the model"):
+            self.modules = own_modules(stages, self.schedule.placement, self.rank, self.device)
+            self._shared = SharedParameters(
+                shared_parameters, self.modules, self.schedule.placement, self._groups
+            )
+            self._parameters = _trainable(self.modules.values())
+            self.optimizer = optimizer_fn(self._parameters) if self._parameters else None
+            # Whoever gets here knows that every other rank did.
+            self._groups.sum(torch.zeros(1))
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        return self._groups.rank
+
+    @property
+    def stages(self) -> Mapping[int, TrainableStage]:
+        """This process's stages by index; empty before the first step has built them."""
+        return self._stages
+
+    def step(self, batch: Batch | None) -> Tensor:
+        """Run one training step: all microbatches, clipping, optimizer, gradients cleared.
+
+        No optimizer moves before every rank has all its gradients.
+
+        Args:
+            batch: (inputs, targets), each a tensor or a tuple of tensors with the samples along
+                dimension 0. Only the ranks of the first and the last stage use theirs.
+
+        Returns:
+            The loss of each microbatch, shape [M], on the CPU, the same on every rank. The loss
+            of the step, which the gradients belong to, is their mean.
+
+        Raises:
+            PipelineError: a bad batch, an error on any rank, a lost peer, or a timeout.
+        """
+        losses = self.forward_backward(batch)
+        with self._guard("the optimizer step"):
+            if self._max_grad_norm is not None and self.grad_norm is not None:
+                clip_gradients(self._parameters, self._max_grad_norm, self.grad_norm)
+            if self.optimizer is not None:
+                self.optimizer.step()
+                self.optimizer.zero_grad(set_to_none=True)
+        return losses
+
+    def forward_backward(self, batch: Batch | None) -> Tensor:
+        """Run the schedule and add the gradients of the mean loss to the parameters' ``.grad``.
+
+        Arguments, result and errors are those of ``step``. Returns only once all ranks are done.
+        """
+        with self._guard("the forward and backward"):
+            inputs, targets = self._train.split(batch)
+            executor = self._train.executor or self._build(batch, inputs, targets)
+            self._spans = []
+            losses = executor.run(inputs, targets, self._spans if self.record else None)
+            for stage in self._stages.values():
+                stage.publish()
+            self._shared.sum_gradients()
+            return self._agree(self._train, losses, clipping=self._max_grad_norm is not None)
+
+    def evaluate(self, batch: Batch | None) -> Tensor:
+        """The loss of each microbatch in eval mode, without gradients.
+
+        Batches may be of another shape than in training, but of one shape on every call.
+        Arguments, result and errors are those of ``step``.
+        """
+        with self._guard("the evaluation"), eval_mode(self.modules.values()):
+            inputs, targets = self._evaluate.split(batch)
+            executor = self._evaluate.executor
+            if executor is None:
+                faces = self._make_faces(batch)
+                executor = self._evaluate.prepare(
+                    {index: ModuleStage(face, index) for index, face in faces.items()}
+                )
+            losses = executor.run(inputs, targets)
+            self._evaluate.announce_loss(losses)
+            return self._agree(self._evaluate, losses, clipping=False)
+
+    def gradients(self) -> dict[int, dict[str, Tensor]]:
+        """This process's gradients, by stage and by parameter name within the stage."""
+        return {
+            index: {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+            for index, module in self.modules.items()
+        }
+
+    def state_dict(self) -> dict[int, dict[str, Any]]:
+        """The state of this process's modules, by stage, with the names within the stage."""
+        return {index: module.state_dict() for index, module in self.modules.items()}
+
+    def timeline(self) -> Timeline:
+        """What all ranks ran in the last step, which must have been recorded; call on all ranks.
+
+        Ranks share a clock only if they run on one machine.
+
+        Raises:
+            PipelineError: nothing was recorded.
+        """
+        with self._guard("gathering the timeline"):
+            if not self._spans:
+                raise PipelineError(
+                    "there is no recorded step: set record=True before a step, then ask"
+                )
+            rows = self._groups.gather(self._spans)
+        return Timeline(len(rows), tuple(span for row in rows for span in row))
+
+    def close(self) -> None:
+        """Give back the process groups. All ranks should be done."""
+        self._groups.destroy()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _mode(self, name: str, schedule: Schedule) -> Mode:
+        return Mode(name, schedule, self._groups, self._guard.check, self.device)
+
+    def _build(self, batch: Batch | None, inputs: Microbatches, targets: Microbatches) -> Executor:
+        """Build the stages from the first batch of the first step."""
+        self._stages = build_stages(
+            self._make_faces(batch),
+            self.schedule.stages,
+            self._train.negotiation,
+            self._factory,
+            inputs=inputs[0] if inputs else (),
+            targets=targets[0] if targets else (),
+            device=self.device,
+        )
+        dtype, count = self._train.loss_dtype, self.schedule.microbatches
+        loss_grad = torch.full((), 1.0 / count, dtype=dtype, device=self.device)
+        return self._train.prepare(self._stages, loss_grad)
+
+    def _make_faces(self, batch: Batch | None) -> dict[int, nn.Module]:
+        if not self._faces:
+            self._faces = complete(
+                self.modules,
+                self.schedule.stages - 1,
+                self._loss_fn,
+                None if batch is None else batch[1],
+                autocast=self._autocast,
+                device=self.device,
+            )
+        return self._faces
+
+    def _agree(self, mode: Mode, losses: list[Tensor], *, clipping: bool) -> Tensor:
+        """Make losses and gradient norm known to all; returns only once every rank is done."""
+        squares = 0.0
+        if clipping:
+            own = [p for p in self._parameters if not self._shared.is_duplicate(p)]
+            squares = squared_norm(own)
+        if self.device.type == "cuda":
+            stream = torch.cuda.current_stream(self.device)
+            self._guard.wait(stream.query, self._groups.timeout)
+        count = self.schedule.microbatches
+        numbers = torch.zeros(count + 1, dtype=torch.float64)
+        if losses:
+            numbers[:count] = torch.stack(losses)
+        numbers[count] = squares
+        # One small sum serves as the agreement, the losses' broadcast (the others add zero) and
+        # the norm.
+        self._groups.sum(numbers)
+        self.grad_norm = math.sqrt(numbers[count].item()) if clipping else None
+        return numbers[:count].to(mode.loss_dtype)
+
+
+def _trainable(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """Parameters that need a gradient, each once."""
+    found = {id(p): p for module in modules for p in module.parameters() if p.requires_grad}
+    return list(found.values())
+
+
+def _device(device: torch.device | str | None, processes: int) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    if processes > 1 and "nccl" in str(dist.get_backend()):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _check_options(
+    autocast: torch.dtype | None,
+    max_grad_norm: float | None,
+    timeout: float,
+    backend: str | None,
+    stage_factory: StageFactory | None,
+) -> None:
+    if autocast not in (None, torch.bfloat16):
+        raise PipelineError(f"autocast is None or torch.bfloat16; got {autocast}")
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise PipelineError(f"max_grad_norm is a positive number or None; got {max_grad_norm}")
+    if not timeout > 0:
+        raise PipelineError(f"timeout is a positive number of seconds; got {timeout}")
+    if backend is not None and stage_factory is not None:
+        raise PipelineError(
+            f"backend={backend!r} has no effect beside stage_factory; pass one of the two"
+        )

@@ -1,0 +1,264 @@
+"""Is a schedule legal? All faults at once, shown on the grid."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from autosplit.errors import ScheduleError
+from autosplit.pipeline.action import Action, ActionKind
+from autosplit.pipeline.dependency import needs_of, result_of
+from autosplit.pipeline.grid import Cell, describe, format_grid, lay_out
+from autosplit.pipeline.replay import Wait, replay, unmade
+from autosplit.pipeline.schedule import Schedule
+
+_WIDEST = 60  # slots in an error's grid; of a longer one only the parts near a fault are shown
+
+
+@dataclass(frozen=True)
+class _Fault:
+    """``cells`` are (rank, position in its list); the position after the last marks a lack."""
+
+    text: str
+    cells: tuple[Cell, ...] = ()
+
+
+class _Positions:
+    """Where each action of a schedule stands; only actions that exist in its pipeline."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.of: dict[Action, list[Cell]] = defaultdict(list)
+        for rank, row in enumerate(schedule.ranks):
+            for position, action in enumerate(row):
+                if _misfit(action, schedule) is None:
+                    self.of[action].append((rank, position))
+
+    def first(self, action: Action) -> Cell | None:
+        return self.of[action][0] if action in self.of else None
+
+    def end(self, stage: int) -> Cell:
+        """The place behind the last action of the stage's rank."""
+        rank = self.schedule.placement[stage]
+        return rank, len(self.schedule.ranks[rank])
+
+    def in_order(self) -> Iterator[tuple[int, Action]]:
+        """Rank and action, rank by rank in order."""
+        for rank, row in enumerate(self.schedule.ranks):
+            for action in row:
+                if action in self.of:
+                    yield rank, action
+
+
+def validate(schedule: Schedule, *, max_in_flight: int | None = None) -> None:
+    """Refuse a schedule that cannot run or would compute something else than one step.
+
+    Legal means: every stage runs every F once, and for every microbatch either one B or one I and
+    one W, on the rank that holds the stage, F before I (or B) before W; running the lists in order
+    cannot deadlock; and between two ranks, in each direction, messages are sent in the order in
+    which they are received, because a channel is first in, first out.
+
+    Args:
+        schedule: what to check.
+        max_in_flight: if given, no stage may hold more microbatches whose F has run and whose W
+            (or B) has not.
+
+    Raises:
+        ScheduleError: lists every fault and shows them on the grid.
+    """
+    if max_in_flight is not None and max_in_flight < 1:
+        raise ScheduleError(f"max_in_flight must be at least 1, got {max_in_flight}")
+    faults = list(_sizes(schedule))
+    if not faults:  # the other checks index by stage and rank
+        positions = _Positions(schedule)
+        faults += _strays(schedule)
+        faults += _counts(positions)
+        faults += _order(positions)
+        faults += _deadlocks(schedule)
+        faults += _messages(positions)
+        if max_in_flight is not None:
+            faults += _in_flight(positions, max_in_flight)
+    if faults:
+        raise ScheduleError(_report(schedule, faults))
+
+
+def _sizes(schedule: Schedule) -> Iterator[_Fault]:
+    """Counts and placement."""
+    for what, count in (("stages", schedule.stages), ("microbatches", schedule.microbatches)):
+        if count < 1:
+            yield _Fault(f"{what} must be at least 1, got {count}")
+    ranks, placement = len(schedule.ranks), schedule.placement
+    if len(placement) != schedule.stages:
+        yield _Fault(
+            f"placement must name a rank for each of the {schedule.stages} stages, "
+            f"got {len(placement)}: {placement}"
+        )
+    for stage, rank in enumerate(placement):
+        if not 0 <= rank < ranks:
+            yield _Fault(f"stage {stage} is placed on rank {rank}; ranks are 0 to {ranks - 1}")
+    for rank in sorted(set(range(ranks)) - set(placement)):
+        yield _Fault(f"rank {rank} holds no stage; use fewer ranks")
+
+
+def _misfit(action: Action, schedule: Schedule) -> str | None:
+    """Why ``action`` does not exist in this pipeline, or None when it does."""
+    if not action.kind.is_compute:
+        return f"{action} is no compute action; a schedule lists F, I, W, B"
+    for what, value, count in (
+        ("stage", action.stage, schedule.stages),
+        ("microbatch", action.microbatch, schedule.microbatches),
+    ):
+        if not 0 <= value < count:
+            return f"{action}: no {what} {value}; expected 0 to {count - 1}"
+    return None
+
+
+def _strays(schedule: Schedule) -> Iterator[_Fault]:
+    """Actions that do not belong in this pipeline, or not on their rank."""
+    unsplit = []
+    for rank, row in enumerate(schedule.ranks):
+        for position, action in enumerate(row):
+            misfit = _misfit(action, schedule)
+            if misfit is not None:
+                yield _Fault(misfit, ((rank, position),))
+                continue
+            home = schedule.placement[action.stage]
+            if home != rank:
+                yield _Fault(
+                    f"{action} is on rank {rank}, but rank {home} holds stage {action.stage}",
+                    ((rank, position),),
+                )
+            if action.kind in (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT):
+                unsplit.append((rank, position))
+    if unsplit and not schedule.split_backward:
+        yield _Fault("split_backward is False, but the schedule has I or W", tuple(unsplit))
+
+
+def _counts(positions: _Positions) -> Iterator[_Fault]:
+    """Every F once, and per microbatch one B or one I and one W."""
+    for stage in range(positions.schedule.stages):
+        for microbatch in range(positions.schedule.microbatches):
+            forward, inputs, weights, full = (
+                Action(stage, kind, microbatch)
+                for kind in (
+                    ActionKind.FORWARD,
+                    ActionKind.BACKWARD_INPUT,
+                    ActionKind.BACKWARD_WEIGHT,
+                    ActionKind.BACKWARD,
+                )
+            )
+            cells = {
+                action: tuple(positions.of.get(action, ()))
+                for action in (forward, inputs, weights, full)
+            }
+            end = (positions.end(stage),)
+            split = cells[inputs] + cells[weights]
+            if cells[full] and split:
+                yield _Fault(
+                    f"stage {stage} mixes B with I or W on microbatch {microbatch}: expected "
+                    f"{inputs} and {weights}, or {full} alone",
+                    split + cells[full],
+                )
+            if not cells[full] and not split:
+                yield _Fault(f"stage {stage} never runs {inputs} and {weights}, nor {full}", end)
+            required = (forward, inputs, weights) if split and not cells[full] else (forward,)
+            for action in required:
+                if not cells[action]:
+                    yield _Fault(f"stage {stage} never runs {action}", end)
+            for action, where in cells.items():
+                if len(where) > 1:
+                    yield _Fault(f"{action} runs {len(where)} times, expected once", where)
+
+
+def _order(positions: _Positions) -> Iterator[_Fault]:
+    """F before I or B, I before W, on each rank."""
+    for action in list(positions.of):
+        for need in needs_of(action, positions.schedule.stages):
+            before, after = positions.first(need), positions.first(action)
+            same_stage = need.stage == action.stage
+            if before and after and same_stage and before[0] == after[0] and before[1] > after[1]:
+                yield _Fault(f"{action} comes before {need}, which it needs", (after, before))
+
+
+def _deadlocks(schedule: Schedule) -> Iterator[_Fault]:
+    """Circles of ranks that wait for each other. What is never made is another check's fault."""
+    run = replay(schedule, lambda action: 1.0, given=unmade(schedule))
+    for circle in run.cycles():
+        if len(circle) == 1 and circle[0].needs.stage == circle[0].action.stage:
+            continue  # one stage in the wrong order: already said
+        cells = tuple(_standing(wait, run.times) for wait in circle)
+        yield _Fault(f"deadlock: {'; '.join(map(str, circle))}", cells)
+
+
+def _standing(wait: Wait, times: list[list[tuple[float, float]]]) -> Cell:
+    return wait.rank, len(times[wait.rank])
+
+
+def _messages(positions: _Positions) -> Iterator[_Fault]:
+    """First in, first out: the first message of each channel that is received out of turn."""
+    sent: dict[tuple[int, int], list[Action]] = defaultdict(list)
+    received: dict[tuple[int, int], list[Action]] = defaultdict(list)
+    takers: dict[Action, Action] = {}
+    schedule = positions.schedule
+    for rank, action in positions.in_order():
+        for need in needs_of(action, schedule.stages):
+            source = schedule.placement[need.stage]
+            if need.stage != action.stage and source != rank:
+                received[source, rank].append(need)
+                takers[need] = action
+    for rank, action in positions.in_order():
+        result = result_of(action)
+        if result in takers:
+            target = schedule.placement[takers[result].stage]
+            if target != rank:
+                sent[rank, target].append(result)
+    for (source, target), arrivals in sorted(received.items()):
+        common = set(sent[source, target]) & set(arrivals)
+        departures = [message for message in sent[source, target] if message in common]
+        arrivals = [message for message in arrivals if message in common]
+        wrong = next((p for p in zip(departures, arrivals, strict=False) if p[0] != p[1]), None)
+        if wrong:
+            first, wanted = wrong
+            yield _Fault(
+                f"rank {source} sends rank {target} the result of {first} before that of "
+                f"{wanted}, but rank {target} runs {takers[wanted]} before {takers[first]}; a "
+                "channel delivers in the order of sending",
+                tuple(positions.of[takers[each]][0] for each in (wanted, first)),
+            )
+
+
+def _in_flight(positions: _Positions, limit: int) -> Iterator[_Fault]:
+    """The first F of each stage that takes it over the limit."""
+    flying: dict[int, set[int]] = defaultdict(set)
+    reported: set[int] = set()
+    for _, action in positions.in_order():
+        stage = action.stage
+        if action.kind in (ActionKind.BACKWARD_WEIGHT, ActionKind.BACKWARD):
+            flying[stage].discard(action.microbatch)
+        elif action.kind is ActionKind.FORWARD:
+            flying[stage].add(action.microbatch)
+            if len(flying[stage]) > limit and stage not in reported:
+                reported.add(stage)
+                yield _Fault(
+                    f"{action} makes {len(flying[stage])} microbatches in flight on stage "
+                    f"{stage}, more than max_in_flight={limit}",
+                    (positions.of[action][0],),
+                )
+
+
+def _report(schedule: Schedule, faults: list[_Fault]) -> str:
+    """The faults, numbered, above the grid on which the numbers stand under the faulty cells."""
+    lines = [f"{number}. {fault.text}" for number, fault in enumerate(faults, 1)]
+    count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
+    head = f"illegal schedule ({describe(schedule)}), {count}:"
+    rows, columns = lay_out(schedule)
+    numbers: dict[Cell, list[int]] = defaultdict(list)
+    for number, fault in enumerate(faults, 1):
+        for rank, position in fault.cells:
+            places = columns[rank]
+            behind = places[-1] + 1 if places else 0
+            column = places[position] if position < len(places) else behind
+            numbers[rank, column].append(number)
+    marks = {cell: "^" + ",".join(map(str, found)) for cell, found in numbers.items()}
+    return "\n".join([head, *lines, format_grid(rows, marks, widest=_WIDEST)])

@@ -1,0 +1,122 @@
+"""Timelines as a Chrome trace, for Perfetto (https://ui.perfetto.dev) or chrome://tracing.
+
+The format is the JSON object form of Google's "Trace Event Format".
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from autosplit.errors import AutosplitError
+from autosplit.pipeline.action import ActionKind
+from autosplit.pipeline.dependency import needs_of, result_of
+from autosplit.pipeline.timeline import Span, Timeline
+
+Event = dict[str, Any]
+
+# Names from the viewer's reserved palette, the nearest to the colours of the drawn timeline.
+# chrome://tracing shows them; Perfetto colours slices by name.
+_COLOURS = {
+    ActionKind.FORWARD: "rail_response",  # blue
+    ActionKind.BACKWARD_INPUT: "thread_state_iowait",  # orange
+    ActionKind.BACKWARD_WEIGHT: "thread_state_running",  # green
+    ActionKind.BACKWARD: "detailed_memory_dump",  # magenta
+}
+
+
+def write_chrome_trace(rows: Sequence[tuple[str, Timeline]], path: str | Path) -> None:
+    """Write a trace: one process a timeline, one thread a rank, one slice an action.
+
+    Every timeline starts at 0. Arrows lead from an action to those on other ranks that need
+    its result: activations from F to F, gradients from I or B back to I or B.
+
+    Raises:
+        AutosplitError: no timeline.
+    """
+    if not rows:
+        raise AutosplitError("nothing to trace: expected at least one timeline")
+    arrow_ids = itertools.count(1)
+    events = ",\n".join(
+        json.dumps(event)
+        for process, (name, timeline) in enumerate(rows)
+        for event in _process(process, name, timeline, arrow_ids)
+    )
+    text = f'{{"displayTimeUnit": "ms", "traceEvents": [\n{events}\n]}}\n'
+    Path(path).write_text(text, encoding="utf-8")
+
+
+def _process(
+    process: int, name: str, timeline: Timeline, arrow_ids: Iterator[int]
+) -> Iterator[Event]:
+    yield _metadata(process, "process_name", name=name)
+    yield _metadata(process, "process_sort_index", sort_index=process)
+    for rank in range(timeline.ranks):
+        yield _metadata(process, "thread_name", rank, name=f"rank {rank}")
+        yield _metadata(process, "thread_sort_index", rank, sort_index=rank)
+    origin = min((span.start for span in timeline.spans), default=0.0)
+    for span in timeline.spans:
+        yield _slice(process, span, origin)
+    for maker, consumer in _transfers(timeline):
+        yield from _arrow(process, next(arrow_ids), maker, consumer, origin)
+
+
+def _metadata(process: int, what: str, thread: int = 0, **args: object) -> Event:
+    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": args}
+
+
+def _slice(process: int, span: Span, origin: float) -> Event:
+    action = span.action
+    event: Event = {
+        "ph": "X",
+        "name": str(action),
+        "cat": action.kind.name.lower(),
+        "pid": process,
+        "tid": span.rank,
+        "ts": _microseconds(span.start - origin),
+        "dur": _microseconds(span.end - span.start),
+        "args": {"stage": action.stage, "microbatch": action.microbatch},
+    }
+    if action.kind in _COLOURS:
+        event["cname"] = _COLOURS[action.kind]
+    return event
+
+
+def _transfers(timeline: Timeline) -> Iterator[tuple[Span, Span]]:
+    """Pairs of spans on different ranks of which the second needs the first one's result."""
+    stages = 1 + max((span.action.stage for span in timeline.spans), default=0)
+    makers = {result_of(span.action): span for span in timeline.spans}
+    for consumer in timeline.spans:
+        for need in needs_of(consumer.action, stages):
+            maker = makers.get(need)
+            if maker is not None and maker.rank != consumer.rank:
+                yield maker, consumer
+
+
+def _arrow(
+    process: int, number: int, maker: Span, consumer: Span, origin: float
+) -> Iterator[Event]:
+    """Start and end of an arrow.
+
+    The id is a number because Perfetto reads a text as a hexadecimal number.
+    """
+    forward = maker.action.kind is ActionKind.FORWARD
+    name = "activation" if forward else "gradient"
+    common = {"name": name, "cat": "transfer", "pid": process, "id": number}
+    leaves = maker.end - _nudge(maker) - origin
+    arrives = consumer.start + _nudge(consumer) - origin
+    yield {**common, "ph": "s", "tid": maker.rank, "ts": _microseconds(leaves)}
+    # "bp": "e" binds the end to the slice around it; the default is the slice after it.
+    yield {**common, "ph": "f", "bp": "e", "tid": consumer.rank, "ts": _microseconds(arrives)}
+
+
+def _nudge(span: Span) -> float:
+    """Seconds from a slice's edge to its arrow: an arrow on the edge may bind to a neighbour."""
+    return min(1e-6, (span.end - span.start) / 2)
+
+
+def _microseconds(seconds: float) -> float:
+    return round(1e6 * seconds, 3)

@@ -1,0 +1,1 @@
+"""Benchmarks. Each folder is one table: ``python -m benchmarks.FOLDER`` writes its README."""

@@ -1,0 +1,1 @@
+"""Fused against split backward over two processes, and what splitting costs on one."""

@@ -1,0 +1,199 @@
+"""Runs for spawned processes that end badly."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from reference_stage import ReferenceStage
+from torch import Tensor, nn
+from training_workers import Tied
+from workers import ENDS, WIDTH, block, data, note_pid, sgd, trainer
+
+from autosplit.errors import PipelineError
+
+
+class Trip(nn.Module):
+    """A block whose forward does ``then`` at microbatch ``at``."""
+
+    def __init__(self, at: int, then: Callable[[], None]) -> None:
+        super().__init__()
+        self.block = block(1)
+        # Shared by deep copies, and -1 because building the stage runs the module once.
+        self._calls = itertools.count(-1)
+        self._at = at
+        self._then = then
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Trip:
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        if next(self._calls) == self._at:
+            self._then()
+        output: Tensor = self.block(x)
+        return output
+
+
+class Growing(nn.Module):
+    """Puts out one more column for every microbatch after the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = block(0)
+        self._calls = itertools.count(-1)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Growing:
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.block(x)
+        return x if next(self._calls) < 2 else torch.cat([x, x], dim=1)
+
+
+class Vanishing(Growing):
+    """Puts out nothing after the second microbatch."""
+
+    def forward(self, x: Tensor) -> Any:
+        return self.block(x) if next(self._calls) < 2 else ()
+
+
+class WeightTrip(ReferenceStage):
+    """Raises in the second weight gradient of stage 0."""
+
+    def backward_weight(self, microbatch: int) -> None:
+        if self.index == 0 and microbatch == 1:
+            raise RuntimeError("no weight today")
+        super().backward_weight(microbatch)
+
+
+def _factory_fails(index: int) -> nn.Module:
+    if index == 1:
+        raise OSError("no such checkpoint")
+    return block(index)
+
+
+def _optimizer_fails(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    if dist.get_rank() == 0:
+        raise ValueError("negative learning rate")
+    return sgd(parameters)
+
+
+def _step(batch: Any = None, **options: Any) -> None:
+    trainer(**options).step(data(8) if batch is None else batch)
+
+
+def _evaluate() -> None:
+    """The third microbatch of the second evaluation fails; none has run the module before."""
+    engine = trainer(lambda index: Trip(6, ENDS["raise"]) if index == 1 else block(index))
+    for _ in range(2):
+        engine.evaluate(data(8))
+
+
+def _two_steps(first: int, second: int) -> None:
+    engine = trainer()
+    engine.step(data(first))
+    engine.step(data(second))
+
+
+def trip_stage(index: int) -> nn.Module:
+    return Trip(2, ENDS["raise"]) if index == 1 else block(index)
+
+
+def _tied(names: list[tuple[int, str]], width: int = WIDTH) -> None:
+    trainer(lambda index: Tied(index, WIDTH + index * (width - WIDTH)), shared_parameters=[names])
+
+
+SCENARIOS: dict[str, Callable[[], None]] = {
+    "forward": functools.partial(_step, stages=trip_stage),
+    "weight": functools.partial(_step, stage_factory=WeightTrip),
+    "factory": functools.partial(_step, stages=_factory_fails),
+    "optimizer": functools.partial(_step, optimizer_fn=_optimizer_fails),
+    "shape between stages": functools.partial(
+        _step, stages=lambda index: Growing() if index == 0 else block(1)
+    ),
+    "fewer outputs": functools.partial(
+        _step, stages=lambda index: Vanishing() if index == 0 else block(1)
+    ),
+    "evaluation": lambda: _evaluate(),
+    "not divisible": lambda: _step(data(7)),
+    "no inputs": lambda: _step((None, data(8)[1])),
+    "slow": functools.partial(
+        _step,
+        stages=lambda index: Trip(1, ENDS["nap"]) if index == 1 else block(index),
+        timeout=1.0,
+    ),
+    "another shape": lambda: _two_steps(8, 12),
+    "loss": functools.partial(_step, loss_fn=lambda output, target: output - target),
+    "loss without gradient": functools.partial(_step, loss_fn=lambda output, target: target.mean()),
+    "tied name": lambda: _tied([(0, "tied"), (1, "weight")]),
+    "tied stage": lambda: _tied([(0, "tied"), (2, "tied")]),
+    "tied alone": lambda: _tied([(0, "tied")]),
+    "tied twice": lambda: _tied([(0, "tied"), (1, "tied"), (0, "tied")]),
+    "tied shapes": lambda: _tied([(0, "tied"), (1, "tied")], width=8),
+    "no timeline": lambda: print(trainer().timeline()),
+    "no module": functools.partial(_step, stages=lambda index: index),
+    "world size": functools.partial(_step, stages=[block(0)]),
+    "ranks": functools.partial(_step, num_stages=3, ranks=3),
+}
+
+
+def failures() -> dict[str, tuple[str, str]]:
+    """Type and text of the error in each scenario, one after another in one process group."""
+    found = {}
+    for name, scenario in SCENARIOS.items():
+        try:
+            scenario()
+        except Exception as error:
+            found[name] = type(error).__name__, str(error)
+        else:
+            found[name] = "nothing", ""
+        dist.barrier()
+    return found
+
+
+def after_a_failure() -> dict[str, Any]:
+    """What a failed step leaves: optimizers untouched, a trainer that says it has ended."""
+    engine = trainer(trip_stage)
+    before = {index: _copy(state) for index, state in engine.state_dict().items()}
+    for attempt in range(2):
+        try:
+            engine.step(data(8))
+        except PipelineError as error:
+            last = f"{attempt} {error}"
+    same = all(
+        torch.equal(state[name], before[index][name])
+        for index, state in engine.state_dict().items()
+        for name in state
+    )
+    engine.close()
+    with trainer() as another:
+        return {"same": same, "last": last, "next": another.step(data(8)).shape}
+
+
+def _copy(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in state.items()}
+
+
+def all_that_fails() -> tuple[dict[str, tuple[str, str]], dict[str, Any]]:
+    return failures(), after_a_failure()
+
+
+def stuck(folder: Path, how: str) -> None:
+    """Rank 1 is killed or sleeps in the middle of a step; all that can note what they saw."""
+    note_pid(folder)
+    stages = dist.get_world_size()
+    engine = trainer(
+        lambda index: Trip(1, ENDS[how]) if index == 1 else block(index),
+        num_stages=stages,
+        timeout=60.0 if how == "kill" else 1.0,
+    )
+    try:
+        engine.step(data(8))
+    except PipelineError as error:
+        (folder / f"{dist.get_rank()}.txt").write_text(str(error))
+        raise

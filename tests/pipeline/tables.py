@@ -1,0 +1,37 @@
+"""Schedules as text, for the tests of schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from autosplit.pipeline.action import Action, ActionKind
+from autosplit.pipeline.schedule import Schedule
+
+
+def rows_of(schedule: Schedule) -> list[str]:
+    """One line of actions per rank."""
+    return [" ".join(map(str, row)) for row in schedule.ranks]
+
+
+def schedule_of(
+    *rows: str,
+    stages: int = 2,
+    microbatches: int = 2,
+    placement: tuple[int, ...] | None = None,
+    split_backward: bool = True,
+) -> Schedule:
+    """A schedule from one line of actions per rank."""
+    ranks = tuple(tuple(Action.parse(text) for text in row.split()) for row in rows)
+    places = tuple(range(stages)) if placement is None else placement
+    return Schedule("table", stages, microbatches, ranks, places, split_backward)
+
+
+def seconds(forward: float, inputs: float, weights: float) -> Callable[[Action], float]:
+    """Durations alike on all stages; a B takes I + W."""
+    table = {
+        ActionKind.FORWARD: forward,
+        ActionKind.BACKWARD_INPUT: inputs,
+        ActionKind.BACKWARD_WEIGHT: weights,
+        ActionKind.BACKWARD: inputs + weights,
+    }
+    return lambda action: table[action.kind]

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autosplit.errors import ScheduleError
+from autosplit.pipeline.action import Action, ActionKind
+
+COUNTS = st.integers(min_value=0, max_value=10**6)
+
+
+@pytest.mark.parametrize(
+    ("text", "action"),
+    [
+        ("0F1", Action(0, ActionKind.FORWARD, 1)),
+        ("2I0", Action(2, ActionKind.BACKWARD_INPUT, 0)),
+        ("1W3", Action(1, ActionKind.BACKWARD_WEIGHT, 3)),
+        ("0B2", Action(0, ActionKind.BACKWARD, 2)),
+        ("1SEND_F0", Action(1, ActionKind.SEND_F, 0)),
+        ("12RECV_B34", Action(12, ActionKind.RECV_B, 34)),
+    ],
+)
+def test_text_of_an_action(text: str, action: Action) -> None:
+    assert str(action) == text
+    assert Action.parse(text) == action
+
+
+@settings(deadline=None)
+@given(COUNTS, st.sampled_from(ActionKind), COUNTS)
+def test_every_action_survives_its_text(stage: int, kind: ActionKind, microbatch: int) -> None:
+    action = Action(stage, kind, microbatch)
+    assert Action.parse(str(action)) == action
+
+
+@pytest.mark.parametrize(
+    "text", ["", "F", "0F", "F1", "0X1", "0f1", "-1F0", "0F1 ", "0 F 1", "²F1"]
+)
+def test_bad_text_is_refused(text: str) -> None:
+    with pytest.raises(ScheduleError) as caught:
+        Action.parse(text)
+    assert str(caught.value) == (
+        "expected an action such as '0F1' (stage, kind, microbatch), "
+        f"got {text!r}; known kinds: F, I, W, B, SEND_F, RECV_F, SEND_B, RECV_B"
+    )
+
+
+def test_only_f_i_w_and_b_compute() -> None:
+    assert [kind.value for kind in ActionKind if kind.is_compute] == ["F", "I", "W", "B"]

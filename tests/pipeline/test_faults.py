@@ -1,0 +1,236 @@
+"""One rank fails and every rank says why, soon, and with no process left behind."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import failing_workers
+import pytest
+import torch.distributed as dist
+from processes import assert_gone
+
+from autosplit.errors import PipelineError, SplitError
+from autosplit.pipeline.action import Action
+from autosplit.pipeline.faults import ActionError, Board, Fault, Guard, LostPeerError, RankError
+from autosplit.pipeline.launch import launch
+
+Texts = list[tuple[dict[str, tuple[str, str]], dict[str, Any]]]
+TIMEOUT = 120.0  # of the trainers in failing_workers it is 30
+
+# Scenario -> the rank that fails, or None where every rank sees the fault itself; the first line.
+SAID: dict[str, tuple[int | None, str]] = {
+    "forward": (1, "rank 1 failed in 1F2: ValueError: bad weather"),
+    "weight": (0, "rank 0 failed in 0W1: RuntimeError: no weight today"),
+    "factory": (1, "rank 1 failed in building the model: OSError: no such checkpoint"),
+    "optimizer": (0, "rank 0 failed in building the model: ValueError: negative learning rate"),
+    "shape between stages": (
+        0,
+        "rank 0 failed in 0F2: PipelineError: output 0 of stage 0 in microbatch 2 is "
+        "float32[2, 12], but float32[2, 6] was agreed on",
+    ),
+    "fewer outputs": (
+        0,
+        "rank 0 failed in 0F2: PipelineError: stage 0 put out 0 tensors for microbatch 2, but 1 ",
+    ),
+    "no inputs": (0, "this rank holds the first stage, which needs the batch's inputs; got None"),
+    "loss": (1, "loss_fn(output, target) must give one scalar that depends on the parameters"),
+    "loss without gradient": (1, "loss_fn(output, target) must give one scalar that depends"),
+    "tied name": (1, "stage 1 has no parameter 'weight' to share; it has: tied"),
+    "evaluation": (1, "rank 1 failed in 1F3: ValueError: bad weather"),
+    "not divisible": (None, "the batch's inputs have shape [7, 6]: 7 samples"),
+    "another shape": (None, "the batch's inputs are float32[12, 6], but were float32[8, 6]"),
+    "tied stage": (None, "shared parameter 'tied' is said to be on stage 2; the stages are 0 to 1"),
+    "tied alone": (None, "a shared parameter needs two or more holders (stage, name); got [(0, "),
+    "tied twice": (None, "parameter 'tied' of stage 0 is named twice in shared_parameters"),
+    "tied shapes": (
+        None,
+        "shared parameters must have one shape and dtype; got 'tied' of stage 0: [6, 6] "
+        "torch.float32; 'tied' of stage 1: [8, 6] torch.float32",
+    ),
+    "no timeline": (None, "there is no recorded step: set record=True before a step, then ask"),
+    "no module": (None, "must be an nn.Module; got a int"),
+    "world size": (None, "2 processes cannot hold 1 stages: each needs at least one stage"),
+    "ranks": (None, "ranks=3 but the process group has 2 processes"),
+}
+
+
+@pytest.fixture(scope="module")
+def texts() -> Texts:
+    started = time.monotonic()
+    found = launch(failing_workers.all_that_fails, 2, timeout=TIMEOUT)
+    # One rank waiting out its timeout in one scenario would take 30 s.
+    assert time.monotonic() - started < 30
+    return found
+
+
+def test_every_scenario_is_here(texts: Texts) -> None:
+    assert [set(found) for found, _ in texts] == [{*SAID, "slow"}] * 2
+
+
+@pytest.mark.parametrize("scenario", SAID)
+def test_every_rank_says_the_first_cause(texts: Texts, scenario: str) -> None:
+    failed, text = SAID[scenario]
+    for rank, (found, _) in enumerate(texts):
+        kind, message = found[scenario]
+        assert text in message
+        if failed is None:
+            assert kind == "PipelineError"
+        elif rank != failed:
+            # The others say it in one line, then with the traceback of the rank that failed.
+            assert kind == "RankError"
+            assert message.startswith(f"rank {failed} failed in ")
+            assert "\nTraceback (most recent call last):\n" in message
+            assert "Connection" not in message
+
+
+def test_traceback_of_the_failed_rank_reaches_the_others(texts: Texts) -> None:
+    lines = texts[0][0]["forward"][1].splitlines()
+    assert lines[-1] == "ValueError: bad weather"
+    assert 'raise ValueError("bad weather")' in lines[-2]
+
+
+def test_no_optimizer_moves_and_the_trainer_has_ended(texts: Texts) -> None:
+    for _, after in texts:
+        assert after["same"]
+        assert after["last"] == (
+            "1 this trainer has ended and cannot go on; build a new one. It ended because "
+            "rank 1 failed in 1F2: ValueError: bad weather"
+        )
+        assert after["next"] == (4,)
+
+
+def test_killed_rank(tmp_path: Path) -> None:
+    started = time.monotonic()
+    with pytest.raises(PipelineError, match=r"^rank 1 was killed by SIGKILL$"):
+        launch(failing_workers.stuck, 3, (tmp_path, "kill"), timeout=TIMEOUT)
+    # The trainers wait for 60 s, rank 1's neighbours and their neighbours must not.
+    assert time.monotonic() - started < 45
+    for rank in (0, 2):
+        said = (tmp_path / f"{rank}.txt").read_text()
+        assert "lost rank 1" in said or "lost the other ranks" in said
+        assert "was a process killed?" in said
+    assert_gone(tmp_path, 3)
+
+
+def test_hung_rank(tmp_path: Path) -> None:
+    with pytest.raises(PipelineError, match=r"^rank 0 waited 1\.?\d* s for rank 1, which makes "):
+        launch(failing_workers.stuck, 2, (tmp_path, "sleep"), timeout=TIMEOUT)
+    assert "is it stuck" in (tmp_path / "0.txt").read_text()
+    assert_gone(tmp_path, 2)
+
+
+def test_slow_rank_learns_that_it_was_given_up(texts: Texts) -> None:
+    said = [found["slow"] for found, _ in texts]
+    assert said[0] == said[1]
+    assert said[0][1].startswith("rank 0 waited 1")
+    assert said[0][1].endswith("s for rank 1, which makes 1I1: is it stuck, or waiting itself?")
+
+
+# --- the parts, in one process ------------------------------------------------------------
+
+
+def _board() -> Board:
+    return Board(dist.HashStore())  # type: ignore[attr-defined]  # documented, not in __all__
+
+
+def test_only_the_first_fault_stays() -> None:
+    board = _board()
+    assert board.first() is None
+    assert board.await_first(0.02) is None
+    first, second = Fault(1, "1F0", "ValueError: a", "trace"), Fault(0, "0F1", "KeyError: b")
+    assert board.post(first) == first
+    assert board.post(second) == first
+    assert board.first() == board.await_first(5.0) == first
+    assert first.report == "rank 1 failed in 1F0: ValueError: a\ntrace"
+
+
+class _DeadStore:
+    """What a store does once the process that served it is gone."""
+
+    def check(self, keys: list[str], /) -> bool:
+        raise RuntimeError("connection refused")
+
+    def get(self, key: str, /) -> bytes:
+        raise RuntimeError("connection refused")
+
+    def set(self, key: str, value: str, /) -> None:
+        raise RuntimeError("connection refused")
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        raise RuntimeError("connection refused")
+
+
+def test_a_dead_store_does_not_hide_the_fault() -> None:
+    board = Board(_DeadStore())
+    fault = Fault(0, "0F1", "KeyError: b")
+    assert board.first() is None
+    assert board.post(fault) == fault
+
+
+def _guard(rank: int, board: Board | None, closed: list[int]) -> Guard:
+    return Guard(rank, board, lambda: closed.append(rank))
+
+
+def test_guard_posts_before_it_closes() -> None:
+    board = _board()
+    standing: list[Fault | None] = []
+    guard = Guard(2, board, lambda: standing.append(board.first()))
+    with pytest.raises(RankError) as caught, guard("the optimizer step"):
+        raise KeyError("lr")
+    assert str(caught.value) == "rank 2 failed in the optimizer step: KeyError: 'lr'"
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert standing == [caught.value.fault]
+
+
+def test_guard_names_the_action_and_its_own_error() -> None:
+    cause = ZeroDivisionError("one by none")
+    text = r"^rank 0 failed in 1W2: ZeroDivisionError: one by none$"
+    with pytest.raises(RankError, match=text) as caught, _guard(0, None, [])("the step"):
+        raise ActionError(Action.parse("1W2")) from cause
+    assert caught.value.__cause__ is cause
+
+
+def test_guard_lets_errors_pass_that_say_all() -> None:
+    closed: list[int] = []
+    board = _board()
+    with pytest.raises(SplitError, match=r"^cannot split$"), _guard(1, board, closed)("building"):
+        raise SplitError("cannot split")
+    with pytest.raises(KeyboardInterrupt), _guard(2, _board(), closed)("a step"):
+        raise KeyboardInterrupt
+    assert closed == [1, 2]
+    first = board.first()
+    assert first is not None
+    assert first.headline == "rank 1 failed in building: SplitError: cannot split"
+
+
+def test_lost_peer_gives_way_to_the_cause_on_the_board() -> None:
+    board = _board()
+    cause = board.post(Fault(1, "1F0", "ValueError: a", "the trace"))
+    closed: list[int] = []
+    with pytest.raises(RankError) as caught, _guard(0, board, closed)("a step"):
+        raise LostPeerError("lost rank 1: Connection closed by peer")
+    assert str(caught.value) == "rank 1 failed in 1F0: ValueError: a\nthe trace"
+    assert caught.value.fault == cause
+    assert caught.value.__suppress_context__
+    assert closed == [0]
+
+
+def test_lost_peer_without_a_cause_becomes_one_for_all() -> None:
+    board = _board()
+    for rank, text in ((0, "lost rank 1"), (2, "lost rank 1 as well")):
+        with pytest.raises(RankError, match=r"^rank 0 lost rank 1$"), _guard(rank, board, [])("a"):
+            raise LostPeerError(text)
+
+
+def test_guard_waits_with_an_eye_on_the_board() -> None:
+    board = _board()
+    guard = _guard(0, board, [])
+    asked = iter([False, False, True])
+    guard.wait(lambda: next(asked), timeout=60.0)
+    with pytest.raises(LostPeerError, match=r"^waited 0\.01 s for its device"):
+        guard.wait(lambda: False, timeout=0.01)
+    board.post(Fault(1, "1F0", "ValueError: a"))
+    with pytest.raises(LostPeerError, match="another rank failed"):
+        guard.wait(lambda: False, timeout=60.0)

@@ -1,0 +1,90 @@
+"""How a batch is cut, and what is said of one that cannot be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from autosplit.errors import PipelineError
+from autosplit.pipeline.microbatch import BatchSplitter
+
+CPU = torch.device("cpu")
+
+
+def _splitter(count: int = 2, *, inputs: bool = True, targets: bool = True) -> BatchSplitter:
+    return BatchSplitter(count, CPU, needs_inputs=inputs, needs_targets=targets)
+
+
+def _values(rows: list[list[Tensor]]) -> list[list[Any]]:
+    return [[tensor.tolist() for tensor in row] for row in rows]
+
+
+def test_cut_along_the_first_dimension() -> None:
+    inputs, targets = _splitter()((torch.arange(4), torch.arange(8).reshape(4, 2)))
+    assert _values(inputs) == [[[0, 1]], [[2, 3]]]
+    assert _values(targets) == [[[[0, 1], [2, 3]]], [[[4, 5], [6, 7]]]]
+
+
+def test_several_tensors_with_rows_of_their_own() -> None:
+    inputs, targets = _splitter()(((torch.arange(2), torch.arange(4)), [torch.arange(6)]))
+    assert _values(inputs) == [[[0], [0, 1]], [[1], [2, 3]]]
+    assert _values(targets) == [[[0, 1, 2]], [[3, 4, 5]]]
+
+
+def test_only_what_the_rank_needs_is_cut() -> None:
+    batch = torch.arange(4), torch.arange(4)
+    assert _values(_splitter(inputs=False)(batch)[0]) == []
+    assert _values(_splitter(targets=False)(batch)[1]) == []
+    assert _splitter(inputs=False, targets=False)(None) == ([], [])
+    assert _values(_splitter(targets=False)((torch.arange(2), None))[0]) == [[[0]], [[1]]]
+
+
+@pytest.mark.parametrize(
+    ("batch", "text"),
+    [
+        (
+            (torch.zeros(5, 3), torch.zeros(4)),
+            "the batch's inputs have shape [5, 3]: 5 samples along dimension 0 cannot be cut into "
+            "2 equal microbatches; pass 4 or another multiple of 2",
+        ),
+        ((torch.zeros(4), torch.zeros(1)), "targets have shape [1]: 1 samples"),
+        ((torch.zeros(()), torch.zeros(4)), "inputs have shape []: 0 samples"),
+        ((torch.zeros(0, 3), torch.zeros(4)), "inputs have shape [0, 3]: 0 samples"),
+        (torch.zeros(4), "a pair (inputs, targets); got a tensor of shape [4]"),
+        ((torch.zeros(4),), "a pair (inputs, targets); got a tuple of length 1"),
+        ({"inputs": 1}, "a pair (inputs, targets); got a dict"),
+        (("text", torch.zeros(4)), "inputs must be a tensor or a tuple of tensors; found a str"),
+        ((3, torch.zeros(4)), "inputs must be a tensor or a tuple of tensors; found a int"),
+        ((torch.zeros(4), None), "holds the last stage, which needs the batch's targets; got None"),
+        (None, "holds the first stage, which needs the batch's inputs; got None"),
+    ],
+)
+def test_bad_batches(batch: Any, text: str) -> None:
+    with pytest.raises(PipelineError) as caught:
+        _splitter()(batch)
+    assert text in str(caught.value)
+
+
+def test_parts_that_a_rank_does_not_need_are_checked_too() -> None:
+    with pytest.raises(PipelineError, match="5 samples"):
+        _splitter(inputs=False)((torch.zeros(5), torch.zeros(4)))
+
+
+@pytest.mark.parametrize(
+    ("later", "text"),
+    [
+        (torch.zeros(6, 3), "inputs are float32[6, 3], but were float32[4, 3] in the first step"),
+        (torch.zeros(4, 3).long(), "inputs are int64[4, 3], but were float32[4, 3]"),
+        ((torch.zeros(4, 3), torch.zeros(4)), "inputs are float32[4, 3], float32[4], but were"),
+    ],
+)
+def test_shapes_are_static(later: Any, text: str) -> None:
+    splitter = _splitter()
+    splitter((torch.zeros(4, 3), torch.zeros(4)))
+    splitter((torch.ones(4, 3), torch.ones(4)))
+    with pytest.raises(PipelineError) as caught:
+        splitter((later, torch.zeros(4)))
+    assert text in str(caught.value)

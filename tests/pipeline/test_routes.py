@@ -1,0 +1,89 @@
+"""What travels between ranks, as literal tables."""
+
+from __future__ import annotations
+
+import pytest
+
+from autosplit.pipeline.action import Action
+from autosplit.pipeline.routes import Routes, boundary_of, routes_of, target_of
+from autosplit.pipeline.schedule import Schedule
+from autosplit.pipeline.schedules import build
+
+
+def _actions(text: str) -> tuple[Action, ...]:
+    return tuple(Action.parse(word) for word in text.split())
+
+
+def _texts(results: tuple[Action, ...]) -> str:
+    return " ".join(str(result) for result in results)
+
+
+def _proven(routes: Routes) -> dict[str, int]:
+    return {str(result): count for result, count in routes.proven.items()}
+
+
+def test_1f1b_middle_rank() -> None:
+    routes = routes_of(build("1f1b", 3, 4, split_backward=False), 1)
+    assert {peer: _texts(sent) for peer, sent in routes.sends.items()} == {
+        0: "1I0 1I1 1I2 1I3",
+        2: "1F0 1F1 1F2 1F3",
+    }
+    assert {peer: _texts(came) for peer, came in routes.receives.items()} == {
+        0: "0F0 0F1 0F2 0F3",
+        2: "2I0 2I1 2I2 2I3",
+    }
+    # Rank 0 runs 0F0 0F1 0F2 0B0 0F3 ...: 0F3 can only come once 1I0 was taken.
+    assert _proven(routes) == {
+        "0F0": 0,
+        "0F1": 0,
+        "0F2": 0,
+        "0F3": 1,
+        "2I0": 1,
+        "2I1": 2,
+        "2I2": 3,
+        "2I3": 4,
+    }
+
+
+def test_gpipe_proves_activations_only_with_gradients() -> None:
+    schedule = build("gpipe", 2, 3, split_backward=False)
+    assert _proven(routes_of(schedule, 0)) == {"1I0": 3, "1I1": 3, "1I2": 3}
+    assert _proven(routes_of(schedule, 1)) == {"0F0": 0, "0F1": 0, "0F2": 0}
+
+
+def test_stages_on_one_rank_send_nothing() -> None:
+    schedule = build("1f1b", 4, 2, ranks=2)
+    routes = routes_of(schedule, 0)
+    assert {peer: _texts(sent) for peer, sent in routes.sends.items()} == {1: "1F0 1F1"}
+    assert {peer: _texts(came) for peer, came in routes.receives.items()} == {1: "2I0 2I1"}
+    alone = routes_of(build("gpipe", 3, 2, ranks=1), 0)
+    assert (alone.sends, alone.receives, alone.proven) == ({}, {}, {})
+
+
+def test_messages_of_several_stages_follow_the_sender() -> None:
+    """Stages 0 and 3 on rank 0, 1 and 2 on rank 1: only what crosses, as rank 0 makes it."""
+    schedule = Schedule(
+        name="v",
+        stages=4,
+        microbatches=1,
+        ranks=(_actions("0F0 3F0 3B0 0B0"), _actions("1F0 2F0 2B0 1B0")),
+        placement=(0, 1, 1, 0),
+        split_backward=False,
+    )
+    routes = routes_of(schedule, 1)
+    assert _texts(routes.receives[0]) == "0F0 3I0"
+    assert _texts(routes.sends[0]) == "2F0 1I0"
+    assert _proven(routes) == {"0F0": 0, "3I0": 1}
+
+
+@pytest.mark.parametrize(
+    ("result", "target", "boundary"), [("0F1", 1, 0), ("2F0", None, 2), ("2I0", 1, 1)]
+)
+def test_where_a_result_goes(result: str, target: int | None, boundary: int) -> None:
+    assert target_of(Action.parse(result), 3) == target
+    assert boundary_of(Action.parse(result)) == boundary
+
+
+def test_first_gradient_and_weights_go_nowhere() -> None:
+    assert target_of(Action.parse("0I0"), 3) is None
+    assert target_of(Action.parse("1W0"), 3) is None

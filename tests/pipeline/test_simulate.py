@@ -1,0 +1,199 @@
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tables import schedule_of, seconds
+
+from autosplit.errors import ScheduleError
+from autosplit.pipeline.action import Action, ActionKind
+from autosplit.pipeline.schedules import build
+from autosplit.pipeline.simulate import simulate
+from autosplit.pipeline.timeline import Timeline
+
+UNIT = seconds(1, 1, 1)
+FUSED: dict[str, Any] = {"split_backward": False}
+PAPER: dict[str, Any] = {"weights": "2bp"}
+FILL: dict[str, Any] = {"weights": "fill"}
+
+
+def as_text(timeline: Timeline) -> list[str]:
+    return [f"{s.rank}: {s.action} {s.start:g}-{s.end:g}" for s in timeline.spans]
+
+
+def test_the_timeline_of_one_microbatch() -> None:
+    schedule = schedule_of("0F0 0I0 0W0", "1F0 1I0 1W0", microbatches=1)
+    assert as_text(simulate(schedule, seconds(1, 2, 4))) == [
+        "0: 0F0 0-1",
+        "1: 1F0 1-2",
+        "1: 1I0 2-4",
+        "0: 0I0 4-6",
+        "1: 1W0 4-8",
+        "0: 0W0 6-10",
+    ]
+
+
+def test_a_transfer_takes_time_between_ranks_only() -> None:
+    apart = schedule_of("0F0 0B0", "1F0 1B0", microbatches=1, split_backward=False)
+    together = schedule_of(
+        "0F0 1F0 1B0 0B0", microbatches=1, placement=(0, 0), split_backward=False
+    )
+    assert as_text(simulate(apart, UNIT, transfer=0.5)) == [
+        "0: 0F0 0-1",
+        "1: 1F0 1.5-2.5",
+        "1: 1B0 2.5-4.5",
+        "0: 0B0 5-7",
+    ]
+    assert simulate(together, UNIT, transfer=0.5).makespan == 6.0
+
+
+def test_durations_may_be_a_mapping() -> None:
+    schedule = build("1f1b", 2, 2)
+    kinds = (ActionKind.FORWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
+    mapping = {(stage, kind): float(1 + stage) for stage in range(2) for kind in kinds}
+    assert simulate(schedule, mapping) == simulate(schedule, lambda action: 1.0 + action.stage)
+    assert simulate(schedule, mapping).makespan == 13.0  # stage 1: 12 busy after 1 for 0F0
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize(
+    ("name", "per_stage", "options", "ratio"),
+    [
+        ("naive", 0, FUSED, lambda n: (n - 1) / n),
+        ("naive", 1, FUSED, lambda n: (n - 1) / n),
+        ("naive", 0, PAPER, lambda n: 2 * (n - 1) / (2 * n + 1)),
+        ("naive", 1, PAPER, lambda n: 2 * (n - 1) / (2 * n + 1)),
+        ("gpipe", 1, FUSED, lambda n: (n - 1) / (2 * n - 1)),
+        ("gpipe", 1, PAPER, lambda n: 2 * (n - 1) / (5 * n - 2)),
+        ("gpipe", 1, FILL, lambda n: 2 * (n - 1) / (5 * n - 2)),
+        ("1f1b", 1, FUSED, lambda n: (n - 1) / (2 * n - 1)),
+        ("1f1b", 1, PAPER, lambda n: (n - 1) / (4 * n - 1)),
+        ("1f1b", 1, FILL, lambda n: (n - 1) / (4 * n - 1)),
+        ("1f1b", 2, FUSED, lambda n: (n - 1) / (3 * n - 1)),
+        ("1f1b", 2, PAPER, lambda n: (n - 1) / (7 * n - 1)),
+        ("1f1b", 2, FILL, lambda n: (n - 1) / (7 * n - 1)),
+    ],
+)
+def test_published_bubble_ratios(
+    name: str, per_stage: int, options: dict[str, Any], ratio: Any, stages: int
+) -> None:
+    """F = I = W. ``per_stage`` is M / N; 0 stands for a single microbatch."""
+    schedule = build(name, stages, max(per_stage * stages, 1), **options)
+    assert simulate(schedule, UNIT).bubble_ratio() == pytest.approx(ratio(stages))
+
+
+@pytest.mark.parametrize(("microbatches", "fused", "split"), [(2, 9.0, 7.0), (4, 15.0, 13.0)])
+def test_two_stages_gain_two_units(microbatches: int, fused: float, split: float) -> None:
+    assert simulate(build("1f1b", 2, microbatches, **FUSED), UNIT).makespan == fused
+    assert simulate(build("1f1b", 2, microbatches, **FILL), UNIT).makespan == split
+
+
+@pytest.mark.parametrize("weights", ["2bp", "fill"])
+@pytest.mark.parametrize(
+    "times",
+    [(1.0, 1.0, 1.0), (1.0, 1.13, 0.83), (18.5, 18.1, 9.3), (1.0, 1.0, 2.0), (3.0, 1.0, 2.0)],
+)
+@pytest.mark.parametrize(
+    ("stages", "microbatches"), [(1, 1), (2, 2), (2, 5), (3, 7), (4, 4), (6, 13)]
+)
+def test_1f1b_has_the_bubble_of_zb_h1(
+    weights: str, times: tuple[float, float, float], stages: int, microbatches: int
+) -> None:
+    """Idle (N-1)(F+I-W), as long as no W is longer than an F or I, for which others wait."""
+    schedule = build("1f1b", stages, microbatches, weights=weights)
+    makespan = simulate(schedule, seconds(*times)).makespan
+    bubble = (stages - 1) * (times[0] + times[1] - min(times))
+    assert makespan == pytest.approx(microbatches * sum(times) + bubble)
+
+
+@pytest.mark.parametrize("weights", ["2bp", "fill"])
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 1), (4, 1), (4, 3), (6, 2)])
+def test_1f1b_with_too_few_microbatches(weights: str, stages: int, microbatches: int) -> None:
+    """For M < N only the last W of stage 0 is left over."""
+    schedule = build("1f1b", stages, microbatches, weights=weights)
+    makespan = simulate(schedule, seconds(1.0, 1.13, 0.83)).makespan
+    assert makespan == pytest.approx((microbatches + stages - 1) * 2.13 + 0.83)
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 1), (2, 4), (3, 3), (5, 2)])
+def test_naive_fill_leaves_one_weight_over(stages: int, microbatches: int) -> None:
+    schedule = build("naive", stages, microbatches, weights="fill")
+    assert simulate(schedule, UNIT).makespan == 2 * stages * microbatches + 1
+
+
+def test_each_action_is_timed_once() -> None:
+    """The cost of a simulation grows with the number of actions and no faster."""
+    calls: list[Action] = []
+
+    def duration(action: Action) -> float:
+        calls.append(action)
+        return 1.0
+
+    schedule = build("1f1b", 16, 128)
+    timeline = simulate(schedule, duration)
+    assert len(calls) == len(timeline.spans) == 16 * 128 * 3
+    assert timeline.makespan == 3 * 128 + 15
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_spans_respect_lists_and_needs(data: st.DataObject) -> None:
+    stages, microbatches = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 6))
+    schedule = build(data.draw(st.sampled_from(["naive", "gpipe", "1f1b"])), stages, microbatches)
+    lengths = data.draw(
+        st.lists(st.integers(0, 5), min_size=3 * stages, max_size=3 * stages), label="durations"
+    )
+    kinds = [ActionKind.FORWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT]
+    timeline = simulate(
+        schedule, lambda a: float(lengths[3 * a.stage + kinds.index(a.kind)]), transfer=1.0
+    )
+    times = {str(s.action): (s.start, s.end) for s in timeline.spans}
+    assert len(times) == 3 * stages * microbatches
+    for row in schedule.ranks:
+        for before, after in itertools.pairwise(row):
+            assert times[str(before)][1] <= times[str(after)][0]
+    for stage in range(stages - 1):
+        for m in range(microbatches):
+            assert times[f"{stage}F{m}"][1] + 1.0 <= times[f"{stage + 1}F{m}"][0]
+            assert times[f"{stage + 1}I{m}"][1] + 1.0 <= times[f"{stage}I{m}"][0]
+
+
+def test_a_deadlock_names_every_wait() -> None:
+    schedule = schedule_of("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1", split_backward=False)
+    with pytest.raises(ScheduleError) as caught:
+        simulate(schedule, UNIT)
+    assert str(caught.value) == (
+        "schedule 'table' cannot run to its end:\n"
+        "  rank 0 waits at 0B0 for 1I0, which rank 1 runs only after 1F1\n"
+        "  rank 1 waits at 1F1 for 0F1, which rank 0 runs only after 0B0"
+    )
+
+
+def test_a_missing_action_is_named() -> None:
+    schedule = schedule_of("0I0", "1F0 1I0", microbatches=1)
+    with pytest.raises(ScheduleError) as caught:
+        simulate(schedule, UNIT)
+    assert str(caught.value) == (
+        "schedule 'table' cannot run to its end:\n"
+        "  rank 0 waits at 0I0 for 0F0, which no rank runs\n"
+        "  rank 1 waits at 1F0 for 0F0, which no rank runs"
+    )
+
+
+def test_a_missing_duration_is_named() -> None:
+    mapping = {(0, ActionKind.FORWARD): 1.0}
+    with pytest.raises(ScheduleError, match=r"no duration for 0B0: .* \(0, ActionKind.BACKWARD\)"):
+        simulate(build("naive", 1, 1, split_backward=False), mapping)
+
+
+@pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
+def test_impossible_times_are_refused(value: float) -> None:
+    schedule = build("naive", 1, 1)
+    with pytest.raises(ScheduleError, match="the duration of 0F0 must be finite seconds >= 0, got"):
+        simulate(schedule, lambda action: value)
+    with pytest.raises(ScheduleError, match="transfer must be finite seconds >= 0, got"):
+        simulate(schedule, UNIT, transfer=value)

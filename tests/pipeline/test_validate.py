@@ -1,0 +1,332 @@
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import defaultdict, deque
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tables import schedule_of, seconds
+
+from autosplit.errors import ScheduleError
+from autosplit.pipeline.action import Action, ActionKind
+from autosplit.pipeline.grid import format_grid, format_schedule
+from autosplit.pipeline.schedule import Schedule
+from autosplit.pipeline.schedules import build
+from autosplit.pipeline.simulate import simulate
+from autosplit.pipeline.validate import validate
+
+
+def refusal(schedule: Schedule, max_in_flight: int | None = None) -> str:
+    with pytest.raises(ScheduleError) as caught:
+        validate(schedule, max_in_flight=max_in_flight)
+    return str(caught.value)
+
+
+def faults(schedule: Schedule, max_in_flight: int | None = None) -> list[str]:
+    """The numbered lines of the error, without their numbers."""
+    return re.findall(r"^\d+\. (.*)$", refusal(schedule, max_in_flight), flags=re.MULTILINE)
+
+
+def test_a_legal_schedule_passes() -> None:
+    validate(schedule_of("0F0 0F1 0I0 0W0 0I1 0W1", "1F0 1I0 1F1 1I1 1W0 1W1"))
+
+
+def test_a_stage_may_split_some_microbatches_only() -> None:
+    validate(schedule_of("0F0 0F1 0B0 0I1 0W1", "1F0 1I0 1F1 1B1 1W0"))
+
+
+def test_the_error_shows_the_grid() -> None:
+    schedule = schedule_of("0F0 0I0 0F1 0I1 0W0 0W1", "1F0 1F1 1I0 1I1 1W0 1W1")
+    assert refusal(schedule) == "\n".join(
+        [
+            "illegal schedule (table: 2 stages, 2 microbatches, 2 ranks), 1 fault:",
+            "1. deadlock: rank 0 waits at 0I0 for 1I0, which rank 1 runs only after 1F1; "
+            "rank 1 waits at 1F1 for 0F1, which rank 0 runs only after 0I0",
+            "slot    0    1    2    3    4    5    6",
+            "rank 0  0F0  .    0I0  0F1  0I1  0W0  0W1",
+            "                  ^1                       <-- ERROR HERE",
+            "rank 1  .    1F0  1F1  1I0  1I1  1W0  1W1",
+            "                  ^1                       <-- ERROR HERE",
+        ]
+    )
+
+
+def test_all_faults_are_shown_at_once() -> None:
+    schedule = schedule_of("0F0 0W0 0F1 0B1 0I0 7F3 0SEND_F0", "1F0 1I0 0F1 1I1 1W0 1W1")
+    assert refusal(schedule) == "\n".join(
+        [
+            "illegal schedule (table: 2 stages, 2 microbatches, 2 ranks), 7 faults:",
+            "1. 7F3: no stage 7; expected 0 to 1",
+            "2. 0SEND_F0 is no compute action; a schedule lists F, I, W, B",
+            "3. 0F1 is on rank 1, but rank 0 holds stage 0",
+            "4. 0F1 runs 2 times, expected once",
+            "5. stage 1 never runs 1F1",
+            "6. 0W0 comes before 0I0, which it needs",
+            "7. rank 1 sends rank 0 the result of 1I0 before that of 1I1, but rank 0 runs 0B1 "
+            "before 0I0; a channel delivers in the order of sending",
+            "slot    0    1    2    3     4    5    6    7    8    9    10    11   12",
+            "rank 0  0F0  .    .    .     .    .    .    0W0  0F1  0B1  0I0   7F3  0SEND_F0",
+            "                                            ^6   ^4   ^7   ^6,7  ^1   ^2        "
+            "<-- ERROR HERE",
+            "rank 1  .    1F0  1I0  0F1   1I1  1W0  1W1  .    .    .    .     .    .",
+            "                       ^3,4                 ^5                                  "
+            "<-- ERROR HERE",
+        ]
+    )
+
+
+ONE = {"stages": 1, "microbatches": 1}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        (schedule_of("0F0", **ONE), ["stage 0 never runs 0I0 and 0W0, nor 0B0"]),
+        (schedule_of("0F0 0I0", **ONE), ["stage 0 never runs 0W0"]),
+        (schedule_of("0F0 0W0", **ONE), ["stage 0 never runs 0I0"]),
+        (schedule_of("0B0", **ONE), ["stage 0 never runs 0F0"]),
+        (
+            schedule_of("0F0 0B0 0W0", **ONE),
+            ["stage 0 mixes B with I or W on microbatch 0: expected 0I0 and 0W0, or 0B0 alone"],
+        ),
+        (schedule_of("0F0 0F0 0B0", **ONE), ["0F0 runs 2 times, expected once"]),
+        (schedule_of("0F0 0I0 0W0 0W0", **ONE), ["0W0 runs 2 times, expected once"]),
+        (schedule_of("0B0 0F0", **ONE), ["0B0 comes before 0F0, which it needs"]),
+        (
+            schedule_of("0F0 0B0 0B1 0F1", stages=1),
+            ["0B1 comes before 0F1, which it needs"],
+        ),
+        (schedule_of("0F0 0B0 0F5", **ONE), ["0F5: no microbatch 5; expected 0 to 0"]),
+        (
+            schedule_of("0F0 0I0 0W0", split_backward=False, **ONE),
+            ["split_backward is False, but the schedule has I or W"],
+        ),
+        (
+            schedule_of("1F0 0F0 1B0 0B0", stages=2, microbatches=1, placement=(0, 0)),
+            ["deadlock: rank 0 waits at 1F0 for 0F0, which rank 0 runs only after 1F0"],
+        ),
+        (
+            schedule_of("0F0 0F1 0I1 0I0 0W0 0W1", "1F0 1I0 1F1 1I1 1W0 1W1"),
+            [
+                "rank 1 sends rank 0 the result of 1I0 before that of 1I1, but rank 0 runs 0I1 "
+                "before 0I0; a channel delivers in the order of sending"
+            ],
+        ),
+    ],
+)
+def test_each_fault(schedule: Schedule, expected: list[str]) -> None:
+    assert faults(schedule) == expected
+
+
+def test_a_channel_carries_outputs_and_gradients_alike() -> None:
+    """A V-shaped placement: rank 0 sends 0F1 after 3I0, but rank 1 takes them the other way."""
+    schedule = schedule_of(
+        "0F0 3F0 3B0 0F1 0B0 3F1 3B1 0B1",
+        "1F0 2F0 1F1 2B0 1B0 2F1 2B1 1B1",
+        stages=4,
+        placement=(0, 1, 1, 0),
+    )
+    assert faults(schedule) == [
+        "rank 0 sends rank 1 the result of 3I0 before that of 0F1, but rank 1 runs 1F1 before "
+        "2B0; a channel delivers in the order of sending"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"stages": 0}, "stages must be at least 1, got 0"),
+        ({"microbatches": 0}, "microbatches must be at least 1, got 0"),
+        (
+            {"placement": (0,)},
+            "placement must name a rank for each of the 2 stages, got 1: (0,)",
+        ),
+        ({"placement": (0, 2)}, "stage 1 is placed on rank 2; ranks are 0 to 1"),
+        ({"placement": (0, 0)}, "rank 1 holds no stage; use fewer ranks"),
+    ],
+)
+def test_sizes_and_placement(changes: dict[str, int], expected: str) -> None:
+    schedule = dataclasses.replace(build("1f1b", 2, 2), **changes)
+    assert expected in faults(schedule)
+    assert "rank 0  0F0" in refusal(schedule)
+
+
+def test_activations_in_flight() -> None:
+    schedule = build("1f1b", 2, 4, weights="2bp")
+    assert faults(schedule, max_in_flight=2) == [
+        "0F2 makes 3 microbatches in flight on stage 0, more than max_in_flight=2",
+        "1F2 makes 3 microbatches in flight on stage 1, more than max_in_flight=2",
+    ]
+    validate(schedule, max_in_flight=4)
+    validate(build("1f1b", 2, 4, weights="fill"), max_in_flight=2)
+    with pytest.raises(ScheduleError, match="max_in_flight must be at least 1, got 0"):
+        validate(schedule, max_in_flight=0)
+
+
+def test_a_long_grid_shows_the_faulty_part() -> None:
+    schedule = build("1f1b", 2, 40, split_backward=False)
+    row = list(schedule.ranks[1])
+    row[40], row[41] = row[41], row[40]
+    broken = dataclasses.replace(schedule, ranks=(schedule.ranks[0], tuple(row)))
+    lines = refusal(broken).splitlines()
+    assert lines[1] == "1. 1B20 comes before 1F20, which it needs"
+    assert lines[2].split() == ["slot", "...", *map(str, range(37, 51)), "..."]
+    assert lines[-2].split()[2:6] == ["...", "1B17", ".", "1F18"]
+    assert lines[-1].split() == ["^1", "^1", "<--", "ERROR", "HERE"]
+
+
+def test_grid_of_a_schedule() -> None:
+    assert format_schedule(build("1f1b", 2, 2)) == "\n".join(
+        [
+            "1f1b: 2 stages, 2 microbatches, 2 ranks",
+            "slot    0    1    2    3    4    5    6",
+            "rank 0  0F0  0F1  .    0I0  0W0  0I1  0W1",
+            "rank 1  .    1F0  1I0  1F1  1I1  1W0  1W1",
+        ]
+    )
+
+
+def test_grid_cells_widen_with_their_text() -> None:
+    assert format_grid([["a", "", "long"], ["b"]], {(1, 0): "^1,2", (1, 2): "^3"}) == "\n".join(
+        [
+            "slot    0     1  2",
+            "rank 0  a     .  long",
+            "rank 1  b     .  .",
+            "        ^1,2     ^3    <-- ERROR HERE",
+        ]
+    )
+
+
+def test_a_grid_can_be_cut() -> None:
+    row = [str(slot) for slot in range(5)]
+    assert format_grid([row], widest=3) == "slot    0  1  2  ...\nrank 0  0  1  2  ..."
+
+
+@st.composite
+def damaged(draw: st.DrawFn) -> Schedule:
+    """A built schedule after one or two random edits."""
+    stages, microbatches = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    split = draw(st.booleans())
+    schedule = build(
+        draw(st.sampled_from(["naive", "gpipe", "1f1b"])),
+        stages,
+        microbatches,
+        split_backward=split,
+        ranks=draw(st.integers(1, stages)),
+    )
+    rows = [list(row) for row in schedule.ranks]
+    for _ in range(draw(st.integers(1, 2))):
+        row = draw(st.sampled_from([row for row in rows if row]))
+        places = st.integers(0, len(row) - 1)
+        first, second = draw(places), draw(places)
+        match draw(st.sampled_from(["swap", "drop", "copy", "move", "kind"])):
+            case "swap":
+                row[first], row[second] = row[second], row[first]
+            case "drop" if sum(map(len, rows)) > 1:
+                del row[first]
+            case "copy":
+                row.insert(second, row[first])
+            case "move":
+                row.insert(second, row.pop(first))
+            case "kind":
+                kind = draw(st.sampled_from([kind for kind in ActionKind if kind.is_compute]))
+                row[first] = dataclasses.replace(row[first], kind=kind)
+            case _:
+                pass
+    return dataclasses.replace(schedule, ranks=tuple(map(tuple, rows)))
+
+
+def brute_force_legal(schedule: Schedule) -> bool:
+    """Run the lists with real queues between ranks, and see whether one step comes out."""
+    todo = [deque(row) for row in schedule.ranks]
+    channels: dict[tuple[int, int], deque[str]] = defaultdict(deque)
+    done: set[str] = set()
+
+    def receive(rank: int, stage: int, name: str) -> bool | None:
+        """True when it is there, None while it is not, False when something else comes first."""
+        if not 0 <= stage < schedule.stages:
+            return True
+        source = schedule.placement[stage]
+        if source == rank:
+            return name in done or None
+        queue = channels[source, rank]
+        return (queue[0] == name) if queue else None
+
+    moved = True
+    while moved:
+        moved = False
+        for rank, row in enumerate(todo):
+            while row:
+                action = row[0]
+                stage, kind, m = action.stage, action.kind.value, action.microbatch
+                if schedule.placement[stage] != rank or str(action) in done:
+                    return False
+                if kind == "W":
+                    if f"{stage}I{m}" not in done:
+                        return False
+                else:
+                    neighbour = stage - 1 if kind == "F" else stage + 1
+                    name = f"{neighbour}{'F' if kind == 'F' else 'g'}{m}"
+                    if kind != "F" and f"{stage}F{m}" not in done:
+                        return False
+                    there = receive(rank, neighbour, name)
+                    if there is None:
+                        break
+                    if not there:
+                        return False
+                    if 0 <= neighbour < schedule.stages and schedule.placement[neighbour] != rank:
+                        channels[schedule.placement[neighbour], rank].popleft()
+                    target = stage + 1 if kind == "F" else stage - 1
+                    result = f"{stage}{'F' if kind == 'F' else 'g'}{m}"
+                    if result in done and kind != "F":
+                        return False
+                    done.add(result)
+                    if 0 <= target < schedule.stages and schedule.placement[target] != rank:
+                        channels[rank, schedule.placement[target]].append(result)
+                done.add(str(action))
+                row.popleft()
+                moved = True
+    if any(todo):
+        return False
+    for stage in range(schedule.stages):
+        for m in range(schedule.microbatches):
+            kinds = {kind for kind in "FIWB" if f"{stage}{kind}{m}" in done}
+            if kinds not in ({"F", "B"}, {"F", "I", "W"}):
+                return False
+            if not schedule.split_backward and "I" in kinds:
+                return False
+    return True
+
+
+@settings(deadline=None, max_examples=300)
+@given(damaged())
+def test_damage_is_found_exactly_where_there_is_some(schedule: Schedule) -> None:
+    if brute_force_legal(schedule):
+        validate(schedule)
+        assert simulate(schedule, seconds(1, 2, 3)).makespan > 0
+    else:
+        assert "<-- ERROR HERE" in refusal(schedule)
+
+
+@pytest.mark.parametrize("name", ["naive", "gpipe", "1f1b"])
+@pytest.mark.parametrize("split", [True, False])
+def test_no_action_can_be_left_out(name: str, split: bool) -> None:
+    schedule = build(name, 3, 2, split_backward=split)
+    for rank, row in enumerate(schedule.ranks):
+        for place in range(len(row)):
+            ranks = list(schedule.ranks)
+            ranks[rank] = row[:place] + row[place + 1 :]
+            message = refusal(dataclasses.replace(schedule, ranks=tuple(ranks)))
+            assert f"stage {row[place].stage} never runs" in message
+            assert message.count("<-- ERROR HERE") == 1
+
+
+def test_stage_and_microbatch_below_zero() -> None:
+    schedule = schedule_of("0F0 0B0", **ONE)
+    extra = Action(-1, ActionKind.FORWARD, 0), Action(0, ActionKind.FORWARD, -1)
+    assert faults(dataclasses.replace(schedule, ranks=(schedule.ranks[0] + extra,))) == [
+        "-1F0: no stage -1; expected 0 to 0",
+        "0F-1: no microbatch -1; expected 0 to 0",
+    ]

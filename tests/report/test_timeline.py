@@ -1,0 +1,245 @@
+"""Drawn timelines: every action is a bar in its place, idle is stated, panels share a scale."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from autosplit.errors import AutosplitError
+from autosplit.pipeline.action import Action
+from autosplit.pipeline.timeline import Span, Timeline
+from autosplit.report.lettering import choose_lettering
+from autosplit.report.timeline import draw_timelines, timeline_figure
+
+pytest.importorskip("matplotlib")
+
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
+from matplotlib.patches import Rectangle
+from matplotlib.text import Annotation
+
+
+def timeline(ranks: int, *spans: str, start: float = 5.0) -> Timeline:
+    """Spans written "RANK ACTION FROM TO" in milliseconds, on a clock that starts at 5 s."""
+    parsed = []
+    for text in spans:
+        rank, action, begin, end = text.split()
+        times = (start + float(begin) / 1e3, start + float(end) / 1e3)
+        parsed.append(Span(int(rank), Action.parse(action), *times))
+    return Timeline(ranks, tuple(parsed))
+
+
+FUSED = timeline(
+    2, "0 0F0 0 100", "1 1F0 100 200", "1 1B0 200 400", "0 0SEND_F0 100 101", "0 0B0 400 600"
+)
+SPLIT = timeline(
+    2,
+    "0 0F0 0 100",
+    "1 1F0 100 200",
+    "1 1I0 200 300",
+    "0 0I0 300 400",
+    "1 1W0 300 400",
+    "0 0W0 400 500",
+)
+
+
+def bars(axes: Axes) -> dict[str, Rectangle]:
+    return {str(patch.get_gid()): patch for patch in axes.patches if isinstance(patch, Rectangle)}
+
+
+def texts(axes: Axes) -> list[str]:
+    return [text.get_text() for text in axes.texts]
+
+
+def test_every_compute_action_is_a_bar_at_its_time_and_rank() -> None:
+    axes = timeline_figure([("split", SPLIT)]).axes[0]
+    placed = {
+        name: (round(bar.get_x(), 6), round(bar.get_width(), 6), round(bar.get_y() + 0.41, 6))
+        for name, bar in bars(axes).items()
+    }
+    assert placed == {
+        "0/0/idle": (0, 500, 0),
+        "0/1/idle": (0, 500, 1),
+        "0/0/0F0": (0, 100, 0),
+        "0/1/1F0": (100, 100, 1),
+        "0/1/1I0": (200, 100, 1),
+        "0/0/0I0": (300, 100, 0),
+        "0/1/1W0": (300, 100, 1),
+        "0/0/0W0": (400, 100, 0),
+    }
+
+
+def test_kinds_have_their_colours_in_bars_and_legend() -> None:
+    figure = timeline_figure([("fused", FUSED), ("split", SPLIT)])
+    colours = {
+        gid[-2]: to_hex(bar.get_facecolor()).upper()
+        for axes in figure.axes
+        for gid, bar in bars(axes).items()
+        if not gid.endswith("idle")
+    }
+    assert colours == {"F": "#0072B2", "I": "#E69F00", "W": "#009E73", "B": "#CC79A7"}
+    (legend,) = figure.legends
+    entries = {
+        text.get_text()[0]: to_hex(patch.get_facecolor()).upper()
+        for text, patch in zip(legend.get_texts(), legend.get_patches(), strict=True)
+    }
+    assert entries.pop("i") == "#F4F4F4"
+    assert entries == colours
+
+
+def test_the_legend_names_only_what_is_drawn() -> None:
+    (legend,) = timeline_figure([("fused", FUSED)]).legends
+    assert [text.get_text() for text in legend.get_texts()] == [
+        "F  forward",
+        "B  full backward",
+        "idle",
+    ]
+
+
+def test_panels_share_the_time_axis_and_say_makespan_and_bubble() -> None:
+    fused, split = timeline_figure([("fused", FUSED), ("split", SPLIT)]).axes
+    assert fused.get_xlim() == split.get_xlim()
+    assert split.get_xlim()[1] == pytest.approx(600.0)
+    assert texts(fused)[:2] == ["fused", "makespan 600 ms    bubble 50.0%"]
+    assert texts(split)[:2] == ["split", "makespan 500 ms    bubble 40.0%"]
+    assert (fused.get_xlabel(), split.get_xlabel()) == ("", "milliseconds")
+    assert fused.bbox.width == split.bbox.width
+    assert fused.bbox.y0 > split.bbox.y1
+
+
+def test_idle_stands_at_the_end_of_each_row() -> None:
+    uneven = timeline(2, "0 0F0 0 40", "1 1F0 0 100")
+    axes = timeline_figure([("uneven", uneven)]).axes[0]
+    notes = [
+        text
+        for text in axes.texts
+        if isinstance(text, Annotation) and text.get_text().endswith("idle")
+    ]
+    assert [text.get_text() for text in notes] == ["60.0% idle", "0.0% idle"]
+    assert [text.xy[0] for text in notes] == pytest.approx([100.0, 100.0])
+
+
+def test_a_rank_that_never_waits_is_not_below_zero() -> None:
+    full = timeline(1, *(f"0 0F{i} {i * 0.1} {(i + 1) * 0.1}" for i in range(7)), start=0.0)
+    assert "0.0% idle" in texts(timeline_figure([("full", full)]).axes[0])
+
+
+def test_rows_have_one_height_in_every_panel() -> None:
+    tall = timeline(4, *(f"{rank} {rank}F0 0 10" for rank in range(4)))
+    one, four = timeline_figure([("one", timeline(1, "0 0F0 0 10")), ("four", tall)]).axes
+    assert four.bbox.height == pytest.approx(4 * one.bbox.height)
+    assert [label.get_text() for label in four.get_yticklabels()] == [
+        "rank 0",
+        "rank 1",
+        "rank 2",
+        "rank 3",
+    ]
+
+
+def test_no_row_lies_outside_the_figure_for_many_ranks() -> None:
+    ranks = 96
+    wide = timeline(ranks, *(f"{rank} {rank}F0 0 10" for rank in range(ranks)))
+    figure = timeline_figure([("wide", wide)], title="many")
+    assert figure.axes[0].bbox.y0 > 0
+    assert figure.axes[0].bbox.y1 < figure.bbox.y1
+    assert figure.get_figheight() < 25
+
+
+@pytest.mark.parametrize(
+    ("points", "labels"),
+    [
+        (60.0, {"F0", "F12", "W0"}),
+        (26.0, {"F0", "F12", "W0"}),
+        (13.0, {"0", "12"}),
+        (9.0, {"0", "12"}),
+    ],
+)
+def test_bars_say_as_much_as_has_room(points: float, labels: set[str]) -> None:
+    even = timeline(1, "0 0F0 0 100", "0 0F12 100 200", "0 0W0 200 300")
+    lettering = choose_lettering(even, points / 0.1)
+    assert {lettering.form(span.action) for span in even.spans} == labels
+    assert lettering.least <= points
+    assert lettering.size >= 5.5
+
+
+def test_bars_that_are_too_narrow_for_any_text_stay_empty() -> None:
+    even = timeline(1, "0 0F0 0 100", "0 0W0 100 200")
+    assert choose_lettering(even, 4.0 / 0.1).least > 4.0
+    slow = timeline(1, "0 0F0 0 100000")
+    labels = texts(timeline_figure([("slow", slow), ("fast", even)]).axes[1])
+    assert labels == ["fast", "makespan 200 ms    bubble 0.0%", "0.0% idle"]
+
+
+def test_a_first_stage_without_input_gradient_does_not_silence_the_others() -> None:
+    labels = texts(
+        timeline_figure(
+            [("split", timeline(2, "0 0F0 0 100", "1 1I0 100 200", "0 0I0 200 200.01"))]
+        ).axes[0]
+    )
+    assert "F0" in labels
+    assert labels.count("I0") == 1
+
+
+def test_bars_name_the_stage_where_a_rank_holds_several() -> None:
+    assert "F0" in texts(timeline_figure([("", SPLIT)]).axes[0])
+    both = timeline(1, "0 0F0 0 100", "0 1F0 100 200")
+    labels = texts(timeline_figure([("", both)]).axes[0])
+    assert {"0F0", "1F0"} <= set(labels)
+
+
+def test_names_are_shown_as_they_are() -> None:
+    figure = timeline_figure([("cost $5 and $6", SPLIT)], title="a_$1$_b")
+    figure.canvas.draw()
+    assert not figure.axes[0].texts[0].get_parse_math()
+    assert [text.get_text() for text in figure.texts] == ["a_$1$_b"]
+    assert not figure.texts[0].get_parse_math()
+
+
+@pytest.mark.parametrize(
+    ("suffix", "start"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".PDF", b"%PDF")]
+)
+def test_the_suffix_names_the_format(tmp_path: Path, suffix: str, start: bytes) -> None:
+    path = tmp_path / f"both{suffix}"
+    draw_timelines([("fused", FUSED), ("split", SPLIT)], path, title="two stages")
+    assert path.read_bytes().startswith(start)
+
+
+def test_an_unknown_suffix_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(AutosplitError) as error:
+        draw_timelines([("split", SPLIT)], "timeline.jpg")
+    assert str(error.value) == (
+        "cannot draw timelines into 'timeline.jpg': expected a name that ends in .pdf, .png, .svg"
+    )
+
+
+def test_nothing_to_draw_is_refused() -> None:
+    with pytest.raises(AutosplitError, match=r"^nothing to draw: expected at least one timeline$"):
+        timeline_figure([])
+    only_sends = timeline(1, "0 0SEND_F0 0 10")
+    for empty in (Timeline(2, ()), only_sends):
+        with pytest.raises(AutosplitError) as error:
+            timeline_figure([("split", SPLIT), ("bare", empty)])
+        assert str(error.value) == "nothing to draw: no rank computes in the timeline 'bare'"
+
+
+def test_without_matplotlib_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(AutosplitError, match=r"run: pip install autosplit\[plot\]$"):
+        timeline_figure([("split", SPLIT)])
+
+
+def test_drawing_uses_no_pyplot_and_importing_no_matplotlib(tmp_path: Path) -> None:
+    script = f"""
+import sys
+from autosplit.pipeline.action import Action
+from autosplit.pipeline.timeline import Span, Timeline
+from autosplit.report.timeline import draw_timelines
+assert "matplotlib" not in sys.modules, "imported too early"
+timeline = Timeline(1, (Span(0, Action.parse("0F0"), 0.0, 1.0),))
+draw_timelines([("a", timeline)], {str(tmp_path / "a.png")!r})
+assert "matplotlib.pyplot" not in sys.modules, "global state"
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
