@@ -14,7 +14,11 @@ import tempfile
 import zipfile
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-WANTED = ("autosplit/passes/manager.py", "autosplit/pipeline/schedules/gpipe.py", "autosplit/py.typed")
+WANTED = (
+    "autosplit/passes/manager.py",
+    "autosplit/pipeline/schedules/gpipe.py",
+    "autosplit/py.typed",
+)
 PROBE = """
 import pathlib, sys
 import autosplit, autosplit.passes, autosplit.cli

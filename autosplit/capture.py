@@ -8,6 +8,7 @@ This file translates descriptors into roles and keeps torch's private API in one
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import inspect
 import re
@@ -18,12 +19,13 @@ from typing import Any
 import torch
 import torch._dynamo
 from torch import fx, nn
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._functorch._aot_autograd import descriptors as d
 from torch._functorch._aot_autograd.schemas import OutputType
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .compat import TreeSpec, flatten_named, tree_flatten, tree_unflatten
 from .errors import CaptureError
@@ -36,7 +38,7 @@ _DYNAMO = {
     "allow_rnn": True,
 }
 _OWN_STORAGE = {OutputType.non_alias, OutputType.unsafe_view_alias}
-_USER_CODE = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+)', re.MULTILINE)
+_SIDE_EFFECT = re.compile(r"\"(L\['[^\"]*)\"")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,13 +99,45 @@ def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             warnings.warn_explicit(
                 warning.message, warning.category, warning.filename, warning.lineno
             )
-        elif re.findall(r"L\['[^]]*'\](?!\S*\._buffers)[^\"]*\"", text):
+            continue
+        sources = _SIDE_EFFECT.findall(text)
+        if any("._buffers" in source for source in sources):
+            _refuse_replaced_buffers(module, args, kwargs)
+        others = [source for source in sources if "._buffers" not in source]
+        if others:
             warnings.warn(
-                f"{type(module).__name__}.forward changes Python state; a captured graph "
-                f"does not repeat that on later calls ({text.rsplit(': ', 1)[-1]})",
+                f"{type(module).__name__}.forward changes Python state ({', '.join(others)}); "
+                "a captured graph does not repeat that when it runs",
                 stacklevel=2,
             )
     return exported
+
+
+def _refuse_replaced_buffers(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Refuse ``self.buffer = self.buffer + 1``: the new tensor would be lost after each call.
+
+    Dynamo reports in-place updates, which the graph does carry, in the same words; so the
+    forward runs once on a copy without data, and the tensors that are there before and after
+    are compared.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+        state = [*module.parameters(), *module.buffers()]
+        memo: dict[int, Any] = {id(tensor): mode.from_tensor(tensor) for tensor in state}
+        twin = copy.deepcopy(module, memo)
+        before = dict(twin.named_buffers())
+        leaves, spec = tree_flatten((args, kwargs))
+        fakes = [mode.from_tensor(leaf) if torch.is_tensor(leaf) else leaf for leaf in leaves]
+        fake_args, fake_kwargs = tree_unflatten(fakes, spec)
+        twin(*fake_args, **fake_kwargs)
+    replaced = [name for name, tensor in twin.named_buffers() if before.get(name) is not tensor]
+    if replaced:
+        raise CaptureError(
+            f"{type(module).__name__}.forward replaces buffer {replaced[0]!r} by a new tensor "
+            f"(at {_definition(module)}); write into it instead, as in "
+            "self.buffer.copy_(new) or self.buffer += 1"
+        )
 
 
 def _joint(exported: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -208,9 +242,17 @@ def _with_roles(module: fx.GraphModule, names: _Names) -> fx.GraphModule:
             continue
         seen[role] = node
         node.meta["role"] = role
+        _rename(node, role)
     _label_outputs(graph, names)
     module.recompile()
     return module
+
+
+def _rename(node: fx.Node, role: Role) -> None:
+    """Call the placeholder what the user calls it: ``primals_3`` says nothing in a dump."""
+    name = re.sub(r"\W+", "_", role.name).strip("_")
+    prefix = "grad_" if role.kind is Kind.TANGENT else ""
+    node.name = node.target = node.graph._graph_namespace.create_name(prefix + name, None)
 
 
 def _label_outputs(graph: fx.Graph, names: _Names) -> None:
@@ -242,19 +284,23 @@ def _user_errors(module: nn.Module) -> Iterator[None]:
         reason = _reason(error)
         raise CaptureError(
             f"{type(module).__name__} cannot be captured in one graph.\n"
-            f"  at {where}\n  because {reason}\n"
-            "  Change that line so that it does not depend on tensor values at trace time, or "
-            "split the parts of the model around it separately."
+            f"  at {where}\n  because {reason}\n  {_advice(error)}"
         ) from error
 
 
 def _user_line(error: Exception) -> str:
-    """``file:line`` of the innermost frame of the user's code, where torch recorded it."""
-    _, marker, frames = str(error).partition("from user code:")
-    if not marker:
-        return ""
-    found = list(_USER_CODE.finditer(frames))
-    return f"{found[-1]['file']}:{found[-1]['line']}" if found else ""
+    """``file:line`` of the innermost frame of the user's code, where Dynamo recorded it."""
+    stack = getattr(error, "real_stack", None)
+    return f"{stack[-1].filename}:{stack[-1].lineno}" if stack else ""
+
+
+def _advice(error: Exception) -> str:
+    if isinstance(error, TorchRuntimeError):
+        return "Run the model on these inputs without autosplit: the same operator should fail."
+    return (
+        "Write that line so that a graph can hold it (without Python that depends on tensor "
+        "values), or split the parts of the model around it separately."
+    )
 
 
 def _definition(module: nn.Module) -> str:

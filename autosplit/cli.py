@@ -144,9 +144,9 @@ def compare(
 def _check_before_launch(settings: Any) -> None:
     """Fail here, in one process, on what every rank would fail on."""
     from .pipeline.schedules import build
-    from .workload import load_factory
+    from .workload import load_workload
 
-    load_factory(settings.factory)
+    load_workload(settings.factory, settings.overrides)
     for name in settings.schedules:
         for count in settings.microbatches:
             build(name, settings.stages, count, weights=settings.weights, ranks=settings.ranks)

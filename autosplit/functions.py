@@ -9,17 +9,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, fx
 
-from .capture import Capture
 from .compile import CompiledGraph, compile_graph
 from .errors import SplitError
 from .handover import Handover, State, TensorSpec
 from .passes import Kind, SplitGraphs
 from .passes.aliasing import storage_root
 from .passes.graph import GRADIENT, STATE, descendants, inputs, outputs
+
+if TYPE_CHECKING:
+    from .capture import Capture
 
 
 class ForwardResult(NamedTuple):

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
 
 from .compat import StateReader, share_state, tree_flatten, tree_unflatten
 from .compile import check_backend
@@ -204,7 +203,7 @@ class _Split(torch.autograd.Function):
     """F as autograd's forward, I as its backward."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, owner: SplitModule, functions: SplitFunctions, anchor: Tensor, *leaves: Any
     ) -> tuple[Any, ...]:
         result = owner._run(functions, list(leaves))
@@ -249,12 +248,12 @@ class _Deliver(torch.autograd.Function):
     """A root whose backward is W: the engine hands the gradients straight to the parameters."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, pending: _Pending, state: Any, *parameters: Tensor) -> Tensor:  # type: ignore[override]
-        ctx.pending, ctx.state = pending, state  # type: ignore[attr-defined]
+    def forward(ctx: Any, pending: _Pending, state: Any, *parameters: Tensor) -> Tensor:
+        ctx.pending, ctx.state = pending, state
         return torch.zeros(())
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
         functions, deferred, skipped = ctx.pending
         grads = functions.backward_weight(deferred, ctx.state)
         pairs = zip(functions.parameter_names, grads, strict=True)

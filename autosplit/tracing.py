@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .capture import capture
 from .compile import check_backend
 from .errors import CaptureError, SplitError
 from .functions import SplitFunctions
@@ -30,6 +29,9 @@ def trace(
         CaptureError: the module cannot be traced.
         SplitError: the graph cannot be split, or the backend is unknown.
     """
+    # Dynamo takes over a second to import; a program that never traces should not pay for it.
+    from .capture import capture
+
     check_backend(backend)
     traced = capture(module, args, kwargs)
     try:

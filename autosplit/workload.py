@@ -96,6 +96,21 @@ def load_factory(spec: str) -> Callable[..., Any]:
     return typing.cast(Callable[..., Any], factory)
 
 
+def load_workload(spec: str, overrides: Mapping[str, object]) -> Workload:
+    """What the factory `spec` returns for these settings.
+
+    Raises:
+        PipelineError: as `load_factory`, or the factory does not return a Workload.
+    """
+    made = load_factory(spec)(**overrides)
+    if not isinstance(made, Workload):
+        raise PipelineError(
+            f"{spec} returned a {type(made).__name__}; expected a factory that returns an "
+            "autosplit.workload.Workload"
+        )
+    return made
+
+
 def configure(kind: type[Settings], overrides: Mapping[str, object]) -> Settings:
     """A dataclass `kind` of settings with some of its fields overridden.
 

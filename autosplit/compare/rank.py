@@ -14,14 +14,13 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from ..errors import PipelineError
 from ..pipeline.action import ActionKind
 from ..pipeline.simulate import simulate
 from ..pipeline.timeline import Timeline
 from ..pipeline.trainer import PipelineTrainer
 from ..report.dump import dump
 from ..stage import Stage
-from ..workload import Workload, load_factory
+from ..workload import Workload, load_workload
 from .memory import peak_bytes
 from .reference import Gradients, largest_difference, single_process_gradients
 from .settings import Comparison, Row, Settings
@@ -42,12 +41,7 @@ class _Run:
 
 def compare_on_rank(settings: Settings) -> Comparison:
     """Run the whole comparison; the result is the same on every rank."""
-    workload = load_factory(settings.factory)(**settings.overrides)
-    if not isinstance(workload, Workload):
-        raise PipelineError(
-            f"{settings.factory} returned a {type(workload).__name__}; compare needs a factory "
-            "that returns an autosplit.workload.Workload"
-        )
+    workload = load_workload(settings.factory, settings.overrides)
     cases = [(name, count) for name in settings.schedules for count in settings.microbatches]
     rows: list[Row] = []
     timelines: list[Timeline] = []

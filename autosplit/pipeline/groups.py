@@ -110,7 +110,7 @@ class Groups:
                 continue
             for peer in dist.get_process_group_ranks(group):
                 if peer != self.rank:
-                    pass
+                    _disconnect(group, peer)
             dist.destroy_process_group(group)
 
     def destroy(self) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -50,9 +52,8 @@ class SharedParameters:
             ranks = tuple(sorted({placement[stage] for stage, _ in holders}))
             if len(ranks) > 1 and ranks not in links:
                 links[ranks] = groups.among(ranks)
-            copies = list(
-                {id(found[h]): found[h] for h in map(tuple, holders) if h in found}.values()
-            )
+            own = [found[stage, name] for stage, name in holders if (stage, name) in found]
+            copies = list({id(copy): copy for copy in own}.values())
             if not copies:
                 continue
             owner = placement[holders[0][0]]
@@ -65,49 +66,54 @@ class SharedParameters:
         """Whether another copy of ``parameter`` stands for it where the model is counted."""
         return id(parameter) in self._duplicates
 
-    def sum_gradients(self) -> None:
-        """Give every copy the sum of all copies' gradients.
+    @contextlib.contextmanager
+    def summing(self) -> Iterator[None]:
+        """Give every copy the sum of what is added to the copies' gradients inside.
+
+        What was there before stays, once, so that steps can accumulate.
 
         Raises:
             LostPeerError: a rank that holds a copy did not take part.
         """
+        before = [[copy.grad for copy in member.copies] for member in self._members]
         for member in self._members:
+            for copy in member.copies:
+                copy.grad = None
+        yield
+        for member, earlier in zip(self._members, before, strict=True):
             total = _total([copy.grad for copy in member.copies], member.copies[0])
             if member.link is not None:
                 with losing("a rank that shares a parameter", self._timeout):
                     dist.all_reduce(total, group=member.link)
-            for copy in member.copies:
-                copy.grad = total if copy is member.copies[0] else total.clone()
+            for copy, grad in zip(member.copies, earlier, strict=True):
+                copy.grad = total.clone() if grad is None else grad + total
 
     @torch.no_grad()
     def _equalise(self) -> None:
         for member in self._members:
-            first = member.copies[0].detach()
+            values = member.copies[0].detach().clone(memory_format=torch.contiguous_format)
             if member.link is not None:
                 with losing("a rank that shares a parameter", self._timeout):
-                    dist.broadcast(first, src=member.owner, group=member.link)
-            for copy in member.copies[1:]:
-                copy.copy_(first)
+                    dist.broadcast(values, src=member.owner, group=member.link)
+            for copy in member.copies:
+                copy.copy_(values)
 
 
+@dataclass(frozen=True)
 class _Member:
-    """This rank's part in one shared parameter."""
+    """This rank's part in one shared parameter; ``link`` is None if no other rank has a copy."""
 
-    def __init__(
-        self, copies: list[nn.Parameter], owner: int, link: dist.ProcessGroup | None
-    ) -> None:
-        self.copies = copies
-        self.owner = owner
-        self.link = link
+    copies: list[nn.Parameter]
+    owner: int
+    link: dist.ProcessGroup | None
 
 
 def _total(gradients: Sequence[Tensor | None], like: Tensor) -> Tensor:
-    present = [gradient for gradient in gradients if gradient is not None]
-    if not present:
-        return torch.zeros_like(like)
-    total = present[0]
-    for gradient in present[1:]:
-        total += gradient
+    """The sum of gradients, contiguous, zeros without any."""
+    total = torch.zeros_like(like, memory_format=torch.contiguous_format)
+    for gradient in gradients:
+        if gradient is not None:
+            total += gradient
     return total
 
 

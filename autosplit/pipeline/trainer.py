@@ -172,9 +172,9 @@ class PipelineTrainer:
             executor = self._train.executor or self._build(batch, inputs, targets)
             self._spans = []
             losses = executor.run(inputs, targets, self._spans if self.record else None)
-            for stage in self._stages.values():
-                stage.publish()
-            self._shared.sum_gradients()
+            with self._shared.summing():
+                for stage in self._stages.values():
+                    stage.publish()
             return self._agree(self._train, losses, clipping=self._max_grad_norm is not None)
 
     def evaluate(self, batch: Batch | None) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -65,7 +66,7 @@ def measure(name: str, module: nn.Module, x: Tensor, rounds: int) -> Overhead:
         marks.append(time.perf_counter())
         stage.backward_weight(0)
         marks.append(time.perf_counter())
-        parts.append(tuple(b - a for a, b in zip(marks, marks[1:], strict=False)))
+        parts.append(tuple(b - a for a, b in itertools.pairwise(marks)))
 
     def fused_stage() -> None:
         stage.forward(0, [x.detach()]).clear()

@@ -125,7 +125,7 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "slow": functools.partial(
         _step,
         stages=lambda index: Trip(1, ENDS["nap"]) if index == 1 else block(index),
-        timeout=1.0,
+        timeout=2.0,
     ),
     "another shape": lambda: _two_steps(8, 12),
     "loss": functools.partial(_step, loss_fn=lambda output, target: output - target),
@@ -190,7 +190,7 @@ def stuck(folder: Path, how: str) -> None:
     engine = trainer(
         lambda index: Trip(1, ENDS[how]) if index == 1 else block(index),
         num_stages=stages,
-        timeout=60.0 if how == "kill" else 1.0,
+        timeout=60.0 if how == "kill" else 3.0,
     )
     try:
         engine.step(data(8))

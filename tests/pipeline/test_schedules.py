@@ -304,7 +304,7 @@ def test_options_without_an_effect_are_refused() -> None:
 
 @pytest.mark.parametrize(
     "times",
-    [(), (1, 1), (1, 1, -1), (1, 1, float("nan")), (1, 1, "2"), [(1, 1, 1)], [(1, 1), (1, 1)]],
+    [(), (1, 1), (1, 1, -1), (1, 1, float("nan")), (1, 1, "2"), [(1, 1, 1)], [(1, 1), (1, 1)], 5],
 )
 def test_bad_times_are_refused(times: Any) -> None:
     assert refusal(times=times) == (

@@ -126,7 +126,6 @@ def test_one_process_without_a_process_group() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_stages_on_a_gpu() -> None:
     inputs, targets = workers.data(8)
     model = workers.whole(3).to("cuda")

@@ -123,7 +123,8 @@ def _negotiated() -> tuple[TensorMeta, ...]:
 
 
 def _never() -> str:
-    groups = Groups(2, CPU, 0.2)
+    groups = Groups(2, CPU, 30.0)
+    groups.timeout = 0.2
     text = ""
     if dist.get_rank() == 1:
         try:

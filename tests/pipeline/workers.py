@@ -115,7 +115,7 @@ def _sleep() -> None:
 
 
 def _nap() -> None:
-    time.sleep(2.5)
+    time.sleep(4)
 
 
 ENDS: dict[str, Callable[[], None]] = {

@@ -156,7 +156,7 @@ def per_stage(times: Times, stages: int) -> list[StageTimes]:
     Raises:
         ScheduleError: not triples of finite numbers >= 0, or not one for each stage.
     """
-    rows: list[object] = list(times)
+    rows: list[object] = list(times) if isinstance(times, Sequence) else []
     triples = rows if all(isinstance(row, Sequence) for row in rows) else [times] * stages
     if len(triples) != stages or not all(_is_triple(row) for row in triples):
         raise ScheduleError(

@@ -1,0 +1,94 @@
+"""Dependencies point one way, and ``import autosplit`` stays light. Each in a fresh process."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+SOURCES = sorted([*ROOT.glob("passes/**/*.py"), *ROOT.glob("autosplit/*.py")]) + sorted(
+    path
+    for folder in ("pipeline", "report", "compare")
+    for path in (ROOT / "autosplit" / folder).rglob("*.py")
+)
+
+
+def modules_after(statement: str) -> set[str]:
+    code = f"import sys; {statement}; print(*sys.modules)"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    return set(result.stdout.split())
+
+
+def test_importing_autosplit_is_light() -> None:
+    before = modules_after("import torch")
+    loaded = modules_after("import autosplit") - before
+    heavy = {"matplotlib", "transformers", "click", "tqdm", "torch.distributed.pipelining"}
+    assert not loaded & heavy
+    assert not [name for name in loaded if name.startswith("autosplit.pipeline")]
+    assert "torch.distributed.distributed_c10d" not in loaded
+    assert "torch._dynamo.eval_frame" not in loaded
+
+
+def test_passes_know_nothing_of_autosplit() -> None:
+    for path in ROOT.glob("passes/*.py"):
+        imports = re.findall(r"^\s*(?:from|import) (\S+)", path.read_text(), re.MULTILINE)
+        outside = [name for name in imports if name.startswith(("autosplit", ".."))]
+        assert not outside, f"{path.name} imports {outside}"
+
+
+ORDER = [
+    ["errors", "passes", "compat"],
+    ["capture"],
+    ["compile", "handover"],
+    ["functions"],
+    ["tracing", "signature"],
+    ["report", "guard"],
+    ["stage", "module"],
+    ["workload", "pipeline"],
+    ["inspection", "compare"],
+    ["cli"],
+    ["__main__"],
+]
+
+
+def test_no_module_reaches_back() -> None:
+    """Every package imports only from earlier rows (or its own). ``report`` also draws what
+    ``pipeline`` and ``compare`` found, so those drawings are looked at separately.
+    """
+    level = {name: row for row, names in enumerate(ORDER) for name in names}
+    drawings = {"timeline.py", "trace.py", "lettering.py", "comparison.py"}
+    wrong = []
+    for path in SOURCES:
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        if parts[0] == "passes" or path.name == "__init__.py" or path.name in drawings:
+            continue
+        own = parts[1]
+        for target in _imported(path, depth=len(parts) - 1):
+            if target != own and level[target] >= level[own]:
+                wrong.append(f"{'/'.join(parts)} imports {target}")
+    assert wrong == []
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_private_torch_only_where_allowed(path: pathlib.Path) -> None:
+    if path.name in {"capture.py", "compat.py"} and path.parent.name == "autosplit":
+        return
+    text = re.sub(r"torch\.ops\.aten\._\w+|aten\._\w+", "", path.read_text())
+    private = re.findall(r"(?:from|import) torch[\w.]*\._\w+|\btorch(?:\.\w+)*\._[a-z]\w*", text)
+    assert private == []
+
+
+def _imported(path: pathlib.Path, depth: int) -> set[str]:
+    """First names below ``autosplit`` that a file imports, outside ``TYPE_CHECKING`` blocks."""
+    text = re.sub(r"if TYPE_CHECKING:\n(?:    .*\n|\n)+", "", path.read_text())
+    found = set(re.findall(r"^(?:from|import) autosplit\.(\w+)", text, re.MULTILINE))
+    for dots, name in re.findall(r"^from (\.+)(\w*)", text, re.MULTILINE):
+        if len(dots) == depth:
+            found.add(name)
+    return found - {""}

@@ -1,0 +1,163 @@
+"""capture: roles for everything, and errors that name the user's line."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from zoo import Counter, Several, TiedEmbedding
+
+from autosplit import CaptureError
+from autosplit.capture import capture
+from autosplit.passes.graph import Kind, inputs, outputs
+
+
+class Nested(nn.Module):
+    def forward(self, a: Tensor, pair: tuple[Tensor, int], *, extra: dict[str, Tensor]) -> Tensor:
+        return a * pair[0] * pair[1] + extra["b"]
+
+
+def test_input_names_are_the_users_paths() -> None:
+    x = torch.randn(2, requires_grad=True)
+    traced = capture(Nested(), (x, (x.detach(), 3)), {"extra": {"b": torch.ones(2)}})
+    assert traced.inputs == ("args[0]", "args[1][0]", "args[1][1]", "extra['b']")
+    found = [role.name for role in inputs(traced.joint.graph, Kind.INPUT)]
+    assert found == ["args[0]", "args[1][0]", "extra['b']"]
+    gradients = [role.name for role, _ in outputs(traced.joint.graph, Kind.INPUT_GRAD)]
+    assert gradients == ["args[0]"]
+
+
+def test_output_names_are_the_users_paths() -> None:
+    traced = capture(Several(), (torch.randn(3, 4, requires_grad=True),), {})
+    assert traced.outputs == tuple(
+        f"output[{key!r}]" for key in ("y", "b", "top", "x", "best", "none")
+    )
+    tangents = {role.name for role in inputs(traced.joint.graph, Kind.TANGENT)}
+    assert tangents == {f"output[{key!r}]" for key in ("y", "b", "top", "x")}
+
+
+def test_tied_parameter_has_one_name_and_one_gradient() -> None:
+    traced = capture(TiedEmbedding(), (torch.randint(0, 11, (3, 5)),), {})
+    names = [role.name for role in inputs(traced.joint.graph, Kind.PARAMETER)]
+    assert names == ["embed.weight", "body.weight", "body.bias"]
+    gradients = [role.name for role, _ in outputs(traced.joint.graph, Kind.PARAMETER_GRAD)]
+    assert sorted(gradients) == ["body.bias", "body.weight", "embed.weight"]
+
+
+def test_mutated_buffer() -> None:
+    traced = capture(Counter(), (torch.randn(5, 4),), {})
+    assert [role.name for role, _ in outputs(traced.joint.graph, Kind.UPDATE)] == ["scale"]
+
+
+def test_capture_does_not_touch_the_model() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    capture(model, (torch.full((2, 4), float("nan")),), {})
+    assert torch.equal(torch.get_rng_state(), state)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+def test_same_code_at_another_shape_stays_static() -> None:
+    """Dynamo turns a size that changed between captures of one code object symbolic."""
+    for size in (3, 4, 5):
+        traced = capture(nn.Sequential(nn.Linear(size, 2)), (torch.randn(size, size),), {})
+        shapes = [node.meta["val"].shape for node in inputs(traced.joint.graph).values()]
+        assert all(isinstance(extent, int) for shape in shapes for extent in shape)
+
+
+class Branches(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            return x * 2
+        return x
+
+
+class Broken(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ torch.zeros(7, 7)
+
+
+class Breaks(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return x * 2
+
+
+def line_of(function: Callable[..., object], text: str) -> int:
+    lines, start = inspect.getsourcelines(function)
+    return start + next(index for index, line in enumerate(lines) if text in line)
+
+
+@pytest.mark.parametrize(
+    ("model", "text", "because"),
+    [
+        (Branches(), "if x.sum() > 0", "Data-dependent branching"),
+        (Broken(), "torch.zeros(7, 7)", "mat"),
+        (Breaks(), "graph_break", "graph_break"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_error_names_the_users_line(model: nn.Module, text: str, because: str) -> None:
+    with pytest.raises(CaptureError) as caught:
+        capture(model, (torch.randn(2, 3, requires_grad=True),), {})
+    message = str(caught.value)
+    assert message.startswith(f"{type(model).__name__} cannot be captured in one graph.")
+    assert f"test_capture.py:{line_of(type(model).forward, text)}\n" in message
+    assert because in message
+
+
+class Replaces(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count = self.count + 1
+        return self.linear(x)
+
+
+def test_replaced_buffer_is_refused() -> None:
+    line = inspect.getsourcelines(Replaces.forward)[1]
+    expected = rf"replaces buffer 'count' by a new tensor \(at .*test_capture.py:{line}\); write"
+    with pytest.raises(CaptureError, match=expected):
+        capture(Replaces(), (torch.randn(2, 3),), {})
+
+
+class Counts(nn.Module):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * 2
+
+
+def test_python_side_effect_is_announced() -> None:
+    with pytest.warns(UserWarning, match=r"Counts.forward changes Python state \(L\['.*'\]\)"):
+        capture(Counts(), (torch.randn(2, requires_grad=True),), {})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        capture(Counter(), (torch.randn(5, 4),), {})
+
+
+class WritesParameter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.mul_(0.5)
+        return x * self.weight
+
+
+def test_parameter_written_in_forward() -> None:
+    with pytest.raises(CaptureError, match=re.escape("writes into parameter 'weight' in place")):
+        capture(WritesParameter(), (torch.randn(3),), {})
