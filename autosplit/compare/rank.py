@@ -46,7 +46,8 @@ def compare_on_rank(settings: Settings) -> Comparison:
     rows: list[Row] = []
     timelines: list[Timeline] = []
     total = len(cases) * 2 * (settings.warmup + settings.steps + 2)
-    with tqdm(total=total, unit="step", disable=_rank() > 0) as bar:
+    # None: shown on a terminal, not in a log file.
+    with tqdm(total=total, unit="step", disable=True if _rank() > 0 else None) as bar:
         for schedule, microbatches in cases:
             bar.set_description(f"{schedule} M={microbatches}")
             case = _Case(settings, workload, schedule, microbatches, bar.update)

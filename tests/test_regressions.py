@@ -1,0 +1,90 @@
+"""Bugs that were there once. Each test tells its story."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+import autosplit
+
+
+def backward_twice(model: nn.Module, *shapes: tuple[int, ...]) -> None:
+    """Two pending microbatches of each shape; the gradients must be autograd's."""
+    split = autosplit.split(model)
+    batches = [torch.randn(shape) for shape in shapes for _ in range(2)]
+    for batch in batches:
+        split(batch).square().sum().backward()
+    split.backward_weight()
+    mine = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    for batch in batches:
+        model(batch).square().sum().backward()
+    for grad, parameter in zip(mine, model.parameters(), strict=True):
+        assert torch.equal(grad, parameter.grad)
+
+
+def test_second_capture_of_one_class() -> None:
+    """Dynamo keeps what it learned about shapes with the code object, so the second
+    ``nn.Sequential`` of a process, at another shape, came back with symbolic sizes: the cut
+    then had to carry a number and failed, but only if some other model was captured first.
+    """
+    backward_twice(nn.Sequential(nn.Linear(4, 4)), (2, 4))
+    backward_twice(nn.Sequential(nn.Conv2d(3, 2, 3), nn.AdaptiveAvgPool2d(1)), (2, 3, 8, 8))
+
+
+def test_weight_gradient_of_a_norm_that_starts_in_i() -> None:
+    """``native_layer_norm_backward`` yields a tuple, and the gradients of weight and bias are
+    items of it. They were pinned to W like any operator of unknown cost, which asked the cut
+    to carry the tuple itself.
+    """
+    backward_twice(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), (2, 4))
+
+
+class ReturnsViews(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y = self.linear(x)
+        return y, y[:1], y
+
+
+def test_outputs_that_alias_each_other_have_gradients_of_their_own() -> None:
+    """Outputs that alias are copied while tracing. The copies were made in the exported
+    module's generated ``forward``, but AOTAutograd interprets the graph and asks the graph's
+    code generator for the results: the copies never happened, and the gradient that came in
+    through the view was lost.
+    """
+    model = ReturnsViews()
+    split = autosplit.split(model)
+    x = torch.randn(2, 4)
+    for _ in range(2):
+        split(x)[1].sum().backward()
+    split.backward_weight()
+    mine = model.linear.weight.grad.clone()
+    model.zero_grad()
+    for _ in range(2):
+        model(x)[1].sum().backward()
+    assert torch.equal(mine, model.linear.weight.grad)
+
+
+def test_parameters_whose_gradient_is_one_tensor() -> None:
+    """``x + a + b``: both gradients are the output's own gradient. A stage that adds into the
+    first microbatch's tensor in place would count the second microbatch twice.
+    """
+    stage = autosplit.Stage(AddsTwo(), [torch.zeros(3)])
+    for microbatch in range(2):
+        stage.forward(microbatch, [torch.zeros(3)])
+        stage.backward(microbatch, [torch.ones(3)])
+    assert stage.gradients["a"].tolist() == stage.gradients["b"].tolist() == [2.0] * 3
+
+
+class AddsTwo(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.zeros(3))
+        self.b = nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.a + self.b
