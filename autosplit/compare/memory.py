@@ -35,7 +35,8 @@ def peak_bytes(call: Callable[[], Any], resident: Iterable[Tensor], device: torc
         grown = torch.cuda.max_memory_allocated(device) - before
     else:
         with tempfile.TemporaryDirectory() as folder, _quiet_stderr():
-            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+            kinds = [ProfilerActivity.CPU]
+            with profile(activities=kinds, profile_memory=True, acc_events=True) as recorded:
                 call()
             file = pathlib.Path(folder) / "trace.json"
             recorded.export_chrome_trace(str(file))
