@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from torch import fx
@@ -16,15 +17,18 @@ def extract(
     carried: list[tuple[Role, fx.Node]],
     compute: set[fx.Node],
     returns: list[tuple[Role, Any]],
+    on_demand: Collection[fx.Node] = (),
 ) -> fx.GraphModule:
     """A graph that takes the carried values and the placeholders in ``compute``, runs the
-    other nodes of ``compute`` in their order, and returns ``returns``.
+    other nodes of ``compute``, and returns ``returns``.
 
     Args:
         module: where the nodes come from.
         name: class name of the new module.
         carried: nodes whose values come in from outside, and the roles they come in under.
-        compute: nodes to copy.
+        compute: nodes to copy, in their order.
+        on_demand: nodes of ``compute`` to run just before their first reader instead, so that
+            what is recomputed for the backward does not fill memory before it is needed.
         returns: role and value of everything the new graph returns.
     """
     graph = fx.Graph()
@@ -35,12 +39,29 @@ def extract(
             copies[node] = _placeholder(graph, node, incoming[node])
         elif node.op == "placeholder" and node in compute:
             copies[node] = _placeholder(graph, node, role_of(node))
-        elif node in compute:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
+        elif node in compute and node not in on_demand:
+            _copy(graph, node, copies)
+    for _, value in returns:
+        if isinstance(value, fx.Node):
+            _copy(graph, value, copies)
     values = fx.node.map_arg([value for _, value in returns], copies.__getitem__)
     roles = [role for role, _ in returns]
     set_outputs(graph, list(zip(roles, values, strict=True)))
     return fx.GraphModule(module, _placeholders_first(graph), class_name=name)
+
+
+def _copy(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> None:
+    """Copy a node behind those of its operands that have not been copied yet."""
+    stack = [node]
+    while stack:
+        missing = [each for each in stack[-1].all_input_nodes if each not in copies]
+        if stack[-1] in copies:
+            stack.pop()
+        elif missing:
+            stack.extend(reversed(missing))
+        else:
+            current = stack.pop()
+            copies[current] = graph.node_copy(current, copies.__getitem__)
 
 
 def _placeholder(graph: fx.Graph, node: fx.Node, role: Role) -> fx.Node:

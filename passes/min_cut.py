@@ -11,7 +11,7 @@ with the carrying price as capacity, and using a value is an edge of unlimited c
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import networkx as nx
 from torch import fx
@@ -40,6 +40,7 @@ def min_cut(
     early: set[fx.Node],
     late: set[fx.Node],
     wanted: Iterable[fx.Node],
+    redone: Collection[fx.Node] = (),
 ) -> Boundary:
     """Divide ``graph`` at least cost.
 
@@ -48,15 +49,16 @@ def min_cut(
         early: nodes that the early side computes and the late side must not recompute.
         late: nodes that the late side computes.
         wanted: nodes whose values must be available on the late side.
+        redone: nodes that the late side computes again rather than being handed their value.
 
-    Nodes neither early nor late go wherever fewer bytes cross. Only what costs nothing
-    (views, constants) may end up on both sides.
+    Nodes neither early nor late go wherever fewer bytes cross. Only what is redone and what
+    costs nothing (views, constants) may end up on both sides.
 
     Raises:
         PassError: a late node needs a value that can neither be carried nor recomputed.
     """
     order = {node: index for index, node in enumerate(graph.nodes)}
-    network = _network(order, early, late, wanted)
+    network = _network(order, early, late, wanted, redone)
     network.add_nodes_from((_SOURCE, _SINK))
     try:
         residual = nx.algorithms.flow.preflow_push(network, _SOURCE, _SINK)
@@ -86,6 +88,7 @@ def _network(
     early: set[fx.Node],
     late: set[fx.Node],
     wanted: Iterable[fx.Node],
+    redone: Collection[fx.Node],
 ) -> nx.DiGraph[int]:
     """The flow network over the late side's needs; nodes nobody late needs are left out."""
     network: nx.DiGraph[int] = nx.DiGraph()
@@ -104,14 +107,15 @@ def _network(
             network.add_edge(2 * index, _SINK)
             network.add_edge(2 * index, 2 * index + 1)
         else:
-            network.add_edge(2 * index, 2 * index + 1, **_capacity(node))
+            capacity = {} if node in redone else _capacity(node)
+            network.add_edge(2 * index, 2 * index + 1, **capacity)
         if node in early:
             network.add_edge(_SOURCE, 2 * index)
             continue
         for parent in node.all_input_nodes:
             network.add_edge(2 * order[parent] + 1, 2 * index)
             operand = storage_root(parent)
-            if not is_free(node) and not is_free(operand):
+            if not any(is_free(each) or each in redone for each in (node, operand)):
                 # Computing a node early needs its operands early too. Without this edge an
                 # operand could be put on both sides and run twice.
                 network.add_edge(2 * index, 2 * order[operand])

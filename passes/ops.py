@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.operator_schemas import normalize_function
+from torch.utils.checkpoint import CheckpointPolicy
 
 _OVERLOAD: Any = type(torch.ops.aten.mm.default)
 
@@ -16,9 +19,45 @@ def overload(node: fx.Node) -> Any | None:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether the node draws from a random number generator, or may (attention with dropout)."""
+    """Whether the node draws from a random number generator.
+
+    Attention is tagged as drawing because it may; without dropout it does not.
+    """
     op = overload(node)
-    return op is not None and torch.Tag.nondeterministic_seeded in op.tags
+    if op is None or torch.Tag.nondeterministic_seeded not in op.tags:
+        return False
+    return not is_attention(node) or _argument(node, "dropout_p") != 0.0
+
+
+def is_attention(node: fx.Node) -> bool:
+    """Whether the node is the forward of a fused attention operator."""
+    name = str(overload(node) or "")
+    return "scaled_dot_product" in name and "backward" not in name
+
+
+def is_recomputed(node: fx.Node) -> bool:
+    """Whether the user asked for the node to be recomputed (``torch.utils.checkpoint``).
+
+    Random operators are not: drawn again they would differ and move the generator.
+    """
+    maker = node.args[0] if node.target is operator.getitem else node
+    random = isinstance(maker, fx.Node) and is_random(maker)
+    return node.meta.get("recompute") in _RECOMPUTE and not random
+
+
+def checkpoint_region(node: fx.Node) -> int | None:
+    """Which call of ``checkpoint`` the node belongs to; None outside of all."""
+    region: int | None = node.meta.get("ac_graph_id")
+    return region if is_recomputed(node) else None
+
+
+_RECOMPUTE = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+
+
+def _argument(node: fx.Node, name: str) -> Any:
+    op: Any = node.target
+    given = normalize_function(op, node.args, node.kwargs, normalize_to_only_use_kwargs=True)
+    return None if given is None else given.kwargs.get(name)
 
 
 def is_effect(node: fx.Node) -> bool:

@@ -2,8 +2,9 @@
 
 Forward keeps everything the outputs need, and every random operator: a random number drawn
 in the backward would neither match the forward's nor leave the generator alone. Operators
-run once. Only views are redone in the backward, because they cost nothing, and operators
-that only the backward needs (a cast of a weight, say) move there.
+run once. Only views are redone in the backward, because they cost nothing, and what the user
+put under ``torch.utils.checkpoint``; operators that only the backward needs (a cast of a
+weight, say) move there.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from .graph import (
     role_of,
 )
 from .min_cut import min_cut
-from .ops import is_random
+from .ops import checkpoint_region, is_random
 
 
 def partition(program: Program) -> bool:
@@ -69,11 +70,12 @@ def _fill_backward(
 ) -> list[tuple[Role, fx.Node]]:
     """Fill in ``backward``; returns what forward must save for it."""
     graph = program.joint.graph
-    early = {node for node in before if not is_free(node)}
+    redone = {node for node in before if _is_inside_checkpoint(node, after)}
+    early = {node for node in before - redone if not is_free(node)}
     early |= {node for node in placeholders(graph) if node not in after}
     early |= {node for node in calls(graph) if is_random(node) and node not in after}
     wanted = [value for _, value in gradients if isinstance(value, fx.Node)]
-    boundary = min_cut(graph, early=early, late=after, wanted=wanted)
+    boundary = min_cut(graph, early=early, late=after, wanted=wanted, redone=redone)
     overwritten = _overwritten(graph)
     saved: list[tuple[Role, fx.Node]] = []
     carried: list[tuple[Role, fx.Node]] = []
@@ -86,9 +88,23 @@ def _fill_backward(
         kept = _copy(graph, node) if storage_root(node) in overwritten else node
         saved.append((role, kept))
     program.backward = extract(
-        program.joint, "backward", carried=carried, compute=boundary.late, returns=gradients
+        program.joint,
+        "backward",
+        carried=carried,
+        compute=boundary.late,
+        returns=gradients,
+        on_demand=boundary.late - after,
     )
     return saved
+
+
+def _is_inside_checkpoint(node: fx.Node, after: set[fx.Node]) -> bool:
+    """Whether the user asked for recomputation and only the checkpointed region reads the
+    value. What leaves the region is an ordinary value that may be saved.
+    """
+    region = checkpoint_region(node)
+    readers = [user for user in node.users if user not in after]
+    return region is not None and all(checkpoint_region(user) == region for user in readers)
 
 
 def _overwritten(graph: fx.Graph) -> set[fx.Node]:

@@ -21,7 +21,7 @@ from .graph import (
     outputs,
     source_line,
 )
-from .ops import is_effect, is_random
+from .ops import is_attention, is_effect, is_random, is_recomputed
 
 _BACKWARD = ("backward", "backward_input", "backward_weight")
 
@@ -125,7 +125,7 @@ def _backward_is_pure(program: Program) -> Iterator[str]:
         for node in calls(module.graph):
             if is_random(node):
                 yield _at(name, node, f"{node.target} may draw random numbers in a backward")
-            elif "scaled_dot_product" in str(node.target) and "backward" not in str(node.target):
+            elif is_attention(node) and not is_recomputed(node):
                 yield _at(name, node, f"{node.target} runs attention's forward in a backward")
             elif is_effect(node):
                 yield _at(name, node, f"{node.target} has a side effect in a backward")
