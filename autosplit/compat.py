@@ -6,7 +6,7 @@ torch release means looking here and there, and nowhere else.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.utils._pytree import (
     MappingKey,
     SequenceKey,
     TreeSpec,
+    register_pytree_node,
     tree_flatten,
     tree_flatten_with_path,
     tree_unflatten,
@@ -25,17 +26,44 @@ __all__ = [
     "StateReader",
     "TreeSpec",
     "flatten_named",
+    "register_node",
     "share_state",
     "tree_flatten",
     "tree_unflatten",
     "versions",
+    "without_autocast",
 ]
+
+without_autocast = torch._C._DisableAutocast
+"""Context in which no operator is autocast: for graphs whose casts are operators already."""
 
 
 def flatten_named(root: str, tree: Any) -> list[tuple[str, Any]]:
     """Leaves of a pytree with the Python path that reaches each: ``output['logits'][0]``."""
     leaves, _ = tree_flatten_with_path(tree)
     return [(root + "".join(map(_key, path)), leaf) for path, leaf in leaves]
+
+
+def register_node(
+    kind: type,
+    flatten: Callable[[Any], tuple[list[Any], Any]],
+    unflatten: Callable[[Any, Any], Any],
+    names: Callable[[Any], Iterable[str]],
+) -> None:
+    """Make a class a pytree node; ``names`` gives the attribute behind each child."""
+
+    def with_keys(value: Any) -> tuple[list[tuple[Any, Any]], Any]:
+        children, context = flatten(value)
+        keys = [GetAttrKey(name) for name in names(context)]
+        return list(zip(keys, children, strict=True)), context
+
+    register_pytree_node(
+        kind,
+        flatten,
+        unflatten,
+        serialized_type_name=f"{kind.__module__}.{kind.__qualname__}",
+        flatten_with_keys_fn=with_keys,
+    )
 
 
 def _key(key: Any) -> str:
@@ -61,13 +89,21 @@ class StateReader:
     """
 
     def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._index()
+
+    def _index(self) -> None:
         self._slots: dict[str, tuple[dict[str, Any], str]] = {}
-        for prefix, child in module.named_modules():
+        self._children: list[tuple[dict[str, Any], str, Any]] = []
+        for prefix, child in self._module.named_modules(remove_duplicate=False):
+            self._children += [(child._modules, *item) for item in child._modules.items()]
             for slots in (child._parameters, child._buffers):
                 for name in slots:
                     self._slots[f"{prefix}.{name}" if prefix else name] = (slots, name)
 
     def __call__(self) -> dict[str, torch.Tensor]:
+        if any(modules.get(name) is not child for modules, name, child in self._children):
+            self._index()  # a submodule was replaced
         found = {name: slots[key] for name, (slots, key) in self._slots.items()}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 

@@ -3,26 +3,40 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any, Protocol
 
+from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from .errors import SplitError
 
-if TYPE_CHECKING:
-    from .module import SplitModule
+
+class Waiting(Protocol):
+    """Whoever has weight gradients pending."""
+
+    @property
+    def pending(self) -> int:
+        """How many microbatches."""
+
+    def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
+        """The parameters that they are for."""
 
 
 class StepGuard:
     """Stands before every optimizer's ``step()`` for as long as something is pending.
 
     torch keeps such hooks in one global list; this one is there only between ``raise_for``
-    and ``lower``, and goes when the module is collected.
+    and ``lower``, and goes when its owner is collected.
     """
 
-    def __init__(self, owner: SplitModule) -> None:
+    def __init__(
+        self, owner: Waiting, advice: str = "backward_weight() on the split module"
+    ) -> None:
+        """``advice`` is what to call, for the message."""
         self._owner = weakref.ref(owner)
-        self._removal: weakref.finalize[..., SplitModule] | None = None
+        self._advice = advice
+        self._removal: weakref.finalize[..., Waiting] | None = None
 
     def raise_for(self, names: list[str]) -> None:
         """Put the guard up, where it is not up already."""
@@ -47,5 +61,5 @@ class StepGuard:
             more = f" and {len(waiting) - 1} more" if len(waiting) > 1 else ""
             raise SplitError(
                 f"optimizer.step() while {owner.pending} microbatch(es) of weight gradients are "
-                f"pending for {waiting[0]}{more}; call backward_weight() on the split module first"
+                f"pending for {waiting[0]}{more}; call {self._advice} first"
             )

@@ -47,7 +47,7 @@ class SplitModule(nn.Module):
         share_state(self, model)
         self.__dict__["model"] = model  # not a submodule: names keep no prefix
         self._backend = backend
-        self._graphs: dict[Signature, SplitFunctions] = {}
+        self._graphs: dict[Signature, list[SplitFunctions]] = {}
         self._pending: deque[_Pending] = deque()
         self._state = StateReader(model)
         self._guard = StepGuard(self)
@@ -62,7 +62,7 @@ class SplitModule(nn.Module):
             SplitError: the graph cannot be split.
         """
         leaves, spec = tree_flatten((args, kwargs))
-        functions = self._functions_for(leaves, spec)
+        functions = self._functions_for(args, kwargs, leaves, spec)
         if not functions.has_backward:
             outputs = self._run(functions, list(leaves)).outputs
         elif functions.tangent_specs:
@@ -114,8 +114,8 @@ class SplitModule(nn.Module):
 
     @property
     def functions(self) -> tuple[SplitFunctions, ...]:
-        """F, I, W and B of every graph captured so far, oldest first."""
-        return tuple(self._graphs.values())
+        """F, I, W and B of every graph captured so far."""
+        return tuple(each for known in self._graphs.values() for each in known)
 
     def capture(self, *args: Any, **kwargs: Any) -> SplitFunctions:
         """Capture the graph for inputs like these now, without running anything.
@@ -125,7 +125,7 @@ class SplitModule(nn.Module):
             SplitError: the graph cannot be split.
         """
         leaves, spec = tree_flatten((args, kwargs))
-        return self._functions_for(leaves, spec)
+        return self._functions_for(args, kwargs, leaves, spec)
 
     def report(self) -> str:
         """Tables: per graph ops, FLOPs, bytes; the boundary between I and W, tensor by tensor.
@@ -156,18 +156,21 @@ class SplitModule(nn.Module):
                 raise
             return getattr(self.model, name)
 
-    def _functions_for(self, leaves: list[Any], spec: Any) -> SplitFunctions:
-        signature = Signature.of(self.model, leaves, spec)
-        found = self._graphs.get(signature)
-        if found is None:
-            args, kwargs = tree_unflatten(without_history(leaves), spec)
-            found = trace(self.model, args, kwargs, self._backend)
-            self._graphs[signature] = found
-            self._state = StateReader(self.model)
-        return found
+    def _functions_for(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], spec: Any
+    ) -> SplitFunctions:
+        """The graph that fits the inputs and the model as they are now; captured if need be."""
+        known = self._graphs.setdefault(Signature.of(self.model, leaves, spec), [])
+        for functions in known:
+            if functions.capture.guards.hold(args, kwargs):
+                return functions
+        examples, more = tree_unflatten(without_history(leaves), spec)
+        known.append(trace(self.model, examples, more, self._backend))
+        self._state = StateReader(self.model)
+        return known[-1]
 
     def _latest(self) -> SplitFunctions:
-        if not self._graphs:
+        if not self.functions:
             raise SplitError(
                 "nothing captured yet: call the module, capture(*inputs), or pass example "
                 "inputs to autosplit.split(model, args)"

@@ -53,7 +53,10 @@ def without_history(leaves: list[Any]) -> list[Any]:
 def _detached(tensor: Tensor) -> Tensor:
     if tensor.layout is not torch.strided:
         raise CaptureError(f"an input has layout {tensor.layout}; only strided inputs are split")
-    return tensor.detach().requires_grad_(tensor.requires_grad)
+    leaf = tensor.detach().requires_grad_(tensor.requires_grad)
+    # Autograd lets a module write into an input that an earlier module computed, never into a
+    # leaf: tracing must see the one or the other.
+    return leaf if tensor.is_leaf else leaf.view_as(leaf)
 
 
 def _dump_folder(module: nn.Module) -> pathlib.Path | None:

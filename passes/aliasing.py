@@ -13,6 +13,7 @@ from torch import fx
 
 from .graph import tensor_of
 from .ops import overload
+from .sizes import concrete
 
 aten = torch.ops.aten
 
@@ -54,7 +55,7 @@ def storage_bytes(node: fx.Node) -> int:
         value = tensor_of(node)
     if value is None:
         return 0
-    return int(value.untyped_storage().nbytes())
+    return concrete(value.untyped_storage().nbytes())
 
 
 def distinct_bytes(nodes: list[fx.Node]) -> int:

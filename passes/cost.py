@@ -11,6 +11,7 @@ from torch.utils.flop_counter import flop_registry
 from .aliasing import is_view
 from .graph import calls, tensor_of
 from .ops import is_effect, is_random, overload
+from .sizes import concrete, example, is_size
 
 aten = torch.ops.aten
 
@@ -45,7 +46,7 @@ def is_cheap(node: fx.Node) -> bool:
     if node.target is operator.getitem or is_view(node):
         return True
     op = overload(node)
-    if op is None:
+    if op is None or is_size(node):
         return node.op == "call_function" and tensor_of(node) is None
     if is_random(node) or is_effect(node):
         return False
@@ -60,8 +61,10 @@ def flops(node: fx.Node) -> int:
     formula = None if op is None else flop_registry.get(op.overloadpacket)
     if formula is None:
         return 0
-    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta.get("val"))
-    return int(formula(*args, **kwargs, out_val=node.meta.get("val")))
+    args, kwargs = fx.node.map_arg(
+        (node.args, dict(node.kwargs)), lambda n: example(n.meta.get("val"))
+    )
+    return int(formula(*args, **kwargs, out_val=example(node.meta.get("val"))))
 
 
 def graph_flops(graph: fx.Graph) -> int:
@@ -73,4 +76,6 @@ def value_bytes(node: fx.Node) -> int:
     """Bytes that the node's own values describe, views counted in full."""
     value = node.meta.get("val")
     leaves = value if isinstance(value, (tuple, list)) else (value,)
-    return sum(leaf.numel() * leaf.element_size() for leaf in leaves if torch.is_tensor(leaf))
+    return sum(
+        concrete(leaf.numel()) * leaf.element_size() for leaf in leaves if torch.is_tensor(leaf)
+    )

@@ -19,11 +19,14 @@ from torch import fx
 from .aliasing import is_free, storage_bytes, storage_root
 from .errors import PassError
 from .graph import is_state, tensor_of
+from .sizes import is_size
 
 # Network nodes are numbers: hashes of strings differ from run to run and with them the order
 # in which equal cuts are found. Node i of the graph has the halves 2i ("in") and 2i + 1 ("out").
 _SOURCE = -1
 _SINK = -2
+
+_SIZE_BYTES = 8  # of an integer that crosses
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +132,8 @@ def _capacity(node: fx.Node) -> dict[str, int]:
     Parameters and buffers cost nothing: the module keeps them alive anyway. A view costs a
     byte more than what it looks at, so that the thing itself crosses and the view is redone.
     """
+    if is_size(node):
+        return {"capacity": _SIZE_BYTES}
     if tensor_of(node) is None:
         return {}
     root = storage_root(node)

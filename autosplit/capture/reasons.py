@@ -1,0 +1,62 @@
+"""What tracing raised -> a CaptureError that names the user's line and says what to do."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+
+from torch import nn
+from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
+
+from ..errors import CaptureError
+
+
+@contextlib.contextmanager
+def user_errors(module: nn.Module) -> Iterator[None]:
+    """Turn what tracing raises into a CaptureError that names the user's line."""
+    try:
+        yield
+    except CaptureError:
+        raise
+    except Exception as error:
+        where = _user_line(error) or definition(module)
+        reason = _reason(error)
+        raise CaptureError(
+            f"{type(module).__name__} cannot be captured in one graph.\n"
+            f"  at {where}\n  because {reason}\n  {_advice(error)}"
+        ) from error
+
+
+def _user_line(error: Exception) -> str:
+    """``file:line`` of the innermost frame of the user's code, where Dynamo recorded it."""
+    stack = getattr(error, "real_stack", None)
+    return f"{stack[-1].filename}:{stack[-1].lineno}" if stack else ""
+
+
+def _advice(error: Exception) -> str:
+    if isinstance(error, TorchRuntimeError):
+        return "Run the model on these inputs without autosplit: the same operator should fail."
+    return (
+        "Write that line so that a graph can hold it (without Python that depends on tensor "
+        "values), or split the parts of the model around it separately."
+    )
+
+
+def definition(module: nn.Module) -> str:
+    forward = type(module).forward
+    try:
+        return f"{inspect.getsourcefile(forward)}:{inspect.getsourcelines(forward)[1]}"
+    except (OSError, TypeError):
+        return f"{type(module).__module__}.{type(module).__qualname__}.forward"
+
+
+def _reason(error: Exception) -> str:
+    text = str(error).partition("from user code:")[0].strip()
+    kept = [
+        line.strip()
+        for line in text.splitlines()
+        if line.strip() and not line.lstrip().startswith(("Hint:", "For more details", "Set TORCH"))
+    ]
+    prefix = "" if isinstance(error, TorchDynamoException) else f"{type(error).__name__}: "
+    return prefix + "\n    ".join(kept[:6])

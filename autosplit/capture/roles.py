@@ -1,0 +1,115 @@
+"""AOTAutograd's descriptors -> roles on the joint graph."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._functorch._aot_autograd import descriptors as d
+
+from ..errors import CaptureError
+from ..passes.graph import Kind, Role, placeholders
+
+
+def canonical_names(module: nn.Module) -> dict[str, str]:
+    """Every name of a parameter or buffer -> the name it has in ``named_parameters()``."""
+    first: dict[int, str] = {}
+    named = [*module.named_parameters(remove_duplicate=False)]
+    named += [*module.named_buffers(remove_duplicate=False)]  # type: ignore[list-item]
+    return {name: first.setdefault(id(tensor), name) for name, tensor in named}
+
+
+@dataclasses.dataclass(frozen=True)
+class Names:
+    """Descriptor -> role."""
+
+    state: dict[str, str]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    def input(self, desc: Any) -> Role:
+        match desc:
+            case d.ParamAOTInput():
+                return Role(Kind.PARAMETER, self.state[desc.target])
+            case d.BufferAOTInput():
+                return Role(Kind.BUFFER, self.state[desc.target])
+            case d.PlainAOTInput():
+                return Role(Kind.INPUT, self.inputs[desc.idx])
+            case d.TangentAOTInput():
+                return Role(Kind.TANGENT, self.output(desc.output).name)
+        raise CaptureError(
+            f"the traced graph takes {desc!r}, which autosplit does not know how to split "
+            "(tensor subclasses and effect tokens are such inputs)"
+        )
+
+    def output(self, desc: Any) -> Role:
+        match desc:
+            case d.PlainAOTOutput():
+                return Role(Kind.OUTPUT, self.outputs[desc.idx])
+            case d.InputMutationAOTOutput():
+                source = self.input(desc.mutated_input)
+                if source.kind is Kind.PARAMETER:
+                    raise CaptureError(
+                        f"forward writes into parameter {source.name!r} in place; "
+                        "make it a buffer, or update it outside forward"
+                    )
+                return Role(Kind.UPDATE, source.name)
+            case d.GradAOTOutput():
+                source = self.input(desc.grad_of)
+                if source.kind is Kind.BUFFER:
+                    raise CaptureError(
+                        f"buffer {source.name!r} requires a gradient; make it a parameter"
+                    )
+                kind = Kind.PARAMETER_GRAD if source.kind is Kind.PARAMETER else Kind.INPUT_GRAD
+                return Role(kind, source.name)
+        raise CaptureError(f"the traced graph returns {desc!r}, which autosplit cannot split")
+
+
+def with_roles(module: fx.GraphModule, names: Names) -> fx.GraphModule:
+    """Label the graph; drop what nobody reads and gradients that do not exist; give a tied
+    parameter one input and one gradient.
+    """
+    graph = module.graph
+    seen: dict[Role, fx.Node] = {}
+    for node in placeholders(graph):
+        if not node.users:
+            graph.erase_node(node)
+            continue
+        role = names.input(node.meta["desc"])
+        if role in seen:
+            node.replace_all_uses_with(seen[role])
+            graph.erase_node(node)
+            continue
+        seen[role] = node
+        node.meta["role"] = role
+        _rename(node, role)
+    _label_outputs(graph, names)
+    module.recompile()
+    return module
+
+
+def _rename(node: fx.Node, role: Role) -> None:
+    """Call the placeholder what the user calls it: ``primals_3`` says nothing in a dump."""
+    name = re.sub(r"\W+", "_", role.name).strip("_")
+    prefix = "grad_" if role.kind is Kind.TANGENT else ""
+    node.name = node.target = node.graph._graph_namespace.create_name(prefix + name, None)
+
+
+def _label_outputs(graph: fx.Graph, names: Names) -> None:
+    output = graph.output_node()
+    pairs: dict[Role, Any] = {}
+    for desc, value in zip(output.meta["desc"], output.args[0], strict=True):  # type: ignore[arg-type]
+        if desc is None or (value is None and isinstance(desc, d.GradAOTOutput)):
+            continue
+        role = names.output(desc)
+        if role in pairs:  # a tied parameter: one accumulator, so one gradient
+            with graph.inserting_before(output):
+                total = graph.call_function(torch.ops.aten.add.Tensor, (pairs[role], value))
+            total.meta = dict(value.meta)
+            value = total
+        pairs[role] = value
+    output.args = (list(pairs.values()),)
+    output.meta["roles"] = tuple(pairs)

@@ -1,0 +1,44 @@
+"""Symbolic sizes as numbers, without pinning them.
+
+A graph may be traced for many sizes at once. Prices and counts need one number each; asking
+a symbolic size for its truth would add a guard and make the graph fit that one size only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+_UNKNOWN = 4096  # stands for a size that only the data decides, such as a count of nonzeros
+
+
+def concrete(size: int | torch.SymInt) -> int:
+    """The size; for a symbolic one, what it was in the example that the graph was traced with."""
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    hint = size.node.hint
+    return _UNKNOWN if hint is None else int(hint)
+
+
+def is_size(node: fx.Node) -> bool:
+    """Whether the node yields a symbolic integer."""
+    return isinstance(node.meta.get("val"), torch.SymInt)
+
+
+def example(value: object) -> object:
+    """A tensor without data and with concrete sizes in place of a symbolic one; numbers for
+    symbolic numbers; containers of them likewise; anything else as it is.
+    """
+    match value:
+        case torch.Tensor():
+            sizes: Sequence[int | torch.SymInt] = value.shape
+            if not any(isinstance(size, torch.SymInt) for size in sizes):
+                return value
+            return torch.empty([concrete(size) for size in sizes], dtype=value.dtype, device="meta")
+        case torch.SymInt():
+            return concrete(value)
+        case list() | tuple():
+            return type(value)(example(item) for item in value)
+    return value
