@@ -143,7 +143,7 @@ def export(
     output, graph = captured.graph_capture_output, captured.backend_input
     if graph is not None:
         output.f_globals.pop(graph.backend_id, None)
-    _look_at_side_effects(caught, module, args, kwargs)
+    _look_at_side_effects(caught, module, args, kwargs, output.f_globals)
     return exported, guards
 
 
@@ -152,6 +152,7 @@ def _look_at_side_effects(
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    names: dict[str, Any],
 ) -> None:
     for warning in caught:
         text = str(warning.message)
@@ -161,16 +162,26 @@ def _look_at_side_effects(
             )
             continue
         sources = _SIDE_EFFECT.findall(text)
-        others = [source for source in sources if "._buffers" not in source]
-        if others:
+        lasting = [source for source in sources if source.startswith("L[")]
+        lasting = [source for source in lasting if "._buffers" not in source]
+        outside = {name: eval(name, {"G": names}) for name in sources if name[:2] == "G["}
+        outside = {name: value for name, value in outside.items() if not _is_context(value)}
+        if not lasting and (outside or any("._buffers" in source for source in sources)):
+            lasting = _left_behind(module, args, kwargs, outside)
+        if lasting:
             name = type(module).__name__
             raise CaptureError(
                 f"{name}.forward (at {definition(module)}) changes Python state, "
-                f"{', '.join(others)}, which a graph cannot repeat on every call. Keep such "
+                f"{', '.join(lasting)}, which a graph cannot repeat on every call. Keep such "
                 "state outside of the forward, or in a buffer that is written in place."
             )
-        if sources:
-            _refuse_replaced_buffers(module, args, kwargs)
+
+
+def _is_context(value: object) -> bool:
+    """Whether the object is a ``ContextVar`` or does as one: what is set is reset before the
+    call ends.
+    """
+    return all(callable(getattr(value, name, None)) for name in ("get", "set", "reset"))
 
 
 def _messages() -> set[Any]:
@@ -182,15 +193,22 @@ def _messages() -> set[Any]:
     return {warnings.warn, *methods}
 
 
-def _refuse_replaced_buffers(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """Refuse ``self.buffer = self.buffer + 1``: the new tensor would be lost after each call.
+def _left_behind(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outside: dict[str, Any]
+) -> list[str]:
+    """Which of the objects ``outside`` the module a call leaves changed.
 
-    Dynamo reports in-place updates, which the graph does carry, in the same words; so the
-    forward runs once on a copy without data, and the tensors that are there before and after
-    are compared.
+    Dynamo reports what is put back before the call ends (as ``with`` blocks do), and buffers
+    that are written in place, which the graph does carry, in the same words as what lasts. So
+    the forward runs once on a copy without data, and before and after are compared.
+
+    Raises:
+        CaptureError: the forward replaces a buffer by a new tensor; it would be lost.
     """
+    attributes = {
+        name: vars(value) for name, value in outside.items() if hasattr(value, "__dict__")
+    }
+    earlier = {name: dict(space) for name, space in attributes.items()}
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
         state = [*module.parameters(), *module.buffers()]
         memo: dict[int, Any] = {id(tensor): mode.from_tensor(tensor) for tensor in state}
@@ -207,3 +225,8 @@ def _refuse_replaced_buffers(
             f"(at {definition(module)}); write into it instead, as in "
             "self.buffer.copy_(new) or self.buffer += 1"
         )
+    changed = [name for name, space in attributes.items() if space != earlier[name]]
+    for name in changed:
+        attributes[name].clear()
+        attributes[name].update(earlier[name])
+    return [name for name in outside if name not in attributes or name in changed]

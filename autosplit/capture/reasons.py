@@ -44,7 +44,7 @@ def _advice(error: Exception) -> str:
 
 
 def definition(module: nn.Module) -> str:
-    forward = type(module).forward
+    forward = inspect.unwrap(type(module).forward)
     try:
         return f"{inspect.getsourcefile(forward)}:{inspect.getsourcelines(forward)[1]}"
     except (OSError, TypeError):
