@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import pathlib
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .compat import tree_flatten, tree_unflatten
 from .compile import check_backend
 from .errors import CaptureError, SplitError
 from .functions import SplitFunctions
@@ -30,15 +32,41 @@ def trace(
         SplitError: the graph cannot be split, or the backend is unknown.
     """
     # Dynamo takes over a second to import; a program that never traces should not pay for it.
-    from .capture import capture
+    from .capture import PythonStateError, capture
 
     check_backend(backend)
-    traced = capture(module, args, kwargs)
+    try:
+        traced = capture(module, args, kwargs)
+    except PythonStateError:
+        # Many forwards fill a cache or a setting on their first call only. Whether this one
+        # does is tried on a copy, so that a refusal leaves the module as it was.
+        twin = copy.deepcopy(module)
+        settle(twin, args, kwargs)
+        capture(twin, args, kwargs)
+        settle(module, args, kwargs)
+        traced = capture(module, args, kwargs)
     try:
         return SplitFunctions(traced, run(traced.joint, dump=_dump_folder(module)), backend)
     except PassError as error:
         name = type(module).__name__
         raise SplitError(f"{name} was captured but cannot be split: {error}") from error
+
+
+@torch.no_grad()
+def settle(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Run the module once and put buffers and the random number generator back.
+
+    What a first call does once (caches, settings, lazy parameters) is done then.
+    """
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    leaves, spec = tree_flatten((args, kwargs))
+    copies = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    more_args, more_kwargs = tree_unflatten(copies, spec)
+    with torch.random.fork_rng():
+        module(*more_args, **more_kwargs)
+    for name, buffer in module.named_buffers():
+        if name in buffers and buffers[name].shape == buffer.shape:
+            buffer.copy_(buffers[name])
 
 
 def without_history(leaves: list[Any]) -> list[Any]:

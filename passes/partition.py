@@ -33,7 +33,7 @@ from .graph import (
     role_of,
 )
 from .min_cut import min_cut
-from .ops import checkpoint_region, is_random
+from .ops import checkpoint_region, is_effect, is_random
 
 
 def partition(program: Program) -> bool:
@@ -48,6 +48,8 @@ def partition(program: Program) -> bool:
     gradients = outputs(graph, *GRADIENT)
     before = ancestors([value for _, value in results if isinstance(value, fx.Node)])
     after = descendants(list(inputs(graph, Kind.TANGENT).values()))
+    # Effects of the forward, assertions on values above all, stay in it though nobody reads them.
+    before |= ancestors([node for node in calls(graph) if is_effect(node) and node not in after])
     if before & after:
         names = ", ".join(sorted(node.name for node in before & after)[:5])
         raise PassError(f"forward values depend on output gradients: {names}")

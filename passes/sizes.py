@@ -7,6 +7,7 @@ a symbolic size for its truth would add a guard and make the graph fit that one 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -27,7 +28,7 @@ def is_size(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), torch.SymInt)
 
 
-def example(value: object) -> object:
+def example(value: Any) -> Any:
     """A tensor without data and with concrete sizes in place of a symbolic one; numbers for
     symbolic numbers; containers of them likewise; anything else as it is.
     """

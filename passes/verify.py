@@ -69,7 +69,7 @@ def _lint(program: Program) -> Iterator[str]:
 def _values_known(program: Program) -> Iterator[str]:
     for name, module in program.graphs().items():
         for node in calls(module.graph):
-            if "val" not in node.meta:
+            if "val" not in node.meta and not is_effect(node):
                 yield _at(name, node, "has no meta['val']")
 
 

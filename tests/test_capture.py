@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from zoo import Counter, Several, TiedEmbedding
 
+import autosplit
 from autosplit import CaptureError
 from autosplit.capture import capture
 from autosplit.passes.graph import Kind, inputs, outputs
@@ -160,3 +161,50 @@ class WritesParameter(nn.Module):
 def test_parameter_written_in_forward() -> None:
     with pytest.raises(CaptureError, match=re.escape("writes into parameter 'weight' in place")):
         capture(WritesParameter(), (torch.randn(3),), {})
+
+
+class Asserts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        torch._assert_async((lengths <= 8).all(), "too long")
+        return self.linear(x)
+
+
+def test_assertion_stays_in_forward() -> None:
+    split = autosplit.split(Asserts())
+    split(torch.randn(2, 3), torch.tensor([8])).sum().backward()
+    split.backward_weight()
+    with pytest.raises(RuntimeError, match="too long"):
+        split(torch.randn(2, 3), torch.tensor([9]))
+
+
+class FillsCache(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.cache: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.cache is None:
+            self.cache = torch.arange(3.0)
+        return self.linear(x) * self.cache
+
+
+def test_first_call_that_fills_a_cache() -> None:
+    """Only a first call changes Python state: it is made, and the second one is captured."""
+    model = FillsCache()
+    split = autosplit.split(model, (torch.randn(2, 3),))
+    assert model.cache.tolist() == [0.0, 1.0, 2.0]
+    split(torch.ones(2, 3)).sum().backward()
+    split.backward_weight()
+    assert model.linear.bias.grad.tolist() == [0.0, 2.0, 4.0]
+
+
+def test_refusal_leaves_python_state_alone() -> None:
+    model = Counts()
+    with pytest.raises(CaptureError, match="changes Python state"):
+        autosplit.split(model, (torch.randn(2, requires_grad=True),))
+    assert model.calls == 0

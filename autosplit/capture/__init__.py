@@ -21,9 +21,11 @@ from torch._guards import TracingContext, tracing
 
 from ..compat import TreeSpec, flatten_named, tree_flatten, tree_unflatten
 from ..structures import hold
-from .export import Guards, export
+from .export import Guards, PythonStateError, export
 from .reasons import user_errors
 from .roles import Names, canonical_names, with_roles
+
+__all__ = ["Capture", "Guards", "PythonStateError", "capture"]
 
 _OWN_STORAGE = {OutputType.non_alias, OutputType.unsafe_view_alias}
 

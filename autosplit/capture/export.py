@@ -38,6 +38,10 @@ _SIDE_EFFECT = re.compile(r"\"([LG]\['[^\"]*)\"")
 _TENSOR = "TENSOR_MATCH"
 
 
+class PythonStateError(CaptureError):
+    """The forward changes Python state, which a graph cannot repeat."""
+
+
 class Guards:
     """Whether a captured graph still says what the module does.
 
@@ -124,7 +128,7 @@ def export(
     """Dynamo's full-graph export, with guards.
 
     Raises:
-        CaptureError: the forward changes Python state, which a graph cannot repeat.
+        PythonStateError: the forward changes Python state.
     """
     options = {**_DYNAMO, "ignore_logging_functions": _messages()}
     with warnings.catch_warnings(record=True) as caught, torch._dynamo.config.patch(options):
@@ -170,7 +174,7 @@ def _look_at_side_effects(
             lasting = _left_behind(module, args, kwargs, outside)
         if lasting:
             name = type(module).__name__
-            raise CaptureError(
+            raise PythonStateError(
                 f"{name}.forward (at {definition(module)}) changes Python state, "
                 f"{', '.join(lasting)}, which a graph cannot repeat on every call. Keep such "
                 "state outside of the forward, or in a buffer that is written in place."

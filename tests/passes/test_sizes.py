@@ -1,0 +1,43 @@
+"""Symbolic sizes are priced by their example and cross a boundary as numbers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from autosplit.passes import Role
+from autosplit.passes.aliasing import storage_bytes
+from autosplit.passes.cost import flops
+from autosplit.passes.graph import Kind, calls
+from autosplit.passes.min_cut import min_cut
+from autosplit.passes.sizes import concrete, example, is_size
+
+
+def symbolic(function: object, *args: Tensor) -> fx.GraphModule:
+    module = make_fx(function, tracing_mode="symbolic")(*args)
+    for index, node in enumerate(n for n in module.graph.nodes if n.op == "placeholder"):
+        node.meta["role"] = Role(Kind.INPUT, f"in{index}")
+    return module
+
+
+def test_prices_come_from_the_example() -> None:
+    module = symbolic(lambda a, b: (a @ b).relu(), torch.randn(5, 7), torch.randn(7, 9))
+    product = next(node for node in calls(module.graph) if "mm" in str(node.target))
+    assert flops(product) == 2 * 5 * 7 * 9
+    assert storage_bytes(product) == 4 * 5 * 9
+    rows = product.meta["val"].shape[0]
+    assert isinstance(rows, torch.SymInt)
+    assert concrete(rows) == 5
+    assert example(product.meta["val"]).shape == (5, 9)
+
+
+def test_size_crosses_as_a_number() -> None:
+    module = symbolic(lambda x: nn.functional.relu(x).view(x.shape[0] * 2, -1), torch.randn(6, 8))
+    nodes = {node.name: node for node in module.graph.nodes}
+    relu = nodes["relu"]
+    (view,) = [node for node in calls(module.graph) if "view" in str(node.target)]
+    size = next(node for node in view.all_input_nodes if is_size(node))
+    early = {node for node in module.graph.nodes if node.op == "placeholder"} | {relu, size}
+    cut = min_cut(module.graph, early=early, late={view}, wanted=[view])
+    assert set(cut.carried) == {relu, size}
