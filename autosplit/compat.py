@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
+from torch.autograd.graph import Node
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import (
     GetAttrKey,
     MappingKey,
@@ -25,17 +28,49 @@ from torch.utils._pytree import (
 __all__ = [
     "StateReader",
     "TreeSpec",
+    "current_backward",
+    "data_parallel",
     "flatten_named",
+    "graph_is_kept",
+    "in_transform",
     "register_node",
     "share_state",
     "tree_flatten",
     "tree_unflatten",
+    "untraced",
     "versions",
+    "will_run",
     "without_autocast",
 ]
 
 without_autocast = torch._C._DisableAutocast
 """Context in which no operator is autocast: for graphs whose casts are operators already."""
+
+untraced = torch._disable_dynamo
+"""Decorator: ``torch.compile`` leaves the function alone, and is not imported for it."""
+
+graph_is_kept = torch._C._autograd._get_current_graph_task_keep_graph
+"""Whether the backward that is under way has ``retain_graph=True``."""
+
+current_backward = torch._C._current_graph_task_id
+"""Number of the backward that is under way on this thread; later ones have higher numbers."""
+
+
+def will_run(node: Node) -> bool:
+    """Whether the backward under way comes to a node: ``torch.autograd.grad`` and
+    ``backward(inputs=...)`` leave those out that they need not.
+    """
+    return bool(torch._C._will_engine_execute_node(node))
+
+
+def in_transform() -> bool:
+    """Whether this runs inside a ``torch.func`` transform or forward-mode differentiation."""
+    return bool(torch._C._are_functorch_transforms_active()) or forward_ad._current_level >= 0
+
+
+def data_parallel() -> DistributedDataParallel | None:
+    """The DistributedDataParallel whose forward calls this."""
+    return DistributedDataParallel._get_active_ddp_module()
 
 
 def flatten_named(root: str, tree: Any) -> list[tuple[str, Any]]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import os
 import pathlib
-from typing import Any
+import threading
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,13 @@ from .compile import check_backend
 from .errors import CaptureError, SplitError
 from .functions import SplitFunctions
 from .passes import PassError, run
+
+if TYPE_CHECKING:
+    from .capture import Capture
+
+# Dynamo's settings and Python's warning filters, both changed while tracing, belong to the
+# process: two threads must not trace at once.
+_TRACING = threading.RLock()
 
 DUMP_VARIABLE = "AUTOSPLIT_DUMP"
 
@@ -31,12 +39,22 @@ def trace(
         CaptureError: the module cannot be traced.
         SplitError: the graph cannot be split, or the backend is unknown.
     """
+    check_backend(backend)
+    with _TRACING:
+        traced = _capture(module, args, kwargs)
+        try:
+            return SplitFunctions(traced, run(traced.joint, dump=_dump_folder(module)), backend)
+        except PassError as error:
+            name = type(module).__name__
+            raise SplitError(f"{name} was captured but cannot be split: {error}") from error
+
+
+def _capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture:
     # Dynamo takes over a second to import; a program that never traces should not pay for it.
     from .capture import PythonStateError, capture
 
-    check_backend(backend)
     try:
-        traced = capture(module, args, kwargs)
+        return capture(module, args, kwargs)
     except PythonStateError:
         # Many forwards fill a cache or a setting on their first call only. Whether this one
         # does is tried on a copy, so that a refusal leaves the module as it was.
@@ -44,12 +62,7 @@ def trace(
         settle(twin, args, kwargs)
         capture(twin, args, kwargs)
         settle(module, args, kwargs)
-        traced = capture(module, args, kwargs)
-    try:
-        return SplitFunctions(traced, run(traced.joint, dump=_dump_folder(module)), backend)
-    except PassError as error:
-        name = type(module).__name__
-        raise SplitError(f"{name} was captured but cannot be split: {error}") from error
+        return capture(module, args, kwargs)
 
 
 @torch.no_grad()
