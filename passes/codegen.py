@@ -21,6 +21,10 @@ from .ops import overload
 
 HEADER = "import operator\n\nimport torch\n\naten = torch.ops.aten\n"
 
+# Tracing decides by the strides that torch's fake kernels promise, and some real kernels give
+# others (batch norm of a transposed input). A reshape is the view where that is possible.
+_AS_RESHAPE = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+
 _DTYPES = {
     torch.float64: "f64",
     torch.float32: "f32",
@@ -138,6 +142,8 @@ def _call(node: fx.Node) -> str:
 def _callee(node: fx.Node) -> str:
     target = node.target
     op = overload(node)
+    if op in _AS_RESHAPE:
+        return "aten.reshape.default"
     if op is not None:
         return str(op) if op.namespace == "aten" else f"torch.ops.{op}"
     if getattr(target, "namespace", "") == "higher_order":

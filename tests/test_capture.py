@@ -208,3 +208,13 @@ def test_refusal_leaves_python_state_alone() -> None:
     with pytest.raises(CaptureError, match="changes Python state"):
         autosplit.split(model, (torch.randn(2, requires_grad=True),))
     assert model.calls == 0
+
+
+class Selects(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[x[:, 0] > 0]
+
+
+def test_size_that_depends_on_the_data() -> None:
+    with pytest.raises(CaptureError, match=r"depends on the data|data-dependent|dynamic"):
+        capture(Selects(), (torch.randn(4, 3, requires_grad=True),), {})

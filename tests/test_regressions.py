@@ -95,3 +95,30 @@ class AddsTwo(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.a + self.b
+
+
+class AttentionThenBatchNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed, _ = self.attention(x, x, x, need_weights=False)
+        return self.norm(mixed.transpose(1, 2)).transpose(1, 2)
+
+
+def test_kernel_that_gives_other_strides_than_its_fake() -> None:
+    """Fake batch norm keeps the strides of a transposed input, the real one does not. Where
+    autograd reshapes, tracing saw that a view would do, and the real tensor could not be viewed.
+    """
+    model = AttentionThenBatchNorm().double()
+    split = autosplit.split(model)
+    for _ in range(2):
+        split(torch.ones(2, 4, 8).double().cumsum(1)).square().sum().backward()
+    split.backward_weight()
+    mine = model.attention.out_proj.weight.grad.clone()
+    model.zero_grad()
+    for _ in range(2):
+        model(torch.ones(2, 4, 8).double().cumsum(1)).square().sum().backward()
+    torch.testing.assert_close(mine, model.attention.out_proj.weight.grad)

@@ -167,7 +167,9 @@ def _look_at_side_effects(
             continue
         sources = _SIDE_EFFECT.findall(text)
         lasting = [source for source in sources if source.startswith("L[")]
-        lasting = [source for source in lasting if "._buffers" not in source]
+        # The dictionary behind **kwargs is made for the call and gone after it.
+        own = {f"L['{name}']" for name in _catch_all(module)}
+        lasting = [s for s in lasting if "._buffers" not in s and s not in own]
         outside = {name: eval(name, {"G": names}) for name in sources if name[:2] == "G["}
         outside = {name: value for name, value in outside.items() if not _is_context(value)}
         if not lasting and (outside or any("._buffers" in source for source in sources)):
@@ -179,6 +181,11 @@ def _look_at_side_effects(
                 f"{', '.join(lasting)}, which a graph cannot repeat on every call. Keep such "
                 "state outside of the forward, or in a buffer that is written in place."
             )
+
+
+def _catch_all(module: nn.Module) -> list[str]:
+    parameters = inspect.signature(get_traced_fn(module)[0], follow_wrapped=False).parameters
+    return [name for name, p in parameters.items() if p.kind is inspect.Parameter.VAR_KEYWORD]
 
 
 def _is_context(value: object) -> bool:

@@ -98,6 +98,15 @@ def _rename(node: fx.Node, role: Role) -> None:
     node.name = node.target = node.graph._graph_namespace.create_name(prefix + name, None)
 
 
+def _refuse_unknown_size(role: Role, value: Any) -> None:
+    tensor = value.meta.get("val") if isinstance(value, fx.Node) else None
+    if isinstance(tensor, torch.Tensor) and not all(type(size) is int for size in tensor.shape):
+        raise CaptureError(
+            f"the size of {role.name}, {list(tensor.shape)}, depends on the data; a captured "
+            "graph needs sizes that follow from the inputs' sizes"
+        )
+
+
 def _label_outputs(graph: fx.Graph, names: Names) -> None:
     output = graph.output_node()
     pairs: dict[Role, Any] = {}
@@ -105,6 +114,7 @@ def _label_outputs(graph: fx.Graph, names: Names) -> None:
         if desc is None or (value is None and isinstance(desc, d.GradAOTOutput)):
             continue
         role = names.output(desc)
+        _refuse_unknown_size(role, value)
         if role in pairs:  # a tied parameter: one accumulator, so one gradient
             with graph.inserting_before(output):
                 total = graph.call_function(torch.ops.aten.add.Tensor, (pairs[role], value))
