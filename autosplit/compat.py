@@ -6,8 +6,9 @@ torch release means looking here and there, and nowhere else.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -43,17 +44,32 @@ __all__ = [
     "without_autocast",
 ]
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 without_autocast = torch._C._DisableAutocast
 """Context in which no operator is autocast: for graphs whose casts are operators already."""
-
-untraced = torch._disable_dynamo
-"""Decorator: ``torch.compile`` leaves the function alone, and is not imported for it."""
 
 graph_is_kept = torch._C._autograd._get_current_graph_task_keep_graph
 """Whether the backward that is under way has ``retain_graph=True``."""
 
 current_backward = torch._C._current_graph_task_id
 """Number of the backward that is under way on this thread; later ones have higher numbers."""
+
+
+def untraced(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorator: ``torch.compile`` leaves the function and what it calls alone. Costs next to
+    nothing outside of it, and does not import it.
+    """
+    disabled = torch._disable_dynamo(function)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if torch.compiler.is_compiling():
+            return disabled(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
 
 
 def will_run(node: Node) -> bool:
