@@ -1,6 +1,7 @@
 """autosplit: split any ``nn.Module``'s backward into input gradients and weight gradients."""
 
 from .errors import AutosplitError, CaptureError, PipelineError, ScheduleError, SplitError
+from .integrations.deferral import backward_weight
 from .module import SplitModule, split
 from .stage import Stage
 
@@ -15,5 +16,6 @@ __all__ = [
     "SplitModule",
     "Stage",
     "__version__",
+    "backward_weight",
     "split",
 ]

@@ -61,7 +61,7 @@ def untraced(function: Callable[P, T]) -> Callable[P, T]:
     """Decorator: ``torch.compile`` leaves the function and what it calls alone. Costs next to
     nothing outside of it, and does not import it.
     """
-    disabled = torch._disable_dynamo(function)
+    disabled = torch._disable_dynamo(function)  # type: ignore[attr-defined]
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -86,7 +86,8 @@ def in_transform() -> bool:
 
 def data_parallel() -> DistributedDataParallel | None:
     """The DistributedDataParallel whose forward calls this."""
-    return DistributedDataParallel._get_active_ddp_module()
+    active: DistributedDataParallel | None = DistributedDataParallel._get_active_ddp_module()
+    return active
 
 
 def flatten_named(root: str, tree: Any) -> list[tuple[str, Any]]:

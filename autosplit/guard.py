@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from .errors import SplitError
@@ -19,7 +19,7 @@ class Waiting(Protocol):
     def pending(self) -> int:
         """How many microbatches."""
 
-    def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
+    def named_parameters(self) -> Iterable[tuple[str, Tensor]]:
         """The parameters that they are for."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,11 +42,12 @@ class TensorSpec:
 class Handover:
     """Tensors from one graph to the next, with the state that the next one will read.
 
-    A tensor written in place between the two would give wrong gradients; ``take`` compares
-    autograd's write counts and refuses.
+    A tensor written in place between the two would give wrong gradients, and so would a
+    parameter whose data were exchanged (``.to()``, ``parameter.data = ...``), which autograd
+    does not count as a write. ``take`` compares and refuses.
     """
 
-    __slots__ = ("_counts", "_names", "_state", "_tensors")
+    __slots__ = ("_counts", "_names", "_places", "_state", "_tensors")
 
     def __init__(self, names: Sequence[str], tensors: list[Tensor], state: State) -> None:
         """``names`` name the tensors; ``state`` is what the next graph reads besides."""
@@ -53,27 +55,54 @@ class Handover:
         self._tensors = tensors
         self._state = tuple(state.values())
         self._counts = versions((*tensors, *self._state))
+        self._places = _places(self._state)
 
     @property
     def tensors(self) -> Sequence[Tensor]:
         return self._tensors
 
+    def again(self) -> Handover:
+        """The same hand-over once more, for a backward that runs twice (``retain_graph=True``)."""
+        twin = Handover.__new__(Handover)
+        twin._names, twin._state = self._names, self._state
+        twin._counts, twin._places = self._counts, self._places
+        twin._tensors = list(self._tensors)
+        return twin
+
     def take(self) -> list[Tensor]:
         """The tensors; this object keeps none of them.
 
         Raises:
-            SplitError: something was written in place since the hand-over; names it.
+            SplitError: something was written in place since the hand-over, or a parameter
+                has other data; names it.
         """
-        counts = versions((*self._tensors, *self._state))
-        if counts != self._counts:
-            pairs = zip(self._names, counts, self._counts, strict=True)
-            changed = ", ".join(name for name, now, then in pairs if now != then)
+        written = _different(self._names, self._counts, versions((*self._tensors, *self._state)))
+        if written:
             raise SplitError(
-                f"written in place between the forward and its backward: {changed}. Run the "
+                f"written in place between the forward and its backward: {written}. Run the "
                 "backward and backward_weight() before writing, or write into a clone."
+            )
+        names = self._names[len(self._tensors) :]
+        moved = _different(names, self._places, _places(self._state))
+        if moved:
+            raise SplitError(
+                f"moved, converted or given other data between the forward and its backward: "
+                f"{moved}. Run the backward and backward_weight() before that."
             )
         tensors, self._tensors, self._state = self._tensors, [], ()
         return tensors
+
+
+def _different(names: Sequence[str], then: tuple[Any, ...], now: tuple[Any, ...]) -> str:
+    """The names whose values differ."""
+    if now == then:
+        return ""
+    return ", ".join(n for n, a, b in zip(names, then, now, strict=True) if a != b)
+
+
+def _places(tensors: Iterable[Tensor]) -> tuple[tuple[int, torch.dtype], ...]:
+    """Where each tensor's data lie, and as what."""
+    return tuple([(tensor.data_ptr(), tensor.dtype) for tensor in tensors])
 
 
 def distinct_bytes(tensors: Iterable[Tensor]) -> int:

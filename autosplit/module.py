@@ -3,119 +3,186 @@
 from __future__ import annotations
 
 import os
-from collections import deque
-from typing import Any, NamedTuple
+import threading
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from .compat import StateReader, share_state, tree_flatten, tree_unflatten
+from .autograd import Split, run_forward
+from .compat import StateReader, in_transform, share_state, tree_flatten, tree_unflatten, untraced
 from .compile import check_backend
-from .errors import SplitError
+from .errors import AutosplitError, CaptureError, SplitError
 from .functions import SplitFunctions
-from .guard import StepGuard
-from .handover import Handover, distinct_bytes
+from .graphs import Graphs
+from .lazy import materialise
+from .overlap import refuse_overlap
+from .pending import PendingQueue, deliver
 from .report.dump import dump
 from .report.tables import report
 from .signature import Signature
 from .tracing import trace, without_history
 
+if TYPE_CHECKING:
+    from .integrations.partial import Partial
 
-class _Pending(NamedTuple):
-    """One microbatch between I and W; ``skipped`` names parameters that get no gradient."""
-
-    functions: SplitFunctions
-    deferred: Handover
-    skipped: frozenset[str]
+# Gone when a split module is copied or pickled; a copy captures anew.
+_TRANSIENT = ("_graphs", "_partial", "_queue", "_state", "_anchor", "_capturing")
+_SHARED_HOOKS = (
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
 
 
 class SplitModule(nn.Module):
     """A module whose ``backward()`` stops at the input gradients.
 
-    Calls, parameters, ``state_dict`` and ``train()``/``eval()`` are those of ``model``:
-    the very same tensors under the same names. After ``loss.backward()`` the weight
-    gradients of that microbatch are pending; ``backward_weight()`` computes them.
+    Calls, attributes, parameters, ``state_dict`` and ``train()``/``eval()`` are those of
+    ``model``: the very same tensors under the same names, and an attribute that is set here is
+    set there. After ``loss.backward()`` the weight gradients of that microbatch are pending;
+    ``backward_weight()`` computes them. ``torch.autograd.grad`` and ``backward(inputs=...)``
+    leave nothing pending: they ask for input gradients only, and parameters cannot be asked
+    for in this way.
 
-    One graph is kept for each combination of input shapes, dtypes, devices and
-    ``requires_grad``, train/eval modes, grad mode and autocast; a new one is captured when a
-    call needs it.
+    A graph is captured for each combination of input structure, shapes, dtypes, devices and
+    ``requires_grad``, of values of numbers and strings, and of everything else that the forward
+    reads: attributes, globals, hooks, train/eval mode, grad mode, autocast. Whatever of that
+    changes, the next call finds another graph that fits or captures one. At most ``max_graphs``
+    are kept; beyond that the one unused for longest is dropped, with a warning.
+
+    Inside ``DistributedDataParallel`` the reducer runs in ``backward_weight()``; after a forward
+    outside ``no_sync()`` everything pending is delivered to it as one sum.
+
+    Several threads may call one split module. A copy, by ``copy`` or ``pickle``, captures its
+    own graphs; one with pending microbatches cannot be copied.
     """
 
-    def __init__(self, model: nn.Module, *, backend: str = "eager") -> None:
+    model: nn.Module
+    _backend: str
+    _max_graphs: int
+    _graphs: Graphs
+    _fullgraph: bool
+    _partial: Partial | None
+    _queue: PendingQueue
+    _state: StateReader
+    _anchor: Tensor
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        backend: str = "eager",
+        fullgraph: bool = False,
+        max_graphs: int = 64,
+    ) -> None:
         super().__init__()
         check_backend(backend)
-        share_state(self, model)
+        if max_graphs < 1:
+            raise SplitError(f"max_graphs must be at least 1, got {max_graphs}")
+        # What is not set here belongs to the model: see __setattr__.
         self.__dict__["model"] = model  # not a submodule: names keep no prefix
-        self._backend = backend
-        self._graphs: dict[Signature, list[SplitFunctions]] = {}
-        self._pending: deque[_Pending] = deque()
-        self._state = StateReader(model)
-        self._guard = StepGuard(self)
-        # Gives the outputs a gradient function although parameters are not its inputs.
-        self._anchor = torch.zeros((), requires_grad=True)
+        self.__dict__["_backend"] = backend
+        self.__dict__["_fullgraph"] = fullgraph
+        self.__dict__["_max_graphs"] = max_graphs
+        self._attach()
 
+    def _attach(self) -> None:
+        """Share the model's state and start without graphs and pending work."""
+        model = self.__dict__["model"]
+        share_state(self, model)
+        own = self.__dict__
+        for name in _SHARED_HOOKS:
+            own[name] = model.__dict__[name]
+        own["_graphs"] = Graphs(type(model).__name__, own["_max_graphs"])
+        own["_partial"] = None
+        own["_queue"] = PendingQueue()
+        own["_state"] = StateReader(model)
+        own["_capturing"] = threading.RLock()
+        with torch.inference_mode(False):
+            own["_anchor"] = torch.zeros((), requires_grad=True)
+
+    @untraced
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward.
 
         Raises:
             CaptureError: the model cannot be traced for these inputs.
-            SplitError: the graph cannot be split.
+            SplitError: the graph cannot be split, or the call is inside a ``torch.func``
+                transform.
         """
+        if in_transform():
+            raise SplitError(
+                "a split module inside a torch.func transform (vmap, grad, jvp, ...) or "
+                "forward-mode differentiation: its backward leaves out the weights, which these "
+                "would not notice; transform the unsplit model, which is .model of this one"
+            )
+        if self._partial is not None:
+            return self._partial(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
-        functions = self._functions_for(args, kwargs, leaves, spec)
-        if not functions.has_backward:
-            outputs = self._run(functions, list(leaves)).outputs
-        elif functions.tangent_specs:
-            outputs = list(_Split.apply(self, functions, self._anchor, *leaves))  # type: ignore[no-untyped-call]
+        try:
+            functions = self._functions_for(args, kwargs, leaves, spec)
+        except (CaptureError, SplitError) as error:
+            return self._in_parts(error)(*args, **kwargs)
+        state = self._state()
+        if functions.updated_inputs:
+            refuse_overlap(functions, leaves, state)
+        if functions.tangent_specs:
+            outputs = list(Split.apply(self._queue, functions, state, self._anchor, *leaves))  # type: ignore[no-untyped-call]
         else:
             with torch.no_grad():
-                outputs = self._run(functions, list(leaves)).outputs
+                outputs = run_forward(functions, state, list(leaves)).outputs
         for name in reversed(functions.updated_inputs):
             leaves[functions.capture.inputs.index(name)].copy_(outputs.pop())
         return tree_unflatten(outputs, functions.capture.output_spec)
 
+    @untraced
     def backward_weight(self, microbatches: int | None = None) -> None:
         """Compute pending weight gradients and accumulate them into ``.grad``.
 
         They arrive through autograd: tensor hooks and post-accumulate hooks of the
-        parameters fire, and gradients add up as after an ordinary ``backward()``.
+        parameters fire, and gradients add up as after an ordinary ``backward()``. A parameter
+        that was replaced since the forward gets its gradient all the same; the new one none.
 
         Args:
             microbatches: how many, the oldest ``backward()`` first; all where None.
 
         Raises:
-            SplitError: nothing, or fewer than asked for, is pending.
+            SplitError: nothing, or fewer than asked for, is pending; or
+                DistributedDataParallel would average only a part.
         """
-        count = self.pending if microbatches is None else microbatches
-        if not self._pending:
+        partial, whole = self._partial, self._queue.pending
+        if partial is None or not partial.pending:
+            for works in self._queue.take(microbatches):
+                deliver(works)
+            return
+        # What whole graphs left is older: once in parts, always in parts.
+        count = whole + partial.pending if microbatches is None else microbatches
+        if not 1 <= count <= whole + partial.pending:
             raise SplitError(
-                "backward_weight() with nothing pending: call loss.backward() through this "
-                "module first (each backward is one pending microbatch)"
+                f"backward_weight(microbatches={count}): {whole + partial.pending} pending; "
+                f"ask for 1 to {whole + partial.pending}"
             )
-        if not 1 <= count <= self.pending:
-            raise SplitError(
-                f"backward_weight(microbatches={count}): {self.pending} pending; "
-                f"ask for 1 to {self.pending}"
-            )
-        for _ in range(count):
-            self._deliver(self._pending.popleft())
-        if not self._pending:
-            self._guard.lower()
+        for works in self._queue.take(min(count, whole)) if whole else ():
+            deliver(works)
+        if count > whole:
+            partial.backward_weight(count - whole)
 
     @property
     def pending(self) -> int:
         """Microbatches whose weight gradients have not been computed."""
-        return len(self._pending)
+        return self._queue.pending + (self._partial.pending if self._partial else 0)
 
     @property
     def pending_bytes(self) -> int:
         """Bytes of distinct storage that pending microbatches hold."""
-        return distinct_bytes(t for each in self._pending for t in each.deferred.tensors)
+        return self._queue.bytes + (self._partial.pending_bytes if self._partial else 0)
 
     @property
     def functions(self) -> tuple[SplitFunctions, ...]:
-        """F, I, W and B of every graph captured so far."""
-        return tuple(each for known in self._graphs.values() for each in known)
+        """F, I, W and B of every graph that is kept, oldest first."""
+        return self._graphs.captured
 
     def capture(self, *args: Any, **kwargs: Any) -> SplitFunctions:
         """Capture the graph for inputs like these now, without running anything.
@@ -130,9 +197,14 @@ class SplitModule(nn.Module):
     def report(self) -> str:
         """Tables: per graph ops, FLOPs, bytes; the boundary between I and W, tensor by tensor.
 
+        For a model that is split in parts: which parts are, which are not and why, and what
+        share of the weight gradients' FLOPs is deferred.
+
         Raises:
             SplitError: nothing has been captured yet.
         """
+        if self._partial is not None:
+            return self._partial.report()
         return report(self._latest(), type(self.model).__name__)
 
     def dump(self, folder: str | os.PathLike[str]) -> None:
@@ -141,33 +213,47 @@ class SplitModule(nn.Module):
         Raises:
             SplitError: nothing has been captured yet.
         """
-        dump(self._latest(), folder, type(self.model).__name__)
+        if self._partial is not None:
+            self._partial.dump(folder)
+        else:
+            dump(self._latest(), folder, type(self.model).__name__)
 
-    def train(self, mode: bool = True) -> SplitModule:
-        super().train(mode)
-        self.model.training = mode
-        return self
+    def _in_parts(self, error: AutosplitError) -> Partial:
+        """From now on graph by graph, where whole-graph capture is not insisted on."""
+        if self._fullgraph:
+            raise error
+        from .integrations.partial import Partial  # Dynamo takes over a second to import
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if "model" not in self.__dict__:
-                raise
-            return getattr(self.model, name)
+        self.__dict__["_partial"] = Partial(self.model, self._backend, str(error))
+        return self._partial  # type: ignore[return-value]
 
     def _functions_for(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], spec: Any
     ) -> SplitFunctions:
         """The graph that fits the inputs and the model as they are now; captured if need be."""
-        known = self._graphs.setdefault(Signature.of(self.model, leaves, spec), [])
-        for functions in known:
-            if functions.capture.guards.hold(args, kwargs):
-                return functions
-        examples, more = tree_unflatten(without_history(leaves), spec)
-        known.append(trace(self.model, examples, more, self._backend))
-        self._state = StateReader(self.model)
-        return known[-1]
+        signature = Signature.of(leaves, spec)
+        if not all(type(leaf) is Tensor or not isinstance(leaf, Tensor) for leaf in leaves):
+            # A parameter as an input: guards want the plain tensor that tracing saw.
+            args, kwargs = tree_unflatten(without_history(leaves), spec)
+
+        def fits(functions: SplitFunctions) -> bool:
+            return functions.capture.guards.hold(args, kwargs)
+
+        with self._capturing:
+            found = self._graphs.find(signature, fits)
+            if found is None:
+                materialise(self.model, args, kwargs)
+                examples, more = tree_unflatten(without_history(leaves), spec)
+                found = trace(self.model, examples, more, self._backend)
+                self.__dict__["_state"] = StateReader(self.model)
+                if not fits(found):
+                    raise CaptureError(
+                        f"the graph of {type(self.model).__name__} does not fit the very call it "
+                        "was captured for: its forward reads something that is different at "
+                        "every call. Pass that as a tensor or a number"
+                    )
+                self._graphs.add(signature, found)
+        return found
 
     def _latest(self) -> SplitFunctions:
         if not self.functions:
@@ -178,89 +264,62 @@ class SplitModule(nn.Module):
         with_backward = [each for each in self.functions if each.has_backward]
         return (with_backward or list(self.functions))[-1]
 
-    def _run(self, functions: SplitFunctions, leaves: list[Any]) -> Any:
-        """F on the current state; new buffer values are written back."""
-        state = self._state()
-        result = functions.forward(state, leaves)
-        with torch.no_grad():
-            for name, value in zip(functions.updated_state, result.updates, strict=True):
-                state[name].copy_(value)
-        return result
+    # The model under another face.
 
-    def _defer(self, pending: _Pending) -> None:
-        self._pending.append(pending)
-        self._guard.raise_for(pending.functions.parameter_names)
+    def train(self, mode: bool = True) -> SplitModule:
+        self.model.train(mode)
+        self.training = mode
+        return self
 
-    def _deliver(self, pending: _Pending) -> None:
-        """Run W inside autograd: what it returns goes to the parameters' accumulators."""
-        state = self._state()
-        names = [name for name in pending.functions.parameter_names if name not in pending.skipped]
-        if names:
-            parameters = [state[name] for name in names]
-            with torch.enable_grad():
-                root = _Deliver.apply(pending, state, *parameters)  # type: ignore[no-untyped-call]
-            torch.autograd.backward(root)
+    def apply(self, fn: Any) -> SplitModule:
+        self.model.apply(fn)
+        return self
 
+    def _apply(self, fn: Any, recurse: bool = True) -> SplitModule:
+        self.model._apply(fn, recurse)
+        return self
 
-class _Split(torch.autograd.Function):
-    """F as autograd's forward, I as its backward."""
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model.state_dict(*args, **kwargs)
 
-    @staticmethod
-    def forward(
-        ctx: Any, owner: SplitModule, functions: SplitFunctions, anchor: Tensor, *leaves: Any
-    ) -> tuple[Any, ...]:
-        result = owner._run(functions, list(leaves))
-        ctx.owner, ctx.functions, ctx.saved = owner, functions, result.saved
-        ctx.set_materialize_grads(False)
-        constant = [
-            value
-            for name, value in zip(functions.output_names, result.outputs, strict=True)
-            if isinstance(value, Tensor) and name not in functions.tangent_specs
-        ]
-        ctx.mark_non_differentiable(*constant)
-        return tuple(result.outputs)
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model.load_state_dict(*args, **kwargs)
 
-    @staticmethod
-    def backward(ctx: Any, *output_grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        functions: SplitFunctions = ctx.functions
-        if torch.is_grad_enabled():
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.model._load_from_state_dict(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "model" not in self.__dict__:
+                raise
+            return getattr(self.model, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__ or "model" not in self.__dict__:
+            super().__setattr__(name, value)
+        else:
+            setattr(self.model, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self.__dict__:
+            super().__delattr__(name)
+        else:
+            delattr(self.model, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.pending:
             raise SplitError(
-                "create_graph=True: a split backward cannot be differentiated again; run the "
-                "unsplit model where double backward is needed"
+                f"a split module with {self.pending} pending microbatch(es) cannot be copied or "
+                "pickled: it is not clear whose gradients they would be; call backward_weight() "
+                "first"
             )
-        if ctx.saved is None:
-            raise SplitError(
-                "backward() a second time through the same output of a split module: what the "
-                "forward saved is gone after the first. Call the module again, or sum the "
-                "losses before one backward(); retain_graph=True is not supported"
-            )
-        named = dict(zip(functions.output_names, output_grads, strict=True))
-        absent = {name for name, grad in named.items() if grad is None}
-        skipped = frozenset(
-            name for name, sources in functions.gradient_sources.items() if sources <= absent
-        )
-        del output_grads
-        saved, ctx.saved = ctx.saved, None
-        state = ctx.owner._state()
-        grads, deferred = functions.backward_input(saved, state, named)
-        ctx.owner._defer(_Pending(functions, deferred, skipped))
-        return (None, None, None, *map(grads.get, functions.capture.inputs))
+        return {key: value for key, value in self.__dict__.items() if key not in _TRANSIENT}
 
-
-class _Deliver(torch.autograd.Function):
-    """A root whose backward is W: the engine hands the gradients straight to the parameters."""
-
-    @staticmethod
-    def forward(ctx: Any, pending: _Pending, state: Any, *parameters: Tensor) -> Tensor:
-        ctx.pending, ctx.state = pending, state
-        return torch.zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        functions, deferred, skipped = ctx.pending
-        grads = functions.backward_weight(deferred, ctx.state)
-        pairs = zip(functions.parameter_names, grads, strict=True)
-        return (None, None, *(grad for name, grad in pairs if name not in skipped))
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._attach()
 
 
 def split(
@@ -269,21 +328,31 @@ def split(
     kwargs: dict[str, Any] | None = None,
     *,
     backend: str = "eager",
+    fullgraph: bool = False,
+    max_graphs: int = 64,
 ) -> SplitModule:
     """Split a model's backward into input gradients and weight gradients.
 
     Args:
-        model: any ``nn.Module`` that can be captured in one graph.
+        model: any ``nn.Module``.
         args: example positional inputs. With example inputs the graph is captured here;
             without, at the first call.
         kwargs: example keyword inputs.
         backend: how graphs are run; ``"eager"`` runs their operators one by one.
+        fullgraph: refuse what one graph cannot hold. Otherwise such a model is split graph by
+            graph under ``torch.compile``, and what no graph holds runs as ordinary autograd;
+            ``report()`` says what and why.
+        max_graphs: how many graphs to keep (see ``SplitModule``).
 
     Raises:
-        CaptureError: the model cannot be traced for the example inputs; names the line.
-        SplitError: the graph cannot be split, or the backend is unknown.
+        CaptureError: ``fullgraph`` and the model cannot be traced for the example inputs; names
+            the line.
+        SplitError: ``fullgraph`` and the graph cannot be split, or the backend is unknown.
     """
-    module = SplitModule(model, backend=backend)
+    module = SplitModule(model, backend=backend, fullgraph=fullgraph, max_graphs=max_graphs)
     if args or kwargs:
-        module.capture(*args, **(kwargs or {}))
+        try:
+            module.capture(*args, **(kwargs or {}))
+        except (CaptureError, SplitError) as error:
+            module._in_parts(error)
     return module

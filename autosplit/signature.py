@@ -1,4 +1,4 @@
-"""What decides whether a captured graph fits a call."""
+"""What tells calls apart before any guard is asked."""
 
 from __future__ import annotations
 
@@ -7,33 +7,29 @@ from collections.abc import Hashable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from .errors import CaptureError
+_VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """Everything that a graph was specialised for. Two calls with equal signatures run one
-    graph: input structure and tensors' shape, strides, dtype, device and ``requires_grad``;
-    other inputs by value; the parameters' dtype, device and ``requires_grad``; every
-    submodule's train/eval mode; grad mode; autocast.
+    """The inputs of a call as a graph is specialised for them, and the modes it runs in.
+
+    Input structure; tensors' shape, strides, dtype, device and ``requires_grad``; numbers and
+    strings by value; other objects by type, because guards look into them. Then grad mode,
+    inference mode and autocast. What the graph read of the module itself is for its guards.
     """
 
     structure: Hashable
     leaves: tuple[Hashable, ...]
-    parameters: tuple[Hashable, ...]
-    training: tuple[bool, ...]
     modes: tuple[Hashable, ...]
 
     @classmethod
-    def of(cls, model: nn.Module, leaves: list[Any], structure: Any) -> Signature:
-        """Raises CaptureError where an input is neither a tensor nor hashable."""
+    def of(cls, leaves: list[Any], structure: Any) -> Signature:
         return cls(
             structure,
-            tuple(map(_leaf, leaves)),
-            tuple((p.requires_grad, p.dtype, p.device, p.shape) for p in model.parameters()),
-            tuple(module.training for module in model.modules()),
+            tuple([_leaf(leaf) for leaf in leaves]),
             (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *_autocast()),
         )
 
@@ -42,15 +38,9 @@ def _leaf(leaf: Any) -> Hashable:
     if isinstance(leaf, Tensor):
         strides = leaf.stride() if leaf.layout is torch.strided else leaf.layout
         return (leaf.shape, strides, leaf.dtype, leaf.device, leaf.requires_grad)
-    try:
-        hash(leaf)
-    except TypeError as error:
-        raise CaptureError(
-            f"an input is a {type(leaf).__name__}, which is neither a tensor nor hashable; pass "
-            "tensors, numbers, strings, or lists, tuples and dicts of them"
-        ) from error
+    kind: Any = type(leaf)
     # 1, 1.0 and True are equal but trace to different graphs.
-    return (type(leaf), leaf)
+    return (kind, leaf) if isinstance(leaf, _VALUES) else kind
 
 
 def _autocast() -> tuple[Hashable, ...]:

@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from .compat import StateReader
+from .autograd import run_forward
+from .compat import StateReader, without_autocast
 from .errors import CaptureError, SplitError
 from .functions import SplitFunctions
-from .handover import Handover, TensorSpec, distinct_bytes
+from .graphs import Graphs
+from .handover import Handover, State, TensorSpec, distinct_bytes
+from .signature import Signature
 from .tracing import trace, without_history
+
+_MAX_GRAPHS = 8
+
+
+class _Flight(NamedTuple):
+    """A microbatch between two calls: what the first left, and the state that F ran on."""
+
+    functions: SplitFunctions
+    handover: Handover
+    state: State
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        return self.handover.tensors
 
 
 class Stage:
@@ -22,10 +39,13 @@ class Stage:
     tensors are handed over: a call empties the list it is given, so that tensors die at
     their last use inside the stage.
 
+    Where the module has changed since it was traced, in anything that its forward reads, the
+    next forward traces it again, which takes seconds; its outputs must stay as they were.
+
     Attributes:
         index: position in the pipeline.
-        module: the module whose parameters and buffers are read, as they are at each call.
-        functions: the graphs and their callables.
+        module: the module whose parameters and buffers are read, as they are at each forward.
+        functions: the graphs and their callables, those of the latest forward.
         gradients: parameter name -> gradient accumulated over microbatches, in the order in
             which W (or B) ran.
     """
@@ -46,13 +66,16 @@ class Stage:
         """
         self.index = index
         self.module = module
-        self.functions: SplitFunctions = trace(
-            module, tuple(without_history(list(args))), {}, backend
-        )
+        self._backend = backend
+        self._specs = [TensorSpec.of(example) for example in args]
+        self._blanks = tuple(map(_blank, args))
+        self._grad_mode = torch.is_grad_enabled()
+        self._graphs = Graphs(f"stage {index}", _MAX_GRAPHS)
+        self.functions = self._trace(without_history(list(args)))
         self.gradients: dict[str, Tensor] = {}
-        self._state = StateReader(module)
-        self._saved: dict[int, Handover] = {}
-        self._deferred: dict[int, Handover] = {}
+        self._targets: dict[str, Tensor] = {}
+        self._saved: dict[int, _Flight] = {}
+        self._deferred: dict[int, _Flight] = {}
         self._outputs = self.functions.capture.outputs
         missing = [name for name in self._outputs if name not in self.functions.output_specs]
         if missing:
@@ -84,17 +107,19 @@ class Stage:
         """F: outputs for these inputs; empties ``inputs``.
 
         Raises:
-            SplitError: this microbatch is already between F and its backward.
+            SplitError: this microbatch is already between F and its backward; an input is not
+                as the stage was traced with it; or the module changed so that its outputs did.
+            CaptureError: the module changed and cannot be traced any more.
         """
         if microbatch in self._saved:
             raise SplitError(f"stage {self.index}: microbatch {microbatch} has run its forward")
+        self._check_inputs(inputs)
+        functions = self.functions = self._fitting()
         state = self._state()
         with torch.no_grad():
-            result = self.functions.forward(state, list(_drain(inputs)))
-            for name, value in zip(self.functions.updated_state, result.updates, strict=True):
-                state[name].copy_(value)
-        if self.functions.has_backward:
-            self._saved[microbatch] = result.saved
+            result = run_forward(functions, state, _drain(inputs))
+        if functions.has_backward:
+            self._saved[microbatch] = _Flight(functions, result.saved, state)
         return result.outputs[: len(self._outputs)]
 
     def backward_input(
@@ -105,22 +130,22 @@ class Stage:
         Raises:
             SplitError: this microbatch has no forward to go back through.
         """
-        saved = self._take(self._saved, microbatch, "forward")
-        with torch.no_grad():
-            grads, self._deferred[microbatch] = self.functions.backward_input(
-                saved, self._state(), self._named(output_grads)
-            )
-        return [grads.get(name) for name in self.functions.capture.inputs]
+        functions, saved, state = self._take(self._saved, microbatch, "forward")
+        with torch.no_grad(), without_autocast():
+            grads, deferred = functions.backward_input(saved, state, self._named(output_grads))
+        self._deferred[microbatch] = _Flight(functions, deferred, state)
+        return [grads.get(name) for name in functions.capture.inputs]
 
     def backward_weight(self, microbatch: int) -> None:
         """W: add this microbatch's weight gradients to ``gradients``.
 
         Raises:
-            SplitError: this microbatch has nothing deferred.
+            SplitError: this microbatch has nothing deferred, or ran on other parameters than
+                those before it.
         """
-        deferred = self._take(self._deferred, microbatch, "backward_input")
-        with torch.no_grad():
-            self._accumulate(self.functions.backward_weight(deferred, self._state()))
+        functions, deferred, state = self._take(self._deferred, microbatch, "backward_input")
+        with torch.no_grad(), without_autocast():
+            self._accumulate(functions, functions.backward_weight(deferred, state), state)
 
     def backward(self, microbatch: int, output_grads: list[Tensor | None]) -> list[Tensor | None]:
         """B: I and W in one unsplit call; empties ``output_grads``.
@@ -128,13 +153,11 @@ class Stage:
         Raises:
             SplitError: this microbatch has no forward to go back through.
         """
-        saved = self._take(self._saved, microbatch, "forward")
-        with torch.no_grad():
-            grads, weights = self.functions.backward(
-                saved, self._state(), self._named(output_grads)
-            )
-            self._accumulate(weights)
-        return [grads.get(name) for name in self.functions.capture.inputs]
+        functions, saved, state = self._take(self._saved, microbatch, "forward")
+        with torch.no_grad(), without_autocast():
+            grads, weights = functions.backward(saved, state, self._named(output_grads))
+            self._accumulate(functions, weights, state)
+        return [grads.get(name) for name in functions.capture.inputs]
 
     def publish(self) -> None:
         """Move ``gradients`` into the parameters' ``.grad``, adding to what is there.
@@ -148,20 +171,61 @@ class Stage:
                 f"stage {self.index}: weight gradients of microbatch {waiting} are pending; "
                 "call backward_weight() for each first"
             )
-        state = self._state()
         for name, grad in self.gradients.items():
-            parameter = state[name]
+            parameter = self._targets[name]
             if parameter.grad is None:
                 parameter.grad = grad
             else:
                 parameter.grad.add_(grad)
-        self.gradients = {}
+        self.gradients, self._targets = {}, {}
 
     def reset(self) -> None:
         """Forget every microbatch in flight and the gradients gathered so far."""
         self._saved.clear()
         self._deferred.clear()
-        self.gradients = {}
+        self.gradients, self._targets = {}, {}
+
+    def _fitting(self) -> SplitFunctions:
+        """The graphs of the module as it is now."""
+        with torch.set_grad_enabled(self._grad_mode):
+            key = Signature.of(list(self._blanks), None)
+            found = self._graphs.find(key, lambda f: f.capture.guards.hold(self._blanks, {}))
+            if found is not None:
+                return found
+            specs = self.output_specs
+            examples = [
+                spec.zeros().requires_grad_(blank.requires_grad)
+                for spec, blank in zip(self._specs, self._blanks, strict=True)
+            ]
+            found = self._trace(examples)
+        before, self.functions = self.functions, found
+        if found.capture.outputs != self._outputs or self.output_specs != specs:
+            self.functions = before
+            raise SplitError(
+                f"stage {self.index} ({type(self.module).__name__}) was changed so that it "
+                "returns something else than it was set up with; build a new Stage"
+            )
+        return found
+
+    def _trace(self, args: list[Tensor]) -> SplitFunctions:
+        functions = trace(self.module, tuple(args), {}, self._backend)
+        self._graphs.add(Signature.of(list(self._blanks), None), functions)
+        self._state = StateReader(self.module)
+        return functions
+
+    def _check_inputs(self, inputs: list[Tensor]) -> None:
+        if len(inputs) != len(self._specs):
+            raise SplitError(
+                f"stage {self.index} takes {len(self._specs)} inputs, got {len(inputs)}"
+            )
+        for position, (given, spec) in enumerate(zip(inputs, self._specs, strict=True)):
+            if (given.shape, given.dtype, given.device) != (spec.shape, spec.dtype, spec.device):
+                raise SplitError(
+                    f"stage {self.index}: input {position} must be {spec.dtype} "
+                    f"{list(spec.shape)} on {spec.device}, got {given.dtype} "
+                    f"{list(given.shape)} on {given.device}"
+                )
+            inputs[position] = spec.conform(given)
 
     def _named(self, output_grads: list[Tensor | None]) -> dict[str, Tensor | None]:
         names = self._outputs
@@ -171,7 +235,7 @@ class Stage:
             )
         return dict(zip(names, _drain(output_grads), strict=True))
 
-    def _take(self, held: dict[int, Handover], microbatch: int, before: str) -> Handover:
+    def _take(self, held: dict[int, _Flight], microbatch: int, before: str) -> _Flight:
         if microbatch not in held:
             raise SplitError(
                 f"stage {self.index}: microbatch {microbatch} has not run {before}, or its "
@@ -179,11 +243,16 @@ class Stage:
             )
         return held.pop(microbatch)
 
-    def _accumulate(self, grads: list[Tensor]) -> None:
-        borrowed = self.functions.borrowed_gradients
+    def _accumulate(self, functions: SplitFunctions, grads: list[Tensor], state: State) -> None:
+        borrowed = functions.borrowed_gradients
         grads.reverse()
-        for name in self.functions.parameter_names:
+        for name in functions.parameter_names:
             grad = grads.pop()
+            if self._targets.setdefault(name, state[name]) is not state[name]:
+                raise SplitError(
+                    f"stage {self.index}: parameter {name} was replaced between two microbatches "
+                    "whose gradients are gathered; call publish() before replacing it"
+                )
             if name in self.gradients:
                 self.gradients[name].add_(grad)
             elif name in borrowed:
@@ -196,3 +265,11 @@ def _drain(items: list[Any]) -> list[Any]:
     taken = list(items)
     items.clear()
     return taken
+
+
+def _blank(example: Tensor) -> Tensor:
+    """As the example, without memory: guards look only at what kind of tensor an input is."""
+    spec = TensorSpec.of(example)
+    blank = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
+    blank.untyped_storage().resize_(0)
+    return blank.requires_grad_(example.requires_grad)

@@ -1,0 +1,95 @@
+"""F and I as one autograd function: ``loss.backward()`` comes to I and stops there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .compat import current_backward, graph_is_kept, untraced, will_run, without_autocast
+from .errors import SplitError
+from .functions import ForwardResult, SplitFunctions
+from .handover import State
+from .pending import Deferred, PendingQueue
+
+
+def run_forward(functions: SplitFunctions, state: State, leaves: list[Any]) -> ForwardResult:
+    """F on this state; empties ``leaves``. New buffer values are written back."""
+    with without_autocast():
+        result = functions.forward(state, leaves)
+    with torch.no_grad():
+        for name, value in zip(functions.updated_state, result.updates, strict=True):
+            state[name].copy_(value)
+    return result
+
+
+class Split(torch.autograd.Function):
+    """F, whose backward is I.
+
+    Parameters are not among the inputs: their gradients come later and by another way. The
+    anchor, a leaf that requires a gradient and never gets one, gives the outputs a gradient
+    function all the same.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        queue: PendingQueue,
+        functions: SplitFunctions,
+        state: State,
+        anchor: Tensor,
+        *leaves: Any,
+    ) -> tuple[Any, ...]:
+        ctx.queue, ctx.functions, ctx.state = queue, functions, state
+        ctx.ticket = queue.reducer.forward()
+        result = run_forward(functions, state, list(leaves))
+        ctx.saved = result.saved
+        ctx.set_materialize_grads(False)
+        # Tensors of their own on the same storage: a saved output would keep its own graph
+        # alive, and autograd forbids writing into a view that a function returns.
+        outputs = [v.detach() if isinstance(v, Tensor) else v for v in result.outputs]
+        pairs = zip(functions.output_names, outputs, strict=True)
+        constant = [
+            value
+            for name, value in pairs
+            if isinstance(value, Tensor) and name not in functions.tangent_specs
+        ]
+        ctx.mark_non_differentiable(*constant)
+        return tuple(outputs)
+
+    @staticmethod
+    @untraced
+    def backward(ctx: Any, *output_grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        functions: SplitFunctions = ctx.functions
+        _check_backward(ctx)
+        named = dict(zip(functions.output_names, output_grads, strict=True))
+        absent = {name for name, grad in named.items() if grad is None}
+        skipped = frozenset(
+            name for name, sources in functions.gradient_sources.items() if sources <= absent
+        )
+        del output_grads
+        saved = ctx.saved
+        ctx.saved = saved.again() if graph_is_kept() else None
+        with without_autocast():
+            grads, handover = functions.backward_input(saved, ctx.state, named)
+        # Not under torch.autograd.grad or backward(inputs=...): they ask for no parameter.
+        if will_run(ctx.next_functions[0][0]):
+            work = Deferred(functions, handover, ctx.state, skipped, current_backward())
+            ctx.queue.add(work)
+        ctx.queue.reducer.backward(ctx.ticket)
+        return (None, None, None, None, *map(grads.get, functions.capture.inputs))
+
+
+def _check_backward(ctx: Any) -> None:
+    if torch.is_grad_enabled():
+        raise SplitError(
+            "create_graph=True: a split backward cannot be differentiated again; run the "
+            "unsplit model where double backward is needed"
+        )
+    if ctx.saved is None:
+        raise SplitError(
+            "backward() a second time through the same call of a split module: what the "
+            "forward saved is gone after the first. Pass retain_graph=True to the first, sum "
+            "the losses before one backward(), or call the module again"
+        )

@@ -1,0 +1,66 @@
+"""What Dynamo reports of graph breaks, without running the model again to ask."""
+
+from __future__ import annotations
+
+import dataclasses
+import linecache
+import os
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._dynamo.utils import get_compilation_metrics, graph_break_reasons
+
+_TORCH = os.path.dirname(torch.__file__)
+
+
+@dataclasses.dataclass(frozen=True)
+class BreakReason:
+    """Why Dynamo ended a graph. ``line``: ``file:line code`` of the user, or empty."""
+
+    line: str
+    reason: str
+
+
+class BreakWatch:
+    """Collects what Dynamo reports between its making and ``found``."""
+
+    def __init__(self) -> None:
+        self._breaks = len(graph_break_reasons)
+        self._attempts = get_compilation_metrics()
+
+    def found(self) -> list[BreakReason]:
+        """Ends of graphs, and functions that Dynamo gave up on."""
+        if len(graph_break_reasons) < self._breaks:  # torch._dynamo.reset() empties the list
+            self._breaks = 0
+        ended = graph_break_reasons[self._breaks :]
+        before = set(map(id, self._attempts))
+        failed = [each for each in get_compilation_metrics() if each.fail_reason]
+        return [
+            *(BreakReason(_users_line(each.user_stack), _short(each.reason)) for each in ended),
+            *(_given_up(each) for each in failed if id(each) not in before),
+        ]
+
+
+def _given_up(attempt: Any) -> BreakReason:
+    path = attempt.fail_user_frame_filename or attempt.co_filename or ""
+    number = attempt.fail_user_frame_lineno or attempt.co_firstlineno or 0
+    what = f"all of {attempt.co_name}" if attempt.co_name else "such a call"
+    reason = f"{_short(attempt.fail_reason)}; {what} runs without a graph"
+    return BreakReason(_place(path, number), reason)
+
+
+def _users_line(stack: Sequence[traceback.FrameSummary]) -> str:
+    own = [frame for frame in stack if not frame.filename.startswith(_TORCH)]
+    return _place(own[-1].filename, own[-1].lineno or 0) if own else ""
+
+
+def _place(path: str, number: int) -> str:
+    return f"{path}:{number} {linecache.getline(path, number).strip()}".strip() if path else ""
+
+
+def _short(reason: str) -> str:
+    if reason.startswith("generic_jump"):
+        return "Branch on the value of a tensor"
+    return reason.strip().partition("\n")[0]

@@ -1,0 +1,1 @@
+"""autosplit inside other machinery: ``torch.compile``, and models with graph breaks."""

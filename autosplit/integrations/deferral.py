@@ -1,0 +1,133 @@
+"""What is pending for parameters of compiled models: ``autosplit.backward_weight(model)``.
+
+``torch.compile(model, backend="autosplit")`` leaves no object of ours in the user's hands, so
+deferred work waits on the parameters that it is for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from ..errors import SplitError
+from ..guard import StepGuard
+from .work import Work, deliver, how_many, total_bytes
+
+if TYPE_CHECKING:
+    from .part import Part
+
+_QUEUE = "_autosplit_pending"
+
+
+class OnParameters:
+    """The owner of work that no model collects: it queues on the parameters themselves."""
+
+    def name_of(self, parameter: nn.Parameter) -> None:
+        """Known only by where Dynamo found it."""
+
+    def compiled(self, part: Part) -> None:
+        """Nobody asks for a report."""
+
+    def entered(self, part: Part) -> None:
+        """Microbatches are told apart by their backward alone."""
+
+    def deferred(self, work: Work, token: object) -> None:
+        _Queued(work).wait()
+
+
+class _Queued:
+    """Work in the queues of its parameters; while it waits, no optimizer may step them."""
+
+    pending = 1
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+        self._guard = StepGuard(self, advice="autosplit.backward_weight(model)")
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.work.named_parameters()
+
+    def wait(self) -> None:
+        self._guard.raise_for(list(self.work.targets))
+        for _, parameter in self.named_parameters():
+            parameter.__dict__.setdefault(_QUEUE, []).append(self)
+
+    def leave(self) -> None:
+        self._guard.lower()
+        for _, parameter in self.named_parameters():
+            rest = [each for each in parameter.__dict__.pop(_QUEUE, []) if each is not self]
+            if rest:
+                parameter.__dict__[_QUEUE] = rest
+
+
+class Deferral:
+    """Weight gradients that ``torch.compile(model, backend="autosplit")`` has deferred.
+
+    The face is that of ``SplitModule``. One microbatch is what one ``backward()`` left.
+
+    Args:
+        model_or_parameters: the model, compiled or not, or some of its parameters.
+
+    Raises:
+        SplitError: it is something else.
+    """
+
+    def __init__(self, model_or_parameters: nn.Module | Tensor | Iterable[Tensor]) -> None:
+        given = model_or_parameters
+        if isinstance(given, Tensor):
+            given = [given]
+        self._parameters = list(given.parameters() if isinstance(given, nn.Module) else given)
+        for each in self._parameters:
+            if not isinstance(each, Tensor):
+                raise SplitError(f"expected a module or parameters, got a {type(each).__name__}")
+
+    @property
+    def pending(self) -> int:
+        """Microbatches whose weight gradients have not been computed."""
+        return len(self._microbatches())
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes of distinct storage that pending microbatches hold."""
+        return total_bytes(each.work for queued in self._microbatches() for each in queued)
+
+    def backward_weight(self, microbatches: int | None = None) -> None:
+        """Compute pending weight gradients and accumulate them into ``.grad``.
+
+        They arrive through autograd: tensor hooks and post-accumulate hooks of the parameters
+        fire. The weight gradients of one graph are computed together: asked for some
+        parameters, this also delivers those of others that share a graph with them.
+
+        Args:
+            microbatches: how many, the oldest ``backward()`` first; all where None.
+
+        Raises:
+            SplitError: nothing, or fewer than asked for, is pending.
+        """
+        waiting = self._microbatches()
+        for queued in waiting[: how_many(len(waiting), microbatches)]:
+            deliver([each.work for each in queued])
+            for each in queued:
+                each.leave()
+
+    def _microbatches(self) -> list[list[_Queued]]:
+        """What one backward left together, oldest backward first."""
+        queues = [getattr(parameter, _QUEUE, ()) for parameter in self._parameters]
+        found: dict[_Queued, None] = dict.fromkeys(each for queue in queues for each in queue)
+        ordered = sorted(found, key=lambda each: (each.work.backward, -each.work.sequence))
+        return [list(group) for _, group in groupby(ordered, lambda each: each.work.backward)]
+
+
+def backward_weight(
+    model_or_parameters: nn.Module | Tensor | Iterable[Tensor], microbatches: int | None = None
+) -> None:
+    """Compute the weight gradients that a model compiled with ``backend="autosplit"`` has
+    deferred: ``Deferral(model_or_parameters).backward_weight(microbatches)``.
+
+    Raises:
+        SplitError: nothing, or fewer microbatches than asked for, is pending.
+    """
+    Deferral(model_or_parameters).backward_weight(microbatches)

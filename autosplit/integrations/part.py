@@ -1,0 +1,82 @@
+"""What became of one graph that Dynamo found."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from torch import fx
+
+from ..passes import Kind, SplitGraphs
+from ..passes.cost import flops, graph_flops
+from ..passes.graph import ancestors, calls, outputs, source_line
+
+
+class Part:
+    """One graph of a model, compiled.
+
+    Attributes:
+        parameters: names of the parameters that need a gradient. Where modules share code,
+            they share the graph; the names are those of the first.
+        graphs: the split graphs; None where the graph has no backward or was not split.
+        reason: why it was not split; empty where it was, or has no backward.
+        lines: ``file.py:3-9`` for the user's lines that the graph holds.
+        ordinary_flops: floating-point operations of weight gradients that are not deferred
+            because the graph was not split.
+    """
+
+    def __init__(self, module: fx.GraphModule, parameters: Sequence[str]) -> None:
+        self.parameters = tuple(parameters)
+        self.graphs: SplitGraphs | None = None
+        self.reason = ""
+        self.lines = _lines(module.graph)
+        self.ordinary_flops = 0
+
+    def give_up(self, reason: str, joint: fx.GraphModule) -> None:
+        """The graph cannot be split; its backward is an ordinary one."""
+        self.reason = reason
+        if "roles" in joint.graph.output_node().meta:
+            self.ordinary_flops = _weight_flops(joint.graph)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether there is a W."""
+        weight = None if self.graphs is None else self.graphs.backward_weight
+        return weight is not None and bool(outputs(weight.graph))
+
+    @property
+    def state(self) -> str:
+        """``split``, or why not."""
+        if self.is_split or self.reason:
+            return self.reason or "split"
+        return "no backward" if self.graphs is None else "no parameters"
+
+    @property
+    def deferred_flops(self) -> int:
+        """Floating-point operations of W."""
+        weight = None if self.graphs is None else self.graphs.backward_weight
+        return 0 if weight is None else graph_flops(weight.graph)
+
+
+def _weight_flops(joint: fx.Graph) -> int:
+    """Of what only the parameters' gradients need."""
+    wanted = [value for _, value in outputs(joint, Kind.PARAMETER_GRAD) if value is not None]
+    others = [v for role, v in outputs(joint) if role.kind is not Kind.PARAMETER_GRAD]
+    shared = ancestors([value for value in others if isinstance(value, fx.Node)])
+    return sum(flops(node) for node in ancestors(wanted) - shared if node in set(calls(joint)))
+
+
+def _lines(graph: fx.Graph) -> str:
+    """The user's lines that made the graph, file by file."""
+    found: dict[str, set[int]] = {}
+    for node in graph.nodes:
+        place = source_line(node).partition(" ")[0]
+        path, _, number = place.rpartition(":")
+        if path and number.isdigit():
+            found.setdefault(os.path.basename(path), set()).add(int(number))
+    return ", ".join(f"{name}:{_span(numbers)}" for name, numbers in found.items())
+
+
+def _span(numbers: set[int]) -> str:
+    low, high = min(numbers), max(numbers)
+    return str(low) if low == high else f"{low}-{high}"

@@ -1,0 +1,214 @@
+"""Models that no single graph holds: graph breaks, branches on data, code Dynamo cannot trace.
+
+The model runs under ``torch.compile``. Every graph that Dynamo finds is split; what lies
+between the graphs runs as ordinary Python and ordinary autograd. Recompilation, guards and
+symbolic shapes are Dynamo's, as users of ``torch.compile`` know them.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import threading
+import weakref
+from collections import Counter, deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..compat import tree_flatten
+from ..compat_breaks import BreakReason, BreakWatch
+from ..compat_dynamo import compile_model
+from ..errors import SplitError
+from ..guard import StepGuard
+from ..passes import codegen
+from .dynamo import Backend
+from .history import History
+from .part import Part
+from .partial_report import partial_report
+from .work import Work, deliver, how_many, total_bytes
+
+
+class Microbatch:
+    """One forward call of the model: the graphs it ran, and what its backward has left."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[Part] = Counter()
+        self.works: list[Work] = []
+
+
+class Partial:
+    """A model split graph by graph.
+
+    ``pending``, ``pending_bytes`` and ``backward_weight()`` are those of ``SplitModule``; a
+    microbatch is one forward call that a backward has gone through, however many graphs it
+    took.
+
+    Args:
+        model: the model; it keeps its parameters and its Python side effects.
+        graphs: how split graphs are run, a name of ``autosplit.compile.BACKENDS``.
+        reason: why no single graph holds it, for the report.
+    """
+
+    def __init__(self, model: nn.Module, graphs: str = "eager", reason: str = "") -> None:
+        self._model = model
+        self._graphs = graphs
+        self.reason = reason
+        self._compiled = compile_model(model, Backend(self, graphs))
+        self._parts: list[Part] = []
+        self._breaks: dict[BreakReason, None] = {}
+        self._history: History | None = None
+        self._calls: Counter[Part] = Counter()
+        self._names: dict[nn.Parameter, str] = {}
+        self._running = threading.local()
+        self._latest = Microbatch()
+        self._waiting: deque[Microbatch] = deque()
+        self._guard = StepGuard(self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward."""
+        known, watch = self._known(), BreakWatch()
+        microbatch = self._running.microbatch = Microbatch()
+        try:
+            result = self._compiled(*args, **kwargs)
+        finally:
+            self._running.microbatch = None
+            self._breaks |= dict.fromkeys(watch.found())
+        outputs = _differentiable(result)
+        if outputs and (self._history is None or self._known() != known):
+            self._history = History.of(outputs, _differentiable((args, kwargs)))
+            self._calls = microbatch.calls
+        for node in dict.fromkeys(output.grad_fn for output in outputs):
+            node.register_prehook(_Begin(self, microbatch))  # type: ignore[union-attr]
+        return result
+
+    def _known(self) -> tuple[int, int]:
+        return len(self._parts), len(self._breaks)
+
+    def backward_weight(self, microbatches: int | None = None) -> None:
+        """Compute pending weight gradients and accumulate them into ``.grad``, as
+        ``SplitModule.backward_weight`` does.
+
+        Args:
+            microbatches: how many, the oldest ``backward()`` first; all where None.
+
+        Raises:
+            SplitError: nothing, or fewer than asked for, is pending.
+        """
+        for _ in range(how_many(self.pending, microbatches)):
+            works = self._waiting[0].works
+            deliver(works)
+            works.clear()
+            self._waiting.popleft()
+        if not self._waiting:
+            self._guard.lower()
+
+    @property
+    def pending(self) -> int:
+        """Microbatches whose weight gradients have not been computed."""
+        return len(self._waiting)
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes of distinct storage that pending microbatches hold."""
+        return total_bytes(work for microbatch in self._waiting for work in microbatch.works)
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The graphs that were compiled so far, oldest first."""
+        return tuple(self._parts)
+
+    @property
+    def breaks(self) -> tuple[BreakReason, ...]:
+        """Where Dynamo ended a graph and why, in the order in which it met them."""
+        return tuple(self._breaks)
+
+    @property
+    def history(self) -> History | None:
+        """Of the latest forward call that needed a gradient and that Dynamo compiled something
+        for, or gave up on something in.
+        """
+        return self._history
+
+    @property
+    def calls(self) -> Counter[Part]:
+        """How often that forward call ran each graph."""
+        return self._calls
+
+    def report(self) -> str:
+        """Which parts are split, which are not and why, and the share that is deferred.
+
+        Raises:
+            SplitError: the model has not been called yet.
+        """
+        if not self._parts and not self._breaks and self._history is None:
+            raise SplitError("nothing captured yet: call the module")
+        return partial_report(self, type(self._model).__name__)
+
+    def dump(self, folder: str | os.PathLike[str]) -> None:
+        """Write the graphs of every part as readable, runnable code, a folder each."""
+        for index, part in enumerate(self._parts):
+            if part.graphs is None:
+                continue
+            root = pathlib.Path(folder) / f"part{index}"
+            root.mkdir(parents=True, exist_ok=True)
+            for name, module in part.graphs.graphs().items():
+                text = f"{codegen.HEADER}\n\n{codegen.generate(name, module)}"
+                (root / f"{name}.py").write_text(text)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return self._model.named_parameters()
+
+    def name_of(self, parameter: nn.Parameter) -> str | None:
+        if parameter not in self._names:
+            self._names = {each: name for name, each in self.named_parameters()}
+        return self._names.get(parameter)
+
+    def compiled(self, part: Part) -> None:
+        self._parts.append(part)
+
+    def entered(self, part: Part) -> Microbatch:
+        """The forward call under way; a recomputation belongs to the backward under way."""
+        microbatch: Microbatch = getattr(self._running, "microbatch", None) or self._latest
+        microbatch.calls[part] += 1
+        return microbatch
+
+    def deferred(self, work: Work, token: Microbatch) -> None:
+        token.works.append(work)
+        self.begin(token)
+
+    def begin(self, microbatch: Microbatch) -> None:
+        """A backward has reached the forward call."""
+        self._latest = microbatch
+        if microbatch not in self._waiting:
+            self._waiting.append(microbatch)
+            self._guard.raise_for([name for name, _ in self.named_parameters()])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._waiting:
+            raise SplitError(
+                f"{self.pending} microbatch(es) of weight gradients are pending, which cannot be "
+                "pickled or copied; call backward_weight() first"
+            )
+        return Partial, (self._model, self._graphs, self.reason)
+
+
+class _Begin:
+    """Tells the owner, once the backward arrives at an output of the model."""
+
+    def __init__(self, owner: Partial, microbatch: Microbatch) -> None:
+        self._owner = weakref.ref(owner)
+        self._microbatch = microbatch
+
+    def __call__(self, grads: tuple[Tensor | None, ...]) -> None:
+        owner = self._owner()
+        if owner is not None:
+            owner.begin(self._microbatch)
+
+
+def _differentiable(tree: Any) -> list[Tensor]:
+    """Tensors of a pytree that autograd has a history of."""
+    leaves, _ = tree_flatten(tree)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]

@@ -1,0 +1,149 @@
+"""Microbatches between I and W."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from .compat import without_autocast
+from .errors import SplitError
+from .functions import SplitFunctions
+from .guard import StepGuard
+from .handover import Handover, State, distinct_bytes
+from .reducer import ReducerWatch
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Deferred:
+    """What one backward through one graph left for W.
+
+    Attributes:
+        functions: whose W it is.
+        handover: the tensors that W needs.
+        state: parameters and buffers as they were in the forward.
+        skipped: parameters that get no gradient: no output that they are in took part.
+        backward: number of the backward, told by the autograd engine.
+    """
+
+    functions: SplitFunctions
+    handover: Handover
+    state: State
+    skipped: frozenset[str]
+    backward: int
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """The parameters that get a gradient: those of the forward, wherever they are now."""
+        for name in self.functions.parameter_names:
+            if name not in self.skipped:
+                yield name, self.state[name]
+
+
+class PendingQueue:
+    """Deferred work, oldest backward first; no optimizer may step its parameters meanwhile.
+
+    What one backward left belongs together, also where the module was called several times:
+    it is one microbatch. Several threads may add and take.
+
+    Attributes:
+        reducer: whether DistributedDataParallel waits for the gradients.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._microbatches: dict[int, list[Deferred]] = {}
+        self._guard = StepGuard(self)
+        self.reducer = ReducerWatch()
+
+    @property
+    def pending(self) -> int:
+        """How many microbatches."""
+        return len(self._microbatches)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of distinct storage that they hold."""
+        return distinct_bytes(t for each in self._works() for t in each.handover.tensors)
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """The parameters that gradients are pending for."""
+        named = {id(p): (name, p) for each in self._works() for name, p in each.named_parameters()}
+        yield from named.values()
+
+    def add(self, deferred: Deferred) -> None:
+        """Queue it, behind what its own backward has left before."""
+        with self._lock:
+            self._microbatches.setdefault(deferred.backward, []).append(deferred)
+            self._guard.raise_for(deferred.functions.parameter_names)
+
+    def take(self, microbatches: int | None) -> list[list[Deferred]]:
+        """The oldest microbatches, all where None; they are not pending any more.
+
+        Returns:
+            What to deliver together: each microbatch by itself, or all in one.
+
+        Raises:
+            SplitError: nothing, or fewer than asked for, is pending; or a reducer needs more.
+        """
+        with self._lock:
+            keys = list(self._microbatches)
+            count = len(keys) if microbatches is None else microbatches
+            if not keys:
+                raise SplitError(
+                    "backward_weight() with nothing pending: call loss.backward() through this "
+                    "module first (each backward is one pending microbatch)"
+                )
+            if not 1 <= count <= len(keys):
+                raise SplitError(
+                    f"backward_weight(microbatches={count}): {len(keys)} pending; "
+                    f"ask for 1 to {len(keys)}"
+                )
+            together = self.reducer.delivers_together(count, len(keys))
+            taken = [self._microbatches.pop(key) for key in keys[:count]]
+            if not self._microbatches:
+                self._guard.lower()
+            return [[each for works in taken for each in works]] if together else taken
+
+    def _works(self) -> list[Deferred]:
+        with self._lock:
+            return [each for works in self._microbatches.values() for each in works]
+
+
+def deliver(works: Sequence[Deferred]) -> None:
+    """Compute the weight gradients in one pass of autograd, which accumulates them.
+
+    A parameter that several of the works have a gradient for gets one sum, and its hooks fire
+    once, as after an ordinary ``backward()``.
+
+    Raises:
+        SplitError: something deferred was written in place since I.
+    """
+    roots = []
+    with torch.enable_grad():
+        # The engine runs the newest node first: gradients add up in the order of the works.
+        for work in reversed(works):
+            parameters = [parameter for _, parameter in work.named_parameters()]
+            if parameters:
+                roots.append(_Deliver.apply(work, *parameters))  # type: ignore[no-untyped-call]
+    if roots:
+        torch.autograd.backward(roots)
+
+
+class _Deliver(torch.autograd.Function):
+    """A root whose backward is W: the engine hands the gradients straight to the parameters."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, work: Deferred, *_: Tensor) -> Tensor:
+        ctx.work = work  # type: ignore[attr-defined]
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, _: Tensor) -> tuple[Tensor | None, ...]:
+        work: Deferred = ctx.work  # type: ignore[attr-defined]
+        with without_autocast():
+            grads = work.functions.backward_weight(work.handover, work.state)
+        pairs = zip(work.functions.parameter_names, grads, strict=True)
+        return (None, *(grad for name, grad in pairs if name not in work.skipped))

@@ -1,0 +1,1 @@
+"""Which modules autosplit splits, compared with plain autograd on the same seed."""

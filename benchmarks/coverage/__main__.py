@@ -1,0 +1,111 @@
+"""``python -m benchmarks.coverage`` compares and writes ``benchmarks/coverage/README.md``."""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import re
+import shlex
+import time
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from ..environment import describe
+from .examine import examine
+from .judge import FACTOR, ROUNDINGS
+from .render import render
+from .results import Results, Rows, row
+from .subject import Subject
+
+HERE = pathlib.Path(__file__).parent
+PARTS = ("modules", "transformers", "breaks", "generated")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="*", help=f"which of {', '.join(PARTS)}; all by default")
+    parser.add_argument("--select", default="", help="only cases whose name matches this pattern")
+    parser.add_argument("--samples", type=int, default=6, help="inputs for each module at most")
+    parser.add_argument("--examples", type=int, default=1000, help="generated modules")
+    parser.add_argument("--seed", type=int, default=0, help="of the generated modules")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after these")
+    parser.add_argument("--resume", action="store_true", help="skip cases already in results.json")
+    options = parser.parse_args()
+    unknown = sorted(set(options.parts) - set(PARTS))
+    if unknown:
+        parser.error(f"unknown part {unknown[0]!r}; known parts: {', '.join(PARTS)}")
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    results = Results.read(HERE / "results.json")
+    for part in options.parts or PARTS:
+        rows = _run(part, options, results)
+        results.update(part, rows, _command(part, options), describe(threads=1))
+    (HERE / "README.md").write_text(render(results, FACTOR, ROUNDINGS))
+
+
+def _run(part: str, options: argparse.Namespace, results: Results) -> Rows:
+    if part == "generated":
+        return [_generated(options)]
+    done = {each["name"] for each in results.rows(part)} if options.resume else set()
+    cases = [
+        (group, subject)
+        for group, subject in _subjects(part, options)
+        if re.search(options.select, subject.name) and subject.name not in done
+    ]
+    end = time.monotonic() + options.seconds
+    return list(_examined(part, cases, end))
+
+
+def _examined(part: str, cases: list[tuple[str, Subject]], end: float) -> Iterator[dict[str, Any]]:
+    for group, subject in tqdm(cases, desc=part, mininterval=5):
+        if time.monotonic() > end:
+            return
+        yield row(examine(subject), group)
+
+
+def _subjects(part: str, options: argparse.Namespace) -> Iterable[tuple[str, Subject]]:
+    # Each part needs packages that the others do not.
+    if part == "modules":
+        from . import module_database
+
+        return ((each.name.split()[0], each) for each in module_database.subjects(options.samples))
+    if part == "transformers":
+        import transformers
+
+        from . import architectures
+
+        transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+        return architectures.subjects()
+    from . import breaks
+
+    return (("breaks", each) for each in breaks.subjects())
+
+
+def _generated(options: argparse.Namespace) -> dict[str, Any]:
+    from .generated.sweep import sweep
+
+    found = sweep(options.examples, seed=options.seed, seconds=options.seconds)
+    return {
+        "name": f"{found.examples} examples from seed {options.seed}",
+        "verdicts": {verdict.value: count for verdict, count in found.verdicts.items()},
+        "refusals": dict(found.refusals.most_common()),
+        "failures": found.failures,
+    }
+
+
+def _command(part: str, options: argparse.Namespace) -> str:
+    """What to type for the whole of this part: a run in pieces ends up with the same rows."""
+    words = ["python", "-m", "benchmarks.coverage", part]
+    if part == "modules":
+        words += ["--samples", str(options.samples)]
+    if part == "generated":
+        words += ["--examples", str(options.examples), "--seed", str(options.seed)]
+    return shlex.join(words)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""``results.json`` as a page."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from tabulate import tabulate
+
+from .examine import Verdict
+from .results import Results, Rows, group
+
+PARTLY = "partly split"
+COLUMNS = [
+    Verdict.EQUAL.value,
+    Verdict.CLOSE.value,
+    PARTLY,
+    Verdict.REFUSED.value,
+    Verdict.WRONG.value,
+    Verdict.CRASHED.value,
+    Verdict.NO_BACKWARD.value,
+]
+GOOD = {Verdict.EQUAL.value, Verdict.CLOSE.value, PARTLY}
+TEMPLATE = """\
+# Which modules are split, against plain autograd
+
+Written by `python -m benchmarks.coverage`; do not edit. {environment}.
+
+Each case runs twice from the same seed, split and under plain autograd: two microbatches forward
+and backward, then `backward_weight()`, a step of gradient descent, and another microbatch.
+Compared are every output, every input's gradient, inputs that were written into, every
+parameter's gradient, buffers, and the random generator's state.
+
+- *equal*: bit for bit (`torch.equal`).
+- *equal within tolerance*: other kernels ran; the error against plain autograd in float64 is at
+  most {factor:g} times plain autograd's own, plus {roundings:g} roundings of the largest element.
+- *partly split*: equal (within tolerance), in more than one graph with ordinary autograd between.
+- *refused*: a typed error says why. *CRASHED*: any other error. *WRONG*: anything else.
+- *no backward in eager*: plain autograd itself raises or has nothing to differentiate.
+
+{summary}
+
+## torch's module database
+
+{modules_head}
+
+{modules}
+
+## Hugging Face architectures
+
+{transformers_head}
+
+{transformers}
+
+## Graph breaks, data-dependent branches, Python side effects
+
+{breaks}
+
+## Generated modules
+
+{generated}
+
+## To reproduce
+
+```sh
+{commands}
+```
+"""
+
+
+def render(results: Results, factor: float, roundings: float) -> str:
+    modules, models = results.rows("modules"), results.rows("transformers")
+    parts = results.parts.values()
+    environment = next((part["environment"] for part in parts), "")
+    return TEMPLATE.format(
+        environment=environment,
+        factor=factor,
+        roundings=roundings,
+        summary=_summary(results),
+        modules_head=_modules_head(modules),
+        modules=_exceptions(modules),
+        transformers_head=_models_head(models),
+        transformers=_models(models),
+        breaks=_listing(results.rows("breaks")),
+        generated=_generated(results),
+        commands="\n".join(line for part in parts for line in part["commands"]),
+    )
+
+
+def category(row: dict[str, Any]) -> str:
+    """The column a row counts in."""
+    found = str(row["verdict"])
+    split = found in (Verdict.EQUAL.value, Verdict.CLOSE.value)
+    return PARTLY if split and row.get("graphs", 1) > 1 else found
+
+
+def _counts(rows: Rows) -> Counter[str]:
+    return Counter(category(row) for row in rows)
+
+
+def _summary(results: Results) -> str:
+    names = {
+        "modules": "module database",
+        "transformers": "Hugging Face",
+        "breaks": "graph breaks",
+    }
+    table = [
+        [title, len(rows), *(_counts(rows)[column] or "" for column in COLUMNS)]
+        for part, title in names.items()
+        if (rows := results.rows(part))
+    ]
+    for row in results.rows("generated")[-1:]:
+        counts = [row["verdicts"].get(column, "") for column in COLUMNS]
+        table.append(["generated modules", sum(row["verdicts"].values()), *counts])
+    return _table(["cases", "in all", *COLUMNS], table)
+
+
+def _modules_head(rows: Rows) -> str:
+    backward = [row for row in rows if category(row) != Verdict.NO_BACKWARD.value]
+    entries = group(backward)
+    whole = [name for name, each in entries.items() if all(category(row) in GOOD for row in each)]
+    cases = sum(category(row) in GOOD for row in backward)
+    return (
+        f"{len(group(rows))} entries, of which {len(entries)} have a backward in eager: "
+        f"{len(whole)} of these ({_share(len(whole), len(entries))}) come out equal in every case "
+        f"(inputs, float32 and float64, train and eval), and {cases} of {len(backward)} cases "
+        f"({_share(cases, len(backward))}). Entries with any other case than *equal*:"
+    )
+
+
+def _exceptions(rows: Rows) -> str:
+    table = []
+    for entry, each in group(rows).items():
+        counts = _counts(each)
+        if counts[Verdict.EQUAL.value] < len(each):
+            reasons = [row.get("detail", "") for row in each if category(row) not in GOOD]
+            cells = [counts[column] or "" for column in COLUMNS]
+            table.append([entry, *cells, _brief(reasons[0] if reasons else "")])
+    return _table(["entry", *COLUMNS, "why"], table)
+
+
+def _models_head(rows: Rows) -> str:
+    models = {row["name"].split()[0] for row in rows}
+    one = sum(category(row) in GOOD and row.get("graphs") == 1 for row in rows)
+    good = sum(category(row) in GOOD for row in rows)
+    return (
+        f"{len(models)} architectures in {len(rows)} cases (train and eval, tied and untied "
+        f"embeddings where both exist): {good} ({_share(good, len(rows))}) equal, {one} "
+        f"({_share(one, len(rows))}) in one graph. Those in one graph by family, and the others "
+        "one by one:"
+    )
+
+
+def _models(rows: Rows) -> str:
+    table = []
+    for family, each in group(rows).items():
+        names = dict.fromkeys(row["name"].split()[0] for row in each)
+        one = sum(category(row) in GOOD and row.get("graphs") == 1 for row in each)
+        table.append([family, f"{one} of {len(each)}", ", ".join(names)])
+    others = [row for row in rows if category(row) not in GOOD or row.get("graphs") != 1]
+    listing = _table(["family", "equal in one graph", "architectures"], table)
+    return f"{listing}\n\n{_listing(others)}" if others else listing
+
+
+def _listing(rows: Rows) -> str:
+    table = [[row["name"], category(row), _brief(row.get("detail", ""))] for row in rows]
+    return _table(["case", "result", "why"], table)
+
+
+def _generated(results: Results) -> str:
+    rows = results.rows("generated")
+    if not rows:
+        return "Not run."
+    last = rows[-1]
+    lines = [last["name"] + "."]
+    if last["refusals"]:
+        table = [[count, _brief(reason)] for reason, count in last["refusals"].items()]
+        lines.append(_table(["examples", "refused because"], table))
+    lines += [f"{why}\n\n```python\n{plan}\n```" for plan, why in last["failures"].items()]
+    return "\n\n".join(lines)
+
+
+def _brief(detail: str) -> str:
+    text = detail.replace("|", "/").replace("\n", " ")
+    return text if len(text) < 200 else text[:200] + " ..."
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.1%}" if whole else "none"
+
+
+def _table(headers: list[str], rows: list[list[Any]]) -> str:
+    return tabulate(rows, headers, tablefmt="github", disable_numparse=True)

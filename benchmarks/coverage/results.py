@@ -1,0 +1,62 @@
+"""What was found, kept in ``results.json`` so that the table can be made part by part."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Iterable
+from typing import Any
+
+from .examine import Finding
+
+Rows = list[dict[str, Any]]
+
+
+@dataclasses.dataclass
+class Results:
+    """Parts by name, each with the command and environment it was run with, and its rows."""
+
+    path: pathlib.Path
+    parts: dict[str, dict[str, Any]]
+
+    @classmethod
+    def read(cls, path: pathlib.Path) -> Results:
+        return cls(path, json.loads(path.read_text()) if path.exists() else {})
+
+    def update(self, part: str, rows: Rows, command: str, environment: str) -> None:
+        """Replace the part's rows of the same names, keep its others, and write the file."""
+        self.parts = Results.read(self.path).parts  # another part may have been run meanwhile
+        known = {row["name"]: row for row in self.parts.get(part, {}).get("rows", [])}
+        known |= {row["name"]: row for row in rows}
+        commands = self.parts.get(part, {}).get("commands", [])
+        self.parts[part] = {
+            "environment": environment,
+            "commands": [*(line for line in commands if line != command), command],
+            "rows": list(known.values()),
+        }
+        self.path.write_text(json.dumps(self.parts, indent=1) + "\n")
+
+    def rows(self, part: str) -> Rows:
+        found: Rows = self.parts.get(part, {}).get("rows", [])
+        return found
+
+
+def row(finding: Finding, group: str) -> dict[str, Any]:
+    """A finding as it is written; what is empty is left out."""
+    found = {
+        "name": finding.name,
+        "group": group,
+        "verdict": finding.verdict.value,
+        "graphs": finding.graphs,
+        "detail": finding.detail,
+    }
+    return {key: value for key, value in found.items() if value not in ("", 0)}
+
+
+def group(rows: Iterable[dict[str, Any]]) -> dict[str, Rows]:
+    """Rows by group, in the order in which groups come first."""
+    found: dict[str, Rows] = {}
+    for each in rows:
+        found.setdefault(each["group"], []).append(each)
+    return found

@@ -1,0 +1,101 @@
+"""A quick slice of the sweep of ``benchmarks/coverage``: one case of each kind."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+
+from benchmarks.coverage.examine import Verdict, examine
+from benchmarks.coverage.generated.functions import BINARY, UNARY
+from benchmarks.coverage.generated.layers import LAYERS
+from benchmarks.coverage.generated.plan import Plan, Step
+from benchmarks.coverage.generated.strategies import plans
+from benchmarks.coverage.generated.sweep import sweep
+
+GOOD = {Verdict.EQUAL, Verdict.CLOSE}
+ENTRIES = ["nn.Linear", "nn.Conv2d", "nn.BatchNorm2d", "nn.MultiheadAttention", "nn.Embedding"]
+ENTRIES += ["nn.LSTMCell", "nn.GroupNorm", "nn.CrossEntropyLoss", "nn.TransformerDecoderLayer"]
+MODELS = ["llama tied train", "bert tied eval", "mamba tied train", "resnet train"]
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_module_database(name: str) -> None:
+    pytest.importorskip("expecttest", reason="torch's module database imports it")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from benchmarks.coverage.module_database import subjects
+
+        cases = [each for each in subjects(1) if each.name.split()[0] == name]
+        found = {case.name: examine(case) for case in cases}
+    assert len(found) == 4  # float32 and float64, train and eval
+    assert {key: each.detail for key, each in found.items() if each.verdict not in GOOD} == {}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_architecture(name: str) -> None:
+    pytest.importorskip("transformers")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from benchmarks.coverage.architectures import subjects
+
+        (case,) = [subject for _, subject in subjects() if subject.name == name]
+        finding = examine(case)
+    assert finding.verdict in GOOD, finding.detail
+    assert finding.graphs == 1
+
+
+@settings(
+    max_examples=25,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=(Phase.generate, Phase.shrink),
+    suppress_health_check=list(HealthCheck),
+)
+@given(plans(longest=5))
+def test_generated_modules(plan: Plan) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        finding = examine(plan.subject())
+    assert finding.verdict not in {Verdict.WRONG, Verdict.CRASHED}, f"{finding.detail}\n{plan}"
+
+
+def test_a_plan_reads_as_code() -> None:
+    plan = Plan(
+        (Step("linear"), Step("linear", (1,)), Step("add", (0, 1)), Step("dropout", frozen=True)),
+        outputs=(("value", 0), ("view", 2)),
+        tied=True,
+    )
+    assert str(plan) == (
+        "def forward(x, y):  # torch.float32, train, gradient wanted: ['x']\n"
+        "    v0 = linear_0(x)\n"
+        "    v1 = linear_0(x)\n"
+        "    v2 = add(v1, v0)\n"
+        "    v3 = dropout_0(v2)  # frozen\n"
+        "    return tuple of value(v3), view(v1)\n"
+        "    # tied weights"
+    )
+
+
+def test_names_of_layers_and_functions_do_not_clash() -> None:
+    names = [*LAYERS, *UNARY, *BINARY]
+    assert len(names) == len(set(names))
+
+
+def test_a_failing_plan_shrinks_to_the_step_that_fails() -> None:
+    """A splitter that fails at every step of two operands: the plan reported has no other."""
+
+    def wrong(model: Any) -> Any:
+        if any(step.name in BINARY for step in model.plan.steps):
+            raise KeyError("two operands")
+        model.backward_weight = lambda: None
+        return model
+
+    found = sweep(20, splitter=wrong)
+    assert found.verdicts[Verdict.CRASHED] >= 1
+    plan, why = next(iter(found.failures.items()))
+    assert why.startswith("CRASHED: KeyError: 'two operands' (at ")
+    assert len(plan.splitlines()) == 3

@@ -1,0 +1,172 @@
+"""What a partly split model says of itself."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable
+
+import pytest
+import torch
+from breaking import DisabledMiddle, TwoLayers, Unbreakable
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from autosplit import SplitError, compat_dynamo
+from autosplit.integrations.partial import Partial
+from autosplit.passes import PassError
+
+PRODUCT = 2 * 3 * 4 * 4  # operations of one weight gradient: 3 rows, 4 by 4 weights
+
+
+def called(model: nn.Module) -> Partial:
+    partial = Partial(model)
+    partial(torch.randn(3, 4)).sum().backward()
+    partial.backward_weight()
+    return partial
+
+
+def test_parts_and_breaks() -> None:
+    partial = called(DisabledMiddle())
+    first, second = partial.parts
+    assert (first.state, first.parameters) == ("split", ("a.weight", "a.bias"))
+    assert (second.state, second.parameters) == ("split", ("b.weight", "b.bias"))
+    assert first.deferred_flops == second.deferred_flops == PRODUCT
+    assert partial.calls == {first: 1, second: 1}
+    (found,) = partial.breaks
+    assert found.reason == "Skip inlining `torch.compiler.disable()`d function"
+    assert "breaking.py:" in found.line
+    assert found.line.endswith("return self.b(self.untraceable(self.a(x).relu()))")
+    number = found.line.split(" ")[0].rpartition(":")[2]
+    assert first.lines.startswith("breaking.py:")
+    assert number in first.lines
+
+
+def test_history_tells_deferred_from_ordinary() -> None:
+    model = DisabledMiddle()
+    history = called(model).history
+    assert history is not None
+    assert history.deferred == {*model.a.parameters(), *model.b.parameters()}
+    assert history.ordinary == {model.middle.weight: PRODUCT, model.middle.bias: 0}
+
+
+def test_report() -> None:
+    partial = called(DisabledMiddle())
+    text = partial.report()
+    assert "DisabledMiddle does not fit in one graph: Dynamo found 2, 2 of them split." in text
+    assert "Skip inlining `torch.compiler.disable()`d function" in text
+    assert "middle.weight" in text
+    assert (
+        "Deferred: the gradients of 4 of 6 parameters, 66.7 % of the weight gradients' "
+        "floating-point operations" in text
+    )
+
+
+def test_reason_is_reported() -> None:
+    partial = Partial(TwoLayers(), reason="TwoLayers cannot be captured in one graph.")
+    partial(torch.randn(3, 4))
+    assert "TwoLayers cannot be captured in one graph." in partial.report()
+
+
+def test_everything_deferred() -> None:
+    text = called(TwoLayers()).report()
+    assert "Deferred: the gradients of 4 of 4 parameters, 100.0 %" in text
+    assert "ordinary backward" not in text
+
+
+def test_function_that_dynamo_gives_up_on() -> None:
+    partial = called(Unbreakable())
+    (found,) = partial.breaks
+    assert found.line.endswith("torch._dynamo.graph_break()")
+    assert found.reason.endswith("all of forward runs without a graph")
+    text = partial.report()
+    assert "Dynamo found 0, 0 of them split" in text
+    assert "0 of 4 parameters, 0.0 %" in text
+
+
+def test_recompilation_limit_is_reported() -> None:
+    model = TwoLayers()
+    partial = Partial(model)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for training in (True, False):
+            model.train(training)
+            for frozen in (False, True):
+                model.a.weight.requires_grad_(not frozen)
+                partial(torch.randn(3, 4)).sum().backward()
+    assert any("recompile limit" in each.reason for each in partial.breaks)
+    partial.backward_weight()
+    assert "recompile limit" in partial.report()
+
+
+def test_graph_that_cannot_be_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: object) -> None:
+        raise PassError("no pass likes this graph")
+
+    monkeypatch.setattr(compat_dynamo, "run", fail)
+    partial = called(TwoLayers())
+    assert [part.state for part in partial.parts] == ["no pass likes this graph"] * 2
+    assert [part.ordinary_flops for part in partial.parts] == [PRODUCT, PRODUCT]
+    assert "no pass likes this graph" in partial.report()
+    assert "0 of 4 parameters, 0.0 %" in partial.report()
+
+
+class Product(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 4, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.bmm(x, self.weight)
+
+
+@pytest.mark.parametrize(
+    ("build", "shape"),
+    [
+        (lambda: nn.Linear(4, 5), (3, 4)),
+        (lambda: nn.Linear(4, 5, bias=False), (2, 3, 4)),
+        (lambda: nn.Conv2d(4, 6, 3), (2, 4, 8, 8)),
+        (Product, (2, 3, 4)),
+    ],
+    ids=["linear", "batched", "convolution", "bmm"],
+)
+def test_operations_outside_graphs_are_counted_as_torch_does(
+    build: Callable[[], nn.Module], shape: tuple[int, ...]
+) -> None:
+    class Disabled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = build()
+
+        @torch.compiler.disable
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x)
+
+    model = Disabled()
+    partial = Partial(model)
+    output = partial(torch.randn(shape))
+    with FlopCounterMode(display=False) as counter:
+        output.sum().backward()
+    partial.backward_weight()
+    assert partial.history is not None
+    assert sum(partial.history.ordinary.values()) == counter.get_total_flops() > 0
+
+
+def test_dump(tmp_path: pathlib.Path) -> None:
+    partial = called(TwoLayers())
+    partial.dump(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["part0", "part1"]
+    names = sorted(path.name for path in (tmp_path / "part1").iterdir())
+    assert names == [
+        "backward.py",
+        "backward_input.py",
+        "backward_weight.py",
+        "forward.py",
+        "joint.py",
+    ]
+    text = (tmp_path / "part1" / "backward_weight.py").read_text()
+    assert "aten.mm.default" in text
+    assert "parameter_grad b.weight" in text
+
+
+def test_nothing_captured() -> None:
+    with pytest.raises(SplitError, match="nothing captured yet: call the module"):
+        Partial(TwoLayers()).report()

@@ -1,0 +1,148 @@
+"""A split module and its plain twin, driven through the same microbatches and compared."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import autosplit
+
+Loss = Callable[[Any], Tensor]
+
+both_modes = pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+
+
+def mean_square(output: Any) -> Tensor:
+    """A loss over every differentiable leaf of the output, each with another weight."""
+    terms = []
+    for index, leaf in enumerate(pytree.tree_leaves(output)):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            values = torch.view_as_real(leaf) if leaf.is_complex() else leaf
+            terms.append((index + 1) * values.square().mean())
+    return torch.stack([term.to(torch.float64) for term in terms]).sum()
+
+
+def assert_equals_autograd(
+    model: nn.Module,
+    microbatches: Sequence[Any],
+    loss: Loss = mean_square,
+    *,
+    compare: Callable[[str, Any, Any], None] | None = None,
+) -> autosplit.SplitModule:
+    """Every output, gradient, buffer and random state is that of plain autograd.
+
+    Each microbatch is a tuple of positional inputs or a dict of keyword inputs; inputs with
+    ``requires_grad`` are leaves. Driven twice over: forward and backward of one after the
+    other, then all forwards before all backwards, each with every microbatch pending at once
+    before ``backward_weight()``. Gradients add up over both.
+    """
+    compare = compare or assert_same
+    plain = copy.deepcopy(model)
+    split = autosplit.split(model)
+    for order in (one_by_one, forwards_first):
+        mine = order(split, microbatches, loss)
+        assert split.pending in (0, len(microbatches))
+        theirs = order(plain, microbatches, loss)
+        compare(f"{order.__name__}: random state", mine.pop(), theirs.pop())
+        for index, (ours, expected) in enumerate(zip(mine, theirs, strict=True)):
+            compare(f"{order.__name__}: microbatch {index}", ours, expected)
+        if split.pending:
+            split.backward_weight()
+        assert_same_state(model, plain, compare)
+    return split
+
+
+def one_by_one(module: nn.Module, microbatches: Iterable[Any], loss: Loss) -> list[Any]:
+    """[(outputs, input gradients) of each microbatch, random state]"""
+    found: list[Any] = []
+    torch.manual_seed(5)
+    for microbatch in microbatches:
+        inputs = fresh(microbatch)
+        output = call(module, inputs)
+        backward(loss, output)
+        found.append((detached(output), gradients(inputs)))
+    return [*found, torch.get_rng_state()]
+
+
+def forwards_first(module: nn.Module, microbatches: Iterable[Any], loss: Loss) -> list[Any]:
+    """As ``one_by_one``, with every forward before the first backward."""
+    torch.manual_seed(6)
+    inputs = [fresh(microbatch) for microbatch in microbatches]
+    outputs = [call(module, each) for each in inputs]
+    for output in outputs:
+        backward(loss, output)
+    found = [(detached(o), gradients(i)) for o, i in zip(outputs, inputs, strict=True)]
+    return [*found, torch.get_rng_state()]
+
+
+def backward(loss: Loss, output: Any) -> None:
+    value = loss(output)
+    if value.requires_grad:
+        value.backward()
+
+
+def call(module: nn.Module, inputs: Any) -> Any:
+    return module(**inputs) if isinstance(inputs, dict) else module(*inputs)
+
+
+def fresh(microbatch: Any) -> Any:
+    """The same inputs again, tensors as new leaves."""
+    return pytree.tree_map_only(
+        Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), microbatch
+    )
+
+
+def gradients(inputs: Any) -> Any:
+    return [leaf.grad for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
+
+
+def detached(output: Any) -> Any:
+    return pytree.tree_map_only(Tensor, Tensor.detach, output)
+
+
+def assert_same_state(
+    model: nn.Module, plain: nn.Module, compare: Callable[[str, Any, Any], None]
+) -> None:
+    """Parameters' gradients, and buffers."""
+    for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        compare(f"gradient of {name}", mine.grad, theirs.grad)
+    for (name, mine), theirs in zip(model.named_buffers(), plain.buffers(), strict=True):
+        compare(f"buffer {name}", mine, theirs)
+
+
+def assert_same(what: str, mine: Any, theirs: Any) -> None:
+    """Same structure, types, dtypes and shapes; tensors equal bit for bit."""
+    ours, spec = pytree.tree_flatten(mine)
+    expected, other = pytree.tree_flatten(theirs)
+    assert spec == other, f"{what}: {spec} against {other}"
+    for a, b in zip(ours, expected, strict=True):
+        assert type(a) is type(b) or isinstance(a, Tensor), f"{what}: {a!r} against {b!r}"
+        if isinstance(a, Tensor):
+            assert isinstance(b, Tensor), f"{what}: a tensor against {b!r}"
+            assert (a.dtype, a.shape) == (b.dtype, b.shape), what
+            assert torch.equal(a, b), f"{what}: off by {(a - b).abs().max()}"
+        else:
+            assert a == b, f"{what}: {a!r} against {b!r}"
+
+
+def within(tolerance: float) -> Callable[[str, Any, Any], None]:
+    """A comparison that allows rounding: ``tolerance`` relative to the largest entry."""
+
+    def compare(what: str, mine: Any, theirs: Any) -> None:
+        pairs = zip(pytree.tree_leaves(mine), pytree.tree_leaves(theirs), strict=True)
+        for a, b in pairs:
+            if isinstance(a, Tensor) and isinstance(b, Tensor) and a.is_floating_point():
+                assert a.dtype == b.dtype, what
+                scale = b.abs().max().item() + 1e-30
+                error = (a - b).abs().max().item() / scale
+                assert error <= tolerance, f"{what}: off by {error} of {scale}"
+            else:
+                assert_same(what, a, b)
+
+    return compare

@@ -1,0 +1,128 @@
+"""``autograd.Function`` and ``torch.library`` operators with formulas of their own.
+
+The formulas are wrong on purpose, so that a gradient shows which one was used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from semantics.against_autograd import assert_equals_autograd, both_modes
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+import autosplit
+from autosplit import CaptureError
+
+
+class StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.factor = factor
+        return x * x * factor
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return 3 * x * grad * ctx.factor, None
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        to_x = grad @ weight.t() * 3 if ctx.needs_input_grad[0] else None
+        to_weight = x.t() @ grad * 5 if ctx.needs_input_grad[1] else None
+        return to_x, to_weight
+
+
+class Setup(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.exp(), x > 0
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(output[0])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> Tensor:
+        return grad * ctx.saved_tensors[0] * 7
+
+
+@torch.library.custom_op("autosplit_tests::cube", mutates_args=())
+def cube(x: Tensor) -> Tensor:
+    return x * x * x
+
+
+@torch.library.custom_op("autosplit_tests::cube_backward", mutates_args=())
+def cube_backward(grad: Tensor, x: Tensor) -> Tensor:
+    return 5 * x * x * grad
+
+
+@torch.library.custom_op("autosplit_tests::without_formula", mutates_args=())
+def without_formula(x: Tensor) -> Tensor:
+    return x * 2
+
+
+cube.register_fake(torch.empty_like)
+cube_backward.register_fake(lambda grad, x: torch.empty_like(x))
+without_formula.register_fake(torch.empty_like)
+cube.register_autograd(
+    lambda ctx, grad: cube_backward(grad, ctx.saved_tensors[0]),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
+)
+
+
+class Uses(nn.Module):
+    def __init__(self, make: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.make = make
+
+    def forward(self, x: Tensor) -> Any:
+        return self.make(self, x)
+
+
+CASES: dict[str, Callable[[Any, Tensor], Any]] = {
+    "straight through": lambda m, x: StraightThrough.apply(m.linear(x)),
+    "saved and number": lambda m, x: Square.apply(m.linear(x), 2.0),
+    "two gradients": lambda m, x: Product.apply(x, m.linear.weight),
+    "setup_context": lambda m, x: Setup.apply(m.linear(x)),
+    "custom op": lambda m, x: m.linear(cube(m.linear(x))),
+}
+
+
+@both_modes
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("needs", [True, False], ids=["input gradient", "none"])
+def test_equals_autograd(name: str, training: bool, needs: bool) -> None:
+    batch = [(torch.randn(3, 4).requires_grad_(needs),) for _ in range(2)]
+    assert_equals_autograd(Uses(CASES[name]).train(training), batch)
+
+
+def test_operator_without_a_formula_is_refused() -> None:
+    split = autosplit.split(Uses(lambda m, x: without_formula(m.linear(x))))
+    with pytest.raises(CaptureError, match="no autograd formula was registered"):
+        split.capture(torch.randn(2, 4))

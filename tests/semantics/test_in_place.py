@@ -1,0 +1,75 @@
+"""In-place operators on activations and on inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from semantics.against_autograd import assert_equals_autograd, both_modes
+from torch import Tensor, nn
+
+import autosplit
+from autosplit import SplitError
+
+
+class Module(nn.Module):
+    def __init__(self, make: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.make = make
+
+    def forward(self, *args: Tensor) -> Tensor:
+        return self.make(self, *args)
+
+
+def writes_activation(module: Any, x: Tensor) -> Tensor:
+    h = module.linear(x)
+    h[:, 0] = 0.0
+    h.add_(1.0)
+    h[1:].mul_(2.0)
+    return h.relu_()
+
+
+def writes_view(module: Any, x: Tensor) -> Tensor:
+    h = module.linear(x)
+    h.view(-1)[:3].copy_(x.view(-1)[:3])
+    return h * x
+
+
+def writes_input(module: Any, x: Tensor) -> Tensor:
+    x.mul_(2.0)
+    return module.linear(x)
+
+
+@both_modes
+@pytest.mark.parametrize("make", [writes_activation, writes_view])
+def test_activations(make: Callable[..., Tensor], training: bool) -> None:
+    batch = [(torch.randn(3, 4).requires_grad_(),) for _ in range(2)]
+    assert_equals_autograd(Module(make).train(training), batch)
+
+
+@both_modes
+def test_input_that_needs_no_gradient(training: bool) -> None:
+    assert_equals_autograd(
+        Module(writes_input).train(training), [(torch.randn(3, 4),) for _ in range(2)]
+    )
+
+
+def test_the_input_has_its_new_value() -> None:
+    split = autosplit.split(Module(writes_input))
+    x = torch.ones(2, 4)
+    split(x)
+    split(x)
+    assert x.tolist() == [[4.0] * 4] * 2
+
+
+def test_input_that_shares_memory() -> None:
+    """The graph was captured for inputs apart from each other."""
+    split = autosplit.split(Module(lambda m, x, y: m.linear(x.add_(1.0)) * y))
+    split(torch.zeros(3, 4), torch.zeros(3, 4))
+    rows = torch.zeros(4, 4)
+    expected = r"writes into args\[0\], which shares its memory with args\[1\]; pass a clone"
+    with pytest.raises(SplitError, match=expected):
+        split(rows[:3], rows[1:])

@@ -1,0 +1,133 @@
+"""What a forward may return: other objects, aliases, views, several outputs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict, namedtuple
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from semantics.against_autograd import assert_equals_autograd, both_modes
+from torch import Tensor, nn
+
+import autosplit
+
+Pair = namedtuple("Pair", ["a", "b"])
+
+
+@dataclasses.dataclass
+class Result:
+    logits: Tensor
+    hidden: Tensor | None = None
+
+
+class Returns(nn.Module):
+    """Two linear layers and whatever ``make`` makes of them."""
+
+    def __init__(self, make: Callable[[nn.Module, Tensor], Any]) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+        self.make = make
+
+    def forward(self, x: Tensor) -> Any:
+        return self.make(self, x)
+
+
+def batches(*shape: int) -> list[tuple[Tensor]]:
+    return [(torch.randn(shape).requires_grad_(),) for _ in range(2)]
+
+
+CASES: dict[str, Callable[[Any, Tensor], Any]] = {
+    "namedtuple": lambda m, x: Pair(m.first(x), m.second(x)),
+    "nested": lambda m, x: OrderedDict(a=m.first(x), b=[m.second(x), 3, "s", None]),
+    "parameter": lambda m, x: (m.first(x), m.first.weight),
+    "parameter only": lambda m, x: m.first.weight * 2,
+    "input": lambda m, x: (m.first(x), x),
+    "input only": lambda m, x: x,
+    "constant": lambda m, x: (m.first(x), torch.ones(2)),
+    "detached": lambda m, x: (m.first(x), m.second(x).detach()),
+    "not differentiable": lambda m, x: (m.first(x), m.second(x).argmax(-1), m.first(x) > 0),
+    "view": lambda m, x: m.first(x).view(-1),
+    "chunks": lambda m, x: m.first(x).chunk(2, -1),
+}
+
+
+@both_modes
+@pytest.mark.parametrize("name", CASES)
+def test_equals_autograd(name: str, training: bool) -> None:
+    assert_equals_autograd(Returns(CASES[name]).train(training), batches(3, 4))
+
+
+def twice(module: Any, x: Tensor) -> tuple[Tensor, ...]:
+    y = module.first(x)
+    return y, y, y[0], y.t()
+
+
+@both_modes
+def test_outputs_that_alias_each_other(training: bool) -> None:
+    assert_equals_autograd(Returns(twice).train(training), batches(3, 4))
+
+
+@both_modes
+def test_dataclass(training: bool) -> None:
+    model = Returns(lambda m, x: Result(m.first(x))).train(training)
+    split = assert_equals_autograd(
+        model, batches(3, 4), lambda output: output.logits.square().mean(), compare=_fields
+    )
+    assert type(split(torch.randn(3, 4))) is Result
+
+
+def _fields(what: str, mine: Any, theirs: Any) -> None:
+    if isinstance(mine, tuple) and isinstance(mine[0], Result):
+        assert torch.equal(mine[0].logits, theirs[0].logits), what
+        assert mine[0].hidden is theirs[0].hidden is None
+        assert all(torch.equal(a, b) for a, b in zip(mine[1], theirs[1], strict=True)), what
+    else:
+        assert mine is theirs is None or torch.equal(mine, theirs), what
+
+
+def test_model_output_of_transformers() -> None:
+    outputs = pytest.importorskip("transformers.modeling_outputs")
+    kind = outputs.BaseModelOutput
+    model = Returns(lambda m, x: kind(last_hidden_state=m.first(x)))
+    split = assert_equals_autograd(model, batches(3, 4), lambda o: o.last_hidden_state.sum())
+    assert type(split(torch.randn(3, 4))) is kind
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (2, 3, 4)], ids=str)
+@pytest.mark.parametrize("name", ["view", "input", "chunks", "nested"])
+def test_outputs_may_be_written_into(name: str, shape: tuple[int, ...]) -> None:
+    """A custom autograd function that returns views would forbid it; autograd does not."""
+    model = Returns(CASES[name])
+    split = autosplit.split(model)
+    x = torch.randn(shape, requires_grad=True)
+    for _ in range(2):
+        output = split(x)
+        first = output if isinstance(output, Tensor) else next(iter(_tensors(output)))
+        first.mul_(2.0)
+        first.sum().backward()
+    split.backward_weight()
+    mine, x.grad = x.grad, None
+    grad = model.first.weight.grad
+    model.zero_grad()
+    for _ in range(2):
+        output = model(x)
+        first = output if isinstance(output, Tensor) else next(iter(_tensors(output)))
+        (first * 2.0).sum().backward()
+    assert torch.equal(mine, x.grad)
+    assert torch.equal(grad, model.first.weight.grad)
+
+
+def _tensors(output: Any) -> Any:
+    return output.values() if isinstance(output, dict) else output
+
+
+def test_output_that_was_saved_and_is_written_is_refused() -> None:
+    split = autosplit.split(nn.Sequential(nn.Linear(4, 4, bias=False), nn.Sigmoid()))
+    output = split(torch.randn(3, 4))
+    output.mul_(2.0)
+    with pytest.raises(autosplit.SplitError, match="written in place between the forward"):
+        output.sum().backward()

@@ -1,0 +1,74 @@
+"""Random operators: same numbers as autograd for the same seed, drawn once."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from semantics.against_autograd import assert_equals_autograd, both_modes, within
+from torch import Tensor, nn
+
+import autosplit
+from autosplit import CaptureError
+
+
+class Noisy(nn.Module):
+    def __init__(self, make: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.make = make
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.make(self, x)
+
+
+def stochastic_depth(module: Any, x: Tensor) -> Tensor:
+    keep = torch.empty(x.shape[0], 1).bernoulli_(0.5) / 0.5
+    return x + module.linear(x) * keep
+
+
+def attention(module: Any, x: Tensor) -> Tensor:
+    q = module.linear(x).unsqueeze(0)
+    p = 0.5 if module.training else 0.0
+    return F.scaled_dot_product_attention(q, q, x.unsqueeze(0), dropout_p=p)
+
+
+CASES: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "dropout 0.3": lambda m, x: F.dropout(m.linear(x), 0.3, m.training),
+    "dropout 0.5": lambda m, x: F.dropout(m.linear(x), 0.5, m.training),
+    "alpha dropout": lambda m, x: F.alpha_dropout(m.linear(x), 0.5, m.training),
+    "rrelu": lambda m, x: F.rrelu(m.linear(x), training=m.training),
+    "noise": lambda m, x: m.linear(x) + torch.randn_like(x),
+    "gumbel softmax": lambda m, x: F.gumbel_softmax(m.linear(x), hard=True),
+    "multinomial": lambda m, x: m.linear(x)[torch.multinomial(torch.ones(20), 5)],
+    "permutation": lambda m, x: m.linear(x)[torch.randperm(20)],
+    "stochastic depth": stochastic_depth,
+    "attention dropout": attention,
+}
+
+
+@both_modes
+@pytest.mark.parametrize("name", CASES)
+def test_equals_autograd(name: str, training: bool) -> None:
+    model = Noisy(CASES[name]).train(training)
+    assert_equals_autograd(model, [(torch.randn(20, 4).requires_grad_(),) for _ in range(3)])
+
+
+@both_modes
+def test_encoder_layer(training: bool) -> None:
+    model = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.25, batch_first=True).train(training)
+    batch = [(torch.randn(2, 5, 8).requires_grad_(),) for _ in range(2)]
+    assert_equals_autograd(model, batch, compare=within(1e-5))
+
+
+@pytest.mark.parametrize("draw", [random.random, lambda: float(torch.rand(()))], ids=["py", "t"])
+def test_python_branch_on_a_random_number_is_refused(draw: Callable[[], float]) -> None:
+    """Drawn once at the capture it would be a constant."""
+    model = Noisy(lambda m, x: m.linear(x) if draw() < 0.5 else x)
+    split = autosplit.split(model)
+    with pytest.raises(CaptureError, match=r"cannot be captured in one graph"):
+        split.capture(torch.randn(2, 4))
