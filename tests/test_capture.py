@@ -218,3 +218,11 @@ class Selects(nn.Module):
 def test_size_that_depends_on_the_data() -> None:
     with pytest.raises(CaptureError, match=r"depends on the data|data-dependent|dynamic"):
         capture(Selects(), (torch.randn(4, 3, requires_grad=True),), {})
+
+
+def test_forward_that_reads_its_parameters_through_a_closure() -> None:
+    model = nn.Linear(3, 3)
+    weight = model.weight
+    model.forward = lambda x: x @ weight
+    with pytest.raises(CaptureError, match="a tensor that requires a gradient but is neither"):
+        capture(model, (torch.randn(2, 3),), {})

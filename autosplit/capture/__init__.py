@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch._functorch.config
 from torch import fx, nn
 from torch._C import DispatchKey
 from torch._functorch._aot_autograd.schemas import OutputType
@@ -59,7 +60,7 @@ def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     Raises:
         CaptureError: the module cannot be traced into one graph; names the user's line.
     """
-    with user_errors(module):
+    with user_errors(module), _same_tensors(module):
         exported, guards = export(module, args, kwargs)
         results = _Results(exported)
         joint = _joint(exported, args, kwargs)
@@ -83,8 +84,29 @@ def _joint(exported: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, An
     if context is None:
         context = TracingContext(exported.meta["fake_mode"])
     # The stack closes before anything real runs, or the fake mode would still be on.
-    with contextlib.ExitStack() as stack, tracing(context), _without_wrong_decompositions():
+    # As in eager, the backward runs outside of the autocast that its forward ran in.
+    settings = torch._functorch.config.patch(backward_pass_autocast="off")
+    with (
+        contextlib.ExitStack() as stack,
+        tracing(context),
+        settings,
+        _without_wrong_decompositions(),
+    ):
         return aot_export_joint_with_descriptors(stack, exported, args, kwargs)
+
+
+@contextlib.contextmanager
+def _same_tensors(module: nn.Module) -> Iterator[None]:
+    """AOTAutograd swaps the parameters for its own while it traces, by every name that they
+    have, and puts one of its own back where a submodule stands under two names.
+    """
+    spaces = [s for part in module.modules() for s in (part._parameters, part._buffers)]
+    before = [dict(space) for space in spaces]
+    try:
+        yield
+    finally:
+        for space, tensors in zip(spaces, before, strict=True):
+            space.update(tensors)
 
 
 @contextlib.contextmanager

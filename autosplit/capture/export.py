@@ -105,7 +105,10 @@ class Guards:
     ) -> list[tuple[CodeType, Any]]:
         scope = self._scope(args, kwargs)
         known = {id(leaf) for leaf in tree_flatten((args, kwargs))[0]}
-        known |= {id(tensor) for tensor in (*self.module.parameters(), *self.module.buffers())}
+        _, root = get_traced_fn(self.module)
+        if root is self.module:
+            # State that the forward reads through a closure instead would be a constant.
+            known |= {id(t) for t in (*self.module.parameters(), *self.module.buffers())}
         found = []
         for name in names:
             code = compile(name, name, "eval")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import pathlib
 import re
 import shlex
@@ -17,7 +18,7 @@ from tqdm import tqdm
 from ..environment import describe
 from .examine import examine
 from .judge import FACTOR, ROUNDINGS
-from .render import render
+from .render import GOOD, category, render
 from .results import Results, Rows, row
 from .subject import Subject
 
@@ -33,13 +34,14 @@ def main() -> None:
     parser.add_argument("--examples", type=int, default=1000, help="generated modules")
     parser.add_argument("--seed", type=int, default=0, help="of the generated modules")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after these")
-    parser.add_argument("--resume", action="store_true", help="skip cases already in results.json")
+    parser.add_argument("--resume", action="store_true", help="skip what came out equal before")
     options = parser.parse_args()
     unknown = sorted(set(options.parts) - set(PARTS))
     if unknown:
         parser.error(f"unknown part {unknown[0]!r}; known parts: {', '.join(PARTS)}")
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    logging.getLogger("torch").setLevel(logging.ERROR)  # it logs graph breaks
     results = Results.read(HERE / "results.json")
     for part in options.parts or PARTS:
         rows = _run(part, options, results)
@@ -50,7 +52,8 @@ def main() -> None:
 def _run(part: str, options: argparse.Namespace, results: Results) -> Rows:
     if part == "generated":
         return [_generated(options)]
-    done = {each["name"] for each in results.rows(part)} if options.resume else set()
+    known = results.rows(part) if options.resume else []
+    done = {each["name"] for each in known if category(each) in GOOD}
     cases = [
         (group, subject)
         for group, subject in _subjects(part, options)
@@ -92,6 +95,7 @@ def _generated(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "name": f"{found.examples} examples from seed {options.seed}",
         "verdicts": {verdict.value: count for verdict, count in found.verdicts.items()},
+        "in_parts": found.in_parts,
         "refusals": dict(found.refusals.most_common()),
         "failures": found.failures,
     }

@@ -46,7 +46,7 @@ class Finding:
     Attributes:
         name: of the subject.
         verdict: the category.
-        graphs: in how many graphs it runs; 0 where it does not.
+        in_parts: no single graph holds it: parts are split, the rest is ordinary autograd.
         detail: what differs, why it was refused, or what was raised.
         warned: what autosplit warned of.
         seconds: time taken.
@@ -54,7 +54,7 @@ class Finding:
 
     name: str
     verdict: Verdict
-    graphs: int = 0
+    in_parts: bool = False
     detail: str = ""
     warned: tuple[str, ...] = ()
     seconds: float = 0.0
@@ -111,18 +111,20 @@ def _against(
             return Finding(subject.name, Verdict.CRASHED, detail=detail)
     warned = tuple(dict.fromkeys(str(each.message) for each in caught))
     differing = differences(mine, theirs)
-    verdict, detail = Verdict.EQUAL, ""
+    parts = _parts(split)
+    verdict, detail = Verdict.EQUAL, "" if parts is None else f"{parts} graphs are split"
     if differing:
         reference = _reference(subject, exact, rounds)
         wrong = out_of_tolerance(differing, mine, theirs, reference)
         verdict = Verdict.WRONG if wrong else Verdict.CLOSE
         detail = "; ".join(wrong[:5] or differing[:3])
-    return Finding(subject.name, verdict, _graphs(split), detail, warned)
+    return Finding(subject.name, verdict, parts is not None, detail, warned)
 
 
-def _graphs(split: Any) -> int:
-    """In how many graphs the last signature of a split module runs."""
-    return 1
+def _parts(split: Any) -> int | None:
+    """How many parts of a module were split that no single graph holds; None for one graph."""
+    partial = getattr(split, "_partial", None)
+    return None if partial is None else len(partial.parts)
 
 
 def _reference(subject: Subject, model: nn.Module, rounds: list[list[Call]]) -> Observed | None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from .observe import Observed
 
 # How much larger our error against float64 may be than plain autograd's own.
-FACTOR = 4.0
+FACTOR = 10.0
 # Errors below this many roundings of the largest element are rounding, whoever makes them.
 ROUNDINGS = 16.0
 # Outputs in float64 that are off by more than this share of the largest element belong to

@@ -91,7 +91,7 @@ def category(row: dict[str, Any]) -> str:
     """The column a row counts in."""
     found = str(row["verdict"])
     split = found in (Verdict.EQUAL.value, Verdict.CLOSE.value)
-    return PARTLY if split and row.get("graphs", 1) > 1 else found
+    return PARTLY if split and row.get("in_parts") else found
 
 
 def _counts(rows: Rows) -> Counter[str]:
@@ -141,7 +141,7 @@ def _exceptions(rows: Rows) -> str:
 
 def _models_head(rows: Rows) -> str:
     models = {row["name"].split()[0] for row in rows}
-    one = sum(category(row) in GOOD and row.get("graphs") == 1 for row in rows)
+    one = sum(category(row) in GOOD and not row.get("in_parts") for row in rows)
     good = sum(category(row) in GOOD for row in rows)
     return (
         f"{len(models)} architectures in {len(rows)} cases (train and eval, tied and untied "
@@ -155,9 +155,9 @@ def _models(rows: Rows) -> str:
     table = []
     for family, each in group(rows).items():
         names = dict.fromkeys(row["name"].split()[0] for row in each)
-        one = sum(category(row) in GOOD and row.get("graphs") == 1 for row in each)
+        one = sum(category(row) in GOOD and not row.get("in_parts") for row in each)
         table.append([family, f"{one} of {len(each)}", ", ".join(names)])
-    others = [row for row in rows if category(row) not in GOOD or row.get("graphs") != 1]
+    others = [row for row in rows if category(row) not in GOOD or row.get("in_parts")]
     listing = _table(["family", "equal in one graph", "architectures"], table)
     return f"{listing}\n\n{_listing(others)}" if others else listing
 

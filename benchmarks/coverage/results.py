@@ -48,10 +48,10 @@ def row(finding: Finding, group: str) -> dict[str, Any]:
         "name": finding.name,
         "group": group,
         "verdict": finding.verdict.value,
-        "graphs": finding.graphs,
+        "in_parts": finding.in_parts,
         "detail": finding.detail,
     }
-    return {key: value for key, value in found.items() if value not in ("", 0)}
+    return {key: value for key, value in found.items() if value}
 
 
 def group(rows: Iterable[dict[str, Any]]) -> dict[str, Rows]:

@@ -43,6 +43,7 @@ def assert_equals_autograd(
     before ``backward_weight()``. Gradients add up over both.
     """
     compare = compare or assert_same
+    model.zero_grad()
     plain = copy.deepcopy(model)
     split = autosplit.split(model)
     for order in (one_by_one, forwards_first):

@@ -94,7 +94,10 @@ def test_autocast_around_the_module(inside: bool, training: bool) -> None:
     assert torch.equal(outputs[1], outputs[3])
     for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert mine.grad.dtype == theirs.grad.dtype == torch.float32
-        assert torch.equal(mine.grad, theirs.grad), name
+        # Autograd would cast once more where backward() itself is under autocast.
+        tolerance = 2.0**-5 if inside else 0.0
+        error = (mine.grad - theirs.grad).abs().max() / theirs.grad.abs().max()
+        assert error <= tolerance, f"{name}: off by {error}"
 
 
 def test_autocast_switches_graphs() -> None:

@@ -69,7 +69,8 @@ class Plan:
             comment = f"  # {', '.join(notes)}" if notes else ""
             lines.append(f"    v{len(names) - 2} = {step.layer or step.name}({given}){comment}")
             names.append(f"v{len(names) - 2}")
-        returned = [f"{what}({_pick(names, source)})" for what, source in self.outputs]
+        outputs = self.outputs[:1] if self.container == "single" else self.outputs
+        returned = [f"{what}({_pick(names, source)})" for what, source in outputs]
         lines.append(f"    return {self.container} of {', '.join(returned)}")
         return "\n".join([*lines, "    # tied weights"] if self.tied else lines)
 
@@ -78,7 +79,9 @@ class Plan:
         """Whether a random step's result is never used. Dynamo leaves such steps out, so the
         generator is behind eager's afterwards.
         """
-        used = [_pick(list(range(len(self.steps) + 2)), source) for _, source in self.outputs]
+        returned = self.outputs[:1] if self.container == "single" else self.outputs
+        numbers = list(range(len(self.steps) + 2))
+        used = [_pick(numbers, source) for what, source in returned if what != "none"]
         for index in range(len(self.steps) - 1, -1, -1):
             step, number = self.steps[index], index + 2
             if number in used:

@@ -28,12 +28,13 @@ class Sweep:
         verdicts: how many examples got each.
         refusals: reason -> how many.
         failures: the shrunk plan and what is wrong with it.
+        in_parts: how many no single graph holds.
     """
 
     verdicts: Counter[Verdict] = dataclasses.field(default_factory=Counter)
     refusals: Counter[str] = dataclasses.field(default_factory=Counter)
     failures: dict[str, str] = dataclasses.field(default_factory=dict)
-    partly: int = 0
+    in_parts: int = 0
 
     @property
     def examples(self) -> int:
@@ -89,7 +90,7 @@ def _run(
         finding = examine(plan.subject(), splitter)
         if not failed:  # while a failure is shrunk, the smaller ones do not count
             found.verdicts[finding.verdict] += 1
-            found.partly += finding.graphs > 1
+            found.in_parts += finding.in_parts
             if finding.verdict is Verdict.REFUSED:
                 found.refusals[finding.detail] += 1
         if finding.verdict in bad:

@@ -1,0 +1,191 @@
+"""A model that changes after its capture: another graph, or a refusal, never a stale result."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from semantics.against_autograd import assert_equals_autograd
+from torch import Tensor, nn
+
+import autosplit
+from autosplit import CaptureError, SplitError
+
+
+class Config:
+    def __init__(self) -> None:
+        self.factor = 2.0
+
+
+FACTOR = 1.0
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.drop = nn.Dropout(0.0)
+        self.last = nn.Linear(4, 4)
+        self.scale = 1.0
+        self.config = Config()
+        self.table = {"add": 0.5}
+        self.shift = torch.ones(4)
+        self.shifts = [torch.ones(4)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.drop(self.first(x)) * self.scale * self.config.factor + self.table["add"]
+        return self.last(h + self.shift + self.shifts[0]) * FACTOR
+
+
+def new_list_item(model: Model) -> None:
+    model.shifts[0] = torch.zeros(4)
+
+
+def new_config(model: Model) -> None:
+    model.config.factor = 3.0
+
+
+def new_table(model: Model) -> None:
+    model.table["add"] = -1.0
+
+
+def tie(model: Model) -> None:
+    model.last.weight = model.first.weight
+
+
+def swap_in_function(model: Model) -> None:
+    model.forward = types.MethodType(lambda self, x: self.first(x) * 5.0, model)
+
+
+CHANGES: dict[str, Callable[[Model], Any]] = {
+    "attribute": lambda m: setattr(m, "scale", 3.0),
+    "dropout": lambda m: setattr(m.drop, "p", 0.5),
+    "config": new_config,
+    "dictionary": new_table,
+    "plain tensor": lambda m: setattr(m, "shift", torch.zeros(4)),
+    "tensor in a list": new_list_item,
+    "submodule": lambda m: setattr(m, "last", nn.Linear(4, 4)),
+    "submodule of another kind": lambda m: setattr(m, "last", nn.Tanh()),
+    "parameter": lambda m: setattr(m.last, "weight", nn.Parameter(torch.zeros(4, 4))),
+    "tied": tie,
+    "frozen": lambda m: m.first.requires_grad_(False),
+    "bias removed": lambda m: setattr(m.first, "bias", None),
+    "load_state_dict": lambda m: m.load_state_dict(Model().state_dict()),
+    "forward": swap_in_function,
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_the_next_call_knows(name: str) -> None:
+    model = Model()
+    split = autosplit.split(model)
+    x = torch.randn(3, 4)
+    split(x).sum().backward()
+    split.backward_weight()
+    CHANGES[name](model)
+    model.zero_grad()
+    for _ in range(2):
+        torch.manual_seed(1)
+        output = split(x)
+        output.square().sum().backward()
+    split.backward_weight()
+    mine = {key: parameter.grad for key, parameter in model.named_parameters()}
+    model.zero_grad()
+    for _ in range(2):
+        torch.manual_seed(1)
+        expected = model(x)
+        expected.square().sum().backward()
+    assert torch.equal(output, expected)
+    for key, parameter in model.named_parameters():
+        if parameter.grad is None:
+            assert mine[key] is None
+        else:
+            assert torch.equal(mine[key], parameter.grad), key
+
+
+def test_global_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    split = autosplit.split(Model())
+    x = torch.randn(3, 4)
+    before = split(x)
+    monkeypatch.setitem(globals(), "FACTOR", 4.0)
+    assert torch.equal(split(x), before * 4.0)
+
+
+def test_two_settings_back_and_forth_keep_two_graphs() -> None:
+    split = autosplit.split(Model())
+    x = torch.randn(3, 4)
+    for scale in (1.0, 2.0, 1.0, 2.0):
+        split.scale = scale
+        assert split.model.scale == scale
+        split(x)
+    assert len(split.functions) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_converted(dtype: torch.dtype) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    for each in (torch.float32, dtype, torch.float32):
+        model.to(each)
+        batch = [(torch.randn(3, 4, dtype=each).requires_grad_(),) for _ in range(2)]
+        assert_equals_autograd(model, batch)
+
+
+def test_gradient_goes_to_the_parameter_of_its_forward() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 2, bias=False))
+    split = autosplit.split(model)
+    first, last = model[0].weight, model[1].weight
+    x = torch.randn(3, 4, requires_grad=True)
+    output = split(x)
+    model[0].weight = nn.Parameter(torch.zeros(4, 4))
+    output.sum().backward()
+    model[1].weight = nn.Parameter(torch.zeros(2, 4))
+    split.backward_weight()
+    assert model[0].weight.grad is model[1].weight.grad is None
+    mine = [x.grad, first.grad, last.grad]
+    expected = torch.autograd.grad((x @ first.t() @ last.t()).sum(), [x, first, last])
+    for grad, theirs in zip(mine, expected, strict=True):
+        torch.testing.assert_close(grad, theirs)
+
+
+@pytest.mark.parametrize("change", [nn.Module.double, lambda m: m.zero()], ids=["double", "data"])
+def test_data_exchanged_between_forward_and_backward(change: Callable[[Any], Any]) -> None:
+    class Zeroed(nn.Sequential):
+        def zero(self) -> None:
+            self[1].weight.data = torch.zeros(2, 4)
+
+    model = Zeroed(nn.Linear(4, 4), nn.Linear(4, 2))
+    split = autosplit.split(model)
+    output = split(torch.randn(3, 4, requires_grad=True))
+    change(model)
+    expected = r"moved, converted or given other data .*1\.weight\. Run the backward"
+    with pytest.raises(SplitError, match=expected):
+        output.sum().backward()
+
+
+def test_functional_call() -> None:
+    """Other tensors in the place of the parameters: they get the gradients."""
+    model = nn.Linear(4, 2)
+    split = autosplit.split(model)
+    x = torch.randn(3, 4, requires_grad=True)
+    base = torch.randn(2, 4, requires_grad=True)
+    bias = torch.randn(2, requires_grad=True)
+    for _ in range(2):
+        given = {"weight": base * 2, "bias": bias}
+        torch.func.functional_call(split, given, (x,)).square().sum().backward()
+    split.backward_weight()
+    assert model.weight.grad is None
+    mine = [x.grad, base.grad, bias.grad]
+    loss = 2 * (x @ (base * 2).t() + bias).square().sum()
+    expected = torch.autograd.grad(loss, [x, base, bias])
+    for grad, theirs in zip(mine, expected, strict=True):
+        torch.testing.assert_close(grad, theirs)
+
+
+def test_constant_that_requires_a_gradient_is_refused() -> None:
+    model = Model()
+    model.shifts[0].requires_grad_()
+    with pytest.raises(CaptureError, match=r"requires a gradient but is neither an input nor a"):
+        autosplit.split(model).capture(torch.randn(2, 4))

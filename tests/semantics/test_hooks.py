@@ -1,0 +1,122 @@
+"""Hooks on modules, tensors and parameters: kept, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from semantics.against_autograd import assert_equals_autograd, both_modes
+from torch import Tensor, nn
+
+import autosplit
+from autosplit import CaptureError
+
+
+class Model(nn.Module):
+    def __init__(self, hook: Callable[[Tensor], Any] | None = None) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.last = nn.Linear(4, 4)
+        self.hook = hook
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        if self.hook is not None:
+            h.register_hook(self.hook)
+        return self.last(h)
+
+
+def batches() -> list[tuple[Tensor]]:
+    return [(torch.randn(3, 4).requires_grad_(),) for _ in range(2)]
+
+
+def double(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output * 2
+
+
+def double_input(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+    return (args[0] * 2,)
+
+
+@both_modes
+@pytest.mark.parametrize("name", ["", "first"], ids=["root", "submodule"])
+@pytest.mark.parametrize("pre", [True, False], ids=["pre", "post"])
+def test_forward_hooks(name: str, pre: bool, training: bool) -> None:
+    model = Model().train(training)
+    module = model.get_submodule(name)
+    if pre:
+        module.register_forward_pre_hook(double_input)
+    else:
+        module.register_forward_hook(double)
+    assert_equals_autograd(model, batches())
+
+
+@both_modes
+def test_hook_on_a_tensor_inside_the_forward(training: bool) -> None:
+    assert_equals_autograd(Model(lambda grad: grad * 3).train(training), batches())
+
+
+def test_forward_hook_added_and_removed_after_the_capture() -> None:
+    model = Model()
+    split = autosplit.split(model)
+    x = torch.randn(3, 4)
+    plain = split(x)
+    handle = model.last.register_forward_hook(double)
+    assert torch.equal(split(x), plain * 2)
+    handle.remove()
+    assert torch.equal(split(x), plain)
+
+
+def test_hooks_on_parameters_fire_for_every_microbatch() -> None:
+    model = Model()
+    split = autosplit.split(model)
+    log: list[str] = []
+    model.last.weight.register_hook(lambda grad: log.append("grad") or grad * 2)
+    model.last.weight.register_post_accumulate_grad_hook(lambda _: log.append("done"))
+    for batch in batches():
+        split(*batch).sum().backward()
+    assert log == []
+    split.backward_weight()
+    assert log == ["grad", "done"] * 2
+
+
+def test_hooks_on_inputs_and_outputs() -> None:
+    split = autosplit.split(Model())
+    log: list[str] = []
+    x = torch.randn(3, 4, requires_grad=True)
+    x.register_hook(lambda grad: log.append("input"))
+    for _ in range(2):
+        output = split(x)
+        output.register_hook(lambda grad: log.append("output"))
+        output.sum().backward()
+    assert log == ["output", "input"] * 2
+
+
+@pytest.mark.parametrize("name", ["", "first"], ids=["root", "submodule"])
+@pytest.mark.parametrize(
+    "register",
+    [nn.Module.register_full_backward_hook, nn.Module.register_full_backward_pre_hook],
+    ids=["backward", "backward pre"],
+)
+def test_module_backward_hooks_are_refused(name: str, register: Callable[..., Any]) -> None:
+    """Also where they are added after the capture. On the split module itself they work."""
+    model = Model()
+    split = autosplit.split(model)
+    split.capture(torch.randn(3, 4))
+    register(model.get_submodule(name), lambda *_: None)
+    with pytest.raises(CaptureError, match="Module-level backwards hooks"):
+        split.capture(torch.randn(3, 4))
+
+
+def test_backward_hook_on_the_split_module() -> None:
+    split = autosplit.split(Model())
+    seen: list[Tensor] = []
+    split.register_full_backward_hook(lambda module, grads, outputs: seen.append(grads[0]))
+    for _ in range(2):
+        x = torch.randn(3, 4, requires_grad=True)
+        split(x).sum().backward()
+        assert torch.equal(seen[-1], x.grad)
+    split.backward_weight()
+    assert len(seen) == 2

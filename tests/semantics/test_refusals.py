@@ -1,0 +1,163 @@
+"""What a split module refuses, and what it does beyond one plain ``backward()``."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+import autosplit
+from autosplit import SplitError, SplitModule
+
+
+def forward_mode(split: SplitModule, x: Tensor) -> Any:
+    with forward_ad.dual_level():
+        return split(forward_ad.make_dual(x, torch.ones_like(x)))
+
+
+TRANSFORMS: dict[str, Callable[[SplitModule, Tensor], Any]] = {
+    "vmap": lambda split, x: torch.func.vmap(split)(x),
+    "grad": lambda split, x: torch.func.grad(lambda y: split(y).sum())(x),
+    "jvp": lambda split, x: torch.func.jvp(split, (x,), (x,)),
+    "forward mode": forward_mode,
+}
+
+
+# torch itself loads its forward-mode formulas by torch.jit.script.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("captured", [False, True], ids=["first call", "captured"])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms(name: str, captured: bool) -> None:
+    split = autosplit.split(nn.Linear(4, 4))
+    x = torch.randn(3, 4)
+    if captured:
+        split(x)
+    with pytest.raises(SplitError, match=r"inside a torch\.func transform .*transform the unsplit"):
+        TRANSFORMS[name](split, x)
+
+
+def test_double_backward() -> None:
+    split = autosplit.split(nn.Linear(4, 1))
+    x = torch.randn(3, 4, requires_grad=True)
+    with pytest.raises(SplitError, match="cannot be differentiated again"):
+        torch.autograd.grad(split(x).sum(), x, create_graph=True)
+
+
+def test_retain_graph() -> None:
+    """Two backwards are two microbatches; a third, without anything retained, is refused."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    split, plain = autosplit.split(model), copy.deepcopy(model)
+    grads = []
+    x = torch.randn(3, 4, requires_grad=True)
+    for module in (split, plain):
+        output = module(x)
+        output.sum().backward(retain_graph=True)
+        output.square().sum().backward()
+        grads.append(x.grad)
+        x.grad = None
+        if module is split:
+            assert split.pending == 2
+            with pytest.raises(SplitError, match="Pass retain_graph=True to the first"):
+                output.sum().backward()
+            split.backward_weight()
+    assert torch.equal(*grads)
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("ask", ["grad", "inputs"])
+def test_asking_for_input_gradients_only(ask: str) -> None:
+    split = autosplit.split(nn.Linear(4, 2))
+    x = torch.randn(3, 4, requires_grad=True)
+    for _ in range(2):
+        loss = split(x).sum()
+        if ask == "grad":
+            (grad,) = torch.autograd.grad(loss, x)
+        else:
+            x.grad = None
+            loss.backward(inputs=[x])
+            grad = x.grad
+        assert torch.equal(grad, split.weight.sum(0).expand(3, 4))
+    assert split.pending == 0
+
+
+def test_jacobian() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
+    split = autosplit.split(model)
+    x = torch.randn(2, 4)
+    jacobian = torch.autograd.functional.jacobian
+    assert torch.equal(jacobian(split, x), jacobian(model, x))
+    assert split.pending == 0
+
+
+def test_parameters_cannot_be_asked_for() -> None:
+    split = autosplit.split(nn.Linear(4, 2))
+    with pytest.raises(RuntimeError, match="not have been used in the graph"):
+        torch.autograd.grad(split(torch.randn(3, 4)).sum(), split.weight)
+
+
+def test_sparse_embedding_gradients() -> None:
+    """They are deferred as they are."""
+    model = nn.Embedding(7, 4, sparse=True)
+    split, plain = autosplit.split(model), copy.deepcopy(model)
+    for tokens in (torch.tensor([1, 1, 5]), torch.tensor([0, 5, 6])):
+        split(tokens).square().sum().backward()
+        plain(tokens).square().sum().backward()
+    assert split.pending == 2
+    split.backward_weight()
+    assert model.weight.grad.is_sparse
+    assert torch.equal(model.weight.grad.to_dense(), plain.weight.grad.to_dense())
+
+
+def test_wrong_limit() -> None:
+    with pytest.raises(SplitError, match="max_graphs must be at least 1, got 0"):
+        autosplit.split(nn.Linear(2, 2), max_graphs=0)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint_around_a_split_module(reentrant: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4))
+    split, plain = autosplit.split(model), copy.deepcopy(model)
+    grads = []
+    for module in (split, plain):
+        torch.manual_seed(0)
+        for _ in range(2):
+            x = torch.ones(3, 4, requires_grad=True)
+            run = torch.utils.checkpoint.checkpoint(module, x, use_reentrant=reentrant)
+            run.square().sum().backward()
+            grads.append(x.grad)
+    assert split.pending == 2
+    split.backward_weight()
+    assert torch.equal(grads[0], grads[2])
+    assert torch.equal(grads[1], grads[3])
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+
+
+def test_torch_compile_leaves_it_alone() -> None:
+    class Outer(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.first = nn.Linear(4, 4)
+            self.inner = inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(self.first(x)).relu()
+
+    plain = Outer(nn.Linear(4, 4))
+    outer = Outer(autosplit.split(copy.deepcopy(plain.inner)))
+    outer.first = copy.deepcopy(plain.first)
+    compiled = torch.compile(outer, backend="eager")
+    x = torch.randn(3, 4)
+    for _ in range(2):
+        compiled(x).square().sum().backward()
+        plain(x).square().sum().backward()
+    assert outer.inner.pending == 2
+    outer.inner.backward_weight()
+    for mine, theirs in zip(outer.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
