@@ -130,7 +130,8 @@ def _key(key: Any) -> str:
 
 def versions(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
     """How often each tensor's storage was written in place, as autograd counts it."""
-    return tuple([0 if tensor.is_inference() else tensor._version for tensor in tensors])
+    # Some kernels return None where their fake promises a tensor (a workspace not needed).
+    return tuple([0 if t is None or t.is_inference() else t._version for t in tensors])
 
 
 class StateReader:

@@ -109,6 +109,6 @@ def distinct_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of distinct storage behind the tensors."""
     sizes = {
         (storage.device, storage.data_ptr()): storage.nbytes()
-        for storage in (tensor.untyped_storage() for tensor in tensors)
+        for storage in (t.untyped_storage() for t in tensors if t is not None)
     }
     return sum(sizes.values())

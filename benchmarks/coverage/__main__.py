@@ -44,14 +44,19 @@ def main() -> None:
     logging.getLogger("torch").setLevel(logging.ERROR)  # it logs graph breaks
     results = Results.read(HERE / "results.json")
     for part in options.parts or PARTS:
-        rows = _run(part, options, results)
-        results.update(part, rows, _command(part, options), describe(threads=1))
+        rows: Rows = []
+        try:
+            for each in _run(part, options, results):
+                rows.append(each)
+        finally:  # what was found is kept, whatever ends the run
+            results.update(part, rows, _command(part, options), describe(threads=1))
     (HERE / "README.md").write_text(render(results, FACTOR, ROUNDINGS))
 
 
-def _run(part: str, options: argparse.Namespace, results: Results) -> Rows:
+def _run(part: str, options: argparse.Namespace, results: Results) -> Iterator[dict[str, Any]]:
     if part == "generated":
-        return [_generated(options)]
+        yield _generated(options)
+        return
     known = results.rows(part) if options.resume else []
     done = {each["name"] for each in known if category(each) in GOOD}
     cases = [
@@ -60,10 +65,6 @@ def _run(part: str, options: argparse.Namespace, results: Results) -> Rows:
         if re.search(options.select, subject.name) and subject.name not in done
     ]
     end = time.monotonic() + options.seconds
-    return list(_examined(part, cases, end))
-
-
-def _examined(part: str, cases: list[tuple[str, Subject]], end: float) -> Iterator[dict[str, Any]]:
     for group, subject in tqdm(cases, desc=part, mininterval=5):
         if time.monotonic() > end:
             return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from semantics.against_autograd import assert_equals_autograd, both_modes
+from semantics.against_autograd import assert_equals_autograd, assert_same, both_modes, within
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -33,4 +33,7 @@ class Checkpointed(nn.Module):
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 def test_equals_autograd(reentrant: bool, dropout: float, training: bool) -> None:
     batch = [(torch.randn(5, 4).requires_grad_(),) for _ in range(2)]
-    assert_equals_autograd(Checkpointed(reentrant, dropout).train(training), batch)
+    # Reentrant checkpoints add to .grad one by one: the same terms in another order.
+    compare = within(1e-6) if reentrant else assert_same
+    model = Checkpointed(reentrant, dropout).train(training)
+    assert_equals_autograd(model, batch, compare=compare)

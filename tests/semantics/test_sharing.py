@@ -62,7 +62,6 @@ class TwoNames(nn.Module):
         return torch.tanh(self.cell(x) + self.alias(2 * x))
 
 
-@pytest.mark.xfail(strict=True, reason="capture leaves traced tensors in the module")
 def test_one_module_under_two_names() -> None:
     assert_equals_autograd(TwoNames(), floats(2, 4))
 

@@ -128,7 +128,6 @@ def _matching(model_type: str, **text: Any) -> Architecture:
 VISION = (
     _seeing("vit", **PATCHES),
     _seeing("vit_msn", **PATCHES),
-    _seeing("deit", **PATCHES),
     _seeing("beit", **PATCHES),
     _seeing("data2vec-vision", **PATCHES),
     _seeing("dinov2", **PATCHES),
@@ -145,7 +144,7 @@ VISION = (
     _seeing("mobilenet_v2", depth_multiplier=0.25),
     _seeing("poolformer", **STAGES),
     _seeing("segformer", decoder_hidden_size=16, **PYRAMID),
-    _seeing("pvt", **PYRAMID),
+    _seeing("pvt", image_size=32, **PYRAMID),
     _seeing("focalnet", image_size=32, embed_dim=8, depths=[1, 1], hidden_sizes=[8, 16]),
     _seeing("swiftformer", embed_dims=[8, 16, 16, 16], depths=[1, 1, 1, 1]),
     Architecture(
