@@ -11,7 +11,7 @@ from torch.utils.flop_counter import flop_registry
 from .aliasing import is_view
 from .graph import calls, tensor_of
 from .ops import is_effect, is_random, overload
-from .sizes import concrete, example, is_size
+from .sizes import example, is_size
 
 aten = torch.ops.aten
 
@@ -70,12 +70,3 @@ def flops(node: fx.Node) -> int:
 def graph_flops(graph: fx.Graph) -> int:
     """Floating-point operations of one call of the graph."""
     return sum(flops(node) for node in calls(graph))
-
-
-def value_bytes(node: fx.Node) -> int:
-    """Bytes that the node's own values describe, views counted in full."""
-    value = node.meta.get("val")
-    leaves = value if isinstance(value, (tuple, list)) else (value,)
-    return sum(
-        concrete(leaf.numel()) * leaf.element_size() for leaf in leaves if torch.is_tensor(leaf)
-    )

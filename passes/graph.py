@@ -67,8 +67,7 @@ class Program:
 
     def graphs(self) -> dict[str, fx.GraphModule]:
         """The graphs that exist so far, by name, in the order in which they are made."""
-        fields = (field.name for field in dataclasses.fields(self))
-        return {name: module for name in fields if (module := getattr(self, name)) is not None}
+        return _existing(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,8 +85,12 @@ class SplitGraphs:
 
     def graphs(self) -> dict[str, fx.GraphModule]:
         """The graphs that exist, by name."""
-        fields = (field.name for field in dataclasses.fields(self))
-        return {name: module for name in fields if (module := getattr(self, name)) is not None}
+        return _existing(self)
+
+
+def _existing(record: Program | SplitGraphs) -> dict[str, fx.GraphModule]:
+    fields = (field.name for field in dataclasses.fields(record))
+    return {name: module for name in fields if (module := getattr(record, name)) is not None}
 
 
 def placeholders(graph: fx.Graph) -> list[fx.Node]:
