@@ -24,6 +24,7 @@ from torch._functorch._aot_autograd import descriptors as d
 from torch._functorch.partitioners import default_partition
 from torch._guards import TracingContext
 
+from .capture.recurrent import divide_layers, without_fused_recurrence
 from .passes import Kind, PassError, Role, SplitGraphs, run
 from .passes.aliasing import storage_root
 from .passes.graph import (
@@ -94,12 +95,15 @@ def compile_graph(
         splitter: what to do with the graphs.
     """
     session = _Session(roles, splitter)
-    compiled: Callable[..., Any] = aot_autograd(
+    compiler = aot_autograd(
         fw_compiler=session.forward,
         bw_compiler=session.backward,
         inference_compiler=boxed_nop,
         partition_fn=session.partition,
-    )(module, example_inputs)
+    )
+    divide_layers(module)
+    with without_fused_recurrence(module):
+        compiled: Callable[..., Any] = compiler(module, example_inputs)
     return compiled
 
 

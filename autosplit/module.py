@@ -222,9 +222,6 @@ class SplitModule(nn.Module):
         """From now on graph by graph, where whole-graph capture is not insisted on."""
         if self._fullgraph:
             raise error
-        from .capture import refuse_recurrent_dropout
-
-        refuse_recurrent_dropout(self.model)
         from .integrations.partial import Partial  # Dynamo takes over a second to import
 
         self.__dict__["_partial"] = Partial(self.model, self._backend, str(error))

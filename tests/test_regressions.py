@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -123,17 +122,6 @@ def test_kernel_that_gives_other_strides_than_its_fake() -> None:
     for _ in range(2):
         model(torch.ones(2, 4, 8).double().cumsum(1)).square().sum().backward()
     torch.testing.assert_close(mine, model.attention.out_proj.weight.grad)
-
-
-def test_dropout_between_recurrent_layers() -> None:
-    """torch's decomposition of ``nn.LSTM`` has no dropout between the layers: the graph was a
-    model without dropout, whole or in parts.
-    """
-    split = autosplit.split(nn.LSTM(4, 4, 2, dropout=0.5))
-    with pytest.raises(autosplit.CaptureError, match="drops out between its layers"):
-        split(torch.randn(3, 4))
-    split.eval()
-    split(torch.randn(3, 4))
 
 
 def test_lstm_whose_input_needs_no_gradient() -> None:

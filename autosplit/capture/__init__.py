@@ -21,13 +21,13 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
 
 from ..compat import TreeSpec, flatten_named, tree_flatten, tree_unflatten
-from ..errors import CaptureError
 from ..structures import hold
 from .export import Guards, PythonStateError, export
 from .reasons import user_errors
+from .recurrent import divide_layers, without_fused_recurrence
 from .roles import Names, canonical_names, with_roles
 
-__all__ = ["Capture", "Guards", "PythonStateError", "capture", "refuse_recurrent_dropout"]
+__all__ = ["Capture", "Guards", "PythonStateError", "capture"]
 
 _OWN_STORAGE = {OutputType.non_alias, OutputType.unsafe_view_alias}
 
@@ -61,9 +61,9 @@ def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     Raises:
         CaptureError: the module cannot be traced into one graph; names the user's line.
     """
-    refuse_recurrent_dropout(module)
     with user_errors(module), _same_tensors(module):
         exported, guards = export(module, args, kwargs)
+        divide_layers(exported)
         results = _Results(exported)
         joint = _joint(module, exported, args, kwargs)
         aliased = [
@@ -94,38 +94,10 @@ def _joint(
         contextlib.ExitStack() as stack,
         tracing(context),
         settings,
-        _without_fused_recurrence(module),
+        without_fused_recurrence(exported),
         _without_wrong_decompositions(),
     ):
         return aot_export_joint_with_descriptors(stack, exported, args, kwargs)
-
-
-def refuse_recurrent_dropout(module: nn.Module) -> None:
-    """torch's decomposition of recurrent layers leaves out the dropout between them.
-
-    Raises:
-        CaptureError: the module has such layers in training mode.
-    """
-    for name, part in module.named_modules():
-        if isinstance(part, nn.RNNBase) and part.training and part.dropout and part.num_layers > 1:
-            raise CaptureError(
-                f"{type(part).__name__} {name!r} drops out between its layers, which torch's "
-                "tracing loses; use single layers with nn.Dropout between them"
-            )
-
-
-@contextlib.contextmanager
-def _without_fused_recurrence(module: nn.Module) -> Iterator[None]:
-    """The fused recurrent kernel returns None where its fake returns a tensor. Without it a
-    recurrent layer is traced as matrix products, whose weight gradients can wait besides.
-    """
-    enabled = torch._C._get_mkldnn_enabled()
-    recurrent = any(isinstance(part, nn.RNNBase) for part in module.modules())
-    torch._C._set_mkldnn_enabled(enabled and not recurrent)
-    try:
-        yield
-    finally:
-        torch._C._set_mkldnn_enabled(enabled)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,91 @@
+"""Recurrent layers of a Dynamo graph, as AOTAutograd can trace them."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+_CELLS = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+_ARGUMENTS = (
+    "input",
+    "hx",
+    "params",
+    "has_biases",
+    "num_layers",
+    "dropout",
+    "train",
+    "bidirectional",
+    "batch_first",
+)
+
+
+def divide_layers(module: fx.GraphModule) -> None:
+    """Make a call of several layers with dropout between them one call a layer.
+
+    torch's decomposition of such a call leaves the dropout out, without a word.
+    """
+    for node in _calls(module):
+        given: dict[str, Any] = dict(zip(_ARGUMENTS, node.args, strict=False)) | node.kwargs
+        if given["train"] and given["dropout"] != 0 and given["num_layers"] > 1:
+            _divide(node, given)
+            node.graph.owning_module.recompile()  # type: ignore[union-attr]
+
+
+@contextlib.contextmanager
+def without_fused_recurrence(module: fx.GraphModule) -> Iterator[None]:
+    """Trace without the fused kernel, which returns None where its fake returns a tensor.
+
+    A recurrent layer is then traced as matrix products, whose weight gradients can wait.
+    """
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(enabled and not _calls(module))
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
+
+
+def _calls(module: fx.GraphModule) -> list[fx.Node]:
+    """Of recurrent layers on padded sequences, bodies of checkpoints included. Packed ones read
+    their lengths from data, which Dynamo leaves outside of graphs.
+    """
+    graphs = [each.graph for each in module.modules() if isinstance(each, fx.GraphModule)]
+    return [node for graph in graphs for node in graph.nodes if node.target in _CELLS]
+
+
+def _divide(node: fx.Node, given: dict[str, Any]) -> None:
+    graph, sequence, batch_first = node.graph, given["input"], given["batch_first"]
+    directions = 2 if given["bidirectional"] else 1
+    share = len(given["params"]) // given["num_layers"]
+    last: list[fx.Node] = []
+
+    def call(target: Any, *args: Any) -> fx.Node:
+        made = graph.call_function(target, args)
+        made.stack_trace = node.stack_trace
+        return made
+
+    def of_layer(layer: int) -> Any:
+        own = slice(layer * directions, (layer + 1) * directions)
+        return fx.node.map_arg(given["hx"], lambda state: call(operator.getitem, state, own))
+
+    with graph.inserting_before(node):
+        # As in the fused call: masks are drawn for [time, batch, feature].
+        sequence = call(torch.transpose, sequence, 0, 1) if batch_first else sequence
+        for layer in range(given["num_layers"]):
+            if layer:
+                sequence = call(torch.dropout, sequence, given["dropout"], True)
+            weights = list(given["params"])[layer * share : (layer + 1) * share]
+            options = (given["has_biases"], 1, 0.0, True, given["bidirectional"], False)
+            last.append(call(node.target, sequence, of_layer(layer), weights, *options))
+            sequence = call(operator.getitem, last[-1], 0)
+        sequence = call(torch.transpose, sequence, 0, 1) if batch_first else sequence
+        states = 2 if node.target is torch.lstm else 1
+        finals = [[call(operator.getitem, one, 1 + i) for one in last] for i in range(states)]
+        results = [sequence, *(call(torch.cat, each) for each in finals)]
+        node.replace_all_uses_with(call(tuple, results))
+    graph.erase_node(node)

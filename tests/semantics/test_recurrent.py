@@ -1,0 +1,66 @@
+"""Recurrent layers, with the dropout between them that torch's decomposition leaves out."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from semantics.against_autograd import assert_equals_autograd, both_modes, within
+from torch import Tensor, nn
+
+import autosplit
+from autosplit.integrations.dynamo import Backend
+
+CASES: dict[str, dict[str, Any]] = {
+    "LSTM": {"batch_first": True},
+    "GRU": {"bidirectional": True},
+    "RNN": {"bias": False, "nonlinearity": "relu"},
+}
+
+
+def layers(name: str) -> nn.RNNBase:
+    torch.manual_seed(0)
+    return getattr(nn, name)(4, 4, num_layers=2, dropout=0.5, **CASES[name])
+
+
+@both_modes
+@pytest.mark.parametrize("name", CASES)
+def test_equals_autograd(name: str, training: bool) -> None:
+    batch = [(torch.randn(2, 2, 4),) for _ in range(2)]
+    # Autograd runs a fused kernel where there is one.
+    split = assert_equals_autograd(layers(name).train(training), batch, compare=within(2e-6))
+    assert len(split.functions) == 1  # a whole graph, no parts
+
+
+class WithState(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.GRU(4, 4, 2, dropout=0.25)
+
+    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        torch._dynamo.graph_break()
+        return self.inner(x, state)
+
+
+@both_modes
+def test_models_in_parts_with_a_state_of_their_own(training: bool) -> None:
+    shapes = [(2, 3, 4), (2, 3, 4)]
+    batch = [tuple(torch.randn(shape).requires_grad_() for shape in shapes) for _ in range(2)]
+    assert_equals_autograd(WithState().train(training), batch, compare=within(2e-6))
+
+
+def test_torch_compile() -> None:
+    model = layers("LSTM")
+    plain = copy.deepcopy(model)
+    compiled = torch.compile(model, backend=Backend(), fullgraph=True)
+    batch = torch.randn(2, 2, 4)
+    with torch._dynamo.config.patch(allow_rnn=True):
+        for module in (compiled, plain):
+            torch.manual_seed(1)
+            for output in [module(batch)[0], module(batch)[0]]:
+                output.square().sum().backward()
+    autosplit.backward_weight(model)
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
