@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from autosplit.errors import PipelineError
 from autosplit.pipeline.action import Action, ActionKind
 from autosplit.pipeline.dependency import result_of
 from autosplit.pipeline.faults import ActionError, LostPeerError
+from autosplit.pipeline.order import Order, Step, Values, as_scheduled
 from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.timeline import Span
 from autosplit.pipeline.transport import Transport
@@ -52,16 +53,14 @@ class BackwardStage(ForwardStage, Protocol):
         ...
 
 
-# An action in three parts, so that waiting for input does not count as work. The lists hold
-# tensors, or None where there is no gradient; a weight half takes and gives nothing.
-Values = list[Any]
 Fetch = Callable[[], Values]
 Compute = Callable[[Values], Values]
 Deliver = Callable[[Values], None]
+Probe = Callable[[], bool]
 
 
 class Executor:
-    """Runs the actions of ``rank`` on its stages, in the order of the schedule.
+    """Runs the actions of ``rank`` on its stages.
 
     Each action is prepared once, as three calls without arguments to look up; a step is a loop
     over them, without autograd.
@@ -74,6 +73,7 @@ class Executor:
         loss_grad: the gradient of each microbatch's loss, a scalar tensor; None if the schedule
             only runs forward.
         device: where the stages run.
+        order: in which order the rank takes up its actions.
 
     Raises:
         PipelineError: the schedule gives this rank a stage that it does not hold, or a backward
@@ -89,6 +89,7 @@ class Executor:
         *,
         loss_grad: Tensor | None,
         device: torch.device,
+        order: Order = as_scheduled,
     ) -> None:
         self._stages = stages
         self._schedule = schedule
@@ -96,6 +97,7 @@ class Executor:
         self._transport = transport
         self._loss_grad = loss_grad
         self._device = device
+        self._order = order
         self._inputs: Sequence[Sequence[Tensor]] = ()
         self._targets: Sequence[Sequence[Tensor]] = ()
         self._losses: dict[int, Tensor] = {}
@@ -127,11 +129,12 @@ class Executor:
         action: Action | None = None
         try:
             self._transport.begin()
-            for action, fetch, compute, deliver in self._steps:
+            for step in self._order(self._steps):
+                action = step.action
                 if spans is None:
-                    deliver(compute(fetch()))
+                    step.deliver(step.compute(step.fetch()))
                 else:
-                    deliver(self._timed(action, compute, fetch(), spans))
+                    step.deliver(self._timed(action, step.compute, step.fetch(), spans))
             self._transport.finish()
             return [self._losses[microbatch] for microbatch in sorted(self._losses)]
         except LostPeerError:
@@ -155,7 +158,7 @@ class Executor:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-    def _prepare(self, action: Action) -> tuple[Action, Fetch, Compute, Deliver]:
+    def _prepare(self, action: Action) -> Step:
         stage, microbatch = self._stages.get(action.stage), action.microbatch
         if stage is None:
             raise PipelineError(
@@ -164,24 +167,29 @@ class Executor:
             )
         if action.kind is ActionKind.FORWARD:
             forward = partial(stage.forward, microbatch)
-            return action, self._fetch_inputs(action), forward, self._deliver_outputs(action)
+            fetch, arrived = self._fetch_inputs(action)
+            return Step(action, fetch, forward, self._deliver_outputs(action), arrived)
         if not isinstance(stage, BackwardStage):
             raise PipelineError(f"{action} is scheduled, but stage {action.stage} has no backward")
         if action.kind is ActionKind.BACKWARD_WEIGHT:
-            return action, list, _without_values(stage.backward_weight, microbatch), _drop
+            weight = _without_values(stage.backward_weight, microbatch)
+            return Step(action, list, weight, _drop, _at_once)
         fused = action.kind is ActionKind.BACKWARD
         backward = partial(stage.backward if fused else stage.backward_input, microbatch)
-        return action, self._fetch_grads(action), backward, self._deliver_grads(action)
+        fetch, arrived = self._fetch_grads(action)
+        return Step(action, fetch, backward, self._deliver_grads(action), arrived)
 
-    def _fetch_inputs(self, action: Action) -> Fetch:
+    def _fetch_inputs(self, action: Action) -> tuple[Fetch, Probe]:
         microbatch = action.microbatch
         first, last = action.stage == 0, action.stage == self._schedule.stages - 1
         if first and last:
-            return lambda: [*self._inputs[microbatch], *self._targets[microbatch]]
+            return lambda: [*self._inputs[microbatch], *self._targets[microbatch]], _at_once
         if first:
-            return lambda: [*self._inputs[microbatch]]
-        receive = self._transport.receiver(replace(action, stage=action.stage - 1))
-        return (lambda: [*receive(), *self._targets[microbatch]]) if last else receive
+            return lambda: [*self._inputs[microbatch]], _at_once
+        receive, arrived = self._transport.receiver(replace(action, stage=action.stage - 1))
+        if last:
+            return lambda: [*receive(), *self._targets[microbatch]], arrived
+        return receive, arrived
 
     def _deliver_outputs(self, action: Action) -> Deliver:
         if action.stage < self._schedule.stages - 1:
@@ -192,9 +200,9 @@ class Executor:
 
         return keep
 
-    def _fetch_grads(self, action: Action) -> Fetch:
+    def _fetch_grads(self, action: Action) -> tuple[Fetch, Probe]:
         if action.stage == self._schedule.stages - 1:
-            return lambda: [self._loss_grad]
+            return lambda: [self._loss_grad], _at_once
         return self._transport.receiver(result_of(replace(action, stage=action.stage + 1)))
 
     def _deliver_grads(self, action: Action) -> Deliver:
@@ -211,3 +219,7 @@ def _without_values(function: Callable[[int], None], microbatch: int) -> Compute
 
 def _drop(values: Values) -> None:
     pass
+
+
+def _at_once() -> bool:
+    return True

@@ -12,7 +12,7 @@ import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,24 @@ from autosplit.pipeline.faults import LostPeerError, Store
 # size would end the whole process.
 _CLOSING_TAG = 2**31 - 1
 _AT_ONCE = timedelta(milliseconds=1)
+
+
+class PointToPoint(Protocol):
+    """Messages between two ranks, in the order in which each end starts them.
+
+    A send may not complete before the other end has started to receive it.
+    """
+
+    rank: int
+    timeout: float
+
+    def isend(self, tensor: Tensor, peer: int) -> dist.Work | None:
+        """Start sending a contiguous tensor; None if there is nothing to wait for."""
+        ...
+
+    def irecv(self, buffer: Tensor, peer: int) -> dist.Work | None:
+        """Start filling ``buffer``; None if there is nothing to wait for."""
+        ...
 
 
 class Groups:
@@ -60,7 +78,15 @@ class Groups:
         """A key-value store that the ranks share and nobody else writes to."""
         return self.control.get_group_store()
 
-    def towards(self, source: int, target: int) -> dist.ProcessGroup:
+    def isend(self, tensor: Tensor, peer: int) -> dist.Work | None:
+        """Start sending a contiguous tensor; None if there is nothing to wait for."""
+        return dist.isend(tensor, peer, group=self._towards(self.rank, peer))
+
+    def irecv(self, buffer: Tensor, peer: int) -> dist.Work | None:
+        """Start filling ``buffer``; None if there is nothing to wait for."""
+        return dist.irecv(buffer, peer, group=self._towards(peer, self.rank))
+
+    def _towards(self, source: int, target: int) -> dist.ProcessGroup:
         """The group for messages from rank ``source`` to rank ``target``."""
         return self._up if source < target else self._down
 

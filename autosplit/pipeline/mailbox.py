@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autosplit.pipeline.action import Action, ActionKind
-from autosplit.pipeline.groups import Groups, losing
+from autosplit.pipeline.groups import PointToPoint, losing
 from autosplit.pipeline.negotiation import Negotiation
 from autosplit.pipeline.routes import boundary_of
 
@@ -22,6 +23,12 @@ class _Message:
     result: Action
     tensors: list[Tensor | None] = field(default_factory=list)
     works: list[dist.Work] = field(default_factory=list)
+    arrival: Future[None] | None = None
+
+    def wait(self) -> None:
+        """Wait until every operation is complete."""
+        for work in self.works:
+            work.wait()
 
 
 class Outbox:
@@ -31,10 +38,10 @@ class Outbox:
     times out closes the connection. So waits happen where they are known to return at once.
     """
 
-    def __init__(self, groups: Groups, peer: int) -> None:
+    def __init__(self, link: PointToPoint, peer: int) -> None:
         self._peer = peer
-        self._timeout = groups.timeout
-        self._group = groups.towards(groups.rank, peer)
+        self._timeout = link.timeout
+        self._link = link
         self._pending: deque[_Message] = deque()
         self._retired = 0
 
@@ -44,7 +51,7 @@ class Outbox:
         self._pending.append(message)
         with losing(f"rank {self._peer}, which needs {result}", self._timeout):
             for tensor in tensors:
-                work = dist.isend(tensor, self._peer, group=self._group)
+                work = self._link.isend(tensor, self._peer)
                 if work is not None:
                     message.works.append(work)
 
@@ -54,8 +61,7 @@ class Outbox:
             message = self._pending.popleft()
             self._retired += 1
             with losing(f"rank {self._peer}, which needs {message.result}", self._timeout):
-                for work in message.works:
-                    work.wait()
+                message.wait()
 
     def drain(self) -> None:
         """End the step: wait for everything under way."""
@@ -67,29 +73,34 @@ class Inbox:
     """What one peer sends in a step: posted in its order, taken in this rank's.
 
     Args:
+        link: carries the messages.
         peer: the sender.
         results: what it sends, in its order.
         prefetch: receives kept posted beyond what was taken.
+        watch: have ``arrived`` notice messages. Nothing else can tell without ending the
+            connection, so a thread waits for them.
     """
 
     def __init__(
         self,
-        groups: Groups,
+        link: PointToPoint,
         peer: int,
         results: tuple[Action, ...],
         negotiation: Negotiation,
         *,
         device: torch.device,
         prefetch: int,
+        watch: bool,
     ) -> None:
         self._peer = peer
-        self._timeout = groups.timeout
-        self._group = groups.towards(peer, groups.rank)
+        self._timeout = link.timeout
+        self._link = link
         self._results = results
         self._place = {result: place for place, result in enumerate(results)}
         self._negotiation = negotiation
         self._device = device
         self._prefetch = prefetch
+        self._watcher = ThreadPoolExecutor(1, f"from rank {peer}") if watch else None
         self._posted = 0
         self._coming: dict[Action, _Message] = {}
 
@@ -106,10 +117,17 @@ class Inbox:
             self._post()
         message = self._coming.pop(result)
         with losing(f"rank {self._peer}, which makes {result}", self._timeout):
-            for work in message.works:
-                work.wait()
+            if message.arrival is None:
+                message.wait()
+            else:
+                message.arrival.result()
         self._post_ahead(place + 1 + self._prefetch)
         return message.tensors, bool(message.works)
+
+    def arrived(self, result: Action) -> bool:
+        """Whether ``take`` would return at once; False for what nobody watches."""
+        message = self._coming.get(result)
+        return message is not None and message.arrival is not None and message.arrival.done()
 
     def _post_ahead(self, count: int) -> None:
         """Post receives until ``count`` are posted, as far as their shapes are known."""
@@ -129,6 +147,8 @@ class Inbox:
                     continue
                 buffer = torch.empty(meta.shape, dtype=meta.dtype, device=self._device)
                 message.tensors.append(buffer)
-                work = dist.irecv(buffer, self._peer, group=self._group)
+                work = self._link.irecv(buffer, self._peer)
                 if work is not None:
                     message.works.append(work)
+        if self._watcher is not None:
+            message.arrival = self._watcher.submit(message.wait)

@@ -11,6 +11,7 @@ from autosplit.pipeline.executor import Executor, ForwardStage
 from autosplit.pipeline.groups import Groups
 from autosplit.pipeline.microbatch import BatchSplitter
 from autosplit.pipeline.negotiation import Negotiation, TensorMeta
+from autosplit.pipeline.order import Order, as_scheduled
 from autosplit.pipeline.routes import routes_of
 from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.transport import Transport
@@ -25,6 +26,7 @@ class Mode:
         groups: the trainer's process groups.
         check: raises if another rank has failed.
         device: where the stages run.
+        order: in which order a rank takes up its actions.
     """
 
     def __init__(
@@ -34,10 +36,12 @@ class Mode:
         groups: Groups,
         check: Callable[[], None],
         device: torch.device,
+        order: Order = as_scheduled,
     ) -> None:
         self._schedule = schedule
         self._rank = groups.rank
         self._device = device
+        self._order = order
         self._last = schedule.stages - 1
         self.split = BatchSplitter(
             schedule.microbatches,
@@ -47,7 +51,11 @@ class Mode:
         )
         self.negotiation = Negotiation(name, groups, check)
         self._transport = Transport(
-            routes_of(schedule, groups.rank), groups, self.negotiation, device=device
+            routes_of(schedule, groups.rank),
+            groups,
+            self.negotiation,
+            device=device,
+            watch=order is not as_scheduled,
         )
         self.executor: Executor | None = None
 
@@ -62,6 +70,7 @@ class Mode:
             self._transport,
             loss_grad=loss_grad,
             device=self._device,
+            order=self._order,
         )
         return self.executor
 

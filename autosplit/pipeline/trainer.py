@@ -27,6 +27,7 @@ from autosplit.pipeline.modules import (
     count_stages,
     own_modules,
 )
+from autosplit.pipeline.order import Order, as_scheduled, early_weights
 from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.schedules import build
 from autosplit.pipeline.shared import Holder, SharedParameters
@@ -52,6 +53,9 @@ class PipelineTrainer:
         microbatches: M, into how many equal parts a batch is cut along dimension 0.
         split_backward: run input and weight gradients as separate actions.
         weights: where the weight gradients go, see ``schedules.build``.
+        early_weights: run the next weight gradients wherever a rank would wait for a message,
+            rather than where the schedule has them; the results are the same, bit for bit. Only
+            on the CPU: on a GPU, the host does not know when the device waits.
         autocast: ``torch.bfloat16`` runs modules and loss under autocast.
         max_grad_norm: clips the norm of the whole model's gradient to this.
         shared_parameters: groups of (stage, name) that are one parameter of the model. They start
@@ -81,6 +85,7 @@ class PipelineTrainer:
         schedule: str = "1f1b",
         split_backward: bool = True,
         weights: str | None = None,
+        early_weights: bool = False,
         autocast: torch.dtype | None = None,
         max_grad_norm: float | None = None,
         shared_parameters: Sequence[Sequence[Holder]] = (),
@@ -112,7 +117,8 @@ class PipelineTrainer:
         self._groups = Groups(processes, self.device, timeout)
         board = Board(self._groups.store) if processes > 1 else None
         self._guard = Guard(self.rank, board, self._groups.close)
-        self._train = self._mode("train", self.schedule)
+        order = self._order(early_weights)
+        self._train = self._mode("train", self.schedule, order)
         self._evaluate = self._mode("evaluate", forward_only(self.schedule))
         self._faces: dict[int, nn.Module] = {}
         self._stages: dict[int, TrainableStage] = {}
@@ -237,8 +243,17 @@ class PipelineTrainer:
     ) -> None:
         self.close()
 
-    def _mode(self, name: str, schedule: Schedule) -> Mode:
-        return Mode(name, schedule, self._groups, self._guard.check, self.device)
+    def _mode(self, name: str, schedule: Schedule, order: Order = as_scheduled) -> Mode:
+        return Mode(name, schedule, self._groups, self._guard.check, self.device, order)
+
+    def _order(self, early: bool) -> Order:
+        if not early:
+            return as_scheduled
+        if not self.schedule.split_backward:
+            raise PipelineError("early_weights has no effect with split_backward=False")
+        if self.device.type != "cpu":
+            raise PipelineError(f"early_weights is for stages on the CPU; got {self.device}")
+        return early_weights
 
     def _build(self, batch: Batch | None, inputs: Microbatches, targets: Microbatches) -> Executor:
         """Build the stages from the first batch of the first step."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline.action import Action, ActionKind
-from autosplit.pipeline.groups import Groups
+from autosplit.pipeline.groups import PointToPoint
 from autosplit.pipeline.mailbox import Inbox, Outbox
 from autosplit.pipeline.negotiation import Boundary, Negotiation, TensorMeta
 from autosplit.pipeline.routes import Routes, boundary_of
@@ -22,6 +22,7 @@ from autosplit.pipeline.routes import Routes, boundary_of
 __all__ = ["Boundary", "TensorMeta", "Transport"]
 
 Receive = Callable[[], list[Tensor | None]]
+Probe = Callable[[], bool]
 Send = Callable[[Sequence[Tensor | None]], None]
 
 
@@ -30,30 +31,34 @@ class Transport:
 
     Args:
         routes: what travels where.
-        groups: the process groups.
+        link: carries the messages.
         negotiation: where the shapes at each boundary are agreed on: before the first step, or
             by the first tensors that cross.
         device: where received tensors are made.
         prefetch: receives kept posted per peer beyond the one being waited for.
+        watch: notice messages as they arrive, which takes a thread per peer.
     """
 
     def __init__(
         self,
         routes: Routes,
-        groups: Groups,
+        link: PointToPoint,
         negotiation: Negotiation,
         *,
         device: torch.device,
         prefetch: int = 2,
+        watch: bool = False,
     ) -> None:
         if prefetch < 0:
             raise PipelineError(f"prefetch is a count of receives, 0 or more; got {prefetch}")
         self._negotiation = negotiation
         self._device = device
         self._proven = routes.proven
-        self._outboxes = {peer: Outbox(groups, peer) for peer in routes.sends}
+        self._outboxes = {peer: Outbox(link, peer) for peer in routes.sends}
         self._inboxes = {
-            peer: Inbox(groups, peer, results, negotiation, device=device, prefetch=prefetch)
+            peer: Inbox(
+                link, peer, results, negotiation, device=device, prefetch=prefetch, watch=watch
+            )
             for peer, results in routes.receives.items()
         }
         self._target = {r: peer for peer, results in routes.sends.items() for r in results}
@@ -94,14 +99,15 @@ class Transport:
 
         return send
 
-    def receiver(self, result: Action) -> Receive:
-        """The call that waits for ``result`` and returns a fresh list of its tensors.
+    def receiver(self, result: Action) -> tuple[Receive, Probe]:
+        """Two calls: one waits for ``result`` and returns a fresh list of its tensors, the other
+        says whether it is there (never, for a message that nobody watches).
 
         A gradient comes with one entry per tensor of the boundary, None where it needs none.
-        The call raises LostPeerError if the sender died or did not send in time.
+        The first call raises LostPeerError if the sender died or did not send in time.
         """
         if result not in self._source:
-            return lambda: self._here.pop(result)
+            return lambda: self._here.pop(result), lambda: result in self._here
         peer = self._source[result]
         inbox, outbox = self._inboxes[peer], self._outboxes.get(peer)
         proven = self._proven[result]
@@ -112,7 +118,7 @@ class Transport:
                 outbox.retire(proven)
             return tensors
 
-        return receive
+        return receive, lambda: inbox.arrived(result)
 
     def _agreed(self, boundary: int, tensors: Sequence[Tensor | None]) -> Boundary:
         agreed = self._negotiation.known.get(boundary)

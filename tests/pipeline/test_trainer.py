@@ -109,6 +109,17 @@ def test_timeline_holds_what_all_ranks_ran(reference: Results) -> None:
         assert found["recorded"] == (rank0, rank1, True)
 
 
+def test_weights_run_early_while_a_rank_waits(reference: Results) -> None:
+    """Scheduled are the weights last; rank 1 takes 50 ms a forward, so rank 0 has time for them."""
+    row, same = reference[0]["early"]
+    assert same
+    assert row[:3] == ["0F0", "0F1", "0I0"]
+    assert [text for text in row if "W" in text] == ["0W0", "0W1", "0W2", "0W3"]
+    assert row.index("0W0") < row.index("0I1")
+    assert row.index("0W1") < row.index("0I3")
+    assert set(reference[0]["early grid"].values()) == {"equal"}
+
+
 def test_one_rank_of_many_can_hold_all_stages(reference: Results) -> None:
     assert reference[0]["one rank"]
 
@@ -157,6 +168,12 @@ def test_failures_in_one_process_name_the_action() -> None:
         ({"weights": "later", "ranks": 1}, ScheduleError, "2bp, fill"),
         ({"microbatches": 0, "ranks": 1}, ScheduleError, "0"),
         ({"autocast": torch.float16}, PipelineError, "None or torch.bfloat16; got torch.float16"),
+        (
+            {"early_weights": True, "split_backward": False, "ranks": 1},
+            PipelineError,
+            "early_weights has no effect with split_backward=False",
+        ),
+        ({"early_weights": True, "device": "meta", "ranks": 1}, PipelineError, "CPU; got meta"),
         ({"max_grad_norm": 0.0}, PipelineError, "positive number or None; got 0.0"),
         ({"timeout": 0}, PipelineError, "positive number of seconds; got 0"),
         ({"backend": "eager", "ranks": 1}, PipelineError, "no effect beside stage_factory"),

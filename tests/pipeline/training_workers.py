@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from typing import Any
 
 import torch
@@ -11,15 +12,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from workers import WIDTH, block, data, gradients_equal, sgd, single_process, trainer, whole
 
+SPLITS: tuple[dict[str, Any], ...] = (
+    {"split_backward": False},
+    {"weights": "2bp"},
+    {"weights": "fill"},
+)
 
-def schedule_grid(stages: int, counts: tuple[int, ...] = (1, 2, 5), **more: Any) -> dict[str, str]:
+
+def schedule_grid(
+    stages: int,
+    counts: tuple[int, ...] = (1, 2, 5),
+    splits: tuple[dict[str, Any], ...] = SPLITS,
+    **more: Any,
+) -> dict[str, str]:
     """Every schedule x split x M on this process group; says what differed, by case."""
     found = {}
-    splits: tuple[dict[str, Any], ...] = (
-        {"split_backward": False},
-        {"weights": "2bp"},
-        {"weights": "fill"},
-    )
     for name, options, count in itertools.product(("naive", "gpipe", "1f1b"), splits, counts):
         inputs, targets = data(2 * count)
         model = whole(stages)
@@ -205,6 +212,30 @@ def recorded(stages: int) -> tuple[list[str], list[str], bool]:
     return rows[0], rows[1], ordered
 
 
+class Late(nn.Module):
+    """Lets the stage before it wait."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.05)
+        return x
+
+
+def early_weights() -> tuple[list[str], bool]:
+    """What rank 0 ran, and whether the gradients are those of one process."""
+    inputs, targets = data(8)
+    model = whole(2)
+    single_process(model, inputs, targets, 4)
+
+    def late(index: int) -> nn.Module:
+        return nn.Sequential(*block(index), *([Late()] if index == 1 else []))
+
+    with trainer(late, record=True, weights="2bp", early_weights=True) as engine:
+        engine.forward_backward((inputs, targets))
+        same = gradients_equal(engine.gradients(), model)
+        row = [str(span.action) for span in engine.timeline().spans if span.rank == 0]
+    return row, same
+
+
 def one_rank_in_process() -> bool:
     """ranks=1 inside a larger process group talks to nobody."""
     inputs, targets = data(8)
@@ -244,6 +275,8 @@ def with_reference_stage() -> dict[str, Any]:
         "frozen 1": frozen(1),
         "recorded": recorded(2),
         "one rank": one_rank_in_process(),
+        "early": early_weights(),
+        "early grid": schedule_grid(2, (5,), SPLITS[1:], early_weights=True),
     }
 
 

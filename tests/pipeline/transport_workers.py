@@ -83,7 +83,7 @@ def _posted(prefetch: int) -> list[int]:
             if rank == 0:
                 transport.sender(result)([torch.zeros(2)])
             else:
-                transport.receiver(result)()
+                transport.receiver(result)[0]()
                 counts.append(irecv.call_count)
         transport.finish()
     groups.destroy()
@@ -103,7 +103,9 @@ def _learned() -> tuple[dict[int, list[tuple[str, bool]]], list[Any]]:
     if rank == 0:
         transport.sender(result)([torch.zeros(3), torch.full((2,), 7)])
     else:
-        values = [tensor.tolist() for tensor in transport.receiver(result)() if tensor is not None]
+        values = [
+            tensor.tolist() for tensor in transport.receiver(result)[0]() if tensor is not None
+        ]
     transport.finish()
     groups.destroy()
     known = {

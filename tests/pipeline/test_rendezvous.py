@@ -1,0 +1,162 @@
+"""Every schedule, and random ones, over messages that obey NCCL's rules."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Hashable, Sequence
+
+import pytest
+import rendezvous
+import torch
+from rendezvous import Port, Wire
+from torch import Tensor
+
+from autosplit.errors import PipelineError
+from autosplit.pipeline.action import Action, ActionKind
+from autosplit.pipeline.dependency import needs_of, result_of
+from autosplit.pipeline.executor import Executor
+from autosplit.pipeline.groups import Groups
+from autosplit.pipeline.negotiation import Negotiation, TensorMeta
+from autosplit.pipeline.order import Order, as_scheduled, early_weights
+from autosplit.pipeline.routes import routes_of
+from autosplit.pipeline.schedule import Schedule
+from autosplit.pipeline.schedules import SCHEDULES, build
+from autosplit.pipeline.transport import Transport
+
+CPU = torch.device("cpu")
+META = TensorMeta(torch.Size([2]), torch.float32, True)
+
+
+class Counting:
+    """Adds its index to what comes, doubles the gradient; knows which gradient met which W."""
+
+    def __init__(self, index: int, last: bool) -> None:
+        self._index = index
+        self._last = last
+        self._grads: dict[int, float] = {}
+        self.weights: list[tuple[int, float]] = []
+
+    def forward(self, microbatch: int, inputs: list[Tensor]) -> list[Tensor]:
+        output = inputs[0] + self._index
+        inputs.clear()
+        return [output.sum()] if self._last else [output]
+
+    def backward_input(self, microbatch: int, grads: list[Tensor | None]) -> list[Tensor | None]:
+        (grad,) = grads
+        assert grad is not None
+        grads.clear()
+        self._grads[microbatch] = float(grad.sum())
+        return [torch.full((2,), self._grads[microbatch] * (microbatch + 1))]
+
+    def backward_weight(self, microbatch: int) -> None:
+        self.weights.append((microbatch, self._grads.pop(microbatch)))
+
+    def backward(self, microbatch: int, grads: list[Tensor | None]) -> list[Tensor | None]:
+        results = self.backward_input(microbatch, grads)
+        self.backward_weight(microbatch)
+        return results
+
+
+def _run(
+    schedule: Schedule,
+    communicator: Callable[[int, int], Hashable] = rendezvous.by_direction,
+    prefetch: int = 2,
+    order: Order = as_scheduled,
+) -> tuple[list[float], dict[int, dict[int, float]]]:
+    """Losses by microbatch, and per stage the gradient that each W found."""
+    stages = {i: Counting(i, i == schedule.stages - 1) for i in range(schedule.stages)}
+    count = schedule.microbatches
+    inputs = [[torch.full((2,), float(m))] for m in range(count)]
+
+    def rank(port: Port) -> list[Tensor]:
+        negotiation = Negotiation("train", Groups(1, CPU, 1.0), lambda: None)
+        for boundary in range(schedule.stages):
+            negotiation.known[boundary] = (META,)
+        transport = Transport(
+            routes_of(schedule, port.rank),
+            port,
+            negotiation,
+            device=CPU,
+            prefetch=prefetch,
+            watch=order is not as_scheduled,
+        )
+        own = {i: stage for i, stage in stages.items() if schedule.placement[i] == port.rank}
+        grad = torch.tensor(1.0)
+        executor = Executor(
+            own, schedule, port.rank, transport, loss_grad=grad, device=CPU, order=order
+        )
+        return executor.run(inputs, [[] for _ in range(count)])
+
+    ranks = len(schedule.ranks)
+    rows = rendezvous.on_every_rank(ranks, Wire(ranks, communicator), rank)
+    losses = [float(loss) for row in rows for loss in row]
+    return losses, {i: dict(stage.weights) for i, stage in stages.items()}
+
+
+def _expected(stages: int, count: int) -> tuple[list[float], dict[int, dict[int, float]]]:
+    losses = [2.0 * (m + sum(range(stages))) for m in range(count)]
+    grads = {
+        stage: {m: float((2 * (m + 1)) ** (stages - 1 - stage)) for m in range(count)}
+        for stage in range(stages)
+    }
+    return losses, grads
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 4), (4, 4), (4, 8)])
+def test_every_schedule(name: str, split: bool, stages: int, microbatches: int) -> None:
+    schedule = build(name, stages, microbatches, split_backward=split)
+    assert _run(schedule) == _expected(stages, microbatches)
+
+
+def _random_schedule(seed: int) -> Schedule:
+    """Any placement, any order that can be played through."""
+    chance = random.Random(seed)
+    ranks, stages = chance.randint(2, 4), chance.randint(2, 6)
+    count = chance.randint(1, 5)
+    placement = [chance.randrange(ranks) for _ in range(stages)]
+    kinds = chance.choice(["FIW", "FB"])
+    actions = [
+        Action(stage, ActionKind(kind), microbatch)
+        for stage in range(stages)
+        for kind in kinds
+        for microbatch in range(count)
+    ]
+    rows: list[list[Action]] = [[] for _ in range(ranks)]
+    made: set[Action] = set()
+    while actions:
+        able = [a for a in actions if all(need in made for need in needs_of(a, stages))]
+        action = chance.choice(able)
+        actions.remove(action)
+        made.add(result_of(action))
+        rows[placement[action.stage]].append(action)
+    return Schedule(
+        f"random {seed}", stages, count, tuple(map(tuple, rows)), tuple(placement), kinds == "FIW"
+    )
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("order", [as_scheduled, early_weights])
+def test_random_schedules(prefetch: int, order: Order) -> None:
+    """Messages of one pair may be used in another order than they are made in."""
+    for seed in range(100):
+        schedule = _random_schedule(seed)
+        found = _run(schedule, prefetch=prefetch, order=order)
+        assert found == _expected(schedule.stages, schedule.microbatches), schedule
+
+
+def _texts(rows: Sequence[str]) -> tuple[tuple[Action, ...], ...]:
+    return tuple(tuple(map(Action.parse, row.split())) for row in rows)
+
+
+def test_both_directions_on_one_communicator_would_hang() -> None:
+    """What the two groups of ``Groups`` are for, and that this transport can tell."""
+    with pytest.raises(PipelineError, match=r"rank \d waits for ever"):
+        _run(build("1f1b", 4, 8), rendezvous.by_pair)
+
+
+def test_a_circle_of_waiting_ranks_raises_here() -> None:
+    rows = _texts(["0F0 0I0 0F1 0I1", "1F1 1I1 1F0 1I0"])
+    with pytest.raises(PipelineError, match="waits for ever"):
+        _run(Schedule("circle", 2, 2, rows, (0, 1), True))
