@@ -49,6 +49,10 @@ def _counts(context: click.Context, parameter: click.Parameter, value: str) -> t
     return counts
 
 
+def _memory(context: click.Context, parameter: click.Parameter, value: str) -> str | int:
+    return int(value) if value.isdigit() else value
+
+
 _setting = click.option(
     "--set",
     "overrides",
@@ -161,6 +165,13 @@ def _check_before_launch(settings: Any) -> None:
     "--no-input-grads", is_flag=True, help="Inputs need no gradient, as in a first stage."
 )
 @click.option(
+    "--memory",
+    default="balanced",
+    show_default=True,
+    callback=_memory,
+    help="fast, balanced, lean, or the bytes that one microbatch may hold between I and W.",
+)
+@click.option(
     "--dump",
     "folder",
     type=click.Path(path_type=pathlib.Path, file_okay=False),
@@ -173,6 +184,7 @@ def inspect(
     stages: int,
     stage: int,
     no_input_grads: bool,
+    memory: str | int,
     folder: pathlib.Path | None,
 ) -> None:
     """Report how FACTORY's model is split. FACTORY (MODULE:NAME) returns a Workload or
@@ -184,7 +196,7 @@ def inspect(
 
     made = load_factory(factory)(**overrides)
     model, args, kwargs = example(made, factory, stages, stage, input_grads=not no_input_grads)
-    module = split(model, args, kwargs)
+    module = split(model, args, kwargs, memory=memory)
     click.echo(module.report())
     if folder:
         module.dump(folder)

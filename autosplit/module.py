@@ -21,7 +21,7 @@ from .pending import PendingQueue, deliver
 from .report.dump import dump
 from .report.tables import report
 from .signature import Signature
-from .tracing import trace, without_history
+from .tracing import check_memory, trace, without_history
 
 if TYPE_CHECKING:
     from .integrations.partial import Partial
@@ -61,6 +61,7 @@ class SplitModule(nn.Module):
 
     model: nn.Module
     _backend: str
+    _memory: str | int
     _max_graphs: int
     _graphs: Graphs
     _fullgraph: bool
@@ -74,16 +75,19 @@ class SplitModule(nn.Module):
         model: nn.Module,
         *,
         backend: str = "eager",
+        memory: str | int = "balanced",
         fullgraph: bool = False,
         max_graphs: int = 64,
     ) -> None:
         super().__init__()
         check_backend(backend)
+        check_memory(memory)
         if max_graphs < 1:
             raise SplitError(f"max_graphs must be at least 1, got {max_graphs}")
         # What is not set here belongs to the model: see __setattr__.
         self.__dict__["model"] = model  # not a submodule: names keep no prefix
         self.__dict__["_backend"] = backend
+        self.__dict__["_memory"] = memory
         self.__dict__["_fullgraph"] = fullgraph
         self.__dict__["_max_graphs"] = max_graphs
         self._attach()
@@ -244,7 +248,7 @@ class SplitModule(nn.Module):
             if found is None:
                 materialise(self.model, args, kwargs)
                 examples, more = tree_unflatten(without_history(leaves), spec)
-                found = trace(self.model, examples, more, self._backend)
+                found = trace(self.model, examples, more, self._backend, self._memory)
                 self.__dict__["_state"] = StateReader(self.model)
                 if not fits(found):
                     raise CaptureError(
@@ -328,6 +332,7 @@ def split(
     kwargs: dict[str, Any] | None = None,
     *,
     backend: str = "eager",
+    memory: str | int = "balanced",
     fullgraph: bool = False,
     max_graphs: int = 64,
 ) -> SplitModule:
@@ -339,6 +344,13 @@ def split(
             without, at the first call.
         kwargs: example keyword inputs.
         backend: how graphs are run; ``"eager"`` runs their operators one by one.
+        memory: what one microbatch holds. ``"fast"`` does nothing twice. ``"balanced"`` does
+            cheap operators again where that frees memory at a hundredth of the step's time;
+            all weight gradients wait, and between I and W only what they need is held.
+            ``"lean"`` goes below that: it computes in I the weight gradients that free the most
+            bytes for their FLOPs; at least 55% of the FLOPs still wait. A number is a budget,
+            the bytes that one microbatch may hold between I and W; what F saves, parameters
+            and gradients are not in it. ``report()`` shows what each setting would hold.
         fullgraph: refuse what one graph cannot hold. Otherwise such a model is split graph by
             graph under ``torch.compile``, and what no graph holds runs as ordinary autograd;
             ``report()`` says what and why.
@@ -347,9 +359,12 @@ def split(
     Raises:
         CaptureError: ``fullgraph`` and the model cannot be traced for the example inputs; names
             the line.
-        SplitError: ``fullgraph`` and the graph cannot be split, or the backend is unknown.
+        SplitError: ``fullgraph`` and the graph cannot be split; the backend or the memory
+            setting is unknown; or a memory budget cannot be met.
     """
-    module = SplitModule(model, backend=backend, fullgraph=fullgraph, max_graphs=max_graphs)
+    module = SplitModule(
+        model, backend=backend, memory=memory, fullgraph=fullgraph, max_graphs=max_graphs
+    )
     if args or kwargs:
         try:
             module.capture(*args, **(kwargs or {}))

@@ -57,16 +57,26 @@ class Stage:
         *,
         index: int = 0,
         backend: str = "eager",
+        memory: str | int = "balanced",
     ) -> None:
         """Trace ``module(*args)``; inputs with ``requires_grad`` get a gradient from I.
 
+        Args:
+            module: the stage.
+            args: example inputs.
+            index: position in the pipeline.
+            backend: how graphs are run, see ``autosplit.split``.
+            memory: what is held between the calls, see ``autosplit.split``.
+
         Raises:
             CaptureError: the module cannot be traced, or returns something besides tensors.
-            SplitError: the graph cannot be split, or the backend is unknown.
+            SplitError: the graph cannot be split, the backend or the memory setting is unknown,
+                or a memory budget cannot be met.
         """
         self.index = index
         self.module = module
         self._backend = backend
+        self._memory = memory
         self._specs = [TensorSpec.of(example) for example in args]
         self._blanks = tuple(map(_blank, args))
         self._grad_mode = torch.is_grad_enabled()
@@ -208,7 +218,7 @@ class Stage:
         return found
 
     def _trace(self, args: list[Tensor]) -> SplitFunctions:
-        functions = trace(self.module, tuple(args), {}, self._backend)
+        functions = trace(self.module, tuple(args), {}, self._backend, self._memory)
         self._graphs.add(Signature.of(list(self._blanks), None), functions)
         self._state = StateReader(self.module)
         return functions

@@ -15,7 +15,7 @@ from .compat import tree_flatten, tree_unflatten
 from .compile import check_backend
 from .errors import CaptureError, SplitError
 from .functions import SplitFunctions
-from .passes import PassError, run
+from .passes import PassError, memory_setting, run
 
 if TYPE_CHECKING:
     from .capture import Capture
@@ -28,7 +28,11 @@ DUMP_VARIABLE = "AUTOSPLIT_DUMP"
 
 
 def trace(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], backend: str
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    backend: str,
+    memory: str | int,
 ) -> SplitFunctions:
     """Capture, split and compile a module for inputs like these.
 
@@ -37,16 +41,27 @@ def trace(
 
     Raises:
         CaptureError: the module cannot be traced.
-        SplitError: the graph cannot be split, or the backend is unknown.
+        SplitError: the graph cannot be split, the backend or the memory setting is unknown, or
+            a memory budget cannot be met.
     """
     check_backend(backend)
+    check_memory(memory)
     with _TRACING:
         traced = _capture(module, args, kwargs)
         try:
-            return SplitFunctions(traced, run(traced.joint, dump=_dump_folder(module)), backend)
+            graphs = run(traced.joint, memory=memory, dump=_dump_folder(module))
+            return SplitFunctions(traced, graphs, backend)
         except PassError as error:
             name = type(module).__name__
             raise SplitError(f"{name} was captured but cannot be split: {error}") from error
+
+
+def check_memory(memory: str | int) -> None:
+    """Raise SplitError where there is no such memory setting; it lists the known ones."""
+    try:
+        memory_setting(memory)
+    except PassError as error:
+        raise SplitError(str(error)) from None
 
 
 def _capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture:

@@ -6,5 +6,17 @@ Imports torch and networkx and nothing of autosplit.
 from .errors import PassError
 from .graph import Kind, Program, Role, SplitGraphs
 from .manager import PASSES, Pass, run
+from .memory import MEMORY, memory_setting
 
-__all__ = ["PASSES", "Kind", "Pass", "PassError", "Program", "Role", "SplitGraphs", "run"]
+__all__ = [
+    "MEMORY",
+    "PASSES",
+    "Kind",
+    "Pass",
+    "PassError",
+    "Program",
+    "Role",
+    "SplitGraphs",
+    "memory_setting",
+    "run",
+]

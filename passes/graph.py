@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from .memory import BALANCED, Memory
+
 
 class Kind(enum.Enum):
     """What a graph's input or output stands for."""
@@ -57,9 +59,11 @@ class Program:
 
     A pass fills in or rewrites fields. ``backward`` is the unsplit backward; it stays beside
     its two halves because an engine that runs I and W back to back calls it instead.
+    ``memory`` says how the boundaries are to be chosen.
     """
 
     joint: fx.GraphModule
+    memory: Memory = BALANCED
     forward: fx.GraphModule | None = None
     backward: fx.GraphModule | None = None
     backward_input: fx.GraphModule | None = None
@@ -89,8 +93,8 @@ class SplitGraphs:
 
 
 def _existing(record: Program | SplitGraphs) -> dict[str, fx.GraphModule]:
-    fields = (field.name for field in dataclasses.fields(record))
-    return {name: module for name in fields if (module := getattr(record, name)) is not None}
+    fields = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+    return {name: value for name, value in fields.items() if isinstance(value, fx.GraphModule)}
 
 
 def placeholders(graph: fx.Graph) -> list[fx.Node]:

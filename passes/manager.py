@@ -14,6 +14,7 @@ from .dead_code import dead_code
 from .divide import divide
 from .errors import PassError
 from .graph import Program, SplitGraphs, calls
+from .memory import BALANCED, memory_setting
 from .partition import partition
 from .split_backward import split_backward
 from .verify import verify
@@ -42,6 +43,7 @@ PASSES: tuple[Pass, ...] = (
 def run(
     joint: fx.GraphModule,
     *,
+    memory: str | int = BALANCED.name,
     passes: tuple[Pass, ...] = PASSES,
     skip: Collection[str] = (),
     dump: pathlib.Path | None = None,
@@ -50,17 +52,19 @@ def run(
 
     Args:
         joint: a joint forward/backward graph with roles; it is changed in place.
+        memory: how bytes, time and waiting weight gradients are traded: a name of ``MEMORY``
+            or a budget in bytes, see ``memory_setting``.
         passes: what to run, in order.
         skip: names of optional passes to leave out (to bisect a wrong result).
         dump: folder that gets every stage of the pipeline as numbered readable files.
 
     Raises:
         PassError: an invariant is broken after a pass (every violation is listed), a pass
-            that reported no change changed something, or ``skip`` holds a name that is
-            unknown or required.
+            that reported no change changed something, ``skip`` holds a name that is
+            unknown or required, or ``memory`` is unknown or cannot be met.
     """
     _check_skip(passes, skip)
-    program = Program(joint)
+    program = Program(joint, memory_setting(memory))
     verify(program, "capture")
     step = _Dump(dump)
     step.write("capture", program)

@@ -14,6 +14,7 @@ from autosplit.errors import PipelineError
 from autosplit.pipeline.executor import BackwardStage
 from autosplit.pipeline.negotiation import Negotiation, TensorMeta
 from autosplit.stage import Stage
+from autosplit.tracing import check_memory
 
 
 class TrainableStage(BackwardStage, Protocol):
@@ -44,15 +45,16 @@ class StageFactory(Protocol):
         ...
 
 
-def split_stage(backend: str) -> StageFactory:
-    """The factory of ``autosplit.stage.Stage`` with a backend.
+def split_stage(backend: str, memory: str | int) -> StageFactory:
+    """The factory of ``autosplit.stage.Stage`` with a backend and a memory setting.
 
     Raises:
-        SplitError: an unknown backend; lists the known ones.
+        SplitError: an unknown backend or memory setting; lists the known ones.
     """
 
     check_backend(backend)
-    return partial(Stage, backend=backend)
+    check_memory(memory)
+    return partial(Stage, backend=backend, memory=memory)
 
 
 def build_stages(

@@ -67,6 +67,7 @@ class PipelineTrainer:
         timeout: seconds to wait for another rank, and for each stage to be built.
         record: record each step for ``timeline``; may be changed between steps.
         backend: how stages are compiled, see ``autosplit.Stage``; None means ``"eager"``.
+        memory: what a microbatch holds, see ``autosplit.split``; None means ``"balanced"``.
         stage_factory: makes stages in place of ``autosplit.Stage``.
 
     Raises:
@@ -94,9 +95,10 @@ class PipelineTrainer:
         timeout: float = 300.0,
         record: bool = False,
         backend: str | None = None,
+        memory: str | int | None = None,
         stage_factory: StageFactory | None = None,
     ) -> None:
-        _check_options(autocast, max_grad_norm, timeout, backend, stage_factory)
+        _check_options(autocast, max_grad_norm, timeout, backend, memory, stage_factory)
         count = count_stages(stages, num_stages)
         processes = process_count(ranks, count)
         self.schedule: Schedule = build(
@@ -110,7 +112,9 @@ class PipelineTrainer:
         self.record = record
         self.grad_norm: float | None = None
         self.device = _device(device, processes)
-        self._factory = stage_factory or split_stage(backend or "eager")
+        self._factory = stage_factory or split_stage(
+            backend or "eager", "balanced" if memory is None else memory
+        )
         self._loss_fn = loss_fn
         self._autocast = autocast
         self._max_grad_norm = max_grad_norm
@@ -322,6 +326,7 @@ def _check_options(
     max_grad_norm: float | None,
     timeout: float,
     backend: str | None,
+    memory: str | int | None,
     stage_factory: StageFactory | None,
 ) -> None:
     if autocast not in (None, torch.bfloat16):
@@ -330,7 +335,8 @@ def _check_options(
         raise PipelineError(f"max_grad_norm is a positive number or None; got {max_grad_norm}")
     if not timeout > 0:
         raise PipelineError(f"timeout is a positive number of seconds; got {timeout}")
-    if backend is not None and stage_factory is not None:
-        raise PipelineError(
-            f"backend={backend!r} has no effect beside stage_factory; pass one of the two"
-        )
+    for name, value in {"backend": backend, "memory": memory}.items():
+        if value is not None and stage_factory is not None:
+            raise PipelineError(
+                f"{name}={value!r} has no effect beside stage_factory; pass one of the two"
+            )

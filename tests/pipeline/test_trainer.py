@@ -182,6 +182,8 @@ def test_failures_in_one_process_name_the_action() -> None:
             SplitError,
             "unknown backend 'tpu'; known",
         ),
+        ({"memory": "fast", "ranks": 1}, PipelineError, "memory='fast' has no effect beside"),
+        ({"memory": "tight", "stage_factory": None, "ranks": 1}, SplitError, "got 'tight'"),
     ],
 )
 def test_bad_options(options: dict[str, Any], error: type[Exception], text: str) -> None:

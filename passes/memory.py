@@ -1,0 +1,56 @@
+"""The ``memory`` setting: what may be done again, and what may not wait, to hold less."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from .errors import PassError
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """How bytes, time and waiting weight gradients are traded.
+
+    Attributes:
+        name: what the user asked for.
+        recompute: time to spend on doing cheap operators again, as a share of the step's
+            estimated time.
+        waiting: share of the weight gradients' FLOPs that W keeps at least.
+        deferred: bytes to hold between I and W for one microbatch, or a share of what the
+            forward saves; None asks for no fewer than a full W needs.
+    """
+
+    name: str
+    recompute: float
+    waiting: float = 1.0
+    deferred: int | float | None = None
+
+
+FAST = Memory("fast", recompute=0.0)
+BALANCED = Memory("balanced", recompute=0.01)
+LEAN = Memory("lean", recompute=0.01, waiting=0.55, deferred=0.6)
+
+MEMORY: Mapping[str, Memory] = {each.name: each for each in (FAST, BALANCED, LEAN)}
+
+
+def memory_setting(memory: str | int) -> Memory:
+    """The setting of that name; a number is a budget in bytes.
+
+    A budget bounds the distinct storage that one microbatch holds between I and W, that is
+    what I hands over. What F saves, what lives only inside a graph, and parameters and
+    gradients are not in it.
+
+    Raises:
+        PassError: an unknown name (lists the known ones), or no number of bytes.
+    """
+    if isinstance(memory, str):
+        if memory in MEMORY:
+            return MEMORY[memory]
+    elif isinstance(memory, int) and not isinstance(memory, bool) and memory >= 0:
+        return Memory(f"{memory} bytes", BALANCED.recompute, waiting=0.0, deferred=memory)
+    known = ", ".join(map(repr, MEMORY))
+    raise PassError(
+        f"memory is one of {known}, or the bytes that one microbatch may hold between I and W; "
+        f"got {memory!r}"
+    )
