@@ -24,6 +24,7 @@ from torch._functorch._aot_autograd import descriptors as d
 from torch._functorch.partitioners import default_partition
 from torch._guards import TracingContext
 
+from .capture.random import with_unused_draws
 from .capture.recurrent import divide_layers, without_fused_recurrence
 from .passes import Kind, PassError, Role, SplitGraphs, run
 from .passes.aliasing import storage_root
@@ -75,12 +76,12 @@ class Splitter:
 
     Attributes:
         compile: split graphs -> (F, I), both boxed.
-        give_up: called with the reason where a graph cannot be split; its parameters then get
-            their gradients from an ordinary backward.
+        give_up: called with the reason where a graph cannot be split; it then runs as Dynamo
+            made it, under ordinary autograd.
     """
 
     compile: Callable[[AotGraphs], tuple[Boxed, Boxed]]
-    give_up: Callable[[str, fx.GraphModule], None]
+    give_up: Callable[[str], None]
 
 
 def compile_graph(
@@ -102,8 +103,12 @@ def compile_graph(
         partition_fn=session.partition,
     )
     divide_layers(module)
-    with without_fused_recurrence(module):
-        compiled: Callable[..., Any] = compiler(module, example_inputs)
+    try:
+        with without_fused_recurrence(module), with_unused_draws():
+            compiled: Callable[..., Any] = compiler(module, example_inputs)
+    except _GivenUpError as error:
+        splitter.give_up(str(error))
+        return module
     return compiled
 
 
@@ -123,6 +128,12 @@ def compile_model(
             return compiled(*args, **kwargs)
 
     return call
+
+
+class _GivenUpError(Exception):
+    """Out of AOTAutograd, whose own partition draws a backward's random numbers in the forward
+    and may recompute from a buffer that was overwritten since.
+    """
 
 
 class _Session:
@@ -147,8 +158,7 @@ class _Session:
             aot = _assemble(labelled, num_fwd_outputs, parameters)
             self._split = self._splitter.compile(aot)
         except PassError as error:
-            self._splitter.give_up(str(error), labelled)
-            return self._ordinary(joint, joint_inputs, num_fwd_outputs, options)
+            raise _GivenUpError(str(error)) from error
         self._size = len(aot.forward.graph.nodes)
         return aot.forward, _without_deferred(aot)
 
@@ -175,8 +185,8 @@ class _Session:
     def _ordinary(
         joint: fx.GraphModule, joint_inputs: Any, num_fwd_outputs: int, options: dict[str, Any]
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """As operators ran in the forward: AOTAutograd's min-cut partition may recompute from a
-        buffer that the forward has overwritten since (seen with torch 2.13).
+        """Every operator runs once: AOTAutograd's min-cut partition may recompute from a buffer
+        that the forward has overwritten since (seen with torch 2.13).
         """
         forward, backward = default_partition(
             joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **options

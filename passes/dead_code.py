@@ -1,8 +1,8 @@
-"""Remove nodes that no output depends on, random ones included.
+"""Remove nodes that no output depends on.
 
-FX keeps random operators because removing one shifts the generator for all that follow. In
-a split program each random operator runs once, in forward; a copy left in a backward graph
-would draw a second time and must go. Un-functionalised mutations are kept: they are effects.
+Random operators stay in the joint graph and in forward: without one, all that is drawn later
+would differ from eager's. Each runs once, in forward; a copy left in a backward graph would
+draw a second time and must go. Un-functionalised mutations are kept: they are effects.
 """
 
 from __future__ import annotations
@@ -10,18 +10,23 @@ from __future__ import annotations
 from torch import fx
 
 from .graph import Program
-from .ops import is_effect
+from .ops import is_effect, is_random
+
+_DRAWING = ("joint", "forward")
 
 
 def dead_code(program: Program) -> bool:
     """Run over every graph of the program; True if anything was removed."""
-    removed = [_eliminate(module.graph) for module in program.graphs().values()]
+    removed = [
+        module.graph.eliminate_dead_code(_is_kept_drawing if name in _DRAWING else _is_kept)
+        for name, module in program.graphs().items()
+    ]
     return any(removed)
-
-
-def _eliminate(graph: fx.Graph) -> bool:
-    return graph.eliminate_dead_code(is_impure_node=_is_kept)
 
 
 def _is_kept(node: fx.Node) -> bool:
     return node.op in {"placeholder", "output"} or is_effect(node)
+
+
+def _is_kept_drawing(node: fx.Node) -> bool:
+    return _is_kept(node) or is_random(node)

@@ -31,9 +31,13 @@ from .graph import (
     outputs,
     placeholders,
     role_of,
+    source_line,
 )
 from .min_cut import min_cut
 from .ops import checkpoint_region, is_effect, is_random
+
+# Where AOTAutograd notes which half of the joint graph it was tracing.
+_TAG = "partitioner_tag"
 
 
 def partition(program: Program) -> bool:
@@ -47,9 +51,12 @@ def partition(program: Program) -> bool:
     results = outputs(graph, *FORWARD_OUTPUT)
     gradients = outputs(graph, *GRADIENT)
     before = ancestors([value for _, value in results if isinstance(value, fx.Node)])
+    _refuse_draws_in_backward(graph)
     after = descendants(list(inputs(graph, Kind.TANGENT).values()))
-    # Effects of the forward, assertions on values above all, stay in it though nobody reads them.
-    before |= ancestors([node for node in calls(graph) if is_effect(node) and node not in after])
+    # Effects of the forward, assertions on values above all, stay in it though nobody reads them,
+    # and so do random operators, which move the generator.
+    unread = [node for node in calls(graph) if is_effect(node) or is_random(node)]
+    before |= ancestors([node for node in unread if node not in after])
     if before & after:
         names = ", ".join(sorted(node.name for node in before & after)[:5])
         raise PassError(f"forward values depend on output gradients: {names}")
@@ -62,6 +69,22 @@ def partition(program: Program) -> bool:
         returns=[*results, *saved],
     )
     return True
+
+
+def _refuse_draws_in_backward(graph: fx.Graph) -> None:
+    """A custom backward may draw random numbers that depend on no gradient. Drawn in forward
+    instead, they and all that follow would be others than autograd's.
+    """
+    if not any(_TAG in node.meta for node in graph.nodes):
+        return  # tracing had no backward to tell apart
+    for node in calls(graph):
+        if is_random(node) and node.meta.get(_TAG) != "is_forward":
+            line = source_line(node)
+            raise PassError(
+                f"{node.target} draws random numbers in the backward"
+                + (f" (from {line})" if line else "")
+                + "; draw them in the forward and save them for it"
+            )
 
 
 def _fill_backward(

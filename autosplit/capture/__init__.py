@@ -23,6 +23,7 @@ from torch._guards import TracingContext, tracing
 from ..compat import TreeSpec, flatten_named, tree_flatten, tree_unflatten
 from ..structures import hold
 from .export import Guards, PythonStateError, export
+from .random import with_unused_draws
 from .reasons import user_errors
 from .recurrent import divide_layers, without_fused_recurrence
 from .roles import Names, canonical_names, with_roles
@@ -94,6 +95,7 @@ def _joint(
         contextlib.ExitStack() as stack,
         tracing(context),
         settings,
+        with_unused_draws(),
         without_fused_recurrence(exported),
         _without_wrong_decompositions(),
     ):

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from ..passes import Kind, SplitGraphs
-from ..passes.cost import flops, graph_flops
-from ..passes.graph import ancestors, calls, outputs, source_line
+from ..passes import SplitGraphs
+from ..passes.cost import graph_flops
+from ..passes.graph import outputs, source_line
 
 
 class Part:
@@ -21,8 +21,6 @@ class Part:
         graphs: the split graphs; None where the graph has no backward or was not split.
         reason: why it was not split; empty where it was, or has no backward.
         lines: ``file.py:3-9`` for the user's lines that the graph holds.
-        ordinary_flops: floating-point operations of weight gradients that are not deferred
-            because the graph was not split.
     """
 
     def __init__(self, module: fx.GraphModule, parameters: Sequence[str]) -> None:
@@ -30,13 +28,10 @@ class Part:
         self.graphs: SplitGraphs | None = None
         self.reason = ""
         self.lines = _lines(module.graph)
-        self.ordinary_flops = 0
 
-    def give_up(self, reason: str, joint: fx.GraphModule) -> None:
+    def give_up(self, reason: str) -> None:
         """The graph cannot be split; its backward is an ordinary one."""
         self.reason = reason
-        if "roles" in joint.graph.output_node().meta:
-            self.ordinary_flops = _weight_flops(joint.graph)
 
     @property
     def is_split(self) -> bool:
@@ -56,14 +51,6 @@ class Part:
         """Floating-point operations of W."""
         weight = None if self.graphs is None else self.graphs.backward_weight
         return 0 if weight is None else graph_flops(weight.graph)
-
-
-def _weight_flops(joint: fx.Graph) -> int:
-    """Of what only the parameters' gradients need."""
-    wanted = [value for _, value in outputs(joint, Kind.PARAMETER_GRAD) if value is not None]
-    others = [v for role, v in outputs(joint) if role.kind is not Kind.PARAMETER_GRAD]
-    shared = ancestors([value for value in others if isinstance(value, fx.Node)])
-    return sum(flops(node) for node in ancestors(wanted) - shared if node in set(calls(joint)))
 
 
 def _lines(graph: fx.Graph) -> str:

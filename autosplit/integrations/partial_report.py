@@ -64,8 +64,7 @@ def _share(partial: Partial) -> str:
     if history is None:
         return "No call needed a gradient yet."
     deferred = sum(part.deferred_flops * count for part, count in calls.items())
-    unsplit = sum(part.ordinary_flops * count for part, count in calls.items())
-    total = deferred + unsplit + sum(history.ordinary.values())
+    total = deferred + sum(history.ordinary.values())
     names = f"{len(history.deferred)} of {len(history.deferred | history.ordinary.keys())}"
     if not total:
         return f"Deferred: the gradients of {names} parameters; none takes a matrix product."

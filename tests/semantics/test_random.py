@@ -13,7 +13,7 @@ from semantics.against_autograd import assert_equals_autograd, both_modes, withi
 from torch import Tensor, nn
 
 import autosplit
-from autosplit import CaptureError
+from autosplit import CaptureError, SplitError
 
 
 class Noisy(nn.Module):
@@ -37,6 +37,14 @@ def attention(module: Any, x: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, q, x.unsqueeze(0), dropout_p=p)
 
 
+def unread(module: Any, x: Tensor) -> Tensor:
+    """What nobody reads is drawn all the same: the mask comes after it."""
+    torch.rand(3)
+    h = module.linear(x)
+    F.dropout(h, 0.5, module.training)
+    return F.dropout(h, 0.5, module.training)
+
+
 CASES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "dropout 0.3": lambda m, x: F.dropout(m.linear(x), 0.3, m.training),
     "dropout 0.5": lambda m, x: F.dropout(m.linear(x), 0.5, m.training),
@@ -48,6 +56,7 @@ CASES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "permutation": lambda m, x: m.linear(x)[torch.randperm(20)],
     "stochastic depth": stochastic_depth,
     "attention dropout": attention,
+    "unread": unread,
 }
 
 
@@ -56,6 +65,35 @@ CASES: dict[str, Callable[[Any, Tensor], Tensor]] = {
 def test_equals_autograd(name: str, training: bool) -> None:
     model = Noisy(CASES[name]).train(training)
     assert_equals_autograd(model, [(torch.randn(20, 4).requires_grad_(),) for _ in range(3)])
+
+
+class NoisyGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * torch.rand(4)
+
+
+# Dynamo makes an instance to trace the context.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@both_modes
+@pytest.mark.parametrize("last", [True, False], ids=["last", "before a dropout"])
+def test_custom_backward_that_draws(last: bool, training: bool) -> None:
+    """Not in the forward: the masks drawn there would be others."""
+
+    def make(module: Any, x: Tensor) -> Tensor:
+        h = NoisyGradient.apply(F.dropout(module.linear(x), 0.5, module.training))
+        return h if last else F.dropout(h, 0.5, module.training)
+
+    batch = [(torch.randn(20, 4).requires_grad_(),) for _ in range(2)]
+    split = assert_equals_autograd(Noisy(make).train(training), batch)
+    assert "draws random numbers in the backward" in split.report()
+    whole = autosplit.split(Noisy(make), fullgraph=True)
+    with pytest.raises(SplitError, match=r"backward \(from .*test_random.py:\d+.*save them for it"):
+        whole(*batch[0])
 
 
 @both_modes
