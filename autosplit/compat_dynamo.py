@@ -20,12 +20,16 @@ import torch._dynamo
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
+from torch._dynamo.exc import SkipFrame
+from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._functorch._aot_autograd import descriptors as d
 from torch._functorch.partitioners import default_partition
 from torch._guards import TracingContext
 
+from .capture.custom_functions import refuse_absent_gradients
 from .capture.random import with_unused_draws
 from .capture.recurrent import divide_layers, without_fused_recurrence
+from .errors import CaptureError
 from .passes import Kind, PassError, Role, SplitGraphs, run
 from .passes.aliasing import storage_root
 from .passes.graph import (
@@ -95,6 +99,7 @@ def compile_graph(
         roles: PARAMETER or INPUT and a name, one for each example input.
         splitter: what to do with the graphs.
     """
+    _skip_what_is_traced_wrongly(module)
     session = _Session(roles, splitter)
     compiler = aot_autograd(
         fw_compiler=session.forward,
@@ -128,6 +133,17 @@ def compile_model(
             return compiled(*args, **kwargs)
 
     return call
+
+
+def _skip_what_is_traced_wrongly(module: fx.GraphModule) -> None:
+    """Have Dynamo run the function as ordinary Python, where a graph is not insisted on."""
+    context = TracingContext.try_get()
+    try:
+        refuse_absent_gradients(module, [] if context is None else context.traced_code)
+    except CaptureError as error:
+        if InstructionTranslator.current_tx().one_graph:
+            raise
+        raise SkipFrame(str(error)) from error
 
 
 class _GivenUpError(Exception):

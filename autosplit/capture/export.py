@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..compat import tree_flatten, tree_unflatten
 from ..errors import CaptureError
+from .custom_functions import refuse_absent_gradients
 from .reasons import definition
 
 _DYNAMO = {
@@ -145,6 +146,7 @@ def export(
             captured = fullgraph_capture(module, args, kwargs)
             guards = Guards(module, args, kwargs, captured)
         exported = create_fx_graph_from_captured_output(captured, module, args, kwargs)
+        refuse_absent_gradients(exported, captured.graph_capture_output.traced_code)
     # Dynamo put the graph into the globals of the forward's module, from where it would keep
     # the model and its example inputs alive for ever.
     output, graph = captured.graph_capture_output, captured.backend_input

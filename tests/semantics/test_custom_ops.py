@@ -12,10 +12,12 @@ import pytest
 import torch
 from semantics.against_autograd import assert_equals_autograd, both_modes
 from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.autograd.function import once_differentiable
 
 import autosplit
 from autosplit import CaptureError
+from autosplit.integrations.dynamo import Backend
 
 
 class StraightThrough(torch.autograd.Function):
@@ -71,6 +73,32 @@ class Setup(torch.autograd.Function):
         return grad * ctx.saved_tensors[0] * 7
 
 
+class Split(torch.autograd.Function):
+    """Says which of its gradients there are."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        return x * 2, x * 3
+
+    @staticmethod
+    def backward(ctx: Any, first: Tensor | None, second: Tensor | None) -> Tensor | None:
+        if first is None:
+            return None if second is None else second * 7
+        return first * 5 if second is None else first * 2 + second * 3
+
+
+class Dirty(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 11
+
+
 @torch.library.custom_op("autosplit_tests::cube", mutates_args=())
 def cube(x: Tensor) -> Tensor:
     return x * x * x
@@ -110,10 +138,15 @@ CASES: dict[str, Callable[[Any, Tensor], Any]] = {
     "saved and number": lambda m, x: Square.apply(m.linear(x), 2.0),
     "two gradients": lambda m, x: Product.apply(x, m.linear.weight),
     "setup_context": lambda m, x: Setup.apply(m.linear(x)),
+    "one of two outputs": lambda m, x: Split.apply(m.linear(x))[0],
+    "both outputs": lambda m, x: sum(Split.apply(m.linear(x))),
+    "in place": lambda m, x: Dirty.apply(m.linear(x) * 3),
     "custom op": lambda m, x: m.linear(cube(m.linear(x))),
 }
 
 
+# Dynamo makes an instance to trace the context.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @both_modes
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("needs", [True, False], ids=["input gradient", "none"])
@@ -126,3 +159,17 @@ def test_operator_without_a_formula_is_refused() -> None:
     split = autosplit.split(Uses(lambda m, x: without_formula(m.linear(x))))
     with pytest.raises(CaptureError, match="no autograd formula was registered"):
         split.capture(torch.randn(2, 4))
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_gradients_that_may_be_absent_are_refused() -> None:
+    """Dynamo traces the backward as if every gradient was there."""
+    model = Uses(CASES["one of two outputs"])
+    expected = (
+        r"set_materialize_grads\(False\), at .*test_custom_ops.py:\d+ .*torch.compiler.disable"
+    )
+    with pytest.raises(CaptureError, match=expected):
+        autosplit.split(model, fullgraph=True)(torch.randn(2, 4))
+    compiled = torch.compile(model, backend=Backend(), fullgraph=True)
+    with pytest.raises(BackendCompilerFailed, match=expected):
+        compiled(torch.randn(2, 4))
