@@ -18,6 +18,7 @@ WANTED = (
     "autosplit/passes/manager.py",
     "autosplit/pipeline/schedules/gpipe.py",
     "autosplit/py.typed",
+    "autosplit/report/page.html",
 )
 PROBE = """
 import pathlib, sys

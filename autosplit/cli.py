@@ -103,7 +103,7 @@ def main() -> None:
 @click.option(
     "--output",
     type=click.Path(path_type=pathlib.Path, file_okay=False),
-    help="Folder for timeline.png, trace.json, results.json and the graphs.",
+    help="Folder for timeline.png, timeline.html, trace.json, results.json and the graphs.",
 )
 @click.option(
     "--json",

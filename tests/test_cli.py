@@ -52,7 +52,9 @@ def test_compare(tmp_path: pathlib.Path) -> None:
     assert sorted(fused["durations_s"]) == ["B", "F"]
     assert sorted(split["durations_s"]) == ["F", "I", "W"]
     made = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*.*")}
-    assert {"timeline.png", "trace.json", "results.json"} <= made
+    assert {"timeline.png", "timeline.html", "trace.json", "results.json"} <= made
+    page = (tmp_path / "out" / "timeline.html").read_text()
+    assert all(f"{row['schedule']} split, M=2, simulated" in page for row in rows)
     assert {f"graphs/stage{n}/backward_weight.py" for n in (0, 1)} <= made
     trace = json.loads((tmp_path / "out" / "trace.json").read_text())
     assert {event.get("name") for event in trace["traceEvents"]} >= {"0F0", "1I0", "1W1", "0B1"}

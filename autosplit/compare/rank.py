@@ -45,16 +45,18 @@ def compare_on_rank(settings: Settings) -> Comparison:
     cases = [(name, count) for name in settings.schedules for count in settings.microbatches]
     rows: list[Row] = []
     timelines: list[Timeline] = []
+    ideals: list[Timeline] = []
     total = len(cases) * 2 * (settings.warmup + settings.steps + 2)
     # None: shown on a terminal, not in a log file.
     with tqdm(total=total, unit="step", disable=True if _rank() > 0 else None) as bar:
         for schedule, microbatches in cases:
             bar.set_description(f"{schedule} M={microbatches}")
             case = _Case(settings, workload, schedule, microbatches, bar.update)
-            for row, timeline in case.run():
+            for row, timeline, ideal in case.run():
                 rows.append(row)
                 timelines.append(timeline)
-    return Comparison(rows, timelines)
+                ideals.append(ideal)
+    return Comparison(rows, timelines, ideals)
 
 
 class _Case:
@@ -74,7 +76,7 @@ class _Case:
         self.microbatches = microbatches
         self.advance = advance
 
-    def run(self) -> list[tuple[Row, Timeline]]:
+    def run(self) -> list[tuple[Row, Timeline, Timeline]]:
         runs = [_Run(self._trainer(split), split) for split in (False, True)]
         try:
             self._check_gradients(runs)
@@ -157,7 +159,7 @@ class _Case:
                 folder = pathlib.Path(self.settings.dump) / f"stage{index}"
                 dump(stage.functions, folder, f"stage {index} of {self.settings.factory}")
 
-    def _summarise(self, run: _Run, fused: _Run) -> tuple[Row, Timeline]:
+    def _summarise(self, run: _Run, fused: _Run) -> tuple[Row, Timeline, Timeline]:
         durations = _median_durations(run)
         ideal = simulate(run.trainer.schedule, durations)
         ideal_fused = simulate(fused.trainer.schedule, _median_durations(fused))
@@ -184,7 +186,7 @@ class _Case:
             durations_s=_by_kind(durations, self.settings.stages),
         )
         nearest = min(range(len(run.seconds)), key=lambda i: abs(run.seconds[i] - median))
-        return row, run.timelines[nearest]
+        return row, run.timelines[nearest], ideal
 
 
 def _median_durations(run: _Run) -> dict[tuple[int, ActionKind], float]:

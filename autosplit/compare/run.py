@@ -6,10 +6,12 @@ import dataclasses
 import json
 import os
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 from ..pipeline.launch import launch
 from ..pipeline.worker import process_group
+from ..report.page import Panel, write_page
 from ..report.timeline import draw_timelines
 from ..report.trace import write_chrome_trace
 from .rank import compare_on_rank
@@ -49,11 +51,21 @@ def write_json(comparison: Comparison, file: pathlib.Path) -> None:
 
 
 def write_pictures(comparison: Comparison, folder: pathlib.Path) -> list[pathlib.Path]:
-    """``timeline.png`` and ``trace.json``; returns their paths."""
+    """``timeline.png``, ``timeline.html`` and ``trace.json``; returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     pairs = zip(comparison.rows, comparison.timelines, strict=True)
     titled = [(row.title, timeline) for row, timeline in pairs]
-    picture, trace = folder / "timeline.png", folder / "trace.json"
+    picture, page = folder / "timeline.png", folder / "timeline.html"
+    trace = folder / "trace.json"
     draw_timelines(titled, picture)
+    write_page(list(_panels(comparison)), page, title=f"{comparison.rows[0].stages} stages")
     write_chrome_trace(titled, trace)
-    return [picture, trace]
+    return [picture, page, trace]
+
+
+def _panels(comparison: Comparison) -> Iterator[Panel]:
+    """What was measured, each above what it would be if nothing were lost."""
+    steps = zip(comparison.rows, comparison.timelines, comparison.ideals, strict=True)
+    for row, timeline, ideal in steps:
+        yield Panel(f"{row.title}, measured", timeline)
+        yield Panel(f"{row.title}, simulated", ideal)

@@ -96,7 +96,12 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Rows, and for each the timeline of the step whose time is nearest to the median."""
+    """Rows, and for each the step whose time is nearest to the median, and the ideal one.
+
+    The ideal is simulated from the row's median durations: no transfer takes time, nothing waits
+    for anything but its input.
+    """
 
     rows: list[Row]
     timelines: list[Timeline]
+    ideals: list[Timeline]
