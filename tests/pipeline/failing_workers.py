@@ -62,6 +62,14 @@ class Vanishing(Growing):
         return self.block(x) if next(self._calls) < 2 else ()
 
 
+class Widening(Growing):
+    """Puts out float64 after the second microbatch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.block(x)
+        return x if next(self._calls) < 2 else x.double()
+
+
 class WeightTrip(ReferenceStage):
     """Raises in the second weight gradient of stage 0."""
 
@@ -110,6 +118,13 @@ def _tied(names: list[tuple[int, str]], width: int = WIDTH) -> None:
 
 SCENARIOS: dict[str, Callable[[], None]] = {
     "forward": functools.partial(_step, stages=trip_stage),
+    "memory": functools.partial(
+        _step,
+        stages=lambda index: Trip(1, ENDS["exhaust"]) if index == 1 else block(index),
+    ),
+    "dtype between stages": functools.partial(
+        _step, stages=lambda index: Widening() if index == 0 else block(1)
+    ),
     "weight": functools.partial(_step, stage_factory=WeightTrip),
     "factory": functools.partial(_step, stages=_factory_fails),
     "optimizer": functools.partial(_step, optimizer_fn=_optimizer_fails),

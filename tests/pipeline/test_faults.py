@@ -22,6 +22,12 @@ TIMEOUT = 120.0  # of the trainers in failing_workers it is 30
 # Scenario -> the rank that fails, or None where every rank sees the fault itself; the first line.
 SAID: dict[str, tuple[int | None, str]] = {
     "forward": (1, "rank 1 failed in 1F2: ValueError: bad weather"),
+    "memory": (1, "rank 1 failed in 1F1: RuntimeError: "),
+    "dtype between stages": (
+        0,
+        "rank 0 failed in 0F2: PipelineError: output 0 of stage 0 in microbatch 2 is "
+        "float64[2, 6], but float32[2, 6] was agreed on",
+    ),
     "weight": (0, "rank 0 failed in 0W1: RuntimeError: no weight today"),
     "factory": (1, "rank 1 failed in building the model: OSError: no such checkpoint"),
     "optimizer": (0, "rank 0 failed in building the model: ValueError: negative learning rate"),
@@ -89,6 +95,11 @@ def test_traceback_of_the_failed_rank_reaches_the_others(texts: Texts) -> None:
     lines = texts[0][0]["forward"][1].splitlines()
     assert lines[-1] == "ValueError: bad weather"
     assert 'raise ValueError("bad weather")' in lines[-2]
+
+
+def test_out_of_memory_is_said_as_torch_says_it(texts: Texts) -> None:
+    for found, _ in texts:
+        assert "can't allocate memory: you tried to allocate 1073741824 bytes" in found["memory"][1]
 
 
 def test_no_optimizer_moves_and_the_trainer_has_ended(texts: Texts) -> None:

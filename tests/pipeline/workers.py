@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable
@@ -118,9 +119,21 @@ def _nap() -> None:
     time.sleep(4)
 
 
+def _exhaust() -> None:
+    """Ask for more memory than the process may have."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2**28, before[1]))
+    try:
+        torch.zeros(2**28)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
 ENDS: dict[str, Callable[[], None]] = {
     "raise": _raise,
     "kill": _kill,
     "sleep": _sleep,
     "nap": _nap,
+    "exhaust": _exhaust,
 }
