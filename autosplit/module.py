@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from .autograd import Split, run_forward
-from .compat import StateReader, in_transform, share_state, tree_flatten, tree_unflatten, untraced
+from .compat import StateReader, in_transform, tree_flatten, tree_unflatten, untraced
 from .compile import check_backend
 from .errors import AutosplitError, CaptureError, SplitError
+from .face import Face
 from .functions import SplitFunctions
 from .graphs import Graphs
-from .lazy import materialise
 from .overlap import refuse_overlap
 from .pending import PendingQueue, deliver
 from .report.dump import dump
@@ -28,15 +28,9 @@ if TYPE_CHECKING:
 
 # Gone when a split module is copied or pickled; a copy captures anew.
 _TRANSIENT = ("_graphs", "_partial", "_queue", "_state", "_anchor", "_capturing")
-_SHARED_HOOKS = (
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
 
 
-class SplitModule(nn.Module):
+class SplitModule(Face):
     """A module whose ``backward()`` stops at the input gradients.
 
     Calls, attributes, parameters, ``state_dict`` and ``train()``/``eval()`` are those of
@@ -59,7 +53,6 @@ class SplitModule(nn.Module):
     own graphs; one with pending microbatches cannot be copied.
     """
 
-    model: nn.Module
     _backend: str
     _memory: str | int
     _max_graphs: int
@@ -79,13 +72,11 @@ class SplitModule(nn.Module):
         fullgraph: bool = False,
         max_graphs: int = 64,
     ) -> None:
-        super().__init__()
+        super().__init__(model)
         check_backend(backend)
         check_memory(memory)
         if max_graphs < 1:
             raise SplitError(f"max_graphs must be at least 1, got {max_graphs}")
-        # What is not set here belongs to the model: see __setattr__.
-        self.__dict__["model"] = model  # not a submodule: names keep no prefix
         self.__dict__["_backend"] = backend
         self.__dict__["_memory"] = memory
         self.__dict__["_fullgraph"] = fullgraph
@@ -93,16 +84,12 @@ class SplitModule(nn.Module):
         self._attach()
 
     def _attach(self) -> None:
-        """Share the model's state and start without graphs and pending work."""
-        model = self.__dict__["model"]
-        share_state(self, model)
+        """Start without graphs and pending work."""
         own = self.__dict__
-        for name in _SHARED_HOOKS:
-            own[name] = model.__dict__[name]
-        own["_graphs"] = Graphs(type(model).__name__, own["_max_graphs"])
+        own["_graphs"] = Graphs(type(self.model).__name__, own["_max_graphs"])
         own["_partial"] = None
         own["_queue"] = PendingQueue()
-        own["_state"] = StateReader(model)
+        own["_state"] = StateReader(self.model)
         own["_capturing"] = threading.RLock()
         with torch.inference_mode(False):
             own["_anchor"] = torch.zeros((), requires_grad=True)
@@ -246,7 +233,6 @@ class SplitModule(nn.Module):
         with self._capturing:
             found = self._graphs.find(signature, fits)
             if found is None:
-                materialise(self.model, args, kwargs)
                 examples, more = tree_unflatten(without_history(leaves), spec)
                 found = trace(self.model, examples, more, self._backend, self._memory)
                 self.__dict__["_state"] = StateReader(self.model)
@@ -268,50 +254,6 @@ class SplitModule(nn.Module):
         with_backward = [each for each in self.functions if each.has_backward]
         return (with_backward or list(self.functions))[-1]
 
-    # The model under another face.
-
-    def train(self, mode: bool = True) -> SplitModule:
-        self.model.train(mode)
-        self.training = mode
-        return self
-
-    def apply(self, fn: Any) -> SplitModule:
-        self.model.apply(fn)
-        return self
-
-    def _apply(self, fn: Any, recurse: bool = True) -> SplitModule:
-        self.model._apply(fn, recurse)
-        return self
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.model.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.model.load_state_dict(*args, **kwargs)
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self.model._load_from_state_dict(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if "model" not in self.__dict__:
-                raise
-            return getattr(self.model, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in self.__dict__ or "model" not in self.__dict__:
-            super().__setattr__(name, value)
-        else:
-            setattr(self.model, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        if name in self.__dict__:
-            super().__delattr__(name)
-        else:
-            delattr(self.model, name)
-
     def __getstate__(self) -> dict[str, Any]:
         if self.pending:
             raise SplitError(
@@ -322,7 +264,7 @@ class SplitModule(nn.Module):
         return {key: value for key, value in self.__dict__.items() if key not in _TRANSIENT}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        super().__setstate__(state)
         self._attach()
 
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .compat import tree_flatten, tree_unflatten
 from .compile import check_backend
 from .errors import CaptureError, SplitError
+from .first_call import materialise, settle
 from .functions import SplitFunctions
 from .passes import PassError, memory_setting, run
 
@@ -68,6 +68,7 @@ def _capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     # Dynamo takes over a second to import; a program that never traces should not pay for it.
     from .capture import PythonStateError, capture
 
+    materialise(module, args, kwargs)
     try:
         return capture(module, args, kwargs)
     except PythonStateError:
@@ -78,23 +79,6 @@ def _capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         capture(twin, args, kwargs)
         settle(module, args, kwargs)
         return capture(module, args, kwargs)
-
-
-@torch.no_grad()
-def settle(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Run the module once and put buffers and the random number generator back.
-
-    What a first call does once (caches, settings, lazy parameters) is done then.
-    """
-    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    leaves, spec = tree_flatten((args, kwargs))
-    copies = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    more_args, more_kwargs = tree_unflatten(copies, spec)
-    with torch.random.fork_rng():
-        module(*more_args, **more_kwargs)
-    for name, buffer in module.named_buffers():
-        if name in buffers and buffers[name].shape == buffer.shape:
-            buffer.copy_(buffers[name])
 
 
 def without_history(leaves: list[Any]) -> list[Any]:

@@ -44,12 +44,12 @@ def test_passes_know_nothing_of_autosplit() -> None:
 
 ORDER = [
     ["errors", "passes", "compat"],
-    ["structures"],
+    ["structures", "first_call", "face"],
     ["capture"],
     ["compile", "handover"],
     ["functions"],
     ["tracing", "signature", "guard", "reducer"],
-    ["report", "graphs", "lazy", "overlap", "pending"],
+    ["report", "graphs", "overlap", "pending"],
     ["compat_dynamo", "compat_backward", "compat_breaks"],
     ["integrations"],
     ["autograd"],
