@@ -47,7 +47,7 @@ def test_pass_error_becomes_a_split_error(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(
         SplitError, match="Linear was captured but cannot be split: an invariant is broken"
     ):
-        trace(nn.Linear(2, 2), (torch.randn(1, 2),), {}, "eager")
+        trace(nn.Linear(2, 2), (torch.randn(1, 2),), {}, "eager", "balanced")
 
 
 def test_sparse_input() -> None:
