@@ -22,11 +22,12 @@ from torch._guards import TracingContext, tracing
 
 from ..compat import TreeSpec, flatten_named, tree_flatten, tree_unflatten
 from ..structures import hold
-from .export import Guards, PythonStateError, export
+from .export import Guards, export
 from .random import with_unused_draws
 from .reasons import user_errors
 from .recurrent import divide_layers, without_fused_recurrence
 from .roles import Names, canonical_names, with_roles
+from .side_effects import PythonStateError
 
 __all__ = ["Capture", "Guards", "PythonStateError", "capture"]
 

@@ -1,0 +1,183 @@
+"""What a forward does to Python objects besides returning a result.
+
+Dynamo names the objects that a forward writes to, but in the same words for what lasts, for
+what is put back before the call ends (as ``with`` blocks do), for attributes that are set to the
+value they have, and for buffers written in place, which the graph does carry. So the forward
+runs once on a copy without data, and what it left behind is compared with what was there.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+import warnings
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch._dynamo.convert_frame import get_traced_fn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ..compat import tree_flatten, tree_unflatten
+from ..errors import CaptureError
+from .reasons import definition
+
+_SOURCE = re.compile(r"\"([LG]\['[^\"]*)\"")
+_PLAIN = (int, float, bool, str, type(None), torch.Size, torch.dtype, torch.device)
+# Kept by identity, entry by entry; buffers have a comparison of their own.
+_TABLES = ("_parameters", "_modules")
+
+Settings = dict[str, Any]
+
+
+class PythonStateError(CaptureError):
+    """The forward changes Python state, which a graph cannot repeat."""
+
+
+class Setter(NamedTuple):
+    """A submodule whose attributes the forward sets to the values that they have.
+
+    Attributes:
+        module: the submodule.
+        settings: its attributes. A graph stands for the forward only while they are these:
+            after it the forward would leave these behind.
+    """
+
+    module: nn.Module
+    settings: Settings
+
+    def holds(self) -> bool:
+        return _unchanged(self.settings, _settings(self.module))
+
+
+def setters(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    caught: list[warnings.WarningMessage],
+    names: dict[str, Any],
+) -> list[Setter]:
+    """Look at the side effects that Dynamo warned of; its other warnings are passed on.
+
+    Args:
+        module: captured.
+        args: that it was captured for.
+        kwargs: that it was captured for.
+        caught: warnings of the capture.
+        names: globals of the forward.
+
+    Raises:
+        PythonStateError: one more call would leave something else behind.
+        CaptureError: the forward replaces a buffer by a new tensor; it would be lost.
+    """
+    found = []
+    for warning in caught:
+        if "side effects" in str(warning.message):
+            found += _SOURCE.findall(str(warning.message))
+        else:
+            warnings.warn_explicit(
+                warning.message, warning.category, warning.filename, warning.lineno
+            )
+    return _Effects(module, found, names).judge(args, kwargs) if found else []
+
+
+class _Effects:
+    """The objects that a forward writes to, by the names that Dynamo has for them."""
+
+    def __init__(self, module: nn.Module, sources: list[str], names: dict[str, Any]) -> None:
+        self.module = module
+        function, root = get_traced_fn(module)
+        parameters = inspect.signature(function, follow_wrapped=False).parameters
+        # The dictionary behind **kwargs is made for the call and gone after it.
+        own = {f"L['{n}']" for n, p in parameters.items() if p.kind is p.VAR_KEYWORD}
+        kept = [source for source in sources if source not in own]
+        self._me = next(iter(parameters), "") if root is module else ""
+        objects = {s: eval(s, {"G": names}) for s in kept if s.startswith("G[")}
+        self._globals = {s: value for s, value in objects.items() if not _is_context(value)}
+        local = [s for s in kept if s.startswith("L[")]
+        self._buffers = any("._buffers" in s for s in local)
+        local = [s for s in local if "._buffers" not in s]
+        self._modules = [s for s in local if isinstance(self._find(s, module), nn.Module)]
+        self._others = [s for s in local if s not in self._modules]
+
+    def judge(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Setter]:
+        lasting = self._others
+        if not lasting and (self._globals or self._buffers or self._modules):
+            lasting = self._left_behind(args, kwargs)
+        if lasting:
+            raise PythonStateError(
+                f"{type(self.module).__name__}.forward (at {definition(self.module)}) changes "
+                f"Python state, {', '.join(lasting)}, which a graph cannot repeat on every call. "
+                "Keep such state outside of the forward, or in a buffer that is written in place."
+            )
+        written = [self._find(source, self.module) for source in self._modules]
+        return [Setter(each, _settings(each)) for each in written]
+
+    def _find(self, source: str, root: nn.Module) -> Any:
+        """The object below the module, or below a copy of it; None for what is elsewhere."""
+        if not self._me or not source.startswith(f"L['{self._me}']"):
+            return None
+        return eval(source, {"L": {self._me: root}})
+
+    def _left_behind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+        """Which of the objects a call leaves changed. Globals are put back."""
+        outside = {s: vars(v) for s, v in self._globals.items() if hasattr(v, "__dict__")}
+        earlier = {source: dict(space) for source, space in outside.items()}
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+            twin = _without_data(self.module, mode)
+            written = {source: self._find(source, twin) for source in self._modules}
+            before = {source: _settings(each) for source, each in written.items()}
+            buffers = dict(twin.named_buffers())
+            leaves, spec = tree_flatten((args, kwargs))
+            fakes = [mode.from_tensor(leaf) if torch.is_tensor(leaf) else leaf for leaf in leaves]
+            fake_args, fake_kwargs = tree_unflatten(fakes, spec)
+            twin(*fake_args, **fake_kwargs)
+        changed = [source for source, space in outside.items() if space != earlier[source]]
+        for source in changed:
+            outside[source].clear()
+            outside[source].update(earlier[source])
+        self._refuse_replaced(buffers, dict(twin.named_buffers()))
+        changed += [s for s, each in written.items() if not _unchanged(before[s], _settings(each))]
+        return [source for source in self._globals if source not in outside] + changed
+
+    def _refuse_replaced(self, before: dict[str, Any], after: dict[str, Any]) -> None:
+        replaced = [name for name, tensor in after.items() if before.get(name) is not tensor]
+        if replaced:
+            raise CaptureError(
+                f"{type(self.module).__name__}.forward replaces buffer {replaced[0]!r} by a new "
+                f"tensor (at {definition(self.module)}); write into it instead, as in "
+                "self.buffer.copy_(new) or self.buffer += 1"
+            )
+
+
+def _is_context(value: object) -> bool:
+    """Whether the object is a ``ContextVar`` or does as one: what is set is reset before the
+    call ends.
+    """
+    return all(callable(getattr(value, name, None)) for name in ("get", "set", "reset"))
+
+
+def _without_data(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
+    kept = [value for part in module.modules() for value in vars(part).values()]
+    state = [*module.parameters(), *module.buffers(), *filter(torch.is_tensor, kept)]
+    memo: dict[int, Any] = {id(tensor): mode.from_tensor(tensor) for tensor in state}
+    return copy.deepcopy(module, memo)
+
+
+def _settings(module: nn.Module) -> Settings:
+    own = vars(module)
+    found = {name: value for name, value in own.items() if name not in {*_TABLES, "_buffers"}}
+    for table in _TABLES:
+        found |= {f"{table}[{name}]": value for name, value in own[table].items()}
+    return found
+
+
+def _unchanged(before: Settings, after: Settings) -> bool:
+    return before.keys() == after.keys() and all(
+        _same(value, after[name]) for name, value in before.items()
+    )
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a is b or (type(a) is type(b) and isinstance(a, _PLAIN) and bool(a == b))
