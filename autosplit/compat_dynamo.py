@@ -27,7 +27,7 @@ from torch._functorch.partitioners import default_partition
 from torch._guards import TracingContext
 
 from .capture.custom_functions import refuse_absent_gradients
-from .capture.random import with_unused_draws
+from .capture.random import AS_IN_EAGER, refuse_own_generators, with_unused_draws
 from .capture.recurrent import divide_layers, without_fused_recurrence
 from .errors import CaptureError
 from .passes import Kind, PassError, Role, SplitGraphs, run
@@ -120,7 +120,12 @@ def compile_graph(
 def compile_model(
     model: nn.Module, backend: Callable[[fx.GraphModule, Sequence[Any]], Any]
 ) -> Callable[..., Any]:
-    """``model`` under ``torch.compile`` with a backend of its own."""
+    """``model`` under ``torch.compile`` with a backend of its own.
+
+    Raises:
+        CaptureError: the model draws random numbers in a way that ``torch.compile`` gets wrong.
+    """
+    refuse_own_generators(model)
     # Compiled code is kept with the code object, which modules of one class share: where torch
     # can (from 2.13), the count of recompilations is kept apart for each.
     isolate = "isolate_recompiles" in inspect.signature(torch.compile).parameters
@@ -129,7 +134,7 @@ def compile_model(
 
     def call(*args: Any, **kwargs: Any) -> Any:
         # As in a whole-graph capture, recurrent layers are traced into.
-        with torch._dynamo.config.patch(allow_rnn=True):
+        with torch._dynamo.config.patch(allow_rnn=True, **AS_IN_EAGER):
             return compiled(*args, **kwargs)
 
     return call

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import pathlib
+import random
+import sys
 import threading
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,7 +50,7 @@ def trace(
     """
     check_backend(backend)
     check_memory(memory)
-    with _TRACING:
+    with _TRACING, _undrawn():
         traced = _capture(module, args, kwargs)
         try:
             graphs = run(traced.joint, memory=memory, dump=_dump_folder(module))
@@ -66,12 +70,14 @@ def check_memory(memory: str | int) -> None:
 
 def _capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture:
     # Dynamo takes over a second to import; a program that never traces should not pay for it.
-    from .capture import PythonStateError, capture
+    from .capture import PythonStateError, capture, first_call_differs
 
     materialise(module, args, kwargs)
     try:
         return capture(module, args, kwargs)
-    except PythonStateError:
+    except CaptureError as error:
+        if not isinstance(error, PythonStateError) and not first_call_differs(module, args, kwargs):
+            raise
         # Many forwards fill a cache or a setting on their first call only. Whether this one
         # does is tried on a copy, so that a refusal leaves the module as it was.
         twin = copy.deepcopy(module)
@@ -79,6 +85,19 @@ def _capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         capture(twin, args, kwargs)
         settle(module, args, kwargs)
         return capture(module, args, kwargs)
+
+
+@contextlib.contextmanager
+def _undrawn() -> Iterator[None]:
+    """Tracing runs the Python of a forward, which may draw: put the generators back."""
+    numpy = sys.modules.get("numpy")
+    before = random.getstate(), numpy and numpy.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        if numpy:
+            numpy.random.set_state(before[1])
 
 
 def without_history(leaves: list[Any]) -> list[Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -208,6 +210,55 @@ def test_refusal_leaves_python_state_alone() -> None:
     with pytest.raises(CaptureError, match="changes Python state"):
         autosplit.split(model, (torch.randn(2, requires_grad=True),), fullgraph=True)
     assert model.calls == 0
+
+
+class SetsSize(nn.Module):
+    """Sets attributes on every call, of a submodule and of itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.length = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.length = x.shape[0]
+        self.linear.mode = "wide" if x.shape[0] > 2 else "narrow"  # type: ignore[assignment]
+        return self.linear(x) * (2 if self.linear.mode == "wide" else 3)
+
+
+def test_attributes_set_on_every_call_are_as_in_eager() -> None:
+    split = autosplit.split(SetsSize(), fullgraph=True)
+    plain = copy.deepcopy(split.model)
+    for rows in (2, 4, 4, 2):
+        x = torch.randn(rows, 3)
+        for model in (split, plain):
+            model(x).sum().backward()
+        assert (split.model.length, split.model.linear.mode) == (plain.length, plain.linear.mode)
+    assert split.pending == 4
+    split.backward_weight()
+    assert torch.equal(split.model.linear.weight.grad, plain.linear.weight.grad)
+
+
+class InstallsUnderLock(nn.Module):
+    """Its first call cannot be in a graph, the others can."""
+
+    lock = threading.Lock()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.installed = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.installed:
+            with self.lock:
+                self.installed = True
+        return self.linear(x)
+
+
+def test_first_call_that_no_graph_holds() -> None:
+    split = autosplit.split(InstallsUnderLock(), (torch.randn(2, 3),), fullgraph=True)
+    assert split.model.installed
 
 
 class Selects(nn.Module):

@@ -27,9 +27,9 @@ from .random import with_unused_draws
 from .reasons import user_errors
 from .recurrent import divide_layers, without_fused_recurrence
 from .roles import Names, canonical_names, with_roles
-from .side_effects import PythonStateError
+from .side_effects import PythonStateError, first_call_differs
 
-__all__ = ["Capture", "Guards", "PythonStateError", "capture"]
+__all__ = ["Capture", "Guards", "PythonStateError", "capture", "first_call_differs"]
 
 _OWN_STORAGE = {OutputType.non_alias, OutputType.unsafe_view_alias}
 

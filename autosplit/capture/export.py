@@ -19,6 +19,7 @@ from torch._export.utils import _compiling_state_context
 from ..compat import tree_flatten
 from ..errors import CaptureError
 from .custom_functions import refuse_absent_gradients
+from .random import AS_IN_EAGER, refuse_drawn
 from .reasons import definition
 from .side_effects import Setter, setters
 
@@ -32,6 +33,7 @@ _DYNAMO = {
     "side_effect_replay_policy": "warn",
     # A hook that is added after the capture must be noticed.
     "skip_nnmodule_hook_guards": False,
+    **AS_IN_EAGER,
 }
 _TENSOR = "TENSOR_MATCH"
 
@@ -128,6 +130,7 @@ def export(
 
     Raises:
         PythonStateError: the forward changes Python state.
+        CaptureError: what the forward reads or draws cannot be in a graph.
     """
     options = {**_DYNAMO, "ignore_logging_functions": _messages()}
     with warnings.catch_warnings(record=True) as caught, torch._dynamo.config.patch(options):
@@ -142,6 +145,7 @@ def export(
             guards = Guards(module, args, kwargs, captured)
         exported = create_fx_graph_from_captured_output(captured, module, args, kwargs)
         refuse_absent_gradients(exported, captured.graph_capture_output.traced_code)
+    refuse_drawn(module, exported)
     # Dynamo put the graph into the globals of the forward's module, from where it would keep
     # the model and its example inputs alive for ever.
     output, graph = captured.graph_capture_output, captured.backend_input

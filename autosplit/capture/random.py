@@ -1,10 +1,21 @@
-"""Random operators whose result nobody reads."""
+"""Random numbers: those that torch draws, and those of Python and NumPy."""
 
 from __future__ import annotations
 
+import random
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch._inductor.config
+from torch import fx, nn
+from torch._dynamo.source import RandomValueSource
+
+from ..errors import CaptureError
+from .reasons import definition
+
+AS_IN_EAGER: dict[str, Any] = {"use_numpy_random_stream": True}
+"""Settings of Dynamo under which ``numpy.random`` draws what it draws in eager; without them
+torch's generator would draw instead."""
 
 
 def with_unused_draws() -> AbstractContextManager[None]:
@@ -13,3 +24,33 @@ def with_unused_draws() -> AbstractContextManager[None]:
     """
     context: AbstractContextManager[None] = torch._inductor.config.patch(fallback_random=True)
     return context
+
+
+def refuse_drawn(module: nn.Module, exported: fx.GraphModule) -> None:
+    """A number that the forward drew from Python's ``random`` would stay the same for ever.
+
+    Raises:
+        CaptureError: there is such a number in the graph.
+    """
+    sources = (getattr(node, "_dynamo_source", None) for node in exported.graph.nodes)
+    if any(isinstance(source, RandomValueSource) for source in sources):
+        raise CaptureError(
+            f"{type(module).__name__}.forward (at {definition(module)}) draws from Python's "
+            "random module, which a graph cannot repeat; draw with torch.rand instead"
+        )
+
+
+def refuse_own_generators(module: nn.Module) -> None:
+    """Dynamo takes the numbers of a ``random.Random`` for constants (seen with torch 2.13).
+
+    Raises:
+        CaptureError: a submodule has such a generator.
+    """
+    for name, part in module.named_modules():
+        for key, value in vars(part).items():
+            if isinstance(value, random.Random):
+                where = f"{name}.{key}" if name else key
+                raise CaptureError(
+                    f"{type(module).__name__} keeps a random.Random as {where!r}, whose numbers "
+                    "torch.compile would repeat; draw with torch.rand or the random module"
+                )

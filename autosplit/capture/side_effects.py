@@ -82,6 +82,20 @@ def setters(
     return _Effects(module, found, names).judge(args, kwargs) if found else []
 
 
+def first_call_differs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call leaves attributes of submodules changed, as one that fills a cache or
+    installs hooks does. Tried on a copy without data; False where that cannot run.
+    """
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+            twin = _without_data(module, mode)
+            before = [(part, _settings(part)) for part in twin.modules()]
+            _run(twin, args, kwargs, mode)
+    except Exception:
+        return False
+    return not all(_unchanged(settings, _settings(part)) for part, settings in before)
+
+
 class _Effects:
     """The objects that a forward writes to, by the names that Dynamo has for them."""
 
@@ -129,10 +143,7 @@ class _Effects:
             written = {source: self._find(source, twin) for source in self._modules}
             before = {source: _settings(each) for source, each in written.items()}
             buffers = dict(twin.named_buffers())
-            leaves, spec = tree_flatten((args, kwargs))
-            fakes = [mode.from_tensor(leaf) if torch.is_tensor(leaf) else leaf for leaf in leaves]
-            fake_args, fake_kwargs = tree_unflatten(fakes, spec)
-            twin(*fake_args, **fake_kwargs)
+            _run(twin, args, kwargs, mode)
         changed = [source for source, space in outside.items() if space != earlier[source]]
         for source in changed:
             outside[source].clear()
@@ -163,6 +174,13 @@ def _without_data(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
     state = [*module.parameters(), *module.buffers(), *filter(torch.is_tensor, kept)]
     memo: dict[int, Any] = {id(tensor): mode.from_tensor(tensor) for tensor in state}
     return copy.deepcopy(module, memo)
+
+
+def _run(twin: nn.Module, args: Any, kwargs: Any, mode: FakeTensorMode) -> None:
+    leaves, spec = tree_flatten((args, kwargs))
+    fakes = [mode.from_tensor(leaf) if torch.is_tensor(leaf) else leaf for leaf in leaves]
+    fake_args, fake_kwargs = tree_unflatten(fakes, spec)
+    twin(*fake_args, **fake_kwargs)
 
 
 def _settings(module: nn.Module) -> Settings:

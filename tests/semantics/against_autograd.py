@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -62,24 +64,36 @@ def assert_equals_autograd(
 def one_by_one(module: nn.Module, microbatches: Iterable[Any], loss: Loss) -> list[Any]:
     """[(outputs, input gradients) of each microbatch, random state]"""
     found: list[Any] = []
-    torch.manual_seed(5)
+    seed(5)
     for microbatch in microbatches:
         inputs = fresh(microbatch)
         output = call(module, inputs)
         backward(loss, output)
         found.append((detached(output), gradients(inputs)))
-    return [*found, torch.get_rng_state()]
+    return [*found, random_state()]
 
 
 def forwards_first(module: nn.Module, microbatches: Iterable[Any], loss: Loss) -> list[Any]:
     """As ``one_by_one``, with every forward before the first backward."""
-    torch.manual_seed(6)
+    seed(6)
     inputs = [fresh(microbatch) for microbatch in microbatches]
     outputs = [call(module, each) for each in inputs]
     for output in outputs:
         backward(loss, output)
     found = [(detached(o), gradients(i)) for o, i in zip(outputs, inputs, strict=True)]
-    return [*found, torch.get_rng_state()]
+    return [*found, random_state()]
+
+
+def seed(number: int) -> None:
+    torch.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number)
+
+
+def random_state() -> Any:
+    """Of torch, Python and NumPy."""
+    words = np.random.get_state()[1]
+    return torch.get_rng_state(), random.getstate(), words.tolist()  # type: ignore[union-attr]
 
 
 def backward(loss: Loss, output: Any) -> None:

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -101,6 +102,42 @@ def test_encoder_layer(training: bool) -> None:
     model = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.25, batch_first=True).train(training)
     batch = [(torch.randn(2, 5, 8).requires_grad_(),) for _ in range(2)]
     assert_equals_autograd(model, batch, compare=within(1e-5))
+
+
+PYTHON: dict[str, Callable[[], Any]] = {
+    "random.random": random.random,
+    "random.randint": lambda: random.randint(1, 100),
+    "numpy number": lambda: float(np.random.rand()),
+    "numpy array": lambda: torch.from_numpy(np.random.rand(4).astype(np.float32)),
+}
+
+
+@both_modes
+@pytest.mark.parametrize("name", PYTHON)
+def test_numbers_of_python_and_numpy(name: str, training: bool) -> None:
+    """New ones on every call, none of them drawn by the capture, and no graph holds them."""
+    draw = PYTHON[name]
+    model = Noisy(lambda m, x: m.linear(x) * draw()).train(training)
+    assert_equals_autograd(model, [(torch.randn(20, 4).requires_grad_(),) for _ in range(3)])
+    with pytest.raises(CaptureError):
+        autosplit.split(model, (torch.randn(2, 4),), fullgraph=True)
+
+
+class OwnGenerator(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.generator = random.Random(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.generator.random()
+
+
+def test_generator_of_its_own_is_refused() -> None:
+    """Plain ``torch.compile`` would multiply by the same number for ever."""
+    split = autosplit.split(nn.Sequential(OwnGenerator()))
+    with pytest.raises(CaptureError, match=r"keeps a random.Random as '0.generator', whose"):
+        split(torch.randn(2, 4))
 
 
 @pytest.mark.parametrize("draw", [random.random, lambda: float(torch.rand(()))], ids=["py", "t"])
