@@ -17,7 +17,7 @@ from torch import fx
 
 from .errors import PassError
 from .graph import outputs, placeholders, role_of, source_line
-from .ops import overload
+from .ops import OVERLOAD, overload
 
 HEADER = "import operator\n\nimport torch\n\naten = torch.ops.aten\n"
 
@@ -145,7 +145,7 @@ def _callee(node: fx.Node) -> str:
     if op in _AS_RESHAPE:
         return "aten.reshape.default"
     if op is not None:
-        return str(op) if op.namespace == "aten" else f"torch.ops.{op}"
+        return _text(op)
     if getattr(target, "namespace", "") == "higher_order":
         return f"torch.ops.higher_order.{target}"
     module = getattr(target, "__module__", "")
@@ -189,4 +189,6 @@ def _text(value: object) -> str:
             return str(value)
     if value is Ellipsis:
         return "..."
+    if isinstance(value, OVERLOAD):
+        return str(value) if value.namespace == "aten" else f"torch.ops.{value}"
     raise PassError(f"{value!r} ({type(value).__name__}) has no source form")

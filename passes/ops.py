@@ -10,12 +10,12 @@ from torch import fx
 from torch.fx.operator_schemas import normalize_function
 from torch.utils.checkpoint import CheckpointPolicy
 
-_OVERLOAD: Any = type(torch.ops.aten.mm.default)
+OVERLOAD: Any = type(torch.ops.aten.mm.default)
 
 
 def overload(node: fx.Node) -> Any | None:
     """The ``torch.ops`` overload that a node calls, or None for anything else."""
-    return node.target if isinstance(node.target, _OVERLOAD) else None
+    return node.target if isinstance(node.target, OVERLOAD) else None
 
 
 def is_random(node: fx.Node) -> bool:
@@ -23,8 +23,9 @@ def is_random(node: fx.Node) -> bool:
 
     Attention is tagged as drawing because it may; without dropout it does not.
     """
-    op = overload(node)
-    if op is None or torch.Tag.nondeterministic_seeded not in op.tags:
+    # A custom operator that writes into its arguments is the argument of one that does not.
+    ops = [each for each in (node.target, *node.args[:1]) if isinstance(each, OVERLOAD)]
+    if not any(torch.Tag.nondeterministic_seeded in op.tags for op in ops):
         return False
     return not is_attention(node) or _argument(node, "dropout_p") != 0.0
 

@@ -72,6 +72,8 @@ ARGUMENTS = {
     "{'a': 1}": {"a": 1},
     "complex(1.0, 2.0)": 1 + 2j,
     "'text'": "text",
+    "aten.sin.default": torch.ops.aten.sin.default,
+    "torch.ops.prims.sin.default": torch.ops.prims.sin.default,
 }
 
 
