@@ -45,6 +45,27 @@ class PointToPoint(Protocol):
         ...
 
 
+class Sum:
+    """A sum over all ranks that is under way."""
+
+    def __init__(self, tensor: Tensor, work: dist.Work | None, timeout: float) -> None:
+        self._tensor = tensor
+        self._work = work
+        self._timeout = timeout
+
+    def wait(self) -> Tensor:
+        """The sum, once every rank has taken part.
+
+        Raises:
+            LostPeerError: some rank did not.
+        """
+        if self._work is not None:
+            with losing("the other ranks", self._timeout):
+                self._work.wait()
+            self._work = None
+        return self._tensor
+
+
 class Groups:
     """Groups over all ranks: one for control, and one for each direction of travel.
 
@@ -110,10 +131,19 @@ class Groups:
         Raises:
             LostPeerError: some rank did not.
         """
-        if self.ranks > 1:
-            with losing("the other ranks", self.timeout):
-                dist.all_reduce(tensor, group=self.control)
-        return tensor
+        return self.start_sum(tensor).wait()
+
+    def start_sum(self, tensor: Tensor) -> Sum:
+        """Start to sum ``tensor`` (CPU) over all ranks, in place.
+
+        Raises:
+            LostPeerError: a rank is known to be gone.
+        """
+        if self.ranks == 1:
+            return Sum(tensor, None, self.timeout)
+        with losing("the other ranks", self.timeout):
+            work = dist.all_reduce(tensor, group=self.control, async_op=True)
+        return Sum(tensor, work, self.timeout)
 
     def gather(self, value: Any) -> list[Any]:
         """``value`` of every rank, by rank.

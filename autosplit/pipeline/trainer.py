@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autosplit.errors import PipelineError
+from autosplit.pipeline.agreement import Agreement
 from autosplit.pipeline.assembly import StageFactory, TrainableStage, build_stages, split_stage
 from autosplit.pipeline.clip import clip_gradients, squared_norm
 from autosplit.pipeline.evaluation import ModuleStage, eval_mode, forward_only
@@ -167,25 +167,49 @@ class PipelineTrainer:
         with self._guard("the optimizer step"):
             if self._max_grad_norm is not None and self.grad_norm is not None:
                 clip_gradients(self._parameters, self._max_grad_norm, self.grad_norm)
-            if self.optimizer is not None:
-                self.optimizer.step()
-                self.optimizer.zero_grad(set_to_none=True)
+            self._optimize()
         return losses
+
+    def step_async(self, batch: Batch | None) -> Agreement:
+        """Run one training step without waiting for the other ranks at its end.
+
+        A rank that is done goes on to the next step, so that one step's start fills the idle end
+        of the one before; losses and weights are bit for bit those of ``step``. But an optimizer
+        moves as soon as its own rank has its gradients: after a failure, ranks may have come
+        one step apart, and only a checkpoint gets them together again.
+
+        Args:
+            batch: as for ``step``.
+
+        Returns:
+            The losses on their way; ``wait()`` gives what ``step`` returns.
+
+        Raises:
+            PipelineError: as for ``step``; or the trainer clips gradients, and the norm of the
+                whole model's gradient is known only when every rank is done.
+        """
+        if self._max_grad_norm is not None:
+            raise PipelineError(
+                "step_async cannot clip: the norm of the whole model's gradient is known only when "
+                "every rank is done; use step(), or build the trainer without max_grad_norm"
+            )
+        with self._guard("the forward and backward"):
+            agreement = self._agree(self._train, self._run(batch), clipping=False)
+        with self._guard("the optimizer step"):
+            self._optimize()
+        return agreement
 
     def forward_backward(self, batch: Batch | None) -> Tensor:
         """Run the schedule and add the gradients of the mean loss to the parameters' ``.grad``.
 
         Arguments, result and errors are those of ``step``. Returns only once all ranks are done.
         """
+        clipping = self._max_grad_norm is not None
         with self._guard("the forward and backward"):
-            inputs, targets = self._train.split(batch)
-            executor = self._train.executor or self._build(batch, inputs, targets)
-            self._spans = []
-            losses = executor.run(inputs, targets, self._spans if self.record else None)
-            with self._shared.summing():
-                for stage in self._stages.values():
-                    stage.publish()
-            return self._agree(self._train, losses, clipping=self._max_grad_norm is not None)
+            agreement = self._agree(self._train, self._run(batch), clipping=clipping)
+        losses = agreement.wait()
+        self.grad_norm = agreement.norm() if clipping else None
+        return losses
 
     def evaluate(self, batch: Batch | None) -> Tensor:
         """The loss of each microbatch in eval mode, without gradients.
@@ -203,7 +227,8 @@ class PipelineTrainer:
                 )
             losses = executor.run(inputs, targets)
             self._evaluate.announce_loss(losses)
-            return self._agree(self._evaluate, losses, clipping=False)
+            agreement = self._agree(self._evaluate, losses, clipping=False)
+        return agreement.wait()
 
     def gradients(self) -> dict[int, dict[str, Tensor]]:
         """This process's gradients, by stage and by parameter name within the stage."""
@@ -247,6 +272,22 @@ class PipelineTrainer:
     ) -> None:
         self.close()
 
+    def _run(self, batch: Batch | None) -> list[Tensor]:
+        """Run the schedule; the losses, on the rank that has them."""
+        inputs, targets = self._train.split(batch)
+        executor = self._train.executor or self._build(batch, inputs, targets)
+        self._spans = []
+        losses = executor.run(inputs, targets, self._spans if self.record else None)
+        with self._shared.summing():
+            for stage in self._stages.values():
+                stage.publish()
+        return losses
+
+    def _optimize(self) -> None:
+        if self.optimizer is not None:
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+
     def _mode(self, name: str, schedule: Schedule, order: Order = as_scheduled) -> Mode:
         return Mode(name, schedule, self._groups, self._guard.check, self.device, order)
 
@@ -286,8 +327,8 @@ class PipelineTrainer:
             )
         return self._faces
 
-    def _agree(self, mode: Mode, losses: list[Tensor], *, clipping: bool) -> Tensor:
-        """Make losses and gradient norm known to all; returns only once every rank is done."""
+    def _agree(self, mode: Mode, losses: list[Tensor], *, clipping: bool) -> Agreement:
+        """Start to make losses and gradient norm known to all."""
         squares = 0.0
         if clipping:
             own = [p for p in self._parameters if not self._shared.is_duplicate(p)]
@@ -295,16 +336,14 @@ class PipelineTrainer:
         if self.device.type == "cuda":
             stream = torch.cuda.current_stream(self.device)
             self._guard.wait(stream.query, self._groups.timeout)
-        count = self.schedule.microbatches
-        numbers = torch.zeros(count + 1, dtype=torch.float64)
-        if losses:
-            numbers[:count] = torch.stack(losses)
-        numbers[count] = squares
-        # One small sum serves as the agreement, the losses' broadcast (the others add zero) and
-        # the norm.
-        self._groups.sum(numbers)
-        self.grad_norm = math.sqrt(numbers[count].item()) if clipping else None
-        return numbers[:count].to(mode.loss_dtype)
+        return Agreement(
+            self._groups,
+            self._guard,
+            losses,
+            count=self.schedule.microbatches,
+            squares=squares,
+            dtype=mode.loss_dtype,
+        )
 
 
 def _trainable(modules: Iterable[nn.Module]) -> list[nn.Parameter]:

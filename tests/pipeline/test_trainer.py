@@ -120,6 +120,18 @@ def test_weights_run_early_while_a_rank_waits(reference: Results) -> None:
     assert set(reference[0]["early grid"].values()) == {"equal"}
 
 
+def test_steps_in_flight_give_the_same_losses_and_weights(reference: Results) -> None:
+    """And rank 0 does not wait for the weight gradients that rank 1 has left."""
+    expected = {"losses": True, "weights": True, "ahead": True}
+    assert [found["async"] for found in reference] == [expected] * 2
+
+
+def test_clipping_needs_the_end_of_the_step() -> None:
+    engine = workers.trainer(ranks=1, max_grad_norm=1.0)
+    with pytest.raises(PipelineError, match=r"step_async cannot clip: .* use step\(\)"):
+        engine.step_async(workers.data(8))
+
+
 def test_one_rank_of_many_can_hold_all_stages(reference: Results) -> None:
     assert reference[0]["one rank"]
 

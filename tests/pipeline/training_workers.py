@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from reference_stage import ReferenceStage
 from torch import Tensor, nn
 from workers import WIDTH, block, data, gradients_equal, sgd, single_process, trainer, whole
 
@@ -236,6 +237,42 @@ def early_weights() -> tuple[list[str], bool]:
     return row, same
 
 
+class SlowWeight(ReferenceStage):
+    """Stage 1 takes 50 ms for a weight gradient."""
+
+    def backward_weight(self, microbatch: int) -> None:
+        if self.index == 1:
+            time.sleep(0.05)
+        super().backward_weight(microbatch)
+
+
+def asynchronous() -> dict[str, bool]:
+    """Five steps that do not wait at their end, against five that do."""
+    batches = [data(8, seed=step) for step in range(5)]
+    options: dict[str, Any] = {"microbatches": 2, "weights": "2bp", "stage_factory": SlowWeight}
+    with trainer(**options) as engine:
+        expected = [engine.step(batch) for batch in batches]
+        state = engine.state_dict()
+    ends, steps = [], []
+    with trainer(**options) as engine:
+        for batch in batches:
+            steps.append(engine.step_async(batch))
+            ends.append(time.monotonic())
+        losses = [step.wait() for step in steps]
+        mine = engine.state_dict()
+    rows: list[Any] = [None, None]
+    dist.all_gather_object(rows, ends)
+    return {
+        "losses": all(map(torch.equal, losses, expected)),
+        "weights": all(
+            torch.equal(value, state[index][name])
+            for index, values in mine.items()
+            for name, value in values.items()
+        ),
+        "ahead": all(first < second - 0.04 for first, second in zip(*rows, strict=True)),
+    }
+
+
 def one_rank_in_process() -> bool:
     """ranks=1 inside a larger process group talks to nobody."""
     inputs, targets = data(8)
@@ -275,6 +312,7 @@ def with_reference_stage() -> dict[str, Any]:
         "frozen 1": frozen(1),
         "recorded": recorded(2),
         "one rank": one_rank_in_process(),
+        "async": asynchronous(),
         "early": early_weights(),
         "early grid": schedule_grid(2, (5,), SPLITS[1:], early_weights=True),
     }

@@ -1,0 +1,59 @@
+"""What every rank learns about a step: its losses, and the norm of its gradient."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from autosplit.pipeline.faults import Guard
+from autosplit.pipeline.groups import Groups, Sum
+
+
+class Agreement:
+    """One step's numbers on their way; whoever has them knows that every rank ran the step.
+
+    One small sum carries the losses (those of ranks without them are zero) and the norm's
+    squares. It is collective, and starts when this is made.
+
+    Args:
+        groups: the trainer's process groups.
+        guard: the trainer's guard.
+        losses: the loss of each microbatch, on the rank that has them; else nothing.
+        count: how many microbatches there are.
+        squares: this rank's share of the squared norm.
+        dtype: the dtype of the losses.
+    """
+
+    def __init__(
+        self,
+        groups: Groups,
+        guard: Guard,
+        losses: list[Tensor],
+        *,
+        count: int,
+        squares: float,
+        dtype: torch.dtype,
+    ) -> None:
+        self._guard = guard
+        self._dtype = dtype
+        numbers = torch.zeros(count + 1, dtype=torch.float64)
+        if losses:
+            numbers[:count] = torch.stack(losses)
+        numbers[count] = squares
+        self._sum: Sum = groups.start_sum(numbers)
+
+    def wait(self) -> Tensor:
+        """The loss of each microbatch, shape [M], on the CPU.
+
+        Raises:
+            RankError: a rank did not get through the step.
+        """
+        with self._guard("the end of a step"):
+            return self._sum.wait()[:-1].to(self._dtype)
+
+    def norm(self) -> float:
+        """The norm of the model's gradient; waits like ``wait``."""
+        with self._guard("the end of a step"):
+            return math.sqrt(self._sum.wait()[-1].item())
