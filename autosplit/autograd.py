@@ -63,8 +63,9 @@ class Split(torch.autograd.Function):
     def backward(ctx: Any, *output_grads: Tensor | None) -> tuple[Tensor | None, ...]:
         functions: SplitFunctions = ctx.functions
         _check_backward(ctx)
-        named = dict(zip(functions.output_names, output_grads, strict=True))
-        absent = {name for name, grad in named.items() if grad is None}
+        arrived = list(output_grads)
+        pairs = zip(functions.output_names, arrived, strict=True)
+        absent = {name for name, grad in pairs if grad is None}
         skipped = frozenset(
             name for name, sources in functions.gradient_sources.items() if sources <= absent
         )
@@ -72,13 +73,13 @@ class Split(torch.autograd.Function):
         saved = ctx.saved
         ctx.saved = saved.again() if graph_is_kept() else None
         with without_autocast():
-            grads, handover = functions.backward_input(saved, ctx.state, named)
+            grads, handover = functions.backward_input(saved, arrived)
         # Not under torch.autograd.grad or backward(inputs=...): they ask for no parameter.
         if will_run(ctx.next_functions[0][0]):
             work = Deferred(functions, handover, ctx.state, skipped, current_backward())
             ctx.queue.add(work)
         ctx.queue.reducer.backward(ctx.ticket)
-        return (None, None, None, None, *map(grads.get, functions.capture.inputs))
+        return (None, None, None, None, *grads)
 
 
 def _check_backward(ctx: Any) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import importlib.abc
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import fx
@@ -32,6 +32,24 @@ class CompiledGraph:
     call: Boxed
     inputs: tuple[Role, ...]
     outputs: tuple[Role, ...]
+
+    def taking(self, given: Sequence[Role]) -> Boxed:
+        """``call`` for a list in the order of ``given``, of which the graph may take a part."""
+        order = positions(self.inputs, given)
+        call = self.call
+
+        def run(pool: list[Any]) -> list[Any]:
+            args = [pool[at] for at in order]
+            pool.clear()
+            return call(args)
+
+        return call if order == list(range(len(given))) else run
+
+
+def positions(wanted: Iterable[Role], given: Sequence[Role]) -> list[int]:
+    """Where each of the wanted roles stands among the given ones."""
+    at = {role: index for index, role in enumerate(given)}
+    return [at[role] for role in wanted]
 
 
 def compile_graph(name: str, module: fx.GraphModule, backend: str) -> CompiledGraph:

@@ -1,24 +1,27 @@
 """The callables of one module at one set of input shapes: F, I, W and the unsplit backward.
 
 The functional core under both faces, SplitModule (autograd) and Stage (explicit state).
-Nothing here keeps tensors: state comes in, results go out.
+Nothing here keeps tensors: state comes in, results go out. Which value goes where is worked
+out once; a call only moves references.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, fx
 
-from .compile import CompiledGraph, compile_graph
+from .accumulation import EXACT, Accumulation
+from .compile import Boxed, compile_graph, positions
 from .errors import SplitError
+from .gradients import GradientGraph
 from .handover import Handover, State, TensorSpec
-from .passes import Kind, SplitGraphs
-from .passes.aliasing import storage_root
-from .passes.graph import GRADIENT, STATE, descendants, inputs, outputs
+from .passes import Kind, Role, SplitGraphs
+from .passes.aliasing import is_whole, storage_root
+from .passes.graph import STATE, descendants, inputs, outputs
 
 if TYPE_CHECKING:
     from .capture import Capture
@@ -56,19 +59,36 @@ class SplitFunctions:
         self.capture = traced
         self.graphs = graphs
         self._backend = backend
-        self._forward = compile_graph("forward", graphs.forward, backend)
-        self._input_index = {name: index for index, name in enumerate(traced.inputs)}
-        updated = _names(self._forward.outputs, Kind.UPDATE)
-        self.updated_inputs = [name for name in updated if name in self._input_index]
-        self.updated_state = [name for name in updated if name not in self._input_index]
-        self.output_names = _names(self._forward.outputs, Kind.OUTPUT) + self.updated_inputs
-        self._saved_names = _names(self._forward.outputs, Kind.SAVED)
+        forward = compile_graph("forward", graphs.forward, backend)
+        read = [role for role in forward.inputs if role.kind in STATE]
+        self._forward = forward.taking([*_roles(Kind.INPUT, traced.inputs), *read])
+        self._forward_state = [role.name for role in read]
+        self._place_results(forward.outputs)
         self.tangent_specs = {
             role.name: TensorSpec.of(node.meta["val"])
             for role, node in inputs(graphs.joint.graph, Kind.TANGENT).items()
         }
-        gradients = [role for role, _ in outputs(graphs.joint.graph, *GRADIENT)]
-        self.parameter_names = _names(gradients, Kind.PARAMETER_GRAD)
+        self._tangents = [(n, self.output_names.index(n)) for n in self.tangent_specs]
+        self.parameter_names = [
+            role.name for role, _ in outputs(graphs.joint.graph, Kind.PARAMETER_GRAD)
+        ]
+
+    def _place_results(self, returned: Sequence[Role]) -> None:
+        """Where outputs, updates and saved tensors stand among F's results."""
+        updated = [role for role in returned if role.kind is Kind.UPDATE]
+        taken = set(self.capture.inputs)
+        self.updated_inputs = [role.name for role in updated if role.name in taken]
+        self.updated_state = [role.name for role in updated if role.name not in taken]
+        results = [role for role in returned if role.kind is Kind.OUTPUT]
+        results += _roles(Kind.UPDATE, self.updated_inputs)
+        self.output_names = [role.name for role in results]
+        self._saved = [role for role in returned if role.kind is Kind.SAVED]
+        self._outputs_at = positions(results, returned)
+        self._updates_at = positions(_roles(Kind.UPDATE, self.updated_state), returned)
+        self._saved_at = positions(self._saved, returned)
+        backward = self.graphs.backward
+        self._read = [] if backward is None else list(inputs(backward.graph, *STATE))
+        self._saved_names = tuple([role.name for role in (*self._saved, *self._read)])
 
     @property
     def has_backward(self) -> bool:
@@ -96,8 +116,8 @@ class SplitFunctions:
     @cached_property
     def borrowed_gradients(self) -> frozenset[str]:
         """Parameters whose gradient is not a tensor of its own: it shares storage with
-        another gradient or with what the caller handed in, or overlaps itself. Whoever adds
-        into gradients in place must copy these first.
+        another gradient or with what the caller handed in, overlaps itself, or keeps more
+        alive than itself. Whoever adds into gradients in place must copy these first.
         """
         if self.graphs.backward is None:
             return frozenset()
@@ -107,131 +127,137 @@ class SplitFunctions:
             role.name
             for role, value in pairs
             if role.kind is Kind.PARAMETER_GRAD
-            and (
-                uses[storage_root(value)] > 1
-                or storage_root(value).op != "call_function"
-                or 0 in value.meta["val"].stride()
-            )
+            and (uses[storage_root(value)] > 1 or not is_whole(value))
         )
 
     def forward(self, state: State, leaves: list[Any]) -> ForwardResult:
         """F. ``leaves``: flattened ``(args, kwargs)``; emptied."""
-        args: list[Any] = [
-            state[role.name] if role.kind in STATE else leaves[self._input_index[role.name]]
-            for role in self._forward.inputs
-        ]
+        pool = leaves.copy()
         leaves.clear()
-        results = self._forward.call(args)
-        outs: list[Any] = []
-        new_inputs: list[Any] = []
-        updates: list[Tensor] = []
-        saved: list[Tensor] = []
-        for role, value in zip(self._forward.outputs, results, strict=True):
-            if role.kind is Kind.OUTPUT:
-                outs.append(value)
-            elif role.kind is Kind.SAVED:
-                saved.append(value)
-            elif role.name in self._input_index:
-                new_inputs.append(value)
-            else:
-                updates.append(value)
-        read = {name: state[name] for name in self._backward_state}
-        return ForwardResult(outs + new_inputs, updates, Handover(self._saved_names, saved, read))
+        pool += [state[name] for name in self._forward_state]
+        results = self._forward(pool)
+        saved = [results[at] for at in self._saved_at]
+        read = tuple([state[role.name] for role in self._read])
+        return ForwardResult(
+            [results[at] for at in self._outputs_at],
+            [results[at] for at in self._updates_at],
+            Handover(self._saved_names, saved, read),
+        )
 
     def backward_input(
-        self, saved: Handover, state: State, output_grads: dict[str, Tensor | None]
-    ) -> tuple[dict[str, Tensor], Handover]:
-        """I. Returns (input path -> gradient, deferred). Empties ``output_grads``.
+        self, saved: Handover, output_grads: list[Tensor | None]
+    ) -> tuple[list[Tensor | None], Handover]:
+        """I.
+
+        Args:
+            saved: what F left; taken.
+            output_grads: in the order of ``output_names``; emptied.
+
+        Returns:
+            Gradients in the order of ``capture.inputs``, None where there is none, and what
+            W needs.
 
         Raises:
             SplitError: a gradient does not fit its output, or something saved was written
                 in place since the forward.
         """
-        call = self._backward_input
-        results = self._run_backward(call, saved, state, output_grads)
-        names = _names(call.outputs, Kind.INPUT_GRAD)
-        grads = dict(zip(names, results, strict=False))
-        deferred = results[len(names) :]
-        read = {name: state[name] for name in _names(self._backward_weight.inputs, *STATE)}
-        return grads, Handover(_names(call.outputs, Kind.DEFERRED), deferred, read)
+        read, half = saved.state, self._input_half
+        results = half.call(self._backward_pool(saved, output_grads))
+        deferred = [results[at] for at in half.deferred_at]
+        kept = tuple([read[at] for at in half.read_at])
+        grads = [None if at is None else results[at] for at in half.grads_at]
+        return grads, Handover(half.names, deferred, kept)
 
-    def backward_weight(self, deferred: Handover, state: State) -> list[Tensor]:
-        """W. Returns gradients in the order of ``parameter_names``.
+    def backward_weight(
+        self,
+        deferred: Handover,
+        gradients: Sequence[Tensor] | None = None,
+        accumulation: Accumulation = EXACT,
+    ) -> Sequence[Tensor]:
+        """W.
+
+        Args:
+            deferred: what I left; taken.
+            gradients: what to add into, in the order of ``parameter_names``; none of them may
+                share storage with another or with anything else that is handed over.
+            accumulation: how to add.
+
+        Returns:
+            ``gradients``; without them new tensors in that order, of which those named by
+            ``borrowed_gradients`` may share storage.
 
         Raises:
             SplitError: something deferred was written in place since I.
         """
-        names = _names(self._backward_input.outputs, Kind.DEFERRED)
-        tensors = dict(zip(names, deferred.take(), strict=True))
-        return self._call(self._backward_weight, tensors, {}, state)
+        _, found = self._weight.run(deferred.take(), gradients, accumulation)
+        return found
 
     def backward(
-        self, saved: Handover, state: State, output_grads: dict[str, Tensor | None]
-    ) -> tuple[dict[str, Tensor], list[Tensor]]:
-        """B, unsplit. Returns (input path -> gradient, gradients by ``parameter_names``).
-        Empties ``output_grads``.
+        self,
+        saved: Handover,
+        output_grads: list[Tensor | None],
+        gradients: Sequence[Tensor] | None = None,
+        accumulation: Accumulation = EXACT,
+    ) -> tuple[list[Tensor | None], Sequence[Tensor]]:
+        """B, unsplit: I and W in one call. Arguments and results are theirs.
 
         Raises:
             SplitError: as ``backward_input``.
         """
-        results = self._run_backward(self._backward, saved, state, output_grads)
-        roles = self._backward.outputs
-        pairs = list(zip(roles, results, strict=True))
-        grads = {role.name: value for role, value in pairs if role.kind is Kind.INPUT_GRAD}
-        return grads, [value for role, value in pairs if role.kind is Kind.PARAMETER_GRAD]
+        graph = self._backward
+        return graph.run(self._backward_pool(saved, output_grads), gradients, accumulation)
 
     @cached_property
-    def _backward_input(self) -> CompiledGraph:
-        return self._compiled("backward_input")
+    def _input_half(self) -> _InputHalf:
+        graph = compile_graph("backward_input", self._module("backward_input"), self._backend)
+        deferred = [role for role in graph.outputs if role.kind is Kind.DEFERRED]
+        read = list(inputs(self._module("backward_weight").graph, *STATE))
+        at = {role: index for index, role in enumerate(graph.outputs)}
+        return _InputHalf(
+            graph.taking(self._backward_roles),
+            (*deferred, *read),
+            tuple([role.name for role in (*deferred, *read)]),
+            positions(deferred, graph.outputs),
+            positions(read, self._read),
+            [at.get(role) for role in _roles(Kind.INPUT_GRAD, self.capture.inputs)],
+        )
 
     @cached_property
-    def _backward_weight(self) -> CompiledGraph:
-        return self._compiled("backward_weight")
+    def _weight(self) -> GradientGraph:
+        return self._gradient_graph("backward_weight", self._input_half.handed, inputs=())
 
     @cached_property
-    def _backward(self) -> CompiledGraph:
-        return self._compiled("backward")
+    def _backward(self) -> GradientGraph:
+        return self._gradient_graph("backward", self._backward_roles, inputs=self.capture.inputs)
 
-    @cached_property
-    def _backward_state(self) -> list[str]:
-        """Parameters and buffers that any backward graph reads."""
-        backward = self.graphs.backward
-        return [role.name for role in inputs(backward.graph, *STATE)] if backward else []
+    def _gradient_graph(
+        self, name: str, given: Sequence[Role], inputs: Sequence[str]
+    ) -> GradientGraph:
+        return GradientGraph(
+            name,
+            self._module(name),
+            given,
+            inputs=inputs,
+            parameters=self.parameter_names,
+            backend=self._backend,
+        )
 
-    def _compiled(self, name: str) -> CompiledGraph:
+    def _module(self, name: str) -> fx.GraphModule:
         module = self.graphs.graphs().get(name)
         if module is None:
             raise SplitError("this module was traced without gradients; it has no backward")
-        return compile_graph(name, module, self._backend)
+        return module
 
-    def _run_backward(
-        self,
-        call: CompiledGraph,
-        saved: Handover,
-        state: State,
-        output_grads: dict[str, Tensor | None],
-    ) -> list[Any]:
-        values = {name: self._tangent(name, output_grads.get(name)) for name in self.tangent_specs}
+    @property
+    def _backward_roles(self) -> list[Role]:
+        """What ``_backward_pool`` puts together."""
+        return [*self._saved, *self._read, *_roles(Kind.TANGENT, self.tangent_specs)]
+
+    def _backward_pool(self, saved: Handover, output_grads: list[Tensor | None]) -> list[Any]:
+        """The only list that holds what I or B takes, so that all of it can die inside."""
+        tangents = [self._tangent(name, output_grads[at]) for name, at in self._tangents]
         output_grads.clear()
-        tensors = dict(zip(self._saved_names, saved.take(), strict=True))
-        return self._call(call, tensors, values, state)
-
-    @staticmethod
-    def _call(
-        call: CompiledGraph,
-        handed: dict[str, Tensor],
-        tangents: dict[str, Tensor],
-        state: State,
-    ) -> list[Any]:
-        """Run a backward graph. Empties the dictionaries: what they hold must be able to die
-        inside the graph.
-        """
-        sources: dict[Kind, Mapping[str, Tensor]] = {Kind.PARAMETER: state, Kind.BUFFER: state}
-        sources |= {Kind.TANGENT: tangents, Kind.SAVED: handed, Kind.DEFERRED: handed}
-        args = [sources[role.kind][role.name] for role in call.inputs]
-        handed.clear()
-        tangents.clear()
-        return call.call(args)
+        return [*saved.take(), *tangents]
 
     def _tangent(self, name: str, grad: Tensor | None) -> Tensor:
         """The gradient as the graph was traced with it: its dtype and strides, never None."""
@@ -246,5 +272,25 @@ class SplitFunctions:
         return spec.conform(grad)
 
 
-def _names(roles: Iterable[Any], *kinds: Kind) -> list[str]:
-    return [role.name for role in roles if role.kind in kinds]
+class _InputHalf(NamedTuple):
+    """I, and where its results stand.
+
+    Attributes:
+        call: takes what ``_backward_pool`` puts together.
+        handed: roles of what W gets: what I defers, then state.
+        names: theirs.
+        deferred_at: places of what is deferred among the results.
+        read_at: places of the state that W reads among the state that the backward reads.
+        grads_at: for each input of the module its gradient's place, None where it has none.
+    """
+
+    call: Boxed
+    handed: Sequence[Role]
+    names: tuple[str, ...]
+    deferred_at: Sequence[int]
+    read_at: Sequence[int]
+    grads_at: Sequence[int | None]
+
+
+def _roles(kind: Kind, names: Iterable[str]) -> list[Role]:
+    return [Role(kind, name) for name in names]

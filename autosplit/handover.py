@@ -49,17 +49,24 @@ class Handover:
 
     __slots__ = ("_counts", "_names", "_places", "_state", "_tensors")
 
-    def __init__(self, names: Sequence[str], tensors: list[Tensor], state: State) -> None:
-        """``names`` name the tensors; ``state`` is what the next graph reads besides."""
-        self._names = (*names, *state)
+    def __init__(
+        self, names: tuple[str, ...], tensors: list[Tensor], state: tuple[Tensor, ...]
+    ) -> None:
+        """``state`` is what the next graph reads besides; ``names`` name the tensors and it."""
+        self._names = names
         self._tensors = tensors
-        self._state = tuple(state.values())
+        self._state = state
         self._counts = versions((*tensors, *self._state))
         self._places = _places(self._state)
 
     @property
     def tensors(self) -> Sequence[Tensor]:
         return self._tensors
+
+    @property
+    def state(self) -> tuple[Tensor, ...]:
+        """Parameters and buffers that the next graph reads."""
+        return self._state
 
     def again(self) -> Handover:
         """The same hand-over once more, for a backward that runs twice (``retain_graph=True``)."""
@@ -70,7 +77,7 @@ class Handover:
         return twin
 
     def take(self) -> list[Tensor]:
-        """The tensors; this object keeps none of them.
+        """The tensors and the state, in one list; this object keeps none of them.
 
         Raises:
             SplitError: something was written in place since the hand-over, or a parameter
@@ -89,7 +96,9 @@ class Handover:
                 f"moved, converted or given other data between the forward and its backward: "
                 f"{moved}. Run the backward and backward_weight() before that."
             )
-        tensors, self._tensors, self._state = self._tensors, [], ()
+        tensors, self._tensors = self._tensors, []
+        tensors += self._state
+        self._state = ()
         return tensors
 
 

@@ -144,6 +144,6 @@ class _Deliver(torch.autograd.Function):
     def backward(ctx: torch.autograd.function.FunctionCtx, _: Tensor) -> tuple[Tensor | None, ...]:
         work: Deferred = ctx.work  # type: ignore[attr-defined]
         with without_autocast():
-            grads = work.functions.backward_weight(work.handover, work.state)
+            grads = work.functions.backward_weight(work.handover)
         pairs = zip(work.functions.parameter_names, grads, strict=True)
         return (None, *(grad for name, grad in pairs if name not in work.skipped))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from .accumulation import Accumulation, GradientSums
 from .autograd import run_forward
 from .compat import StateReader, without_autocast
 from .errors import CaptureError, SplitError
@@ -46,8 +47,6 @@ class Stage:
         index: position in the pipeline.
         module: the module whose parameters and buffers are read, as they are at each forward.
         functions: the graphs and their callables, those of the latest forward.
-        gradients: parameter name -> gradient accumulated over microbatches, in the order in
-            which W (or B) ran.
     """
 
     def __init__(
@@ -58,6 +57,8 @@ class Stage:
         index: int = 0,
         backend: str = "eager",
         memory: str | int = "balanced",
+        accumulation: str = "exact",
+        grad_dtype: torch.dtype | None = None,
     ) -> None:
         """Trace ``module(*args)``; inputs with ``requires_grad`` get a gradient from I.
 
@@ -67,6 +68,12 @@ class Stage:
             index: position in the pipeline.
             backend: how graphs are run, see ``autosplit.split``.
             memory: what is held between the calls, see ``autosplit.split``.
+            accumulation: how a microbatch's weight gradients join those before it. ``"exact"``
+                adds whole gradients, bit for bit as autograd does; ``"fused"`` lets matrix
+                products and embeddings add into the sum, which is faster and rounds differently.
+            grad_dtype: in which dtype weight gradients are summed; None for each parameter's
+                own. With ``torch.float32`` nothing of a bfloat16 gradient is lost in the sum;
+                ``publish`` rounds it once (see there).
 
         Raises:
             CaptureError: the module cannot be traced, or returns something besides tensors.
@@ -82,8 +89,7 @@ class Stage:
         self._grad_mode = torch.is_grad_enabled()
         self._graphs = Graphs(f"stage {index}", _MAX_GRAPHS)
         self.functions = self._trace(without_history(list(args)))
-        self.gradients: dict[str, Tensor] = {}
-        self._targets: dict[str, Tensor] = {}
+        self._sums = GradientSums(Accumulation(accumulation, grad_dtype))
         self._saved: dict[int, _Flight] = {}
         self._deferred: dict[int, _Flight] = {}
         self._outputs = self.functions.capture.outputs
@@ -93,6 +99,13 @@ class Stage:
                 f"stage {index} ({type(module).__name__}) returns {missing[0]}, which is not a "
                 "tensor; a stage hands only tensors to the next"
             )
+
+    @property
+    def gradients(self) -> Mapping[str, Tensor]:
+        """Parameter name -> gradient added up over microbatches, in the order in which W (or B)
+        ran. W of a later microbatch adds into these tensors in place.
+        """
+        return self._sums.tensors
 
     @property
     def output_specs(self) -> list[tuple[torch.Size, torch.dtype, bool]]:
@@ -142,9 +155,11 @@ class Stage:
         """
         functions, saved, state = self._take(self._saved, microbatch, "forward")
         with torch.no_grad(), without_autocast():
-            grads, deferred = functions.backward_input(saved, state, self._named(output_grads))
+            grads, deferred = functions.backward_input(
+                saved, self._output_grads(functions, output_grads)
+            )
         self._deferred[microbatch] = _Flight(functions, deferred, state)
-        return [grads.get(name) for name in functions.capture.inputs]
+        return grads
 
     def backward_weight(self, microbatch: int) -> None:
         """W: add this microbatch's weight gradients to ``gradients``.
@@ -155,7 +170,9 @@ class Stage:
         """
         functions, deferred, state = self._take(self._deferred, microbatch, "backward_input")
         with torch.no_grad(), without_autocast():
-            self._accumulate(functions, functions.backward_weight(deferred, state), state)
+            sums = self._into(functions, state)
+            gradients = functions.backward_weight(deferred, sums, self._sums.accumulation)
+            self._keep(functions, sums, gradients)
 
     def backward(self, microbatch: int, output_grads: list[Tensor | None]) -> list[Tensor | None]:
         """B: I and W in one unsplit call; empties ``output_grads``.
@@ -165,9 +182,15 @@ class Stage:
         """
         functions, saved, state = self._take(self._saved, microbatch, "forward")
         with torch.no_grad(), without_autocast():
-            grads, weights = functions.backward(saved, state, self._named(output_grads))
-            self._accumulate(functions, weights, state)
-        return [grads.get(name) for name in functions.capture.inputs]
+            sums = self._into(functions, state)
+            grads, gradients = functions.backward(
+                saved,
+                self._output_grads(functions, output_grads),
+                sums,
+                self._sums.accumulation,
+            )
+            self._keep(functions, sums, gradients)
+        return grads
 
     def publish(self) -> None:
         """Move ``gradients`` into the parameters' ``.grad``, adding to what is there.
@@ -181,19 +204,13 @@ class Stage:
                 f"stage {self.index}: weight gradients of microbatch {waiting} are pending; "
                 "call backward_weight() for each first"
             )
-        for name, grad in self.gradients.items():
-            parameter = self._targets[name]
-            if parameter.grad is None:
-                parameter.grad = grad
-            else:
-                parameter.grad.add_(grad)
-        self.gradients, self._targets = {}, {}
+        self._sums.publish()
 
     def reset(self) -> None:
         """Forget every microbatch in flight and the gradients gathered so far."""
         self._saved.clear()
         self._deferred.clear()
-        self.gradients, self._targets = {}, {}
+        self._sums.clear()
 
     def _fitting(self) -> SplitFunctions:
         """The graphs of the module as it is now."""
@@ -237,13 +254,35 @@ class Stage:
                 )
             inputs[position] = spec.conform(given)
 
-    def _named(self, output_grads: list[Tensor | None]) -> dict[str, Tensor | None]:
+    def _into(self, functions: SplitFunctions, state: State) -> list[Tensor] | None:
+        """The sums that W or B adds into; None where it makes new gradients."""
+        names = functions.parameter_names
+        try:
+            return self._sums.into(names, [state[name] for name in names])
+        except SplitError as error:
+            raise SplitError(f"stage {self.index}: {error}") from None
+
+    def _keep(
+        self,
+        functions: SplitFunctions,
+        sums: list[Tensor] | None,
+        gradients: Sequence[Tensor],
+    ) -> None:
+        """Gather the gradients, unless they were added into ``sums``."""
+        if sums is None:
+            borrowed = functions.borrowed_gradients
+            self._sums.add(functions.parameter_names, gradients, borrowed)
+
+    def _output_grads(
+        self, functions: SplitFunctions, output_grads: list[Tensor | None]
+    ) -> list[Tensor | None]:
+        """One for each output of F, in a list that nobody else holds."""
         names = self._outputs
         if len(output_grads) != len(names):
             raise SplitError(
                 f"stage {self.index} has {len(names)} outputs, got {len(output_grads)} gradients"
             )
-        return dict(zip(names, _drain(output_grads), strict=True))
+        return _drain(output_grads) + [None] * len(functions.updated_inputs)
 
     def _take(self, held: dict[int, _Flight], microbatch: int, before: str) -> _Flight:
         if microbatch not in held:
@@ -252,23 +291,6 @@ class Stage:
                 "result was used already"
             )
         return held.pop(microbatch)
-
-    def _accumulate(self, functions: SplitFunctions, grads: list[Tensor], state: State) -> None:
-        borrowed = functions.borrowed_gradients
-        grads.reverse()
-        for name in functions.parameter_names:
-            grad = grads.pop()
-            if self._targets.setdefault(name, state[name]) is not state[name]:
-                raise SplitError(
-                    f"stage {self.index}: parameter {name} was replaced between two microbatches "
-                    "whose gradients are gathered; call publish() before replacing it"
-                )
-            if name in self.gradients:
-                self.gradients[name].add_(grad)
-            elif name in borrowed:
-                self.gradients[name] = grad.clone(memory_format=torch.contiguous_format)
-            else:
-                self.gradients[name] = grad
 
 
 def _drain(items: list[Any]) -> list[Any]:

@@ -61,3 +61,11 @@ def storage_bytes(node: fx.Node) -> int:
 def distinct_bytes(nodes: list[fx.Node]) -> int:
     """Bytes of distinct storage that holding all these nodes' values keeps alive."""
     return sum(storage_bytes(root) for root in {storage_root(node) for node in nodes})
+
+
+def is_whole(node: fx.Node) -> bool:
+    """Whether the value was made by the graph and fills its storage, each element once."""
+    value, root = tensor_of(node), storage_root(node)
+    if value is None or root.op != "call_function" or 0 in value.stride():
+        return False
+    return storage_bytes(node) == concrete(value.numel()) * value.element_size()

@@ -24,6 +24,11 @@ def dead_code(program: Program) -> bool:
     return any(removed)
 
 
+def eliminate(graph: fx.Graph) -> bool:
+    """Remove from a backward graph what no output and no effect needs; True if any was."""
+    return graph.eliminate_dead_code(_is_kept)
+
+
 def _is_kept(node: fx.Node) -> bool:
     return node.op in {"placeholder", "output"} or is_effect(node)
 

@@ -36,21 +36,21 @@ def extract(
     incoming = {node: role for role, node in carried}
     for node in module.graph.nodes:
         if node in incoming:
-            copies[node] = _placeholder(graph, node, incoming[node])
+            copies[node] = copy_placeholder(graph, node, incoming[node])
         elif node.op == "placeholder" and node in compute:
-            copies[node] = _placeholder(graph, node, role_of(node))
+            copies[node] = copy_placeholder(graph, node)
         elif node in compute and node not in on_demand:
-            _copy(graph, node, copies)
+            copy_behind(graph, node, copies)
     for _, value in returns:
         if isinstance(value, fx.Node):
-            _copy(graph, value, copies)
+            copy_behind(graph, value, copies)
     values = fx.node.map_arg([value for _, value in returns], copies.__getitem__)
     roles = [role for role, _ in returns]
     set_outputs(graph, list(zip(roles, values, strict=True)))
     return fx.GraphModule(module, _placeholders_first(graph), class_name=name)
 
 
-def _copy(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> None:
+def copy_behind(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> None:
     """Copy a node behind those of its operands that have not been copied yet."""
     stack = [node]
     while stack:
@@ -64,9 +64,10 @@ def _copy(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> Non
             copies[current] = graph.node_copy(current, copies.__getitem__)
 
 
-def _placeholder(graph: fx.Graph, node: fx.Node, role: Role) -> fx.Node:
+def copy_placeholder(graph: fx.Graph, node: fx.Node, role: Role | None = None) -> fx.Node:
+    """A placeholder for a node's value; under the node's own role where none is given."""
     copy = graph.placeholder(node.name)
-    copy.meta = {**node.meta, "role": role}
+    copy.meta = {**node.meta, "role": role or role_of(node)}
     return copy
 
 

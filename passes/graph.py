@@ -26,6 +26,7 @@ class Kind(enum.Enum):
     TANGENT = "tangent"  # gradient of an output, handed in by whoever runs the backward
     SAVED = "saved"  # left by forward for the backward
     DEFERRED = "deferred"  # left by backward_input for backward_weight
+    ACCUMULATOR = "accumulator"  # sum of a parameter's gradients, written in place
     OUTPUT = "output"
     UPDATE = "update"  # new value of a mutated buffer or input
     INPUT_GRAD = "input_grad"

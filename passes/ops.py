@@ -64,3 +64,20 @@ def _argument(node: fx.Node, name: str) -> Any:
 def is_effect(node: fx.Node) -> bool:
     """Whether the node does more than return a value; drawing random numbers is not meant."""
     return node.op == "call_function" and node.is_impure(impure_random=False)
+
+
+# Operators that only read all arguments but the first, and write that one.
+_ACCUMULATIONS = frozenset(
+    {
+        torch.ops.aten.add_.Tensor,
+        torch.ops.aten.addmm_.default,
+        torch.ops.aten.baddbmm_.default,
+        torch.ops.aten.index_add_.default,
+        torch.ops.aten.index_put_.default,
+    }
+)
+
+
+def is_accumulation(node: fx.Node) -> bool:
+    """Whether the node adds into its first argument."""
+    return node.target in _ACCUMULATIONS

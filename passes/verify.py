@@ -1,13 +1,15 @@
-"""Invariants of a program, as a table. Every violation is collected and raised at once."""
+"""Invariants of a program, as tables. Every violation is collected and raised at once."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import fx
 
+from .aliasing import is_view, storage_root
 from .errors import PassError
 from .graph import (
     FORWARD_OUTPUT,
@@ -19,11 +21,10 @@ from .graph import (
     calls,
     inputs,
     outputs,
+    role_of,
     source_line,
 )
-from .ops import is_attention, is_effect, is_random, is_recomputed
-
-_BACKWARD = ("backward", "backward_input", "backward_weight")
+from .ops import is_accumulation, is_attention, is_effect, is_random, is_recomputed
 
 # What may enter each graph. The rest of an invariant such as "backward_input never depends
 # on backward_weight" follows: nothing that W returns is among what I may take.
@@ -33,6 +34,8 @@ _MAY_ENTER = {
     "backward": STATE | {Kind.SAVED, Kind.TANGENT},
     "backward_input": STATE | {Kind.SAVED, Kind.TANGENT},
     "backward_weight": STATE | {Kind.DEFERRED},
+    "backward_accumulating": STATE | {Kind.SAVED, Kind.TANGENT, Kind.ACCUMULATOR},
+    "backward_weight_accumulating": STATE | {Kind.DEFERRED, Kind.ACCUMULATOR},
 }
 _MAY_LEAVE = {
     "joint": FORWARD_OUTPUT | GRADIENT,
@@ -40,6 +43,8 @@ _MAY_LEAVE = {
     "backward": GRADIENT,
     "backward_input": frozenset({Kind.INPUT_GRAD, Kind.DEFERRED}),
     "backward_weight": frozenset({Kind.PARAMETER_GRAD}),
+    "backward_accumulating": frozenset({Kind.INPUT_GRAD}),
+    "backward_weight_accumulating": frozenset(),
 }
 
 
@@ -53,34 +58,94 @@ def verify(program: Program, after: str = "the pipeline") -> None:
     Raises:
         PassError: lists every violation with its graph, node and source line.
     """
-    found = [line for check in INVARIANTS for line in check(program)]
+    found = [line for name, module in program.graphs().items() for line in _check(name, module)]
+    found += [line for check in BETWEEN_GRAPHS for line in check(program)]
+    _refuse(found, after)
+
+
+def verify_graph(name: str, module: fx.GraphModule, after: str) -> None:
+    """Check every invariant of one graph, such as a form of W made from a verified program.
+
+    Args:
+        name: which graph it is.
+        module: the graph.
+        after: what ran before, for the message.
+
+    Raises:
+        PassError: lists every violation with its node and source line.
+    """
+    _refuse(list(_check(name, module)), after)
+
+
+def _check(name: str, module: fx.GraphModule) -> Iterator[str]:
+    return (line for check in OF_A_GRAPH for line in check(name, module))
+
+
+def _refuse(found: list[str], after: str) -> None:
     if found:
         raise PassError(f"after {after}:\n" + "\n".join(f"  - {line}" for line in found))
 
 
-def _lint(program: Program) -> Iterator[str]:
-    for name, module in program.graphs().items():
-        try:
-            module.graph.lint()
-        except RuntimeError as error:
-            yield f"{name}: {error}"
+def _lint(name: str, module: fx.GraphModule) -> Iterator[str]:
+    try:
+        module.graph.lint()
+    except RuntimeError as error:
+        yield f"{name}: {error}"
 
 
-def _values_known(program: Program) -> Iterator[str]:
-    for name, module in program.graphs().items():
-        for node in calls(module.graph):
-            if "val" not in node.meta and not is_effect(node):
-                yield _at(name, node, "has no meta['val']")
+def _values_known(name: str, module: fx.GraphModule) -> Iterator[str]:
+    for node in calls(module.graph):
+        if "val" not in node.meta and not is_effect(node):
+            yield _at(name, node, "has no meta['val']")
 
 
-def _roles_allowed(program: Program) -> Iterator[str]:
-    for name, module in program.graphs().items():
-        for role, node in inputs(module.graph).items():
-            if role.kind not in _MAY_ENTER[name]:
-                yield _at(name, node, f"{role} must not enter this graph")
-        for role, _ in outputs(module.graph):
-            if role.kind not in _MAY_LEAVE[name]:
-                yield f"{name}: {role} must not leave this graph"
+def _roles_allowed(name: str, module: fx.GraphModule) -> Iterator[str]:
+    for role, node in inputs(module.graph).items():
+        if role.kind not in _MAY_ENTER[name]:
+            yield _at(name, node, f"{role} must not enter this graph")
+    for role, _ in outputs(module.graph):
+        if role.kind not in _MAY_LEAVE[name]:
+            yield f"{name}: {role} must not leave this graph"
+
+
+def _backward_is_pure(name: str, module: fx.GraphModule) -> Iterator[str]:
+    if not name.startswith("backward"):
+        return
+    for node in calls(module.graph):
+        if is_random(node):
+            yield _at(name, node, f"{node.target} may draw random numbers in a backward")
+        elif is_attention(node) and not is_recomputed(node):
+            yield _at(name, node, f"{node.target} runs attention's forward in a backward")
+        elif is_effect(node) and not (is_accumulation(node) and _into_accumulator(node)):
+            yield _at(name, node, f"{node.target} has a side effect in a backward")
+
+
+def _accumulators_only_grow(name: str, module: fx.GraphModule) -> Iterator[str]:
+    """Each is added into, and nothing reads it: it holds other microbatches' sums."""
+    written = {storage_root(node.args[0]) for node in calls(module.graph) if is_accumulation(node)}  # type: ignore[arg-type]
+    for role, accumulator in inputs(module.graph, Kind.ACCUMULATOR).items():
+        if accumulator not in written:
+            yield _at(name, accumulator, f"nothing is added into {role}")
+    for node in calls(module.graph):
+        read = node.args[1:] if is_accumulation(node) else () if is_view(node) else node.args
+        for operand in _nodes_in((read, node.kwargs)):
+            if _is_accumulator(storage_root(operand)):
+                yield _at(name, node, f"reads {role_of(storage_root(operand))}")
+
+
+def _into_accumulator(node: fx.Node) -> bool:
+    into = node.args[0]
+    return isinstance(into, fx.Node) and _is_accumulator(storage_root(into))
+
+
+def _is_accumulator(node: fx.Node) -> bool:
+    return node.op == "placeholder" and role_of(node).kind is Kind.ACCUMULATOR
+
+
+def _nodes_in(arguments: Any) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    fx.node.map_arg(arguments, found.append)
+    return found
 
 
 def _boundaries_match(program: Program) -> Iterator[str]:
@@ -118,29 +183,19 @@ def _outputs_once(program: Program) -> Iterator[str]:
             yield f"{role} is returned {made[role]} times over the graphs, not {wanted[role]}"
 
 
-def _backward_is_pure(program: Program) -> Iterator[str]:
-    for name, module in program.graphs().items():
-        if name not in _BACKWARD:
-            continue
-        for node in calls(module.graph):
-            if is_random(node):
-                yield _at(name, node, f"{node.target} may draw random numbers in a backward")
-            elif is_attention(node) and not is_recomputed(node):
-                yield _at(name, node, f"{node.target} runs attention's forward in a backward")
-            elif is_effect(node):
-                yield _at(name, node, f"{node.target} has a side effect in a backward")
-
-
 def _at(graph: str, node: fx.Node, what: str) -> str:
     line = source_line(node)
     return f"{graph}: {node.name}: {what}" + (f" (from {line})" if line else "")
 
 
-INVARIANTS: tuple[Callable[[Program], Iterator[str]], ...] = (
+OF_A_GRAPH: tuple[Callable[[str, fx.GraphModule], Iterator[str]], ...] = (
     _lint,
     _values_known,
     _roles_allowed,
+    _backward_is_pure,
+    _accumulators_only_grow,
+)
+BETWEEN_GRAPHS: tuple[Callable[[Program], Iterator[str]], ...] = (
     _boundaries_match,
     _outputs_once,
-    _backward_is_pure,
 )

@@ -81,7 +81,7 @@ class Work:
     Attributes:
         graph: what computes the gradients.
         deferred: the tensors that I left for it, watched together with the state it reads.
-        others: that state, and the integers that I left.
+        others: the integers that I left.
         targets: name of a gradient -> the parameter it goes to; others are not wanted.
         backward: number of the backward that left it; later ones have higher numbers.
         sequence: number of the graph's call; a backward runs higher ones first.
@@ -106,10 +106,10 @@ class Work:
         sequence: int,
     ) -> Work:
         """Work on ``values``, all that ``graph`` reads."""
-        state = {role.name: values[role] for role in graph.state}
-        names = [role.name for role in graph.tensors]
+        state = tuple(values[role] for role in graph.state)
+        names = tuple(role.name for role in (*graph.tensors, *graph.state))
         deferred = Handover(names, [values[role] for role in graph.tensors], state)
-        others = {role: values[role] for role in (*graph.state, *graph.sizes)}
+        others = {role: values[role] for role in graph.sizes}
         return cls(graph, deferred, others, targets, backward, sequence)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -130,11 +130,12 @@ class Work:
                 "these weight gradients were taken for a delivery that failed and are lost; "
                 "clear the gradients and repeat the step"
             )
-        tensors = self.deferred.take()
+        taken = self.deferred.take()
         self.taken = True
-        values = {**self.others, **dict(zip(self.graph.tensors, tensors, strict=True))}
+        roles = (*self.graph.tensors, *self.graph.state)
+        values = {**self.others, **dict(zip(roles, taken, strict=True))}
         self.others = {}
-        tensors.clear()
+        taken.clear()
         return self.graph.run(values)
 
     def __reduce__(self) -> NoReturn:

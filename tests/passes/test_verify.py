@@ -9,10 +9,11 @@ from torch import nn
 from zoo import SwiGLU
 
 from autosplit.passes import PassError, Program, Role
-from autosplit.passes.graph import Kind, output_node
+from autosplit.passes.accumulate import accumulate
+from autosplit.passes.graph import Kind, inputs, output_node
 from autosplit.passes.partition import partition
 from autosplit.passes.split_backward import split_backward
-from autosplit.passes.verify import verify
+from autosplit.passes.verify import verify, verify_graph
 
 
 def whole() -> Program:
@@ -95,6 +96,49 @@ def test_mutation_in_a_backward() -> None:
     append(program.backward_weight, torch.ops.aten.add_.Tensor, x, 1)
     with pytest.raises(PassError, match=r"add_.Tensor has a side effect in a backward"):
         verify(program)
+
+
+def accumulating() -> torch.fx.GraphModule:
+    module = accumulate(whole().backward_weight)
+    verify_graph("backward_weight_accumulating", module, "accumulate")
+    return module
+
+
+def test_accumulator_that_is_read() -> None:
+    module = accumulating()
+    total = next(iter(inputs(module.graph, Kind.ACCUMULATOR).values()))
+    append(module, torch.ops.aten.mul.Tensor, total, 2)
+    with pytest.raises(PassError, match=r"after a pass:\n.*mul_tensor: reads accumulator weight"):
+        verify_graph("backward_weight_accumulating", module, "a pass")
+
+
+def test_accumulator_added_to_another() -> None:
+    module = accumulating()
+    first, second = inputs(module.graph, Kind.ACCUMULATOR).values()
+    append(module, torch.ops.aten.add_.Tensor, first, second)
+    with pytest.raises(PassError, match=r"add__tensor_2: reads accumulator bias"):
+        verify_graph("backward_weight_accumulating", module, "a pass")
+
+
+def test_accumulator_that_gets_nothing() -> None:
+    module = accumulating()
+    written = next(n for n in module.graph.nodes if n.target is torch.ops.aten.add_.Tensor)
+    module.graph.erase_node(written)
+    with pytest.raises(PassError, match="nothing is added into accumulator weight"):
+        verify_graph("backward_weight_accumulating", module, "a pass")
+
+
+def test_only_accumulators_are_written() -> None:
+    module = accumulating()
+    deferred = next(iter(inputs(module.graph, Kind.DEFERRED).values()))
+    append(module, torch.ops.aten.add_.Tensor, deferred, 1)
+    with pytest.raises(PassError, match=r"add__tensor_2: aten.add_.Tensor has a side effect"):
+        verify_graph("backward_weight_accumulating", module, "a pass")
+
+
+def test_accumulator_in_a_graph_that_adds_nothing_up() -> None:
+    with pytest.raises(PassError, match="accumulator weight must not enter this graph"):
+        verify_graph("backward_weight", accumulating(), "a pass")
 
 
 def test_all_violations_at_once_with_source_lines() -> None:

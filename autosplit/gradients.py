@@ -1,0 +1,117 @@
+"""Graphs that make parameters' gradients, W and B, and their forms that add them up in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, fx
+
+from .accumulation import Accumulation
+from .compile import Boxed, compile_graph
+from .errors import SplitError
+from .passes import Kind, PassError, Role
+from .passes.accumulate import accumulate
+from .passes.fuse import fuse
+from .passes.verify import verify_graph
+
+
+class Form(NamedTuple):
+    """A compiled graph and where its results stand.
+
+    Attributes:
+        call: takes what was given to ``GradientGraph``, then accumulators where it adds.
+        input_grads_at: for each input its gradient's place; None where it has none.
+        parameter_grads_at: for each parameter its gradient's place; empty where it adds.
+    """
+
+    call: Boxed
+    input_grads_at: Sequence[int | None]
+    parameter_grads_at: Sequence[int]
+
+
+class GradientGraph:
+    """W or B, as it was split and in the forms that add into accumulators.
+
+    Args:
+        name: of the graph.
+        module: the graph.
+        given: what callers hand over, in their order.
+        inputs: names of the module's inputs, in the order of the results.
+        parameters: names of the gradients, in the order of the results.
+        backend: how graphs are compiled.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: fx.GraphModule,
+        given: Sequence[Role],
+        *,
+        inputs: Sequence[str],
+        parameters: Sequence[str],
+        backend: str,
+    ) -> None:
+        self._name = name
+        self._module = module
+        self._given = given
+        self._inputs = [Role(Kind.INPUT_GRAD, name) for name in inputs]
+        self._parameters = parameters
+        self._backend = backend
+        self._forms: dict[Accumulation | None, Form] = {}
+
+    def run(
+        self, pool: list[Any], gradients: Sequence[Tensor] | None, accumulation: Accumulation
+    ) -> tuple[list[Tensor | None], Sequence[Tensor]]:
+        """Gradients of inputs, and of parameters: ``gradients``, or new ones without them.
+
+        Args:
+            pool: what was to be given, in that order; emptied.
+            gradients: what to add into.
+            accumulation: how to add.
+        """
+        form = self._form(None if gradients is None else accumulation)
+        if gradients is not None:
+            pool += gradients
+        results = form.call(pool)
+        found = [None if at is None else results[at] for at in form.input_grads_at]
+        if gradients is None:
+            gradients = [results[at] for at in form.parameter_grads_at]
+        return found, gradients
+
+    def _form(self, accumulation: Accumulation | None) -> Form:
+        if accumulation not in self._forms:
+            self._forms[accumulation] = self._make(accumulation)
+        return self._forms[accumulation]
+
+    def _make(self, accumulation: Accumulation | None) -> Form:
+        name, module, given = self._name, self._module, [*self._given]
+        sums: list[Role] = []
+        if accumulation is None:
+            sums = [Role(Kind.PARAMETER_GRAD, name) for name in self._parameters]
+        else:
+            name, module = f"{name}_accumulating", accumulating(self._name, module, accumulation)
+            given += [Role(Kind.ACCUMULATOR, name) for name in self._parameters]
+        graph = compile_graph(name, module, self._backend)
+        at = {role: index for index, role in enumerate(graph.outputs)}
+        return Form(
+            graph.taking(given), [at.get(role) for role in self._inputs], [at[r] for r in sums]
+        )
+
+
+def accumulating(name: str, module: fx.GraphModule, accumulation: Accumulation) -> fx.GraphModule:
+    """The graph in a form that adds into accumulators.
+
+    Raises:
+        SplitError: a pass broke an invariant.
+    """
+    name = f"{name}_accumulating"
+    try:
+        module = accumulate(module, accumulation.dtype)
+        verify_graph(name, module, "accumulate")
+        if accumulation.form == "fused" and fuse(module.graph):
+            module.recompile()
+            verify_graph(name, module, "fuse")
+    except PassError as error:
+        raise SplitError(f"{name}: {error}") from error
+    return module
