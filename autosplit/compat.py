@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from operator import is_not
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -130,8 +131,13 @@ def _key(key: Any) -> str:
 
 def versions(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
     """How often each tensor's storage was written in place, as autograd counts it."""
-    # Some kernels return None where their fake promises a tensor (a workspace not needed).
-    return tuple([0 if t is None or t.is_inference() else t._version for t in tensors])
+    tensors = tuple(tensors)
+    try:
+        return tuple([tensor._version for tensor in tensors])
+    except (AttributeError, RuntimeError):
+        # Some kernels return None where their fake promises a tensor (a workspace not needed);
+        # an inference tensor has no version.
+        return tuple([0 if t is None or t.is_inference() else t._version for t in tensors])
 
 
 class StateReader:
@@ -146,19 +152,25 @@ class StateReader:
         self._index()
 
     def _index(self) -> None:
-        self._slots: dict[str, tuple[dict[str, Any], str]] = {}
-        self._children: list[tuple[dict[str, Any], str, Any]] = []
+        slots: dict[str, tuple[dict[str, Any], str]] = {}
+        children: list[tuple[dict[str, Any], str]] = []
         for prefix, child in self._module.named_modules(remove_duplicate=False):
-            self._children += [(child._modules, *item) for item in child._modules.items()]
-            for slots in (child._parameters, child._buffers):
-                for name in slots:
-                    self._slots[f"{prefix}.{name}" if prefix else name] = (slots, name)
+            children += [(child._modules, name) for name in child._modules]
+            for space in (child._parameters, child._buffers):
+                for name in space:
+                    slots[f"{prefix}.{name}" if prefix else name] = (space, name)
+        self._names, self._slots, self._children = list(slots), list(slots.values()), children
+        self._found = self._present()
+
+    def _present(self) -> list[Any]:
+        return [modules.get(name) for modules, name in self._children]
 
     def __call__(self) -> dict[str, torch.Tensor]:
-        if any(modules.get(name) is not child for modules, name, child in self._children):
+        if any(map(is_not, self._present(), self._found)):
             self._index()  # a submodule was replaced
-        found = {name: slots[key] for name, (slots, key) in self._slots.items()}
-        return {name: tensor for name, tensor in found.items() if tensor is not None}
+        tensors = [space[name] for space, name in self._slots]
+        pairs = zip(self._names, tensors, strict=True)
+        return {name: tensor for name, tensor in pairs if tensor is not None}
 
 
 def share_state(face: nn.Module, module: nn.Module) -> None:

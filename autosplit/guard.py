@@ -24,10 +24,10 @@ class Waiting(Protocol):
 
 
 class StepGuard:
-    """Stands before every optimizer's ``step()`` for as long as something is pending.
+    """Stands before every optimizer's ``step()``, and refuses while something is pending.
 
-    torch keeps such hooks in one global list; this one is there only between ``raise_for``
-    and ``lower``, and goes when its owner is collected.
+    torch keeps such hooks in one global list; this one is there from the first ``stand`` on
+    and goes when its owner is collected.
     """
 
     def __init__(
@@ -36,24 +36,19 @@ class StepGuard:
         """``advice`` is what to call, for the message."""
         self._owner = weakref.ref(owner)
         self._advice = advice
-        self._removal: weakref.finalize[..., Waiting] | None = None
+        self._stands = False
 
-    def raise_for(self, names: list[str]) -> None:
-        """Put the guard up, where it is not up already."""
+    def stand(self) -> None:
+        """Be there from now on."""
         owner = self._owner()
-        if self._removal is None and names and owner is not None:
+        if not self._stands and owner is not None:
+            self._stands = True
             handle = register_optimizer_step_pre_hook(self._check)
-            self._removal = weakref.finalize(owner, handle.remove)
-
-    def lower(self) -> None:
-        """Take the guard down."""
-        if self._removal is not None:
-            self._removal()
-            self._removal = None
+            weakref.finalize(owner, handle.remove)
 
     def _check(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         owner = self._owner()
-        if owner is None:
+        if owner is None or not owner.pending:
             return
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         waiting = [name for name, parameter in owner.named_parameters() if id(parameter) in stepped]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .autograd import Split, run_forward
-from .compat import StateReader, in_transform, tree_flatten, tree_unflatten, untraced
+from .compat import StateReader, in_transform, tree_unflatten, untraced
 from .compile import check_backend
 from .errors import AutosplitError, CaptureError, SplitError
 from .face import Face
@@ -20,14 +20,14 @@ from .overlap import refuse_overlap
 from .pending import PendingQueue, deliver
 from .report.dump import dump
 from .report.tables import report
-from .signature import Signature
+from .signature import Flattening, Signature
 from .tracing import check_memory, trace, without_history
 
 if TYPE_CHECKING:
     from .integrations.partial import Partial
 
 # Gone when a split module is copied or pickled; a copy captures anew.
-_TRANSIENT = ("_graphs", "_partial", "_queue", "_state", "_anchor", "_capturing")
+_TRANSIENT = ("_graphs", "_partial", "_queue", "_state", "_flatten", "_anchor", "_capturing")
 
 
 class SplitModule(Face):
@@ -61,6 +61,7 @@ class SplitModule(Face):
     _partial: Partial | None
     _queue: PendingQueue
     _state: StateReader
+    _flatten: Flattening
     _anchor: Tensor
 
     def __init__(
@@ -87,6 +88,7 @@ class SplitModule(Face):
         """Start without graphs and pending work."""
         own = self.__dict__
         own["_graphs"] = Graphs(type(self.model).__name__, own["_max_graphs"])
+        own["_flatten"] = Flattening()
         own["_partial"] = None
         own["_queue"] = PendingQueue()
         own["_state"] = StateReader(self.model)
@@ -111,7 +113,7 @@ class SplitModule(Face):
             )
         if self._partial is not None:
             return self._partial(*args, **kwargs)
-        leaves, spec = tree_flatten((args, kwargs))
+        leaves, spec = self._flatten(args, kwargs)
         try:
             functions = self._functions_for(args, kwargs, leaves, spec)
         except (CaptureError, SplitError) as error:
@@ -182,7 +184,7 @@ class SplitModule(Face):
             CaptureError: the model cannot be traced for these inputs.
             SplitError: the graph cannot be split.
         """
-        leaves, spec = tree_flatten((args, kwargs))
+        leaves, spec = self._flatten(args, kwargs)
         return self._functions_for(args, kwargs, leaves, spec)
 
     def report(self) -> str:

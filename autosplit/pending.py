@@ -77,7 +77,7 @@ class PendingQueue:
         """Queue it, behind what its own backward has left before."""
         with self._lock:
             self._microbatches.setdefault(deferred.backward, []).append(deferred)
-            self._guard.raise_for(deferred.functions.parameter_names)
+            self._guard.stand()
 
     def take(self, microbatches: int | None) -> list[list[Deferred]]:
         """The oldest microbatches, all where None; they are not pending any more.
@@ -103,8 +103,6 @@ class PendingQueue:
                 )
             together = self.reducer.delivers_together(count, len(keys))
             taken = [self._microbatches.pop(key) for key in keys[:count]]
-            if not self._microbatches:
-                self._guard.lower()
             return [[each for works in taken for each in works]] if together else taken
 
     def _works(self) -> list[Deferred]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import warnings
 from types import CodeType
@@ -18,6 +17,7 @@ from torch._export.utils import _compiling_state_context
 
 from ..compat import tree_flatten
 from ..errors import CaptureError
+from .binding import Binding
 from .custom_functions import refuse_absent_gradients
 from .random import AS_IN_EAGER, refuse_drawn
 from .reasons import definition
@@ -62,7 +62,7 @@ class Guards:
         output = captured.graph_capture_output
         self.module = module
         self._function, _ = get_traced_fn(module)
-        self._signature = inspect.signature(self._function, follow_wrapped=False)
+        self._binding = Binding(self._function)
         self._manager = output.build_guards(self._function.__code__).guard_manager
         # When this code is collected, Dynamo removes globals that the guards read.
         self._code = output.bytecode
@@ -87,16 +87,13 @@ class Guards:
         function, root = get_traced_fn(self.module)
         if function is not self._function:
             return None
-        try:
-            bound = self._signature.bind(*(() if root is None else (root,)), *args, **kwargs)
-        except TypeError:
+        bound = self._binding(args if root is None else (root, *args), kwargs)
+        if bound is None:
             return None
-        bound.apply_defaults()
-        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-        bound.arguments.update({name: cell.cell_contents for name, cell in cells})
-        # An array is in the graph as a tensor over its memory.
-        shared = {"___from_numpy": lambda array: array}
-        return {"L": bound.arguments, "G": function.__globals__, **shared}
+        if function.__closure__:
+            cells = zip(function.__code__.co_freevars, function.__closure__, strict=True)
+            bound.update({name: cell.cell_contents for name, cell in cells})
+        return {"L": bound, "G": function.__globals__, "___from_numpy": _same}
 
     def _find_constants(
         self, names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -121,6 +118,11 @@ class Guards:
                 )
             found.append((code, value))
         return found
+
+
+def _same(array: Any) -> Any:
+    """An array is in the graph as a tensor over its memory."""
+    return array
 
 
 def export(

@@ -41,22 +41,21 @@ class OnParameters:
 class _Queued:
     """Work in the queues of its parameters; while it waits, no optimizer may step them."""
 
-    pending = 1
-
     def __init__(self, work: Work) -> None:
         self.work = work
+        self.pending = 1
         self._guard = StepGuard(self, advice="autosplit.backward_weight(model)")
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return self.work.named_parameters()
 
     def wait(self) -> None:
-        self._guard.raise_for(list(self.work.targets))
+        self._guard.stand()
         for _, parameter in self.named_parameters():
             parameter.__dict__.setdefault(_QUEUE, []).append(self)
 
     def leave(self) -> None:
-        self._guard.lower()
+        self.pending = 0
         for _, parameter in self.named_parameters():
             rest = [each for each in parameter.__dict__.pop(_QUEUE, []) if each is not self]
             if rest:

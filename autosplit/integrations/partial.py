@@ -102,8 +102,6 @@ class Partial:
             deliver(works)
             works.clear()
             self._waiting.popleft()
-        if not self._waiting:
-            self._guard.lower()
 
     @property
     def pending(self) -> int:
@@ -184,7 +182,7 @@ class Partial:
         self._latest = microbatch
         if microbatch not in self._waiting:
             self._waiting.append(microbatch)
-            self._guard.raise_for([name for name, _ in self.named_parameters()])
+            self._guard.stand()
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._waiting:
