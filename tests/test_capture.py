@@ -7,6 +7,7 @@ import inspect
 import re
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -213,15 +214,17 @@ def test_refusal_leaves_python_state_alone() -> None:
 
 
 class SetsSize(nn.Module):
-    """Sets attributes on every call, of a submodule and of itself."""
+    """Sets attributes and an entry on every call."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(3, 3)
         self.length = 0
+        self.seen: dict[str, Any] = {}
 
     def forward(self, x: Tensor) -> Tensor:
         self.length = x.shape[0]
+        self.seen["shape"] = tuple(x.shape)
         self.linear.mode = "wide" if x.shape[0] > 2 else "narrow"  # type: ignore[assignment]
         return self.linear(x) * (2 if self.linear.mode == "wide" else 3)
 
@@ -233,7 +236,8 @@ def test_attributes_set_on_every_call_are_as_in_eager() -> None:
         x = torch.randn(rows, 3)
         for model in (split, plain):
             model(x).sum().backward()
-        assert (split.model.length, split.model.linear.mode) == (plain.length, plain.linear.mode)
+        assert (split.model.length, split.model.seen) == (plain.length, plain.seen)
+        assert split.model.linear.mode == plain.linear.mode
     assert split.pending == 4
     split.backward_weight()
     assert torch.equal(split.model.linear.weight.grad, plain.linear.weight.grad)
@@ -259,6 +263,19 @@ class InstallsUnderLock(nn.Module):
 def test_first_call_that_no_graph_holds() -> None:
     split = autosplit.split(InstallsUnderLock(), (torch.randn(2, 3),), fullgraph=True)
     assert split.model.installed
+
+
+def test_loss_that_torch_traces_in_another_shape() -> None:
+    """Its shape for one sample was [1] in the graph and [] in eager."""
+    scores, target = torch.randn(5, requires_grad=True), torch.tensor([1, 3, -1, 0, 0])
+    split = autosplit.split(nn.MultiLabelMarginLoss(reduction="none"), fullgraph=True)
+    losses = [split(scores, target) for _ in range(2)]
+    assert losses[0].shape == ()
+    torch.stack(losses).sum().backward()
+    twice = scores.grad
+    scores.grad = None
+    (2 * torch.nn.functional.multilabel_margin_loss(scores, target, reduction="none")).backward()
+    assert torch.equal(scores.grad, twice)
 
 
 class Selects(nn.Module):

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch._functorch.config
 from torch import fx, nn
-from torch._C import DispatchKey
 from torch._functorch._aot_autograd.schemas import OutputType
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
@@ -23,6 +22,7 @@ from torch._guards import TracingContext, tracing
 from ..compat import TreeSpec, flatten_named, tree_flatten, tree_unflatten
 from ..structures import hold
 from .export import Guards, export
+from .margin_losses import traced_as_run
 from .random import with_unused_draws
 from .reasons import user_errors
 from .recurrent import divide_layers, without_fused_recurrence
@@ -63,7 +63,7 @@ def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     Raises:
         CaptureError: the module cannot be traced into one graph; names the user's line.
     """
-    with user_errors(module), _same_tensors(module):
+    with user_errors(module), _same_tensors(module), traced_as_run():
         exported, guards = export(module, args, kwargs)
         divide_layers(exported)
         results = _Results(exported)
@@ -98,7 +98,6 @@ def _joint(
         settings,
         with_unused_draws(),
         without_fused_recurrence(exported),
-        _without_wrong_decompositions(),
     ):
         return aot_export_joint_with_descriptors(stack, exported, args, kwargs)
 
@@ -115,26 +114,6 @@ def _same_tensors(module: nn.Module) -> Iterator[None]:
     finally:
         for space, tensors in zip(spaces, before, strict=True):
             space.update(tensors)  # type: ignore[arg-type]
-
-
-@contextlib.contextmanager
-def _without_wrong_decompositions() -> Iterator[None]:
-    """torch traces two losses through Python decompositions that round differently from the
-    kernels, and one of which returns shape [1] for an unbatched input where eager returns [].
-    Without them the operators themselves are traced.
-    """
-    aten = torch.ops.aten
-    ops = (aten.multi_margin_loss.default, aten.multilabel_margin_loss_forward.default)
-    taken = [(op, op.py_kernels.pop(DispatchKey.Autograd, None)) for op in ops]
-    for op in ops:
-        op._dispatch_cache.clear()
-    try:
-        yield
-    finally:
-        for op, kernel in taken:
-            if kernel is not None:
-                op.py_kernels[DispatchKey.Autograd] = kernel
-            op._dispatch_cache.clear()
 
 
 class _Results:

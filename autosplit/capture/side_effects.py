@@ -24,11 +24,12 @@ from ..errors import CaptureError
 from .reasons import definition
 
 _SOURCE = re.compile(r"\"([LG]\['[^\"]*)\"")
-_PLAIN = (int, float, bool, str, type(None), torch.Size, torch.dtype, torch.device)
+_PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
+_COMPARED = (nn.Module, list, set, dict)
 # Kept by identity, entry by entry; buffers have a comparison of their own.
 _TABLES = ("_parameters", "_modules")
 
-Settings = dict[str, Any]
+Contents = dict[Any, Any]
 
 
 class PythonStateError(CaptureError):
@@ -36,19 +37,19 @@ class PythonStateError(CaptureError):
 
 
 class Setter(NamedTuple):
-    """A submodule whose attributes the forward sets to the values that they have.
+    """An object below the module that the forward writes what is there already.
 
     Attributes:
-        module: the submodule.
-        settings: its attributes. A graph stands for the forward only while they are these:
-            after it the forward would leave these behind.
+        target: a submodule, or a container that one has.
+        contents: its attributes or elements. A graph stands for the forward only while they
+            are these: after it the forward would leave these behind.
     """
 
-    module: nn.Module
-    settings: Settings
+    target: Any
+    contents: Contents
 
     def holds(self) -> bool:
-        return _unchanged(self.settings, _settings(self.module))
+        return _unchanged(self.contents, _contents(self.target))
 
 
 def setters(
@@ -89,11 +90,11 @@ def first_call_differs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
             twin = _without_data(module, mode)
-            before = [(part, _settings(part)) for part in twin.modules()]
+            before = [(part, _contents(part)) for part in twin.modules()]
             _run(twin, args, kwargs, mode)
     except Exception:
         return False
-    return not all(_unchanged(settings, _settings(part)) for part, settings in before)
+    return not all(_unchanged(contents, _contents(part)) for part, contents in before)
 
 
 class _Effects:
@@ -112,12 +113,12 @@ class _Effects:
         local = [s for s in kept if s.startswith("L[")]
         self._buffers = any("._buffers" in s for s in local)
         local = [s for s in local if "._buffers" not in s]
-        self._modules = [s for s in local if isinstance(self._find(s, module), nn.Module)]
-        self._others = [s for s in local if s not in self._modules]
+        self._below = [s for s in local if isinstance(self._find(s, module), _COMPARED)]
+        self._others = [s for s in local if s not in self._below]
 
     def judge(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Setter]:
         lasting = self._others
-        if not lasting and (self._globals or self._buffers or self._modules):
+        if not lasting and (self._globals or self._buffers or self._below):
             lasting = self._left_behind(args, kwargs)
         if lasting:
             raise PythonStateError(
@@ -125,8 +126,8 @@ class _Effects:
                 f"Python state, {', '.join(lasting)}, which a graph cannot repeat on every call. "
                 "Keep such state outside of the forward, or in a buffer that is written in place."
             )
-        written = [self._find(source, self.module) for source in self._modules]
-        return [Setter(each, _settings(each)) for each in written]
+        written = [self._find(source, self.module) for source in self._below]
+        return [Setter(each, _contents(each)) for each in written]
 
     def _find(self, source: str, root: nn.Module) -> Any:
         """The object below the module, or below a copy of it; None for what is elsewhere."""
@@ -140,8 +141,8 @@ class _Effects:
         earlier = {source: dict(space) for source, space in outside.items()}
         with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
             twin = _without_data(self.module, mode)
-            written = {source: self._find(source, twin) for source in self._modules}
-            before = {source: _settings(each) for source, each in written.items()}
+            written = {source: self._find(source, twin) for source in self._below}
+            before = {source: _contents(each) for source, each in written.items()}
             buffers = dict(twin.named_buffers())
             _run(twin, args, kwargs, mode)
         changed = [source for source, space in outside.items() if space != earlier[source]]
@@ -149,7 +150,7 @@ class _Effects:
             outside[source].clear()
             outside[source].update(earlier[source])
         self._refuse_replaced(buffers, dict(twin.named_buffers()))
-        changed += [s for s, each in written.items() if not _unchanged(before[s], _settings(each))]
+        changed += [s for s, each in written.items() if not _unchanged(before[s], _contents(each))]
         return [source for source in self._globals if source not in outside] + changed
 
     def _refuse_replaced(self, before: dict[str, Any], after: dict[str, Any]) -> None:
@@ -183,19 +184,27 @@ def _run(twin: nn.Module, args: Any, kwargs: Any, mode: FakeTensorMode) -> None:
     twin(*fake_args, **fake_kwargs)
 
 
-def _settings(module: nn.Module) -> Settings:
-    own = vars(module)
+def _contents(target: Any) -> Contents:
+    if isinstance(target, (list, set)):
+        return dict(enumerate(target)) if isinstance(target, list) else dict.fromkeys(target)
+    if isinstance(target, dict):
+        return dict(target)
+    own = vars(target)
     found = {name: value for name, value in own.items() if name not in {*_TABLES, "_buffers"}}
     for table in _TABLES:
-        found |= {f"{table}[{name}]": value for name, value in own[table].items()}
+        found |= {(table, name): value for name, value in own[table].items()}
     return found
 
 
-def _unchanged(before: Settings, after: Settings) -> bool:
+def _unchanged(before: Contents, after: Contents) -> bool:
     return before.keys() == after.keys() and all(
         _same(value, after[name]) for name, value in before.items()
     )
 
 
 def _same(a: Any, b: Any) -> bool:
-    return a is b or (type(a) is type(b) and isinstance(a, _PLAIN) and bool(a == b))
+    if a is b or type(a) is not type(b):
+        return a is b
+    if isinstance(a, tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return isinstance(a, _PLAIN) and bool(a == b)
