@@ -145,6 +145,18 @@ class Groups:
             work = dist.all_reduce(tensor, group=self.control, async_op=True)
         return Sum(tensor, work, self.timeout)
 
+    def announce(self, value: str | None, source: int) -> str:
+        """``value`` of rank ``source``, on every rank.
+
+        Raises:
+            LostPeerError: some rank did not take part.
+        """
+        values = [value]
+        if self.ranks > 1:
+            with losing(f"rank {source}", self.timeout):
+                dist.broadcast_object_list(values, source, group=self.control)
+        return values[0] or ""
+
     def gather(self, value: Any) -> list[Any]:
         """``value`` of every rank, by rank.
 

@@ -101,7 +101,7 @@ class BatchSplitter:
             raise PipelineError(
                 f"the batch's {name} are {', '.join(now)}, but were {', '.join(first)} in the "
                 "first step: the shapes of a pipeline are static; pad or drop the odd batch, or "
-                "build a new trainer"
+                "build the trainer with shapes=N for N shapes of inputs"
             )
 
 

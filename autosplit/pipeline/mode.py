@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
+from autosplit.pipeline.assembly import TrainableStage
 from autosplit.pipeline.executor import Executor, ForwardStage
 from autosplit.pipeline.groups import Groups
 from autosplit.pipeline.microbatch import BatchSplitter
@@ -58,11 +60,12 @@ class Mode:
             watch=order is not as_scheduled,
         )
         self.executor: Executor | None = None
+        self.stages: Mapping[int, TrainableStage] = MappingProxyType({})
 
     def prepare(
         self, stages: Mapping[int, ForwardStage], loss_grad: Tensor | None = None
     ) -> Executor:
-        """Set the executor of this mode."""
+        """Set the executor of this mode, which runs ``stages``."""
         self.executor = Executor(
             stages,
             self._schedule,

@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline.agreement import Agreement
-from autosplit.pipeline.assembly import StageFactory, TrainableStage, build_stages, split_stage
+from autosplit.pipeline.assembly import StageFactory, TrainableStage, split_stage
+from autosplit.pipeline.builder import Builder
 from autosplit.pipeline.clip import clip_gradients, squared_norm
-from autosplit.pipeline.evaluation import ModuleStage, eval_mode, forward_only
-from autosplit.pipeline.executor import Executor
+from autosplit.pipeline.evaluation import eval_mode, forward_only
 from autosplit.pipeline.faults import Board, Guard
 from autosplit.pipeline.groups import Groups, process_count
-from autosplit.pipeline.microbatch import Batch, Microbatches
+from autosplit.pipeline.microbatch import Batch
 from autosplit.pipeline.mode import Mode
+from autosplit.pipeline.modes import Modes
 from autosplit.pipeline.modules import (
     LossFunction,
     StageSource,
-    complete,
     count_stages,
     own_modules,
 )
+from autosplit.pipeline.options import check_options, choose_device
 from autosplit.pipeline.order import Order, as_scheduled, early_weights
 from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.schedules import build
@@ -56,6 +56,8 @@ class PipelineTrainer:
         early_weights: run the next weight gradients wherever a rank would wait for a message,
             rather than where the schedule has them; the results are the same, bit for bit. Only
             on the CPU: on a GPU, the host does not know when the device waits.
+        shapes: how many shapes the batches may have, such as a shorter last batch or several
+            sequence lengths. Each has its own graphs, built when it first comes.
         autocast: ``torch.bfloat16`` runs modules and loss under autocast.
         max_grad_norm: clips the norm of the whole model's gradient to this.
         shared_parameters: groups of (stage, name) that are one parameter of the model. They start
@@ -87,6 +89,7 @@ class PipelineTrainer:
         split_backward: bool = True,
         weights: str | None = None,
         early_weights: bool = False,
+        shapes: int = 1,
         autocast: torch.dtype | None = None,
         max_grad_norm: float | None = None,
         shared_parameters: Sequence[Sequence[Holder]] = (),
@@ -98,7 +101,7 @@ class PipelineTrainer:
         memory: str | int | None = None,
         stage_factory: StageFactory | None = None,
     ) -> None:
-        _check_options(autocast, max_grad_norm, timeout, backend, memory, stage_factory)
+        check_options(autocast, max_grad_norm, timeout, backend, memory, stage_factory)
         count = count_stages(stages, num_stages)
         processes = process_count(ranks, count)
         self.schedule: Schedule = build(
@@ -109,28 +112,33 @@ class PipelineTrainer:
             weights=weights,
             ranks=processes,
         )
-        self.record = record
-        self.grad_norm: float | None = None
-        self.device = _device(device, processes)
-        self._factory = stage_factory or split_stage(
+        factory = stage_factory or split_stage(
             backend or "eager", "balanced" if memory is None else memory
         )
-        self._loss_fn = loss_fn
-        self._autocast = autocast
+        self.record = record
+        self.grad_norm: float | None = None
+        self.device = choose_device(device, processes)
         self._max_grad_norm = max_grad_norm
         self._groups = Groups(processes, self.device, timeout)
         board = Board(self._groups.store) if processes > 1 else None
         self._guard = Guard(self.rank, board, self._groups.close)
         order = self._order(early_weights)
-        self._train = self._mode("train", self.schedule, order)
-        self._evaluate = self._mode("evaluate", forward_only(self.schedule))
-        self._faces: dict[int, nn.Module] = {}
-        self._stages: dict[int, TrainableStage] = {}
+        self._train = self._modes("train", self.schedule, shapes, order)
+        self._evaluate = self._modes("evaluate", forward_only(self.schedule), shapes)
+        self._stages: Mapping[int, TrainableStage] = MappingProxyType({})
         self._spans: list[Span] = []
         with self._guard("building the model"):
             self.modules = own_modules(stages, self.schedule.placement, self.rank, self.device)
             self._shared = SharedParameters(
                 shared_parameters, self.modules, self.schedule.placement, self._groups
+            )
+            self._builder = Builder(
+                self.modules,
+                self.schedule,
+                loss_fn,
+                factory,
+                autocast=autocast,
+                device=self.device,
             )
             self._parameters = _trainable(self.modules.values())
             self.optimizer = optimizer_fn(self._parameters) if self._parameters else None
@@ -144,7 +152,7 @@ class PipelineTrainer:
 
     @property
     def stages(self) -> Mapping[int, TrainableStage]:
-        """This process's stages by index; empty before the first step has built them."""
+        """This process's stages by index, those of the last step; empty before the first."""
         return self._stages
 
     def step(self, batch: Batch | None) -> Tensor:
@@ -194,7 +202,7 @@ class PipelineTrainer:
                 "every rank is done; use step(), or build the trainer without max_grad_norm"
             )
         with self._guard("the forward and backward"):
-            agreement = self._agree(self._train, self._run(batch), clipping=False)
+            agreement = self._run(batch, clipping=False)
         with self._guard("the optimizer step"):
             self._optimize()
         return agreement
@@ -206,7 +214,7 @@ class PipelineTrainer:
         """
         clipping = self._max_grad_norm is not None
         with self._guard("the forward and backward"):
-            agreement = self._agree(self._train, self._run(batch), clipping=clipping)
+            agreement = self._run(batch, clipping=clipping)
         losses = agreement.wait()
         self.grad_norm = agreement.norm() if clipping else None
         return losses
@@ -214,20 +222,16 @@ class PipelineTrainer:
     def evaluate(self, batch: Batch | None) -> Tensor:
         """The loss of each microbatch in eval mode, without gradients.
 
-        Batches may be of another shape than in training, but of one shape on every call.
+        Batches may be of another shape than in training, and of ``shapes`` shapes in all.
         Arguments, result and errors are those of ``step``.
         """
         with self._guard("the evaluation"), eval_mode(self.modules.values()):
-            inputs, targets = self._evaluate.split(batch)
-            executor = self._evaluate.executor
-            if executor is None:
-                faces = self._make_faces(batch)
-                executor = self._evaluate.prepare(
-                    {index: ModuleStage(face, index) for index, face in faces.items()}
-                )
+            mode = self._evaluate.of(batch)
+            inputs, targets = mode.split(batch)
+            executor = mode.executor or self._builder.evaluate(mode, batch)
             losses = executor.run(inputs, targets)
-            self._evaluate.announce_loss(losses)
-            agreement = self._agree(self._evaluate, losses, clipping=False)
+            mode.announce_loss(losses)
+            agreement = self._agree(mode, losses, clipping=False)
         return agreement.wait()
 
     def gradients(self) -> dict[int, dict[str, Tensor]]:
@@ -272,24 +276,32 @@ class PipelineTrainer:
     ) -> None:
         self.close()
 
-    def _run(self, batch: Batch | None) -> list[Tensor]:
-        """Run the schedule; the losses, on the rank that has them."""
-        inputs, targets = self._train.split(batch)
-        executor = self._train.executor or self._build(batch, inputs, targets)
+    def _run(self, batch: Batch | None, *, clipping: bool) -> Agreement:
+        """Run the schedule and publish its gradients."""
+        mode = self._train.of(batch)
+        inputs, targets = mode.split(batch)
+        executor = mode.executor or self._builder.train(mode, batch, inputs, targets)
+        self._stages = mode.stages
         self._spans = []
         losses = executor.run(inputs, targets, self._spans if self.record else None)
         with self._shared.summing():
             for stage in self._stages.values():
                 stage.publish()
-        return losses
+        return self._agree(mode, losses, clipping=clipping)
 
     def _optimize(self) -> None:
         if self.optimizer is not None:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
 
-    def _mode(self, name: str, schedule: Schedule, order: Order = as_scheduled) -> Mode:
-        return Mode(name, schedule, self._groups, self._guard.check, self.device, order)
+    def _modes(
+        self, name: str, schedule: Schedule, shapes: int, order: Order = as_scheduled
+    ) -> Modes:
+        def make(shape: str) -> Mode:
+            full = f"{name} {shape}"
+            return Mode(full, schedule, self._groups, self._guard.check, self.device, order)
+
+        return Modes(shapes, self._groups, schedule.placement[0], make)
 
     def _order(self, early: bool) -> Order:
         if not early:
@@ -299,33 +311,6 @@ class PipelineTrainer:
         if self.device.type != "cpu":
             raise PipelineError(f"early_weights is for stages on the CPU; got {self.device}")
         return early_weights
-
-    def _build(self, batch: Batch | None, inputs: Microbatches, targets: Microbatches) -> Executor:
-        """Build the stages from the first batch of the first step."""
-        self._stages = build_stages(
-            self._make_faces(batch),
-            self.schedule.stages,
-            self._train.negotiation,
-            self._factory,
-            inputs=inputs[0] if inputs else (),
-            targets=targets[0] if targets else (),
-            device=self.device,
-        )
-        dtype, count = self._train.loss_dtype, self.schedule.microbatches
-        loss_grad = torch.full((), 1.0 / count, dtype=dtype, device=self.device)
-        return self._train.prepare(self._stages, loss_grad)
-
-    def _make_faces(self, batch: Batch | None) -> dict[int, nn.Module]:
-        if not self._faces:
-            self._faces = complete(
-                self.modules,
-                self.schedule.stages - 1,
-                self._loss_fn,
-                None if batch is None else batch[1],
-                autocast=self._autocast,
-                device=self.device,
-            )
-        return self._faces
 
     def _agree(self, mode: Mode, losses: list[Tensor], *, clipping: bool) -> Agreement:
         """Start to make losses and gradient norm known to all."""
@@ -350,32 +335,3 @@ def _trainable(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     """Parameters that need a gradient, each once."""
     found = {id(p): p for module in modules for p in module.parameters() if p.requires_grad}
     return list(found.values())
-
-
-def _device(device: torch.device | str | None, processes: int) -> torch.device:
-    if device is not None:
-        return torch.device(device)
-    if processes > 1 and "nccl" in str(dist.get_backend()):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
-def _check_options(
-    autocast: torch.dtype | None,
-    max_grad_norm: float | None,
-    timeout: float,
-    backend: str | None,
-    memory: str | int | None,
-    stage_factory: StageFactory | None,
-) -> None:
-    if autocast not in (None, torch.bfloat16):
-        raise PipelineError(f"autocast is None or torch.bfloat16; got {autocast}")
-    if max_grad_norm is not None and not max_grad_norm > 0:
-        raise PipelineError(f"max_grad_norm is a positive number or None; got {max_grad_norm}")
-    if not timeout > 0:
-        raise PipelineError(f"timeout is a positive number of seconds; got {timeout}")
-    for name, value in {"backend": backend, "memory": memory}.items():
-        if value is not None and stage_factory is not None:
-            raise PipelineError(
-                f"{name}={value!r} has no effect beside stage_factory; pass one of the two"
-            )

@@ -132,6 +132,16 @@ def test_clipping_needs_the_end_of_the_step() -> None:
         engine.step_async(workers.data(8))
 
 
+def test_batches_of_several_shapes(split: Results) -> None:
+    for found in split:
+        error = found["shapes"].pop("error")
+        assert found["shapes"] == {"losses": True, "grads": True, "evaluated": True}
+        assert (
+            "the batch's inputs are float32[12, 6]: another shape than the 2 of shapes=2" in error
+        )
+        assert "(float32[8, 6]; float32[4, 6])" in error
+
+
 def test_one_rank_of_many_can_hold_all_stages(reference: Results) -> None:
     assert reference[0]["one rank"]
 
@@ -186,6 +196,7 @@ def test_failures_in_one_process_name_the_action() -> None:
             "early_weights has no effect with split_backward=False",
         ),
         ({"early_weights": True, "device": "meta", "ranks": 1}, PipelineError, "CPU; got meta"),
+        ({"shapes": 0, "ranks": 1}, PipelineError, "shapes of batches may come, 1 or more: 0"),
         ({"max_grad_norm": 0.0}, PipelineError, "positive number or None; got 0.0"),
         ({"timeout": 0}, PipelineError, "positive number of seconds; got 0"),
         ({"backend": "eager", "ranks": 1}, PipelineError, "no effect beside stage_factory"),

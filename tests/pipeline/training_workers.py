@@ -13,6 +13,8 @@ from reference_stage import ReferenceStage
 from torch import Tensor, nn
 from workers import WIDTH, block, data, gradients_equal, sgd, single_process, trainer, whole
 
+from autosplit.errors import PipelineError
+
 SPLITS: tuple[dict[str, Any], ...] = (
     {"split_backward": False},
     {"weights": "2bp"},
@@ -237,6 +239,26 @@ def early_weights() -> tuple[list[str], bool]:
     return row, same
 
 
+def several_shapes(limit: int) -> dict[str, Any]:
+    """Batches of two shapes in turn, and a third one."""
+    found: dict[str, Any] = {"losses": True, "grads": True, "evaluated": True}
+    with trainer(shapes=limit, stage_factory=None, microbatches=2) as engine:
+        for step, rows in enumerate((8, 4, 8, 4)):
+            inputs, targets = data(rows, seed=step)
+            model = whole(2)
+            expected = single_process(model, inputs, targets, 2)
+            found["losses"] &= torch.equal(engine.forward_backward((inputs, targets)), expected)
+            found["grads"] &= gradients_equal(engine.gradients(), model)
+            found["evaluated"] &= torch.equal(engine.evaluate((inputs, targets)), expected)
+            for module in engine.modules.values():
+                module.zero_grad()
+        try:
+            engine.step(data(12))
+        except PipelineError as error:
+            found["error"] = str(error)
+    return found
+
+
 class SlowWeight(ReferenceStage):
     """Stage 1 takes 50 ms for a weight gradient."""
 
@@ -329,6 +351,7 @@ def with_split_stage() -> dict[str, Any]:
         "frozen 0": frozen(0, stage_factory=None),
         "frozen 1": frozen(1, stage_factory=None),
         "autocast": autocast(),
+        "shapes": several_shapes(2),
     }
 
 

@@ -1,0 +1,44 @@
+"""What may be said to a trainer."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from autosplit.errors import PipelineError
+from autosplit.pipeline.assembly import StageFactory
+
+
+def choose_device(device: torch.device | str | None, processes: int) -> torch.device:
+    """The device that the user named, else this process's GPU if the process group has NCCL."""
+    if device is not None:
+        return torch.device(device)
+    if processes > 1 and "nccl" in str(dist.get_backend()):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def check_options(
+    autocast: torch.dtype | None,
+    max_grad_norm: float | None,
+    timeout: float,
+    backend: str | None,
+    memory: str | int | None,
+    stage_factory: StageFactory | None,
+) -> None:
+    """Refuse values that cannot be, and options without effect.
+
+    Raises:
+        PipelineError: says which, and what may be.
+    """
+    if autocast not in (None, torch.bfloat16):
+        raise PipelineError(f"autocast is None or torch.bfloat16; got {autocast}")
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise PipelineError(f"max_grad_norm is a positive number or None; got {max_grad_norm}")
+    if not timeout > 0:
+        raise PipelineError(f"timeout is a positive number of seconds; got {timeout}")
+    for name, value in {"backend": backend, "memory": memory}.items():
+        if value is not None and stage_factory is not None:
+            raise PipelineError(
+                f"{name}={value!r} has no effect beside stage_factory; pass one of the two"
+            )
