@@ -63,6 +63,7 @@ class Split(torch.autograd.Function):
     def backward(ctx: Any, *output_grads: Tensor | None) -> tuple[Tensor | None, ...]:
         functions: SplitFunctions = ctx.functions
         _check_backward(ctx)
+        functions.autocast_guard.check()
         arrived = list(output_grads)
         pairs = zip(functions.output_names, arrived, strict=True)
         absent = {name for name, grad in pairs if grad is None}

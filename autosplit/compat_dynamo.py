@@ -26,9 +26,10 @@ from torch._functorch._aot_autograd import descriptors as d
 from torch._functorch.partitioners import default_partition
 from torch._guards import TracingContext
 
+from .capture.as_eager import as_eager
 from .capture.custom_functions import refuse_absent_gradients
-from .capture.random import AS_IN_EAGER, refuse_own_generators, with_unused_draws
-from .capture.recurrent import divide_layers, without_fused_recurrence
+from .capture.random import AS_IN_EAGER, refuse_own_generators
+from .capture.recurrent import divide_layers
 from .errors import CaptureError
 from .passes import Kind, PassError, Role, SplitGraphs, run
 from .passes.aliasing import storage_root
@@ -109,7 +110,7 @@ def compile_graph(
     )
     divide_layers(module)
     try:
-        with without_fused_recurrence(module), with_unused_draws():
+        with as_eager(module):
             compiled: Callable[..., Any] = compiler(module, example_inputs)
     except (_GivenUpError, RuntimeError) as error:
         # AOTAutograd refuses some graphs that run well (operators that return their argument).

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor, fx
 
 from .accumulation import EXACT, Accumulation
+from .autocast import AutocastGuard
 from .compile import Boxed, compile_graph, positions
 from .errors import SplitError
 from .gradients import GradientGraph
@@ -89,6 +90,11 @@ class SplitFunctions:
         backward = self.graphs.backward
         self._read = [] if backward is None else list(inputs(backward.graph, *STATE))
         self._saved_names = tuple([role.name for role in (*self._saved, *self._read)])
+
+    @cached_property
+    def autocast_guard(self) -> AutocastGuard:
+        """Stands before a backward that comes from autograd."""
+        return AutocastGuard(self.graphs.backward or self.graphs.joint)
 
     @property
     def has_backward(self) -> bool:

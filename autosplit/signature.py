@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .autocast import autocast_state
 from .compat import TreeSpec, tree_flatten
 
 _VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -59,9 +60,4 @@ def _leaf(leaf: Any) -> Hashable:
 
 
 def _modes() -> tuple[Hashable, ...]:
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
-        torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
-    )
+    return (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast_state())

@@ -46,7 +46,7 @@ ORDER = [
     ["errors", "passes", "compat"],
     ["structures", "first_call", "face"],
     ["capture"],
-    ["compile", "handover", "accumulation"],
+    ["autocast", "autocast", "compile", "handover", "accumulation"],
     ["gradients"],
     ["functions"],
     ["tracing", "signature", "guard", "reducer"],

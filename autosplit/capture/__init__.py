@@ -12,8 +12,6 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-import torch._functorch.config
 from torch import fx, nn
 from torch._functorch._aot_autograd.schemas import OutputType
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
@@ -21,11 +19,11 @@ from torch._guards import TracingContext, tracing
 
 from ..compat import TreeSpec, flatten_named, tree_flatten, tree_unflatten
 from ..structures import hold
+from .as_eager import as_eager
 from .export import Guards, export
 from .margin_losses import traced_as_run
-from .random import with_unused_draws
 from .reasons import user_errors
-from .recurrent import divide_layers, without_fused_recurrence
+from .recurrent import divide_layers
 from .roles import Names, canonical_names, with_roles
 from .side_effects import PythonStateError, first_call_differs
 
@@ -90,15 +88,7 @@ def _joint(
     if context is None:
         context = TracingContext(exported.meta["fake_mode"])
     # The stack closes before anything real runs, or the fake mode would still be on.
-    # As in eager, the backward runs outside of the autocast that its forward ran in.
-    settings = torch._functorch.config.patch(backward_pass_autocast="off")
-    with (
-        contextlib.ExitStack() as stack,
-        tracing(context),
-        settings,
-        with_unused_draws(),
-        without_fused_recurrence(exported),
-    ):
+    with contextlib.ExitStack() as stack, tracing(context), as_eager(exported):
         return aot_export_joint_with_descriptors(stack, exported, args, kwargs)
 
 

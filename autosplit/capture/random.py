@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import random
-from contextlib import AbstractContextManager
 from typing import Any
 
-import torch._inductor.config
 from torch import fx, nn
 from torch._dynamo.source import RandomValueSource
 
@@ -16,14 +14,6 @@ from .reasons import definition
 AS_IN_EAGER: dict[str, Any] = {"use_numpy_random_stream": True}
 """Settings of Dynamo under which ``numpy.random`` draws what it draws in eager; without them
 torch's generator would draw instead."""
-
-
-def with_unused_draws() -> AbstractContextManager[None]:
-    """Keep them while AOTAutograd traces: they move the generator, and without them all that is
-    drawn later would differ from eager's for the same seed.
-    """
-    context: AbstractContextManager[None] = torch._inductor.config.patch(fallback_random=True)
-    return context
 
 
 def refuse_drawn(module: nn.Module, exported: fx.GraphModule) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, fx, nn
 
+from ..autocast import AutocastGuard
 from ..compat_backward import RunningBackward, running_backward, watch_gradients
 from ..compat_dynamo import AotGraphs, Splitter, compile_graph, input_sources
 from ..compile import Boxed
@@ -100,15 +101,17 @@ class _SplitBackward:
         returned = [role for role, _ in outputs(aot.backward_input.graph)]
         self._slots, self._left = returned[: aot.slots], returned[aot.slots :]
         self._sources = _gradient_sources(aot.graphs.joint.graph)
+        self._autocast_guard = AutocastGuard(aot.graphs.backward or aot.graphs.joint)
 
     def watch(self, call: Call, results: Any) -> None:
-        """Note which outputs the backward brings no gradient for. AOTAutograd puts zeros in
-        their place; in plain autograd, what is only behind those gets no gradient at all.
+        """Note which outputs the backward brings no gradient for, and whether autocast is on.
+
+        AOTAutograd puts zeros in the place of absent gradients; in plain autograd, what is only
+        behind those gets no gradient at all. And it switches autocast off.
         """
-        if len(frozenset().union(*self._sources.values())) < 2:
-            return
 
         def note(grads: tuple[Tensor | None, ...]) -> None:
+            self._autocast_guard.check()
             pairs = zip(self._results, grads, strict=False)
             call.absent = frozenset(name for name, grad in pairs if grad is None)
 

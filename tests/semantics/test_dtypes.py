@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +15,8 @@ from semantics.against_autograd import assert_equals_autograd, both_modes
 from torch import Tensor, nn
 
 import autosplit
+from autosplit import SplitError
+from autosplit.integrations.partial import Partial
 
 
 def mlp(dtype: torch.dtype) -> nn.Module:
@@ -71,33 +77,62 @@ class Mixed(nn.Module):
         return self.last(h)
 
 
-@both_modes
-@pytest.mark.parametrize("inside", [False, True], ids=["backward outside", "backward inside"])
-def test_autocast_around_the_module(inside: bool, training: bool) -> None:
-    model = Mixed().train(training)
-    plain = copy.deepcopy(model)
-    split = autosplit.split(model)
+def under_autocast(
+    split: Any, plain: nn.Module, backward: Callable[[], AbstractContextManager[None]]
+) -> None:
+    """Two microbatches through both, their forwards under autocast, and their gradients equal."""
     batches = [torch.randn(5, 4) for _ in range(2)]
     outputs = []
     for module in (split, plain):
         for batch in batches:
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 output = module(batch)
-                if inside:
-                    output.float().square().mean().backward()
-            if not inside:
+            with backward():
                 output.float().square().mean().backward()
             outputs.append(output)
+    assert split.pending == 2
     with torch.autocast("cpu", dtype=torch.bfloat16):
         split.backward_weight()
     assert torch.equal(outputs[0], outputs[2])
     assert torch.equal(outputs[1], outputs[3])
-    for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
-        assert mine.grad.dtype == theirs.grad.dtype == torch.float32
-        # Autograd would cast once more where backward() itself is under autocast.
-        tolerance = 2.0**-5 if inside else 0.0
-        error = (mine.grad - theirs.grad).abs().max() / theirs.grad.abs().max()
-        assert error <= tolerance, f"{name}: off by {error}"
+    for mine, theirs in zip(split.named_parameters(), plain.parameters(), strict=True):
+        assert mine[1].grad.dtype == theirs.grad.dtype == torch.float32
+        assert torch.equal(mine[1].grad, theirs.grad), mine[0]
+
+
+FACES: dict[str, Callable[[nn.Module], Any]] = {"whole": autosplit.split, "parts": Partial}
+
+
+@both_modes
+@pytest.mark.parametrize("face", FACES)
+def test_autocast_around_the_forward(face: str, training: bool) -> None:
+    model = Mixed().train(training)
+    under_autocast(FACES[face](model), copy.deepcopy(model), nullcontext)
+
+
+@both_modes
+@pytest.mark.parametrize("face", FACES)
+def test_backward_inside_autocast(face: str, training: bool) -> None:
+    """The same, where all products of the forward were autocast as well."""
+    model = nn.Sequential(mlp(torch.float32), nn.LayerNorm(4), nn.Softmax(-1)).train(training)
+    inside = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
+    under_autocast(FACES[face](model), copy.deepcopy(model), inside)
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_backward_that_autocast_would_change_is_refused(face: str) -> None:
+    split = FACES[face](Mixed())
+    outputs = []
+    for _ in range(2):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            outputs.append(split(torch.randn(5, 4)).float().sum())
+            expected = r"would run aten\.mm\.default \(of .*test_dtypes.py:\d+ h = self\.exact"
+            with pytest.raises(SplitError, match=expected):
+                outputs[-1].backward(retain_graph=True)
+    for output in outputs:
+        output.backward()  # nothing was lost
+    assert split.pending == 2
+    split.backward_weight()
 
 
 def test_autocast_switches_graphs() -> None:

@@ -1,0 +1,30 @@
+"""Settings under which AOTAutograd traces what eager mode runs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+import torch._functorch.config
+import torch._inductor.config
+from torch import fx
+
+from .recurrent import without_fused_recurrence
+
+
+@contextlib.contextmanager
+def as_eager(module: fx.GraphModule) -> Iterator[None]:
+    """While a graph of Dynamo is traced by AOTAutograd:
+
+    - random operators stay though nobody reads them. They move the generator; without them all
+      that is drawn later would differ from eager's for the same seed;
+    - the backward runs outside of the autocast that its forward ran in;
+    - recurrent layers are traced without the fused kernel, which its fake does not match.
+    """
+    with (
+        torch._inductor.config.patch(fallback_random=True),
+        torch._functorch.config.patch(backward_pass_autocast="off"),
+        without_fused_recurrence(module),
+    ):
+        yield
