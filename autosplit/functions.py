@@ -23,6 +23,7 @@ from .handover import Handover, State, TensorSpec
 from .passes import Kind, Role, SplitGraphs
 from .passes.aliasing import is_whole, storage_root
 from .passes.graph import STATE, descendants, inputs, outputs
+from .slices import SlicedWeight
 
 if TYPE_CHECKING:
     from .capture import Capture
@@ -60,6 +61,7 @@ class SplitFunctions:
         self.capture = traced
         self.graphs = graphs
         self._backend = backend
+        self._slices: dict[int, SlicedWeight] = {}
         forward = compile_graph("forward", graphs.forward, backend)
         read = [role for role in forward.inputs if role.kind in STATE]
         self._forward = forward.taking([*_roles(Kind.INPUT, traced.inputs), *read])
@@ -213,6 +215,22 @@ class SplitFunctions:
         graph = self._backward
         return graph.run(self._backward_pool(saved, output_grads), gradients, accumulation)
 
+    def sliced(self, count: int) -> SlicedWeight:
+        """W in slices; the same object for the same count.
+
+        Raises:
+            SplitError: W cannot be cut into so many.
+        """
+        if count not in self._slices:
+            self._slices[count] = SlicedWeight(
+                self._module("backward_weight"),
+                self._input_half.handed,
+                count,
+                borrowed=self.borrowed_gradients,
+                backend=self._backend,
+            )
+        return self._slices[count]
+
     @cached_property
     def _input_half(self) -> _InputHalf:
         graph = compile_graph("backward_input", self._module("backward_input"), self._backend)
@@ -230,21 +248,22 @@ class SplitFunctions:
 
     @cached_property
     def _weight(self) -> GradientGraph:
-        return self._gradient_graph("backward_weight", self._input_half.handed, inputs=())
+        return self._gradient_graph("backward_weight", self._input_half.handed)
 
     @cached_property
     def _backward(self) -> GradientGraph:
-        return self._gradient_graph("backward", self._backward_roles, inputs=self.capture.inputs)
+        wanted = _roles(Kind.INPUT_GRAD, self.capture.inputs)
+        return self._gradient_graph("backward", self._backward_roles, wanted)
 
     def _gradient_graph(
-        self, name: str, given: Sequence[Role], inputs: Sequence[str]
+        self, name: str, given: Sequence[Role], others: Sequence[Role] = ()
     ) -> GradientGraph:
         return GradientGraph(
             name,
             self._module(name),
             given,
-            inputs=inputs,
             parameters=self.parameter_names,
+            others=others,
             backend=self._backend,
         )
 

@@ -21,24 +21,24 @@ class Form(NamedTuple):
 
     Attributes:
         call: takes what was given to ``GradientGraph``, then accumulators where it adds.
-        input_grads_at: for each input its gradient's place; None where it has none.
+        others_at: places of the other results, None where there is none.
         parameter_grads_at: for each parameter its gradient's place; empty where it adds.
     """
 
     call: Boxed
-    input_grads_at: Sequence[int | None]
+    others_at: Sequence[int | None]
     parameter_grads_at: Sequence[int]
 
 
 class GradientGraph:
-    """W or B, as it was split and in the forms that add into accumulators.
+    """W, a slice of it, or B: as it was split, and in the forms that add into accumulators.
 
     Args:
         name: of the graph.
         module: the graph.
         given: what callers hand over, in their order.
-        inputs: names of the module's inputs, in the order of the results.
-        parameters: names of the gradients, in the order of the results.
+        parameters: whose gradients are wanted, in the order of the results.
+        others: roles of what else is wanted, in the order of the results.
         backend: how graphs are compiled.
     """
 
@@ -48,22 +48,22 @@ class GradientGraph:
         module: fx.GraphModule,
         given: Sequence[Role],
         *,
-        inputs: Sequence[str],
         parameters: Sequence[str],
+        others: Sequence[Role] = (),
         backend: str,
     ) -> None:
         self._name = name
         self._module = module
         self._given = given
-        self._inputs = [Role(Kind.INPUT_GRAD, name) for name in inputs]
-        self._parameters = parameters
+        self.parameters = parameters
+        self._others = others
         self._backend = backend
         self._forms: dict[Accumulation | None, Form] = {}
 
     def run(
         self, pool: list[Any], gradients: Sequence[Tensor] | None, accumulation: Accumulation
-    ) -> tuple[list[Tensor | None], Sequence[Tensor]]:
-        """Gradients of inputs, and of parameters: ``gradients``, or new ones without them.
+    ) -> tuple[list[Any], Sequence[Tensor]]:
+        """The other results, and gradients: ``gradients``, or new ones without them.
 
         Args:
             pool: what was to be given, in that order; emptied.
@@ -74,7 +74,7 @@ class GradientGraph:
         if gradients is not None:
             pool += gradients
         results = form.call(pool)
-        found = [None if at is None else results[at] for at in form.input_grads_at]
+        found = [None if at is None else results[at] for at in form.others_at]
         if gradients is None:
             gradients = [results[at] for at in form.parameter_grads_at]
         return found, gradients
@@ -88,14 +88,14 @@ class GradientGraph:
         name, module, given = self._name, self._module, [*self._given]
         sums: list[Role] = []
         if accumulation is None:
-            sums = [Role(Kind.PARAMETER_GRAD, name) for name in self._parameters]
+            sums = [Role(Kind.PARAMETER_GRAD, name) for name in self.parameters]
         else:
             name, module = f"{name}_accumulating", accumulating(self._name, module, accumulation)
-            given += [Role(Kind.ACCUMULATOR, name) for name in self._parameters]
+            given += [Role(Kind.ACCUMULATOR, name) for name in self.parameters]
         graph = compile_graph(name, module, self._backend)
         at = {role: index for index, role in enumerate(graph.outputs)}
         return Form(
-            graph.taking(given), [at.get(role) for role in self._inputs], [at[r] for r in sums]
+            graph.taking(given), [at.get(role) for role in self._others], [at[r] for r in sums]
         )
 
 

@@ -3,34 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .accumulation import Accumulation, GradientSums
+from .accumulation import Accumulation
 from .autograd import run_forward
 from .compat import StateReader, without_autocast
 from .errors import CaptureError, SplitError
 from .functions import SplitFunctions
 from .graphs import Graphs
-from .handover import Handover, State, TensorSpec, distinct_bytes
+from .handover import TensorSpec
 from .signature import Signature
 from .tracing import trace, without_history
+from .waiting import Flight, Flights, WaitingWeights
 
 _MAX_GRAPHS = 8
-
-
-class _Flight(NamedTuple):
-    """A microbatch between two calls: what the first left, and the state that F ran on."""
-
-    functions: SplitFunctions
-    handover: Handover
-    state: State
-
-    @property
-    def tensors(self) -> Sequence[Tensor]:
-        return self.handover.tensors
 
 
 class Stage:
@@ -59,6 +48,7 @@ class Stage:
         memory: str | int = "balanced",
         accumulation: str = "exact",
         grad_dtype: torch.dtype | None = None,
+        slices: int = 1,
     ) -> None:
         """Trace ``module(*args)``; inputs with ``requires_grad`` get a gradient from I.
 
@@ -73,7 +63,9 @@ class Stage:
                 products and embeddings add into the sum, which is faster and rounds differently.
             grad_dtype: in which dtype weight gradients are summed; None for each parameter's
                 own. With ``torch.float32`` nothing of a bfloat16 gradient is lost in the sum;
-                ``publish`` rounds it once (see there).
+                ``publish`` rounds it once, to the parameter's ``grad_dtype``.
+            slices: into how many parts of near-equal FLOPs W can be run; at most as many as it
+                has matrix products and convolutions.
 
         Raises:
             CaptureError: the module cannot be traced, or returns something besides tensors.
@@ -87,11 +79,11 @@ class Stage:
         self._specs = [TensorSpec.of(example) for example in args]
         self._blanks = tuple(map(_blank, args))
         self._grad_mode = torch.is_grad_enabled()
-        self._graphs = Graphs(f"stage {index}", _MAX_GRAPHS)
+        owner = f"stage {index}"
+        self._saved = Flights(owner, "forward")
+        self._weights = WaitingWeights(owner, Accumulation(accumulation, grad_dtype), slices)
+        self._graphs = Graphs(owner, _MAX_GRAPHS)
         self.functions = self._trace(without_history(list(args)))
-        self._sums = GradientSums(Accumulation(accumulation, grad_dtype))
-        self._saved: dict[int, _Flight] = {}
-        self._deferred: dict[int, _Flight] = {}
         self._outputs = self.functions.capture.outputs
         missing = [name for name in self._outputs if name not in self.functions.output_specs]
         if missing:
@@ -105,7 +97,12 @@ class Stage:
         """Parameter name -> gradient added up over microbatches, in the order in which W (or B)
         ran. W of a later microbatch adds into these tensors in place.
         """
-        return self._sums.tensors
+        return self._weights.sums.tensors
+
+    @property
+    def slices(self) -> tuple[tuple[str, ...], ...]:
+        """For each slice of W the parameters whose gradients it adds."""
+        return self.functions.sliced(self._weights.slices).parameter_names
 
     @property
     def output_specs(self) -> list[tuple[torch.Size, torch.dtype, bool]]:
@@ -119,12 +116,12 @@ class Stage:
     @property
     def saved_bytes(self) -> int:
         """Bytes of distinct storage held between F and I."""
-        return distinct_bytes(t for each in self._saved.values() for t in each.tensors)
+        return self._saved.bytes
 
     @property
     def deferred_bytes(self) -> int:
         """Bytes of distinct storage held between I and W."""
-        return distinct_bytes(t for each in self._deferred.values() for t in each.tensors)
+        return self._weights.flights.bytes
 
     def forward(self, microbatch: int, inputs: list[Tensor]) -> list[Tensor]:
         """F: outputs for these inputs; empties ``inputs``.
@@ -142,7 +139,7 @@ class Stage:
         with torch.no_grad():
             result = run_forward(functions, state, _drain(inputs))
         if functions.has_backward:
-            self._saved[microbatch] = _Flight(functions, result.saved, state)
+            self._saved.put(microbatch, Flight(functions, result.saved, state))
         return result.outputs[: len(self._outputs)]
 
     def backward_input(
@@ -153,26 +150,30 @@ class Stage:
         Raises:
             SplitError: this microbatch has no forward to go back through.
         """
-        functions, saved, state = self._take(self._saved, microbatch, "forward")
+        functions, saved, state = self._saved.take(microbatch)
         with torch.no_grad(), without_autocast():
-            grads, deferred = functions.backward_input(
-                saved, self._output_grads(functions, output_grads)
-            )
-        self._deferred[microbatch] = _Flight(functions, deferred, state)
+            given = self._output_grads(functions, output_grads)
+            grads, deferred = functions.backward_input(saved, given)
+        self._weights.flights.put(microbatch, Flight(functions, deferred, state))
         return grads
 
-    def backward_weight(self, microbatch: int) -> None:
+    def backward_weight(self, microbatch: int, slice: int | None = None) -> None:
         """W: add this microbatch's weight gradients to ``gradients``.
+
+        Args:
+            microbatch: whose.
+            slice: which slice of W to run, of those that the stage was made with; the slices
+                of one microbatch must run in order. None runs all of W.
 
         Raises:
             SplitError: this microbatch has nothing deferred, or ran on other parameters than
-                those before it.
+                those before it; or it is not this slice's turn.
         """
-        functions, deferred, state = self._take(self._deferred, microbatch, "backward_input")
         with torch.no_grad(), without_autocast():
-            sums = self._into(functions, state)
-            gradients = functions.backward_weight(deferred, sums, self._sums.accumulation)
-            self._keep(functions, sums, gradients)
+            if slice is None:
+                self._weights.run(microbatch)
+            else:
+                self._weights.run_slice(microbatch, slice)
 
     def backward(self, microbatch: int, output_grads: list[Tensor | None]) -> list[Tensor | None]:
         """B: I and W in one unsplit call; empties ``output_grads``.
@@ -180,16 +181,14 @@ class Stage:
         Raises:
             SplitError: this microbatch has no forward to go back through.
         """
-        functions, saved, state = self._take(self._saved, microbatch, "forward")
+        functions, saved, state = self._saved.take(microbatch)
+        names = functions.parameter_names
         with torch.no_grad(), without_autocast():
-            sums = self._into(functions, state)
-            grads, gradients = functions.backward(
-                saved,
-                self._output_grads(functions, output_grads),
-                sums,
-                self._sums.accumulation,
-            )
-            self._keep(functions, sums, gradients)
+            into, sums = self._weights.into(names, state), self._weights.sums
+            given = self._output_grads(functions, output_grads)
+            grads, gradients = functions.backward(saved, given, into, sums.accumulation)
+            if into is None:
+                sums.add(names, gradients, functions.borrowed_gradients)
         return grads
 
     def publish(self) -> None:
@@ -198,19 +197,12 @@ class Stage:
         Raises:
             SplitError: a microbatch's weight gradients are still pending.
         """
-        if self._deferred:
-            waiting = ", ".join(map(str, sorted(self._deferred)))
-            raise SplitError(
-                f"stage {self.index}: weight gradients of microbatch {waiting} are pending; "
-                "call backward_weight() for each first"
-            )
-        self._sums.publish()
+        self._weights.publish()
 
     def reset(self) -> None:
         """Forget every microbatch in flight and the gradients gathered so far."""
         self._saved.clear()
-        self._deferred.clear()
-        self._sums.clear()
+        self._weights.clear()
 
     def _fitting(self) -> SplitFunctions:
         """The graphs of the module as it is now."""
@@ -236,6 +228,8 @@ class Stage:
 
     def _trace(self, args: list[Tensor]) -> SplitFunctions:
         functions = trace(self.module, tuple(args), {}, self._backend, self._memory)
+        if functions.has_backward and self._weights.slices != 1:
+            functions.sliced(self._weights.slices)  # now is the time to hear that it cannot be
         self._graphs.add(Signature.of(list(self._blanks), None), functions)
         self._state = StateReader(self.module)
         return functions
@@ -254,25 +248,6 @@ class Stage:
                 )
             inputs[position] = spec.conform(given)
 
-    def _into(self, functions: SplitFunctions, state: State) -> list[Tensor] | None:
-        """The sums that W or B adds into; None where it makes new gradients."""
-        names = functions.parameter_names
-        try:
-            return self._sums.into(names, [state[name] for name in names])
-        except SplitError as error:
-            raise SplitError(f"stage {self.index}: {error}") from None
-
-    def _keep(
-        self,
-        functions: SplitFunctions,
-        sums: list[Tensor] | None,
-        gradients: Sequence[Tensor],
-    ) -> None:
-        """Gather the gradients, unless they were added into ``sums``."""
-        if sums is None:
-            borrowed = functions.borrowed_gradients
-            self._sums.add(functions.parameter_names, gradients, borrowed)
-
     def _output_grads(
         self, functions: SplitFunctions, output_grads: list[Tensor | None]
     ) -> list[Tensor | None]:
@@ -283,14 +258,6 @@ class Stage:
                 f"stage {self.index} has {len(names)} outputs, got {len(output_grads)} gradients"
             )
         return _drain(output_grads) + [None] * len(functions.updated_inputs)
-
-    def _take(self, held: dict[int, _Flight], microbatch: int, before: str) -> _Flight:
-        if microbatch not in held:
-            raise SplitError(
-                f"stage {self.index}: microbatch {microbatch} has not run {before}, or its "
-                "result was used already"
-            )
-        return held.pop(microbatch)
 
 
 def _drain(items: list[Any]) -> list[Any]:

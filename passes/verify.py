@@ -36,6 +36,8 @@ _MAY_ENTER = {
     "backward_weight": STATE | {Kind.DEFERRED},
     "backward_accumulating": STATE | {Kind.SAVED, Kind.TANGENT, Kind.ACCUMULATOR},
     "backward_weight_accumulating": STATE | {Kind.DEFERRED, Kind.ACCUMULATOR},
+    "backward_weight_slice": STATE | {Kind.DEFERRED},
+    "backward_weight_slice_accumulating": STATE | {Kind.DEFERRED, Kind.ACCUMULATOR},
 }
 _MAY_LEAVE = {
     "joint": FORWARD_OUTPUT | GRADIENT,
@@ -45,6 +47,8 @@ _MAY_LEAVE = {
     "backward_weight": frozenset({Kind.PARAMETER_GRAD}),
     "backward_accumulating": frozenset({Kind.INPUT_GRAD}),
     "backward_weight_accumulating": frozenset(),
+    "backward_weight_slice": frozenset({Kind.PARAMETER_GRAD, Kind.DEFERRED}),
+    "backward_weight_slice_accumulating": frozenset({Kind.DEFERRED}),
 }
 
 

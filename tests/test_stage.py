@@ -186,13 +186,13 @@ def test_saved_tensors_die_at_their_last_use(fused: bool) -> None:
     """
     stage = Stage(SwiGLU(), [torch.randn(2, 4, 16, requires_grad=True)])
     stage.forward(0, [torch.randn(2, 4, 16)])
-    saved = [weakref.ref(tensor) for tensor in stage._saved[0].tensors]
+    saved = [weakref.ref(tensor) for tensor in stage._saved.tensors]
     if fused:
         stage.backward(0, [torch.randn(2, 4, 16)])
         assert [ref for ref in saved if ref() is not None] == []
         return
     stage.backward_input(0, [torch.randn(2, 4, 16)])
-    deferred = [weakref.ref(tensor) for tensor in stage._deferred[0].tensors]
+    deferred = [weakref.ref(tensor) for tensor in stage._weights.flights.tensors]
     alive = [ref for ref in saved if ref() is not None]
     assert set(alive) <= set(deferred)
     assert 0 < len(alive) < len(saved)
@@ -287,3 +287,90 @@ def test_misfitting_gradient() -> None:
 def test_output_that_is_no_tensor() -> None:
     with pytest.raises(CaptureError, match=r"stage 3 \(Several\) returns output\['none'\]"):
         Stage(CASES["several"].build(), [torch.randn(3, 4)], index=3)
+
+
+@pytest.mark.parametrize("slices", [2, 3])
+@pytest.mark.parametrize("name", ["transformer", "tied", "repeated", "convolutions", "embedding"])
+def test_slices_equal_autograd(name: str, slices: int) -> None:
+    """Slices of two microbatches in turns, and a third microbatch's W whole."""
+    if name == "embedding":  # nothing for I: one chain of everything
+        model: nn.Module = nn.Sequential(nn.Embedding(11, 16), SwiGLU(), nn.LayerNorm(16))
+        batches = [torch.randint(0, 11, (2, 4)) for _ in range(3)]
+    else:
+        model, batches = CASES[name].build(), [CASES[name].batch() for _ in range(3)]
+    twin = copy.deepcopy(model)
+    example = batches[0].clone().requires_grad_(batches[0].is_floating_point())
+    stage = Stage(model, [example], slices=slices)
+    assert sorted(n for part in stage.slices for n in part) == sorted(
+        stage.functions.parameter_names
+    )
+    ((shape, _, _),) = stage.output_specs
+    grads = [torch.randn(shape) for _ in batches]
+    for m, (batch, grad) in enumerate(zip(batches, grads, strict=True)):
+        stage.forward(m, [batch.clone()])
+        stage.backward_input(m, [grad.clone()])
+    for index in range(slices):
+        stage.backward_weight(0, slice=index)
+        stage.backward_weight(1, slice=index)
+    stage.backward_weight(2)
+    stage.publish()
+    reference(twin, batches, grads)
+    for (key, mine), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad), key
+
+
+def test_slices_free_what_they_read_last() -> None:
+    stage = Stage(
+        nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)),
+        [torch.randn(32, 8, requires_grad=True)],
+        slices=2,
+    )
+    stage.forward(0, [torch.randn(32, 8)])
+    stage.backward_input(0, [torch.randn(32, 4)])
+    deferred = [weakref.ref(tensor) for tensor in stage._weights.flights.tensors]
+    assert stage.deferred_bytes == 4 * 32 * (8 + 16 + 16 + 4)
+    assert stage.slices == (("2.weight", "2.bias"), ("0.weight", "0.bias"))
+    stage.backward_weight(0, slice=0)
+    assert stage.deferred_bytes == 4 * 32 * (8 + 16)
+    assert sum(ref() is None for ref in deferred) == 2
+    stage.backward_weight(0, slice=1)
+    assert stage.deferred_bytes == 0
+    assert all(ref() is None for ref in deferred)
+
+
+def test_slices_out_of_turn() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    stage = Stage(model, [torch.randn(4, 3, requires_grad=True)], slices=2)
+    stage.forward(0, [torch.randn(4, 3)])
+    stage.backward_input(0, [torch.randn(4, 2)])
+    turn = "stage 0: W of microbatch 0 runs in 2 slice.*it is the turn of slice"
+    with pytest.raises(SplitError, match=f"{turn} 0, got 1"):
+        stage.backward_weight(0, slice=1)
+    stage.backward_weight(0, slice=0)
+    for wrong in (0, 2, -1):
+        with pytest.raises(SplitError, match=f"{turn} 1, got {wrong}"):
+            stage.backward_weight(0, slice=wrong)
+    with pytest.raises(SplitError, match="1 of 2 slices of W of microbatch 0 have run"):
+        stage.backward_weight(0)
+    with pytest.raises(SplitError, match="microbatch 0 are pending"):
+        stage.publish()
+    stage.backward_weight(0, slice=1)
+    with pytest.raises(SplitError, match="microbatch 0 has not run backward_input"):
+        stage.backward_weight(0, slice=0)
+
+
+def test_more_slices_than_products() -> None:
+    with pytest.raises(SplitError, match="1 matrix products and convolutions and cannot be cut in"):
+        Stage(nn.Linear(3, 2), [torch.randn(4, 3, requires_grad=True)], slices=2)
+
+
+def test_deferred_tensor_written_between_two_slices() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    stage = Stage(model, [torch.randn(4, 3, requires_grad=True)], slices=2)
+    x = torch.randn(4, 3)
+    stage.forward(0, [x])
+    stage.backward_input(0, [torch.randn(4, 2)])
+    stage.backward_weight(0, slice=0)
+    x.add_(1.0)
+    with pytest.raises(SplitError, match="written in place between the forward and its backward"):
+        stage.backward_weight(0, slice=1)

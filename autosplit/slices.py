@@ -1,0 +1,150 @@
+"""W in slices: one call of W as several, each with some of the gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from torch import Tensor, fx
+
+from .accumulation import Accumulation
+from .errors import SplitError
+from .gradients import GradientGraph
+from .handover import Handover
+from .passes import Kind, PassError, Role
+from .passes.aliasing import storage_root
+from .passes.graph import STATE, inputs, outputs
+from .passes.slices import slices
+from .passes.verify import verify_graph
+
+
+class _Slice(NamedTuple):
+    """One slice.
+
+    Attributes:
+        graph: what it runs; takes everything that is left of the hand-over.
+        borrowed: gradients that are not tensors of their own.
+        names: of what it leaves for the next slice, tensors first, then state.
+        tensors_at: which of the tensors handed to it the next slice gets.
+        state_at: likewise of the parameters and buffers.
+    """
+
+    graph: GradientGraph
+    borrowed: frozenset[str]
+    names: tuple[str, ...]
+    tensors_at: Sequence[int]
+    state_at: Sequence[int]
+
+
+class SlicedWeight:
+    """W cut into slices of near-equal FLOPs, to be run in order.
+
+    Each takes a hand-over and leaves one for the next, without what no later slice reads.
+
+    Args:
+        module: W.
+        handed: roles of what I hands over, in order.
+        count: how many slices.
+        borrowed: gradients that are not tensors of their own (``borrowed_gradients``).
+        backend: how graphs are compiled.
+
+    Raises:
+        SplitError: W cannot be cut into so many.
+    """
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        handed: Sequence[Role],
+        count: int,
+        *,
+        borrowed: Collection[str],
+        backend: str,
+    ) -> None:
+        try:
+            modules = slices(module, count)
+            for part in modules:
+                verify_graph("backward_weight_slice", part, "slices")
+        except PassError as error:
+            raise SplitError(str(error)) from error
+        self._slices: list[_Slice] = []
+        given = list(handed)
+        for index, part in enumerate(modules):
+            later = {role for each in modules[index + 1 :] for role in inputs(each.graph)}
+            made, given = _slice(part, given, later, borrowed, backend)
+            self._slices.append(made)
+
+    @property
+    def parameter_names(self) -> tuple[tuple[str, ...], ...]:
+        """For each slice the parameters whose gradients it makes."""
+        return tuple(tuple(each.graph.parameters) for each in self._slices)
+
+    def borrowed(self, index: int) -> frozenset[str]:
+        """Gradients of a slice that share storage, or that a later slice reads."""
+        return self._slices[index].borrowed
+
+    def run(
+        self,
+        index: int,
+        deferred: Handover,
+        gradients: Sequence[Tensor] | None,
+        accumulation: Accumulation,
+    ) -> tuple[Sequence[Tensor], Handover]:
+        """Run one slice.
+
+        Args:
+            index: which one.
+            deferred: what I or the slice before left; taken.
+            gradients: what to add into, in the order of the slice's ``parameter_names``.
+            accumulation: how to add.
+
+        Returns:
+            ``gradients``, or without them new tensors, and what the next slice needs.
+
+        Raises:
+            SplitError: something deferred was written in place meanwhile.
+        """
+        graph, _, names, tensors_at, state_at = self._slices[index]
+        read = deferred.state
+        pool = deferred.take()
+        kept = [pool[at] for at in tensors_at]
+        made, found = graph.run(pool, gradients, accumulation)
+        return found, Handover(names, kept + made, tuple([read[at] for at in state_at]))
+
+
+def _slice(
+    module: fx.GraphModule,
+    given: list[Role],
+    later: Collection[Role],
+    borrowed: Collection[str],
+    backend: str,
+) -> tuple[_Slice, list[Role]]:
+    """A slice, and what it hands to the next."""
+    results = outputs(module.graph)
+    made = [role for role, _ in results if role.kind is Kind.DEFERRED]
+    tensors = [role for role in given if role.kind not in STATE]
+    state = [role for role in given if role.kind in STATE]
+    tensors_at = [at for at, role in enumerate(tensors) if role in later]
+    state_at = [at for at, role in enumerate(state) if role in later]
+    graph = GradientGraph(
+        "backward_weight_slice",
+        module,
+        given,
+        parameters=[role.name for role, _ in results if role.kind is Kind.PARAMETER_GRAD],
+        others=made,
+        backend=backend,
+    )
+    held = {storage_root(value) for role, value in results if role.kind is Kind.DEFERRED}
+    held |= {node for role, node in inputs(module.graph).items() if role in later}
+    shared = {
+        role.name
+        for role, value in results
+        if role.kind is Kind.PARAMETER_GRAD and storage_root(value) in held
+    }
+    kept = [tensors[at] for at in tensors_at] + made
+    left = [state[at] for at in state_at]
+    names = tuple([role.name for role in (*kept, *left)])
+    return (
+        _Slice(graph, frozenset(borrowed) | shared, names, tensors_at, state_at),
+        kept + left,
+    )
