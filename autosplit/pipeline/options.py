@@ -7,6 +7,49 @@ import torch.distributed as dist
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline.assembly import StageFactory
+from autosplit.pipeline.schedule import Schedule
+from autosplit.pipeline.schedules import build
+from autosplit.pipeline.validate import validate
+
+
+def choose_schedule(
+    schedule: str | Schedule,
+    stages: int,
+    microbatches: int,
+    *,
+    split_backward: bool,
+    weights: str | None,
+    ranks: int,
+) -> Schedule:
+    """Build a schedule by name, or take one that is there.
+
+    Raises:
+        ScheduleError: an unknown name, or a schedule that is not legal.
+        PipelineError: a schedule that does not fit the other options.
+    """
+    if isinstance(schedule, str):
+        return build(
+            schedule,
+            stages,
+            microbatches,
+            split_backward=split_backward,
+            weights=weights,
+            ranks=ranks,
+        )
+    if weights is not None or not split_backward:
+        raise PipelineError(
+            f"weights and split_backward have no effect beside the schedule {schedule.name!r}, "
+            "which places every action itself"
+        )
+    has = (schedule.stages, schedule.microbatches, len(schedule.ranks))
+    wanted = (stages, microbatches, ranks)
+    if has != wanted:
+        raise PipelineError(
+            f"the schedule {schedule.name!r} is for (stages, microbatches, ranks) = {has}, "
+            f"but the trainer has {wanted}"
+        )
+    validate(schedule)
+    return schedule
 
 
 def choose_device(device: torch.device | str | None, processes: int) -> torch.device:

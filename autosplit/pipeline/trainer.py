@@ -26,10 +26,9 @@ from autosplit.pipeline.modules import (
     count_stages,
     own_modules,
 )
-from autosplit.pipeline.options import check_options, choose_device
+from autosplit.pipeline.options import check_options, choose_device, choose_schedule
 from autosplit.pipeline.order import Order, as_scheduled, early_weights
 from autosplit.pipeline.schedule import Schedule
-from autosplit.pipeline.schedules import build
 from autosplit.pipeline.shared import Holder, SharedParameters
 from autosplit.pipeline.timeline import Span, Timeline
 
@@ -49,7 +48,7 @@ class PipelineTrainer:
         loss_fn: ``loss_fn(output, targets)`` gives the scalar loss of one microbatch.
         optimizer_fn: builds the optimizer of this process's parameters.
         num_stages: how many stages there are; required with a function, else not allowed.
-        schedule: a name from ``autosplit.pipeline.schedules.SCHEDULES``.
+        schedule: a name from ``autosplit.pipeline.schedules.SCHEDULES``, or a Schedule.
         microbatches: M, into how many equal parts a batch is cut along dimension 0.
         split_backward: run input and weight gradients as separate actions.
         weights: where the weight gradients go, see ``schedules.build``.
@@ -74,7 +73,7 @@ class PipelineTrainer:
 
     Raises:
         PipelineError: no process group, a count that does not fit, or any other bad argument.
-        ScheduleError: an unknown schedule or placement of weight gradients.
+        ScheduleError: an unknown schedule or placement of weight gradients, or an illegal schedule.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class PipelineTrainer:
         *,
         microbatches: int,
         num_stages: int | None = None,
-        schedule: str = "1f1b",
+        schedule: str | Schedule = "1f1b",
         split_backward: bool = True,
         weights: str | None = None,
         early_weights: bool = False,
@@ -104,7 +103,7 @@ class PipelineTrainer:
         check_options(autocast, max_grad_norm, timeout, backend, memory, stage_factory)
         count = count_stages(stages, num_stages)
         processes = process_count(ranks, count)
-        self.schedule: Schedule = build(
+        self.schedule: Schedule = choose_schedule(
             schedule,
             count,
             microbatches,

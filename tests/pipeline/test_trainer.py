@@ -13,8 +13,14 @@ from failing_workers import trip_stage
 from torch import nn
 
 from autosplit.errors import PipelineError, ScheduleError, SplitError
+from autosplit.pipeline.action import Action
 from autosplit.pipeline.launch import launch
+from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.trainer import PipelineTrainer
+
+ROW = tuple(map(Action.parse, ["0F0", "1F0", "1I0", "1W0", "0I0", "0W0"]))
+WHOLE = Schedule("mine", 2, 1, (ROW,), (0, 0), True)
+HALF = Schedule("mine", 2, 4, (ROW[:3] + ROW[4:],), (0, 0), True)
 
 Results = list[dict[str, Any]]
 
@@ -170,6 +176,16 @@ def test_stages_on_a_gpu() -> None:
     assert len(engine.timeline().spans) == 3 * 3 * 4
 
 
+def test_a_schedule_of_ones_own() -> None:
+    inputs, targets = workers.data(2)
+    model = workers.whole(2)
+    workers.single_process(model, inputs, targets, 1)
+    with workers.trainer(schedule=WHOLE, microbatches=1, ranks=1, record=True) as engine:
+        engine.forward_backward((inputs, targets))
+        assert workers.gradients_equal(engine.gradients(), model)
+        assert tuple(span.action for span in engine.timeline().spans) == ROW
+
+
 def test_failures_in_one_process_name_the_action() -> None:
     engine = workers.trainer(trip_stage, ranks=1)
     with pytest.raises(PipelineError, match=r"^rank 0 failed in 1F2: ValueError: bad weather$"):
@@ -197,6 +213,17 @@ def test_failures_in_one_process_name_the_action() -> None:
         ),
         ({"early_weights": True, "device": "meta", "ranks": 1}, PipelineError, "CPU; got meta"),
         ({"shapes": 0, "ranks": 1}, PipelineError, "shapes of batches may come, 1 or more: 0"),
+        ({"schedule": HALF, "ranks": 1}, ScheduleError, "stage 1 never runs 1W0"),
+        (
+            {"schedule": WHOLE, "weights": "fill", "microbatches": 1, "ranks": 1},
+            PipelineError,
+            "no effect beside the schedule 'mine', which places every action itself",
+        ),
+        (
+            {"schedule": WHOLE, "ranks": 1},
+            PipelineError,
+            "is for (stages, microbatches, ranks) = (2, 1, 1), but the trainer has (2, 4, 1)",
+        ),
         ({"max_grad_norm": 0.0}, PipelineError, "positive number or None; got 0.0"),
         ({"timeout": 0}, PipelineError, "positive number of seconds; got 0"),
         ({"backend": "eager", "ranks": 1}, PipelineError, "no effect beside stage_factory"),
