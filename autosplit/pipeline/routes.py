@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from autosplit.errors import ScheduleError
 from autosplit.pipeline.action import Action, ActionKind
 from autosplit.pipeline.dependency import needs_of, result_of
 from autosplit.pipeline.schedule import Schedule
@@ -29,6 +30,42 @@ class Routes:
     sends: Mapping[int, tuple[Action, ...]]
     receives: Mapping[int, tuple[Action, ...]]
     proven: Mapping[Action, int]
+
+
+@dataclass(frozen=True, order=True)
+class Channel:
+    """The way of results of one kind from one stage to its neighbour; first in, first out.
+
+    Activations go from stage s to s + 1, gradients from s + 1 to s, so the two stages name the
+    kind as well.
+    """
+
+    source_stage: int
+    target_stage: int
+    source_rank: int
+    target_rank: int
+
+    @property
+    def local(self) -> bool:
+        """Whether it stays on one rank, so that nothing is sent."""
+        return self.source_rank == self.target_rank
+
+
+def channel_of(result: Action, schedule: Schedule) -> Channel:
+    """The channel of a result that another stage needs.
+
+    Raises:
+        ScheduleError: no other stage needs it.
+    """
+    target = target_of(result, schedule.stages)
+    if target is None:
+        raise ScheduleError(f"no stage needs the result of {result} from another")
+    return Channel(
+        result.stage,
+        target,
+        schedule.home(result.stage, result.microbatch),
+        schedule.home(target, result.microbatch),
+    )
 
 
 def target_of(result: Action, stages: int) -> int | None:
@@ -71,7 +108,7 @@ def _sent(schedule: Schedule, source: int, target: int) -> dict[Action, int]:
     for position, action in enumerate(schedule.ranks[source]):
         result = result_of(action)
         stage = target_of(result, schedule.stages)
-        if stage is not None and schedule.placement[stage] == target:
+        if stage is not None and schedule.home(stage, result.microbatch) == target:
             sent[result] = position
     return sent
 

@@ -19,6 +19,10 @@ class Schedule:
             Sends and receives follow from these and from ``placement``.
         placement: ``placement[stage]`` is the rank that holds the stage.
         split_backward: False when every backward is a full one (B).
+        mirror: where a second copy of the stages lives, as ``placement`` does for the first; it
+            runs the odd microbatches. None: there is one copy, which runs all.
+        crosses_step: True when ranks do not wait for each other between steps, so that a rank
+            that is done starts the next step while others still work on this one.
     """
 
     name: str
@@ -27,3 +31,10 @@ class Schedule:
     ranks: tuple[tuple[Action, ...], ...]
     placement: tuple[int, ...]
     split_backward: bool
+    mirror: tuple[int, ...] | None = None
+    crosses_step: bool = False
+
+    def home(self, stage: int, microbatch: int) -> int:
+        """The rank that runs ``stage`` on ``microbatch``."""
+        copy = self.placement if self.mirror is None or microbatch % 2 == 0 else self.mirror
+        return copy[stage]

@@ -45,7 +45,7 @@ def simulate(schedule: Schedule, duration: Durations, *, transfer: float = 0.0) 
         for action, (start, end) in zip(row, run.times[rank], strict=True)
     ]
     spans.sort(key=lambda span: (span.start, span.rank))
-    return Timeline(len(schedule.ranks), tuple(spans))
+    return Timeline(len(schedule.ranks), tuple(spans), schedule.crosses_step)
 
 
 def _lookup(duration: Durations) -> Callable[[Action], float]:

@@ -20,10 +20,14 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The spans of one step over ``ranks`` ranks."""
+    """The spans of one step over ``ranks`` ranks.
+
+    ``crosses_step``: see ``Schedule``.
+    """
 
     ranks: int
     spans: tuple[Span, ...]
+    crosses_step: bool = False
 
     @property
     def makespan(self) -> float:
@@ -31,6 +35,22 @@ class Timeline:
         if not self.spans:
             return 0.0
         return max(span.end for span in self.spans) - min(span.start for span in self.spans)
+
+    @property
+    def step_time(self) -> float:
+        """Seconds from one step to the next when step follows step without a pause.
+
+        The makespan; but where ranks do not wait for each other between steps, the longest time
+        from a rank's first start to its last end, for then each step fits into the last one's end
+        as it is.
+        """
+        if not self.crosses_step:
+            return self.makespan
+        ends: dict[int, tuple[float, float]] = {}
+        for span in self.spans:
+            start, end = ends.get(span.rank, (span.start, span.end))
+            ends[span.rank] = min(start, span.start), max(end, span.end)
+        return max((end - start for start, end in ends.values()), default=0.0)
 
     def busy(self, rank: int) -> float:
         """Seconds in which ``rank`` computes (F, I, W, B); sends and receives do not count.
@@ -49,13 +69,13 @@ class Timeline:
     def bubble_ratio(self, rank: int | None = None) -> float:
         """Idle time over total time in [0, 1]: of ``rank``, or the mean over all ranks.
 
-        Total time is the makespan, the same for every rank, so a rank that ends early idles until
-        the last one ends. 0 for an empty timeline.
+        Total time is the step time, the same for every rank, so a rank that ends early idles
+        until the last one ends. 0 for an empty timeline.
 
         Raises:
             ScheduleError: there is no such rank.
         """
         ranks = range(self.ranks) if rank is None else (rank,)
         busy = sum(self.busy(each) for each in ranks)
-        total = self.makespan * len(ranks)
+        total = self.step_time * len(ranks)
         return 1.0 - busy / total if total > 0.0 else 0.0

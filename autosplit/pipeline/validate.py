@@ -11,6 +11,7 @@ from autosplit.pipeline.action import Action, ActionKind
 from autosplit.pipeline.dependency import needs_of, result_of
 from autosplit.pipeline.grid import Cell, describe, format_grid, lay_out
 from autosplit.pipeline.replay import Wait, replay, unmade
+from autosplit.pipeline.routes import Channel, channel_of
 from autosplit.pipeline.schedule import Schedule
 
 _WIDEST = 60  # slots in an error's grid; of a longer one only the parts near a fault are shown
@@ -38,9 +39,9 @@ class _Positions:
     def first(self, action: Action) -> Cell | None:
         return self.of[action][0] if action in self.of else None
 
-    def end(self, stage: int) -> Cell:
-        """The place behind the last action of the stage's rank."""
-        rank = self.schedule.placement[stage]
+    def end(self, stage: int, microbatch: int) -> Cell:
+        """The place behind the last action of the rank that runs the stage."""
+        rank = self.schedule.home(stage, microbatch)
         return rank, len(self.schedule.ranks[rank])
 
     def in_order(self) -> Iterator[tuple[int, Action]]:
@@ -56,8 +57,8 @@ def validate(schedule: Schedule, *, max_in_flight: int | None = None) -> None:
 
     Legal means: every stage runs every F once, and for every microbatch either one B or one I and
     one W, on the rank that holds the stage, F before I (or B) before W; running the lists in order
-    cannot deadlock; and between two ranks, in each direction, messages are sent in the order in
-    which they are received, because a channel is first in, first out.
+    cannot deadlock; and what one stage sends another is sent in the order in which it is received,
+    because a channel, from stage to stage, is first in, first out.
 
     Args:
         schedule: what to check.
@@ -88,16 +89,21 @@ def _sizes(schedule: Schedule) -> Iterator[_Fault]:
     for what, count in (("stages", schedule.stages), ("microbatches", schedule.microbatches)):
         if count < 1:
             yield _Fault(f"{what} must be at least 1, got {count}")
-    ranks, placement = len(schedule.ranks), schedule.placement
-    if len(placement) != schedule.stages:
-        yield _Fault(
-            f"placement must name a rank for each of the {schedule.stages} stages, "
-            f"got {len(placement)}: {placement}"
-        )
-    for stage, rank in enumerate(placement):
-        if not 0 <= rank < ranks:
-            yield _Fault(f"stage {stage} is placed on rank {rank}; ranks are 0 to {ranks - 1}")
-    for rank in sorted(set(range(ranks)) - set(placement)):
+    ranks = len(schedule.ranks)
+    placements = {"placement": schedule.placement}
+    if schedule.mirror is not None:
+        placements["mirror"] = schedule.mirror
+    for what, placement in placements.items():
+        if len(placement) != schedule.stages:
+            yield _Fault(
+                f"{what} must name a rank for each of the {schedule.stages} stages, "
+                f"got {len(placement)}: {placement}"
+            )
+        for stage, rank in enumerate(placement):
+            if not 0 <= rank < ranks:
+                yield _Fault(f"stage {stage} is placed on rank {rank}; ranks are 0 to {ranks - 1}")
+    held = {rank for placement in placements.values() for rank in placement}
+    for rank in sorted(set(range(ranks)) - held):
         yield _Fault(f"rank {rank} holds no stage; use fewer ranks")
 
 
@@ -123,7 +129,7 @@ def _strays(schedule: Schedule) -> Iterator[_Fault]:
             if misfit is not None:
                 yield _Fault(misfit, ((rank, position),))
                 continue
-            home = schedule.placement[action.stage]
+            home = schedule.home(action.stage, action.microbatch)
             if home != rank:
                 yield _Fault(
                     f"{action} is on rank {rank}, but rank {home} holds stage {action.stage}",
@@ -152,7 +158,7 @@ def _counts(positions: _Positions) -> Iterator[_Fault]:
                 action: tuple(positions.of.get(action, ()))
                 for action in (forward, inputs, weights, full)
             }
-            end = (positions.end(stage),)
+            end = (positions.end(stage, microbatch),)
             split = cells[inputs] + cells[weights]
             if cells[full] and split:
                 yield _Fault(
@@ -197,33 +203,31 @@ def _standing(wait: Wait, times: list[list[tuple[float, float]]]) -> Cell:
 
 def _messages(positions: _Positions) -> Iterator[_Fault]:
     """First in, first out: the first message of each channel that is received out of turn."""
-    sent: dict[tuple[int, int], list[Action]] = defaultdict(list)
-    received: dict[tuple[int, int], list[Action]] = defaultdict(list)
-    takers: dict[Action, Action] = {}
     schedule = positions.schedule
-    for rank, action in positions.in_order():
+    received: dict[Channel, list[Action]] = defaultdict(list)
+    sent: dict[Channel, list[Action]] = defaultdict(list)
+    takers: dict[Action, Action] = {}
+    for _, action in positions.in_order():
         for need in needs_of(action, schedule.stages):
-            source = schedule.placement[need.stage]
-            if need.stage != action.stage and source != rank:
-                received[source, rank].append(need)
+            if need.stage != action.stage:
+                received[channel_of(need, schedule)].append(need)
                 takers[need] = action
-    for rank, action in positions.in_order():
+    for _, action in positions.in_order():
         result = result_of(action)
         if result in takers:
-            target = schedule.placement[takers[result].stage]
-            if target != rank:
-                sent[rank, target].append(result)
-    for (source, target), arrivals in sorted(received.items()):
-        common = set(sent[source, target]) & set(arrivals)
-        departures = [message for message in sent[source, target] if message in common]
+            sent[channel_of(result, schedule)].append(result)
+    for channel, arrivals in sorted(received.items()):
+        common = set(sent[channel]) & set(arrivals)
+        departures = [message for message in sent[channel] if message in common]
         arrivals = [message for message in arrivals if message in common]
         wrong = next((p for p in zip(departures, arrivals, strict=False) if p[0] != p[1]), None)
-        if wrong:
+        if wrong and not channel.local:
             first, wanted = wrong
             yield _Fault(
-                f"rank {source} sends rank {target} the result of {first} before that of "
-                f"{wanted}, but rank {target} runs {takers[wanted]} before {takers[first]}; a "
-                "channel delivers in the order of sending",
+                f"rank {channel.source_rank} sends rank {channel.target_rank} the result of "
+                f"{first} before that of {wanted}, but rank {channel.target_rank} runs "
+                f"{takers[wanted]} before {takers[first]}; a channel delivers in the order of "
+                "sending",
                 tuple(positions.of[takers[each]][0] for each in (wanted, first)),
             )
 

@@ -35,3 +35,15 @@ def seconds(forward: float, inputs: float, weights: float) -> Callable[[Action],
         ActionKind.BACKWARD: inputs + weights,
     }
     return lambda action: table[action.kind]
+
+
+def most_alive(schedule: Schedule) -> list[int]:
+    """Per rank, the most pairs of a stage and a microbatch between F and W (or B)."""
+    highest = []
+    for row in schedule.ranks:
+        alive = most = 0
+        for action in row:
+            alive += {"F": 1, "I": 0, "W": -1, "B": -1}[action.kind.value]
+            most = max(most, alive)
+        highest.append(most)
+    return highest

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from autosplit.errors import ScheduleError
 from autosplit.pipeline.action import Action
-from autosplit.pipeline.routes import Routes, boundary_of, routes_of, target_of
+from autosplit.pipeline.routes import Channel, Routes, boundary_of, channel_of, routes_of, target_of
 from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.schedules import build
 
@@ -87,3 +88,13 @@ def test_where_a_result_goes(result: str, target: int | None, boundary: int) -> 
 def test_first_gradient_and_weights_go_nowhere() -> None:
     assert target_of(Action.parse("0I0"), 3) is None
     assert target_of(Action.parse("1W0"), 3) is None
+
+
+def test_a_channel_is_a_pair_of_stages() -> None:
+    schedule = build("zb-v", 4, 2)
+    assert channel_of(Action.parse("0F1"), schedule) == Channel(0, 1, 0, 1)
+    assert channel_of(Action.parse("3I1"), schedule) == Channel(3, 2, 0, 1)
+    assert channel_of(Action.parse("1F0"), schedule).local
+    assert not channel_of(Action.parse("0F1"), schedule).local
+    with pytest.raises(ScheduleError, match="no stage needs the result of 3F0 from another"):
+        channel_of(Action.parse("3F0"), schedule)

@@ -12,14 +12,15 @@ from autosplit.pipeline.action import Action, ActionKind
 from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.schedules import SCHEDULES, WEIGHTS, build
 from autosplit.pipeline.schedules.fill import fill
+from autosplit.pipeline.schedules.skeleton import Skeleton
 from autosplit.pipeline.simulate import simulate
 from autosplit.pipeline.validate import validate
 
 FUSED: dict[str, Any] = {"split_backward": False}
 PAPER: dict[str, Any] = {"weights": "2bp"}
 FILL: dict[str, Any] = {"weights": "fill"}
-OPTIONS = st.sampled_from([FUSED, PAPER, FILL])
-NAMES = st.sampled_from(sorted(SCHEDULES))
+NAMES = st.sampled_from(list(SCHEDULES))
+LINEAR = st.sampled_from(["naive", "gpipe", "1f1b"])
 
 TABLES: list[tuple[str, int, int, dict[str, Any], list[str]]] = [
     ("naive", 1, 1, FUSED, ["0F0 0B0"]),
@@ -124,14 +125,25 @@ def test_all_stages_in_one_process() -> None:
 
 def test_fill_is_the_default_placement() -> None:
     assert build("1f1b", 3, 4) == build("1f1b", 3, 4, weights="fill")
-    assert SCHEDULES["1f1b"](3, 4) == build("1f1b", 3, 4)
+
+
+def admitted(name: str) -> list[dict[str, Any]]:
+    """The options that the schedule admits."""
+    family = SCHEDULES[name]
+    placements = [{"weights": weights} for weights in family.weights] or [{}]
+    return [*placements, *([FUSED] if family.fused else [])]
 
 
 @st.composite
 def any_schedule(draw: st.DrawFn) -> Schedule:
-    stages, microbatches = draw(st.integers(1, 6)), draw(st.integers(1, 9))
-    ranks = draw(st.none() | st.integers(1, stages))
-    return build(draw(NAMES), stages, microbatches, ranks=ranks, **draw(OPTIONS))
+    name = draw(NAMES)
+    ranks, microbatches = draw(st.integers(1, 6)), draw(st.integers(1, 9))
+    chunks = SCHEDULES[name].chunks or draw(st.integers(2, 4))
+    stages = ranks * chunks
+    if SCHEDULES[name].chunks:
+        stages += draw(st.integers(0, 5))
+    options = draw(st.sampled_from(admitted(name)))
+    return build(name, stages, microbatches, ranks=ranks, **options)
 
 
 @settings(deadline=None, max_examples=60)
@@ -139,7 +151,8 @@ def any_schedule(draw: st.DrawFn) -> Schedule:
 def test_every_built_schedule_is_legal(schedule: Schedule) -> None:
     validate(schedule)
     assert set(schedule.placement) == set(range(len(schedule.ranks)))
-    assert list(schedule.placement) == sorted(schedule.placement)
+    if schedule.name in ("naive", "gpipe", "1f1b", "zb-h1", "zb-h2"):
+        assert list(schedule.placement) == sorted(schedule.placement)
 
 
 @settings(deadline=None, max_examples=60)
@@ -184,7 +197,7 @@ def test_activations_are_bounded(stages: int, microbatches: int, data: st.DataOb
 
 
 @settings(deadline=None, max_examples=60)
-@given(NAMES, st.integers(1, 6), st.integers(1, 10))
+@given(LINEAR, st.integers(1, 6), st.integers(1, 10))
 def test_filling_leaves_the_order_of_f_and_i_alone(
     name: str, stages: int, microbatches: int
 ) -> None:
@@ -196,7 +209,7 @@ def test_filling_leaves_the_order_of_f_and_i_alone(
 
 
 @settings(deadline=None, max_examples=60)
-@given(NAMES, st.integers(1, 6), st.integers(1, 10))
+@given(LINEAR, st.integers(1, 6), st.integers(1, 10))
 def test_filling_leaves_no_gap_while_a_weight_waits(
     name: str, stages: int, microbatches: int
 ) -> None:
@@ -251,16 +264,14 @@ def test_times_of_a_block_are_those_of_its_stages() -> None:
         build("1f1b", 4, 2, ranks=3, times=times[1:])
 
 
-@pytest.mark.parametrize("name", sorted(SCHEDULES))
+@pytest.mark.parametrize("name", list(SCHEDULES))
 def test_counts_must_be_positive_integers(name: str) -> None:
     for bad in (0, -1, 1.0, "2", True, None):
         value: Any = bad
-        with pytest.raises(ScheduleError, match=f"stages must be an integer >= 1, got {bad!r}"):
-            SCHEDULES[name](value, 2)
         with pytest.raises(
             ScheduleError, match=f"microbatches must be an integer >= 1, got {bad!r}"
         ):
-            SCHEDULES[name](2, value)
+            build(name, 2, value)
         with pytest.raises(ScheduleError, match=f"stages must be an integer >= 1, got {bad!r}"):
             build(name, value, 2)
         if bad is not None:
@@ -276,15 +287,44 @@ def refusal(**options: Any) -> str:
 
 
 def test_unknown_names_list_the_known_ones() -> None:
-    assert refusal(name="zbv") == "unknown schedule 'zbv'; known: naive, gpipe, 1f1b"
+    assert refusal(name="zbv") == f"unknown schedule 'zbv'; known: {', '.join(SCHEDULES)}"
+    assert list(SCHEDULES)[:3] == ["naive", "gpipe", "1f1b"]
     assert refusal(weights="late") == "unknown weights 'late'; known: 2bp, fill"
     assert WEIGHTS == ("2bp", "fill")
 
 
 def test_more_ranks_than_stages() -> None:
     assert refusal(ranks=3) == (
-        "2 stages cannot fill 3 ranks: each rank needs at least one stage; use at most 2 ranks or "
-        "cut the model into more stages"
+        "2 stages cannot fill 3 ranks: each rank needs at least one stage in '1f1b'; use at most "
+        "2 ranks or cut the model into more stages"
+    )
+    for name in ("interleaved", "zb-v"):
+        assert refusal(name=name, stages=5, ranks=3) == (
+            f"5 stages cannot fill 3 ranks: each rank needs at least 2 stages in {name!r}; use at "
+            "most 2 ranks or cut the model into more stages"
+        )
+    assert refusal(name="zb-v", stages=1) == (
+        "1 stages cannot fill 1 ranks: each rank needs at least 2 stages in 'zb-v'; use at most "
+        "0 ranks or cut the model into more stages"
+    )
+
+
+def test_interleaved_stages_are_dealt_out_evenly() -> None:
+    assert refusal(name="interleaved", stages=5, ranks=2) == (
+        "'interleaved' deals its stages out in turns: expected a multiple of 2 stages for 2 "
+        "ranks, got 5"
+    )
+    assert build("interleaved", 9, 3, ranks=3).placement == (0, 1, 2) * 3
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zb-h2", "zb-v", "v-half", "v-min"])
+def test_what_exists_only_split(name: str) -> None:
+    assert refusal(name=name, stages=4, split_backward=False) == (
+        f"{name!r} exists only with a split backward: leave split_backward=False out, or use one "
+        "of 'naive', 'gpipe', '1f1b', 'interleaved'"
+    )
+    assert refusal(name=name, stages=4, weights="2bp") == (
+        f"{name!r} has no weights='2bp'; it knows: 'fill'"
     )
 
 
@@ -318,8 +358,9 @@ def test_an_order_that_deadlocks_cannot_be_filled() -> None:
         [Action.parse(text) for text in row.split()]
         for row in ("0F0 0I0 0F1 0I1", "1F0 1F1 1I0 1I1")
     ]
+    skeleton = Skeleton(tuple(map(tuple, orders)), (0, 1), budgets=(2, 2))
     with pytest.raises(ScheduleError) as caught:
-        fill(orders, 2, [(1.0, 1.0, 1.0)] * 2)
+        fill(skeleton, [(1.0, 1.0, 1.0)] * 2)
     assert str(caught.value) == (
         "no place for the backward weights within 2 microbatches in flight: nothing can run while "
         "0I0, 1F1 wait"

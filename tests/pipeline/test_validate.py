@@ -121,18 +121,25 @@ def test_each_fault(schedule: Schedule, expected: list[str]) -> None:
     assert faults(schedule) == expected
 
 
-def test_a_channel_carries_outputs_and_gradients_alike() -> None:
-    """A V-shaped placement: rank 0 sends 0F1 after 3I0, but rank 1 takes them the other way."""
-    schedule = schedule_of(
-        "0F0 3F0 3B0 0F1 0B0 3F1 3B1 0B1",
-        "1F0 2F0 1F1 2B0 1B0 2F1 2B1 1B1",
-        stages=4,
-        placement=(0, 1, 1, 0),
+def test_each_pair_of_stages_has_a_channel_of_its_own() -> None:
+    """A V-shaped placement: rank 0 sends 0F1 after 3I0, and rank 1 takes them the other way."""
+    validate(
+        schedule_of(
+            "0F0 3F0 3B0 0F1 0B0 3F1 3B1 0B1",
+            "1F0 2F0 1F1 2B0 1B0 2F1 2B1 1B1",
+            stages=4,
+            placement=(0, 1, 1, 0),
+        )
     )
-    assert faults(schedule) == [
-        "rank 0 sends rank 1 the result of 3I0 before that of 0F1, but rank 1 runs 1F1 before "
-        "2B0; a channel delivers in the order of sending"
-    ]
+
+
+def test_a_second_copy_runs_the_odd_microbatches() -> None:
+    """Chimera with two ranks: each holds both stages, one of each copy."""
+    rows = "0F0 1F1 1B1 0B0", "0F1 1F0 1B0 0B1"
+    twice = dataclasses.replace(schedule_of(*rows), mirror=(1, 0))
+    validate(twice)
+    assert simulate(twice, seconds(1, 1, 0)).makespan == 4.0
+    assert "1F1 is on rank 0, but rank 1 holds stage 1" in faults(schedule_of(*rows))
 
 
 @pytest.mark.parametrize(
@@ -146,6 +153,10 @@ def test_a_channel_carries_outputs_and_gradients_alike() -> None:
         ),
         ({"placement": (0, 2)}, "stage 1 is placed on rank 2; ranks are 0 to 1"),
         ({"placement": (0, 0)}, "rank 1 holds no stage; use fewer ranks"),
+        (
+            {"mirror": (1, 0, 1)},
+            "mirror must name a rank for each of the 2 stages, got 3: (1, 0, 1)",
+        ),
     ],
 )
 def test_sizes_and_placement(changes: dict[str, Any], expected: str) -> None:

@@ -2,40 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Protocol
-
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.schedules.blocks import block_sizes, block_times, expand
-from autosplit.pipeline.schedules.gpipe import gpipe
-from autosplit.pipeline.schedules.naive import naive
-from autosplit.pipeline.schedules.one_f_one_b import one_f_one_b
-from autosplit.pipeline.schedules.weights import WEIGHTS, Times, check_counts
+from autosplit.pipeline.schedules.families import SCHEDULES, Family
+from autosplit.pipeline.schedules.weights import WEIGHTS, Times, check_counts, place_weights
 
-__all__ = ["SCHEDULES", "WEIGHTS", "ScheduleFunction", "build"]
-
-
-class ScheduleFunction(Protocol):
-    """What every schedule file offers."""
-
-    def __call__(
-        self,
-        stages: int,
-        microbatches: int,
-        *,
-        split_backward: bool = True,
-        weights: str | None = None,
-        times: Times | None = None,
-    ) -> Schedule: ...
-
-
-SCHEDULES: Mapping[str, ScheduleFunction] = MappingProxyType(
-    {"naive": naive, "gpipe": gpipe, "1f1b": one_f_one_b}
-)
-"""Every known schedule by name."""
+__all__ = ["SCHEDULES", "WEIGHTS", "Family", "build"]
 
 
 def build(
@@ -55,12 +28,16 @@ def build(
         stages: number of stages N >= 1.
         microbatches: number of microbatches M >= 1.
         split_backward: False for full backwards (B).
-        weights: where the Ws go, one of ``WEIGHTS``; None means ``"fill"``.
-        times: durations of (F, I, W) that ``"fill"`` is to suit, or one triple per stage; any
-            unit. None means F = I = W.
-        ranks: number of processes P from 1 to N; None means N. With fewer, each holds a contiguous
-            block of stages that runs as one large stage, so bubble and activations (per stage)
-            are those of P stages. The first N % P ranks hold one stage more.
+        weights: where the Ws go, one of ``WEIGHTS``. ``"2bp"`` runs them at the end, but for a few
+            that fill the cool-down; ``"fill"`` runs one wherever a rank would wait, with F and I
+            in the order they had. None takes what suits the schedule.
+        times: durations of (F, I, W) that ``"fill"`` is to suit, or one triple per stage (the first
+            stage often has no input gradient: I = 0, and W is the whole backward); any unit. None
+            means F = I = W.
+        ranks: number of processes P from 1 to N. None means as many as the schedule can use: N, or
+            half of that where each rank holds two stages apart. With fewer, contiguous blocks of
+            stages run as one large stage, so bubble and activations (per stage) are those of a
+            pipeline of blocks. The first blocks hold one stage more where N is no multiple.
 
     Raises:
         ScheduleError: an unknown name or placement, a bad count, or an option without an effect.
@@ -68,16 +45,70 @@ def build(
     if name not in SCHEDULES:
         raise ScheduleError(f"unknown schedule {name!r}; known: {', '.join(SCHEDULES)}")
     check_counts(stages=stages, microbatches=microbatches)
-    if ranks is not None:
-        check_counts(ranks=ranks)
-        if ranks > stages:
-            raise ScheduleError(
-                f"{stages} stages cannot fill {ranks} ranks: each rank needs at least one stage; "
-                f"use at most {stages} ranks or cut the model into more stages"
-            )
-    make = functools.partial(SCHEDULES[name], split_backward=split_backward, weights=weights)
-    if ranks is None or ranks == stages:
-        return make(stages, microbatches, times=times)
-    sizes = block_sizes(stages, ranks)
+    family = SCHEDULES[name]
+    ranks, chunks = _layout(name, family, stages, ranks)
+    weights = _check_weights(name, family, split_backward, weights, times)
+    given = {} if family.chunks else {"chunks": chunks}
+    skeleton = family.make(ranks, microbatches, **given)
+    if ranks * chunks == stages:
+        return place_weights(name, skeleton, weights, times)
+    sizes = block_sizes(stages, ranks * chunks)
     summed = None if times is None else block_times(times, sizes)
-    return expand(make(ranks, microbatches, times=summed), sizes)
+    return expand(place_weights(name, skeleton, weights, summed), sizes)
+
+
+def _layout(name: str, family: Family, stages: int, ranks: int | None) -> tuple[int, int]:
+    """How many ranks there are and how many blocks of stages each holds."""
+    if ranks is None:
+        ranks = max(stages // (family.chunks or 2), 1)
+    check_counts(ranks=ranks)
+    least = family.chunks or 2
+    if ranks * least > stages:
+        each = "one stage" if least == 1 else f"{least} stages"
+        raise ScheduleError(
+            f"{stages} stages cannot fill {ranks} ranks: each rank needs at least {each} in "
+            f"{name!r}; use at most {stages // least} ranks or cut the model into more stages"
+        )
+    if family.chunks is None and stages % ranks:
+        raise ScheduleError(
+            f"{name!r} deals its stages out in turns: expected a multiple of {ranks} stages for "
+            f"{ranks} ranks, got {stages}"
+        )
+    return ranks, family.chunks or stages // ranks
+
+
+def _check_weights(
+    name: str, family: Family, split_backward: bool, weights: str | None, times: Times | None
+) -> str | None:
+    """The placement to use, or None to leave the rows as they are."""
+    if weights is not None and weights not in WEIGHTS:
+        raise ScheduleError(f"unknown weights {weights!r}; known: {', '.join(WEIGHTS)}")
+    if not split_backward:
+        _refuse_without_split(name, family, weights, times)
+        return None
+    if weights is not None and weights not in family.weights:
+        known = ", ".join(map(repr, family.weights)) or "none, for it places its own"
+        raise ScheduleError(f"{name!r} has no weights={weights!r}; it knows: {known}")
+    if times is not None and (weights == "2bp" or not family.weights):
+        what = "weights='2bp'" if weights else repr(name)
+        raise ScheduleError(
+            f"times has no meaning with {what}, a fixed placement: leave times out or use "
+            "weights='fill'"
+        )
+    return weights or (family.weights[-1] if family.weights else None)
+
+
+def _refuse_without_split(
+    name: str, family: Family, weights: str | None, times: Times | None
+) -> None:
+    if not family.fused:
+        raise ScheduleError(
+            f"{name!r} exists only with a split backward: leave split_backward=False out, or use "
+            "one of " + ", ".join(repr(each) for each, family in SCHEDULES.items() if family.fused)
+        )
+    for option, value in (("weights", weights), ("times", times)):
+        if value is not None:
+            raise ScheduleError(
+                f"{option}={value!r} has no meaning with split_backward=False, where no W "
+                f"exists: leave {option} out or split the backward"
+            )

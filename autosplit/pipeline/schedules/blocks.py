@@ -1,8 +1,9 @@
-"""Several stages in one process: a contiguous block of stages runs as one large stage."""
+"""More stages than a schedule needs: a contiguous block of stages runs as one large stage."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 
 from autosplit.pipeline.action import Action, ActionKind
@@ -11,10 +12,10 @@ from autosplit.pipeline.schedules.fill import StageTimes
 from autosplit.pipeline.schedules.weights import Times, per_stage
 
 
-def block_sizes(stages: int, ranks: int) -> list[int]:
-    """How many stages each rank holds; the first ``stages % ranks`` ranks hold one more."""
-    size, larger = divmod(stages, ranks)
-    return [size + 1 if rank < larger else size for rank in range(ranks)]
+def block_sizes(stages: int, blocks: int) -> list[int]:
+    """How many stages each block holds; the first ``stages % blocks`` hold one more."""
+    size, larger = divmod(stages, blocks)
+    return [size + 1 if block < larger else size for block in range(blocks)]
 
 
 def block_times(times: Times, sizes: Sequence[int]) -> list[StageTimes]:
@@ -32,14 +33,14 @@ def block_times(times: Times, sizes: Sequence[int]) -> list[StageTimes]:
 
 
 def expand(schedule: Schedule, sizes: Sequence[int]) -> Schedule:
-    """Replace each stage by a block of stages on the same rank.
+    """Replace each stage by a contiguous block of stages on the same rank.
 
     An F becomes the block's Fs, first stage first; an I, W or B becomes those of the block, last
     stage first. So the step keeps the shape it has with one stage a rank: as legal, with the same
     messages, and with as many microbatches in flight on every stage of a block.
 
     Args:
-        schedule: one stage a rank.
+        schedule: of as many stages as there are blocks.
         sizes: stages in each block, each >= 1.
     """
     first = [sum(sizes[:rank]) for rank in range(len(sizes))]
@@ -49,11 +50,15 @@ def expand(schedule: Schedule, sizes: Sequence[int]) -> Schedule:
         order = block if action.kind is ActionKind.FORWARD else reversed(block)
         return [Action(stage, action.kind, action.microbatch) for stage in order]
 
-    return Schedule(
-        schedule.name,
-        sum(sizes),
-        schedule.microbatches,
-        tuple(tuple(each for action in row for each in members(action)) for row in schedule.ranks),
-        tuple(rank for rank, size in enumerate(sizes) for _ in range(size)),
-        schedule.split_backward,
+    def spread(placement: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(rank for rank, size in zip(placement, sizes, strict=True) for _ in range(size))
+
+    return replace(
+        schedule,
+        stages=sum(sizes),
+        ranks=tuple(
+            tuple(each for action in row for each in members(action)) for row in schedule.ranks
+        ),
+        placement=spread(schedule.placement),
+        mirror=None if schedule.mirror is None else spread(schedule.mirror),
     )

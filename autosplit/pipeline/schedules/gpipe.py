@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-from autosplit.pipeline.action import Action, ActionKind
-from autosplit.pipeline.schedule import Schedule
-from autosplit.pipeline.schedules.weights import Times, check_counts, place_weights
+from autosplit.pipeline.schedules.skeleton import Skeleton, backward, forward
 
 
-def gpipe(
-    stages: int,
-    microbatches: int,
-    *,
-    split_backward: bool = True,
-    weights: str | None = None,
-    times: Times | None = None,
-) -> Schedule:
+def gpipe(ranks: int, microbatches: int) -> Skeleton:
     """Every microbatch goes forward before the first one goes backward.
 
     Source: GPipe (Huang et al., arXiv 1811.06965), with the backwards oldest microbatch first.
@@ -25,33 +16,13 @@ def gpipe(
     order while all stages are alike, for then the Is arrive without a gap.
 
     Activation memory per stage: all M microbatches. Split, what a W needs stays until the end.
-
-    Args:
-        stages: N >= 1.
-        microbatches: M >= 1.
-        split_backward: False for full backwards (B).
-        weights: ``"2bp"`` runs all Ws at the end, ``"fill"`` (also None) where the rank would
-            wait, with F and I in the order they had.
-        times: durations of (F, I, W) that ``"fill"`` is to suit, or one triple per stage; any unit.
-
-    Raises:
-        ScheduleError: a bad count, an unknown placement, or an option without an effect.
     """
-    check_counts(stages=stages, microbatches=microbatches)
-    orders = [
-        [
-            Action(stage, kind, microbatch)
-            for kind in (ActionKind.FORWARD, ActionKind.BACKWARD)
+    rows = tuple(
+        tuple(
+            make(stage, microbatch)
+            for make in (forward, backward)
             for microbatch in range(microbatches)
-        ]
-        for stage in range(stages)
-    ]
-    return place_weights(
-        "gpipe",
-        orders,
-        paced=[0] * stages,
-        limit=microbatches,
-        split_backward=split_backward,
-        weights=weights,
-        times=times,
+        )
+        for stage in range(ranks)
     )
+    return Skeleton(rows, tuple(range(ranks)), budgets=(microbatches,) * ranks, paced=(0,) * ranks)

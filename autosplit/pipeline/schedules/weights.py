@@ -1,6 +1,6 @@
 """Where the backward weights go: shared by every schedule that can split its backward.
 
-A schedule says in which order each stage runs F and B. This file turns the Bs into Is and places
+A schedule says in which order each rank runs F and B. This file turns the Bs into Is and places
 the Ws, always oldest microbatch first.
 """
 
@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.action import Action, ActionKind
 from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.schedules.fill import StageTimes, fill
+from autosplit.pipeline.schedules.skeleton import Row, Skeleton
 from autosplit.pipeline.simulate import simulate
 
 WEIGHTS = ("2bp", "fill")
@@ -27,41 +29,27 @@ _PATIENCE = (0.5, 0.25, 0.0, 1.0)
 
 
 def place_weights(
-    name: str,
-    orders: Sequence[Sequence[Action]],
-    *,
-    paced: Sequence[int],
-    limit: int,
-    split_backward: bool,
-    weights: str | None,
-    times: Times | None,
+    name: str, skeleton: Skeleton, weights: str | None, times: Times | None
 ) -> Schedule:
-    """The schedule, one stage a rank, that runs each stage's F and B in the given order.
+    """The schedule of a skeleton.
 
     Args:
         name: the schedule's name.
-        orders: per stage, its F and B.
-        paced: for ``weights="2bp"``, per stage, how many of the last Is are each followed by one
-            W; the other Ws run at the end.
-        limit: for ``weights="fill"``, at most so many microbatches per stage whose F has run and
-            whose W has not.
-        split_backward: False keeps the Bs; then ``weights`` and ``times`` must be None.
-        weights: ``"2bp"`` or ``"fill"``; None means ``"fill"``.
+        skeleton: the order of F and B.
+        weights: ``"2bp"``, ``"fill"``, or None to run the rows as they are.
         times: durations that ``"fill"`` is to suit; None means F = I = W.
 
     Raises:
-        ScheduleError: an unknown placement, or an option that would have no effect.
+        ScheduleError: times that are none.
     """
-    weights = _check_weights(split_backward, weights, times)
-    if weights is None:
-        ranks = tuple(tuple(order) for order in orders)
-    elif weights == "2bp":
-        ranks = tuple(
-            _paper(_inputs_only(order), count) for order, count in zip(orders, paced, strict=True)
-        )
+    if weights == "2bp" and skeleton.paced is not None:
+        rows = zip(skeleton.rows, skeleton.paced, strict=True)
+        ranks = tuple(_paper(_inputs_only(row), count) for row, count in rows)
+    elif weights == "fill":
+        ranks = _fill_best(name, skeleton, times)
     else:
-        ranks = _fill_best([_inputs_only(order) for order in orders], limit, times)
-    return _schedule(name, ranks, split_backward)
+        ranks = skeleton.rows
+    return schedule_of(name, skeleton, ranks)
 
 
 def check_counts(**counts: int) -> None:
@@ -75,60 +63,39 @@ def check_counts(**counts: int) -> None:
             raise ScheduleError(f"{what} must be an integer >= 1, got {value!r}")
 
 
-def _check_weights(split_backward: bool, weights: str | None, times: Times | None) -> str | None:
-    """The placement to use, or None for full backwards."""
-    if weights is not None and weights not in WEIGHTS:
-        raise ScheduleError(f"unknown weights {weights!r}; known: {', '.join(WEIGHTS)}")
-    if not split_backward:
-        for option, value in (("weights", weights), ("times", times)):
-            if value is not None:
-                raise ScheduleError(
-                    f"{option}={value!r} has no meaning with split_backward=False, where no W "
-                    f"exists: leave {option} out or split the backward"
-                )
-        return None
-    if weights == "2bp" and times is not None:
-        raise ScheduleError(
-            "times has no meaning with weights='2bp', a fixed placement: leave times out or use "
-            "weights='fill'"
-        )
-    return weights or "fill"
-
-
-def _inputs_only(order: Sequence[Action]) -> list[Action]:
-    """The order with each B replaced by its I."""
-    return [
-        Action(action.stage, ActionKind.BACKWARD_INPUT, action.microbatch)
+def _inputs_only(row: Sequence[Action]) -> Row:
+    """The row with each B replaced by its I."""
+    return tuple(
+        replace(action, kind=ActionKind.BACKWARD_INPUT)
         if action.kind is ActionKind.BACKWARD
         else action
-        for action in order
-    ]
+        for action in row
+    )
 
 
-def _paper(order: Sequence[Action], count: int) -> tuple[Action, ...]:
+def _paper(row: Row, count: int) -> Row:
     """One W after each of the last ``count`` Is, and the rest at the end."""
-    inputs = [action for action in order if action.kind is ActionKind.BACKWARD_INPUT]
+    inputs = [action for action in row if action.kind is ActionKind.BACKWARD_INPUT]
     followed = set(inputs[max(len(inputs) - count, 0) :])
-    pending = [Action(a.stage, ActionKind.BACKWARD_WEIGHT, a.microbatch) for a in inputs]
+    pending = [replace(action, kind=ActionKind.BACKWARD_WEIGHT) for action in inputs]
     pending.reverse()
     result = []
-    for action in order:
+    for action in row:
         result.append(action)
         if action in followed:
             result.append(pending.pop())
     return (*result, *reversed(pending))
 
 
-def _fill_best(
-    orders: Sequence[Sequence[Action]], limit: int, times: Times | None
-) -> tuple[tuple[Action, ...], ...]:
+def _fill_best(name: str, skeleton: Skeleton, times: Times | None) -> tuple[Row, ...]:
     """Fill under F = I = W and, given times, under those too; keep what they make shortest.
 
     The order for F = I = W is the first candidate because it is hard to beat: a greedy choice
     under true times may start a W that no longer fits and pass the delay on to every stage.
     """
-    stages = len(orders)
-    best = fill(orders, limit, [(1.0, 1.0, 1.0)] * stages)
+    skeleton = replace(skeleton, rows=tuple(map(_inputs_only, skeleton.rows)))
+    stages = len(skeleton.placement)
+    best = fill(skeleton, [(1.0, 1.0, 1.0)] * stages)
     if times is None:
         return best
     triples = per_stage(times, stages)
@@ -137,17 +104,26 @@ def _fill_best(
         for stage, triple in enumerate(triples)
         for kind, seconds in zip(_SPLIT_KINDS, triple, strict=True)
     }
-    candidates = [best, *(fill(orders, limit, triples, patience=each) for each in _PATIENCE)]
+    candidates = [best, *(fill(skeleton, triples, patience=each) for each in _PATIENCE)]
     return min(
-        candidates, key=lambda ranks: simulate(_schedule("fill", ranks, True), duration).makespan
+        candidates,
+        key=lambda ranks: simulate(schedule_of(name, skeleton, ranks), duration).step_time,
     )
 
 
-def _schedule(name: str, ranks: tuple[tuple[Action, ...], ...], split_backward: bool) -> Schedule:
-    """One stage a rank."""
-    stages = len(ranks)
-    microbatches = sum(action.kind is ActionKind.FORWARD for action in ranks[0])
-    return Schedule(name, stages, microbatches, ranks, tuple(range(stages)), split_backward)
+def schedule_of(name: str, skeleton: Skeleton, ranks: tuple[Row, ...]) -> Schedule:
+    """The schedule that runs ``ranks`` where ``skeleton`` places its stages."""
+    actions = [action for row in ranks for action in row]
+    return Schedule(
+        name,
+        len(skeleton.placement),
+        1 + max(action.microbatch for action in actions),
+        ranks,
+        skeleton.placement,
+        any(action.kind is ActionKind.BACKWARD_INPUT for action in actions),
+        skeleton.mirror,
+        skeleton.crosses_step,
+    )
 
 
 def per_stage(times: Times, stages: int) -> list[StageTimes]:
