@@ -18,6 +18,7 @@ from torch import fx
 from .errors import PassError
 from .graph import outputs, placeholders, role_of, source_line
 from .ops import OVERLOAD, overload
+from .strides import stride_check
 
 HEADER = "import operator\n\nimport torch\n\naten = torch.ops.aten\n"
 
@@ -68,6 +69,7 @@ def generate(name: str, module: fx.GraphModule) -> str:
         if line and line != source:
             lines.append(f"    # {line}")
             source = line
+        lines += stride_check(node, _name)
         lines.append(_statement(node, last_use.get(node, [])))
     return "\n".join(lines) + "\n"
 
