@@ -13,6 +13,11 @@ from transformers import AutoConfig
 from ..subject import Loss, Subject, projection
 
 Inputs = Callable[[], dict[str, Any]]
+Prepare = Callable[[Any], None]
+
+
+def nothing(model: Any) -> None:
+    """The model stays as its configuration makes it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +29,7 @@ class Architecture:
     inputs: keyword arguments of one microbatch.
     can_tie: examined with the embedding tied to the head and without.
     variant: tells two rows of one model type apart.
+    prepare: called with the new model.
     """
 
     model_type: str
@@ -32,6 +38,7 @@ class Architecture:
     inputs: Inputs
     can_tie: bool = False
     variant: str = ""
+    prepare: Prepare = nothing
 
     def subject(self, tied: bool | None, training: bool) -> Subject:
         tying = {} if tied is None else {"tie_word_embeddings": tied}
@@ -39,6 +46,7 @@ class Architecture:
         def build() -> nn.Module:
             config = AutoConfig.for_model(self.model_type, **{**self.config, **tying})
             model: nn.Module = self.family.from_config(config)
+            self.prepare(model)
             return model.train(training)
 
         words = [self.model_type, self.variant]

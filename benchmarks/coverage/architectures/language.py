@@ -4,32 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from transformers import AutoModelForCausalLM
 
 from .architecture import Architecture
+from .inputs import tokens
+from .sizes import TEXT, Sizes
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 64,
-    "max_position_embeddings": 64,
-    "use_cache": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-GROUPED: dict[str, Any] = {"num_key_value_heads": 2}
-HEADS: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": 8}
-EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2}
-ROUTED: dict[str, Any] = {
+GROUPED: Sizes = {"num_key_value_heads": 2}
+HEADS: Sizes = {"num_key_value_heads": 2, "head_dim": 8}
+EXPERTS: Sizes = {"num_experts": 4, "num_experts_per_tok": 2}
+ROUTED: Sizes = {
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 16,
 }
-LATENT: dict[str, Any] = {
+LATENT: Sizes = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 8,
     "q_lora_rank": 8,
@@ -39,8 +28,8 @@ LATENT: dict[str, Any] = {
     "first_k_dense_replace": 1,
     "topk_group": 1,
 }
-SCAN: dict[str, Any] = {"state_size": 4, "time_step_rank": 2}
-SCAN_HEADS: dict[str, Any] = {
+SCAN: Sizes = {"state_size": 4, "time_step_rank": 2}
+SCAN_HEADS: Sizes = {
     "mamba_n_heads": 8,
     "mamba_d_head": 8,
     "mamba_n_groups": 1,
@@ -49,14 +38,9 @@ SCAN_HEADS: dict[str, Any] = {
 }
 
 
-def tokens() -> dict[str, Any]:
-    """Two sequences of eight tokens, predicted by the model itself."""
-    ids = torch.randint(3, 64, (2, 8))
-    return {"input_ids": ids, "labels": ids.clone()}
-
-
 def _causal(model_type: str, can_tie: bool = False, **config: Any) -> Architecture:
-    return Architecture(model_type, AutoModelForCausalLM, {**SIZES, **config}, tokens, can_tie)
+    sizes = {**TEXT, "use_cache": False, **config}
+    return Architecture(model_type, AutoModelForCausalLM, sizes, tokens, can_tie)
 
 
 DECODERS = (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from transformers import (
     AutoModel,
     AutoModelForAudioClassification,
@@ -15,95 +14,39 @@ from transformers import (
     AutoModelForSpeechSeq2Seq,
 )
 
-from .architecture import Architecture
+from .architecture import Architecture, Prepare, nothing
+from .inputs import (
+    labelled_areas,
+    labelled_pixels,
+    labelled_spectrum,
+    pairs,
+    pixels,
+    spectrum,
+    waves,
+)
+from .sizes import HALVES, IMAGES, TEXT, WIDTHS, Sizes
 
-PATCHES: dict[str, Any] = {
-    "image_size": 32,
-    "patch_size": 8,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 64,
-}
-WINDOWS: dict[str, Any] = {"image_size": 32, "patch_size": 4, "embed_dim": 16, "depths": [1, 1]}
-STAGES: dict[str, Any] = {"hidden_sizes": [8, 16, 16, 16], "depths": [1, 1, 1, 1]}
-RESIDUAL: dict[str, Any] = {
+WINDOWS: Sizes = {"image_size": 32, "patch_size": 4, "embed_dim": 16, "depths": [1, 1]}
+STAGES: Sizes = {"hidden_sizes": [8, 16, 16, 16], "depths": [1, 1, 1, 1]}
+RESIDUAL: Sizes = {
     "embedding_size": 8,
     "hidden_sizes": [16, 16, 32, 32],
     "depths": [1, 1, 1, 1],
 }
-PYRAMID: dict[str, Any] = {**STAGES, "num_attention_heads": [1, 2, 2, 2]}
-WAVES: dict[str, Any] = {
+PYRAMID: Sizes = {**STAGES, "num_attention_heads": [1, 2, 2, 2]}
+WAVES: Sizes = {
+    **WIDTHS,
     "vocab_size": 32,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 64,
     "conv_dim": [16, 16],
     "conv_stride": [5, 4],
     "conv_kernel": [10, 8],
     "num_feat_extract_layers": 2,
     "num_conv_pos_embeddings": 8,
     "num_conv_pos_embedding_groups": 4,
+    "layerdrop": 0.0,
+    "apply_spec_augment": False,
 }
-SPEECH: dict[str, Any] = {
-    "vocab_size": 32,
-    "d_model": 32,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 64,
-    "decoder_ffn_dim": 64,
-    "use_cache": False,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 1,
-}
-TEXT: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 64,
-    "max_position_embeddings": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-
-
-def pixels(size: int = 32) -> dict[str, Any]:
-    return {"pixel_values": torch.randn(2, 3, size, size, requires_grad=True)}
-
-
-def labelled_pixels(size: int = 32) -> dict[str, Any]:
-    return {**pixels(size), "labels": torch.randint(0, 3, (2,))}
-
-
-def labelled_areas() -> dict[str, Any]:
-    return {**pixels(), "labels": torch.randint(0, 3, (2, 32, 32))}
-
-
-def waves() -> dict[str, Any]:
-    return {"input_values": torch.randn(2, 800)}
-
-
-def spectrum(*shape: int) -> dict[str, Any]:
-    features = torch.randn(2, *shape, requires_grad=True)
-    return {"input_features": features, "labels": torch.randint(3, 32, (2, 4))}
-
-
-def labelled_spectrum() -> dict[str, Any]:
-    features = torch.randn(2, 32, 16, requires_grad=True)
-    return {"input_values": features, "labels": torch.randint(0, 2, (2,))}
-
-
-def pairs() -> dict[str, Any]:
-    ids = torch.randint(3, 64, (2, 8))
-    ids[:, -1] = 2
-    return {"input_ids": ids, **pixels(), "return_loss": True}
+SPEECH: Sizes = {**HALVES, "vocab_size": 32}
 
 
 def _seeing(model_type: str, size: int = 32, **config: Any) -> Architecture:
@@ -115,24 +58,31 @@ def _seeing(model_type: str, size: int = 32, **config: Any) -> Architecture:
     )
 
 
-def _hearing(model_type: str, **config: Any) -> Architecture:
-    return Architecture(model_type, AutoModel, {**WAVES, **config}, waves)
+def _freeze_features(model: Any) -> None:
+    """As in fine-tuning. A trainable one sets requires_grad of its input, which no graph holds."""
+    model.feature_extractor._freeze_parameters()
+
+
+def _hearing(
+    model_type: str, variant: str = "", prepare: Prepare = _freeze_features, **config: Any
+) -> Architecture:
+    sizes = {**WAVES, **config}
+    return Architecture(model_type, AutoModel, sizes, waves, variant=variant, prepare=prepare)
 
 
 def _matching(model_type: str, **text: Any) -> Architecture:
-    vision = {key: PATCHES[key] for key in PATCHES}
-    config = {"text_config": {**TEXT, **text}, "vision_config": vision, "projection_dim": 16}
+    config = {"text_config": {**TEXT, **text}, "vision_config": IMAGES, "projection_dim": 16}
     return Architecture(model_type, AutoModel, config, pairs)
 
 
 VISION = (
-    _seeing("vit", **PATCHES),
-    _seeing("vit_msn", **PATCHES),
-    _seeing("beit", **PATCHES),
-    _seeing("data2vec-vision", **PATCHES),
-    _seeing("dinov2", **PATCHES),
-    _seeing("dinov2_with_registers", **PATCHES),
-    _seeing("ijepa", **PATCHES),
+    _seeing("vit", **IMAGES),
+    _seeing("vit_msn", **IMAGES),
+    _seeing("beit", **IMAGES),
+    _seeing("data2vec-vision", **IMAGES),
+    _seeing("dinov2", **IMAGES),
+    _seeing("dinov2_with_registers", **IMAGES),
+    _seeing("ijepa", **IMAGES),
     _seeing("swin", num_heads=[2, 2], window_size=4, **WINDOWS),
     _seeing("swinv2", num_heads=[2, 2], window_size=4, **WINDOWS),
     _seeing("convnext", num_stages=4, **STAGES),
@@ -151,7 +101,7 @@ VISION = (
         "vit_mae",
         AutoModelForPreTraining,
         {
-            **PATCHES,
+            **IMAGES,
             "decoder_hidden_size": 16,
             "decoder_num_hidden_layers": 1,
             "decoder_num_attention_heads": 2,
@@ -182,6 +132,14 @@ VISION = (
 
 AUDIO = (
     _hearing("wav2vec2"),
+    _hearing(
+        "wav2vec2",
+        variant="pretraining",
+        prepare=nothing,
+        layerdrop=0.1,
+        apply_spec_augment=True,
+        mask_time_length=2,
+    ),
     _hearing("hubert"),
     _hearing("wavlm"),
     _hearing("unispeech"),
@@ -206,10 +164,7 @@ AUDIO = (
         "audio-spectrogram-transformer",
         AutoModelForAudioClassification,
         {
-            "hidden_size": 32,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "intermediate_size": 64,
+            **WIDTHS,
             "max_length": 32,
             "num_mel_bins": 16,
             "patch_size": 8,

@@ -4,54 +4,39 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from transformers import AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
 from .architecture import Architecture, Inputs
-from .language import SIZES, tokens
+from .inputs import masked_tokens, tokens
+from .sizes import HALVES, NO_DROPPED_LAYERS, TEXT, Sizes
 
-HALVES: dict[str, Any] = {
-    "d_model": 32,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 64,
-    "decoder_ffn_dim": 64,
-    "decoder_start_token_id": 1,
-}
-T5: dict[str, Any] = {
+T5: Sizes = {
+    **TEXT,
+    "use_cache": False,
     "d_kv": 8,
     "d_ff": 64,
     "num_layers": 2,
     "num_heads": 4,
     "decoder_start_token_id": 1,
 }
-PROPHET: dict[str, Any] = {
-    key.replace("encoder_layers", "num_encoder_layers")
-    .replace("decoder_layers", "num_decoder_layers")
-    .replace("encoder_attention", "num_encoder_attention")
-    .replace("decoder_attention", "num_decoder_attention"): value
-    for key, value in HALVES.items()
-}
-
-
-def masked_tokens() -> dict[str, Any]:
-    """Two sequences of eight tokens, the second padded from its sixth."""
-    batch = tokens()
-    batch["attention_mask"] = torch.tensor([[1] * 8, [1] * 5 + [0] * 3])
-    return batch
 
 
 def _masked(
     model_type: str, can_tie: bool = False, inputs: Inputs = masked_tokens, **config: Any
 ) -> Architecture:
-    sizes = {key: value for key, value in SIZES.items() if key != "use_cache"}
-    return Architecture(model_type, AutoModelForMaskedLM, {**sizes, **config}, inputs, can_tie)
+    return Architecture(model_type, AutoModelForMaskedLM, {**TEXT, **config}, inputs, can_tie)
 
 
-def _translating(model_type: str, can_tie: bool = False, **config: Any) -> Architecture:
-    return Architecture(model_type, AutoModelForSeq2SeqLM, {**SIZES, **config}, tokens, can_tie)
+def _translating(
+    model_type: str,
+    can_tie: bool = False,
+    sizes: Sizes = HALVES,
+    inputs: Inputs = tokens,
+    variant: str = "",
+    **config: Any,
+) -> Architecture:
+    sizes = {**sizes, **config}
+    return Architecture(model_type, AutoModelForSeq2SeqLM, sizes, inputs, can_tie, variant)
 
 
 ENCODERS = (
@@ -91,20 +76,21 @@ ENCODERS = (
 )
 
 ENCODER_DECODERS = (
-    _translating("t5", can_tie=True, **T5),
-    _translating("mt5", can_tie=True, **T5),
-    _translating("umt5", **T5),
-    _translating("longt5", local_radius=3, **T5),
-    _translating("switch_transformers", num_experts=4, **T5),
-    _translating("bart", can_tie=True, **HALVES),
-    _translating("mbart", **HALVES),
-    _translating("plbart", **HALVES),
-    _translating("pegasus", **HALVES),
-    _translating("marian", **HALVES),
-    _translating("blenderbot", **HALVES),
-    _translating("blenderbot-small", **HALVES),
-    _translating("m2m_100", **HALVES),
-    _translating("fsmt", langs=["en", "de"], src_vocab_size=64, tgt_vocab_size=64, **HALVES),
-    _translating("led", attention_window=4, **HALVES),
-    _translating("nllb-moe", num_experts=4, **HALVES),
+    _translating("t5", can_tie=True, sizes=T5),
+    _translating("mt5", can_tie=True, sizes=T5),
+    _translating("umt5", sizes=T5),
+    _translating("longt5", sizes=T5, inputs=masked_tokens, local_radius=3),
+    _translating("switch_transformers", sizes=T5, num_experts=4),
+    _translating("bart", can_tie=True),
+    _translating("mbart"),
+    _translating("plbart"),
+    _translating("pegasus"),
+    _translating("marian"),
+    _translating("blenderbot"),
+    _translating("blenderbot-small"),
+    _translating("m2m_100", **NO_DROPPED_LAYERS),
+    _translating("m2m_100", variant="drops layers"),
+    _translating("fsmt", langs=["en", "de"], src_vocab_size=64, tgt_vocab_size=64),
+    _translating("led", attention_window=4),
+    _translating("nllb-moe", num_experts=4, **NO_DROPPED_LAYERS),
 )
