@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
+import math
 import pathlib
 import re
 import shlex
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -19,11 +21,14 @@ from ..environment import describe
 from .examine import examine
 from .judge import FACTOR, ROUNDINGS
 from .render import GOOD, category, render
-from .results import Results, Rows, row
+from .results import Results, Rows, row, sources
 from .subject import Subject
 
 HERE = pathlib.Path(__file__).parent
 PARTS = ("modules", "transformers", "breaks", "generated")
+RUN = 50  # examples of one run of hypothesis
+
+Examination = Callable[[], dict[str, Any]]
 
 
 def main() -> None:
@@ -31,10 +36,11 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", help=f"which of {', '.join(PARTS)}; all by default")
     parser.add_argument("--select", default="", help="only cases whose name matches this pattern")
     parser.add_argument("--samples", type=int, default=6, help="inputs for each module at most")
-    parser.add_argument("--examples", type=int, default=1000, help="generated modules")
-    parser.add_argument("--seed", type=int, default=0, help="of the generated modules")
+    parser.add_argument("--examples", type=int, default=3000, help="generated modules")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after these")
-    parser.add_argument("--resume", action="store_true", help="skip what came out equal before")
+    parser.add_argument(
+        "--resume", action="store_true", help="skip what came out well with the same sources"
+    )
     options = parser.parse_args()
     unknown = sorted(set(options.parts) - set(PARTS))
     if unknown:
@@ -54,21 +60,37 @@ def main() -> None:
 
 
 def _run(part: str, options: argparse.Namespace, results: Results) -> Iterator[dict[str, Any]]:
-    if part == "generated":
-        yield _generated(options)
-        return
-    known = results.rows(part) if options.resume else []
-    done = {each["name"] for each in known if category(each) in GOOD}
+    known = [each for each in results.rows(part) if each["sources"] == sources()]
+    done = {each["name"] for each in known if _is_good(each)} if options.resume else set()
     cases = [
-        (group, subject)
-        for group, subject in _subjects(part, options)
-        if re.search(options.select, subject.name) and subject.name not in done
+        (name, examination)
+        for name, examination in _cases(part, options)
+        if re.search(options.select, name) and name not in done
     ]
     end = time.monotonic() + options.seconds
-    for group, subject in tqdm(cases, desc=part, mininterval=5):
+    for _, examination in tqdm(cases, desc=part, mininterval=5):
         if time.monotonic() > end:
             return
-        yield row(examine(subject), group)
+        yield examination()
+
+
+def _is_good(found: dict[str, Any]) -> bool:
+    return not found["failures"] if "failures" in found else category(found) in GOOD
+
+
+def _cases(part: str, options: argparse.Namespace) -> Iterator[tuple[str, Examination]]:
+    """(name of the row, what makes the row)"""
+    if part == "generated":
+        for seed in range(math.ceil(options.examples / RUN)):
+            examples = min(RUN, options.examples - seed * RUN)
+            yield f"seed {seed}", functools.partial(_generated, seed, examples)
+    else:
+        for group, subject in _subjects(part, options):
+            yield subject.name, functools.partial(_examined, subject, group)
+
+
+def _examined(subject: Subject, group: str) -> dict[str, Any]:
+    return row(examine(subject), group)
 
 
 def _subjects(part: str, options: argparse.Namespace) -> Iterable[tuple[str, Subject]]:
@@ -89,15 +111,15 @@ def _subjects(part: str, options: argparse.Namespace) -> Iterable[tuple[str, Sub
     return (("breaks", each) for each in breaks.subjects())
 
 
-def _generated(options: argparse.Namespace) -> dict[str, Any]:
+def _generated(seed: int, examples: int) -> dict[str, Any]:
     from .generated.sweep import sweep
 
-    found = sweep(options.examples, seed=options.seed, seconds=options.seconds)
+    found = sweep(examples, seed=seed)
     return {
-        "name": f"{found.examples} examples from seed {options.seed}",
+        "name": f"seed {seed}",
         "verdicts": {verdict.value: count for verdict, count in found.verdicts.items()},
         "in_parts": found.in_parts,
-        "refusals": dict(found.refusals.most_common()),
+        "refusals": dict(found.refusals),
         "failures": found.failures,
     }
 
@@ -108,7 +130,7 @@ def _command(part: str, options: argparse.Namespace) -> str:
     if part == "modules":
         words += ["--samples", str(options.samples)]
     if part == "generated":
-        words += ["--examples", str(options.examples), "--seed", str(options.seed)]
+        words += ["--examples", str(options.examples)]
     return shlex.join(words)
 
 

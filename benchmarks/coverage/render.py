@@ -24,7 +24,7 @@ GOOD = {Verdict.EQUAL.value, Verdict.CLOSE.value, PARTLY}
 TEMPLATE = """\
 # Which modules are split, against plain autograd
 
-Written by `python -m benchmarks.coverage`; do not edit. {environment}.
+Written by `python -m benchmarks.coverage`; do not edit. {environment}. {sources}.
 
 Each case runs twice from the same seed, split and under plain autograd: two microbatches forward
 and backward, then `backward_weight()`, a step of gradient descent, and another microbatch.
@@ -74,6 +74,7 @@ def render(results: Results, factor: float, roundings: float) -> str:
     environment = next((part["environment"] for part in parts), "")
     return TEMPLATE.format(
         environment=environment,
+        sources=code_states(results),
         factor=factor,
         roundings=roundings,
         summary=_summary(results),
@@ -85,6 +86,13 @@ def render(results: Results, factor: float, roundings: float) -> str:
         generated=_generated(results),
         commands="\n".join(line for part in parts for line in part["commands"]),
     )
+
+
+def code_states(results: Results) -> str:
+    """Whether all rows were found with the same code."""
+    found = sorted({row["sources"] for part in results.parts for row in results.rows(part)})
+    states = "one state" if len(found) == 1 else f"{len(found)} states"
+    return f"All rows are from {states} of autosplit's sources (digest {', '.join(found)})"
 
 
 def category(row: dict[str, Any]) -> str:
@@ -109,9 +117,10 @@ def _summary(results: Results) -> str:
         for part, title in names.items()
         if (rows := results.rows(part))
     ]
-    for row in results.rows("generated")[-1:]:
-        counts = [row["verdicts"].get(column, "") for column in COLUMNS]
-        table.append(["generated modules", sum(row["verdicts"].values()), *counts])
+    if rows := results.rows("generated"):
+        verdicts = _total(rows, "verdicts")
+        counts = [verdicts[column] or "" for column in COLUMNS]
+        table.append(["generated modules", verdicts.total(), *counts])
     return _table(["cases", "in all", *COLUMNS], table)
 
 
@@ -171,13 +180,26 @@ def _generated(results: Results) -> str:
     rows = results.rows("generated")
     if not rows:
         return "Not run."
-    last = rows[-1]
-    lines = [last["name"] + "."]
-    if last["refusals"]:
-        table = [[count, _brief(reason)] for reason, count in last["refusals"].items()]
+    verdicts, refusals = _total(rows, "verdicts"), _total(rows, "refusals")
+    parts = sum(row["in_parts"] for row in rows)
+    backward = verdicts.total() - verdicts[Verdict.NO_BACKWARD.value]
+    lines = [
+        f"{verdicts.total()} modules made by hypothesis from {len(rows)} seeds: random graphs of "
+        "layers and functions with shared and frozen layers, views, in-place operators, dropout "
+        f"and tied weights. {backward} have a backward in eager; {parts} of these are in parts. A "
+        "failing module is shrunk to the smallest that fails."
+    ]
+    if refusals:
+        table = [[count, _brief(reason)] for reason, count in refusals.most_common()]
         lines.append(_table(["examples", "refused because"], table))
-    lines += [f"{why}\n\n```python\n{plan}\n```" for plan, why in last["failures"].items()]
+    failures = {plan: why for row in rows for plan, why in row["failures"].items()}
+    lines += [f"{why}\n\n```python\n{plan}\n```" for plan, why in failures.items()]
     return "\n\n".join(lines)
+
+
+def _total(rows: Rows, key: str) -> Counter[str]:
+    """Counts of the rows, added."""
+    return sum((Counter(row[key]) for row in rows), Counter())
 
 
 def _brief(detail: str) -> str:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import hashlib
 import json
 import pathlib
 from collections.abc import Iterable
 from typing import Any
+
+import autosplit
 
 from .examine import Finding
 
@@ -28,7 +32,7 @@ class Results:
         """Replace the part's rows of the same names, keep its others, and write the file."""
         self.parts = Results.read(self.path).parts  # another part may have been run meanwhile
         known = {row["name"]: row for row in self.parts.get(part, {}).get("rows", [])}
-        known |= {row["name"]: row for row in rows}
+        known |= {row["name"]: {**row, "sources": sources()} for row in rows}
         commands = self.parts.get(part, {}).get("commands", [])
         self.parts[part] = {
             "environment": environment,
@@ -40,6 +44,14 @@ class Results:
     def rows(self, part: str) -> Rows:
         found: Rows = self.parts.get(part, {}).get("rows", [])
         return found
+
+
+@functools.cache
+def sources() -> str:
+    """Names the state of autosplit's sources that a row was found with."""
+    package = pathlib.Path(autosplit.__file__).parent
+    files = sorted({*package.rglob("*.py"), *(package / "passes").resolve().glob("*.py")})
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
 
 
 def row(finding: Finding, group: str) -> dict[str, Any]:

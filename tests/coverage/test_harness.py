@@ -14,7 +14,8 @@ import autosplit
 from autosplit import SplitError
 from benchmarks.coverage.examine import Verdict, examine
 from benchmarks.coverage.judge import differences, out_of_tolerance
-from benchmarks.coverage.results import Results, row
+from benchmarks.coverage.render import code_states
+from benchmarks.coverage.results import Results, row, sources
 from benchmarks.coverage.subject import Subject
 
 
@@ -207,3 +208,12 @@ def test_results_are_kept_part_by_part(tmp_path: Any) -> None:
     Results.read(path).update("modules", [{**row(finding, "small"), "name": "b"}], "2", "here")
     assert [each["name"] for each in Results.read(path).rows("modules")] == ["small", "b"]
     assert Results.read(path).parts["modules"]["commands"] == ["command 1", "2"]
+
+
+def test_rows_know_the_sources_they_were_found_with(tmp_path: Any) -> None:
+    path = tmp_path / "results.json"
+    Results.read(path).update("modules", [row(examine(small()), "small")], "command", "here")
+    (first,) = Results.read(path).rows("modules")
+    assert first["sources"] == sources()
+    results = Results(path, {"modules": {"rows": [first, {**first, "sources": "another"}]}})
+    assert "2 states of autosplit's sources (digest " in code_states(results)
