@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .errors import SplitError
 
-FORMS = ("exact", "fused")
+FORMS = ("exact", "fused", "concatenated")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +20,8 @@ class Accumulation:
     Attributes:
         form: ``"exact"`` computes a gradient and adds it, and rounds as autograd does;
             ``"fused"`` lets matrix products and embeddings add into the sum themselves, which
-            saves a pass over it and rounds differently.
+            saves a pass over it and rounds differently; ``"concatenated"`` is that, and makes
+            one product for each parameter where W of several microbatches runs in one call.
         dtype: of the sums; None for that of each gradient.
 
     Raises:
@@ -36,6 +37,16 @@ class Accumulation:
             raise SplitError(f"unknown accumulation {self.form!r}; known ones: {known}")
         if self.dtype is not None and not self.dtype.is_floating_point:
             raise SplitError(f"grad_dtype must be a floating-point dtype, got {self.dtype}")
+
+    @property
+    def exact(self) -> bool:
+        """Whether whole gradients are added, microbatch by microbatch."""
+        return self.form == "exact"
+
+    @property
+    def concatenated(self) -> bool:
+        """Whether several microbatches' factors are concatenated."""
+        return self.form == "concatenated"
 
 
 EXACT = Accumulation()

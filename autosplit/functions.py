@@ -22,7 +22,9 @@ from .gradients import GradientGraph
 from .handover import Handover, State, TensorSpec
 from .passes import Kind, Role, SplitGraphs
 from .passes.aliasing import is_whole, storage_root
+from .passes.batch import batch, member
 from .passes.graph import STATE, descendants, inputs, outputs
+from .passes.verify import verify_graph
 from .slices import SlicedWeight
 
 if TYPE_CHECKING:
@@ -62,6 +64,7 @@ class SplitFunctions:
         self.graphs = graphs
         self._backend = backend
         self._slices: dict[int, SlicedWeight] = {}
+        self._together: dict[int, GradientGraph] = {}
         forward = compile_graph("forward", graphs.forward, backend)
         read = [role for role in forward.inputs if role.kind in STATE]
         self._forward = forward.taking([*_roles(Kind.INPUT, traced.inputs), *read])
@@ -200,6 +203,38 @@ class SplitFunctions:
         _, found = self._weight.run(deferred.take(), gradients, accumulation)
         return found
 
+    def backward_weight_together(
+        self,
+        deferred: Sequence[Handover],
+        gradients: Sequence[Tensor] | None = None,
+        accumulation: Accumulation = EXACT,
+    ) -> Sequence[Tensor]:
+        """W of several microbatches in one call, with one matrix product for each parameter
+        over all of them, which rounds differently from one for each microbatch.
+
+        Args:
+            deferred: what I left for each; taken. All must have run on the same parameters and
+                buffers.
+            gradients: as for ``backward_weight``.
+            accumulation: how to add the sum over these microbatches.
+
+        Returns:
+            As ``backward_weight``, summed over the microbatches.
+
+        Raises:
+            SplitError: something deferred was written in place since I.
+        """
+        count = len(deferred)
+        if count not in self._together:
+            self._together[count] = self._batched(count)
+        taken = [each.take() for each in deferred]
+        pool: list[Any] = []
+        for tensors in taken:
+            pool += tensors
+            tensors.clear()
+        _, found = self._together[count].run(pool, gradients, accumulation)
+        return found
+
     def backward(
         self,
         saved: Handover,
@@ -254,6 +289,18 @@ class SplitFunctions:
     def _backward(self) -> GradientGraph:
         wanted = _roles(Kind.INPUT_GRAD, self.capture.inputs)
         return self._gradient_graph("backward", self._backward_roles, wanted)
+
+    def _batched(self, count: int) -> GradientGraph:
+        handed = self._input_half.handed
+        module = batch(self._module("backward_weight"), count)
+        verify_graph("backward_weight", module, "batch")
+        return GradientGraph(
+            "backward_weight",
+            module,
+            [member(role, index) for index in range(count) for role in handed],
+            parameters=self.parameter_names,
+            backend=self._backend,
+        )
 
     def _gradient_graph(
         self, name: str, given: Sequence[Role], others: Sequence[Role] = ()

@@ -109,7 +109,7 @@ def accumulating(name: str, module: fx.GraphModule, accumulation: Accumulation) 
     try:
         module = accumulate(module, accumulation.dtype)
         verify_graph(name, module, "accumulate")
-        if accumulation.form == "fused" and fuse(module.graph):
+        if not accumulation.exact and fuse(module.graph):
             module.recompile()
             verify_graph(name, module, "fuse")
     except PassError as error:

@@ -60,7 +60,9 @@ class Stage:
             memory: what is held between the calls, see ``autosplit.split``.
             accumulation: how a microbatch's weight gradients join those before it. ``"exact"``
                 adds whole gradients, bit for bit as autograd does; ``"fused"`` lets matrix
-                products and embeddings add into the sum, which is faster and rounds differently.
+                products and embeddings add into the sum, which is faster and rounds differently;
+                ``"concatenated"`` is that, and makes one product for each parameter where
+                ``backward_weight`` is given several microbatches.
             grad_dtype: in which dtype weight gradients are summed; None for each parameter's
                 own. With ``torch.float32`` nothing of a bfloat16 gradient is lost in the sum;
                 ``publish`` rounds it once, to the parameter's ``grad_dtype``.
@@ -157,11 +159,12 @@ class Stage:
         self._weights.flights.put(microbatch, Flight(functions, deferred, state))
         return grads
 
-    def backward_weight(self, microbatch: int, slice: int | None = None) -> None:
+    def backward_weight(self, microbatch: int | Sequence[int], slice: int | None = None) -> None:
         """W: add this microbatch's weight gradients to ``gradients``.
 
         Args:
-            microbatch: whose.
+            microbatch: whose; several at a time are added in the order given, or as one with
+                ``accumulation="concatenated"``.
             slice: which slice of W to run, of those that the stage was made with; the slices
                 of one microbatch must run in order. None runs all of W.
 
@@ -170,7 +173,14 @@ class Stage:
                 those before it; or it is not this slice's turn.
         """
         with torch.no_grad(), without_autocast():
-            if slice is None:
+            if not isinstance(microbatch, int):
+                if slice is not None:
+                    raise SplitError(
+                        f"stage {self.index}: slice={slice} of several microbatches; run a slice "
+                        "of one microbatch at a time"
+                    )
+                self._weights.run_all(microbatch)
+            elif slice is None:
                 self._weights.run(microbatch)
             else:
                 self._weights.run_slice(microbatch, slice)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -61,12 +62,22 @@ class Flights:
         Raises:
             SplitError: it is not here.
         """
+        flight = self.get(microbatch)
+        del self._flights[microbatch]
+        return flight
+
+    def get(self, microbatch: int) -> Flight:
+        """The microbatch.
+
+        Raises:
+            SplitError: it is not here.
+        """
         if microbatch not in self._flights:
             raise SplitError(
                 f"{self._owner}: microbatch {microbatch} has not run {self._before}, or its "
                 "result was used already"
             )
-        return self._flights.pop(microbatch)
+        return self._flights[microbatch]
 
     def clear(self) -> None:
         self._flights.clear()
@@ -110,6 +121,48 @@ class WaitingWeights:
         gradients = functions.backward_weight(deferred, sums, self.sums.accumulation)
         if sums is None:
             names = functions.parameter_names
+            self.sums.add(names, gradients, functions.borrowed_gradients)
+
+    def run_all(self, microbatches: Sequence[int]) -> None:
+        """All of W for several microbatches, in this order. Those that ran the same graph on
+        the same parameters go together where factors are to be concatenated.
+
+        Raises:
+            SplitError: as ``run``; a microbatch is named twice.
+        """
+        repeated = [m for at, m in enumerate(microbatches) if m in microbatches[:at]]
+        if repeated:
+            raise SplitError(f"{self._owner}: W of microbatch {repeated[0]} is asked for twice")
+        together: list[int] = []
+        for microbatch in microbatches:
+            if together and not self._fit(together[0], microbatch):
+                self._run_together(together)
+                together = []
+            together.append(microbatch)
+        if together:
+            self._run_together(together)
+
+    def _fit(self, first: int, second: int) -> bool:
+        """Whether W of two microbatches can run in one call."""
+        one, other = self.flights.get(first), self.flights.get(second)
+        return (
+            self.sums.accumulation.concatenated
+            and one.functions is other.functions
+            and self._begun.keys().isdisjoint((first, second))
+            and all(map(operator.is_, one.handover.state, other.handover.state))
+        )
+
+    def _run_together(self, microbatches: list[int]) -> None:
+        if len(microbatches) == 1:
+            self.run(microbatches[0])
+            return
+        flights = [self.flights.take(microbatch) for microbatch in microbatches]
+        functions, _, state = flights[0]
+        deferred = [flight.handover for flight in flights]
+        names, accumulation = functions.parameter_names, self.sums.accumulation
+        sums = self.into(names, state)
+        gradients = functions.backward_weight_together(deferred, sums, accumulation)
+        if sums is None:
             self.sums.add(names, gradients, functions.borrowed_gradients)
 
     def run_slice(self, microbatch: int, index: int) -> None:

@@ -55,6 +55,7 @@ def _accumulator(
     graph: fx.Graph, name: str, gradient: fx.Node, dtype: torch.dtype | None
 ) -> fx.Node:
     node = graph.placeholder(re.sub(r"\W", "_", f"sum_{name}"))
+    node.target = node.name
     value = tensor_of(gradient)
     node.meta["val"] = None if value is None else value.new_empty(value.shape, dtype=dtype)
     node.meta["role"] = Role(Kind.ACCUMULATOR, name)

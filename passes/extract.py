@@ -67,6 +67,7 @@ def copy_behind(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) 
 def copy_placeholder(graph: fx.Graph, node: fx.Node, role: Role | None = None) -> fx.Node:
     """A placeholder for a node's value; under the node's own role where none is given."""
     copy = graph.placeholder(node.name)
+    copy.target = copy.name  # where the name was taken, it got a number
     copy.meta = {**node.meta, "role": role or role_of(node)}
     return copy
 

@@ -374,3 +374,74 @@ def test_deferred_tensor_written_between_two_slices() -> None:
     x.add_(1.0)
     with pytest.raises(SplitError, match="written in place between the forward and its backward"):
         stage.backward_weight(0, slice=1)
+
+
+@pytest.mark.parametrize("name", ["tied", "convolutions", "bfloat16"])
+def test_concatenated_microbatches_agree_but_for_rounding(name: str) -> None:
+    case = CASES[name]
+    model = case.build()
+    batches = [case.batch() for _ in range(5)]
+    example = batches[0].clone().requires_grad_(batches[0].is_floating_point())
+    stage = Stage(model, [example], accumulation="concatenated")
+    ((shape, dtype, _),) = stage.output_specs
+    grads = [torch.randn(shape).to(dtype) for _ in batches]
+    reference(model, batches, grads)
+    for m, (batch, grad) in enumerate(zip(batches, grads, strict=True)):
+        stage.forward(m, [batch.clone()])
+        stage.backward_input(m, [grad.clone()])
+    stage.backward_weight([0, 1])
+    stage.backward_weight([3, 2])
+    stage.backward_weight([4])
+    assert stage.deferred_bytes == 0
+    for key, parameter in model.named_parameters():
+        expected = parameter.grad.double()
+        allowed = 10 * torch.finfo(dtype).eps * (1 + expected.norm())
+        assert (stage.gradients[key].double() - expected).norm() <= allowed, key
+
+
+def test_several_microbatches_are_exact_unless_asked_otherwise() -> None:
+    model = CASES["transformer"].build()
+    twin = copy.deepcopy(model)
+    batches = [torch.randn(2, 8, 16) for _ in range(3)]
+    grads = [torch.randn(2, 8, 16) for _ in range(3)]
+    stage = Stage(model, [torch.randn(2, 8, 16, requires_grad=True)])
+    for m, (batch, grad) in enumerate(zip(batches, grads, strict=True)):
+        stage.forward(m, [batch.clone()])
+        stage.backward_input(m, [grad.clone()])
+    stage.backward_weight([0, 1, 2])
+    stage.publish()
+    reference(twin, batches, grads)
+    for (key, mine), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad), key
+
+
+def test_microbatches_of_two_graphs_are_not_concatenated() -> None:
+    """The model changed in between: each graph's own microbatches go together."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.0), nn.Linear(3, 2))
+    stage = Stage(model, [torch.randn(4, 3, requires_grad=True)], accumulation="concatenated")
+    batches = [torch.randn(4, 3) for _ in range(4)]
+    for m, batch in enumerate(batches):
+        model.train(m < 2)
+        stage.forward(m, [batch.clone()])
+        stage.backward_input(m, [torch.ones(4, 2)])
+    stage.backward_weight([0, 1, 2, 3])
+    stage.publish()
+    mine = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    reference(model, batches, [torch.ones(4, 2)] * 4)
+    for gradient, parameter in zip(mine, model.parameters(), strict=True):
+        torch.testing.assert_close(gradient, parameter.grad)
+
+
+def test_several_microbatches_asked_for_wrongly() -> None:
+    stage = Stage(nn.Linear(3, 2), [torch.randn(4, 3)], accumulation="concatenated")
+    for m in range(2):
+        stage.forward(m, [torch.randn(4, 3)])
+        stage.backward_input(m, [torch.randn(4, 2)])
+    with pytest.raises(SplitError, match="stage 0: W of microbatch 1 is asked for twice"):
+        stage.backward_weight([1, 0, 1])
+    with pytest.raises(SplitError, match="stage 0: slice=0 of several microbatches"):
+        stage.backward_weight([0, 1], slice=0)
+    with pytest.raises(SplitError, match="microbatch 7 has not run backward_input"):
+        stage.backward_weight([0, 7])
+    stage.backward_weight([0, 1])
