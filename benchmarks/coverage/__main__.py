@@ -18,10 +18,11 @@ import torch
 from tqdm import tqdm
 
 from ..environment import describe
+from ..results import Results, Rows, sources
 from .examine import examine
 from .judge import FACTOR, ROUNDINGS
 from .render import GOOD, category, render
-from .results import Results, Rows, row, sources
+from .results import row
 from .subject import Subject
 
 HERE = pathlib.Path(__file__).parent

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from tabulate import tabulate
-
+from ..results import Results, Rows
+from ..results import table as _table
 from .examine import Verdict
-from .results import Results, Rows, group
+from .results import group
 
 PARTLY = "partly split"
 COLUMNS = [
@@ -209,7 +209,3 @@ def _brief(detail: str) -> str:
 
 def _share(part: int, whole: int) -> str:
     return f"{part / whole:.1%}" if whole else "none"
-
-
-def _table(headers: list[str], rows: list[list[Any]]) -> str:
-    return tabulate(rows, headers, tablefmt="github", disable_numparse=True)

@@ -15,8 +15,9 @@ from autosplit import SplitError
 from benchmarks.coverage.examine import Verdict, examine
 from benchmarks.coverage.judge import differences, out_of_tolerance
 from benchmarks.coverage.render import code_states
-from benchmarks.coverage.results import Results, row, sources
+from benchmarks.coverage.results import row
 from benchmarks.coverage.subject import Subject
+from benchmarks.results import Results, sources
 
 
 class Small(nn.Module):

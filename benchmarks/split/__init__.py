@@ -1,0 +1,1 @@
+"""What splitting costs: time, operations, memory and compilation, on four families of models."""

@@ -1,0 +1,179 @@
+"""Ways to run one microbatch: plain autograd, autosplit, torch's eager split, and by hand."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch._functorch.config  # no public switch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+# Private in torch, and the subject of a comparison.
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+import autosplit
+
+from .deferral import defer_by_hand
+from .models import Subject
+
+Forward = Callable[[Tensor], Tensor]
+
+
+class Contender(Protocol):
+    """Runs the three actions of one microbatch; keeps between them what it must and no more.
+
+    The caller hands its tensors over and drops them, as a pipeline does when they are sent.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """F: the output, without history."""
+
+    def backward_input(self, grad: Tensor) -> Tensor | None:
+        """I, or the whole backward where nothing is split: the input's gradient."""
+
+    def backward_weight(self) -> None:
+        """W, if the backward left any."""
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Gradients of the parameters, as accumulated so far."""
+
+    def clear(self) -> None:
+        """Forget the gradients."""
+
+
+class Autograd:
+    """Forward and backward as everybody runs them."""
+
+    def __init__(self, module: nn.Module, run: Forward | None = None) -> None:
+        self._module = module
+        self._run = run or module
+        self._flight: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.requires_grad_()
+        y = self._run(x)
+        self._flight = x, get_gradient_edge(y)  # not y: it is the next stage's
+        return y.detach()
+
+    def backward_input(self, grad: Tensor) -> Tensor | None:
+        (x, edge), self._flight = self._flight, None
+        torch.autograd.backward((edge,), (grad,))
+        dx: Tensor | None = x.grad
+        return dx
+
+    def backward_weight(self) -> None:
+        pass
+
+    def gradients(self) -> dict[str, Tensor]:
+        named = self._module.named_parameters()
+        return {name: each.grad for name, each in named if each.grad is not None}
+
+    def clear(self) -> None:
+        self._module.zero_grad(set_to_none=True)
+
+
+class ByHand(Autograd):
+    """Layers written to queue their weight gradient."""
+
+    def __init__(
+        self, module: nn.Module, wrap: Callable[[nn.Module], Forward] = lambda module: module
+    ) -> None:
+        replaced, self._queue = defer_by_hand(module)
+        super().__init__(replaced, wrap(replaced))
+
+    def backward_weight(self) -> None:
+        with torch.no_grad():
+            for call in self._queue:
+                call()
+        self._queue.clear()
+
+
+class TorchSplit(Autograd):
+    """``torch.distributed.pipelining``'s eager split, as its zero-bubble schedules call it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.requires_grad_()
+        y = self._run(x)
+        self._flight = x, y
+        return y.detach()
+
+    def backward_input(self, grad: Tensor) -> Tensor | None:
+        (x, y), self._flight = self._flight, None
+        (dx,), self._groups = stage_backward_input([y], [grad], [x], self._module.parameters())
+        return dx
+
+    def backward_weight(self) -> None:
+        groups, self._groups = self._groups, []
+        stage_backward_weight(self._module.parameters(), groups)
+
+
+class Autosplit:
+    """The functional face."""
+
+    def __init__(self, module: nn.Module, x: Tensor, backend: str, memory: str) -> None:
+        example = x.detach().clone().requires_grad_()
+        self.stage = autosplit.Stage(module, [example], backend=backend, memory=memory)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inputs = [x]
+        del x
+        (y,) = self.stage.forward(0, inputs)
+        return y
+
+    def backward_input(self, grad: Tensor) -> Tensor | None:
+        grads: list[Tensor | None] = [grad]
+        del grad
+        return self.stage.backward_input(0, grads)[0]
+
+    def backward_weight(self) -> None:
+        self.stage.backward_weight(0)
+
+    def gradients(self) -> dict[str, Tensor]:
+        return dict(self.stage.gradients)
+
+    def clear(self) -> None:
+        self.stage.reset()
+
+
+def eager(subject: Subject, memory: str = "balanced") -> dict[str, Callable[[], Contender]]:
+    """What runs operator by operator; each is built when it is its turn."""
+    module = subject.module
+    return {
+        "autograd": lambda: Autograd(module),
+        "autosplit": lambda: Autosplit(module, subject.x, "eager", memory),
+        "torch split": lambda: TorchSplit(module),
+        "by hand": lambda: ByHand(module),
+    }
+
+
+def compiled(subject: Subject) -> dict[str, Callable[[], Contender]]:
+    """What Inductor compiles, torch.compile's ordinary step first.
+
+    Each has a module of its own: what was compiled for one is not shared with the next.
+    """
+
+    def module() -> nn.Module:
+        return copy.deepcopy(subject.module)
+
+    def undonated() -> Contender:
+        # The first forward compiles the backward too, under this setting.
+        with torch._functorch.config.patch(donated_buffer=False):
+            mine = module()
+            contender = TorchSplit(mine, torch.compile(mine))
+            contender.forward(subject.x.clone())
+        return contender
+
+    def whole(kind: type[Autograd]) -> Contender:
+        mine = module()
+        return kind(mine, torch.compile(mine))
+
+    return {
+        "torch.compile": lambda: whole(Autograd),
+        "autosplit": lambda: Autosplit(module(), subject.x, "inductor", "balanced"),
+        "torch split": lambda: whole(TorchSplit),
+        "torch split, donated_buffer=False": undonated,
+        "by hand": lambda: ByHand(subject.module, torch.compile),
+    }

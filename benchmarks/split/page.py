@@ -1,0 +1,125 @@
+"""The parts, and ``results.json`` as a page."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ..results import Results, Rows
+from . import compilation, memory, operations, steps
+from .settings import Settings
+
+TEMPLATE = """\
+# What splitting costs
+
+Written by `python -m benchmarks.split`; do not edit. {environment}.
+
+Llama, BERT, Mamba and ResNet from transformers' configurations with random weights, each as a
+stage in the middle of a pipeline: hidden states in and out, training mode, no dropout
+([models.py](models.py) has the sizes). One microbatch is F, I and W; its input and the gradient
+of its output are made inside, as if just received. **Bold** figures miss their target.
+
+- *autograd*: plain forward and `backward()`.
+- *torch split*: `stage_backward_input` and `stage_backward_weight`, which
+  `torch.distributed.pipelining`'s zero-bubble schedules call.
+- *by hand*: `Linear` and `Conv2d` replaced by layers that queue their weight gradient
+  ([deferral.py](deferral.py)), as Megatron-style code does.
+{sections}
+## To reproduce
+
+`python -m benchmarks.split` measures everything; a part alone, also for some models only
+(`--models`) and into another folder (`--output`):
+
+```sh
+{commands}
+```
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One table of the page.
+
+    Attributes:
+        title: its heading.
+        about: what was done.
+        measure: yields rows, each with a ``name`` of its own.
+        render: rows -> table and verdicts.
+    """
+
+    title: str
+    about: str
+    measure: Callable[[Settings], Iterator[dict[str, Any]]]
+    render: Callable[[Rows], str]
+
+
+PARTS: dict[str, Part] = {
+    "eager": Part(
+        "Time, eager",
+        """\
+Contenders take turns, microbatch by microbatch. Times are medians; a ratio is the median over
+the rounds of that round's ratio, and the spread its interquartile range. *gradients*: against
+the first contender's, relative to each gradient's largest element.""",
+        steps.measure_eager,
+        lambda rows: steps.render(rows, steps.EAGER_TARGET),
+    ),
+    "inductor": Part(
+        "Time, compiled by Inductor",
+        "As above, against the same module under `torch.compile`.",
+        steps.measure_inductor,
+        lambda rows: steps.render(rows, steps.INDUCTOR_TARGET),
+    ),
+    "flops": Part(
+        "Operations",
+        """\
+The operators of each action as they run, by the formulas of `torch.utils.flop_counter`. The
+weight gradients' share of the unsplit operations is what frozen parameters save.""",
+        operations.measure,
+        operations.render,
+    ),
+    "memory": Part(
+        "Memory",
+        """\
+What the allocator had handed out, over what autograd saves: distinct storage that
+`saved_tensors_hooks` sees in F, parameters and buffers excluded. The *floor* is X and dY, each
+storage once, of the matrix products and convolutions that yield weight gradients. *Held* leaves
+gradients of parameters out, *peak* counts everything above what was alive before F.""",
+        memory.measure,
+        memory.render,
+    ),
+    "compile": Part(
+        "Time to compile",
+        """\
+Seconds from the module to the end of its first microbatch, each in a process of its own: cold
+with an empty cache directory, warm in a second process with the same one.""",
+        compilation.measure,
+        compilation.render,
+    ),
+}
+
+
+def page(results: Results) -> str:
+    """``README.md``."""
+    parts = results.parts
+    environment = next((part["environment"] for part in parts.values()), "")
+    return TEMPLATE.format(
+        environment=environment,
+        sections="".join(_section(key, parts[key], environment) for key in _ordered(parts)),
+        commands="\n".join(parts[key]["commands"][-1] for key in _ordered(parts)),
+    )
+
+
+def _ordered(parts: dict[str, Any]) -> list[str]:
+    order = list(PARTS)
+    return sorted(parts, key=lambda key: (" on " in key, order.index(key.split()[0])))
+
+
+def _section(key: str, part: dict[str, Any], environment: str) -> str:
+    name, _, device = key.partition(" on ")
+    described = PARTS[name]
+    title = described.title + (f", {device}" if device else "")
+    text = [f"\n## {title}", described.about, described.render(part["rows"])]
+    if part["environment"] != environment:
+        text.insert(1, part["environment"] + ".")
+    return "\n\n".join(text) + "\n"

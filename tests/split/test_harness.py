@@ -1,0 +1,228 @@
+"""That the benchmark measures what it says; its timings are nobody's business here."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks.results import Results
+from benchmarks.split import __main__ as command
+from benchmarks.split import clock, operations, reference, steps
+from benchmarks.split.contenders import Autograd, Autosplit, ByHand, Contender, TorchSplit, eager
+from benchmarks.split.meter import levels
+from benchmarks.split.models import BUILDERS, SIZES, Subject, build
+from benchmarks.split.page import PARTS, page
+from benchmarks.split.targets import Target, verdicts
+
+KIB = 1024
+
+# What transformers' own code makes torch say.
+pytestmark = pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+
+
+class Perceptron(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(256, 256, bias=False)
+        self.second = nn.Linear(256, 256, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).relu())
+
+
+@pytest.fixture
+def subject() -> Subject:
+    torch.manual_seed(0)
+    return Subject("perceptron", Perceptron(), torch.randn(64, 256), torch.randn(64, 256))
+
+
+class Scripted:
+    """Holds a known number of KiB after each action, on top of a known peak."""
+
+    def __init__(self, calls: list[str], name: str = "") -> None:
+        self.calls = calls
+        self.name = name
+        self.held: list[Tensor] = []
+        self.grad: dict[str, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.append(f"{self.name}F")
+        self.held = [allocate(100)]
+        allocate(500)
+        return x
+
+    def backward_input(self, grad: Tensor) -> Tensor:
+        self.calls.append(f"{self.name}I")
+        self.held = [allocate(30)]
+        self.grad = {"weight": allocate(7)}
+        return grad
+
+    def backward_weight(self) -> None:
+        self.calls.append(f"{self.name}W")
+        self.held = []
+
+    def gradients(self) -> dict[str, Tensor]:
+        return self.grad
+
+    def clear(self) -> None:
+        self.calls.append(f"{self.name} cleared")
+
+
+def allocate(kib: int) -> Tensor:
+    return torch.empty(kib * KIB, dtype=torch.uint8)
+
+
+def test_levels_are_what_was_allocated() -> None:
+    scripted = Subject("scripted", nn.Identity(), torch.zeros(256), torch.zeros(256))
+    found = levels(Scripted([]), scripted)
+    assert {action: level.held // KIB for action, level in found.items()} == {
+        "F": 100,
+        "I": 30,  # without the gradient
+        "W": 0,
+    }
+    assert {action: level.peak // KIB for action, level in found.items()} == {
+        "F": 601,  # with the input, which is received inside
+        "I": 131,  # the gradient of the output, what F held, and what I makes of it
+        "W": 37,
+    }
+
+
+def test_contenders_take_turns() -> None:
+    calls: list[str] = []
+    contenders: dict[str, Contender] = {name: Scripted(calls, name) for name in "ab"}
+    subject = Subject("scripted", nn.Identity(), torch.zeros(4), torch.zeros(4))
+    found = clock.interleave(contenders, subject, rounds=2)
+    turn = [f"{name}{step}" for name in "ab" for step in ("F", "I", "W", " cleared")]
+    assert calls == turn * (clock.WARMUP + 2)
+    assert [len(each.step) for each in found.values()] == [2, 2]
+
+
+def test_ratio_is_taken_within_a_round() -> None:
+    slow = clock.Durations({"F": [1.0, 10.0, 100.0], "I": [1.0, 10.0, 100.0]})
+    fast = clock.Durations({"F": [1.0, 10.0, 50.0], "I": [0.0, 0.0, 0.0]})
+    assert clock.ratio(slow, fast) == (2.0, 2.0)
+
+
+def test_what_autograd_saves_and_the_floor(subject: Subject) -> None:
+    tensor = 64 * 256 * 4
+    # x, the hidden values (which relu saves as its result), and no weights.
+    assert reference.autograd_saves(subject) == 2 * tensor
+    # x and the hidden values, the gradient of the output and that of the first product.
+    assert reference.floor(subject) == 4 * tensor
+
+
+def test_floor_of_a_convolution() -> None:
+    x, y = torch.randn(1, 2, 8, 8), torch.randn(1, 4, 8, 8)
+    convolution = nn.Conv2d(2, 4, 3, padding=1)
+    subject = Subject("convolution", convolution, x, y)
+    assert reference.floor(subject) == x.nbytes + y.nbytes
+
+
+@pytest.mark.parametrize("model", BUILDERS)
+def test_contenders_agree_on_every_model(model: str) -> None:
+    """Every one of them, on two microbatches, bit for bit."""
+    subject = build(model, SIZES["tiny"][model])
+    contenders, failed, differences = steps._prepare(subject, eager(subject))
+    assert failed == {}
+    assert set(differences.values()) == {0.0}
+    for contender in contenders.values():
+        clock.microbatch(contender, subject)
+        clock.microbatch(contender, subject)
+        found = {name: grad.clone() for name, grad in contender.gradients().items()}
+        contender.clear()
+        assert steps.difference(found, _twice(subject)) == 0.0
+
+
+def _twice(subject: Subject) -> dict[str, Tensor]:
+    """Gradients of two microbatches, summed by autograd."""
+    plain = Autograd(subject.module)
+    clock.microbatch(plain, subject)
+    clock.microbatch(plain, subject)
+    found = {name: grad.clone() for name, grad in plain.gradients().items()}
+    plain.clear()
+    return found
+
+
+def test_missing_gradient_is_noticed(subject: Subject) -> None:
+    expected = {"weight": torch.ones(2), "bias": torch.ones(2)}
+    assert steps.difference({**expected, "bias": torch.tensor([1.0, 1.5])}, expected) == 0.5
+    with pytest.raises(ValueError, match="no gradient of bias"):
+        steps.difference({"weight": torch.ones(2)}, expected)
+
+
+def test_deferral_by_hand_computes_weights_late(subject: Subject) -> None:
+    by_hand = ByHand(subject.module)
+    by_hand.forward(subject.x.clone())
+    by_hand.backward_input(subject.grad)
+    assert by_hand.gradients() == {}
+    by_hand.backward_weight()
+    assert list(by_hand.gradients()) == ["first.weight", "second.weight"]
+
+
+def test_deferral_by_hand_refuses_what_it_was_not_written_for() -> None:
+    with pytest.raises(ValueError, match="without bias"):
+        ByHand(nn.Sequential(nn.Conv2d(1, 1, 3)))
+
+
+@pytest.mark.parametrize("kind", [Autograd, TorchSplit, ByHand, Autosplit])
+def test_operations_of_every_action(kind: type, subject: Subject) -> None:
+    product = 2 * 64 * 256 * 256
+    options = (subject.x, "eager", "fast") if kind is Autosplit else ()
+    found = operations.flops(kind(subject.module, *options), subject)
+    late = 0 if kind is Autograd else 2 * product
+    assert found == {"F": 2 * product, "I": 4 * product - late, "W": late}
+
+
+def test_targets() -> None:
+    ratio = Target("time", at_most=1.03)
+    share = Target("deferred", at_least=0.95, style=".1%")
+    assert (ratio.title, ratio.cell(1.0304), ratio.cell(1.0306)) == (
+        "time (≤ 1.030)",
+        "1.030",
+        "**1.031**",
+    )
+    assert (share.limit, share.cell(0.9496), share.cell(0.94)) == ("≥ 95.0%", "95.0%", "**94.0%**")
+    assert verdicts([(ratio, {"a": 1.0, "b": 1.2}), (share, {"a": 1.0})]) == (
+        "Target time ≤ 1.030: missed by b (1.200).\nTarget deferred ≥ 95.0%: met everywhere."
+    )
+
+
+def test_contender_that_fails_is_a_result(subject: Subject) -> None:
+    def broken() -> Contender:
+        raise RuntimeError("donated\n  buffers")
+
+    builders = {"autograd": lambda: Autograd(subject.module), "theirs": broken}
+    _, failed, _ = steps._prepare(subject, builders)
+    assert failed == {"theirs": "RuntimeError: donated\n  buffers"}
+    ours = {"ms": {"F": 1.0, "I": 1.0, "W": 1.0}, "ratio": 1.0, "spread": 0.1, "difference": 1e-7}
+    row = {"name": "model", "contenders": {"autograd": ours, "autosplit": ours}, "failed": failed}
+    text = steps.render([row], steps.EAGER_TARGET)
+    assert "*theirs* fails on model: `RuntimeError: donated buffers`" in text
+    assert "within 1e-07" in text
+
+
+def test_command_writes_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = "split eager flops memory --models resnet --threads 1 --rounds 2 --size tiny --output"
+    monkeypatch.setattr(sys, "argv", [*words.split(), str(tmp_path)])
+    command.main()
+    found = Results.read(tmp_path / "results.json")
+    assert list(found.parts) == ["eager", "flops", "memory"]
+    text = (tmp_path / "README.md").read_text()
+    assert text == page(found)
+    assert "| resnet, 1 thread" in text
+    assert "python -m benchmarks.split flops --rounds 2" in text
+    row = next(row for row in found.rows("memory") if row["way"] == "autosplit balanced")
+    assert row["held"]["I"] <= 1.03 * row["floor"]
+
+
+def test_unknown_part_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["split", "speed"])
+    with pytest.raises(SystemExit):
+        command.main()
+    assert f"unknown part 'speed'; known parts: {', '.join(PARTS)}" in capsys.readouterr().err
