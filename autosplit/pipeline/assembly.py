@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from autosplit.accumulation import Accumulation
 from autosplit.compile import check_backend
 from autosplit.errors import PipelineError
 from autosplit.pipeline.executor import BackwardStage
@@ -45,16 +46,29 @@ class StageFactory(Protocol):
         ...
 
 
-def split_stage(backend: str, memory: str | int) -> StageFactory:
-    """The factory of ``autosplit.stage.Stage`` with a backend and a memory setting.
+def split_stage(
+    backend: str = "eager",
+    memory: str | int = "balanced",
+    accumulation: str = "exact",
+    grad_dtype: torch.dtype | None = None,
+) -> StageFactory:
+    """The factory of ``autosplit.stage.Stage`` with these options.
 
     Raises:
-        SplitError: an unknown backend or memory setting; lists the known ones.
+        SplitError: an unknown backend, memory setting or accumulation (lists the known ones),
+            or a ``grad_dtype`` that is not floating-point.
+        PipelineError: an accumulation without effect in a pipeline.
     """
-
     check_backend(backend)
     check_memory(memory)
-    return partial(Stage, backend=backend, memory=memory)
+    if Accumulation(accumulation, grad_dtype).concatenated:
+        raise PipelineError(
+            f"accumulation={accumulation!r} is for weight gradients of several microbatches in "
+            "one call, and a schedule runs them one by one; use 'exact' or 'fused'"
+        )
+    return partial(
+        Stage, backend=backend, memory=memory, accumulation=accumulation, grad_dtype=grad_dtype
+    )
 
 
 def build_stages(

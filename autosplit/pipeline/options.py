@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.distributed as dist
 
@@ -65,11 +67,13 @@ def check_options(
     autocast: torch.dtype | None,
     max_grad_norm: float | None,
     timeout: float,
-    backend: str | None,
-    memory: str | int | None,
+    stage_options: Mapping[str, object],
     stage_factory: StageFactory | None,
 ) -> None:
     """Refuse values that cannot be, and options without effect.
+
+    Args:
+        stage_options: those of ``split_stage``, None where the user left one out.
 
     Raises:
         PipelineError: says which, and what may be.
@@ -80,7 +84,7 @@ def check_options(
         raise PipelineError(f"max_grad_norm is a positive number or None; got {max_grad_norm}")
     if not timeout > 0:
         raise PipelineError(f"timeout is a positive number of seconds; got {timeout}")
-    for name, value in {"backend": backend, "memory": memory}.items():
+    for name, value in stage_options.items():
         if value is not None and stage_factory is not None:
             raise PipelineError(
                 f"{name}={value!r} has no effect beside stage_factory; pass one of the two"

@@ -69,6 +69,9 @@ class PipelineTrainer:
         record: record each step for ``timeline``; may be changed between steps.
         backend: how stages are compiled, see ``autosplit.Stage``; None means ``"eager"``.
         memory: what a microbatch holds, see ``autosplit.split``; None means ``"balanced"``.
+        accumulation: how weight gradients of microbatches are added up, see ``autosplit.Stage``;
+            None means ``"exact"``.
+        grad_dtype: in which dtype they are, see ``autosplit.Stage``; None means each parameter's.
         stage_factory: makes stages in place of ``autosplit.Stage``.
 
     Raises:
@@ -98,9 +101,17 @@ class PipelineTrainer:
         record: bool = False,
         backend: str | None = None,
         memory: str | int | None = None,
+        accumulation: str | None = None,
+        grad_dtype: torch.dtype | None = None,
         stage_factory: StageFactory | None = None,
     ) -> None:
-        check_options(autocast, max_grad_norm, timeout, backend, memory, stage_factory)
+        options: dict[str, Any] = {
+            "backend": backend,
+            "memory": memory,
+            "accumulation": accumulation,
+            "grad_dtype": grad_dtype,
+        }
+        check_options(autocast, max_grad_norm, timeout, options, stage_factory)
         count = count_stages(stages, num_stages)
         processes = process_count(ranks, count)
         self.schedule: Schedule = choose_schedule(
@@ -111,9 +122,8 @@ class PipelineTrainer:
             weights=weights,
             ranks=processes,
         )
-        factory = stage_factory or split_stage(
-            backend or "eager", "balanced" if memory is None else memory
-        )
+        given = {name: value for name, value in options.items() if value is not None}
+        factory = stage_factory or split_stage(**given)
         self.record = record
         self.grad_norm: float | None = None
         self.device = choose_device(device, processes)

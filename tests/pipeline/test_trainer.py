@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from typing import Any
 
@@ -164,6 +165,31 @@ def test_one_process_without_a_process_group() -> None:
     assert one.step((inputs, targets)).shape == (4,)
 
 
+def test_how_weight_gradients_are_added_up() -> None:
+    """Over 32 microbatches of a bfloat16 model, against float64: fused sums are rounded once
+    less for each microbatch, and float32 sums once altogether.
+    """
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4).bfloat16()
+    exact = copy.deepcopy(model).double()
+    inputs, targets = torch.randn(64, 8).bfloat16(), torch.randn(64, 4).bfloat16()
+    torch.nn.functional.mse_loss(exact(inputs.double()), targets.double()).backward()
+    errors = {}
+    for accumulation, dtype in (("exact", None), ("fused", None), ("exact", torch.float32)):
+        with PipelineTrainer(
+            [copy.deepcopy(model)],
+            nn.functional.mse_loss,
+            workers.sgd,
+            microbatches=32,
+            accumulation=accumulation,
+            grad_dtype=dtype,
+        ) as engine:
+            engine.forward_backward((inputs, targets))
+            found = engine.gradients()[0]
+        errors[accumulation, dtype] = (found["weight"].double() - exact.weight.grad).norm()
+    assert errors["exact", torch.float32] < errors["fused", None] < errors["exact", None]
+
+
 @pytest.mark.gpu
 def test_stages_on_a_gpu() -> None:
     inputs, targets = workers.data(8)
@@ -234,6 +260,17 @@ def test_failures_in_one_process_name_the_action() -> None:
         ),
         ({"memory": "fast", "ranks": 1}, PipelineError, "memory='fast' has no effect beside"),
         ({"memory": "tight", "stage_factory": None, "ranks": 1}, SplitError, "got 'tight'"),
+        ({"accumulation": "fused", "ranks": 1}, PipelineError, "accumulation='fused' has no effec"),
+        (
+            {"accumulation": "concatenated", "stage_factory": None, "ranks": 1},
+            PipelineError,
+            "a schedule runs them one by one; use 'exact' or 'fused'",
+        ),
+        (
+            {"grad_dtype": torch.int8, "stage_factory": None, "ranks": 1},
+            SplitError,
+            "grad_dtype must be a floating-point dtype, got torch.int8",
+        ),
     ],
 )
 def test_bad_options(options: dict[str, Any], error: type[Exception], text: str) -> None:
