@@ -80,8 +80,11 @@ def _capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             raise
         # Many forwards fill a cache or a setting on their first call only. Whether this one
         # does is tried on a copy, so that a refusal leaves the module as it was.
-        twin = copy.deepcopy(module)
-        settle(twin, args, kwargs)
+        try:
+            twin = copy.deepcopy(module)
+            settle(twin, args, kwargs)
+        except Exception:  # no copies of this one; what its forward raises, it will raise again
+            raise error from None
         capture(twin, args, kwargs)
         settle(module, args, kwargs)
         return capture(module, args, kwargs)

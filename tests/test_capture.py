@@ -278,6 +278,29 @@ def test_loss_that_torch_traces_in_another_shape() -> None:
     assert torch.equal(scores.grad, twice)
 
 
+class CountsUnderLock(nn.Module):
+    """Can be neither captured nor copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.lock = threading.Lock()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.linear(x)
+
+
+def test_side_effect_of_a_module_that_cannot_be_copied() -> None:
+    split = autosplit.split(CountsUnderLock(), fullgraph=True)
+    with pytest.raises(CaptureError, match=r"cannot pickle '_thread.lock'"):
+        split(torch.randn(2, 3))
+    parts = autosplit.split(CountsUnderLock())
+    parts(torch.randn(2, 3)).sum().backward()
+    assert parts.model.calls == 1
+
+
 class Selects(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x[x[:, 0] > 0]

@@ -88,10 +88,9 @@ def first_call_differs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
     installs hooks does. Tried on a copy without data; False where that cannot run.
     """
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
-            twin = _without_data(module, mode)
-            before = [(part, _contents(part)) for part in twin.modules()]
-            _run(twin, args, kwargs, mode)
+        twin, mode = _without_data(module)
+        before = [(part, _contents(part)) for part in twin.modules()]
+        _run(twin, args, kwargs, mode)
     except Exception:
         return False
     return not all(_unchanged(contents, _contents(part)) for part, contents in before)
@@ -139,12 +138,11 @@ class _Effects:
         """Which of the objects a call leaves changed. Globals are put back."""
         outside = {s: vars(v) for s, v in self._globals.items() if hasattr(v, "__dict__")}
         earlier = {source: dict(space) for source, space in outside.items()}
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
-            twin = _without_data(self.module, mode)
-            written = {source: self._find(source, twin) for source in self._below}
-            before = {source: _contents(each) for source, each in written.items()}
-            buffers = dict(twin.named_buffers())
-            _run(twin, args, kwargs, mode)
+        twin, mode = _without_data(self.module)
+        written = {source: self._find(source, twin) for source in self._below}
+        before = {source: _contents(each) for source, each in written.items()}
+        buffers = dict(twin.named_buffers())
+        _run(twin, args, kwargs, mode)
         changed = [source for source, space in outside.items() if space != earlier[source]]
         for source in changed:
             outside[source].clear()
@@ -170,18 +168,21 @@ def _is_context(value: object) -> bool:
     return all(callable(getattr(value, name, None)) for name in ("get", "set", "reset"))
 
 
-def _without_data(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
+def _without_data(module: nn.Module) -> tuple[nn.Module, FakeTensorMode]:
+    """A copy whose parameters, buffers and attributes have no memory, and their mode."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
     kept = [value for part in module.modules() for value in vars(part).values()]
     state = [*module.parameters(), *module.buffers(), *filter(torch.is_tensor, kept)]
     memo: dict[int, Any] = {id(tensor): mode.from_tensor(tensor) for tensor in state}
-    return copy.deepcopy(module, memo)
+    return copy.deepcopy(module, memo), mode
 
 
 def _run(twin: nn.Module, args: Any, kwargs: Any, mode: FakeTensorMode) -> None:
     leaves, spec = tree_flatten((args, kwargs))
     fakes = [mode.from_tensor(leaf) if torch.is_tensor(leaf) else leaf for leaf in leaves]
     fake_args, fake_kwargs = tree_unflatten(fakes, spec)
-    twin(*fake_args, **fake_kwargs)
+    with mode, torch.no_grad():
+        twin(*fake_args, **fake_kwargs)
 
 
 def _contents(target: Any) -> Contents:
