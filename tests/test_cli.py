@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -60,6 +61,51 @@ def test_compare(tmp_path: pathlib.Path) -> None:
     assert {event.get("name") for event in trace["traceEvents"]} >= {"0F0", "1I0", "1W1", "0B1"}
 
 
+PIPELINE = ["simulate", "--stages", "4", "--microbatches", "8", "--times", "18.5,18.1,9.3"]
+
+
+def simulated(path: pathlib.Path, *arguments: str) -> dict[tuple[str, str], dict[str, Any]]:
+    """The rows that the command writes, by schedule and placement of W."""
+    result = run(*PIPELINE, *arguments, "--json", str(path / "rows.json"))
+    assert result.exit_code == 0, result.output
+    rows = json.loads((path / "rows.json").read_text())["rows"]
+    return {(row["schedule"], row["weights"]): row for row in rows}
+
+
+def test_simulate(tmp_path: pathlib.Path) -> None:
+    """Every schedule by its published bubble, and the pictures."""
+    rows = simulated(tmp_path, "--memory", "2,1.5", "--output", str(tmp_path / "out"))
+    fused, split = rows["1f1b", "fused"], rows["zb-h1", "fill"]
+    assert fused["makespan"] == pytest.approx((8 + 3) * 45.9)
+    assert fused["bubble"] == pytest.approx(3 / 11)
+    assert fused["peak_memory_by_rank"] == [8.0, 6.0, 4.0, 2.0]
+    assert split["makespan"] == pytest.approx(8 * 45.9 + 3 * (18.5 + 18.1 - 9.3))
+    assert rows["zb-h2", "fill"]["step_time"] < rows["zb-h2", "fill"]["makespan"]
+    for row in rows.values():
+        assert row["peak_memory"] == max(row["peak_memory_by_rank"]) > 0
+        assert 0.0 <= row["bubble"] < 1.0
+    made = {path.name for path in (tmp_path / "out").iterdir()}
+    assert made == {"pareto.png", "timeline.png", "trace.json"}
+
+
+def test_simulate_options_have_effects(tmp_path: pathlib.Path) -> None:
+    plain = simulated(tmp_path)
+    slow = simulated(tmp_path, "--latency", "1")
+    assert slow["1f1b", "fused"]["makespan"] > plain["1f1b", "fused"]["makespan"] + 5
+    narrow = simulated(tmp_path, "--bandwidth", "1", "--message", "1")  # one millisecond
+    assert narrow["gpipe", "fused"]["makespan"] == pytest.approx(slow["gpipe", "fused"]["makespan"])
+    deeper = simulated(tmp_path, "--chunks", "4")
+    assert deeper["interleaved", "fused"]["makespan"] < plain["interleaved", "fused"]["makespan"]
+    uneven = simulated(tmp_path, "--memory", "1,1,1,1,1,1,9,9")
+    assert uneven["1f1b", "fused"]["peak_memory_by_rank"] == [4.0, 3.0, 2.0, 9.0]
+    result = run(*PIPELINE, "--schedule", "v-min")
+    assert "v-min: 8 stages, 8 microbatches, 4 ranks" in result.output
+    assert "7F0" in result.output
+    run(*PIPELINE, "--schedule", "naive", "--output", str(tmp_path))
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    assert {"name": "naive, fill"} in [event.get("args") for event in trace["traceEvents"]]
+
+
 def test_inspect_a_model(tmp_path: pathlib.Path) -> None:
     result = run("inspect", "examples.models:llama_whole", *TINY, "--dump", str(tmp_path / "d"))
     assert result.exit_code == 0, result.output
@@ -103,6 +149,12 @@ def test_inspect_a_stage() -> None:
             ["compare", "examples.models:llama_whole", "--steps", "1"],
             "expected a factory that returns an autosplit.workload.Workload",
         ),
+        ([*PIPELINE[:5], "--times", "1,2"], "times needs 3 numbers, or 3 for each of the 4"),
+        ([*PIPELINE[:5], "--times", "1,2,x"], "expected numbers such as 2,1.5, got '1,2,x'"),
+        ([*PIPELINE[:5], "--times", "1,2,-3"], "times must be finite numbers >= 0"),
+        ([*PIPELINE, "--memory", "1,2,3"], "memory needs 2 numbers, or 2 for each of the 4"),
+        ([*PIPELINE, "--message", "1"], "bandwidth and message have a meaning only together"),
+        ([*PIPELINE, "--schedule", "zigzag"], "no simulated schedule 'zigzag'; simulated: naive,"),
         (
             ["inspect", "torch.nn:Identity"],
             "returned a module without inputs; return (model, args)",

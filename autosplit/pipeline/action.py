@@ -21,6 +21,9 @@ class ActionKind(enum.Enum):
     SEND_B = "SEND_B"
     RECV_B = "RECV_B"
 
+    # Members are one of a kind; Enum would hash their names in Python, for each action looked up.
+    __hash__ = object.__hash__
+
     @property
     def is_compute(self) -> bool:
         """True for F, I, W and B: the kinds that a schedule lists and that fill a rank's time."""

@@ -12,7 +12,11 @@ from dataclasses import dataclass, field
 
 from autosplit.pipeline.action import Action
 from autosplit.pipeline.dependency import needs_of, result_of
+from autosplit.pipeline.routes import target_of
 from autosplit.pipeline.schedule import Schedule
+from autosplit.pipeline.transfer import Transfer
+
+_INSTANT = Transfer()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +68,7 @@ def replay(
     schedule: Schedule,
     duration: Callable[[Action], float],
     *,
-    transfer: float = 0.0,
+    transfer: Transfer = _INSTANT,
     given: AbstractSet[Action] = frozenset(),
 ) -> Replay:
     """Run every rank's actions in order, each as soon as its rank is free and its needs are met.
@@ -72,14 +76,14 @@ def replay(
     Args:
         schedule: any schedule; an illegal one stops where it stops.
         duration: seconds of an action.
-        transfer: seconds a result takes to another rank; sends never block.
+        transfer: the links between ranks; sends never block.
         given: results to take as there from the start, though no rank makes them.
 
     Returns:
         The times of what ran and, for each rank that could not finish, what it waits for.
     """
     run = Replay(schedule, [[] for _ in schedule.ranks])
-    made: dict[Action, tuple[float, int]] = {}
+    arrivals = _Arrivals(schedule, transfer)
     blocked: dict[Action, list[int]] = {}
     clock = [0.0] * len(schedule.ranks)
     movable = list(range(len(schedule.ranks)))
@@ -89,21 +93,48 @@ def replay(
         while len(times) < len(row):
             action = row[len(times)]
             needs = [need for need in needs_of(action, schedule.stages) if need not in given]
-            missing = next((need for need in needs if need not in made), None)
+            missing = next((need for need in needs if need not in arrivals.made), None)
             if missing is not None:
                 blocked.setdefault(missing, []).append(rank)
                 break
-            start = clock[rank]
-            for need in needs:
-                end, source = made[need]
-                start = max(start, end if source == rank else end + transfer)
+            start = max([clock[rank], *(arrivals.at(need, rank) for need in needs)])
             clock[rank] = start + duration(action)
             times.append((start, clock[rank]))
             result = result_of(action)
-            made.setdefault(result, (clock[rank], rank))
+            arrivals.add(result, rank, clock[rank])
             movable += blocked.pop(result, ())
     run.waits = _waits(schedule, run.times, blocked)
     return run
+
+
+class _Arrivals:
+    """When each result is made, and when it is on the rank that needs it."""
+
+    def __init__(self, schedule: Schedule, transfer: Transfer) -> None:
+        self._schedule = schedule
+        self._transfer = transfer
+        self.made: dict[Action, tuple[float, int]] = {}
+        self._arrived: dict[Action, float] = {}
+        self._link_free: dict[tuple[int, int], float] = {}
+
+    def add(self, result: Action, rank: int, end: float) -> None:
+        """``result`` is made, and sent to the rank that needs it, behind all that was before."""
+        if result in self.made:
+            return
+        self.made[result] = end, rank
+        target = target_of(result, self._schedule.stages)
+        if target is None or self._transfer == _INSTANT:
+            return
+        link = rank, self._schedule.home(target, result.microbatch)
+        sent = max(end, self._link_free.get(link, 0.0)) + self._transfer.occupies(result)
+        if link[0] != link[1]:
+            self._link_free[link] = sent
+            self._arrived[result] = sent + self._transfer.latency
+
+    def at(self, result: Action, rank: int) -> float:
+        """When ``rank`` can use ``result``."""
+        end, source = self.made[result]
+        return end if source == rank else self._arrived.get(result, end)
 
 
 def unmade(schedule: Schedule) -> frozenset[Action]:

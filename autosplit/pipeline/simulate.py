@@ -10,11 +10,14 @@ from autosplit.pipeline.action import Action, ActionKind
 from autosplit.pipeline.replay import replay
 from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.timeline import Span, Timeline
+from autosplit.pipeline.transfer import Transfer
 
 Durations = Callable[[Action], float] | Mapping[tuple[int, ActionKind], float]
 
 
-def simulate(schedule: Schedule, duration: Durations, *, transfer: float = 0.0) -> Timeline:
+def simulate(
+    schedule: Schedule, duration: Durations, *, transfer: Transfer | float = 0.0
+) -> Timeline:
     """Discrete-event simulation of one step.
 
     Every rank runs its list in order and starts an action as soon as it is free and the results
@@ -25,7 +28,8 @@ def simulate(schedule: Schedule, duration: Durations, *, transfer: float = 0.0) 
         schedule: the rank lists.
         duration: seconds of an action: a function of the action, or a mapping from
             ``(stage, kind)``.
-        transfer: seconds from the end of an action to the arrival of its result on another rank.
+        transfer: the links between ranks, or the seconds from the end of an action to the arrival
+            of its result on another rank.
 
     Returns:
         The timeline, from time 0, spans sorted by start, then rank.
@@ -34,7 +38,8 @@ def simulate(schedule: Schedule, duration: Durations, *, transfer: float = 0.0) 
         ScheduleError: the lists deadlock, a duration is missing, or a time is negative or not
             finite.
     """
-    _check_time("transfer", transfer)
+    if not isinstance(transfer, Transfer):
+        transfer = Transfer(latency=transfer)
     run = replay(schedule, _lookup(duration), transfer=transfer)
     if run.waits:
         waits = "".join(f"\n  {run.waits[rank]}" for rank in sorted(run.waits))
@@ -62,12 +67,10 @@ def _lookup(duration: Durations) -> Callable[[Action], float]:
             value = duration[key]
         else:
             value = duration(action)
-        _check_time(f"the duration of {action}", value)
+        if not (math.isfinite(value) and value >= 0.0):
+            raise ScheduleError(
+                f"the duration of {action} must be finite seconds >= 0, got {value!r}"
+            )
         return value
 
     return seconds
-
-
-def _check_time(what: str, value: float) -> None:
-    if not (math.isfinite(value) and value >= 0.0):
-        raise ScheduleError(f"{what} must be finite seconds >= 0, got {value!r}")

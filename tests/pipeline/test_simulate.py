@@ -14,6 +14,7 @@ from autosplit.pipeline.action import Action, ActionKind
 from autosplit.pipeline.schedules import build
 from autosplit.pipeline.simulate import simulate
 from autosplit.pipeline.timeline import Timeline
+from autosplit.pipeline.transfer import Transfer
 
 UNIT = seconds(1, 1, 1)
 FUSED: dict[str, Any] = {"split_backward": False}
@@ -49,6 +50,40 @@ def test_a_transfer_takes_time_between_ranks_only() -> None:
         "0: 0B0 5-7",
     ]
     assert simulate(together, UNIT, transfer=0.5).makespan == 6.0
+
+
+def test_a_link_carries_one_message_after_the_other() -> None:
+    """Four units a message: the second waits for the first; the other direction is another link."""
+    schedule = schedule_of("0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1", split_backward=False)
+    narrow = Transfer(latency=0.5, bandwidth=2.0, message_bytes=8.0)
+    assert as_text(simulate(schedule, UNIT, transfer=narrow)) == [
+        "0: 0F0 0-1",
+        "0: 0F1 1-2",
+        "1: 1F0 5.5-6.5",
+        "1: 1F1 9.5-10.5",
+        "1: 1B0 10.5-12.5",
+        "1: 1B1 12.5-14.5",
+        "0: 0B0 17-19",
+        "0: 0B1 21-23",
+    ]
+    by_boundary = Transfer(latency=0.5, bandwidth=2.0, message_bytes={0: 8.0})
+    assert simulate(schedule, UNIT, transfer=by_boundary).makespan == 23
+    with pytest.raises(ScheduleError, match="no message_bytes for the boundary after stage 0"):
+        simulate(schedule, UNIT, transfer=Transfer(message_bytes={}))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"latency": -1.0}, "transfer must be finite seconds >= 0, got -1.0"),
+        ({"bandwidth": 0.0}, "bandwidth must be bytes in a second > 0, got 0.0"),
+        ({"message_bytes": math.inf}, "message_bytes must be finite numbers >= 0, got inf"),
+        ({"message_bytes": {0: -2.0}}, "message_bytes must be finite numbers >= 0, got -2.0"),
+    ],
+)
+def test_impossible_links_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        Transfer(**options)
 
 
 def test_durations_may_be_a_mapping() -> None:

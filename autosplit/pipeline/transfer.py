@@ -1,0 +1,57 @@
+"""What it costs to bring a result from one rank to another."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from autosplit.errors import ScheduleError
+from autosplit.pipeline.action import Action
+from autosplit.pipeline.routes import boundary_of
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Links between ranks: one in each direction, each carrying one message after the other.
+
+    A message occupies its link for bytes / bandwidth and arrives ``latency`` after that.
+
+    Attributes:
+        latency: seconds.
+        bandwidth: bytes in a second.
+        message_bytes: bytes of one microbatch's activations at a boundary, and of their gradient:
+            one number for all boundaries, or by the stage before the boundary.
+
+    Raises:
+        ScheduleError: a negative number, no bandwidth, or bytes that a bandwidth does not apply to.
+    """
+
+    latency: float = 0.0
+    bandwidth: float = math.inf
+    message_bytes: float | Mapping[int, float] = field(default=0.0)
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.latency) and self.latency >= 0.0):
+            raise ScheduleError(f"transfer must be finite seconds >= 0, got {self.latency!r}")
+        if not self.bandwidth > 0.0:
+            raise ScheduleError(f"bandwidth must be bytes in a second > 0, got {self.bandwidth!r}")
+        sizes = self.message_bytes
+        for size in sizes.values() if isinstance(sizes, Mapping) else (sizes,):
+            if not (math.isfinite(size) and size >= 0.0):
+                raise ScheduleError(f"message_bytes must be finite numbers >= 0, got {size!r}")
+
+    def occupies(self, result: Action) -> float:
+        """Seconds for which ``result`` keeps its link.
+
+        Raises:
+            ScheduleError: the bytes of its boundary are not known.
+        """
+        boundary, sizes = boundary_of(result), self.message_bytes
+        if not isinstance(sizes, Mapping):
+            return sizes / self.bandwidth
+        if boundary not in sizes:
+            raise ScheduleError(
+                f"no message_bytes for the boundary after stage {boundary}; known: {sorted(sizes)}"
+            )
+        return sizes[boundary] / self.bandwidth
