@@ -27,7 +27,8 @@ from .subject import Subject
 
 HERE = pathlib.Path(__file__).parent
 PARTS = ("modules", "transformers", "breaks", "generated")
-RUN = 50  # examples of one run of hypothesis
+RUN = 20  # examples of one run of hypothesis
+SAVE_SECONDS = 20
 
 Examination = Callable[[], dict[str, Any]]
 
@@ -51,13 +52,25 @@ def main() -> None:
     logging.getLogger("torch").setLevel(logging.ERROR)  # it logs graph breaks
     results = Results.read(HERE / "results.json")
     for part in options.parts or PARTS:
-        rows: Rows = []
-        try:
-            for each in _run(part, options, results):
-                rows.append(each)
-        finally:  # what was found is kept, whatever ends the run
-            results.update(part, rows, _command(part, options), describe(threads=1))
+        keep = functools.partial(
+            results.update, part, command=_command(part, options), environment=describe(threads=1)
+        )
+        _save_now_and_then(_run(part, options, results), keep)
     (HERE / "README.md").write_text(render(results, FACTOR, ROUNDINGS))
+
+
+def _save_now_and_then(found: Iterator[dict[str, Any]], keep: Callable[[Rows], None]) -> None:
+    """What was found is kept, whatever ends the run."""
+    rows: Rows = []
+    last = time.monotonic()
+    try:
+        for each in found:
+            rows.append(each)
+            if time.monotonic() - last > SAVE_SECONDS:
+                keep(rows)
+                last = time.monotonic()
+    finally:
+        keep(rows)
 
 
 def _run(part: str, options: argparse.Namespace, results: Results) -> Iterator[dict[str, Any]]:
