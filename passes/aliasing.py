@@ -48,6 +48,16 @@ def storage_root(node: fx.Node) -> fx.Node:
     return node
 
 
+def maker(node: fx.Node) -> fx.Node:
+    """The operator that computed the node's value, behind views and results picked from tuples."""
+    while is_view(node) or node.target is operator.getitem:
+        parent = node.args[0]
+        if not isinstance(parent, fx.Node):
+            break
+        node = parent
+    return node
+
+
 def storage_bytes(node: fx.Node) -> int:
     """Bytes of the storage that holding this node's value keeps alive."""
     value = tensor_of(storage_root(node))

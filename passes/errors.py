@@ -3,3 +3,7 @@
 
 class PassError(Exception):
     """A graph broke an invariant, or a pass cannot do its work on it."""
+
+
+class BudgetError(PassError):
+    """A memory budget that no division of the graph meets."""

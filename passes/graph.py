@@ -54,17 +54,61 @@ class Role:
         return f"{self.kind.value} {self.name}"
 
 
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """One of the graphs that a joint graph is divided into.
+
+    Attributes:
+        runs: the joint graph's nodes that it runs.
+        takes: values that it reads and does not compute, in graph order.
+    """
+
+    runs: set[fx.Node]
+    takes: list[fx.Node]
+
+
+@dataclasses.dataclass(frozen=True)
+class Regions:
+    """A division of a joint graph, made by ``choose``.
+
+    Attributes:
+        backward: the unsplit backward.
+        input: I.
+        weight: W.
+        released: weight gradients that I returns.
+        kept: state that the module keeps, so that it need not cross.
+    """
+
+    backward: Region
+    input: Region
+    weight: Region
+    released: set[fx.Node]
+    kept: set[fx.Node]
+
+    @property
+    def saved(self) -> list[fx.Node]:
+        """What crosses from F to the backward."""
+        taken = dict.fromkeys([*self.backward.takes, *self.input.takes])
+        return [node for node in taken if node not in self.kept]
+
+    @property
+    def deferred(self) -> list[fx.Node]:
+        """What crosses from I to W."""
+        return [node for node in self.weight.takes if node not in self.kept]
+
+
 @dataclasses.dataclass
 class Program:
     """The graphs of one module, from the joint graph to the split ones.
 
     A pass fills in or rewrites fields. ``backward`` is the unsplit backward; it stays beside
     its two halves because an engine that runs I and W back to back calls it instead.
-    ``memory`` says how the boundaries are to be chosen.
+    ``memory`` says how the boundaries are to be chosen; ``regions`` are the choice.
     """
 
     joint: fx.GraphModule
     memory: Memory = BALANCED
+    regions: Regions | None = None
     forward: fx.GraphModule | None = None
     backward: fx.GraphModule | None = None
     backward_input: fx.GraphModule | None = None

@@ -16,20 +16,26 @@ class Memory:
         name: what the user asked for.
         recompute: time to spend on doing cheap operators again, as a share of the step's
             estimated time.
-        waiting: share of the weight gradients' FLOPs that W keeps at least.
-        deferred: bytes to hold between I and W for one microbatch, or a share of what the
-            forward saves; None asks for no fewer than a full W needs.
+        waiting: share of the weight gradients' FLOPs that must wait for W. Below 1, I computes
+            the weight gradients that free the most bytes for their FLOPs.
+        budget: bytes to hold between I and W for one microbatch; None asks for as few as
+            ``waiting`` lets it.
     """
 
     name: str
     recompute: float
     waiting: float = 1.0
-    deferred: int | float | None = None
+    budget: int | None = None
+
+    @property
+    def releases_weights(self) -> bool:
+        """Whether I may compute weight gradients."""
+        return self.waiting < 1
 
 
 FAST = Memory("fast", recompute=0.0)
 BALANCED = Memory("balanced", recompute=0.01)
-LEAN = Memory("lean", recompute=0.01, waiting=0.55, deferred=0.6)
+LEAN = Memory("lean", recompute=0.01, waiting=0.55)
 
 MEMORY: Mapping[str, Memory] = {each.name: each for each in (FAST, BALANCED, LEAN)}
 
@@ -48,7 +54,7 @@ def memory_setting(memory: str | int) -> Memory:
         if memory in MEMORY:
             return MEMORY[memory]
     elif isinstance(memory, int) and not isinstance(memory, bool) and memory >= 0:
-        return Memory(f"{memory} bytes", BALANCED.recompute, waiting=0.0, deferred=memory)
+        return Memory(f"{memory} bytes", BALANCED.recompute, waiting=0.0, budget=memory)
     known = ", ".join(map(repr, MEMORY))
     raise PassError(
         f"memory is one of {known}, or the bytes that one microbatch may hold between I and W; "

@@ -1,20 +1,19 @@
-"""Joint graph -> forward and backward, with the least saved between them.
+"""Joint graph -> forward and backward, after dividing the graph into F, I and W.
 
 Forward keeps everything the outputs need, and every random operator: a random number drawn
-in the backward would neither match the forward's nor leave the generator alone. Operators
-run once. Only views are redone in the backward, because they cost nothing, and what the user
-put under ``torch.utils.checkpoint``; operators that only the backward needs (a cast of a
-weight, say) move there.
+in the backward would neither match the forward's nor leave the generator alone. In the
+backward views are redone, because they cost nothing; what the user put under
+``torch.utils.checkpoint``; and cheap operators, as far as the memory setting gives them time.
+Operators that only the backward needs (a cast of a weight, say) move there.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 
-from .aliasing import is_free, storage_root
+from .aliasing import storage_root
+from .choose import choose
 from .errors import PassError
 from .extract import extract
 from .graph import (
@@ -25,48 +24,35 @@ from .graph import (
     Role,
     ancestors,
     calls,
-    descendants,
-    inputs,
-    is_state,
     outputs,
     placeholders,
     role_of,
     source_line,
 )
-from .min_cut import min_cut
-from .ops import checkpoint_region, is_effect, is_random
+from .ops import is_random
+from .reach import Reach
 
 # Where AOTAutograd notes which half of the joint graph it was tracing.
 _TAG = "partitioner_tag"
 
 
 def partition(program: Program) -> bool:
-    """Fill in ``forward`` and, where the joint graph has gradients, ``backward``.
+    """Fill in ``forward`` and, where the joint graph has gradients, ``regions`` and ``backward``.
 
     Raises:
-        PassError: an output of the forward depends on an output's gradient, or the backward
-            needs a forward value that is not a tensor.
+        PassError: an output of the forward depends on an output's gradient, the backward needs
+            a forward value that is not a tensor, or a memory budget cannot be met.
     """
     graph = program.joint.graph
-    results = outputs(graph, *FORWARD_OUTPUT)
-    gradients = outputs(graph, *GRADIENT)
-    before = ancestors([value for _, value in results if isinstance(value, fx.Node)])
     _refuse_draws_in_backward(graph)
-    after = descendants(list(inputs(graph, Kind.TANGENT).values()))
-    # Effects of the forward, assertions on values above all, stay in it though nobody reads them,
-    # and so do random operators, which move the generator.
-    unread = [node for node in calls(graph) if is_effect(node) or is_random(node)]
-    before |= ancestors([node for node in unread if node not in after])
-    if before & after:
-        names = ", ".join(sorted(node.name for node in before & after)[:5])
-        raise PassError(f"forward values depend on output gradients: {names}")
-    saved = _fill_backward(program, before, after, gradients) if gradients else []
+    reach = Reach.of(graph)
+    saved = _fill_backward(program, reach) if outputs(graph, *GRADIENT) else []
     program.forward = extract(
         program.joint,
         "forward",
         carried=[],
-        compute=before | ancestors([node for _, node in saved]),
-        returns=[*results, *saved],
+        compute=reach.forward | ancestors([node for _, node in saved]),
+        returns=[*outputs(graph, *FORWARD_OUTPUT), *saved],
     )
     return True
 
@@ -87,56 +73,23 @@ def _refuse_draws_in_backward(graph: fx.Graph) -> None:
             )
 
 
-def _fill_backward(
-    program: Program,
-    before: set[fx.Node],
-    after: set[fx.Node],
-    gradients: list[tuple[Role, Any]],
-) -> list[tuple[Role, fx.Node]]:
-    """Fill in ``backward``; returns what forward must save for it."""
+def _fill_backward(program: Program, reach: Reach) -> list[tuple[Role, fx.Node]]:
+    """Divide the graph and fill in ``backward``; returns what forward must save for it."""
     graph = program.joint.graph
-    redone = {node for node in before if _is_inside_checkpoint(node, after)}
-    early = {node for node in before - redone if not is_free(node)}
-    early |= {node for node in placeholders(graph) if node not in after}
-    early |= {node for node in calls(graph) if is_random(node) and node not in after}
-    wanted = [value for _, value in gradients if isinstance(value, fx.Node)]
-    boundary = min_cut(graph, early=early, late=after, wanted=wanted, redone=redone)
-    overwritten = _overwritten(graph)
-    saved: list[tuple[Role, fx.Node]] = []
-    carried: list[tuple[Role, fx.Node]] = []
-    for node in boundary.carried:
-        if is_state(node) and node not in overwritten:
-            carried.append((role_of(node), node))
-            continue
-        role = Role(Kind.SAVED, node.name)
-        carried.append((role, node))
-        kept = _copy(graph, node) if storage_root(node) in overwritten else node
-        saved.append((role, kept))
+    regions = program.regions = choose(graph, reach, program.memory)
+    saved = {node: Role(Kind.SAVED, node.name) for node in regions.saved}
     program.backward = extract(
         program.joint,
         "backward",
-        carried=carried,
-        compute=boundary.late,
-        returns=gradients,
-        on_demand=boundary.late - after,
+        carried=[(saved.get(node) or role_of(node), node) for node in regions.backward.takes],
+        compute=regions.backward.runs,
+        returns=outputs(graph, *GRADIENT),
+        on_demand=regions.backward.runs - reach.gradient,
     )
-    return saved
-
-
-def _is_inside_checkpoint(node: fx.Node, after: set[fx.Node]) -> bool:
-    """Whether the user asked for recomputation and only the checkpointed region reads the
-    value. What leaves the region is an ordinary value that may be saved.
-    """
-    region = checkpoint_region(node)
-    readers = [user for user in node.users if user not in after]
-    return region is not None and all(checkpoint_region(user) == region for user in readers)
-
-
-def _overwritten(graph: fx.Graph) -> set[fx.Node]:
-    """Buffers and inputs whose storage the forward overwrites when it is done."""
-    names = {role.name for role, _ in outputs(graph, Kind.UPDATE)}
-    state = inputs(graph, Kind.BUFFER, Kind.INPUT)
-    return {node for role, node in state.items() if role.name in names}
+    return [
+        (role, _copy(graph, node) if storage_root(node) in reach.overwritten else node)
+        for node, role in saved.items()
+    ]
 
 
 def _copy(graph: fx.Graph, node: fx.Node) -> fx.Node:

@@ -43,7 +43,7 @@ _MAY_LEAVE = {
     "joint": FORWARD_OUTPUT | GRADIENT,
     "forward": FORWARD_OUTPUT | {Kind.SAVED},
     "backward": GRADIENT,
-    "backward_input": frozenset({Kind.INPUT_GRAD, Kind.DEFERRED}),
+    "backward_input": GRADIENT | {Kind.DEFERRED},
     "backward_weight": frozenset({Kind.PARAMETER_GRAD}),
     "backward_accumulating": frozenset({Kind.INPUT_GRAD}),
     "backward_weight_accumulating": frozenset(),

@@ -13,7 +13,7 @@ def test_names() -> None:
 
 
 def test_number_is_a_budget_in_bytes() -> None:
-    assert memory_setting(4096).deferred == 4096
+    assert memory_setting(4096).budget == 4096
     assert memory_setting(4096).waiting == 0
 
 

@@ -9,8 +9,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from autosplit.passes import Role
 from autosplit.passes.aliasing import storage_bytes
 from autosplit.passes.cost import flops
-from autosplit.passes.graph import Kind, calls
-from autosplit.passes.min_cut import min_cut
+from autosplit.passes.graph import Kind, ancestors, calls
+from autosplit.passes.reach import Reach
+from autosplit.passes.regions import Division
 from autosplit.passes.sizes import concrete, example, is_size
 
 
@@ -35,9 +36,12 @@ def test_prices_come_from_the_example() -> None:
 def test_size_crosses_as_a_number() -> None:
     module = symbolic(lambda x: nn.functional.relu(x).view(x.shape[0] * 2, -1), torch.randn(6, 8))
     nodes = {node.name: node for node in module.graph.nodes}
-    relu = nodes["relu"]
     (view,) = [node for node in calls(module.graph) if "view" in str(node.target)]
     size = next(node for node in view.all_input_nodes if is_size(node))
-    early = {node for node in module.graph.nodes if node.op == "placeholder"} | {relu, size}
-    cut = min_cut(module.graph, early=early, late={view}, wanted=[view])
-    assert set(cut.carried) == {relu, size}
+    forward = {node for node in module.graph.nodes if node.op == "placeholder"}
+    forward |= {nodes["relu"], *ancestors([size])}
+    late = module.graph.create_node("call_function", torch.ops.aten.cumsum.default, (view, 0))
+    late.meta["val"] = view.meta["val"]
+    reach = Reach(forward, {view, late}, {view, late}, set(), set(), [late], [])
+    cut = Division(module.graph, reach, again=False, release=False).cut()
+    assert set(cut.saved) == {nodes["relu"], size}
