@@ -74,10 +74,10 @@ class Split(torch.autograd.Function):
         saved = ctx.saved
         ctx.saved = saved.again() if graph_is_kept() else None
         with without_autocast():
-            grads, handover = functions.backward_input(saved, arrived)
+            grads, handover, early = functions.backward_input(saved, arrived)
         # Not under torch.autograd.grad or backward(inputs=...): they ask for no parameter.
         if will_run(ctx.next_functions[0][0]):
-            work = Deferred(functions, handover, ctx.state, skipped, current_backward())
+            work = Deferred(functions, handover, early, ctx.state, skipped, current_backward())
             ctx.queue.add(work)
         ctx.queue.reducer.backward(ctx.ticket)
         return (None, None, None, None, *grads)

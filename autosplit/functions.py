@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from .accumulation import EXACT, Accumulation
 from .autocast import AutocastGuard
-from .compile import Boxed, compile_graph, positions
+from .compile import compile_graph, positions
 from .errors import SplitError
 from .gradients import GradientGraph
 from .handover import Handover, State, TensorSpec
@@ -54,7 +54,10 @@ class SplitFunctions:
         output_names: paths of the outputs of ``forward``, in order.
         updated_inputs: paths of inputs that the module writes into.
         updated_state: names of buffers that the module writes into.
-        parameter_names: names of the gradients of ``backward_weight``, in order.
+        parameter_names: names of all gradients of parameters, in the order in which B returns
+            them.
+        early_parameters: those that I returns, under a memory setting that lets it.
+        late_parameters: those that W returns, in order.
         tangent_specs: output path -> the gradient that the backward expects for it; outputs
             not listed are not differentiable.
     """
@@ -78,6 +81,9 @@ class SplitFunctions:
         self.parameter_names = [
             role.name for role, _ in outputs(graphs.joint.graph, Kind.PARAMETER_GRAD)
         ]
+        early = _early(graphs.backward_input)
+        self.early_parameters = [name for name in self.parameter_names if name in early]
+        self.late_parameters = [name for name in self.parameter_names if name not in early]
 
     def _place_results(self, returned: Sequence[Role]) -> None:
         """Where outputs, updates and saved tensors stand among F's results."""
@@ -156,28 +162,35 @@ class SplitFunctions:
         )
 
     def backward_input(
-        self, saved: Handover, output_grads: list[Tensor | None]
-    ) -> tuple[list[Tensor | None], Handover]:
+        self,
+        saved: Handover,
+        output_grads: list[Tensor | None],
+        gradients: Sequence[Tensor] | None = None,
+        accumulation: Accumulation = EXACT,
+    ) -> tuple[list[Tensor | None], Handover, Sequence[Tensor]]:
         """I.
 
         Args:
             saved: what F left; taken.
             output_grads: in the order of ``output_names``; emptied.
+            gradients: what to add the gradients of ``early_parameters`` into.
+            accumulation: how to add.
 
         Returns:
-            Gradients in the order of ``capture.inputs``, None where there is none, and what
-            W needs.
+            Gradients in the order of ``capture.inputs``, None where there is none; what W
+            needs; and the gradients of ``early_parameters``, as from ``backward_weight``.
 
         Raises:
             SplitError: a gradient does not fit its output, or something saved was written
                 in place since the forward.
         """
         read, half = saved.state, self._input_half
-        results = half.call(self._backward_pool(saved, output_grads))
-        deferred = [results[at] for at in half.deferred_at]
+        pool = self._backward_pool(saved, output_grads)
+        results, early = half.graph.run(pool, gradients, accumulation)
+        deferred = results[half.inputs :]
+        del results[half.inputs :]
         kept = tuple([read[at] for at in half.read_at])
-        grads = [None if at is None else results[at] for at in half.grads_at]
-        return grads, Handover(half.names, deferred, kept)
+        return results, Handover(half.names, deferred, kept), early
 
     def backward_weight(
         self,
@@ -189,7 +202,7 @@ class SplitFunctions:
 
         Args:
             deferred: what I left; taken.
-            gradients: what to add into, in the order of ``parameter_names``; none of them may
+            gradients: what to add into, in the order of ``late_parameters``; none of them may
                 share storage with another or with anything else that is handed over.
             accumulation: how to add.
 
@@ -268,27 +281,33 @@ class SplitFunctions:
 
     @cached_property
     def _input_half(self) -> _InputHalf:
-        graph = compile_graph("backward_input", self._module("backward_input"), self._backend)
-        deferred = [role for role in graph.outputs if role.kind is Kind.DEFERRED]
+        module = self._module("backward_input")
+        deferred = [role for role, _ in outputs(module.graph, Kind.DEFERRED)]
         read = list(inputs(self._module("backward_weight").graph, *STATE))
-        at = {role: index for index, role in enumerate(graph.outputs)}
+        wanted = _roles(Kind.INPUT_GRAD, self.capture.inputs)
         return _InputHalf(
-            graph.taking(self._backward_roles),
+            self._gradient_graph(
+                "backward_input",
+                self._backward_roles,
+                self.early_parameters,
+                [*wanted, *deferred],
+            ),
+            len(wanted),
             (*deferred, *read),
             tuple([role.name for role in (*deferred, *read)]),
-            positions(deferred, graph.outputs),
             positions(read, self._read),
-            [at.get(role) for role in _roles(Kind.INPUT_GRAD, self.capture.inputs)],
         )
 
     @cached_property
     def _weight(self) -> GradientGraph:
-        return self._gradient_graph("backward_weight", self._input_half.handed)
+        return self._gradient_graph(
+            "backward_weight", self._input_half.handed, self.late_parameters
+        )
 
     @cached_property
     def _backward(self) -> GradientGraph:
         wanted = _roles(Kind.INPUT_GRAD, self.capture.inputs)
-        return self._gradient_graph("backward", self._backward_roles, wanted)
+        return self._gradient_graph("backward", self._backward_roles, self.parameter_names, wanted)
 
     def _batched(self, count: int) -> GradientGraph:
         handed = self._input_half.handed
@@ -298,18 +317,22 @@ class SplitFunctions:
             "backward_weight",
             module,
             [member(role, index) for index in range(count) for role in handed],
-            parameters=self.parameter_names,
+            parameters=self.late_parameters,
             backend=self._backend,
         )
 
     def _gradient_graph(
-        self, name: str, given: Sequence[Role], others: Sequence[Role] = ()
+        self,
+        name: str,
+        given: Sequence[Role],
+        parameters: Sequence[str],
+        others: Sequence[Role] = (),
     ) -> GradientGraph:
         return GradientGraph(
             name,
             self._module(name),
             given,
-            parameters=self.parameter_names,
+            parameters=parameters,
             others=others,
             backend=self._backend,
         )
@@ -348,20 +371,25 @@ class _InputHalf(NamedTuple):
     """I, and where its results stand.
 
     Attributes:
-        call: takes what ``_backward_pool`` puts together.
+        graph: takes what ``_backward_pool`` puts together; its other results are gradients of
+            the module's inputs and then what is deferred.
+        inputs: how many inputs the module has.
         handed: roles of what W gets: what I defers, then state.
         names: theirs.
-        deferred_at: places of what is deferred among the results.
         read_at: places of the state that W reads among the state that the backward reads.
-        grads_at: for each input of the module its gradient's place, None where it has none.
     """
 
-    call: Boxed
+    graph: GradientGraph
+    inputs: int
     handed: Sequence[Role]
     names: tuple[str, ...]
-    deferred_at: Sequence[int]
     read_at: Sequence[int]
-    grads_at: Sequence[int | None]
+
+
+def _early(module: fx.GraphModule | None) -> set[str]:
+    if module is None:
+        return set()
+    return {role.name for role, _ in outputs(module.graph, Kind.PARAMETER_GRAD)}
 
 
 def _roles(kind: Kind, names: Iterable[str]) -> list[Role]:

@@ -215,6 +215,11 @@ class SplitModule(Face):
         """From now on graph by graph, where whole-graph capture is not insisted on."""
         if self._fullgraph:
             raise error
+        if self._memory != "balanced":
+            error.add_note(
+                f"memory={self._memory!r} needs one graph; in parts a model is split as 'balanced'"
+            )
+            raise error
         from .integrations.partial import Partial  # Dynamo takes over a second to import
 
         self.__dict__["_partial"] = Partial(self.model, self._backend, str(error))
@@ -294,7 +299,8 @@ def split(
             ``"lean"`` goes below that: it computes in I the weight gradients that free the most
             bytes for their FLOPs; at least 55% of the FLOPs still wait. A number is a budget,
             the bytes that one microbatch may hold between I and W; what F saves, parameters
-            and gradients are not in it. ``report()`` shows what each setting would hold.
+            and gradients are not in it. ``report()`` shows what each setting would hold. A
+            model that is split in parts is split as ``"balanced"``; others raise.
         fullgraph: refuse what one graph cannot hold. Otherwise such a model is split graph by
             graph under ``torch.compile``, and what no graph holds runs as ordinary autograd;
             ``report()`` says what and why.

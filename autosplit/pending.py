@@ -24,6 +24,7 @@ class Deferred:
     Attributes:
         functions: whose W it is.
         handover: the tensors that W needs.
+        early: gradients that I made, in the order of ``functions.early_parameters``.
         state: parameters and buffers as they were in the forward.
         skipped: parameters that get no gradient: no output that they are in took part.
         backward: number of the backward, told by the autograd engine.
@@ -31,6 +32,7 @@ class Deferred:
 
     functions: SplitFunctions
     handover: Handover
+    early: Sequence[Tensor]
     state: State
     skipped: frozenset[str]
     backward: int
@@ -66,7 +68,8 @@ class PendingQueue:
     @property
     def bytes(self) -> int:
         """Bytes of distinct storage that they hold."""
-        return distinct_bytes(t for each in self._works() for t in each.handover.tensors)
+        works = self._works()
+        return distinct_bytes(t for each in works for t in (*each.handover.tensors, *each.early))
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """The parameters that gradients are pending for."""
@@ -142,6 +145,8 @@ class _Deliver(torch.autograd.Function):
     def backward(ctx: torch.autograd.function.FunctionCtx, _: Tensor) -> tuple[Tensor | None, ...]:
         work: Deferred = ctx.work  # type: ignore[attr-defined]
         with without_autocast():
-            grads = work.functions.backward_weight(work.handover)
-        pairs = zip(work.functions.parameter_names, grads, strict=True)
-        return (None, *(grad for name, grad in pairs if name not in work.skipped))
+            late = work.functions.backward_weight(work.handover)
+        grads = dict(zip(work.functions.early_parameters, work.early, strict=True))
+        grads |= zip(work.functions.late_parameters, late, strict=True)
+        names = work.functions.parameter_names
+        return (None, *(grads[name] for name in names if name not in work.skipped))

@@ -154,8 +154,14 @@ class Stage:
         """
         functions, saved, state = self._saved.take(microbatch)
         with torch.no_grad(), without_autocast():
+            names = functions.early_parameters
+            into, sums = self._weights.into(names, state) if names else (), self._weights.sums
             given = self._output_grads(functions, output_grads)
-            grads, deferred = functions.backward_input(saved, given)
+            grads, deferred, early = functions.backward_input(
+                saved, given, into or None, sums.accumulation
+            )
+            if names and into is None:
+                sums.add(names, early, functions.borrowed_gradients)
         self._weights.flights.put(microbatch, Flight(functions, deferred, state))
         return grads
 

@@ -117,10 +117,10 @@ class WaitingWeights:
                 f"microbatch {microbatch} have run; run the others one by one"
             )
         functions, deferred, state = self.flights.take(microbatch)
-        sums = self.into(functions.parameter_names, state)
+        names = functions.late_parameters
+        sums = self.into(names, state)
         gradients = functions.backward_weight(deferred, sums, self.sums.accumulation)
         if sums is None:
-            names = functions.parameter_names
             self.sums.add(names, gradients, functions.borrowed_gradients)
 
     def run_all(self, microbatches: Sequence[int]) -> None:
@@ -159,7 +159,7 @@ class WaitingWeights:
         flights = [self.flights.take(microbatch) for microbatch in microbatches]
         functions, _, state = flights[0]
         deferred = [flight.handover for flight in flights]
-        names, accumulation = functions.parameter_names, self.sums.accumulation
+        names, accumulation = functions.late_parameters, self.sums.accumulation
         sums = self.into(names, state)
         gradients = functions.backward_weight_together(deferred, sums, accumulation)
         if sums is None:
