@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import itertools
 import json
 import pathlib
 import tempfile
 from collections.abc import Callable, Iterator
 from operator import itemgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -21,6 +22,7 @@ from .reference import distinct_bytes
 from .run import ACTIONS, Around, microbatch
 
 Run = Callable[[Around], None]
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +62,27 @@ def levels(contender: Contender, subject: Subject) -> dict[str, Level]:
     return {
         action: Level(after - gradients[action], peak) for action, (after, peak) in found.items()
     }
+
+
+def extra(prepare: Callable[[], T], call: Callable[[T], None], device: torch.device) -> int:
+    """The most bytes alive inside ``call(prepare())``, above what was alive when it began."""
+    if device.type == "cuda":
+        prepared = prepare()
+        start = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        call(prepared)
+        return int(torch.cuda.max_memory_allocated() - start)
+    # The profiler misses the end of what began before it.
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        prepared = prepare()
+        with record_function("measured call"):
+            call(prepared)
+    events = _trace(profiler)
+    (start,) = (each["ts"] for each in events if each["name"] == "measured call")
+    changes = [each for each in events if each["name"] == "[memory]" and each["ts"] >= start]
+    changes.sort(key=itemgetter("ts"))
+    levels = itertools.accumulate((int(each["args"]["Bytes"]) for each in changes), initial=0)
+    return max(levels)
 
 
 def _on_cuda(run: Run) -> dict[str, tuple[int, int]]:

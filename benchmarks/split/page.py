@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..results import Results, Rows
-from . import compilation, memory, operations, steps
+from . import ablation, compilation, memory, operations, steps
 from .settings import Settings
 
 TEMPLATE = """\
@@ -87,6 +87,17 @@ storage once, of the matrix products and convolutions that yield weight gradient
 gradients of parameters out, *peak* counts everything above what was alive before F.""",
         memory.measure,
         memory.render,
+    ),
+    "weights": Part(
+        "Weight gradients of several microbatches",
+        """\
+W of k microbatches after their F and I, where earlier ones have left sums. *One by one*: W
+returns its gradients and the caller adds them. *Accumulated*: W adds each where it is made;
+*fused* lets the matrix product add. *Concatenated*: one product for each parameter over all k,
+as 2BP does it. *Slices*: accumulated, W in parts. All but fused and concatenated are bit for bit
+the same. *MiB on top*: the most alive inside W above what was alive before.""",
+        ablation.measure,
+        ablation.render,
     ),
     "compile": Part(
         "Time to compile",
