@@ -30,6 +30,10 @@ class ReducerWatch:
         self._armed = False
         self._out: weakref.WeakSet[Ticket] = weakref.WeakSet()
 
+    def __reduce__(self) -> tuple[type[ReducerWatch], tuple[()]]:
+        """A copy of what is watched has seen no forward."""
+        return ReducerWatch, ()
+
     def forward(self) -> Ticket | None:
         """Note a forward; returns a ticket where it arms a reducer.
 

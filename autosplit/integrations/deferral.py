@@ -7,19 +7,23 @@ deferred work waits on the parameters that it is for.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import groupby
-from typing import TYPE_CHECKING
+from itertools import chain, groupby
+from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
+from ..compat import data_parallel
 from ..errors import SplitError
 from ..guard import StepGuard
+from ..reducer import ReducerWatch, Ticket
 from .work import Work, deliver, how_many, total_bytes
 
 if TYPE_CHECKING:
     from .part import Part
 
 _QUEUE = "_autosplit_pending"
+_REDUCER = "_autosplit_reducer"
 
 
 class OnParameters:
@@ -31,18 +35,33 @@ class OnParameters:
     def compiled(self, part: Part) -> None:
         """Nobody asks for a report."""
 
-    def entered(self, part: Part) -> None:
+    def entered(self, part: Part) -> _Entry | None:
         """Microbatches are told apart by their backward alone."""
+        wrapper = data_parallel() if torch.is_grad_enabled() else None
+        if wrapper is None:
+            return None
+        reducer = wrapper.__dict__.setdefault(_REDUCER, ReducerWatch())
+        return _Entry(reducer, reducer.forward())
 
-    def deferred(self, work: Work, token: object) -> None:
-        _Queued(work).wait()
+    def deferred(self, work: Work, token: _Entry | None) -> None:
+        if token is not None:
+            token.reducer.backward(token.ticket)
+        _Queued(work, None if token is None else token.reducer).wait()
+
+
+class _Entry(NamedTuple):
+    """A graph called inside DistributedDataParallel."""
+
+    reducer: ReducerWatch
+    ticket: Ticket | None
 
 
 class _Queued:
     """Work in the queues of its parameters; while it waits, no optimizer may step them."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: Work, reducer: ReducerWatch | None) -> None:
         self.work = work
+        self.reducer = reducer
         self.pending = 1
         self._guard = StepGuard(self, advice="autosplit.backward_weight(model)")
 
@@ -104,10 +123,14 @@ class Deferral:
             microbatches: how many, the oldest ``backward()`` first; all where None.
 
         Raises:
-            SplitError: nothing, or fewer than asked for, is pending.
+            SplitError: nothing, or fewer than asked for, is pending; or
+                DistributedDataParallel would average only a part.
         """
         waiting = self._microbatches()
-        for queued in waiting[: how_many(len(waiting), microbatches)]:
+        taken = waiting[: how_many(len(waiting), microbatches)]
+        reducers = {each.reducer for queued in waiting for each in queued} - {None}
+        together = [r.delivers_together(len(taken), len(waiting)) for r in reducers if r]
+        for queued in [list(chain(*taken))] if any(together) else taken:
             deliver([each.work for each in queued])
             for each in queued:
                 each.leave()

@@ -24,6 +24,7 @@ from ..compat_dynamo import compile_model
 from ..errors import SplitError
 from ..guard import StepGuard
 from ..passes import codegen
+from ..reducer import ReducerWatch, Ticket
 from .dynamo import Backend
 from .history import History
 from .part import Part
@@ -34,9 +35,10 @@ from .work import Work, deliver, how_many, total_bytes
 class Microbatch:
     """One forward call of the model: the graphs it ran, and what its backward has left."""
 
-    def __init__(self) -> None:
+    def __init__(self, ticket: Ticket | None = None) -> None:
         self.calls: Counter[Part] = Counter()
         self.works: list[Work] = []
+        self.ticket = ticket
 
 
 class Partial:
@@ -66,11 +68,13 @@ class Partial:
         self._latest = Microbatch()
         self._waiting: deque[Microbatch] = deque()
         self._guard = StepGuard(self)
+        self._reducer = ReducerWatch()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
         known, watch = self._known(), BreakWatch()
-        microbatch = self._running.microbatch = Microbatch()
+        ticket = self._reducer.forward() if torch.is_grad_enabled() else None
+        microbatch = self._running.microbatch = Microbatch(ticket)
         try:
             result = self._compiled(*args, **kwargs)
         finally:
@@ -95,13 +99,16 @@ class Partial:
             microbatches: how many, the oldest ``backward()`` first; all where None.
 
         Raises:
-            SplitError: nothing, or fewer than asked for, is pending.
+            SplitError: nothing, or fewer than asked for, is pending; or
+                DistributedDataParallel would average only a part.
         """
-        for _ in range(how_many(self.pending, microbatches)):
-            works = self._waiting[0].works
-            deliver(works)
-            works.clear()
-            self._waiting.popleft()
+        taken = list(self._waiting)[: how_many(self.pending, microbatches)]
+        together = self._reducer.delivers_together(len(taken), self.pending)
+        for group in [taken] if together else [[each] for each in taken]:
+            deliver([work for microbatch in group for work in microbatch.works])
+            for microbatch in group:
+                microbatch.works.clear()
+                self._waiting.remove(microbatch)
 
     @property
     def pending(self) -> int:
@@ -180,6 +187,7 @@ class Partial:
     def begin(self, microbatch: Microbatch) -> None:
         """A backward has reached the forward call."""
         self._latest = microbatch
+        self._reducer.backward(microbatch.ticket)
         if microbatch not in self._waiting:
             self._waiting.append(microbatch)
             self._guard.stand()

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import pytest
-from semantics.ddp_workers import errors, refusal
+from semantics.ddp_workers import PATTERNS, WAYS, all_errors, refusals
 
 from autosplit.pipeline import launch
 
-PATTERNS = ["every microbatch", "all at once", "no_sync, weights inside", "no_sync, weights late"]
+
+def test_same_as_without_splitting() -> None:
+    for rank in launch(all_errors, 2, timeout=100):
+        assert len(rank) == len(PATTERNS) * len(WAYS)
+        for case, found in rank.items():
+            assert max(found) < 1e-6, case
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_same_as_without_splitting(pattern: str) -> None:
-    for found in launch(errors, 2, (pattern,), timeout=60):
-        assert max(found) < 1e-6
+REFUSED = {
+    "find_unused_parameters": "use find_unused_parameters=False",
+    "static_graph": "use static_graph=False",
+    "count": "everything pending must come together",
+    "no backward": r"whose backward() has not run",
+}
 
 
-@pytest.mark.parametrize(
-    ("option", "text"),
-    [
-        ("find_unused_parameters", "use find_unused_parameters=False"),
-        ("static_graph", "use static_graph=False"),
-        ("count", "everything pending must come together"),
-        ("no backward", r"whose backward() has not run"),
-    ],
-)
-def test_refused(option: str, text: str) -> None:
-    for found in launch(refusal, 2, (option,), timeout=60):
-        assert text in found
+def test_refused() -> None:
+    for rank in launch(refusals, 2, tuple(REFUSED), timeout=60):
+        for found, text in zip(rank, REFUSED.values(), strict=True):
+            assert text in found
