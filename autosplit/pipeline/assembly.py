@@ -51,6 +51,7 @@ def split_stage(
     memory: str | int = "balanced",
     accumulation: str = "exact",
     grad_dtype: torch.dtype | None = None,
+    slices: int = 1,
 ) -> StageFactory:
     """The factory of ``autosplit.stage.Stage`` with these options.
 
@@ -67,7 +68,12 @@ def split_stage(
             "one call, and a schedule runs them one by one; use 'exact' or 'fused'"
         )
     return partial(
-        Stage, backend=backend, memory=memory, accumulation=accumulation, grad_dtype=grad_dtype
+        Stage,
+        backend=backend,
+        memory=memory,
+        accumulation=accumulation,
+        grad_dtype=grad_dtype,
+        slices=slices,
     )
 
 

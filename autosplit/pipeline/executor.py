@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Protocol, runtime_checkable
@@ -50,6 +50,20 @@ class BackwardStage(ForwardStage, Protocol):
 
     def backward(self, microbatch: int, output_grads: list[Tensor | None]) -> list[Tensor | None]:
         """Both halves in one call; clears the list it is given."""
+        ...
+
+
+@runtime_checkable
+class SlicedStage(BackwardStage, Protocol):
+    """A stage whose W can be run in parts, one after another."""
+
+    @property
+    def slices(self) -> Sequence[object]:
+        """One entry for each slice."""
+        ...
+
+    def backward_weight(self, microbatch: int, slice: int | None = None) -> None:
+        """Add one slice of the weight gradients; None for all of them."""
         ...
 
 
@@ -101,7 +115,7 @@ class Executor:
         self._inputs: Sequence[Sequence[Tensor]] = ()
         self._targets: Sequence[Sequence[Tensor]] = ()
         self._losses: dict[int, Tensor] = {}
-        self._steps = tuple(self._prepare(action) for action in schedule.ranks[rank])
+        self._steps = tuple(step for each in schedule.ranks[rank] for step in self._prepare(each))
 
     @torch.no_grad()
     def run(
@@ -158,7 +172,8 @@ class Executor:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-    def _prepare(self, action: Action) -> Step:
+    def _prepare(self, action: Action) -> Iterator[Step]:
+        """The action's step; of a W that comes in slices, one for each."""
         stage, microbatch = self._stages.get(action.stage), action.microbatch
         if stage is None:
             raise PipelineError(
@@ -168,16 +183,18 @@ class Executor:
         if action.kind is ActionKind.FORWARD:
             forward = partial(stage.forward, microbatch)
             fetch, arrived = self._fetch_inputs(action)
-            return Step(action, fetch, forward, self._deliver_outputs(action), arrived)
+            yield Step(action, fetch, forward, self._deliver_outputs(action), arrived)
+            return
         if not isinstance(stage, BackwardStage):
             raise PipelineError(f"{action} is scheduled, but stage {action.stage} has no backward")
         if action.kind is ActionKind.BACKWARD_WEIGHT:
-            weight = _without_values(stage.backward_weight, microbatch)
-            return Step(action, list, weight, _drop, _at_once)
+            for call in _weight_calls(stage, microbatch):
+                yield Step(action, list, _without_values(call), _drop, _at_once)
+            return
         fused = action.kind is ActionKind.BACKWARD
         backward = partial(stage.backward if fused else stage.backward_input, microbatch)
         fetch, arrived = self._fetch_grads(action)
-        return Step(action, fetch, backward, self._deliver_grads(action), arrived)
+        yield Step(action, fetch, backward, self._deliver_grads(action), arrived)
 
     def _fetch_inputs(self, action: Action) -> tuple[Fetch, Probe]:
         microbatch = action.microbatch
@@ -209,9 +226,16 @@ class Executor:
         return _drop if action.stage == 0 else self._transport.sender(result_of(action))
 
 
-def _without_values(function: Callable[[int], None], microbatch: int) -> Compute:
+def _weight_calls(stage: BackwardStage, microbatch: int) -> list[Callable[[], None]]:
+    if not isinstance(stage, SlicedStage) or len(stage.slices) == 1:
+        return [partial(stage.backward_weight, microbatch)]
+    count = len(stage.slices)
+    return [partial(stage.backward_weight, microbatch, slice=index) for index in range(count)]
+
+
+def _without_values(call: Callable[[], None]) -> Compute:
     def compute(values: Values) -> Values:
-        function(microbatch)
+        call()
         return values
 
     return compute

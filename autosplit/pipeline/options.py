@@ -89,3 +89,17 @@ def check_options(
             raise PipelineError(
                 f"{name}={value!r} has no effect beside stage_factory; pass one of the two"
             )
+
+
+def check_slices(slices: int | None, early_weights: bool) -> None:
+    """Refuse slices that nobody would run.
+
+    Raises:
+        PipelineError: says what is missing.
+    """
+    if slices is None:
+        return
+    if slices < 1:
+        raise PipelineError(f"slices is a count, 1 or more; got {slices}")
+    if not early_weights:
+        raise PipelineError(f"slices={slices} has no effect without early_weights=True")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autosplit.pipeline.action import Action, ActionKind
-from autosplit.pipeline.dependency import needs_of
+from autosplit.pipeline.dependency import needs_of, result_of
 
 Values = list[Any]
 """Tensors, or None where there is no gradient; a weight half takes and gives nothing."""
@@ -45,25 +45,25 @@ def as_scheduled(steps: Sequence[Step]) -> Iterator[Step]:
 def early_weights(steps: Sequence[Step]) -> Iterator[Step]:
     """The order of the schedule, but while a step's input is under way, run the next W's.
 
-    W's keep their order among each other, so that gradients are added up in the same order, with
-    the same rounding, however the messages fall; and none runs later than scheduled, so that no
-    more is held than the schedule holds.
+    W's and their slices keep their order among each other, so that gradients are added up in the
+    same order, with the same rounding, however the messages fall; and none runs later than
+    scheduled, so that no more is held than the schedule holds.
     """
-    weights = deque(step for step in steps if step.action.kind is ActionKind.BACKWARD_WEIGHT)
+    weights = deque(step for step in steps if _is_weight(step))
     done: set[Action] = set()
     for step in steps:
-        while weights and not step.arrived() and _can_run(weights[0].action, done):
-            if weights[0] is step:
-                break
-            early = weights.popleft()
-            yield early
-            done.add(early.action)
-        if step.action in done:
+        if _is_weight(step):
+            if weights and weights[0] is step:
+                yield weights.popleft()
             continue
-        if weights and weights[0] is step:
-            weights.popleft()
+        while weights and not step.arrived() and _can_run(weights[0].action, done):
+            yield weights.popleft()
         yield step
-        done.add(step.action)
+        done.add(result_of(step.action))
+
+
+def _is_weight(step: Step) -> bool:
+    return step.action.kind is ActionKind.BACKWARD_WEIGHT
 
 
 def _can_run(weight: Action, done: set[Action]) -> bool:

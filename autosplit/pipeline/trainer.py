@@ -26,7 +26,7 @@ from autosplit.pipeline.modules import (
     count_stages,
     own_modules,
 )
-from autosplit.pipeline.options import check_options, choose_device, choose_schedule
+from autosplit.pipeline.options import check_options, check_slices, choose_device, choose_schedule
 from autosplit.pipeline.order import Order, as_scheduled, early_weights
 from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.shared import Holder, SharedParameters
@@ -55,6 +55,8 @@ class PipelineTrainer:
         early_weights: run the next weight gradients wherever a rank would wait for a message,
             rather than where the schedule has them; the results are the same, bit for bit. Only
             on the CPU: on a GPU, the host does not know when the device waits.
+        slices: into how many parts of near-equal FLOPs ``early_weights`` may cut a weight gradient,
+            so that it fits a wait shorter than the whole.
         shapes: how many shapes the batches may have, such as a shorter last batch or several
             sequence lengths. Each has its own graphs, built when it first comes.
         autocast: ``torch.bfloat16`` runs modules and loss under autocast.
@@ -91,6 +93,7 @@ class PipelineTrainer:
         split_backward: bool = True,
         weights: str | None = None,
         early_weights: bool = False,
+        slices: int | None = None,
         shapes: int = 1,
         autocast: torch.dtype | None = None,
         max_grad_norm: float | None = None,
@@ -110,8 +113,10 @@ class PipelineTrainer:
             "memory": memory,
             "accumulation": accumulation,
             "grad_dtype": grad_dtype,
+            "slices": slices,
         }
         check_options(autocast, max_grad_norm, timeout, options, stage_factory)
+        check_slices(slices, early_weights)
         count = count_stages(stages, num_stages)
         processes = process_count(ranks, count)
         self.schedule: Schedule = choose_schedule(

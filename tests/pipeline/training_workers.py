@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from workers import WIDTH, block, data, gradients_equal, sgd, single_process, trainer, whole
 
 from autosplit.errors import PipelineError
+from autosplit.stage import Stage
 
 SPLITS: tuple[dict[str, Any], ...] = (
     {"split_backward": False},
@@ -215,24 +216,34 @@ def recorded(stages: int) -> tuple[list[str], list[str], bool]:
     return rows[0], rows[1], ordered
 
 
-class Late(nn.Module):
-    """Lets the stage before it wait."""
+class LateSecond(ReferenceStage):
+    """Stage 1 takes 150 ms for a forward, so that rank 0 waits."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        time.sleep(0.05)
-        return x
+    def forward(self, microbatch: int, inputs: list[Tensor]) -> list[Tensor]:
+        if self.index == 1:
+            time.sleep(0.15)
+        return super().forward(microbatch, inputs)
 
 
-def early_weights() -> tuple[list[str], bool]:
+def sliced_first(module: nn.Module, args: list[Tensor], *, index: int) -> Any:
+    """Stage 0 can run its weight gradients in two parts, stage 1 is late."""
+    if index == 1:
+        return LateSecond(module, args, index=index)
+    return Stage(module, args, index=index, slices=2)
+
+
+def pair(index: int) -> nn.Sequential:
+    return nn.Sequential(*block(index), *block(index + 2))
+
+
+def early_weights(factory: Any) -> tuple[list[str], bool]:
     """What rank 0 ran, and whether the gradients are those of one process."""
     inputs, targets = data(8)
-    model = whole(2)
+    model = nn.Sequential(pair(0), pair(1))
     single_process(model, inputs, targets, 4)
-
-    def late(index: int) -> nn.Module:
-        return nn.Sequential(*block(index), *([Late()] if index == 1 else []))
-
-    with trainer(late, record=True, weights="2bp", early_weights=True) as engine:
+    with trainer(
+        pair, record=True, weights="2bp", early_weights=True, stage_factory=factory
+    ) as engine:
         engine.forward_backward((inputs, targets))
         same = gradients_equal(engine.gradients(), model)
         row = [str(span.action) for span in engine.timeline().spans if span.rank == 0]
@@ -335,7 +346,7 @@ def with_reference_stage() -> dict[str, Any]:
         "recorded": recorded(2),
         "one rank": one_rank_in_process(),
         "async": asynchronous(),
-        "early": early_weights(),
+        "early": early_weights(LateSecond),
         "early grid": schedule_grid(2, (5,), SPLITS[1:], early_weights=True),
     }
 
@@ -352,6 +363,7 @@ def with_split_stage() -> dict[str, Any]:
         "frozen 1": frozen(1, stage_factory=None),
         "autocast": autocast(),
         "shapes": several_shapes(2),
+        "sliced": early_weights(sliced_first),
     }
 
 
