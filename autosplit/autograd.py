@@ -18,9 +18,10 @@ def run_forward(functions: SplitFunctions, state: State, leaves: list[Any]) -> F
     """F on this state; empties ``leaves``. New buffer values are written back."""
     with without_autocast():
         result = functions.forward(state, leaves)
-    with torch.no_grad():
-        for name, value in zip(functions.updated_state, result.updates, strict=True):
-            state[name].copy_(value)
+    if functions.updated_state:
+        with torch.no_grad():
+            for name, value in zip(functions.updated_state, result.updates, strict=True):
+                state[name].copy_(value)
     return result
 
 
@@ -43,19 +44,14 @@ class Split(torch.autograd.Function):
     ) -> tuple[Any, ...]:
         ctx.queue, ctx.functions, ctx.state = queue, functions, state
         ctx.ticket = queue.reducer.forward()
-        result = run_forward(functions, state, list(leaves))
-        ctx.saved = result.saved
+        outputs, _, ctx.saved = run_forward(functions, state, list(leaves))
         ctx.set_materialize_grads(False)
         # Tensors of their own on the same storage: a saved output would keep its own graph
         # alive, and autograd forbids writing into a view that a function returns.
-        outputs = [v.detach() if isinstance(v, Tensor) else v for v in result.outputs]
-        pairs = zip(functions.output_names, outputs, strict=True)
-        constant = [
-            value
-            for name, value in pairs
-            if isinstance(value, Tensor) and name not in functions.tangent_specs
-        ]
-        ctx.mark_non_differentiable(*constant)
+        outputs = [v.detach() if isinstance(v, Tensor) else v for v in outputs]
+        if functions.constant_outputs:
+            constant = [outputs[at] for at in functions.constant_outputs]
+            ctx.mark_non_differentiable(*[v for v in constant if isinstance(v, Tensor)])
         return tuple(outputs)
 
     @staticmethod
@@ -65,12 +61,8 @@ class Split(torch.autograd.Function):
         _check_backward(ctx)
         functions.autocast_guard.check()
         arrived = list(output_grads)
-        pairs = zip(functions.output_names, arrived, strict=True)
-        absent = {name for name, grad in pairs if grad is None}
-        skipped = frozenset(
-            name for name, sources in functions.gradient_sources.items() if sources <= absent
-        )
         del output_grads
+        skipped = functions.without_gradient(arrived)
         saved = ctx.saved
         ctx.saved = saved.again() if graph_is_kept() else None
         with without_autocast():

@@ -147,6 +147,30 @@ class SplitFunctions:
             and (uses[storage_root(value)] > 1 or not is_whole(value))
         )
 
+    @cached_property
+    def borrowed(self) -> list[bool]:
+        """Which of ``parameter_names`` are in ``borrowed_gradients``."""
+        return [name in self.borrowed_gradients for name in self.parameter_names]
+
+    @cached_property
+    def constant_outputs(self) -> list[int]:
+        """Places of outputs that are not differentiable."""
+        names = enumerate(self.output_names)
+        return [at for at, name in names if name not in self.tangent_specs]
+
+    def without_gradient(self, output_grads: Sequence[Tensor | None]) -> frozenset[str]:
+        """Parameters that get no gradient, because none of their outputs has one."""
+        absent = frozenset([name for name, at in self._tangents if output_grads[at] is None])
+        if not absent:
+            return self._unused
+        sources = self.gradient_sources.items()
+        return frozenset([name for name, outputs in sources if outputs <= absent])
+
+    @cached_property
+    def _unused(self) -> frozenset[str]:
+        """Parameters that no output depends on."""
+        return frozenset([name for name, outputs in self.gradient_sources.items() if not outputs])
+
     def forward(self, state: State, leaves: list[Any]) -> ForwardResult:
         """F. ``leaves``: flattened ``(args, kwargs)``; emptied."""
         pool = leaves.copy()

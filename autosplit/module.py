@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from .autograd import Split, run_forward
 from .compat import StateReader, in_transform, tree_unflatten, untraced
 from .compile import check_backend
+from .delivery import Delivery
 from .errors import AutosplitError, CaptureError, SplitError
 from .face import Face
 from .functions import SplitFunctions
 from .graphs import Graphs
 from .overlap import refuse_overlap
-from .pending import PendingQueue, deliver
+from .pending import PendingQueue
 from .report.dump import dump
 from .report.tables import report
 from .signature import Flattening, Signature
@@ -27,7 +28,16 @@ if TYPE_CHECKING:
     from .integrations.partial import Partial
 
 # Gone when a split module is copied or pickled; a copy captures anew.
-_TRANSIENT = ("_graphs", "_partial", "_queue", "_state", "_flatten", "_anchor", "_capturing")
+_TRANSIENT = (
+    "_graphs",
+    "_partial",
+    "_queue",
+    "_deliver",
+    "_state",
+    "_flatten",
+    "_anchor",
+    "_capturing",
+)
 
 
 class SplitModule(Face):
@@ -60,6 +70,7 @@ class SplitModule(Face):
     _fullgraph: bool
     _partial: Partial | None
     _queue: PendingQueue
+    _deliver: Delivery
     _state: StateReader
     _flatten: Flattening
     _anchor: Tensor
@@ -91,6 +102,7 @@ class SplitModule(Face):
         own["_flatten"] = Flattening()
         own["_partial"] = None
         own["_queue"] = PendingQueue()
+        own["_deliver"] = Delivery()
         own["_state"] = StateReader(self.model)
         own["_capturing"] = threading.RLock()
         with torch.inference_mode(False):
@@ -148,7 +160,7 @@ class SplitModule(Face):
         partial, whole = self._partial, self._queue.pending
         if partial is None or not partial.pending:
             for works in self._queue.take(microbatches):
-                deliver(works)
+                self._deliver(works)
             return
         # What whole graphs left is older: once in parts, always in parts.
         count = whole + partial.pending if microbatches is None else microbatches
@@ -158,7 +170,7 @@ class SplitModule(Face):
                 f"ask for 1 to {whole + partial.pending}"
             )
         for works in self._queue.take(min(count, whole)) if whole else ():
-            deliver(works)
+            self._deliver(works)
         if count > whole:
             partial.backward_weight(count - whole)
 

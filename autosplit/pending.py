@@ -6,10 +6,8 @@ import dataclasses
 import threading
 from collections.abc import Iterator, Sequence
 
-import torch
 from torch import Tensor
 
-from .compat import without_autocast
 from .errors import SplitError
 from .functions import SplitFunctions
 from .guard import StepGuard
@@ -17,7 +15,7 @@ from .handover import Handover, State, distinct_bytes
 from .reducer import ReducerWatch
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(slots=True, eq=False)
 class Deferred:
     """What one backward through one graph left for W.
 
@@ -111,42 +109,3 @@ class PendingQueue:
     def _works(self) -> list[Deferred]:
         with self._lock:
             return [each for works in self._microbatches.values() for each in works]
-
-
-def deliver(works: Sequence[Deferred]) -> None:
-    """Compute the weight gradients in one pass of autograd, which accumulates them.
-
-    A parameter that several of the works have a gradient for gets one sum, and its hooks fire
-    once, as after an ordinary ``backward()``.
-
-    Raises:
-        SplitError: something deferred was written in place since I.
-    """
-    roots = []
-    with torch.enable_grad():
-        # The engine runs the newest node first: gradients add up in the order of the works.
-        for work in reversed(works):
-            parameters = [parameter for _, parameter in work.named_parameters()]
-            if parameters:
-                roots.append(_Deliver.apply(work, *parameters))  # type: ignore[no-untyped-call]
-    if roots:
-        torch.autograd.backward(roots)
-
-
-class _Deliver(torch.autograd.Function):
-    """A root whose backward is W: the engine hands the gradients straight to the parameters."""
-
-    @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, work: Deferred, *_: Tensor) -> Tensor:
-        ctx.work = work  # type: ignore[attr-defined]
-        return torch.zeros(())
-
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, _: Tensor) -> tuple[Tensor | None, ...]:
-        work: Deferred = ctx.work  # type: ignore[attr-defined]
-        with without_autocast():
-            late = work.functions.backward_weight(work.handover)
-        grads = dict(zip(work.functions.early_parameters, work.early, strict=True))
-        grads |= zip(work.functions.late_parameters, late, strict=True)
-        names = work.functions.parameter_names
-        return (None, *(grads[name] for name in names if name not in work.skipped))

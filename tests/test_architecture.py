@@ -43,15 +43,16 @@ def test_passes_know_nothing_of_autosplit() -> None:
 
 
 ORDER = [
-    ["errors", "passes", "compat"],
+    ["errors", "passes", "compat", "compat_leaves"],
     ["structures", "first_call", "face"],
     ["capture"],
-    ["autocast", "autocast", "compile", "handover", "accumulation"],
+    ["autocast", "compile", "handover", "accumulation"],
     ["gradients"],
     ["slices"],
     ["functions"],
     ["tracing", "signature", "guard", "reducer"],
     ["report", "graphs", "overlap", "pending", "waiting"],
+    ["delivery"],
     ["compat_dynamo", "compat_backward", "compat_breaks"],
     ["integrations"],
     ["autograd"],

@@ -1,0 +1,100 @@
+"""Pending work -> weight gradients in ``.grad``."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .compat import without_autocast
+from .compat_leaves import Leaves
+from .functions import SplitFunctions
+from .pending import Deferred
+
+
+class Delivery:
+    """Computes weight gradients and accumulates them as an ordinary ``backward()`` would.
+
+    Where a parameter has hooks, data parallelism looks on, or several calls share one backward,
+    autograd's engine hands them over; otherwise they are added to ``.grad`` directly, which is
+    the same and spares the engine's time for every parameter.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # two threads must not both find .grad empty
+        self._leaves: weakref.WeakKeyDictionary[SplitFunctions, Leaves]
+        self._leaves = weakref.WeakKeyDictionary()
+
+    def __call__(self, works: Sequence[Deferred]) -> None:
+        """Compute and deliver what one ``backward()`` left, or several as one sum.
+
+        Raises:
+            SplitError: something deferred was written in place since I.
+        """
+        if len(works) == 1 and not works[0].skipped:
+            leaves = self._leaves_of(works[0])
+            if leaves.unnoticed():
+                self._add(works[0], leaves)
+                return
+        _through_autograd(works)
+
+    def _leaves_of(self, work: Deferred) -> Leaves:
+        parameters = [work.state[name] for name in work.functions.parameter_names]
+        leaves = self._leaves.get(work.functions)
+        if leaves is None or not leaves.are(parameters):
+            leaves = self._leaves[work.functions] = Leaves(parameters)
+        return leaves
+
+    @torch.no_grad()
+    def _add(self, work: Deferred, leaves: Leaves) -> None:
+        functions = work.functions
+        with without_autocast():
+            grads = _gradients(work)
+            with self._lock:
+                leaves.add(grads, functions.borrowed)
+
+
+def _gradients(work: Deferred) -> Sequence[Tensor]:
+    """W, and what I made already, in the order of ``parameter_names``."""
+    functions = work.functions
+    late = functions.backward_weight(work.handover)
+    if not work.early:
+        return late
+    found = dict(zip(functions.early_parameters, work.early, strict=True))
+    found |= zip(functions.late_parameters, late, strict=True)
+    return [found[name] for name in functions.parameter_names]
+
+
+def _through_autograd(works: Sequence[Deferred]) -> None:
+    """In one pass of the engine: a parameter that several of the works have a gradient for gets
+    one sum, and its hooks fire once.
+    """
+    roots = []
+    with torch.enable_grad():
+        # The engine runs the newest node first: gradients add up in the order of the works.
+        for work in reversed(works):
+            parameters = [parameter for _, parameter in work.named_parameters()]
+            if parameters:
+                roots.append(_Deliver.apply(work, *parameters))  # type: ignore[no-untyped-call]
+    if roots:
+        torch.autograd.backward(roots)
+
+
+class _Deliver(torch.autograd.Function):
+    """A root whose backward is W: the engine hands the gradients straight to the parameters."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, work: Deferred, *_: Tensor) -> Tensor:
+        ctx.work = work  # type: ignore[attr-defined]
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, _: Tensor) -> tuple[Tensor | None, ...]:
+        work: Deferred = ctx.work  # type: ignore[attr-defined]
+        with without_autocast():
+            grads = _gradients(work)
+        pairs = zip(work.functions.parameter_names, grads, strict=True)
+        return (None, *(grad for name, grad in pairs if name not in work.skipped))

@@ -1,0 +1,215 @@
+"""Weight gradients in ``.grad``: by the engine where somebody looks on, directly elsewhere."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
+
+import autosplit
+
+Log = list[str]
+ENGINE = "torch::autograd::AccumulateGrad"
+
+
+def names_run(function: Callable[[], None]) -> set[str]:
+    with torch.profiler.profile(acc_events=True) as profile:
+        function()
+    return {event.name for event in profile.events()}
+
+
+def backward(module: nn.Module, *batches: Tensor) -> None:
+    for batch in batches:
+        module(batch).square().sum().backward()
+
+
+def tensor_hook(weight: Tensor, log: Log) -> Any:
+    return weight.register_hook(lambda grad: log.append("tensor") or grad * 2)
+
+
+def late_hook(weight: Tensor, log: Log) -> Any:
+    return weight.register_post_accumulate_grad_hook(lambda _: log.append("late"))
+
+
+def held_node(weight: Tensor) -> Any:
+    """Autograd's node for the weight, which goes with its hooks where nobody holds it."""
+    weight.node = get_gradient_edge(weight).node
+    return weight.node
+
+
+def hook_behind(weight: Tensor, log: Log) -> Any:
+    return held_node(weight).register_hook(lambda *_: log.append("behind"))
+
+
+def hook_before(weight: Tensor, log: Log) -> Any:
+    def triple(grads: tuple[Tensor]) -> tuple[Tensor]:
+        log.append("before")
+        return (grads[0] * 3,)
+
+    return held_node(weight).register_prehook(triple)
+
+
+def hook_on_several(weight: Tensor, log: Log) -> Any:
+    return register_multi_grad_hook([weight], lambda _: log.append("several"))
+
+
+HOOKS = [tensor_hook, late_hook, hook_behind, hook_before, hook_on_several]
+
+
+@pytest.mark.parametrize("register", HOOKS, ids=lambda each: each.__name__)
+def test_hooks_are_found_whenever_they_are_put_on(register: Callable[[Tensor, Log], Any]) -> None:
+    """Before the first delivery or between two, and gone again after they were taken off."""
+    model = nn.Linear(3, 2)
+    plain = copy.deepcopy(model)
+    split = autosplit.split(model)
+    x, y = torch.randn(4, 3), torch.randn(4, 3)
+    mine: Log = []
+    theirs: Log = []
+    for hooked in (True, False, True):
+        if hooked:
+            handles = register(model.weight, mine), register(plain.weight, theirs)
+        backward(split, x, y)
+        assert mine == theirs
+        split.backward_weight()
+        backward(plain, x, y)
+        assert mine == theirs
+        assert torch.equal(model.weight.grad, plain.weight.grad)
+        assert torch.equal(model.bias.grad, plain.bias.grad)
+        for handle in handles:
+            handle.remove()
+    assert len(mine) == 4
+
+
+def test_engine_only_where_somebody_hooks_in() -> None:
+    split = autosplit.split(nn.Linear(3, 2))
+    x = torch.randn(4, 3)
+    for _ in range(2):
+        backward(split, x)
+        assert ENGINE not in names_run(split.backward_weight)
+    handle = split.bias.register_hook(lambda grad: None)
+    backward(split, x)
+    assert ENGINE in names_run(split.backward_weight)
+    handle.remove()
+    backward(split, x)
+    assert ENGINE not in names_run(split.backward_weight)
+
+
+def test_calls_that_share_a_backward_are_one_gradient() -> None:
+    """Autograd adds up what one backward brings before it adds that to ``.grad``."""
+    model = nn.Linear(7, 5)
+    plain = copy.deepcopy(model)
+    split = autosplit.split(model)
+    for _ in range(2):
+        x, y = torch.randn(9, 7), torch.randn(9, 7)
+        (split(x).square().sum() + split(y).square().sum()).backward()
+        split.backward_weight()
+        (plain(x).square().sum() + plain(y).square().sum()).backward()
+    assert torch.equal(model.weight.grad, plain.weight.grad)
+
+
+def test_sum_is_the_same_tensor_throughout() -> None:
+    split = autosplit.split(nn.Linear(3, 2))
+    x = torch.randn(4, 3)
+    backward(split, x)
+    split.backward_weight()
+    held = split.weight.grad
+    backward(split, x)
+    split.backward_weight()
+    assert split.weight.grad is held
+    assert held._base is None
+
+
+class Layouts(nn.Module):
+    """Parameters that do not lie in row-major order, and one whose gradient is another's too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        self.turned = nn.Parameter(torch.randn(5, 4).t())
+        self.spread = nn.Parameter(torch.randn(8, 5)[::2])
+        self.a, self.b = nn.Parameter(torch.randn(5)), nn.Parameter(torch.randn(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.conv(x).mean((2, 3))
+        return h @ self.turned + h @ self.spread + self.a + self.b
+
+
+def test_gradients_lie_as_autograd_lays_them() -> None:
+    model = Layouts()
+    plain = copy.deepcopy(model)
+    split = autosplit.split(model)
+    for _ in range(2):
+        x = torch.randn(2, 3, 6, 6)
+        backward(split, x)
+        split.backward_weight()
+        backward(plain, x)
+        for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert mine.grad.stride() == theirs.grad.stride(), name
+            assert torch.equal(mine.grad, theirs.grad), name
+    places = {parameter.grad.data_ptr() for parameter in model.parameters()}
+    assert len(places) == len(list(model.parameters()))
+
+
+def test_some_gradients_are_there_already() -> None:
+    model = nn.Linear(3, 2)
+    plain = copy.deepcopy(model)
+    for each in (model, plain):
+        each.bias.grad = torch.ones(2)
+    split = autosplit.split(model)
+    x = torch.randn(4, 3)
+    backward(split, x)
+    split.backward_weight()
+    backward(plain, x)
+    assert torch.equal(model.weight.grad, plain.weight.grad)
+    assert torch.equal(model.bias.grad, plain.bias.grad)
+
+
+def test_sparse_sum() -> None:
+    model = nn.Linear(3, 2)
+    plain = copy.deepcopy(model)
+    split = autosplit.split(model)
+    x = torch.randn(4, 3)
+    for each in (model, plain):
+        each.weight.grad = torch.eye(2, 3).to_sparse()
+    backward(split, x)
+    split.backward_weight()
+    backward(plain, x)
+    assert torch.equal(model.weight.grad, plain.weight.grad)
+
+
+def test_parameter_frozen_between_backward_and_its_weights() -> None:
+    split = autosplit.split(nn.Linear(3, 2))
+    backward(split, torch.randn(4, 3))
+    split.weight.requires_grad_(False)
+    split.backward_weight()
+    assert split.weight.grad is None
+    assert split.bias.grad is not None
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch without grad_dtype")
+def test_gradients_of_another_dtype() -> None:
+    model = nn.Linear(3, 2).bfloat16()
+    plain = copy.deepcopy(model)
+    split = autosplit.split(model)
+    for _ in range(2):
+        x = torch.randn(4, 3, dtype=torch.bfloat16)
+        for each in (model, plain):
+            each.weight.grad_dtype = torch.float32
+            backward(each if each is plain else split, x)
+        split.backward_weight()
+        assert model.weight.grad.dtype is torch.float32
+        assert torch.equal(model.weight.grad, plain.weight.grad)
+
+
+@pytest.mark.filterwarnings("ignore:.*nomaly:UserWarning", "ignore:Error detected:UserWarning")
+def test_anomaly_detection_sees_weight_gradients() -> None:
+    split = autosplit.split(nn.Linear(3, 2))
+    with torch.autograd.detect_anomaly():
+        split(torch.full((4, 3), float("nan"))).sum().backward()
+        with pytest.raises(RuntimeError, match="returned nan values"):
+            split.backward_weight()
