@@ -59,20 +59,29 @@ def choose(graph: fx.Graph, reach: Reach, memory: Memory) -> Regions:
 
 def time_again(regions: Regions, reach: Reach) -> float:
     """Estimated time of everything that runs more often than it must."""
-    forward = reach.forward | ancestors(regions.saved)
-    runs = Counter([*forward, *regions.input.runs, *regions.weight.runs])
     return sum(
         (count - 1 - (node in reach.redone)) * duration(node)
-        for node, count in runs.items()
+        for node, count in runs(regions, reach).items()
         if count > 1
     )
 
 
+def runs(regions: Regions, reach: Reach) -> Counter[fx.Node]:
+    """How often F, I and W together run each node."""
+    forward = reach.forward | ancestors(regions.saved)
+    return Counter([*forward, *regions.input.runs, *regions.weight.runs])
+
+
+def weight_work(reach: Reach) -> set[fx.Node]:
+    """What only weight gradients need, all of which may wait."""
+    return ancestors(reach.weight_grads) & reach.gradient - reach.urgent
+
+
 def waiting_share(regions: Regions, reach: Reach) -> float:
     """What share of the weight gradients' floating-point operations W does."""
-    everything = ancestors(reach.weight_grads) & reach.gradient - reach.urgent
-    total = sum(map(flops, everything))
-    return sum(map(flops, everything & regions.weight.runs)) / total if total else 1.0
+    work = weight_work(reach)
+    total = sum(map(flops, work))
+    return sum(map(flops, work & regions.weight.runs)) / total if total else 1.0
 
 
 def _within(budget: int, division: Division, rate: float) -> Regions:

@@ -123,10 +123,12 @@ class Program:
 class SplitGraphs:
     """The result of the pass pipeline: three graphs and the unsplit backward.
 
-    ``backward`` and its halves are None for a module traced without gradients.
+    ``backward`` and its halves are None for a module traced without gradients. ``memory`` is
+    the setting that the boundaries were chosen under.
     """
 
     joint: fx.GraphModule
+    memory: Memory
     forward: fx.GraphModule
     backward: fx.GraphModule | None
     backward_input: fx.GraphModule | None

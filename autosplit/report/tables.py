@@ -8,9 +8,11 @@ from tabulate import tabulate
 from torch import fx
 
 from ..functions import SplitFunctions
+from ..passes import MEMORY
 from ..passes.aliasing import distinct_bytes, is_view
 from ..passes.cost import graph_flops
 from ..passes.graph import Kind, calls, inputs, outputs
+from ..passes.trade import Trade, trade
 from .boundary import Crossing, crossings, total_bytes
 
 _TITLES = {
@@ -38,6 +40,7 @@ def report(functions: SplitFunctions, title: str) -> str:
         f"Deferred by I for W: {len(deferred)} tensors, {size_text(total_bytes(deferred))}:"
     )
     parts.append(boundary_table(deferred, "simple"))
+    parts.append(trade_table(functions))
     return "\n\n".join(parts)
 
 
@@ -47,6 +50,20 @@ def graph_table(functions: SplitFunctions, style: str = "simple") -> str:
     rows = [[title, *_graph_row(graphs[name])] for name, title in _TITLES.items() if name in graphs]
     headers = ["graph", "ops", "views", "GFLOPs", "state in", "other in", "out"]
     align = ("left", *["right"] * 6)
+    return tabulate(rows, headers, tablefmt=style, colalign=align, disable_numparse=True)
+
+
+def trade_table(functions: SplitFunctions, style: str = "simple") -> str:
+    """A row a memory setting, the one in use marked: what a microbatch holds, which share of the
+    weight gradients' FLOPs I does, and how many operators run again, with their estimated share
+    of the step's time.
+    """
+    graphs = functions.graphs
+    settings = {each.name: each for each in (*MEMORY.values(), graphs.memory)}
+    trades = [trade(graphs.joint.graph, setting) for setting in settings.values()]
+    rows = [_trade_row(each, each.name == graphs.memory.name) for each in trades]
+    headers = ["memory", "after F", "I to W", "weight FLOPs in I", "ops again", "time again"]
+    align = ("left", *["right"] * 5)
     return tabulate(rows, headers, tablefmt=style, colalign=align, disable_numparse=True)
 
 
@@ -94,6 +111,18 @@ def _graph_row(module: fx.GraphModule) -> list[str]:
         size_text(distinct_bytes(list(state.values()))),
         size_text(distinct_bytes(other)),
         size_text(distinct_bytes(results)),
+    ]
+
+
+def _trade_row(found: Trade, used: bool) -> list[str]:
+    total = found.early_flops + found.late_flops
+    return [
+        found.name + (" (used)" if used else ""),
+        size_text(found.saved),
+        size_text(found.deferred),
+        f"{found.early_flops / total:.0%}" if total else "0%",
+        str(found.again),
+        f"{found.time:.1%}",
     ]
 
 
