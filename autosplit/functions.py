@@ -262,6 +262,8 @@ class SplitFunctions:
             SplitError: something deferred was written in place since I.
         """
         count = len(deferred)
+        if count == 1:
+            return self.backward_weight(deferred[0], gradients, accumulation)
         if count not in self._together:
             self._together[count] = self._batched(count)
         taken = [each.take() for each in deferred]
