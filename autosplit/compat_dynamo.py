@@ -81,12 +81,18 @@ class Splitter:
 
     Attributes:
         compile: split graphs -> (F, I), both boxed.
+        prepare: called with the joint graph before it is split.
         give_up: called with the reason where a graph cannot be split; it then runs as Dynamo
             made it, under ordinary autograd.
+        infer: a graph in which nothing is differentiated -> boxed.
+        decompositions: operators to trace through; None for those of eager.
     """
 
     compile: Callable[[AotGraphs], tuple[Boxed, Boxed]]
+    prepare: Callable[[fx.GraphModule], None]
     give_up: Callable[[str], None]
+    infer: Callable[[fx.GraphModule], Boxed]
+    decompositions: dict[Any, Callable[..., Any]] | None
 
 
 def compile_graph(
@@ -105,12 +111,13 @@ def compile_graph(
     compiler = aot_autograd(
         fw_compiler=session.forward,
         bw_compiler=session.backward,
-        inference_compiler=boxed_nop,
+        inference_compiler=session.inference,
         partition_fn=session.partition,
+        decompositions=splitter.decompositions,
     )
     divide_layers(module)
     try:
-        with as_eager(module):
+        with as_eager(module, splitter.decompositions):
             compiled: Callable[..., Any] = compiler(module, example_inputs)
     except (_GivenUpError, RuntimeError) as error:
         # AOTAutograd refuses some graphs that run well (operators that return their argument).
@@ -178,6 +185,7 @@ class _Session:
         labelled = fx.GraphModule(joint, _copy(joint.graph))
         try:
             parameters = _label(labelled.graph, self._roles, num_fwd_outputs, static)
+            self._splitter.prepare(labelled)
             aot = _assemble(labelled, num_fwd_outputs, parameters)
             self._split = self._splitter.compile(aot)
         except PassError as error:
@@ -203,6 +211,16 @@ class _Session:
             # Nothing saved is overwritten by our backward, so it may run again (retain_graph).
             context.fw_metadata.bw_donated_idxs = []
         return _boxed(self._split[1])
+
+    def inference(self, module: fx.GraphModule, example_inputs: Any) -> Any:
+        if self._splitter.decompositions is None:
+            return boxed_nop(module, example_inputs)
+        for node in placeholders(module.graph):
+            node.meta["role"] = Role(Kind.INPUT, node.name)
+        output = module.graph.output_node()
+        results: Any = output.args[0]
+        output.meta["roles"] = tuple(Role(Kind.OUTPUT, f"[{at}]") for at in range(len(results)))
+        return _boxed(self._splitter.infer(module))
 
     @staticmethod
     def _ordinary(

@@ -17,6 +17,10 @@ class SplitError(AutosplitError):
     """A graph could not be split, or a split module was driven in a wrong order."""
 
 
+class BackendError(SplitError):
+    """A backend cannot compile a graph, or not for this machine."""
+
+
 class ScheduleError(AutosplitError):
     """A pipeline schedule is unknown, malformed or illegal."""
 

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from .accumulation import EXACT, Accumulation
 from .autocast import AutocastGuard
-from .compile import compile_graph, positions
+from .compile import Backend, compile_graph, hand_over, positions
 from .errors import SplitError
 from .gradients import GradientGraph
 from .handover import Handover, State, TensorSpec
@@ -62,13 +62,14 @@ class SplitFunctions:
             not listed are not differentiable.
     """
 
-    def __init__(self, traced: Capture, graphs: SplitGraphs, backend: str) -> None:
+    def __init__(self, traced: Capture, graphs: SplitGraphs, backend: Backend) -> None:
         self.capture = traced
         self.graphs = graphs
         self._backend = backend
         self._slices: dict[int, SlicedWeight] = {}
         self._together: dict[int, GradientGraph] = {}
         forward = compile_graph("forward", graphs.forward, backend)
+        hand_over(forward.strides, graphs.backward, graphs.backward_input)
         read = [role for role in forward.inputs if role.kind in STATE]
         self._forward = forward.taking([*_roles(Kind.INPUT, traced.inputs), *read])
         self._forward_state = [role.name for role in read]
@@ -296,6 +297,7 @@ class SplitFunctions:
             SplitError: W cannot be cut into so many.
         """
         if count not in self._slices:
+            self._input_half.graph.compile()  # decides how what the slices get lies in memory
             self._slices[count] = SlicedWeight(
                 self._module("backward_weight"),
                 self._input_half.handed,
@@ -317,6 +319,7 @@ class SplitFunctions:
                 self._backward_roles,
                 self.early_parameters,
                 [*wanted, *deferred],
+                self._module("backward_weight"),
             ),
             len(wanted),
             (*deferred, *read),
@@ -353,6 +356,7 @@ class SplitFunctions:
         given: Sequence[Role],
         parameters: Sequence[str],
         others: Sequence[Role] = (),
+        *takers: fx.GraphModule,
     ) -> GradientGraph:
         return GradientGraph(
             name,
@@ -360,6 +364,7 @@ class SplitFunctions:
             given,
             parameters=parameters,
             others=others,
+            takers=takers,
             backend=self._backend,
         )
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, fx
 
 from .accumulation import Accumulation
-from .compile import Boxed, compile_graph
+from .compile import Backend, Boxed, compile_graph, hand_over
 from .errors import SplitError
 from .passes import Kind, PassError, Role
 from .passes.accumulate import accumulate
@@ -39,6 +39,7 @@ class GradientGraph:
         given: what callers hand over, in their order.
         parameters: whose gradients are wanted, in the order of the results.
         others: roles of what else is wanted, in the order of the results.
+        takers: graphs that take some of that, and are compiled after this one.
         backend: how graphs are compiled.
     """
 
@@ -50,13 +51,15 @@ class GradientGraph:
         *,
         parameters: Sequence[str],
         others: Sequence[Role] = (),
-        backend: str,
+        takers: Sequence[fx.GraphModule] = (),
+        backend: Backend,
     ) -> None:
         self._name = name
         self._module = module
         self._given = given
         self.parameters = parameters
         self._others = others
+        self._takers = takers
         self._backend = backend
         self._forms: dict[Accumulation | None, Form] = {}
 
@@ -79,6 +82,10 @@ class GradientGraph:
             gradients = [results[at] for at in form.parameter_grads_at]
         return found, gradients
 
+    def compile(self) -> None:
+        """Compile the form that returns new gradients, if that has not been done."""
+        self._form(None)
+
     def _form(self, accumulation: Accumulation | None) -> Form:
         if accumulation not in self._forms:
             self._forms[accumulation] = self._make(accumulation)
@@ -90,17 +97,29 @@ class GradientGraph:
         if accumulation is None:
             sums = [Role(Kind.PARAMETER_GRAD, name) for name in self.parameters]
         else:
-            name, module = f"{name}_accumulating", accumulating(self._name, module, accumulation)
+            name, module = (
+                f"{name}_accumulating",
+                accumulating(self._name, module, accumulation, fused=self._backend.writes_views),
+            )
             given += [Role(Kind.ACCUMULATOR, name) for name in self.parameters]
         graph = compile_graph(name, module, self._backend)
+        hand_over(graph.strides, *self._takers)
         at = {role: index for index, role in enumerate(graph.outputs)}
         return Form(
             graph.taking(given), [at.get(role) for role in self._others], [at[r] for r in sums]
         )
 
 
-def accumulating(name: str, module: fx.GraphModule, accumulation: Accumulation) -> fx.GraphModule:
+def accumulating(
+    name: str, module: fx.GraphModule, accumulation: Accumulation, *, fused: bool = True
+) -> fx.GraphModule:
     """The graph in a form that adds into accumulators.
+
+    Args:
+        name: of the graph.
+        module: the graph.
+        accumulation: how to add.
+        fused: whether the operators that make gradients may add, where ``accumulation`` lets them.
 
     Raises:
         SplitError: a pass broke an invariant.
@@ -109,7 +128,7 @@ def accumulating(name: str, module: fx.GraphModule, accumulation: Accumulation) 
     try:
         module = accumulate(module, accumulation.dtype)
         verify_graph(name, module, "accumulate")
-        if not accumulation.exact and fuse(module.graph):
+        if fused and not accumulation.exact and fuse(module.graph):
             module.recompile()
             verify_graph(name, module, "fuse")
     except PassError as error:

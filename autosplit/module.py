@@ -13,7 +13,7 @@ from .autograd import Split, run_forward
 from .compat import StateReader, in_transform, tree_unflatten, untraced
 from .compile import check_backend
 from .delivery import Delivery
-from .errors import AutosplitError, CaptureError, SplitError
+from .errors import AutosplitError, BackendError, CaptureError, SplitError
 from .face import Face
 from .functions import SplitFunctions
 from .graphs import Graphs
@@ -128,6 +128,8 @@ class SplitModule(Face):
         leaves, spec = self._flatten(args, kwargs)
         try:
             functions = self._functions_for(args, kwargs, leaves, spec)
+        except BackendError:
+            raise
         except (CaptureError, SplitError) as error:
             return self._in_parts(error)(*args, **kwargs)
         state = self._state()
@@ -330,6 +332,8 @@ def split(
     if args or kwargs:
         try:
             module.capture(*args, **(kwargs or {}))
+        except BackendError:
+            raise
         except (CaptureError, SplitError) as error:
             module._in_parts(error)
     return module

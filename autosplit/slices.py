@@ -8,6 +8,7 @@ from typing import NamedTuple
 from torch import Tensor, fx
 
 from .accumulation import Accumulation
+from .compile import Backend
 from .errors import SplitError
 from .gradients import GradientGraph
 from .handover import Handover
@@ -59,7 +60,7 @@ class SlicedWeight:
         count: int,
         *,
         borrowed: Collection[str],
-        backend: str,
+        backend: Backend,
     ) -> None:
         try:
             modules = slices(module, count)
@@ -70,8 +71,7 @@ class SlicedWeight:
         self._slices: list[_Slice] = []
         given = list(handed)
         for index, part in enumerate(modules):
-            later = {role for each in modules[index + 1 :] for role in inputs(each.graph)}
-            made, given = _slice(part, given, later, borrowed, backend)
+            made, given = _slice(part, given, modules[index + 1 :], borrowed, backend)
             self._slices.append(made)
 
     @property
@@ -115,11 +115,12 @@ class SlicedWeight:
 def _slice(
     module: fx.GraphModule,
     given: list[Role],
-    later: Collection[Role],
+    following: Sequence[fx.GraphModule],
     borrowed: Collection[str],
-    backend: str,
+    backend: Backend,
 ) -> tuple[_Slice, list[Role]]:
     """A slice, and what it hands to the next."""
+    later = {role for each in following for role in inputs(each.graph)}
     results = outputs(module.graph)
     made = [role for role, _ in results if role.kind is Kind.DEFERRED]
     tensors = [role for role in given if role.kind not in STATE]
@@ -132,6 +133,7 @@ def _slice(
         given,
         parameters=[role.name for role, _ in results if role.kind is Kind.PARAMETER_GRAD],
         others=made,
+        takers=following,
         backend=backend,
     )
     held = {storage_root(value) for role, value in results if role.kind is Kind.DEFERRED}

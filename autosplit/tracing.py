@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .compile import check_backend
+from .compile import Backend, backend_named, prepare
 from .errors import CaptureError, SplitError
 from .first_call import materialise, settle
 from .functions import SplitFunctions
@@ -47,14 +47,16 @@ def trace(
         CaptureError: the module cannot be traced.
         SplitError: the graph cannot be split, the backend or the memory setting is unknown, or
             a memory budget cannot be met.
+        BackendError: the backend cannot compile the graph.
     """
-    check_backend(backend)
+    compiler = backend_named(backend)
     check_memory(memory)
     with _TRACING, _undrawn():
-        traced = _capture(module, args, kwargs)
+        traced = _capture(module, args, kwargs, compiler)
+        prepare(traced.joint, compiler)
         try:
             graphs = run(traced.joint, memory=memory, dump=_dump_folder(module))
-            return SplitFunctions(traced, graphs, backend)
+            return SplitFunctions(traced, graphs, compiler)
         except PassError as error:
             name = type(module).__name__
             raise SplitError(f"{name} was captured but cannot be split: {error}") from error
@@ -68,13 +70,16 @@ def check_memory(memory: str | int) -> None:
         raise SplitError(str(error)) from None
 
 
-def _capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture:
+def _capture(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], backend: Backend
+) -> Capture:
     # Dynamo takes over a second to import; a program that never traces should not pay for it.
     from .capture import PythonStateError, capture, first_call_differs
 
     materialise(module, args, kwargs)
+    decompositions = backend.decompositions
     try:
-        return capture(module, args, kwargs)
+        return capture(module, args, kwargs, decompositions)
     except CaptureError as error:
         if not isinstance(error, PythonStateError) and not first_call_differs(module, args, kwargs):
             raise
@@ -85,9 +90,9 @@ def _capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             settle(twin, args, kwargs)
         except Exception:  # no copies of this one; what its forward raises, it will raise again
             raise error from None
-        capture(twin, args, kwargs)
+        capture(twin, args, kwargs, decompositions)
         settle(module, args, kwargs)
-        return capture(module, args, kwargs)
+        return capture(module, args, kwargs, decompositions)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SOURCES = sorted([*ROOT.glob("passes/**/*.py"), *ROOT.glob("autosplit/*.py")]) + sorted(
     path
-    for folder in ("capture", "pipeline", "report", "compare", "integrations")
+    for folder in ("capture", "compile", "pipeline", "report", "compare", "integrations")
     for path in (ROOT / "autosplit" / folder).rglob("*.py")
 )
 
@@ -44,7 +44,7 @@ def test_passes_know_nothing_of_autosplit() -> None:
 
 ORDER = [
     ["errors", "passes", "compat", "compat_leaves"],
-    ["structures", "first_call", "face"],
+    ["structures", "first_call", "face", "compat_inductor"],
     ["capture"],
     ["autocast", "compile", "handover", "accumulation"],
     ["gradients"],

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import fx, nn
@@ -28,6 +28,8 @@ from .roles import Names, canonical_names, with_roles
 from .side_effects import PythonStateError, first_call_differs
 
 __all__ = ["Capture", "Guards", "PythonStateError", "capture", "first_call_differs"]
+
+Decompositions = dict[Any, Callable[..., Any]] | None
 
 _OWN_STORAGE = {OutputType.non_alias, OutputType.unsafe_view_alias}
 
@@ -51,12 +53,23 @@ class Capture:
     guards: Guards
 
 
-def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture:
+def capture(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    decompositions: Decompositions = None,
+) -> Capture:
     """Trace ``module(*args, **kwargs)`` without running it on real data.
 
     Shapes, dtypes, devices, ``requires_grad`` of parameters and inputs, train/eval mode,
     grad mode and autocast are those in force now. Outputs that alias an input or each other
     become copies, so that every output has a gradient of its own.
+
+    Args:
+        module: what to trace.
+        args: example positional inputs.
+        kwargs: example keyword inputs.
+        decompositions: operators to trace through, for a backend that wants them so.
 
     Raises:
         CaptureError: the module cannot be traced into one graph; names the user's line.
@@ -65,7 +78,7 @@ def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         exported, guards = export(module, args, kwargs)
         divide_layers(exported)
         results = _Results(exported)
-        joint = _joint(module, exported, args, kwargs)
+        joint = _joint(module, exported, args, kwargs, decompositions)
         aliased = [
             index
             for index, info in enumerate(joint._aot_state.fw_metadata.output_info)
@@ -73,7 +86,7 @@ def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         ]
         if aliased:
             results.copied.update(aliased)
-            joint = _joint(module, exported, args, kwargs)
+            joint = _joint(module, exported, args, kwargs, decompositions)
     inputs = tuple(name for name, _ in flatten_named("", (args, kwargs)))
     inputs = tuple(_input_name(name) for name in inputs)
     names = Names(canonical_names(module), inputs, results.names)
@@ -82,14 +95,20 @@ def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _joint(
-    module: nn.Module, exported: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]
+    module: nn.Module,
+    exported: fx.GraphModule,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    decompositions: Decompositions,
 ) -> Any:
     context = exported.meta.get("tracing_context")
     if context is None:
         context = TracingContext(exported.meta["fake_mode"])
     # The stack closes before anything real runs, or the fake mode would still be on.
-    with contextlib.ExitStack() as stack, tracing(context), as_eager(exported):
-        return aot_export_joint_with_descriptors(stack, exported, args, kwargs)
+    with contextlib.ExitStack() as stack, tracing(context), as_eager(exported, decompositions):
+        return aot_export_joint_with_descriptors(
+            stack, exported, args, kwargs, decompositions=decompositions
+        )
 
 
 @contextlib.contextmanager

@@ -14,16 +14,18 @@ from .recurrent import without_fused_recurrence
 
 
 @contextlib.contextmanager
-def as_eager(module: fx.GraphModule) -> Iterator[None]:
+def as_eager(module: fx.GraphModule, decompositions: object = None) -> Iterator[None]:
     """While a graph of Dynamo is traced by AOTAutograd:
 
     - random operators stay though nobody reads them. They move the generator; without them all
-      that is drawn later would differ from eager's for the same seed;
+      that is drawn later would differ from eager's for the same seed. Not so where operators are
+      decomposed for a backend, which draws in a way of its own;
     - the backward runs outside of the autocast that its forward ran in;
     - recurrent layers are traced without the fused kernel, which its fake does not match.
     """
+    drawing = {} if decompositions is not None else {"fallback_random": True}
     with (
-        torch._inductor.config.patch(fallback_random=True),
+        torch._inductor.config.patch(drawing),
         torch._functorch.config.patch(backward_pass_autocast="off"),
         without_fused_recurrence(module),
     ):

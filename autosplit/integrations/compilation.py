@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor, fx, nn
@@ -12,7 +13,7 @@ from torch import Tensor, fx, nn
 from ..autocast import AutocastGuard
 from ..compat_backward import RunningBackward, running_backward, watch_gradients
 from ..compat_dynamo import AotGraphs, Splitter, compile_graph, input_sources
-from ..compile import Boxed
+from ..compile import Boxed, backend_named, hand_over, prepare
 from ..compile import compile_graph as compile_split
 from ..errors import SplitError
 from ..passes import Kind, Role
@@ -49,11 +50,17 @@ class Compilation:
         self, module: fx.GraphModule, example_inputs: Sequence[Any], owner: Owner, graphs: str
     ) -> None:
         self._owner = owner
-        self._graphs = graphs
+        self._backend = backend_named(graphs)
         self._split: _SplitBackward | None = None
         roles = _roles(input_sources(module), example_inputs, owner)
         self._part = Part(module, [role.name for role in roles if role.kind is Kind.PARAMETER])
-        splitter = Splitter(self._compile, self._part.give_up)
+        splitter = Splitter(
+            compile=self._compile,
+            prepare=partial(prepare, backend=self._backend),
+            give_up=self._part.give_up,
+            infer=self._infer,
+            decompositions=self._backend.decompositions,
+        )
         self._run = compile_graph(module, example_inputs, roles, splitter)
         owner.compiled(self._part)
 
@@ -71,14 +78,21 @@ class Compilation:
 
     def _compile(self, aot: AotGraphs) -> tuple[Boxed, Boxed]:
         """F and I for AOTAutograd."""
-        forward = compile_split("forward", aot.forward, self._graphs).call
-        backward = compile_split("backward_input", aot.backward_input, self._graphs).call
+        forward = compile_split("forward", aot.forward, self._backend)
+        hand_over(forward.strides, aot.backward_input)
+        backward_input = compile_split("backward_input", aot.backward_input, self._backend)
+        hand_over(backward_input.strides, aot.graphs.backward_weight)
+        backward = backward_input.call
         self._part.graphs = aot.graphs
         if aot.parameters and aot.graphs.backward_weight is not None:
-            weight = WeightGraph(aot.graphs.backward_weight, self._graphs)
+            weight = WeightGraph(aot.graphs.backward_weight, self._backend)
             self._split = _SplitBackward(aot, backward, weight, self._owner)
             backward = self._split
-        return forward, backward
+        return forward.call, backward
+
+    def _infer(self, module: fx.GraphModule) -> Boxed:
+        prepare(module, self._backend)
+        return compile_split("forward", module, self._backend).call
 
 
 class _SplitBackward:

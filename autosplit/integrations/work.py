@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..compat import without_autocast
-from ..compile import compile_graph
+from ..compile import Backend, compile_graph
 from ..errors import SplitError
 from ..handover import Handover, distinct_bytes
 from ..passes import Kind, Role
@@ -35,7 +35,7 @@ class WeightGraph:
         sizes: integers that I leaves for it.
     """
 
-    def __init__(self, module: fx.GraphModule, backend: str) -> None:
+    def __init__(self, module: fx.GraphModule, backend: Backend) -> None:
         self._compiled = compile_graph("backward_weight", module, backend)
         self._borrowed = _borrowed(module.graph)
         taken = inputs(module.graph, Kind.DEFERRED)

@@ -1,0 +1,211 @@
+"""The graphs compiled by Inductor: the same gradients, the same contracts."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+import autosplit
+from autosplit import Stage
+from autosplit.integrations.deferral import backward_weight
+
+# Float32 against float64; what torch.compile meets on the same models.
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 12) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Renamed(nn.Module):
+    """A block under other names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({"first": Block()})
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.layers["first"](hidden)
+
+
+class Images(nn.Module):
+    """Convolutions, for which Inductor changes strides; batch norm, which has buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Conv2d(3, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.leave = nn.Conv2d(8, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.leave(self.norm(self.enter(x)).relu())
+
+
+class Masked(nn.Module):
+    """An output shows which values dropout dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x * self.scale, 0.5)
+
+
+def drive(stage: Stage, batches: list[Tensor], grads: list[Tensor]) -> list[tuple[Any, Any]]:
+    """Every microbatch is pending before the first weight gradient; (output, input gradient)."""
+    outputs = [stage.forward(m, [x.clone()])[0] for m, x in enumerate(batches)]
+    found = [stage.backward_input(m, [grad.clone()])[0] for m, grad in enumerate(grads)]
+    for m in range(len(batches)):
+        stage.backward_weight(m)
+    stage.publish()
+    return list(zip(outputs, found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("build", "shape"), [(Block, (5, 12)), (Images, (2, 3, 6, 6))], ids=["block", "images"]
+)
+def test_gradients_are_those_of_float64(build: type[nn.Module], shape: tuple[int, ...]) -> None:
+    model = build()
+    exact = copy.deepcopy(model).double()
+    batches = [torch.randn(shape) for _ in range(2)]
+    stage = Stage(model, [batches[0].clone().requires_grad_()], backend="inductor")
+    grads = [torch.randn(stage.output_specs[0][0]) for _ in batches]
+    for (output, found), x, grad in zip(drive(stage, batches, grads), batches, grads, strict=True):
+        leaf = x.double().requires_grad_()
+        expected = exact(leaf)
+        expected.backward(grad.double())
+        torch.testing.assert_close(output.double(), expected, **CLOSE)
+        torch.testing.assert_close(found.double(), leaf.grad, **CLOSE)
+    for (name, mine), theirs in zip(model.named_parameters(), exact.parameters(), strict=True):
+        assert mine.grad is not None, name
+        torch.testing.assert_close(mine.grad.double(), theirs.grad, **CLOSE, msg=name)
+    for (name, mine), theirs in zip(model.named_buffers(), exact.buffers(), strict=True):
+        torch.testing.assert_close(mine, theirs.to(mine.dtype), **CLOSE, msg=name)
+
+
+def test_slices_of_w_take_what_inductor_laid_out() -> None:
+    model = Images()
+    x = torch.randn(2, 3, 6, 6)
+    sliced = Stage(model, [x.clone().requires_grad_()], backend="inductor", slices=2)
+    whole = Stage(model, [x.clone().requires_grad_()], backend="inductor")
+    grad = torch.randn(whole.output_specs[0][0])
+    for stage in (sliced, whole):
+        stage.forward(0, [x.clone()])
+        stage.backward_input(0, [grad.clone()])
+    whole.backward_weight(0)
+    for index in range(2):
+        sliced.backward_weight(0, slice=index)
+    assert sliced.gradients.keys() == whole.gradients.keys()
+    for name, gradient in whole.gradients.items():
+        torch.testing.assert_close(sliced.gradients[name], gradient, **CLOSE, msg=name)
+
+
+def test_unsplit_backward_adds_the_same_gradients() -> None:
+    model = Block()
+    x = torch.randn(5, 12)
+    stage = Stage(model, [x.clone().requires_grad_()], backend="inductor")
+    grad = torch.randn(stage.output_specs[0][0])
+    stage.forward(0, [x.clone()])
+    stage.forward(1, [x.clone()])
+    halves = stage.backward_input(0, [grad.clone()])[0]
+    stage.backward_weight(0)
+    split = {name: gradient.clone() for name, gradient in stage.gradients.items()}
+    whole = stage.backward(1, [grad.clone()])[0]
+    torch.testing.assert_close(halves, whole)
+    assert split.keys() == stage.gradients.keys()
+    for name, gradient in split.items():
+        torch.testing.assert_close(2 * gradient, stage.gradients[name], **CLOSE, msg=name)
+
+
+def test_backward_uses_the_mask_of_its_forward() -> None:
+    model = Masked()
+    split = autosplit.split(model, backend="inductor", fullgraph=True)
+    leaves = [torch.rand(64).add(1).requires_grad_() for _ in range(3)]
+    torch.manual_seed(3)
+    first, second = split(leaves[0]), split(leaves[1])
+    torch.manual_seed(3)
+    again = split(leaves[2])
+    kept = [output != 0 for output in (first, second, again)]
+    assert torch.equal(kept[0], kept[2])
+    assert not torch.equal(kept[0], kept[1])
+    second.sum().backward()
+    first.sum().backward()
+    for leaf, mask in zip(leaves[:2], kept[:2], strict=True):
+        assert torch.equal(leaf.grad, 2.0 * mask)
+    split.backward_weight()
+    expected = sum(2.0 * mask * leaf.detach() for leaf, mask in zip(leaves, kept[:2], strict=False))
+    torch.testing.assert_close(model.scale.grad, expected)
+
+
+def test_tensors_die_inside_the_graphs() -> None:
+    stage = Stage(Block(), [torch.randn(5, 12, requires_grad=True)], backend="inductor")
+    output_grads = [torch.randn_like(stage.forward(0, [torch.randn(5, 12)])[0])]
+    grad = weakref.ref(output_grads[0])
+    stage.backward_input(0, output_grads)
+    assert grad() is not None  # deferred
+    stage.backward_weight(0)
+    assert grad() is None
+    assert stage.saved_bytes == stage.deferred_bytes == 0
+
+
+def test_identical_stages_are_compiled_once() -> None:
+    x = torch.randn(5, 12)
+    before = []
+    for model in (Block(), Renamed()):
+        before.append(dict(counters["inductor"]))
+        stage = Stage(model, [x.clone().requires_grad_()], backend="inductor")
+        drive(stage, [x], [torch.randn(5, 12)])
+    after = dict(counters["inductor"])
+    assert after["fxgraph_cache_hit"] - before[1].get("fxgraph_cache_hit", 0) == 3  # F, I, W
+    assert after.get("fxgraph_cache_miss") == before[1].get("fxgraph_cache_miss")
+
+
+def test_constant_tensors_are_read_at_every_call() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor = torch.tensor(2.0)
+
+        def forward(self, x: Tensor) -> Any:
+            return x * self.factor, 7
+
+    model = Scaled()
+    split = autosplit.split(model, backend="inductor", fullgraph=True)
+    x = torch.randn(3, requires_grad=True)
+    output, number = split(x)
+    assert number == 7
+    model.factor.fill_(5.0)
+    torch.testing.assert_close(split(x)[0], 2.5 * output)
+
+
+def test_as_a_backend_of_torch_compile() -> None:
+    model = nn.Linear(12, 6)
+    exact = copy.deepcopy(model).double()
+    compiled = torch.compile(
+        model, backend="autosplit", dynamic=True, options={"backend": "inductor"}
+    )
+    for rows in (5, 9):
+        x = torch.randn(rows, 12, requires_grad=True)
+        leaf = x.detach().double().requires_grad_()
+        compiled(x).square().mean().backward()
+        exact(leaf).square().mean().backward()
+        torch.testing.assert_close(x.grad.double(), leaf.grad, **CLOSE)
+    backward_weight(model)
+    for mine, theirs in zip(model.parameters(), exact.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.double(), theirs.grad, **CLOSE)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x).double(), exact(leaf), **CLOSE)
