@@ -191,6 +191,7 @@ def _check_before_launch(settings: Any) -> None:
 @click.option("--latency", default=0.0, show_default=True, help="Milliseconds of a transfer.")
 @click.option("--bandwidth", type=float, help="Of a link, in gigabytes a second.")
 @click.option("--message", type=float, help="Megabytes of a microbatch between two stages.")
+@click.option("--cap", type=float, help="Search the shortest step that keeps no more on any rank.")
 @click.option("--schedule", help="Draw this one's timeline; default: the shortest step's.")
 @click.option(
     "--output",

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .errors import ScheduleError
+from .pipeline.costs import Costs
 from .pipeline.memory import StageMemory
-from .pipeline.survey import Entry, Pipeline, Survey, survey
+from .pipeline.survey import Entry, Survey, survey
 from .pipeline.transfer import Transfer
 from .report.survey import draw_survey, survey_rows
 from .report.timeline import draw_timelines
@@ -26,6 +27,7 @@ def project(
     latency: float,
     bandwidth: float | None,
     message: float | None,
+    cap: float | None,
 ) -> Survey:
     """Simulate every schedule.
 
@@ -38,6 +40,7 @@ def project(
         latency: milliseconds of a transfer.
         bandwidth: gigabytes a second, if ``message`` is given.
         message: megabytes that a microbatch sends, if ``bandwidth`` is given.
+        cap: search the shortest step in which no rank keeps more; in the unit of ``memory``.
 
     Raises:
         ScheduleError: numbers that are negative or not as many as expected, or an option without
@@ -45,16 +48,16 @@ def project(
     """
     if (bandwidth is None) != (message is None):
         raise ScheduleError("bandwidth and message have a meaning only together: give both")
-    pipeline = Pipeline(
-        tuple((f / 1e3, i / 1e3, w / 1e3) for f, i, w in _each("times", times, 3, stages)),
-        tuple(StageMemory(*pair) for pair in _each("memory", memory, 2, stages)),
+    costs = Costs(
+        [(f / 1e3, i / 1e3, w / 1e3) for f, i, w in _each("times", times, 3, stages)],
+        [StageMemory(*pair) for pair in _each("memory", memory, 2, stages)],
         Transfer(
             latency / 1e3,
             math.inf if bandwidth is None else 1e9 * bandwidth,
             1e6 * (message or 0.0),
         ),
     )
-    return survey(pipeline, microbatches, chunks=chunks)
+    return survey(costs, microbatches, chunks=chunks, cap=cap)
 
 
 def choose(found: Survey, name: str | None) -> Entry:

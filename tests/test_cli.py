@@ -98,6 +98,10 @@ def test_simulate_options_have_effects(tmp_path: pathlib.Path) -> None:
     assert deeper["interleaved", "fused"]["makespan"] < plain["interleaved", "fused"]["makespan"]
     uneven = simulated(tmp_path, "--memory", "1,1,1,1,1,1,9,9")
     assert uneven["1f1b", "fused"]["peak_memory_by_rank"] == [4.0, 3.0, 2.0, 9.0]
+    auto = simulated(tmp_path, "--cap", "3.5")["auto", "own"]
+    within = [row["makespan"] for row in plain.values() if row["peak_memory"] <= 3.5]
+    assert auto["peak_memory"] <= 3.5
+    assert auto["makespan"] <= min(within)
     result = run(*PIPELINE, "--schedule", "v-min")
     assert "v-min: 8 stages, 8 microbatches, 4 ranks" in result.output
     assert "7F0" in result.output

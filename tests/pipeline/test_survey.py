@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from autosplit.errors import ScheduleError
+from autosplit.pipeline.costs import Costs
 from autosplit.pipeline.memory import StageMemory
 from autosplit.pipeline.schedules import SCHEDULES
-from autosplit.pipeline.survey import Pipeline, survey
-from autosplit.pipeline.transfer import Transfer
+from autosplit.pipeline.survey import survey
 from autosplit.report.survey import pareto_front
 
 
-def pipeline(ranks: int) -> Pipeline:
-    return Pipeline(((18.5, 18.1, 9.3),) * ranks, (StageMemory(1.0, 0.8),) * ranks, Transfer())
+def pipeline(ranks: int) -> Costs:
+    return Costs([(18.5, 18.1, 9.3)] * ranks, [StageMemory(1.0, 0.8)] * ranks)
 
 
 def test_every_schedule_in_every_form() -> None:
@@ -43,5 +43,16 @@ def test_what_a_pipeline_does_not_beat_is_on_the_front() -> None:
 def test_bad_counts_are_refused() -> None:
     with pytest.raises(ScheduleError, match="microbatches must be an integer >= 1, got 0"):
         survey(pipeline(2), 0)
-    with pytest.raises(ScheduleError, match="chunks >= 2, got 2, 2 and 1"):
+    with pytest.raises(ScheduleError, match="chunks must be at least 2, got 1"):
         survey(pipeline(2), 2, chunks=1)
+
+
+def test_auto_keeps_the_cap_and_is_never_worse() -> None:
+    found = survey(pipeline(2), 4, cap=2.0)
+    auto = found.entries[-1]
+    assert auto.name == "auto"
+    assert max(auto.peaks) <= 2.0
+    within = [entry.timeline.makespan for entry in found.entries if max(entry.peaks) <= 2.0]
+    assert auto.timeline.step_time == min(within)
+    with pytest.raises(ScheduleError, match=r"no schedule found within the cap 0\.5"):
+        survey(pipeline(2), 4, cap=0.5)

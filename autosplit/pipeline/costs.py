@@ -1,0 +1,55 @@
+"""What the actions of a pipeline cost: seconds, what is kept, and the links."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from autosplit.errors import ScheduleError
+from autosplit.pipeline.action import Action, ActionKind
+from autosplit.pipeline.memory import StageMemory
+from autosplit.pipeline.transfer import Transfer
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The costs of every stage.
+
+    Attributes:
+        times: per stage, seconds of F, I and W; a B takes I + W.
+        memory: per stage, what it keeps of a microbatch.
+        transfer: the links between ranks.
+
+    Raises:
+        ScheduleError: no stage, or times and memory of different numbers of stages.
+    """
+
+    times: Sequence[tuple[float, float, float]]
+    memory: Sequence[StageMemory]
+    transfer: Transfer = field(default_factory=Transfer)
+
+    def __post_init__(self) -> None:
+        if not self.times or len(self.times) != len(self.memory):
+            raise ScheduleError(
+                f"expected times and memory of each stage, got {len(self.times)} times and "
+                f"{len(self.memory)} memories"
+            )
+
+    def cut(self, chunks: int) -> Costs:
+        """The same with each stage cut into ``chunks`` equal ones."""
+        times = [(f / chunks, i / chunks, w / chunks) for f, i, w in self.times]
+        memory = [StageMemory(m.saved / chunks, m.deferred / chunks) for m in self.memory]
+        return Costs(
+            [each for each in times for _ in range(chunks)],
+            [each for each in memory for _ in range(chunks)],
+            self.transfer,
+        )
+
+    def seconds(self, action: Action) -> float:
+        """How long ``action`` takes."""
+        forward, inputs, weights = self.times[action.stage]
+        if action.kind is ActionKind.FORWARD:
+            return forward
+        if action.kind is ActionKind.BACKWARD_INPUT:
+            return inputs
+        return weights if action.kind is ActionKind.BACKWARD_WEIGHT else inputs + weights

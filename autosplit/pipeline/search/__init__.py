@@ -1,0 +1,153 @@
+"""``schedule="auto"``: search the shortest step for measured costs under a cap of memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from autosplit.errors import ScheduleError
+from autosplit.pipeline.costs import Costs
+from autosplit.pipeline.memory import peak_memory
+from autosplit.pipeline.schedule import Schedule
+from autosplit.pipeline.schedules import SCHEDULES, build
+from autosplit.pipeline.schedules.weights import check_counts
+from autosplit.pipeline.search.construct import Policy, construct
+from autosplit.pipeline.search.improve import improve
+from autosplit.pipeline.search.problem import Problem, Rows
+from autosplit.pipeline.simulate import simulate
+
+__all__ = ["search"]
+
+_POLICIES = [
+    Policy(forward_first, patience)
+    for forward_first in (True, False)
+    for patience in (0.0, 0.5, 1.0)
+]
+_STARTS = 3  # orders that local search begins from
+_WORK = 300_000  # actions played through in all: about a second
+_FEWEST, _MOST = 20, 800  # plays from each start
+
+
+def search(
+    costs: Costs,
+    microbatches: int,
+    *,
+    ranks: int | None = None,
+    cap: float | Sequence[float] = math.inf,
+) -> Schedule:
+    """The schedule with the shortest step that was found; deterministic.
+
+    It begins from every named schedule that the counts admit and from list scheduling on their
+    placements, all under the cap, and changes the best of them along the critical path. So it is
+    never worse than the best named schedule under the same cap.
+
+    Args:
+        costs: of every stage.
+        microbatches: M >= 1.
+        ranks: number of processes; None means one for each stage.
+        cap: the most a rank may keep of its microbatches, in the unit of ``costs.memory``: one
+            number, or one for each rank.
+
+    Returns:
+        A schedule named ``"auto"``. Ranks wait for each other between steps.
+
+    Raises:
+        ScheduleError: a bad count, or nothing found under the cap.
+    """
+    stages = len(costs.times)
+    ranks = stages if ranks is None else ranks
+    check_counts(ranks=ranks, microbatches=microbatches)
+    caps = _caps(cap, ranks)
+    named = list(_named(costs, microbatches, ranks))
+    if not named:
+        raise ScheduleError(
+            f"{stages} stages cannot fill {ranks} ranks: each rank needs at least one stage"
+        )
+    known = sorted(
+        (each for each in named if _within(peak_memory(each, costs.memory), caps)),
+        key=lambda each: _makespan(each, costs),
+    )
+    starts = _starts(costs, microbatches, caps, named, known)
+    found = _improved(starts)
+    if known and (found is None or found[0] >= _makespan(known[0], costs)):
+        return replace(known[0], name="auto")
+    if found is None:
+        least = min((max(peak_memory(each, costs.memory)) for each in named), default=math.inf)
+        raise ScheduleError(
+            f"no schedule found within the cap {cap}; the most frugal named one keeps {least:g} on "
+            "its fullest rank: raise the cap, or cut the batch into more microbatches"
+        )
+    return found[1]
+
+
+def _caps(cap: float | Sequence[float], ranks: int) -> tuple[float, ...]:
+    caps = tuple(cap) if isinstance(cap, Sequence) else (cap,) * ranks
+    if len(caps) != ranks or not all(each > 0 for each in caps):
+        raise ScheduleError(f"cap must be a number > 0, or one for each of {ranks}; got {cap!r}")
+    return caps
+
+
+def _named(costs: Costs, microbatches: int, ranks: int) -> Iterator[Schedule]:
+    """Every named schedule with one copy of the stages, in every form, without crossing steps."""
+    for name, family in SCHEDULES.items():
+        for weights in (*(["fused"] if family.fused else []), *(family.weights or (None,))):
+            try:
+                schedule = build(
+                    name,
+                    len(costs.times),
+                    microbatches,
+                    ranks=ranks,
+                    split_backward=weights != "fused",
+                    weights=None if weights == "fused" else weights,
+                    times=costs.times if weights == "fill" else None,
+                )
+            except ScheduleError:
+                continue
+            if schedule.mirror is None:
+                yield replace(schedule, crosses_step=False)
+
+
+def _within(peaks: Sequence[float], caps: Sequence[float]) -> bool:
+    return all(peak <= most * (1 + 1e-9) for peak, most in zip(peaks, caps, strict=True))
+
+
+def _makespan(schedule: Schedule, costs: Costs) -> float:
+    return simulate(schedule, costs.seconds, transfer=costs.transfer).makespan
+
+
+def _starts(
+    costs: Costs,
+    microbatches: int,
+    caps: Sequence[float],
+    named: Sequence[Schedule],
+    known: Sequence[Schedule],
+) -> list[tuple[float, Problem, Rows]]:
+    """The shortest orders to begin from, named or constructed, with their lengths."""
+    problems = {
+        placement: Problem(costs, placement, microbatches, caps)
+        for placement in dict.fromkeys(each.placement for each in named)
+    }
+    candidates = [
+        (problems[each.placement], problems[each.placement].rows_of(each)) for each in known
+    ]
+    for problem in problems.values():
+        made = (construct(problem, policy) for policy in _POLICIES)
+        candidates += [(problem, rows) for rows in made if rows is not None]
+    starts = []
+    for problem, rows in candidates:
+        played = problem.play(rows)
+        if played is not None and all(map(problem.fits, rows, range(len(rows)))):
+            starts.append((played[0], problem, rows))
+    return sorted(starts, key=lambda each: each[0])[:_STARTS]
+
+
+def _improved(starts: Sequence[tuple[float, Problem, Rows]]) -> tuple[float, Schedule] | None:
+    """The shortest schedule that local search reaches from the starts."""
+    best: tuple[float, Schedule] | None = None
+    for _, problem, rows in starts:
+        share = _WORK // (len(problem.actions) * len(starts))
+        found = improve(problem, rows, max(_FEWEST, min(_MOST, share)))
+        if found is not None and (best is None or found.makespan < best[0]):
+            best = found.makespan, problem.schedule("auto", found.rows)
+    return best

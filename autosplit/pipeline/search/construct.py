@@ -1,0 +1,145 @@
+"""List scheduling with look-ahead: build an order by playing the step through in time."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass
+
+from autosplit.pipeline.action import ActionKind
+from autosplit.pipeline.search.problem import KINDS, Problem, Rows
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What a free rank prefers.
+
+    Attributes:
+        forward_first: F before I while there is memory, else I before F.
+        patience: rather wait for an F or I that is known to arrive within this fraction of a W.
+        in_flight: at most so many pairs of a stage and a microbatch between F and W on a rank.
+    """
+
+    forward_first: bool
+    patience: float
+    in_flight: float = math.inf
+
+
+class _Ranks:
+    """What each rank has run and keeps, and what is next of each stage and kind."""
+
+    def __init__(self, problem: Problem) -> None:
+        count = len(problem.caps)
+        self.rows: Rows = [[] for _ in range(count)]
+        self.free_at = [0.0] * count
+        self.kept = [0.0] * count
+        self.flying = [0] * count
+        self.next = {(stage, kind): 0 for stage in range(len(problem.placement)) for kind in KINDS}
+        self.stages = [
+            [stage for stage, rank in enumerate(problem.placement) if rank == each]
+            for each in range(count)
+        ]
+
+
+def construct(problem: Problem, policy: Policy) -> Rows | None:
+    """An order of all actions within the caps, or None if the policy runs into a dead end."""
+    ranks = _Ranks(problem)
+    ready: dict[int, float] = {}
+    links: dict[tuple[int, int], float] = {}
+    looks = [(0.0, rank) for rank in range(len(problem.caps))]
+    left = len(problem.actions)
+    while looks:
+        now, rank = heapq.heappop(looks)
+        if ranks.free_at[rank] > now:
+            continue
+        action = _choose(problem, policy, ranks, ready, rank, now)
+        if action is None:
+            continue
+        left -= 1
+        end = now + problem.seconds[action]
+        _run(problem, ranks, action, end)
+        arrival, target = end, problem.target[action]
+        if target >= 0:
+            sent = max(end, links.get((rank, target), 0.0)) + problem.sending[action]
+            links[rank, target] = sent
+            arrival = sent + problem.costs.transfer.latency
+            heapq.heappush(looks, (arrival, target))
+        ready[action] = arrival
+        heapq.heappush(looks, (end, rank))
+    return None if left else ranks.rows
+
+
+def _run(problem: Problem, ranks: _Ranks, action: int, end: float) -> None:
+    rank, what = problem.rank[action], problem.actions[action]
+    ranks.rows[rank].append(action)
+    ranks.free_at[rank] = end
+    ranks.kept[rank] += problem.adds[action] - problem.frees[action]
+    ranks.flying[rank] += {KINDS[0]: 1, KINDS[1]: 0, KINDS[2]: -1}[what.kind]
+    ranks.next[what.stage, what.kind] += 1
+
+
+def _choose(
+    problem: Problem,
+    policy: Policy,
+    ranks: _Ranks,
+    ready: dict[int, float],
+    rank: int,
+    now: float,
+) -> int | None:
+    """The best action that can start now; None to wait."""
+    best: tuple[tuple[float, ...], int] | None = None
+    soonest = math.inf
+    for stage in ranks.stages[rank]:
+        for kind in KINDS[:2]:
+            action = _next(problem, ranks, stage, kind)
+            if action is None or not _has_room(problem, policy, ranks, action):
+                continue
+            need = problem.needs[action]
+            start = 0.0 if need < 0 else ready.get(need, math.inf)
+            soonest = min(soonest, start)
+            if start <= now:
+                is_forward = kind is ActionKind.FORWARD
+                # Of two Fs the one nearest to the loss, of two Is the one nearest to the start.
+                order = (is_forward != policy.forward_first, -stage if is_forward else stage)
+                best = min(best, (order, action)) if best else (order, action)
+    if best is not None:
+        return best[1]
+    pending = [_next(problem, ranks, stage, KINDS[2]) for stage in ranks.stages[rank]]
+    weights = [action for action in pending if action is not None]
+    if not weights:
+        return None
+    weight = min(weights, key=lambda action: problem.actions[action].microbatch)
+    if soonest - now < policy.patience * problem.seconds[weight]:
+        return None
+    return weight
+
+
+def _next(problem: Problem, ranks: _Ranks, stage: int, kind: ActionKind) -> int | None:
+    """The stage's next action of a kind, if the stage has run what it needs of itself."""
+    microbatch = ranks.next[stage, kind]
+    before = problem.microbatches
+    if kind is not KINDS[0]:
+        before = ranks.next[stage, KINDS[KINDS.index(kind) - 1]]
+    if microbatch >= before:
+        return None
+    return (stage * len(KINDS) + KINDS.index(kind)) * problem.microbatches + microbatch
+
+
+def _has_room(problem: Problem, policy: Policy, ranks: _Ranks, action: int) -> bool:
+    """Whether the rank may start ``action``, leaving room for the same microbatch further on.
+
+    A rank that holds a later stage as well would otherwise fill up with what only that stage can
+    let go.
+    """
+    what, rank = problem.actions[action], problem.rank[action]
+    later = 0.0
+    count = 0
+    if what.kind is KINDS[0]:
+        for stage in ranks.stages[rank]:
+            if stage > what.stage:
+                later += problem.costs.memory[stage].saved
+                count += 1
+    if what.kind is KINDS[0] and ranks.flying[rank] + 1 + count > policy.in_flight:
+        return False
+    room = problem.caps[rank] * (1 + 1e-9) - ranks.kept[rank]
+    return problem.adds[action] + later <= room
