@@ -7,7 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .compat import current_backward, graph_is_kept, untraced, will_run, without_autocast
+from .compat import (
+    current_backward,
+    graph_is_kept,
+    has_saved_tensors_hooks,
+    untraced,
+    will_run,
+    without_autocast,
+)
 from .errors import SplitError
 from .functions import ForwardResult, SplitFunctions
 from .handover import State
@@ -45,6 +52,10 @@ class Split(torch.autograd.Function):
         ctx.queue, ctx.functions, ctx.state = queue, functions, state
         ctx.ticket = queue.reducer.forward()
         outputs, _, ctx.saved = run_forward(functions, state, list(leaves))
+        ctx.packed = has_saved_tensors_hooks()
+        if ctx.packed:
+            ctx.save_for_backward(*ctx.saved.tensors)
+            ctx.saved.put_away()
         ctx.set_materialize_grads(False)
         # Tensors of their own on the same storage: a saved output would keep its own graph
         # alive, and autograd forbids writing into a view that a function returns.
@@ -65,6 +76,8 @@ class Split(torch.autograd.Function):
         skipped = functions.without_gradient(arrived)
         saved = ctx.saved
         ctx.saved = saved.again() if graph_is_kept() else None
+        if ctx.packed:
+            saved.bring_back(ctx.saved_tensors)
         with without_autocast():
             grads, handover, early = functions.backward_input(saved, arrived)
         # Not under torch.autograd.grad or backward(inputs=...): they ask for no parameter.

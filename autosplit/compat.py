@@ -34,6 +34,7 @@ __all__ = [
     "data_parallel",
     "flatten_named",
     "graph_is_kept",
+    "has_saved_tensors_hooks",
     "in_transform",
     "register_node",
     "share_state",
@@ -71,6 +72,11 @@ def untraced(function: Callable[P, T]) -> Callable[P, T]:
         return function(*args, **kwargs)
 
     return call
+
+
+def has_saved_tensors_hooks() -> bool:
+    """Whether the user has hooks for what autograd saves: offloading, ``checkpoint``."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def will_run(node: Node) -> bool:

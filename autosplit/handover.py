@@ -68,6 +68,15 @@ class Handover:
         """Parameters and buffers that the next graph reads."""
         return self._state
 
+    def put_away(self) -> None:
+        """Keep no tensors: autograd keeps them, packed by the user's hooks."""
+        self._tensors = []
+
+    def bring_back(self, tensors: Iterable[Tensor]) -> None:
+        """The tensors that were put away, as the user's hooks unpacked them."""
+        self._tensors = list(tensors)
+        self._counts = versions(self._tensors) + self._counts[len(self._tensors) :]
+
     def again(self) -> Handover:
         """The same hand-over once more, for a backward that runs twice (``retain_graph=True``)."""
         twin = Handover.__new__(Handover)

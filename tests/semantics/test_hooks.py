@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -108,6 +110,38 @@ def test_module_backward_hooks_are_refused(name: str, register: Callable[..., An
     register(model.get_submodule(name), lambda *_: None)
     with pytest.raises(CaptureError, match="Module-level backwards hooks"):
         split.capture(torch.randn(3, 4))
+
+
+@both_modes
+def test_hooks_on_saved_tensors(training: bool) -> None:
+    """They get what the forward saves; nothing else keeps it until the backward."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid(), nn.Linear(4, 4)).train(training)
+    plain = copy.deepcopy(model)
+    split = autosplit.split(model)
+    shelf: list[list[float]] = []
+    alive: list[weakref.ref[Tensor]] = []
+
+    def pack(tensor: Tensor) -> int:
+        alive.append(weakref.ref(tensor))
+        shelf.append(tensor.tolist())
+        return len(shelf) - 1
+
+    inputs = [torch.randn(3, 4, requires_grad=True) for _ in range(2)]
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda at: torch.tensor(shelf[at])):
+        losses = [split(x).square().sum() for x in inputs]
+    kept = {id(x) for x in inputs}
+    assert [ref for ref in alive if ref() is not None and id(ref()) not in kept] == []
+    for loss in losses:
+        loss.backward()
+    assert split.pending == 2
+    split.backward_weight()
+    mine = [x.grad for x in inputs]
+    for x, grad in zip(inputs, mine, strict=True):
+        x.grad = None
+        plain(x).square().sum().backward()
+        assert torch.equal(grad, x.grad)
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
 
 
 def test_backward_hook_on_the_split_module() -> None:
