@@ -6,6 +6,7 @@ whole tensor alive, and ten views of one tensor cost what the tensor costs.
 
 from __future__ import annotations
 
+import math
 import operator
 
 import torch
@@ -65,6 +66,8 @@ def storage_bytes(node: fx.Node) -> int:
         value = tensor_of(node)
     if value is None:
         return 0
+    if value.layout is not torch.strided:  # of a sparse gradient: what it has if it is dense
+        return math.prod(map(concrete, value.shape)) * value.element_size()
     return concrete(value.untyped_storage().nbytes())
 
 
