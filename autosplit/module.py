@@ -68,6 +68,7 @@ class SplitModule(Face):
     _max_graphs: int
     _graphs: Graphs
     _fullgraph: bool
+    _dynamic: bool
     _partial: Partial | None
     _queue: PendingQueue
     _deliver: Delivery
@@ -82,6 +83,7 @@ class SplitModule(Face):
         backend: str = "eager",
         memory: str | int = "balanced",
         fullgraph: bool = False,
+        dynamic: bool = False,
         max_graphs: int = 64,
     ) -> None:
         super().__init__(model)
@@ -89,9 +91,15 @@ class SplitModule(Face):
         check_memory(memory)
         if max_graphs < 1:
             raise SplitError(f"max_graphs must be at least 1, got {max_graphs}")
+        if dynamic and (fullgraph or memory != "balanced"):
+            raise SplitError(
+                "dynamic=True splits graph by graph, as torch.compile finds them; it goes with "
+                "neither fullgraph=True nor a memory setting of your own"
+            )
         self.__dict__["_backend"] = backend
         self.__dict__["_memory"] = memory
         self.__dict__["_fullgraph"] = fullgraph
+        self.__dict__["_dynamic"] = dynamic
         self.__dict__["_max_graphs"] = max_graphs
         self._attach()
 
@@ -100,7 +108,7 @@ class SplitModule(Face):
         own = self.__dict__
         own["_graphs"] = Graphs(type(self.model).__name__, own["_max_graphs"])
         own["_flatten"] = Flattening()
-        own["_partial"] = None
+        own["_partial"] = self._by_graphs("dynamic=True") if own["_dynamic"] else None
         own["_queue"] = PendingQueue()
         own["_deliver"] = Delivery()
         own["_state"] = StateReader(self.model)
@@ -234,10 +242,13 @@ class SplitModule(Face):
                 f"memory={self._memory!r} needs one graph; in parts a model is split as 'balanced'"
             )
             raise error
+        partial = self.__dict__["_partial"] = self._by_graphs(str(error))
+        return partial
+
+    def _by_graphs(self, reason: str) -> Partial:
         from .integrations.partial import Partial  # Dynamo takes over a second to import
 
-        self.__dict__["_partial"] = Partial(self.model, self._backend, str(error))
-        return self._partial  # type: ignore[return-value]
+        return Partial(self.model, self._backend, reason)
 
     def _functions_for(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], spec: Any
@@ -297,6 +308,7 @@ def split(
     backend: str = "eager",
     memory: str | int = "balanced",
     fullgraph: bool = False,
+    dynamic: bool = False,
     max_graphs: int = 64,
 ) -> SplitModule:
     """Split a model's backward into input gradients and weight gradients.
@@ -318,18 +330,28 @@ def split(
         fullgraph: refuse what one graph cannot hold. Otherwise such a model is split graph by
             graph under ``torch.compile``, and what no graph holds runs as ordinary autograd;
             ``report()`` says what and why.
+        dynamic: for sizes that vary a lot (sequence lengths, say). Otherwise a graph is captured
+            for each combination of them, which takes seconds every time; with this the model is
+            split graph by graph at once, and from the second size on the graphs hold for all
+            sizes, where torch.compile finds such graphs.
         max_graphs: how many graphs to keep (see ``SplitModule``).
 
     Raises:
         CaptureError: ``fullgraph`` and the model cannot be traced for the example inputs; names
             the line.
         SplitError: ``fullgraph`` and the graph cannot be split; the backend or the memory
-            setting is unknown; or a memory budget cannot be met.
+            setting is unknown; a memory budget cannot be met; or ``dynamic`` comes with
+            options that need whole graphs.
     """
     module = SplitModule(
-        model, backend=backend, memory=memory, fullgraph=fullgraph, max_graphs=max_graphs
+        model,
+        backend=backend,
+        memory=memory,
+        fullgraph=fullgraph,
+        dynamic=dynamic,
+        max_graphs=max_graphs,
     )
-    if args or kwargs:
+    if (args or kwargs) and not dynamic:
         try:
             module.capture(*args, **(kwargs or {}))
         except BackendError:

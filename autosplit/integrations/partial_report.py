@@ -17,7 +17,7 @@ def partial_report(partial: Partial, title: str) -> str:
     """Tables of graphs and breaks, parameters outside graphs, and the deferred share."""
     count = sum(part.is_split for part in partial.parts)
     sections = [
-        f"{title} does not fit in one graph: Dynamo found {len(partial.parts)}, "
+        f"{title} is split graph by graph: Dynamo found {len(partial.parts)}, "
         f"{count} of them split.",
         *([partial.reason] if partial.reason else []),
         _parts(partial),

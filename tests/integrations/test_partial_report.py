@@ -52,7 +52,7 @@ def test_history_tells_deferred_from_ordinary() -> None:
 def test_report() -> None:
     partial = called(DisabledMiddle())
     text = partial.report()
-    assert "DisabledMiddle does not fit in one graph: Dynamo found 2, 2 of them split." in text
+    assert "DisabledMiddle is split graph by graph: Dynamo found 2, 2 of them split." in text
     assert "Skip inlining `torch.compiler.disable()`d function" in text
     assert "middle.weight" in text
     assert (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from zoo import Attention
 
 import autosplit
+from autosplit import SplitError
 
 
 @both_modes
@@ -19,6 +21,30 @@ def test_sequence_length_and_ragged_last_batch(training: bool) -> None:
     batch = [(torch.randn(shape).requires_grad_(),) for shape in shapes]
     split = assert_equals_autograd(Attention().train(training), batch)
     assert len(split.functions) == 3
+
+
+@both_modes
+def test_symbolic_sizes(training: bool) -> None:
+    """Two graphs: one for the first size, one for all others."""
+    torch._dynamo.reset()
+    model = Attention().train(training)
+    plain = copy.deepcopy(model)
+    split = autosplit.split(model, dynamic=True)
+    batches = [torch.randn(2, length, 16) for length in (8, 5, 7, 6, 9)]
+    for module in (split, plain):
+        for batch in batches:
+            module(batch).square().sum().backward()
+    assert split.pending == len(batches)
+    assert "Attention is split graph by graph: Dynamo found 2, 2 of them split" in split.report()
+    split.backward_weight()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("options", [{"fullgraph": True}, {"memory": "lean"}], ids=str)
+def test_options_that_need_whole_graphs(options: dict[str, Any]) -> None:
+    with pytest.raises(SplitError, match=r"dynamic=True splits graph by graph.*neither fullgraph"):
+        autosplit.split(nn.Linear(2, 2), dynamic=True, **options)
 
 
 class Scaled(nn.Module):
