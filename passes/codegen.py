@@ -2,7 +2,8 @@
 
 The generated function takes one list and empties it ("boxed"), and deletes every name
 after its last use, so each tensor dies inside the function as early as it can, provided
-that the caller kept no reference. Shapes, roles and the user's source lines are comments.
+that the caller kept no reference. Results are written over operands that die in them, where
+``reuse`` finds that they may. Shapes, roles and the user's source lines are comments.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import fx
 from .errors import PassError
 from .graph import outputs, placeholders, role_of, source_line
 from .ops import OVERLOAD, overload
+from .reuse import IN_PLACE, overwritten
 from .strides import stride_check
 
 HEADER = "import operator\n\nimport torch\n\naten = torch.ops.aten\n"
@@ -54,6 +56,7 @@ def generate(name: str, module: fx.GraphModule) -> str:
     """
     graph = module.graph
     last_use = _last_uses(graph)
+    reused = overwritten(graph)
     lines = [f"def {name}(args, constants={{}}):"]
     lines += _unpack(placeholders(graph), last_use)
     source = ""
@@ -70,7 +73,7 @@ def generate(name: str, module: fx.GraphModule) -> str:
             lines.append(f"    # {line}")
             source = line
         lines += stride_check(node, _name)
-        lines.append(_statement(node, last_use.get(node, [])))
+        lines.append(_statement(node, last_use.get(node, []), reused.get(node)))
     return "\n".join(lines) + "\n"
 
 
@@ -124,8 +127,9 @@ def _unpack(nodes: list[fx.Node], last_use: dict[fx.Node, list[fx.Node]]) -> lis
     return lines
 
 
-def _statement(node: fx.Node, dead: list[fx.Node]) -> str:
-    text = f"    {_name(node)} = {_call(node)}"
+def _statement(node: fx.Node, dead: list[fx.Node], reused: int | None) -> str:
+    call = _call(node) if reused is None else _call_in_place(node, reused)
+    text = f"    {_name(node)} = {call}"
     if dead:
         text += f"; del {', '.join(_name(item) for item in dead)}"
     return f"{text}  # {describe(node.meta.get('val'))}"
@@ -139,6 +143,12 @@ def _call(node: fx.Node) -> str:
     arguments = [_text(value) for value in node.args]
     arguments += [f"{key}={_text(value)}" for key, value in node.kwargs.items()]
     return f"{_callee(node)}({', '.join(arguments)})"
+
+
+def _call_in_place(node: fx.Node, operand: int) -> str:
+    """The call that writes its result over an operand."""
+    others = [_text(value) for index, value in enumerate(node.args) if index != operand]
+    return f"{IN_PLACE[node.target]}({', '.join([_text(node.args[operand]), *others])})"
 
 
 def _callee(node: fx.Node) -> str:

@@ -13,6 +13,7 @@ from . import codegen
 from .dead_code import dead_code
 from .divide import divide
 from .errors import PassError
+from .gather import gather
 from .graph import Program, SplitGraphs, calls
 from .memory import BALANCED, memory_setting
 from .partition import partition
@@ -35,6 +36,7 @@ class Pass:
 PASSES: tuple[Pass, ...] = (
     Pass("divide", divide),
     Pass("dead_code", dead_code),
+    Pass("gather", gather),
     Pass("partition", partition, required=True),
     Pass("split_backward", split_backward, required=True),
 )

@@ -23,6 +23,12 @@ def concrete(size: int | torch.SymInt) -> int:
     return _UNKNOWN if hint is None else int(hint)
 
 
+def is_fixed(tensor: torch.Tensor) -> bool:
+    """Whether no size is symbolic, so that shapes may be compared."""
+    sizes: Sequence[int | torch.SymInt] = tensor.shape
+    return not any(isinstance(size, torch.SymInt) for size in sizes)
+
+
 def is_size(node: fx.Node) -> bool:
     """Whether the node yields a symbolic integer."""
     return isinstance(node.meta.get("val"), torch.SymInt)
@@ -34,10 +40,10 @@ def example(value: Any) -> Any:
     """
     match value:
         case torch.Tensor():
-            sizes: Sequence[int | torch.SymInt] = value.shape
-            if not any(isinstance(size, torch.SymInt) for size in sizes):
+            if is_fixed(value):
                 return value
-            return torch.empty([concrete(size) for size in sizes], dtype=value.dtype, device="meta")
+            sizes = [concrete(size) for size in value.shape]
+            return torch.empty(sizes, dtype=value.dtype, device="meta")
         case torch.SymInt():
             return concrete(value)
         case list() | tuple():

@@ -15,7 +15,13 @@ CONVOLUTION = (nn.Conv2d(2, 3, 3), torch.randn(1, 2, 5, 5, requires_grad=True))
 
 
 def test_pipeline_is_a_literal() -> None:
-    assert [each.name for each in PASSES] == ["divide", "dead_code", "partition", "split_backward"]
+    assert [each.name for each in PASSES] == [
+        "divide",
+        "dead_code",
+        "gather",
+        "partition",
+        "split_backward",
+    ]
 
 
 def test_skip_an_optional_pass() -> None:
@@ -28,7 +34,8 @@ def test_skip_an_optional_pass() -> None:
 def test_skip_what_cannot_be_skipped() -> None:
     with pytest.raises(
         PassError,
-        match=r"cannot skip inline, partition; passes that can be: \['divide', 'dead_code'\]",
+        match=r"cannot skip inline, partition; passes that can be: "
+        r"\['divide', 'dead_code', 'gather'\]",
     ):
         run(joint_of(*CONVOLUTION), skip=["partition", "inline"])
 
@@ -64,10 +71,10 @@ def test_dump_numbers_every_stage_and_counts_the_difference(tmp_path: pathlib.Pa
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "00_capture.joint.py",
         "01_divide.joint.py",
-        "03_partition.backward.py",
-        "03_partition.forward.py",
-        "04_split_backward.backward_input.py",
-        "04_split_backward.backward_weight.py",
+        "04_partition.backward.py",
+        "04_partition.forward.py",
+        "05_split_backward.backward_input.py",
+        "05_split_backward.backward_weight.py",
     ]
     divided = (tmp_path / "01_divide.joint.py").read_text()
     assert divided.startswith("# joint after divide: ")

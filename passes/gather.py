@@ -1,0 +1,186 @@
+"""Sums of disjoint pieces, each padded with zeros to the whole, as one concatenation.
+
+The gradient of ``x[:, t]`` is a tensor as large as ``x``, zero but for one place. A loop over
+``t`` (a scan written in Python), or the two halves of a rotary embedding, adds up one such
+tensor for every piece. Where pieces do not overlap, every element of their sum has at most one
+term that is not padding: laying them side by side gives the same to the last bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import fx
+
+from .graph import Program, calls, tensor_of
+from .sizes import is_fixed
+
+aten = torch.ops.aten
+
+
+@dataclasses.dataclass(frozen=True)
+class _Piece:
+    """Part of a whole along one dimension.
+
+    Attributes:
+        padded: the node that pads it.
+        value: the piece, without the dimension where ``is_selected``.
+        sizes: of the whole.
+    """
+
+    padded: fx.Node
+    value: fx.Node
+    sizes: list[int]
+    dim: int
+    start: int
+    stop: int
+    is_selected: bool
+
+
+def gather(program: Program) -> bool:
+    """Rewrite such sums in the joint graph; True if there was any."""
+    graph = program.joint.graph
+    tops = [node for node in calls(graph) if _is_sum(node) and not _is_inner(node)]
+    changed = [_rewrite(graph, top) for top in tops]
+    return any(changed)
+
+
+def _is_sum(node: fx.Node) -> bool:
+    return (
+        node.target is aten.add.Tensor
+        and not node.kwargs
+        and all(isinstance(each, fx.Node) and _is_alike(each, node) for each in node.args)
+    )
+
+
+def _is_alike(part: fx.Node, whole: fx.Node) -> bool:
+    mine, other = tensor_of(part), tensor_of(whole)
+    if mine is None or other is None or not (is_fixed(mine) and is_fixed(other)):
+        return False
+    return (mine.shape, mine.dtype) == (other.shape, other.dtype)
+
+
+def _is_inner(node: fx.Node) -> bool:
+    """Whether another sum is the only reader, so that both are one sum of more terms."""
+    return len(node.users) == 1 and _is_sum(next(iter(node.users)))
+
+
+def _rewrite(graph: fx.Graph, top: fx.Node) -> bool:
+    sums, terms = _terms(top)
+    pieces = [piece for term in terms if len(term.users) == 1 and (piece := _piece(term))]
+    if not pieces:
+        return False
+    dim, _ = Counter(piece.dim for piece in pieces).most_common(1)[0]
+    pieces = sorted((each for each in pieces if each.dim == dim), key=lambda each: each.start)
+    padded = {piece.padded for piece in pieces}
+    others = [term for term in terms if term not in padded]
+    # With two terms that are no pieces, the order of additions would matter.
+    if len(pieces) < 2 or len(others) > 1 or not _fit_together(pieces):
+        return False
+    with graph.inserting_before(top):
+        result = _concatenated(graph, pieces, top)
+        if others:
+            result = _emit(graph, top, aten.add.Tensor, others[0], result)
+    if result.meta["val"].stride() != top.meta["val"].stride():
+        _erase(graph, [*result.all_input_nodes, result])
+        return False
+    top.replace_all_uses_with(result)
+    _erase(graph, [*padded, *sums])
+    return True
+
+
+def _terms(top: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The additions that a sum is made of, and what it adds up."""
+    sums, terms, stack = [], [], [top]
+    while stack:
+        node = stack.pop()
+        if node is top or (_is_sum(node) and _is_inner(node)):
+            sums.append(node)
+            stack.extend(node.args)  # type: ignore[arg-type]
+        else:
+            terms.append(node)
+    return sums, terms
+
+
+def _piece(term: fx.Node) -> _Piece | None:
+    """What a term pads, if that and where it lies are known before the graph runs."""
+    if term.target is aten.select_backward.default:
+        value, sizes, dim, index = term.args
+        return _placed(term, value, sizes, dim, index, index, 1, selected=True)
+    if term.target is aten.slice_backward.default:
+        value, sizes, dim, start, stop, step = term.args
+        return _placed(term, value, sizes, dim, start, stop, step, selected=False)
+    return None
+
+
+def _placed(
+    term: fx.Node,
+    value: Any,
+    sizes: Any,
+    dim: Any,
+    start: Any,
+    stop: Any,
+    step: Any,
+    *,
+    selected: bool,
+) -> _Piece | None:
+    if step != 1 or not all(isinstance(each, int) for each in (*sizes, dim, start, stop)):
+        return None
+    dim %= len(sizes)
+    extent = sizes[dim]
+    start = _clamped(start, extent)
+    stop = start + 1 if selected else _clamped(stop, extent)
+    return _Piece(term, value, list(sizes), dim, start, stop, selected) if start < stop else None
+
+
+def _clamped(place: int, extent: int) -> int:
+    """As indexing counts: from the end where negative, and no further than the end."""
+    return min(max(place + extent if place < 0 else place, 0), extent)
+
+
+def _fit_together(pieces: list[_Piece]) -> bool:
+    """Whether no two overlap and they fill at least half of the whole."""
+    ends = [piece.stop for piece in pieces]
+    starts = [piece.start for piece in pieces]
+    filled = sum(ends) - sum(starts)
+    extent = pieces[0].sizes[pieces[0].dim]
+    return all(a <= b for a, b in zip(ends, starts[1:], strict=False)) and 2 * filled >= extent
+
+
+def _concatenated(graph: fx.Graph, pieces: list[_Piece], top: fx.Node) -> fx.Node:
+    dim, sizes = pieces[0].dim, pieces[0].sizes
+    parts: list[fx.Node] = []
+    end = 0
+
+    def pad(until: int) -> None:
+        if until > end:
+            gap = [*sizes[:dim], until - end, *sizes[dim + 1 :]]
+            parts.append(_emit(graph, top, aten.new_zeros.default, pieces[0].value, gap))
+
+    for piece in pieces:
+        pad(piece.start)
+        value = piece.value
+        if piece.is_selected:
+            value = _emit(graph, top, aten.unsqueeze.default, value, dim)
+        parts.append(value)
+        end = piece.stop
+    pad(sizes[dim])
+    return _emit(graph, top, aten.cat.default, parts, dim)
+
+
+def _emit(graph: fx.Graph, top: fx.Node, target: Any, *args: Any) -> fx.Node:
+    node = graph.call_function(target, args)
+    node.meta = {key: value for key, value in top.meta.items() if key != "val"}
+    node.meta["val"] = target(*fx.node.map_arg(args, lambda each: each.meta["val"]))
+    return node
+
+
+def _erase(graph: fx.Graph, nodes: list[fx.Node]) -> None:
+    """Those of the nodes that nobody reads any more, readers first."""
+    place = {node: index for index, node in enumerate(graph.nodes)}
+    for node in sorted(nodes, key=place.__getitem__, reverse=True):
+        if not node.users:
+            graph.erase_node(node)

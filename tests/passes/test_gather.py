@@ -1,0 +1,124 @@
+"""gather: sums of padded pieces become one concatenation, to the last bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from graphs import ops, program_of
+from torch import Tensor, nn
+
+import autosplit
+from autosplit.passes.gather import gather
+from autosplit.passes.verify import verify
+
+X = torch.randn(3, 6, 4)
+
+
+class Call(nn.Module):
+    """A function with a weight, so that there is a W."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x.sin() @ self.weight)
+
+
+def scan(x: Tensor) -> Tensor:
+    state = torch.zeros_like(x[:, 0])
+    for step in range(x.shape[1]):
+        state = state.tanh() + x[:, step]
+    return state
+
+
+def halves(x: Tensor) -> Tensor:
+    return torch.cat((-x[..., 2:], x[..., :2]), -1)
+
+
+def halves_and_whole(x: Tensor) -> Tensor:
+    return halves(x) * 0.3 + x * 0.7
+
+
+def most(x: Tensor) -> Tensor:
+    return x[:, 1:3].exp().sum(1) + x[:, -2].exp()
+
+
+REWRITTEN = [scan, halves, halves_and_whole, most]
+
+
+def overlapping(x: Tensor) -> Tensor:
+    return x[:, :4].exp().sum(1) + x[:, 3:].sin().sum(1)
+
+
+def few(x: Tensor) -> Tensor:
+    return x[:, 0].exp() + x[:, 1].sin()
+
+
+def stepped(x: Tensor) -> Tensor:
+    return x[:, ::2].exp() + x[:, 1::2].sin()
+
+
+def two_wholes(x: Tensor) -> Tensor:
+    return halves(x) * 0.3 + x.exp() * x.sin()
+
+
+def several_dimensions(x: Tensor) -> Tensor:
+    return x[:, :3].exp().sum() + x[..., 2:].sin().sum()
+
+
+LEFT_ALONE = [overlapping, few, stepped, two_wholes, several_dimensions]
+
+
+@pytest.mark.parametrize("function", REWRITTEN)
+def test_pieces_are_laid_side_by_side(function: Callable[[Tensor], Tensor]) -> None:
+    program = program_of(Call(function), X.clone().requires_grad_())
+    before = ops(program.joint)
+    assert before["select_backward"] + before["slice_backward"] >= 2
+    assert gather(program)
+    verify(program)
+    after = ops(program.joint)
+    assert after["select_backward"] + after["slice_backward"] == 0
+    assert after["cat"] == before["cat"] + 1
+    assert not gather(program)
+
+
+@pytest.mark.parametrize("function", LEFT_ALONE)
+def test_sums_that_would_differ_or_cost_more_stay(function: Callable[[Tensor], Tensor]) -> None:
+    program = program_of(Call(function), X.clone().requires_grad_())
+    before = ops(program.joint)
+    assert before["select_backward"] + before["slice_backward"] >= 2
+    assert not gather(program)
+    assert ops(program.joint) == before
+
+
+@pytest.mark.parametrize("function", REWRITTEN + LEFT_ALONE)
+def test_gradients_are_those_of_autograd(function: Callable[[Tensor], Tensor]) -> None:
+    module = Call(function)
+    plain = Call(function)
+    plain.load_state_dict(module.state_dict())
+    model = autosplit.split(module)
+    for microbatch in X, X * 2:
+        x, y = microbatch.clone().requires_grad_(), microbatch.clone().requires_grad_()
+        model(x).sum().backward()
+        plain(y).sum().backward()
+        assert x.grad is not None
+        assert torch.equal(x.grad, y.grad)
+    model.backward_weight()
+    assert torch.equal(module.weight.grad, plain.weight.grad)
+
+
+def test_piece_that_is_read_elsewhere_stays() -> None:
+    class TwoReaders(nn.Module):
+        """The gradient of one half, padded, is also the gradient of another input."""
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return (x + y)[..., :2].exp() + x[..., 2:].sin()
+
+    program = program_of(TwoReaders(), X.clone().requires_grad_(), X.clone().requires_grad_())
+    before = ops(program.joint)
+    assert not gather(program)
+    assert ops(program.joint) == before
