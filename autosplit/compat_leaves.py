@@ -14,11 +14,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 _TENSOR_HOOKS = attrgetter("_backward_hooks")
 _LATE_HOOKS = attrgetter("_post_accumulate_grad_hooks")
 _NEEDS_GRAD = attrgetter("requires_grad")
-_GRAD = attrgetter("grad")
+_IS_SPARSE = attrgetter("is_sparse")
 _IS_LEAF = attrgetter("is_leaf")
 
 
@@ -39,6 +40,7 @@ class Leaves:
         )
         self._nodes = [get_gradient_edge(p).node for p in parameters] if self._plain else []
         self._hooks = [hooks for node in self._nodes for hooks in _python_hooks(node)]
+        self._checked = -1
 
     def are(self, parameters: Sequence[Tensor]) -> bool:
         """Whether these are the parameters."""
@@ -51,17 +53,26 @@ class Leaves:
         """
         return (
             self._plain
-            and not any(self._hooks)
-            and not any(map(_TENSOR_HOOKS, self._parameters))
-            and not any(map(_LATE_HOOKS, self._parameters))
+            and self._unhooked()
             and all(map(_NEEDS_GRAD, self._parameters))
             and all(map(_IS_LEAF, self._parameters))
-            and not any(map(_is_sparse, map(_GRAD, self._parameters)))
             and not torch.is_inference_mode_enabled()
             and not torch.is_anomaly_enabled()
             # Data parallelism hooks into the nodes from C++, which cannot be seen from here.
             and not (torch.distributed.is_available() and torch.distributed.is_initialized())
         )
+
+    def _unhooked(self) -> bool:
+        latest = RemovableHandle.next_id  # counts every hook that is put on anything
+        if latest != self._checked:
+            if (
+                any(self._hooks)
+                or any(map(_TENSOR_HOOKS, self._parameters))
+                or any(map(_LATE_HOOKS, self._parameters))
+            ):
+                return False
+            self._checked = latest
+        return True
 
     def add(self, grads: Sequence[Tensor], borrowed: Sequence[bool]) -> None:
         """Add to every ``.grad`` as AccumulateGrad does; call it without grad mode.
@@ -70,21 +81,19 @@ class Leaves:
             grads: one for each parameter.
             borrowed: which of them are no tensors of their own, and are copied.
         """
-        sums = [p.grad for p in self._parameters]
+        sums = [parameter.grad for parameter in self._parameters]
         present = [total for total in sums if total is not None]
-        if len(present) == len(sums):
+        if len(present) == len(sums) and not any(map(_IS_SPARSE, present)):
             torch._foreach_add_(present, list(grads))
             return
         rows = zip(self._parameters, sums, grads, borrowed, strict=True)
         for parameter, total, grad, copied in rows:
             if total is None:
                 parameter.grad = _own(parameter, grad, copied)
+            elif total.is_sparse:
+                parameter.grad = grad + total
             else:
                 total.add_(grad)
-
-
-def _is_sparse(grad: Tensor | None) -> bool:
-    return grad is not None and grad.layout is not torch.strided
 
 
 def _is_plain(parameter: Tensor) -> bool:
@@ -118,4 +127,4 @@ def _own(parameter: Tensor, grad: Tensor, borrowed: bool) -> Tensor:
     dtype = getattr(parameter, "grad_dtype", None) or grad.dtype
     if borrowed or grad.stride() != parameter.stride() or grad.dtype is not dtype:
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False).copy_(grad)
-    return grad.detach()  # no view, which would keep its base
+    return grad.detach() if grad._base is not None else grad  # a view would keep its base

@@ -34,10 +34,11 @@ class Delivery:
         Raises:
             SplitError: something deferred was written in place since I.
         """
-        if len(works) == 1 and not works[0].skipped:
-            leaves = self._leaves_of(works[0])
+        work = works[0]
+        if len(works) == 1 and not work.skipped and work.functions.dense_gradients:
+            leaves = self._leaves_of(work)
             if leaves.unnoticed():
-                self._add(works[0], leaves)
+                self._add(work, leaves)
                 return
         _through_autograd(works)
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor, fx
 
 from .accumulation import EXACT, Accumulation
@@ -147,6 +148,12 @@ class SplitFunctions:
             if role.kind is Kind.PARAMETER_GRAD
             and (uses[storage_root(value)] > 1 or not is_whole(value))
         )
+
+    @cached_property
+    def dense_gradients(self) -> bool:
+        """Whether every parameter's gradient is an ordinary tensor."""
+        values = [value for _, value in outputs(self.graphs.joint.graph, Kind.PARAMETER_GRAD)]
+        return all(value.meta["val"].layout is torch.strided for value in values)
 
     @cached_property
     def borrowed(self) -> list[bool]:

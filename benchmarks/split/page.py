@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..results import Results, Rows
-from . import ablation, compilation, memory, operations, steps
+from . import ablation, compilation, face, memory, operations, steps
 from .settings import Settings
 
 TEMPLATE = """\
@@ -98,6 +98,16 @@ as 2BP does it. *Slices*: accumulated, W in parts. All but fused and concatenate
 the same. *MiB on top*: the most alive inside W above what was alive before.""",
         ablation.measure,
         ablation.render,
+    ),
+    "face": Part(
+        "The autograd face",
+        """\
+Microseconds of a microbatch of four rows through layers of eight features, where next to
+nothing is computed; contenders take turns, medians, the difference that of each round.
+`SplitModule` is called and goes back through autograd's engine, `Stage` is called action by
+action; both ask their guards at every forward, which *guards* shows alone.""",
+        face.measure,
+        face.render,
     ),
     "compile": Part(
         "Time to compile",

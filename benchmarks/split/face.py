@@ -1,0 +1,110 @@
+"""What the autograd face costs over the functional one, on modules that compute next to nothing."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import autosplit
+
+from ..results import Rows, table
+from .settings import Settings
+from .targets import Target, verdicts
+
+WIDTH, BATCH = 8, 4
+LAYERS = 100
+ROUNDS = 400
+OVERHEAD = Target("SplitModule - Stage, us", at_most=100.0, style=".0f")
+_WARMUP = 20
+
+Microbatch = Callable[[Tensor, Tensor], None]
+
+
+def measure(settings: Settings) -> Iterator[dict[str, Any]]:
+    """A row for each module, with the first number of threads."""
+    torch.set_num_threads(settings.threads[0])
+    for name, module in _modules().items():
+        yield {"name": name, **_compare(module.to(settings.device), settings.device, ROUNDS)}
+
+
+def face_overhead(rounds: int = ROUNDS) -> dict[str, float]:
+    """Module -> microseconds for one microbatch that SplitModule takes longer than Stage."""
+    return {
+        name: _compare(module, "cpu", rounds)["overhead"] for name, module in _modules().items()
+    }
+
+
+def _modules() -> dict[str, nn.Module]:
+    layers = [part for _ in range(LAYERS) for part in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
+    stack = nn.Sequential(*layers)
+    count = sum(1 for _ in stack.modules())
+    return {"one Linear": nn.Linear(WIDTH, WIDTH), f"{count} modules": stack}
+
+
+def _compare(module: nn.Module, device: str, rounds: int) -> dict[str, Any]:
+    """Medians of each, and of the difference within a round; contenders take turns."""
+    x = torch.randn(BATCH, WIDTH, device=device, requires_grad=True)
+    grad = torch.ones(BATCH, WIDTH, device=device)
+    contenders = _contenders(module, x)
+    found: dict[str, list[float]] = {name: [] for name in contenders}
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(_WARMUP + rounds):
+            for name, microbatch in contenders.items():
+                found[name].append(_microseconds(microbatch, x, grad))
+                module.zero_grad()
+                x.grad = None
+    finally:
+        gc.enable()
+    times = {name: each[_WARMUP:] for name, each in found.items()}
+    pairs = zip(times["SplitModule"], times["Stage"], strict=True)
+    return {
+        "us": {name: statistics.median(each) for name, each in times.items()},
+        "overhead": statistics.median([mine - theirs for mine, theirs in pairs]),
+    }
+
+
+def _contenders(module: nn.Module, x: Tensor) -> Mapping[str, Microbatch]:
+    split, stage = autosplit.split(module, (x,)), autosplit.Stage(module, [x])
+    guards = split.functions[0].capture.guards
+
+    def by_autograd(x: Tensor, grad: Tensor) -> None:
+        split(x).backward(grad)
+        split.backward_weight()
+
+    def by_calls(x: Tensor, grad: Tensor) -> None:
+        stage.forward(0, [x])
+        stage.backward_input(0, [grad])
+        stage.backward_weight(0)
+        stage.publish()
+
+    return {
+        "autograd": lambda x, grad: module(x).backward(grad),
+        "SplitModule": by_autograd,
+        "Stage": by_calls,
+        "guards": lambda x, grad: guards.hold((x,), {}) and None,
+    }
+
+
+def _microseconds(microbatch: Microbatch, x: Tensor, grad: Tensor) -> float:
+    before = time.perf_counter()
+    microbatch(x, grad)
+    return 1e6 * (time.perf_counter() - before)
+
+
+def render(rows: Rows) -> str:
+    """A table and a verdict."""
+    names = list(rows[0]["us"])
+    lines = [
+        [row["name"], *(f"{row['us'][name]:.0f}" for name in names), OVERHEAD.cell(row["overhead"])]
+        for row in rows
+    ]
+    verdict = verdicts([(OVERHEAD, {row["name"]: row["overhead"] for row in rows})])
+    return table(["us", *names, OVERHEAD.title], lines) + "\n\n" + verdict
