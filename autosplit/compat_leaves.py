@@ -122,8 +122,6 @@ def _nothing(*_: Any) -> None:
 
 def _own(parameter: Tensor, grad: Tensor, borrowed: bool) -> Tensor:
     """The gradient as ``.grad``: itself where it is nobody else's and as the parameter lies."""
-    if _is_sparse(grad):
-        return grad.clone() if borrowed else grad.detach()
     dtype = getattr(parameter, "grad_dtype", None) or grad.dtype
     if borrowed or grad.stride() != parameter.stride() or grad.dtype is not dtype:
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False).copy_(grad)
