@@ -25,6 +25,11 @@ def _typed_errors(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+_backend = click.option(
+    "--backend", default="eager", show_default=True, help="How graphs are run: eager, inductor."
+)
+
+
 def _overrides(
     context: click.Context, parameter: click.Parameter, values: tuple[str, ...]
 ) -> dict[str, str]:
@@ -79,6 +84,7 @@ def main() -> None:
 @main.command()
 @click.argument("factory")
 @_setting
+@_backend
 @click.option("--stages", default=2, show_default=True, help="Pipeline stages.")
 @click.option("--ranks", type=int, help="Processes; default: one for each stage.")
 @click.option(
@@ -154,9 +160,11 @@ def compare(
 
 def _check_before_launch(settings: Any) -> None:
     """Fail here, in one process, on what every rank would fail on."""
+    from .compile import check_backend
     from .pipeline.schedules import build
     from .workload import load_workload
 
+    check_backend(settings.backend)
     load_workload(settings.factory, settings.overrides)
     for name in settings.schedules:
         for count in settings.microbatches:
@@ -233,6 +241,7 @@ def simulate(
 @main.command()
 @click.argument("factory")
 @_setting
+@_backend
 @click.option("--stages", default=1, show_default=True, help="For a Workload: stages.")
 @click.option("--stage", default=0, show_default=True, help="For a Workload: which one.")
 @click.option(
@@ -255,6 +264,7 @@ def simulate(
 def inspect(
     factory: str,
     overrides: dict[str, str],
+    backend: str,
     stages: int,
     stage: int,
     no_input_grads: bool,
@@ -270,7 +280,7 @@ def inspect(
 
     made = load_factory(factory)(**overrides)
     model, args, kwargs = example(made, factory, stages, stage, input_grads=not no_input_grads)
-    module = split(model, args, kwargs, memory=memory)
+    module = split(model, args, kwargs, backend=backend, memory=memory)
     click.echo(module.report())
     if folder:
         module.dump(folder)

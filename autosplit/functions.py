@@ -8,7 +8,7 @@ out once; a call only moves references.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -108,6 +108,17 @@ class SplitFunctions:
     def autocast_guard(self) -> AutocastGuard:
         """Stands before a backward that comes from autograd."""
         return AutocastGuard(self.graphs.backward or self.graphs.joint)
+
+    @property
+    def generated(self) -> Mapping[str, str]:
+        """Name of a graph -> source that the backend generated, of the graphs compiled so far."""
+        return self._backend.generated
+
+    def compile(self) -> None:
+        """Compile I and W now, rather than when they are first needed."""
+        if self.has_backward:
+            self._input_half.graph.compile()
+            self._weight.compile()
 
     @property
     def has_backward(self) -> bool:

@@ -200,14 +200,16 @@ class SplitModule(Face):
         return self._graphs.captured
 
     def capture(self, *args: Any, **kwargs: Any) -> SplitFunctions:
-        """Capture the graph for inputs like these now, without running anything.
+        """Capture and compile the graph for inputs like these now, without running anything.
 
         Raises:
             CaptureError: the model cannot be traced for these inputs.
             SplitError: the graph cannot be split.
         """
         leaves, spec = self._flatten(args, kwargs)
-        return self._functions_for(args, kwargs, leaves, spec)
+        functions = self._functions_for(args, kwargs, leaves, spec)
+        functions.compile()
+        return functions
 
     def report(self) -> str:
         """Tables: per graph ops, FLOPs, bytes; the boundary between I and W, tensor by tensor.
@@ -318,7 +320,10 @@ def split(
         args: example positional inputs. With example inputs the graph is captured here;
             without, at the first call.
         kwargs: example keyword inputs.
-        backend: how graphs are run; ``"eager"`` runs their operators one by one.
+        backend: how graphs are run. ``"eager"`` runs their operators one by one, with the bits of
+            plain autograd. ``"inductor"`` compiles each graph as ``torch.compile`` would: faster,
+            rounding differently, and with random numbers of its own for a seed; what was compiled
+            is kept in torch's cache on disk.
         memory: what one microbatch holds. ``"fast"`` does nothing twice. ``"balanced"`` does
             cheap operators again where that frees memory at a hundredth of the step's time;
             all weight gradients wait, and between I and W only what they need is held.
@@ -342,6 +347,7 @@ def split(
         SplitError: ``fullgraph`` and the graph cannot be split; the backend or the memory
             setting is unknown; a memory budget cannot be met; or ``dynamic`` comes with
             options that need whole graphs.
+        BackendError: the backend cannot compile a graph.
     """
     module = SplitModule(
         model,

@@ -175,3 +175,19 @@ def test_bad_input(arguments: list[str], message: str) -> None:
     assert result.exit_code != 0
     assert message in " ".join(result.output.split())
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("command", ["compare", "inspect"])
+def test_unknown_backend(command: str) -> None:
+    result = run(command, "examples.models:llama", *TINY, "--backend", "tpu")
+    assert result.exit_code == 1
+    assert "unknown backend 'tpu'; known backends: 'eager', 'inductor'" in result.output
+
+
+def test_inspect_writes_what_inductor_generated(tmp_path: pathlib.Path) -> None:
+    factory = "tests.compile.models:linear"
+    result = run("inspect", factory, "--backend", "inductor", "--dump", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    for name in ("forward", "backward_input", "backward_weight"):
+        assert "def call(self, args)" in (tmp_path / f"{name}.generated.py").read_text()
+    assert not (tmp_path / "backward.generated.py").exists()

@@ -103,6 +103,7 @@ class _Case:
             split_backward=split,
             weights=settings.weights if split else None,
             shared_parameters=self.workload.shared_parameters(settings.stages),
+            backend=settings.backend,
             timeout=settings.timeout,
             record=True,
         )

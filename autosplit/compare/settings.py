@@ -26,6 +26,7 @@ class Settings:
         learning_rate: of AdamW.
         threads: torch threads of each process.
         timeout: seconds to wait for another rank.
+        backend: how the stages' graphs are run, see ``autosplit.split``.
         dump: folder in which every rank dumps the graphs of its stages, or None.
     """
 
@@ -41,6 +42,7 @@ class Settings:
     learning_rate: float
     threads: int
     timeout: float
+    backend: str = "eager"
     dump: str | None = None
 
     def __post_init__(self) -> None:

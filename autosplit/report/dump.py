@@ -22,12 +22,15 @@ _LAYOUT_SECONDS = 60
 def dump(functions: SplitFunctions, folder: str | os.PathLike[str], title: str) -> None:
     """Write ``joint.py``, ``forward.py``, ``backward_input.py``, ``backward_weight.py``,
     ``backward.py``, ``boundary.md`` and ``graph.svg`` (``graph.dot`` where graphviz is not
-    installed or takes longer than a minute).
+    installed or takes longer than a minute); and for a backend that generates
+    code, that of every graph that was compiled so far, as ``forward.generated.py``.
     """
     root = pathlib.Path(folder)
     root.mkdir(parents=True, exist_ok=True)
     for name, module in functions.graphs.graphs().items():
         (root / f"{name}.py").write_text(_source(name, module, title))
+    for name, code in functions.generated.items():
+        (root / f"{name}.generated.py").write_text(code)
     (root / "boundary.md").write_text(_boundary(functions, title))
     _write_drawing(root, draw(functions.graphs, title))
 
