@@ -53,6 +53,7 @@ ORDER = [
     ["tracing", "signature", "guard", "reducer"],
     ["report", "graphs", "overlap", "pending", "waiting"],
     ["delivery"],
+    ["compat_convention"],
     ["compat_dynamo", "compat_backward", "compat_breaks"],
     ["integrations"],
     ["autograd"],

@@ -12,7 +12,8 @@ from torch import Tensor, fx, nn
 
 from ..autocast import AutocastGuard
 from ..compat_backward import RunningBackward, running_backward, watch_gradients
-from ..compat_dynamo import AotGraphs, Splitter, compile_graph, input_sources
+from ..compat_convention import AotGraphs
+from ..compat_dynamo import Splitter, compile_graph, input_sources
 from ..compile import Boxed, backend_named, hand_over, prepare
 from ..compile import compile_graph as compile_split
 from ..errors import SplitError

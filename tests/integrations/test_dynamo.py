@@ -273,13 +273,13 @@ def test_compiled_autograd_is_refused() -> None:
 def test_graph_that_cannot_be_split_gets_an_ordinary_backward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from autosplit import compat_dynamo
+    from autosplit import compat_convention
     from autosplit.passes import PassError
 
     def fail(_: object) -> None:
         raise PassError("no pass likes this graph")
 
-    monkeypatch.setattr(compat_dynamo, "run", fail)
+    monkeypatch.setattr(compat_convention, "run", fail)
     model = TwoLayers()
     reference = copy.deepcopy(model)
     x = torch.randn(3, 4)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
-import pickle
-import weakref
 
 import pytest
 import torch
@@ -13,43 +10,14 @@ from breaking import (
     MODELS,
     Branch,
     DisabledMiddle,
-    Nested,
     SideEffects,
-    Tied,
     TwoLayers,
-    Unbreakable,
-    loss_of,
 )
+from comparing import assert_same, assert_same_state, train
 from torch import Tensor, nn
 from zoo import CASES
 
-from autosplit import SplitError
 from autosplit.integrations.partial import Partial
-
-
-def train(forward: object, batches: list[Tensor]) -> list[Tensor | None]:
-    """Losses and input gradients of a forward and backward over each batch."""
-    found: list[Tensor | None] = []
-    for batch in batches:
-        leaf = batch.clone().requires_grad_()
-        loss = loss_of(forward(leaf))  # type: ignore[operator]
-        loss.backward()
-        found += [loss.detach(), leaf.grad]
-    return found
-
-
-def assert_same(mine: Tensor | None, theirs: Tensor | None, name: str) -> None:
-    assert (mine is None) == (theirs is None), f"{name}: {mine} against {theirs}"
-    if mine is not None and theirs is not None:
-        assert torch.equal(mine, theirs), f"{name}: off by {(mine - theirs).abs().max()}"
-
-
-def assert_same_state(mine: nn.Module, theirs: nn.Module) -> None:
-    for (name, a), b in zip(mine.named_parameters(), theirs.parameters(), strict=True):
-        assert_same(a, b, name)
-        assert_same(a.grad, b.grad, f"gradient of {name}")
-    for (name, a), b in zip(mine.named_buffers(), theirs.buffers(), strict=True):
-        assert_same(a, b, name)
 
 
 @pytest.mark.parametrize(("training", "count"), [(True, 3), (False, 2)], ids=["train", "eval"])
@@ -127,25 +95,6 @@ def test_weight_used_by_a_graph_and_by_code_outside() -> None:
     assert partial.history is not None
     assert model.a.weight in partial.history.deferred
     assert model.a.weight in partial.history.ordinary
-
-
-def test_hooks_fire_once_a_microbatch_with_the_sum_over_graphs() -> None:
-    model = Tied()
-    reference = copy.deepcopy(model)
-    seen: dict[str, list[Tensor]] = {"mine": [], "theirs": []}
-    model.a.weight.register_hook(seen["mine"].append)
-    reference.a.weight.register_hook(seen["theirs"].append)
-    steps: list[int] = []
-    model.a.weight.register_post_accumulate_grad_hook(lambda _: steps.append(partial.pending))
-    partial = Partial(model)
-    batches = [torch.randn(3, 4) for _ in range(2)]
-    train(partial, batches)
-    assert seen["mine"] == []
-    partial.backward_weight()
-    train(reference, batches)
-    assert len(steps) == 2
-    for mine, theirs in zip(seen["mine"], seen["theirs"], strict=True):
-        assert torch.equal(mine, theirs)
 
 
 def test_dropout_draws_as_autograd_does_and_backward_leaves_the_generator_alone() -> None:
@@ -231,92 +180,6 @@ def test_changes_of_mode_recompile() -> None:
     assert_same_state(model, reference)
 
 
-def test_microbatches_are_forward_calls_oldest_backward_first() -> None:
-    partial = Partial(Scaled())
-    for value in (1.0, 10.0, 100.0):
-        partial(torch.full((1,), value)).sum().backward()
-    assert partial.pending == 3
-    weight = dict(partial.named_parameters())["weight"]
-    partial.backward_weight(microbatches=1)
-    assert weight.grad.tolist() == [2.0]
-    partial.backward_weight(microbatches=2)
-    assert weight.grad.tolist() == [222.0]
-    (partial(torch.ones(1)) + partial(torch.ones(1))).sum().backward()
-    assert partial.pending == 2  # as for SplitModule: one backward through two calls
-
-
-class Scaled(nn.Module):
-    """Two graphs, each with the same weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = x * self.weight
-        torch._dynamo.graph_break()
-        return h * self.weight
-
-
-def test_model_without_any_graph_counts_its_microbatches() -> None:
-    model = Unbreakable()
-    partial = Partial(model)
-    partial(torch.randn(3, 4)).sum().backward()
-    assert partial.parts == ()
-    assert partial.pending == 1
-    assert partial.pending_bytes == 0
-    assert model.a.weight.grad is not None
-    partial.backward_weight()
-    assert partial.pending == 0
-
-
-def test_pending_bytes_are_distinct_storage() -> None:
-    partial = Partial(TwoLayers(8))
-    assert partial.pending_bytes == 0
-    partial(torch.randn(32, 8, requires_grad=True)).square().sum().backward()
-    # Each of two graphs defers its X and its dY, [32, 8] float32; the ReLU is both one
-    # graph's output and the other's X.
-    assert partial.pending_bytes == 4 * 32 * 8 * 4
-    partial.backward_weight()
-    assert partial.pending_bytes == 0
-
-
-def test_unused_output_leaves_its_parameters_without_gradient() -> None:
-    """AOTAutograd alone would give zeros, which an optimizer with momentum takes for a step."""
-    model = Nested()
-    partial = Partial(model)
-    for _ in range(2):
-        loss_of(partial(torch.randn(3, 4))).backward()
-    partial.backward_weight()
-    assert model.a.weight.grad is not None
-    assert model.b.weight.grad is None
-
-
-def test_second_backward_through_one_output() -> None:
-    model = TwoLayers()
-    reference = copy.deepcopy(model)
-    partial = Partial(model)
-    x = torch.randn(3, 4)
-    for forward in (partial, reference):
-        loss = forward(x).square().sum()
-        loss.backward(retain_graph=True)
-        loss.backward()
-    partial.backward_weight()
-    assert_same_state(model, reference)
-
-
-def test_gradients_of_inputs_only_defer_nothing() -> None:
-    model = TwoLayers()
-    partial = Partial(model)
-    x = torch.randn(3, 4, requires_grad=True)
-    (grad,) = torch.autograd.grad(partial(x).sum(), x)
-    assert torch.equal(grad, torch.autograd.grad(model(x).sum(), x)[0])
-    partial(x).sum().backward(inputs=[x])
-    assert partial.pending_bytes == 0
-    partial.backward_weight()
-    assert model.a.weight.grad is None
-
-
 def test_recomputation_in_the_backward() -> None:
     class Checkpointed(TwoLayers):
         use_reentrant = False
@@ -359,78 +222,3 @@ def test_autocast_around_the_step_changes_no_deferred_operator() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         partial.backward_weight()
     assert_same_state(model, reference)
-
-
-def test_optimizer_step_is_refused_while_gradients_are_pending() -> None:
-    model = TwoLayers()
-    partial = Partial(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    partial(torch.randn(3, 4)).sum().backward()
-    with pytest.raises(SplitError, match=r"1 microbatch.* pending for a\.weight and 3 more"):
-        optimizer.step()
-    partial.backward_weight()
-    optimizer.step()
-
-
-def test_nothing_pending() -> None:
-    partial = Partial(TwoLayers())
-    with pytest.raises(SplitError, match=r"nothing pending: call loss\.backward\(\)"):
-        partial.backward_weight()
-    partial(torch.randn(3, 4)).sum().backward()
-    with pytest.raises(SplitError, match=r"microbatches=2\): 1 pending; ask for 1 to 1"):
-        partial.backward_weight(microbatches=2)
-
-
-def test_deferred_tensor_written_in_place() -> None:
-    partial = Partial(TwoLayers())
-    x = torch.randn(3, 4)
-    partial(x).sum().backward()
-    x.zero_()
-    with pytest.raises(SplitError, match="written in place between the forward and its backward"):
-        partial.backward_weight()
-
-
-def test_error_of_the_model_is_the_users_own() -> None:
-    partial = Partial(TwoLayers())
-    with pytest.raises(RuntimeError, match=r"h = self\.a\(x\)\.relu\(\)"):
-        partial(torch.randn(3, 5))
-    partial(torch.randn(3, 4)).sum().backward()
-    assert partial.pending == 1
-
-
-def test_create_graph() -> None:
-    partial = Partial(TwoLayers())
-    with pytest.raises(SplitError, match="create_graph=True: a split backward"):
-        partial(torch.randn(3, 4)).sum().backward(create_graph=True)
-
-
-def test_deepcopy_is_the_model_with_a_face_of_its_own() -> None:
-    model = TwoLayers()
-    partial = Partial(model)
-    x = torch.randn(3, 4)
-    partial(x).sum().backward()
-    with pytest.raises(SplitError, match=r"1 microbatch.* cannot be pickled or copied"):
-        pickle.dumps(partial)
-    partial.backward_weight()
-    twin = copy.deepcopy(partial)
-    twin(x).sum().backward()
-    assert (partial.pending, twin.pending) == (0, 1)
-    mine, theirs = dict(partial.named_parameters()), dict(twin.named_parameters())
-    assert all(mine[name] is not theirs[name] for name in mine)
-
-
-def test_microbatch_dies_with_its_weight_gradients() -> None:
-    partial = Partial(TwoLayers())
-    x = torch.randn(3, 4)
-    output = partial(x)
-    output.square().sum().backward()
-    died = weakref.ref(output)
-    del output
-    gc.collect()
-    assert died() is None
-    works = [work for microbatch in partial._waiting for work in microbatch.works]
-    refs = [weakref.ref(t) for work in works for t in work.deferred.tensors if t is not x]
-    assert len(refs) >= 3
-    del works
-    partial.backward_weight()
-    assert [ref() for ref in refs if ref() is not None] == []

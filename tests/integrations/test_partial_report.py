@@ -11,7 +11,7 @@ from breaking import DisabledMiddle, TwoLayers, Unbreakable
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from autosplit import SplitError, compat_dynamo
+from autosplit import SplitError, compat_convention
 from autosplit.integrations.partial import Partial
 from autosplit.passes import PassError
 
@@ -101,7 +101,7 @@ def test_graph_that_cannot_be_split(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: object) -> None:
         raise PassError("no pass likes this graph")
 
-    monkeypatch.setattr(compat_dynamo, "run", fail)
+    monkeypatch.setattr(compat_convention, "run", fail)
     partial = called(TwoLayers())
     assert [part.state for part in partial.parts] == ["no pass likes this graph"] * 2
     assert partial.history is not None
