@@ -30,7 +30,7 @@ def choose_schedule(
         PipelineError: a schedule that does not fit the other options.
     """
     if isinstance(schedule, str):
-        return build(
+        built = build(
             schedule,
             stages,
             microbatches,
@@ -38,6 +38,9 @@ def choose_schedule(
             weights=weights,
             ranks=ranks,
         )
+        _check_one_copy(built)
+        return built
+    _check_one_copy(schedule)
     if weights is not None or not split_backward:
         raise PipelineError(
             f"weights and split_backward have no effect beside the schedule {schedule.name!r}, "
@@ -52,6 +55,14 @@ def choose_schedule(
         )
     validate(schedule)
     return schedule
+
+
+def _check_one_copy(schedule: Schedule) -> None:
+    if schedule.mirror is not None:
+        raise PipelineError(
+            f"schedule {schedule.name!r} runs two copies of every stage on different ranks, whose "
+            "gradients the trainer does not add up; take one with one copy, such as 'zb-v'"
+        )
 
 
 def choose_device(device: torch.device | str | None, processes: int) -> torch.device:

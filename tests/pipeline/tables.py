@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from hypothesis import reject
+
+from autosplit.errors import ScheduleError
 from autosplit.pipeline.action import Action, ActionKind
 from autosplit.pipeline.schedule import Schedule
+from autosplit.pipeline.schedules import SCHEDULES, build
 
 
 def rows_of(schedule: Schedule) -> list[str]:
@@ -24,6 +28,17 @@ def schedule_of(
     ranks = tuple(tuple(Action.parse(text) for text in row.split()) for row in rows)
     places = tuple(range(stages)) if placement is None else placement
     return Schedule("table", stages, microbatches, ranks, places, split_backward)
+
+
+def small(name: str, ranks: int, microbatches: int) -> Schedule:
+    """A schedule by name with two stages a rank where it leaves that open.
+
+    Counts that it does not admit are no example for hypothesis.
+    """
+    try:
+        return build(name, ranks * (SCHEDULES[name].chunks or 2), microbatches, ranks=ranks)
+    except ScheduleError:
+        reject()
 
 
 def seconds(forward: float, inputs: float, weights: float) -> Callable[[Action], float]:

@@ -7,7 +7,7 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tables import schedule_of, seconds
+from tables import schedule_of, seconds, small
 
 from autosplit.pipeline.critical import critical_path
 from autosplit.pipeline.schedules import SCHEDULES, build
@@ -35,8 +35,7 @@ def test_nothing_ran() -> None:
 def test_its_actions_and_transfers_fill_the_step(
     name: str, ranks: int, microbatches: int, moving: bool
 ) -> None:
-    chunks = SCHEDULES[name].chunks or 2
-    schedule = build(name, ranks * chunks, microbatches, ranks=ranks)
+    schedule = small(name, ranks, microbatches)
     transfer = 0.25 if moving else 0.0
     timeline = simulate(schedule, seconds(3, 2, 1), transfer=transfer)
     path = critical_path(timeline)

@@ -7,7 +7,7 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tables import most_alive, schedule_of, seconds
+from tables import most_alive, schedule_of, seconds, small
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.memory import StageMemory, memory_over_time, peak_memory
@@ -37,15 +37,14 @@ def test_what_is_deferred_may_be_larger_than_what_was_saved() -> None:
 @settings(deadline=None, max_examples=40)
 @given(st.sampled_from(list(SCHEDULES)), st.integers(1, 4), st.integers(1, 8))
 def test_order_and_time_agree(name: str, ranks: int, microbatches: int) -> None:
-    chunks = SCHEDULES[name].chunks or 2
-    schedule = build(name, ranks * chunks, microbatches, ranks=ranks)
-    sizes = [StageMemory(3.0 + stage, 2.0 + stage) for stage in range(ranks * chunks)]
+    schedule = small(name, ranks, microbatches)
+    sizes = [StageMemory(3.0 + stage, 2.0 + stage) for stage in range(schedule.stages)]
     timeline = simulate(schedule, seconds(3, 2, 1))
     for rank, peak in enumerate(peak_memory(schedule, sizes)):
         curve = memory_over_time(timeline, sizes, rank)
         assert max(size for _, size in curve) == peak
         assert curve[-1][1] == 0.0
-    ones = [StageMemory(1.0, 1.0)] * (ranks * chunks)
+    ones = [StageMemory(1.0, 1.0)] * (schedule.stages)
     assert peak_memory(schedule, ones) == most_alive(schedule)
 
 

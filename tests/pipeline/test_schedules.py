@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from tables import rows_of, seconds
 
@@ -143,7 +143,11 @@ def any_schedule(draw: st.DrawFn) -> Schedule:
     if SCHEDULES[name].chunks:
         stages += draw(st.integers(0, 5))
     options = draw(st.sampled_from(admitted(name)))
-    return build(name, stages, microbatches, ranks=ranks, **options)
+    try:
+        return build(name, stages, microbatches, ranks=ranks, **options)
+    except ScheduleError:
+        assert name.startswith("dualpipe")  # the only ones that do not admit all counts
+        reject()
 
 
 @settings(deadline=None, max_examples=60)
@@ -159,11 +163,10 @@ def test_every_built_schedule_is_legal(schedule: Schedule) -> None:
 @given(any_schedule())
 def test_microbatches_ascend_in_every_kind(schedule: Schedule) -> None:
     """So gradients accumulate in the order of a plain loop over microbatches."""
-    for stage, rank in enumerate(schedule.placement):
-        own = [action for action in schedule.ranks[rank] if action.stage == stage]
-        for kind in {action.kind for action in own}:
-            order = [action.microbatch for action in own if action.kind is kind]
-            assert order == list(range(schedule.microbatches))
+    for row in schedule.ranks:
+        for stage, kind in {(action.stage, action.kind) for action in row}:
+            order = [a.microbatch for a in row if (a.stage, a.kind) == (stage, kind)]
+            assert order == sorted(order)
 
 
 def peaks(schedule: Schedule) -> list[int]:

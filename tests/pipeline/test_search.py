@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from tables import rows_of, seconds
+from tables import rows_of, seconds, small
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.costs import Costs
@@ -124,7 +124,7 @@ def test_never_worse_than_a_named_schedule(
     validate(found)
     assert max(peak_memory(found, memory)) <= cap
     step = simulate(found, costs.seconds, transfer=costs.transfer).makespan
-    for name in SCHEDULES:
+    for name in (each for each in SCHEDULES if not each.startswith("dualpipe")):
         named = build(name, 2 * ranks, microbatches, ranks=ranks)
         if max(peak_memory(named, memory)) <= cap:
             other = simulate(named, costs.seconds, transfer=costs.transfer).makespan
@@ -153,15 +153,17 @@ def test_the_same_every_time() -> None:
 def test_plays_as_the_simulator_does(
     name: str, ranks: int, microbatches: int, data: st.DataObject
 ) -> None:
-    stages = ranks * (SCHEDULES[name].chunks or 2)
+    schedule = small(name, ranks, microbatches)
+    assume(schedule.mirror is None)
+    stages = schedule.stages
     times = data.draw(st.lists(TIMES, min_size=stages, max_size=stages))
     transfer = Transfer(latency=0.5, bandwidth=2.0, message_bytes=3.0)
     costs = Costs(
         [tuple(map(float, each)) for each in times], [StageMemory(1.0, 1.0)] * stages, transfer
     )
-    schedule = build(name, stages, microbatches, ranks=ranks)
     problem = Problem(costs, schedule.placement, microbatches, (math.inf,) * ranks)
     rows = problem.rows_of(schedule)
+    schedule = problem.schedule(name, rows)  # each B as I and W
     timeline = simulate(schedule, costs.seconds, transfer=transfer)
     played = problem.play(rows)
     assert played is not None

@@ -19,6 +19,7 @@ def pipeline(ranks: int) -> Costs:
 def test_every_schedule_in_every_form() -> None:
     found = survey(pipeline(4), 8)
     assert found.refused == {}
+    assert list(survey(pipeline(3), 4).refused) == ["dualpipe-v", "dualpipe"]
     forms = {name: [e.weights for e in found.entries if e.name == name] for name in SCHEDULES}
     assert forms["1f1b"] == ["fused", "2bp", "fill"]
     assert forms["interleaved"] == ["fused", "fill"]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from autosplit.pipeline.schedules.dual_pipe import dual_pipe, dual_pipe_v
 from autosplit.pipeline.schedules.gpipe import gpipe
 from autosplit.pipeline.schedules.interleaved import interleaved
 from autosplit.pipeline.schedules.naive import naive
@@ -48,6 +49,8 @@ SCHEDULES: Mapping[str, Family] = MappingProxyType(
         "zb-v": Family(zb_v, chunks=2, weights=("fill",), fused=False),
         "v-half": Family(v_half, chunks=2, weights=("fill",), fused=False),
         "v-min": Family(v_min, chunks=2, weights=("fill",), fused=False),
+        "dualpipe-v": Family(dual_pipe_v, chunks=2, weights=(), fused=False),
+        "dualpipe": Family(dual_pipe, weights=(), fused=False),
     }
 )
 """Every known schedule by name."""
