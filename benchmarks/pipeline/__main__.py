@@ -4,96 +4,37 @@ from __future__ import annotations
 
 import argparse
 import pathlib
-
-from autosplit.compare.run import compare, write_json, write_pictures
-from autosplit.compare.settings import Comparison, Settings
-from autosplit.report.comparison import comparison_table, durations_table
+import shlex
 
 from ..environment import describe
-from .overhead import Overhead, measure_all, table
+from ..results import Results
+from .page import PARTS, Settings, page
 
 HERE = pathlib.Path(__file__).parent
-TEMPLATE = """\
-# Fused against split, on two processes
-
-Written by `python -m benchmarks.pipeline`; do not edit. {environment}.
-
-The same LLaMA-like decoder (`examples.models:llama`, two stages) trains twice in one run, with
-the fused and with the split backward, alternating step by step. Times are medians, the spread
-is the interquartile range, the speed-up is the median over the pairs. *Ideal* is simulated from
-the durations of F, I, W and B measured in this run; a first stage has no input gradient, so its
-I is empty and its W carries the whole backward. `grad diff` is the largest difference from the
-gradients of single-process autograd.
-
-{comparison}
-
-| schedule | M | speed-up | ideal | reached |
-|:---------|--:|---------:|------:|--------:|
-{reached}
-
-![timelines](timeline.png)
-
-Median duration of each action:
-
-{durations}
-
-## What splitting costs on one rank
-
-The second of two stages of each example, one thread: plain autograd's forward and backward
-against F, I and W of the `eager` backend, interleaved.
-
-{overhead}
-
-To reproduce: `python -m benchmarks.pipeline --steps {steps} --rounds {rounds}`
-"""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=20, help="timed steps of each")
-    parser.add_argument("--rounds", type=int, default=20, help="rounds of the overhead table")
+    parser.add_argument("parts", nargs="*", help=f"which of {', '.join(PARTS)}; all by default")
+    parser.add_argument("--steps", type=int, default=12, help="timed steps of each contender")
+    parser.add_argument("--rounds", type=int, default=14, help="rounds of the overhead table")
+    parser.add_argument("--soak", type=int, default=2000, help="steps of the soak")
+    parser.add_argument("--output", type=pathlib.Path, default=HERE, help="folder to write to")
     options = parser.parse_args()
-    settings = Settings(
-        factory="examples.models:llama",
-        overrides={},
-        stages=2,
-        ranks=2,
-        schedules=("1f1b",),
-        microbatches=(2, 4),
-        weights="fill",
-        steps=options.steps,
-        warmup=2,
-        learning_rate=1e-3,
-        threads=1,
-        timeout=120.0,
-    )
-    found = compare(settings)
-    if found is None:
-        raise SystemExit("run this without torchrun")
-    write_json(found, HERE / "results.json")
-    write_pictures(found, HERE)
-    (HERE / "trace.json").unlink()
-    text = render(found, measure_all(options.rounds), options.steps, options.rounds)
-    (HERE / "README.md").write_text(text)
-    print(text)
-
-
-def render(found: Comparison, overhead: list[Overhead], steps: int, rounds: int) -> str:
-    reached = [
-        f"| {row.schedule} | {row.microbatches} | {row.speedup:.3f}x | {row.ideal_speedup:.3f}x "
-        f"| {row.speedup / row.ideal_speedup:.1%} |"
-        for row in found.rows
-        if row.split
-    ]
-    return TEMPLATE.format(
-        environment=describe(threads=1),
-        comparison=comparison_table(found.rows, "github"),
-        durations=durations_table(found.rows, "github"),
-        reached="\n".join(reached),
-        overhead=table(overhead),
-        steps=steps,
-        rounds=rounds,
-    )
+    unknown = sorted(set(options.parts) - set(PARTS))
+    if unknown:
+        parser.error(f"unknown part {unknown[0]!r}; known parts: {', '.join(PARTS)}")
+    options.output.mkdir(parents=True, exist_ok=True)
+    settings = Settings(options.steps, options.rounds, options.soak, options.output)
+    results = Results.read(options.output / "results.json")
+    for name in options.parts or PARTS:
+        words = ["python", "-m", "benchmarks.pipeline", name]
+        for option in ("steps", "rounds", "soak"):
+            words += [f"--{option}", str(getattr(options, option))]
+        rows = PARTS[name].measure(settings)
+        results.update(name, rows, shlex.join(words), describe(threads=1))
+        (options.output / "README.md").write_text(page(results))
+        print(f"\n{PARTS[name].title}\n\n{PARTS[name].render(results.rows(name))}", flush=True)
 
 
 if __name__ == "__main__":

@@ -10,13 +10,14 @@ import time
 from collections.abc import Callable
 
 import torch
-from tabulate import tabulate
 from torch import Tensor, nn
 
 import autosplit
 from autosplit.inspection import example
 from autosplit.workload import Workload
 from examples.models import convnet, llama, mlp
+
+from ..results import Rows, table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,14 +34,14 @@ class Overhead:
     spread: float
 
 
-def measure_all(rounds: int) -> list[Overhead]:
+def measure_all(rounds: int) -> Rows:
     """The second of two stages of each example: it has inputs that need a gradient."""
     torch.set_num_threads(1)
     cases: dict[str, Workload] = {"llama": llama(), "mlp": mlp(), "convnet": convnet()}
-    found = []
+    found: Rows = []
     for name, workload in cases.items():
         module, (x,), _ = example(workload, name, 2, 1, input_grads=True)
-        found.append(measure(name, module, x, rounds))
+        found.append(dataclasses.asdict(measure(name, module, x, rounds)))
     return found
 
 
@@ -93,7 +94,8 @@ def measure(name: str, module: nn.Module, x: Tensor, rounds: int) -> Overhead:
     )
 
 
-def table(rows: list[Overhead]) -> str:
+def render(rows: Rows) -> str:
+    """A row for each example."""
     headers = [
         "stage of",
         "autograd ms",
@@ -108,19 +110,18 @@ def table(rows: list[Overhead]) -> str:
     ]
     cells = [
         [
-            row.name,
-            f"{row.autograd_ms:.1f}",
-            f"{row.stage_ms:.1f}",
-            *(f"{part:.1f}" for part in row.parts_ms),
-            f"{row.stage_ratio:.3f}",
-            f"{row.spread:.3f}",
-            f"{row.fused_ratio:.3f}",
-            f"{row.module_ratio:.3f}",
+            row["name"],
+            f"{row['autograd_ms']:.1f}",
+            f"{row['stage_ms']:.1f}",
+            *(f"{part:.1f}" for part in row["parts_ms"]),
+            f"{row['stage_ratio']:.3f}",
+            f"{row['spread']:.3f}",
+            f"{row['fused_ratio']:.3f}",
+            f"{row['module_ratio']:.3f}",
         ]
         for row in rows
     ]
-    align = ("left", *["right"] * 9)
-    return tabulate(cells, headers, tablefmt="github", colalign=align, disable_numparse=True)
+    return table(headers, cells)
 
 
 def _seconds(call: Callable[[], None]) -> float:

@@ -1,0 +1,139 @@
+"""What the engine costs by itself: time for each action, and memory over many steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import resource
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autosplit.pipeline.launch import launch
+from autosplit.pipeline.schedules import build
+from autosplit.pipeline.trainer import PipelineTrainer
+
+from ..results import Rows, table
+
+TARGET_US = 30.0
+_MICROBATCHES = 64
+_STEPS = 30
+
+
+@dataclasses.dataclass(frozen=True)
+class Idle:
+    """A stage that does nothing: its actions cost what the engine costs."""
+
+    output: Tensor
+    gradient: Tensor
+
+    @property
+    def output_specs(self) -> list[tuple[torch.Size, torch.dtype, bool]]:
+        return [(self.output.shape, self.output.dtype, True)]
+
+    def forward(self, microbatch: int, inputs: list[Tensor]) -> list[Tensor]:
+        inputs.clear()
+        return [self.output]
+
+    def backward_input(
+        self, microbatch: int, output_grads: list[Tensor | None]
+    ) -> list[Tensor | None]:
+        output_grads.clear()
+        return [self.gradient, None]
+
+    backward = backward_input
+
+    def backward_weight(self, microbatch: int) -> None:
+        pass
+
+    def publish(self) -> None:
+        pass
+
+
+def measure(soak: int) -> Rows:
+    """Overhead on one rank and on two, and the soak."""
+    alone = launch(_overhead, 1, (4, 1), timeout=120)[0]
+    paired = max(launch(_overhead, 2, (4, 2), timeout=120))
+    before, after, seconds = launch(_soak, 2, (soak,), timeout=1800)[0]
+    return [
+        {"name": "an action, all stages on one rank", "us": alone},
+        {"name": "an action, messages between two ranks", "us": paired},
+        {"name": "soak", "steps": soak, "before": before, "after": after, "seconds": seconds},
+    ]
+
+
+def render(rows: Rows) -> str:
+    """Microseconds by case, and a sentence on the soak."""
+    cells = [
+        [row["name"], f"{row['us']:.1f}" if row["us"] <= TARGET_US else f"**{row['us']:.1f}**"]
+        for row in rows
+        if "us" in row
+    ]
+    soak = next(row for row in rows if row["name"] == "soak")
+    grown = (soak["after"] - soak["before"]) / 2**20
+    return f"""\
+{table(["", "microseconds"], cells)}
+
+Target: {TARGET_US:.0f} us. Time is that of the rank's thread, without waits.
+
+Soak: {soak["steps"]} steps of a small model on two ranks, {soak["seconds"]:.0f} s; resident memory
+of rank 0 grew by {grown:.1f} MiB between a tenth of the steps and the end."""
+
+
+def _overhead(stages: int, ranks: int) -> float:
+    """Microseconds of this thread for an action: the median step over its number of actions."""
+    schedule = build("1f1b", stages, _MICROBATCHES, ranks=ranks)
+    batch = (torch.zeros(_MICROBATCHES, 1), torch.zeros(_MICROBATCHES, 1))
+
+    def factory(module: nn.Module, args: list[Tensor], *, index: int) -> Idle:
+        shape = [] if index == stages - 1 else [1]
+        return Idle(torch.zeros(shape), torch.zeros(1))
+
+    trainer = PipelineTrainer(
+        [nn.Identity() for _ in range(stages)],
+        lambda output, target: output,
+        torch.optim.SGD,
+        microbatches=_MICROBATCHES,
+        schedule=schedule,
+        ranks=ranks,
+        stage_factory=factory,
+    )
+    seconds = []
+    with trainer:
+        for _ in range(_STEPS):
+            if ranks > 1:
+                dist.barrier()
+            start = time.thread_time()
+            trainer.forward_backward(batch)
+            seconds.append(time.thread_time() - start)
+    actions = max(len(row) for row in schedule.ranks)
+    return 1e6 * statistics.median(seconds) / actions
+
+
+def _soak(steps: int) -> tuple[int, int, float]:
+    """Resident bytes after a tenth of the steps and after all, and the seconds it took."""
+    width, count = 64, 4
+    generator = torch.Generator().manual_seed(0)
+    trainer = PipelineTrainer(
+        lambda index: nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width)),
+        nn.functional.mse_loss,
+        torch.optim.AdamW,
+        num_stages=2,
+        microbatches=count,
+    )
+    start, before = time.perf_counter(), 0
+    with trainer:
+        for step in range(steps):
+            batch = torch.randn(4 * count, width, generator=generator)
+            trainer.step((batch, batch))
+            if step == steps // 10:
+                before = _resident()
+    return before, _resident(), time.perf_counter() - start
+
+
+def _resident() -> int:
+    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()

@@ -1,0 +1,67 @@
+"""Fused against split, alternating within one run of two real ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from typing import Any
+
+from autosplit.compare.run import compare, write_pictures
+from autosplit.compare.settings import Row, Settings
+from autosplit.report.comparison import comparison_table, durations_table
+
+from ..results import Rows, table
+
+
+def measure(steps: int, folder: pathlib.Path) -> Rows:
+    """Train the decoder with both backwards; leaves the timelines of the run in ``folder``."""
+    settings = Settings(
+        factory="examples.models:llama",
+        overrides={},
+        stages=2,
+        ranks=2,
+        schedules=("1f1b",),
+        microbatches=(2, 4),
+        weights="fill",
+        steps=steps,
+        warmup=2,
+        learning_rate=1e-3,
+        threads=1,
+        timeout=120.0,
+    )
+    found = compare(settings)
+    if found is None:
+        raise SystemExit("run this without torchrun")
+    write_pictures(found, folder)
+    for name in ("trace.json", "timeline.html"):
+        (folder / name).unlink()
+    return [{"name": row.title, **dataclasses.asdict(row)} for row in found.rows]
+
+
+def render(rows: Rows) -> str:
+    """The comparison, how near it came to its ideal, the picture, and every duration."""
+    found = [_row(row) for row in rows]
+    reached = [
+        [
+            f"{row.schedule}, M={row.microbatches}",
+            f"{row.speedup:.3f}x",
+            f"{row.ideal_speedup:.3f}x",
+            f"{row.speedup / row.ideal_speedup:.1%}",
+        ]
+        for row in found
+        if row.split
+    ]
+    return "\n\n".join(
+        [
+            comparison_table(found, "github"),
+            table(["schedule", "speed-up", "ideal", "reached"], reached),
+            "![timelines](timeline.png)",
+            "Median duration of each action:",
+            durations_table(found, "github"),
+        ]
+    )
+
+
+def _row(row: dict[str, Any]) -> Row:
+    names = {field.name for field in dataclasses.fields(Row)}
+    return Row(**{name: value for name, value in row.items() if name in names})

@@ -1,0 +1,120 @@
+"""The parts, and ``results.json`` as a page."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Callable
+
+from ..results import Results, Rows
+from . import engine, fused, overhead, peers, standin
+
+TEMPLATE = """\
+# Pipelines: measured against their ideal and against torch's
+
+Written by `python -m benchmarks.pipeline`; do not edit. {environment}. **Bold** figures miss
+their target.
+{sections}
+## To reproduce
+
+`python -m benchmarks.pipeline` measures everything; each part alone:
+
+```sh
+{commands}
+```
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How much to measure, and where pictures go."""
+
+    steps: int
+    rounds: int
+    soak: int
+    folder: pathlib.Path
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One section of the page.
+
+    Attributes:
+        title: its heading.
+        about: what was done.
+        measure: gives rows, each with a ``name`` of its own.
+        render: rows -> table and verdicts.
+    """
+
+    title: str
+    about: str
+    measure: Callable[[Settings], Rows]
+    render: Callable[[Rows], str]
+
+
+PARTS: dict[str, Part] = {
+    "fused": Part(
+        "Fused against split, on two processes",
+        """\
+The same LLaMA-like decoder (`examples.models:llama`, two stages) trains twice in one run, with
+the fused and with the split backward, alternating step by step. Times are medians, the spread
+is the interquartile range, the speed-up is the median over the pairs. *Ideal* is simulated from
+the durations of F, I, W and B measured in this run; a first stage has no input gradient, so its
+I is empty and its W carries the whole backward. `grad diff` is the largest difference from the
+gradients of single-process autograd.""",
+        lambda settings: fused.measure(settings.steps, settings.folder),
+        fused.render,
+    ),
+    "overhead": Part(
+        "What splitting costs on one rank",
+        """\
+The second of two stages of each example, one thread: plain autograd's forward and backward
+against F, I and W of the `eager` backend, interleaved.""",
+        lambda settings: overhead.measure_all(settings.rounds),
+        overhead.render,
+    ),
+    "standin": Part(
+        "Every schedule against its own ideal",
+        """\
+The real engine, its messages and its clock, over stages that sleep for F, I and W, so that 4 and 8
+ranks run on any two cores. A rank's share of the model takes F + I + W as given, also where it is
+cut into several stages. *Simulated* is the ideal of the schedule; *in flight* is the time from one
+`step_async` to the next. Speed-ups are over the fused 1F1B of the same run; the ceiling of any
+schedule at M = N is (2N-1)/N for F = I = W (Qi et al.). A message's latency counts against every
+action it delays, so short actions (many stages on a rank) come off worst.""",
+        lambda settings: standin.measure_all(),
+        standin.render,
+    ),
+    "peers": Part(
+        "Beside torch.distributed.pipelining",
+        """\
+The same decoder, two ranks with one thread each, the same batches; forward and backward of a whole
+step, contenders alternating step by step in one run. *Peak* is what the larger rank allocates in
+a step, parameters excluded.""",
+        lambda settings: peers.measure_all(settings.steps),
+        peers.render,
+    ),
+    "engine": Part(
+        "The engine itself",
+        """\
+Python's time for an action beyond the stage's own call, over 1F1B with stages that do nothing, on
+one rank and with messages between two; and a soak of steps that watches the memory of a rank.""",
+        lambda settings: engine.measure(settings.soak),
+        engine.render,
+    ),
+}
+
+
+def page(results: Results) -> str:
+    """``README.md``."""
+    known = [name for name in PARTS if name in results.parts]
+    environment = next((results.parts[name]["environment"] for name in known), "")
+    return TEMPLATE.format(
+        environment=environment,
+        sections="".join(
+            f"\n## {PARTS[name].title}\n\n{PARTS[name].about}\n\n"
+            f"{PARTS[name].render(results.rows(name))}\n"
+            for name in known
+        ),
+        commands="\n".join(results.parts[name]["commands"][-1] for name in known),
+    )

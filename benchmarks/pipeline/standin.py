@@ -1,0 +1,239 @@
+"""Every schedule over stages that sleep, so that 4 and 8 ranks run for real on any two cores."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import statistics
+import time
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autosplit.pipeline.action import Action, ActionKind
+from autosplit.pipeline.launch import launch
+from autosplit.pipeline.schedule import Schedule
+from autosplit.pipeline.schedules import SCHEDULES, build
+from autosplit.pipeline.simulate import simulate
+from autosplit.pipeline.trainer import PipelineTrainer
+
+from ..results import Rows, table
+
+Times = tuple[float, float, float]
+
+UNIT = 0.04  # seconds of an F that is not cut further
+RATIOS = ((1.0, 1.0, 1.0), (1.0, 1.0, 2 / 3))
+TARGET = 1.05
+BASELINE = "1f1b, fused"
+
+_MESSAGE = torch.Size([1024])
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A schedule and the seconds of F, I and W of each of its stages."""
+
+    name: str
+    schedule: Schedule
+    times: Times
+
+    def duration(self, action: Action) -> float:
+        """Seconds of an action; a B takes I and W together."""
+        forward, backward_input, backward_weight = self.times
+        return {
+            ActionKind.FORWARD: forward,
+            ActionKind.BACKWARD_INPUT: backward_input,
+            ActionKind.BACKWARD_WEIGHT: backward_weight,
+            ActionKind.BACKWARD: backward_input + backward_weight,
+        }[action.kind]
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """Seconds of one step, from the first action to the last; of ``step_async``, from one step
+    to the next.
+    """
+
+    name: str
+    ranks: int
+    microbatches: int
+    simulated: float
+    measured: float
+    simulated_async: float
+    measured_async: float
+
+
+class Sleeping:
+    """A stage that takes its time and does nothing."""
+
+    def __init__(self, module: nn.Module, args: list[Tensor], *, index: int, case: Case) -> None:
+        self._case = case
+        self._index = index
+        self._last = index == case.schedule.stages - 1
+        self._inputs = len(args)
+        self.output_specs = [(torch.Size([]) if self._last else _MESSAGE, torch.float32, True)]
+
+    def forward(self, microbatch: int, inputs: list[Tensor]) -> list[Tensor]:
+        inputs.clear()
+        self._sleep(ActionKind.FORWARD)
+        return [torch.zeros(self.output_specs[0][0])]
+
+    def backward_input(
+        self, microbatch: int, output_grads: list[Tensor | None]
+    ) -> list[Tensor | None]:
+        return self._backward(ActionKind.BACKWARD_INPUT, output_grads)
+
+    def backward_weight(self, microbatch: int) -> None:
+        self._sleep(ActionKind.BACKWARD_WEIGHT)
+
+    def backward(self, microbatch: int, output_grads: list[Tensor | None]) -> list[Tensor | None]:
+        return self._backward(ActionKind.BACKWARD, output_grads)
+
+    def publish(self) -> None:
+        pass
+
+    def _backward(self, kind: ActionKind, grads: list[Tensor | None]) -> list[Tensor | None]:
+        grads.clear()
+        self._sleep(kind)
+        return [torch.zeros(_MESSAGE), *[None] * (self._inputs - 1)]
+
+    def _sleep(self, kind: ActionKind) -> None:
+        time.sleep(self._case.duration(Action(self._index, kind, 0)))
+
+
+def measure_all() -> Rows:
+    """4 and 8 ranks, M = N, both ratios of F : I : W."""
+    rows: Rows = []
+    for ranks in (4, 8):
+        for ratio in RATIOS:
+            label = f"N={ranks}, F:I:W = {':'.join(f'{3 * part:g}' for part in ratio)}"
+            for found in measure(_cases(ranks, ratio), steps=3):
+                row = dataclasses.asdict(found)
+                rows.append({**row, "name": f"{label}: {found.name}", "schedule": found.name})
+    return rows
+
+
+def render(rows: Rows) -> str:
+    """A table for each setting, speed-ups over the fused 1F1B in it."""
+    settings = list(dict.fromkeys(row["name"].partition(": ")[0] for row in rows))
+    return "\n\n".join(f"### {each}\n\n{_setting(each, rows)}" for each in settings)
+
+
+def _setting(setting: str, rows: Rows) -> str:
+    mine = [row for row in rows if row["name"].startswith(f"{setting}: ")]
+    base = next(row for row in mine if row["schedule"] == BASELINE)
+    headers = ["schedule", "simulated ms", "measured ms", "ratio", "speed-up", "theory"]
+    cells = [
+        [
+            row["schedule"],
+            f"{1e3 * row['simulated']:.0f}",
+            f"{1e3 * row['measured']:.0f}",
+            _judged(row["measured"] / row["simulated"]),
+            f"{base['measured'] / row['measured']:.3f}x",
+            f"{base['simulated'] / row['simulated']:.3f}x",
+            _judged(row["measured_async"] / row["simulated_async"]),
+            f"{base['measured_async'] / row['measured_async']:.3f}x",
+        ]
+        for row in mine
+    ]
+    return table([*headers, "in flight: ratio", "in flight: speed-up"], cells)
+
+
+def _judged(ratio: float) -> str:
+    return f"{ratio:.3f}" if ratio <= TARGET else f"**{ratio:.3f}**"
+
+
+def _cases(ranks: int, ratio: Times) -> list[Case]:
+    found = [_case(BASELINE, "1f1b", ranks, 1, ratio, split=False)]
+    for name, family in SCHEDULES.items():
+        chunks = family.chunks or 2
+        if name != "naive" or ranks == 4:  # it takes N times as long as the others
+            found.append(_case(name, name, ranks, chunks, ratio))
+    found.append(_case("interleaved, 4 stages a rank", "interleaved", ranks, 4, ratio))
+    found.append(_case("interleaved, 8 stages a rank", "interleaved", ranks, 8, ratio))
+    return found
+
+
+def _case(
+    name: str, schedule: str, ranks: int, chunks: int, ratio: Times, *, split: bool = True
+) -> Case:
+    forward, backward_input, backward_weight = (UNIT * part / chunks for part in ratio)
+    times = (forward, backward_input, backward_weight)
+    built = build(
+        schedule,
+        ranks * chunks,
+        ranks,
+        split_backward=split,
+        ranks=ranks,
+        times=times if split and SCHEDULES[schedule].weights else None,
+    )
+    return Case(name, built, times)
+
+
+def measure(cases: Sequence[Case], steps: int, timeout: float = 600.0) -> list[Found]:
+    """Run every case on as many processes as its schedule has ranks; all must have the same."""
+    ranks = {len(case.schedule.ranks) for case in cases}
+    if len(ranks) != 1:
+        raise ValueError(f"one launch has one number of ranks; got cases for {sorted(ranks)}")
+    (count,) = ranks
+    return launch(_on_rank, count, (list(cases), steps), timeout=timeout)[0]
+
+
+def repeat(schedule: Schedule, steps: int) -> Schedule:
+    """``steps`` steps, one after another on each rank, as ``step_async`` runs them."""
+    count = schedule.microbatches
+    rows = (
+        tuple(
+            dataclasses.replace(action, microbatch=action.microbatch + step * count)
+            for step in range(steps)
+            for action in row
+        )
+        for row in schedule.ranks
+    )
+    return dataclasses.replace(schedule, microbatches=count * steps, ranks=tuple(rows))
+
+
+def _on_rank(cases: list[Case], steps: int) -> list[Found]:
+    return [_run(case, steps) for case in cases]
+
+
+def _run(case: Case, steps: int) -> Found:
+    schedule = case.schedule
+    count = schedule.microbatches
+    batch = (torch.zeros(count, 1), torch.zeros(count, 1))
+    trainer = PipelineTrainer(
+        [nn.Identity() for _ in range(schedule.stages)],
+        lambda output, target: output,
+        lambda parameters: torch.optim.SGD(parameters),
+        microbatches=count,
+        schedule=schedule,
+        timeout=60.0,
+        record=True,
+        stage_factory=functools.partial(Sleeping, case=case),
+    )
+    with trainer:
+        trainer.step(batch)
+        spans = []
+        for _ in range(steps):
+            trainer.step(batch)
+            spans.append(trainer.timeline().makespan)
+        trainer.record = False
+        dist.barrier()
+        steps_in_flight, marks = [], []
+        for _ in range(steps + 1):
+            steps_in_flight.append(trainer.step_async(batch))
+            marks.append(time.perf_counter())
+        for each in steps_in_flight:
+            each.wait()
+    ends = [simulate(repeat(schedule, number), case.duration).makespan for number in (1, steps + 1)]
+    return Found(
+        case.name,
+        len(schedule.ranks),
+        count,
+        ends[0],
+        statistics.median(spans),
+        (ends[1] - ends[0]) / steps,
+        (marks[-1] - marks[0]) / steps,
+    )
