@@ -156,9 +156,10 @@ class SplitModule(Face):
     def backward_weight(self, microbatches: int | None = None) -> None:
         """Compute pending weight gradients and accumulate them into ``.grad``.
 
-        They arrive through autograd: tensor hooks and post-accumulate hooks of the
-        parameters fire, and gradients add up as after an ordinary ``backward()``. A parameter
-        that was replaced since the forward gets its gradient all the same; the new one none.
+        They arrive as from an ordinary ``backward()``: hooks on parameters fire, and gradients
+        add up one microbatch after the other, bit for bit. A parameter that was replaced since
+        the forward gets its gradient all the same; the new one none. Where this raises while it
+        computes, the microbatches that were asked for are gone: start the step again.
 
         Args:
             microbatches: how many, the oldest ``backward()`` first; all where None.

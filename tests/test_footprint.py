@@ -1,0 +1,113 @@
+"""What the autograd face leaves behind: no tensor after its last use, no object, no waiting."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import autosplit
+from autosplit import SplitModule
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.Sigmoid(), nn.BatchNorm1d(8), nn.Linear(8, 4))
+
+
+def step(split: SplitModule, microbatches: int = 2) -> None:
+    for _ in range(microbatches):
+        x = torch.randn(5, 6, requires_grad=True)
+        split(x).square().sum().backward()
+    split.backward_weight()
+    split.zero_grad()
+
+
+def watch(tensors: Iterable[Tensor]) -> list[weakref.ref[Tensor]]:
+    return [weakref.ref(tensor) for tensor in tensors]
+
+
+def alive(refs: Iterable[weakref.ref[Tensor]]) -> list[Tensor]:
+    return [tensor for ref in refs if (tensor := ref()) is not None]
+
+
+def test_tensors_die_at_their_last_use() -> None:
+    """What only I reads is gone after I, inputs and what W reads after W; without the collector."""
+    split = autosplit.split(model())
+    step(split)
+    gc.collect()
+    gc.disable()
+    try:
+        first, second = (torch.randn(5, 6, requires_grad=True) for _ in range(2))
+        outputs = [split(first), split(second)]
+        inputs = watch([first, second])
+        saved = [watch(output.grad_fn.saved.tensors) for output in outputs]
+        assert all(alive(refs) for refs in saved)
+        del first, second
+        outputs.pop(0).sum().backward()
+        deferred = [
+            watch(work.handover.tensors)
+            for works in split._queue._microbatches.values()
+            for work in works
+        ]
+        waiting = {id(tensor) for refs in deferred for tensor in alive(refs)}
+        left = alive(saved[0])
+        assert {id(tensor) for tensor in left} <= waiting
+        assert len(left) < len(saved[0])
+        assert len(alive(saved[1])) == len(saved[1])
+        del left
+        split.backward_weight()
+        grads = {id(parameter.grad) for parameter in split.parameters()}
+        assert {id(tensor) for refs in deferred for tensor in alive(refs)} <= grads
+        assert inputs[0]() is None
+        outputs.clear()
+        assert alive(saved[1]) == []
+        assert inputs[1]() is None
+    finally:
+        gc.enable()
+
+
+def test_nothing_grows_over_200_steps() -> None:
+    """Neither objects nor cycles that only the collector would find."""
+    split = autosplit.split(model())
+    for _ in range(5):
+        step(split)
+    gc.collect()
+    gc.disable()
+    try:
+        before = len(gc.get_objects())
+        for _ in range(200):
+            step(split)
+        assert len(gc.get_objects()) - before < 20
+    finally:
+        gc.enable()
+
+
+class Operators(TorchDispatchMode):
+    """Names of the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_nothing_waits_for_the_device() -> None:
+    """No value of a tensor is asked for, as ``item()``, ``bool()`` and ``equal()`` would."""
+    split = autosplit.split(model())
+    step(split)
+    operators = Operators()
+    with operators:
+        step(split)
+    assert {"addmm", "mm"} <= operators.names
+    waits = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "item", "_to_copy"}
+    assert not operators.names & waits
