@@ -74,12 +74,15 @@ class Split(torch.autograd.Function):
         arrived = list(output_grads)
         del output_grads
         skipped = functions.without_gradient(arrived)
+        idle = functions.idle_inputs(arrived)
         saved = ctx.saved
         ctx.saved = saved.again() if graph_is_kept() else None
         if ctx.packed:
             saved.bring_back(ctx.saved_tensors)
         with without_autocast():
             grads, handover, early = functions.backward_input(saved, arrived)
+        for at in idle:  # autograd knows no gradient from a gradient of zeros
+            grads[at] = None
         # Not under torch.autograd.grad or backward(inputs=...): they ask for no parameter.
         if will_run(ctx.next_functions[0][0]):
             work = Deferred(functions, handover, early, ctx.state, skipped, current_backward())

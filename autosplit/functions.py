@@ -134,13 +134,20 @@ class SplitFunctions:
     @cached_property
     def gradient_sources(self) -> dict[str, frozenset[str]]:
         """Parameter name -> outputs whose gradient its own depends on."""
+        return self._sources(Kind.PARAMETER_GRAD)
+
+    @cached_property
+    def _input_sources(self) -> dict[str, frozenset[str]]:
+        return self._sources(Kind.INPUT_GRAD)
+
+    def _sources(self, kind: Kind) -> dict[str, frozenset[str]]:
         graph = self.graphs.joint.graph
         reached = {
             role.name: descendants([node]) for role, node in inputs(graph, Kind.TANGENT).items()
         }
         return {
             role.name: frozenset(name for name, nodes in reached.items() if value in nodes)
-            for role, value in outputs(graph, Kind.PARAMETER_GRAD)
+            for role, value in outputs(graph, kind)
         }
 
     @cached_property
@@ -179,11 +186,24 @@ class SplitFunctions:
 
     def without_gradient(self, output_grads: Sequence[Tensor | None]) -> frozenset[str]:
         """Parameters that get no gradient, because none of their outputs has one."""
-        absent = frozenset([name for name, at in self._tangents if output_grads[at] is None])
+        absent = self._absent(output_grads)
         if not absent:
             return self._unused
         sources = self.gradient_sources.items()
         return frozenset([name for name, outputs in sources if outputs <= absent])
+
+    def idle_inputs(self, output_grads: Sequence[Tensor | None]) -> list[int]:
+        """Places among ``capture.inputs`` of those that get no gradient, because none of the
+        outputs that they have a part in has one.
+        """
+        absent = self._absent(output_grads)
+        if not absent:
+            return []
+        idle = {name for name, outputs in self._input_sources.items() if outputs <= absent}
+        return [at for at, name in enumerate(self.capture.inputs) if name in idle]
+
+    def _absent(self, output_grads: Sequence[Tensor | None]) -> frozenset[str]:
+        return frozenset([name for name, at in self._tangents if output_grads[at] is None])
 
     @cached_property
     def _unused(self) -> frozenset[str]:

@@ -90,10 +90,11 @@ def seed(number: int) -> None:
     np.random.seed(number)
 
 
-def random_state() -> Any:
+def random_state() -> Tensor:
     """Of torch, Python and NumPy."""
-    words = np.random.get_state()[1]
-    return torch.get_rng_state(), random.getstate(), words.tolist()  # type: ignore[union-attr]
+    numpy = np.random.get_state()[1]
+    python = random.getstate()[1]
+    return torch.tensor([*torch.get_rng_state().tolist(), *python, *numpy.tolist()])  # type: ignore[union-attr]
 
 
 def backward(loss: Loss, output: Any) -> None:

@@ -131,3 +131,49 @@ def test_output_that_was_saved_and_is_written_is_refused() -> None:
     output.mul_(2.0)
     with pytest.raises(autosplit.SplitError, match="written in place between the forward"):
         output.sum().backward()
+
+
+class Apart(nn.Module):
+    """Two outputs, each of an input of its own; the second input is written into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return self.first(x), self.second(y.mul(2).mul_(3))
+
+
+@both_modes
+def test_input_without_a_part_in_the_loss_has_no_gradient(training: bool) -> None:
+    """None as in autograd, not zeros."""
+    microbatches = [tuple(torch.randn(3, 4).requires_grad_() for _ in range(2)) for _ in range(2)]
+    model = Apart().train(training)
+    for used in (0, 1):
+        assert_equals_autograd(model, microbatches, lambda output, at=used: output[at].sum())
+
+
+class Overwrites(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x.mul_(2)
+        return self.linear(y)
+
+
+@both_modes
+def test_overwritten_input_that_nobody_reads_has_no_gradient(training: bool) -> None:
+    split = autosplit.split(Overwrites().train(training))
+    leaves = [torch.randn(3, 4, requires_grad=True) for _ in range(2)]
+    for leaf in leaves:
+        split(leaf.clone(), leaf).sum().backward()
+    y_only = [leaf.grad for leaf in leaves]
+    split.backward_weight()
+    expected = torch.ones(3, 4) @ split.model.linear.weight
+    assert all(torch.equal(grad, expected) for grad in y_only)
+    x = torch.randn(3, 4, requires_grad=True)
+    split(x.clone(), torch.randn(3, 4)).sum().backward()
+    assert x.grad is None
