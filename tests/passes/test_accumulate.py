@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zoo import CASES
 
 from autosplit.compile import compile_graph
+from autosplit.compile.eager import Eager
 from autosplit.passes import SplitGraphs, run
 from autosplit.passes.accumulate import accumulate
 from autosplit.passes.aliasing import is_view
@@ -83,7 +84,7 @@ def test_gradients_die_at_once() -> None:
     module = accumulate(weight("transformer"))
     args = [torch.randn(node.meta["val"].shape) for node in inputs(module.graph).values()]
     with _AliveProducts() as products:
-        assert compile_graph("backward_weight", module, "eager").call(args) == []
+        assert compile_graph("backward_weight", module, Eager()).call(args) == []
     assert len(products.made) == 10
     assert max(products.alive) == 1
 

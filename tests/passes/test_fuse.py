@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 from zoo import CASES, RepeatedLayer, TiedEmbedding
 
 from autosplit.compile import compile_graph
+from autosplit.compile.eager import Eager
 from autosplit.passes import run
 from autosplit.passes.accumulate import accumulate
 from autosplit.passes.fuse import fuse
@@ -37,7 +38,7 @@ def assert_same_sums(exact: fx.GraphModule, fused: fx.GraphModule, seed: int = 0
         torch.manual_seed(seed)
         args = [_value(node) for node in inputs(module.graph).values()]
         held = list(args)
-        compile_graph("backward_weight", module, "eager").call(args)
+        compile_graph("backward_weight", module, Eager()).call(args)
         found.append(held)
     for mine, theirs in zip(*found, strict=True):
         torch.testing.assert_close(mine, theirs)
