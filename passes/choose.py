@@ -2,8 +2,8 @@
 
 A division at fixed weights is a minimum cut. A limit (on time spent twice, on bytes held, on
 work that need not wait) is met by the cut at the right weight: the more something weighs, the
-less of it the cut has, and what frees the most bytes for it stays longest. So each limit is a
-bisection: the Lagrangian relaxation of the problem with that limit.
+less of it the cut has, and what frees the most bytes for it stays longest. This is the
+Lagrangian relaxation of the problem with that limit.
 """
 
 from __future__ import annotations
@@ -18,18 +18,22 @@ from .cost import duration, flops
 from .errors import BudgetError
 from .graph import Regions, ancestors, calls
 from .memory import Memory
+from .network import Price
 from .reach import Reach
 from .regions import Division
 
-_STEPS = 13
+_STEPS = 24
 
-# Powers of two between which weights are sought. In bytes for the time of moving one byte:
-# pointwise work that is done again for more would free more than it touches.
-_RATES = (-8.0, 3.0)
+# In bytes for the time of moving one byte: pointwise work that is done again for less frees
+# hardly anything, and for more would free more than it touches.
+_RATES = (2.0**-8, 8.0)
 # In bytes for one FLOP of a weight gradient that does not wait: one of [m, n] over b rows has
 # 2bmn, and frees at most 8b(m + n) bytes.
-_CHARGES = (-24.0, 4.0)
-_ALL_WAIT = 2.0 ** _CHARGES[1]
+_ALL_WAIT = 16.0
+
+
+# Of a price: what is not weighed, and what is.
+Parts = Callable[[Price], tuple[float, float]]
 
 
 def choose(graph: fx.Graph, reach: Reach, memory: Memory) -> Regions:
@@ -43,18 +47,29 @@ def choose(graph: fx.Graph, reach: Reach, memory: Memory) -> Regions:
     limit = memory.recompute * sum(map(duration, calls(graph)))
     rate = 0.0
     if memory.recompute:
-        rate, _ = _search(
-            _RATES, lambda rate: time_again(division.cut(rate, _ALL_WAIT), reach) <= limit
+        rate, regions, _ = _search(
+            lambda rate: division.cut(rate, _ALL_WAIT),
+            _RATES,
+            lambda price: (price.bytes + _ALL_WAIT * price.flops, price.time),
+            lambda regions: time_again(regions, reach) <= limit,
         )
     if not memory.releases_weights:
-        return division.cut(rate)
-    if memory.budget is None:
-        charge, _ = _search(
-            _CHARGES,
-            lambda charge: waiting_share(division.cut(rate, charge), reach) >= memory.waiting,
-        )
+        return regions if memory.recompute else division.cut()
+
+    def at(charge: float) -> Regions:
         return division.cut(rate, charge)
-    return _within(memory.budget, division, rate)
+
+    def parts(price: Price) -> tuple[float, float]:
+        return price.bytes + rate * price.time, price.flops
+
+    if memory.budget is not None:
+        return _within(memory.budget, at, parts)
+    return _search(
+        at,
+        (0.0, _ALL_WAIT),
+        parts,
+        lambda regions: waiting_share(regions, reach) >= memory.waiting,
+    )[1]
 
 
 def time_again(regions: Regions, reach: Reach) -> float:
@@ -84,32 +99,49 @@ def waiting_share(regions: Regions, reach: Reach) -> float:
     return sum(map(flops, work & regions.weight.runs)) / total if total else 1.0
 
 
-def _within(budget: int, division: Division, rate: float) -> Regions:
+def _within(budget: int, at: Callable[[float], Regions], parts: Parts) -> Regions:
     """The division that lets the most work wait while I hands over no more than the budget."""
 
-    def held(charge: float) -> int:
-        return distinct_bytes(division.cut(rate, charge).deferred)
+    def exceeds(regions: Regions) -> bool:
+        return distinct_bytes(regions.deferred) > budget
 
-    if held(_ALL_WAIT) <= budget:
-        return division.cut(rate, _ALL_WAIT)
-    least = held(0.0)
+    least = distinct_bytes(at(0.0).deferred)
     if least > budget:
         raise BudgetError(
             f"memory={budget}: no division holds so little between I and W; the least possible "
             f"is {least} bytes for one microbatch"
         )
-    _, charge = _search(_CHARGES, lambda charge: held(charge) > budget)
-    return division.cut(rate, charge)
+    _, most, within = _search(at, (0.0, _ALL_WAIT), parts, exceeds)
+    return within if exceeds(most) else most
 
 
-def _search(powers: tuple[float, float], holds: Callable[[float], bool]) -> tuple[float, float]:
-    """The least weight found at which something holds that holds above some weight, and the
-    greatest found at which it does not: 0 where it always holds.
+def _search(
+    cut: Callable[[float], Regions],
+    weights: tuple[float, float],
+    parts: Parts,
+    holds: Callable[[Regions], bool],
+) -> tuple[float, Regions, Regions]:
+    """The least weight at which something holds that holds from some weight on, the division
+    there, and the one at the next lesser weight, where it does not.
+
+    At one weight two divisions cost the same. Either another is cheaper there and lies between
+    them, or they are neighbours: how the breakpoints of a parametric minimum cut are found
+    (Eisner and Severance, Journal of the ACM 23, 1976).
     """
-    low, high = powers
-    if holds(2.0**low):
-        return 2.0**low, 0.0
+    low, high = weights
+    below, above = cut(low), cut(high)
+    if holds(below):
+        return low, below, below
     for _ in range(_STEPS):
-        middle = (low + high) / 2
-        low, high = (low, middle) if holds(2.0**middle) else (middle, high)
-    return 2.0**high, 2.0**low
+        (rest_below, more), (rest_above, fewer) = parts(below.price), parts(above.price)
+        if more <= fewer or not holds(above):
+            break
+        weight = (rest_above - rest_below) / (more - fewer)
+        between = cut(weight)
+        if between.price in (below.price, above.price):
+            break
+        if holds(between):
+            high, above = weight, between
+        else:
+            below = between
+    return high, above, below

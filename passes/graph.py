@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from .memory import BALANCED, Memory
+from .network import Price
 
 
 class Kind(enum.Enum):
@@ -77,6 +78,7 @@ class Regions:
         weight: W.
         released: weight gradients that I returns.
         kept: state that the module keeps, so that it need not cross.
+        price: what the minimum cut that the division is cost.
     """
 
     backward: Region
@@ -84,6 +86,7 @@ class Regions:
     weight: Region
     released: set[fx.Node]
     kept: set[fx.Node]
+    price: Price
 
     @property
     def saved(self) -> list[fx.Node]:

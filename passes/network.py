@@ -77,8 +77,8 @@ class Shrunk:
         self._edges = edges
         self._names = names
 
-    def cut(self, weigh: Callable[[Price], float]) -> set[int]:
-        """The source's side of a minimum cut, the smallest among all."""
+    def cut(self, weigh: Callable[[Price], float]) -> tuple[set[int], Price]:
+        """The source's side of a minimum cut, the smallest among all, and the cut's price."""
         network: nx.DiGraph[int] = nx.DiGraph()
         network.add_nodes_from((SOURCE, SINK))
         for tail, heads in self._edges.items():
@@ -87,7 +87,14 @@ class Shrunk:
                 network.add_edge(tail, head, **capacity)
         residual = nx.algorithms.flow.boykov_kolmogorov(network, SOURCE, SINK)
         reached = _reach_residual(residual)
-        return {node for node, name in self._names.items() if name in reached}
+        crossing = [
+            price
+            for tail in reached
+            for head, price in self._edges[tail].items()
+            if price is not None and head not in reached
+        ]
+        side = {node for node, name in self._names.items() if name in reached}
+        return side, sum(crossing, Price())
 
 
 def _merge(heads: dict[int, Price | None], head: int, price: Price | None) -> None:

@@ -68,7 +68,7 @@ class Division:
         """The best division where a unit of time costs ``rate`` bytes and a FLOP of a weight
         gradient that does not wait costs ``charge`` bytes.
         """
-        early = self._shrunk.cut(lambda p: p.bytes + rate * p.time + charge * p.flops)
+        early, price = self._shrunk.cut(lambda p: p.bytes + rate * p.time + charge * p.flops)
         first, second = self._cut_nodes(early, _first), self._cut_nodes(early, _second)
         reach = self._reach
         waiting, _ = _walk(reach.weight_grads, second)
@@ -81,6 +81,7 @@ class Division:
             input=self._region([*reach.input_grads, *released, *handed], first),
             weight=weight,
             released=released,
+            price=price,
             kept={node for node in self._order if reach.is_kept(node)},
         )
 
