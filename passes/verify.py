@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from .aliasing import is_view, storage_root
+from .cost import recomputation
 from .errors import PassError
 from .graph import (
     FORWARD_OUTPUT,
@@ -189,6 +190,17 @@ def _outputs_once(program: Program) -> Iterator[str]:
             yield f"{role} is returned {made[role]} times over the graphs, not {wanted[role]}"
 
 
+def _only_cheap_work_runs_again(program: Program) -> Iterator[str]:
+    """Copies of a joint graph's node keep its name."""
+    ran: dict[str, str] = {}
+    for name in ("forward", "backward_input", "backward_weight"):
+        module = program.graphs().get(name)
+        for node in () if module is None else calls(module.graph):
+            first = ran.setdefault(node.name, name)
+            if first != name and recomputation(node) is None and not is_recomputed(node):
+                yield _at(name, node, f"{node.target} ran in {first} and runs again")
+
+
 def _at(graph: str, node: fx.Node, what: str) -> str:
     line = source_line(node)
     return f"{graph}: {node.name}: {what}" + (f" (from {line})" if line else "")
@@ -204,4 +216,5 @@ OF_A_GRAPH: tuple[Callable[[str, fx.GraphModule], Iterator[str]], ...] = (
 BETWEEN_GRAPHS: tuple[Callable[[Program], Iterator[str]], ...] = (
     _boundaries_match,
     _outputs_once,
+    _only_cheap_work_runs_again,
 )

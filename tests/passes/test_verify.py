@@ -141,6 +141,17 @@ def test_accumulator_in_a_graph_that_adds_nothing_up() -> None:
         verify_graph("backward_weight", accumulating(), "a pass")
 
 
+def test_matrix_product_that_runs_again() -> None:
+    program = whole()
+    again = append(program.backward_weight, torch.ops.aten.mm.default)
+    product = next(n for n in program.forward.graph.nodes if "addmm" in str(n.target))
+    again.name = product.name
+    with pytest.raises(
+        PassError, match=r"backward_weight: addmm: aten.mm.default ran in forward and runs again"
+    ):
+        verify(program)
+
+
 def test_all_violations_at_once_with_source_lines() -> None:
     program = program_of(SwiGLU(), torch.randn(2, 4, 16, requires_grad=True))
     partition(program)
