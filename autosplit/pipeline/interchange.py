@@ -1,0 +1,125 @@
+"""Schedules as CSV files of torch.distributed.pipelining, in and out.
+
+A line is a rank, a cell an action in the text form of ``Action``. In the form ``"compute_only"``
+empty cells are waits; ``"compute_comms"`` lists sends and receives as well. Torch's
+``_PipelineScheduleRuntime._load_csv`` reads both.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from autosplit.errors import ScheduleError
+from autosplit.pipeline.action import Action, ActionKind
+from autosplit.pipeline.communication import add_communication
+from autosplit.pipeline.schedule import Schedule
+from autosplit.pipeline.validate import validate
+
+FORMATS = ("compute_only", "compute_comms")
+
+# Actions that belong to FSDP; a schedule of ours has no part in them.
+_SHARDING = re.compile(r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD)")
+# A forward and a backward that torch may run at the same time.
+_OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
+
+
+def write_csv(schedule: Schedule, path: str | Path, form: str = "compute_only") -> None:
+    """Write a schedule for torch's ``_load_csv(path, format=form)``.
+
+    Raises:
+        ScheduleError: an unknown form, or two copies of the stages, which the file cannot say.
+    """
+    _check_form(form)
+    if schedule.mirror is not None:
+        raise ScheduleError(
+            f"{schedule.name!r} runs two copies of its stages; a CSV file has one rank a stage"
+        )
+    rows = schedule.ranks if form == "compute_only" else add_communication(schedule)
+    with Path(path).open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([str(action) for action in row] for row in rows)
+
+
+def read_csv(path: str | Path, form: str = "compute_only", *, name: str | None = None) -> Schedule:
+    """Read a schedule that torch or ``write_csv`` has written.
+
+    A forward and a backward that torch may overlap run one after the other. Sends and receives
+    must be those that the actions need; they follow from the actions anyway and are left out.
+
+    Args:
+        path: the file.
+        form: ``"compute_only"`` or ``"compute_comms"``.
+        name: the schedule's name; None takes the file's.
+
+    Raises:
+        ScheduleError: an unknown form, text that is no action, missing or unneeded sends and
+            receives, or an illegal schedule.
+    """
+    _check_form(form)
+    path = Path(path)
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = [[action for cell in row for action in _actions(cell)] for row in csv.reader(file)]
+    schedule = _schedule(path.stem if name is None else name, rows)
+    validate(schedule)
+    _check_messages(schedule, rows, form)
+    return schedule
+
+
+def _check_form(form: str) -> None:
+    if form not in FORMATS:
+        raise ScheduleError(f"unknown form {form!r}; known: {', '.join(FORMATS)}")
+
+
+def _actions(cell: str) -> Iterator[Action]:
+    """The actions of one cell: none, one, or the two of an overlap."""
+    text = cell.strip()
+    overlap = _OVERLAP.fullmatch(text)
+    for part in overlap[1].split(";") if overlap else [text]:
+        if part.strip() and not _SHARDING.fullmatch(part.strip()):
+            yield Action.parse(part.strip())
+
+
+def _schedule(name: str, rows: Sequence[Sequence[Action]]) -> Schedule:
+    """The compute actions of ``rows``; a stage is placed where it first runs."""
+    ranks = tuple(tuple(action for action in row if action.kind.is_compute) for row in rows)
+    actions = [(rank, action) for rank, row in enumerate(ranks) for action in row]
+    if not actions:
+        raise ScheduleError(f"{name!r} holds no F, I, W or B")
+    homes: dict[int, int] = {}
+    for rank, action in actions:
+        homes.setdefault(action.stage, rank)
+    missing = sorted(set(range(max(homes))) - set(homes))
+    if missing:
+        raise ScheduleError(f"{name!r} has stages up to {max(homes)}, but never runs {missing}")
+    return Schedule(
+        name,
+        len(homes),
+        1 + max(action.microbatch for _, action in actions),
+        ranks,
+        tuple(homes[stage] for stage in range(len(homes))),
+        any(action.kind is ActionKind.BACKWARD_INPUT for _, action in actions),
+    )
+
+
+def _check_messages(schedule: Schedule, rows: Sequence[Sequence[Action]], form: str) -> None:
+    """Every rank must list the sends and receives that it needs, and no other."""
+    for rank, row in enumerate(rows):
+        listed = sorted(str(action) for action in row if not action.kind.is_compute)
+        if form == "compute_only":
+            if listed:
+                raise ScheduleError(
+                    f"rank {rank} lists {listed[0]}, which form='compute_only' does not have: "
+                    "read the file with form='compute_comms'"
+                )
+            continue
+        complete = add_communication(schedule)[rank]
+        needed = sorted(str(action) for action in complete if not action.kind.is_compute)
+        if listed != needed:
+            lacks = sorted(set(needed) - set(listed)) or "nothing"
+            excess = sorted(set(listed) - set(needed)) or "nothing"
+            raise ScheduleError(
+                f"rank {rank} must send and receive what its actions need, each once: it lacks "
+                f"{lacks}, and has {excess} in excess"
+            )

@@ -1,0 +1,138 @@
+"""Schedules as torch's CSV files: torch reads and runs ours, and we read torch's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed.pipelining.schedules as torch_schedules
+from interchange_workers import step_with_torch
+from tables import rows_of, schedule_of, seconds
+
+from autosplit.errors import ScheduleError
+from autosplit.pipeline import launch
+from autosplit.pipeline.communication import add_communication
+from autosplit.pipeline.interchange import FORMATS, read_csv, write_csv
+from autosplit.pipeline.schedules import SCHEDULES, build
+from autosplit.pipeline.simulate import simulate
+
+ONE_COPY = [name for name in SCHEDULES if name != "dualpipe"]
+
+
+def of_two_a_rank(name: str) -> Any:
+    """A schedule for two ranks."""
+    return build(name, 2 * (SCHEDULES[name].chunks or 2), 4, ranks=2)
+
+
+def stages_of(rank: int, ranks: int, stages: int) -> list[Any]:
+    """As much of a stage as torch's schedules look at when they are made."""
+    held = range(rank, stages, ranks)
+    return [
+        SimpleNamespace(
+            stage_index=index,
+            num_stages=stages,
+            group_size=ranks,
+            group_rank=rank,
+            is_last=index == stages - 1,
+            submod=None,
+            stage_index_to_group_rank=None,
+        )
+        for index in held
+    ]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("name", ONE_COPY)
+def test_there_and_back(name: str, form: str, tmp_path: Path) -> None:
+    schedule = of_two_a_rank(name)
+    write_csv(schedule, tmp_path / "file.csv", form)
+    back = read_csv(tmp_path / "file.csv", form, name=schedule.name)
+    assert rows_of(back) == rows_of(schedule)
+    assert back.placement == schedule.placement
+
+
+@pytest.mark.parametrize("name", ONE_COPY)
+def test_torch_takes_ours(name: str, tmp_path: Path) -> None:
+    """Its validation, its lowering and its simulation of sends and receives."""
+    schedule = of_two_a_rank(name)
+    for form in FORMATS:
+        write_csv(schedule, tmp_path / f"{form}.csv", form)
+        runtime = torch_schedules._PipelineScheduleRuntime(
+            stages_of(0, 2, schedule.stages), schedule.microbatches
+        )
+        runtime._load_csv(str(tmp_path / f"{form}.csv"), format=form)
+        mapping = runtime.stage_index_to_group_rank
+        assert tuple(mapping[stage] for stage in range(schedule.stages)) == schedule.placement
+    runtime._simulate()  # of what "compute_comms" said
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(
+    ("kind", "per_rank"),
+    [
+        ("ScheduleInterleaved1F1B", 2),
+        ("ScheduleInterleavedZeroBubble", 2),
+        ("ScheduleZBVZeroBubble", 2),
+        ("ScheduleDualPipeV", 2),
+    ],
+)
+def test_we_take_torchs(kind: str, per_rank: int, form: str, tmp_path: Path) -> None:
+    made = getattr(torch_schedules, kind)(stages_of(0, 2, 2 * per_rank), 4)
+    made._dump_csv(str(tmp_path / f"{kind}.csv"), format=form)
+    schedule = read_csv(tmp_path / f"{kind}.csv", form)
+    assert (schedule.name, schedule.stages, schedule.microbatches) == (kind, 2 * per_rank, 4)
+    busy = 4 * per_rank * 3
+    assert busy <= simulate(schedule, seconds(1, 1, 1)).makespan <= busy + 6
+
+
+def test_dual_pipe_v_is_torchs(tmp_path: Path) -> None:
+    made = torch_schedules.ScheduleDualPipeV(stages_of(0, 4, 8), 10)
+    made._dump_csv(str(tmp_path / "torch.csv"), format="compute_only")
+    assert read_csv(tmp_path / "torch.csv").ranks == build("dualpipe-v", 8, 10).ranks
+
+
+def test_torchs_runtime_trains_with_ours(tmp_path: Path) -> None:
+    """Two processes; gradients as from plain autograd."""
+    write_csv(build("zb-v", 4, 4), tmp_path / "zb_v.csv")
+    differences = launch(step_with_torch, 2, (str(tmp_path / "zb_v.csv"),), timeout=60)
+    assert differences == [0.0, 0.0]
+
+
+def test_messages_stand_behind_what_makes_them() -> None:
+    schedule = schedule_of("0F0 0B0", "1F0 1B0", microbatches=1, split_backward=False)
+    assert [" ".join(map(str, row)) for row in add_communication(schedule)] == [
+        "0F0 0SEND_F0 0RECV_B0 0B0",
+        "1RECV_F0 1F0 1B0 1SEND_B0",
+    ]
+
+
+def test_a_deadlock_has_no_messages() -> None:
+    schedule = schedule_of("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1", split_backward=False)
+    with pytest.raises(ScheduleError, match="schedule 'table' deadlocks: 0B0, 1F1 wait"):
+        add_communication(schedule)
+
+
+@pytest.mark.parametrize(
+    ("text", "form", "message"),
+    [
+        ("0F0,0X0", "compute_only", "expected an action such as '0F1'"),
+        ("", "compute_only", "'file' holds no F, I, W or B"),
+        ("0F0,2F0", "compute_only", r"has stages up to 2, but never runs \[1\]"),
+        ("0F0,0B0,1RECV_F0", "compute_only", "read the file with form='compute_comms'"),
+        ("0F0,0I0", "compute_only", "stage 0 never runs 0W0"),
+        ("0F0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0", "compute_comms", "it lacks .*0SEND_F0"),
+        ("0F0,0B0,0SEND_F0", "compute_comms", r"has \['0SEND_F0'\] in excess"),
+        ("0F0", "compute", "unknown form 'compute'; known: compute_only, compute_comms"),
+    ],
+)
+def test_files_that_are_no_schedule(text: str, form: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "file.csv").write_text(text)
+    with pytest.raises(ScheduleError, match=message):
+        read_csv(tmp_path / "file.csv", form)
+
+
+def test_two_copies_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(ScheduleError, match="'dualpipe' runs two copies of its stages"):
+        write_csv(build("dualpipe", 2, 4), tmp_path / "file.csv")
