@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from ..errors import BackendError, SplitError
+from ..passes.errors import PassError
 from ..passes.graph import Role, inputs, outputs
 from ..passes.sizes import concrete
 from .backend import Backend, Boxed, Code, Strides
@@ -106,8 +107,8 @@ def prepare(joint: fx.GraphModule, backend: Backend) -> None:
 def _errors_name(graph: str, backend: Backend) -> Iterator[None]:
     try:
         yield
-    except BackendError:
-        raise
+    except (BackendError, PassError):
+        raise  # a PassError says that the graph cannot be split, whatever runs it
     except Exception as error:
         kind = type(backend).__name__.lower()
         raise BackendError(
