@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -15,6 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 import autosplit
+from autosplit.compile import BACKENDS
 
 from .deferral import defer_by_hand
 from .models import Subject
@@ -49,7 +49,7 @@ class Autograd:
 
     def __init__(self, module: nn.Module, run: Forward | None = None) -> None:
         self._module = module
-        self._run = run or module
+        self._run = module if run is None else run
         self._flight: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -150,30 +150,29 @@ def eager(subject: Subject, memory: str = "balanced") -> dict[str, Callable[[], 
 
 
 def compiled(subject: Subject) -> dict[str, Callable[[], Contender]]:
-    """What Inductor compiles, torch.compile's ordinary step first.
-
-    Each has a module of its own: what was compiled for one is not shared with the next.
+    """What Inductor compiles, torch.compile's ordinary step first; torch's split runs on the same
+    compiled code, and on code that may not reuse the memory of what the forward saved.
     """
+    module = subject.module
 
-    def module() -> nn.Module:
-        return copy.deepcopy(subject.module)
+    def split(backend: str) -> Callable[[], Contender]:
+        return lambda: Autosplit(module, subject.x, backend, "balanced")
 
     def undonated() -> Contender:
-        # The first forward compiles the backward too, under this setting.
+        # The first forward compiles the backward too. An option, though it says what is the
+        # default, makes another compilation of it.
         with torch._functorch.config.patch(donated_buffer=False):
-            mine = module()
-            contender = TorchSplit(mine, torch.compile(mine))
+            contender = TorchSplit(module, torch.compile(module, options={"trace.enabled": False}))
             contender.forward(subject.x.clone())
         return contender
 
-    def whole(kind: type[Autograd]) -> Contender:
-        mine = module()
-        return kind(mine, torch.compile(mine))
-
+    on_device = () if subject.x.device.type == "cpu" else tuple(BACKENDS)
+    more = {name: split(name) for name in on_device if name not in ("eager", "inductor")}
     return {
-        "torch.compile": lambda: whole(Autograd),
-        "autosplit": lambda: Autosplit(module(), subject.x, "inductor", "balanced"),
-        "torch split": lambda: whole(TorchSplit),
+        "torch.compile": lambda: Autograd(module, torch.compile(module)),
+        "autosplit": split("inductor"),
+        **{f"autosplit {name}": make for name, make in more.items()},
+        "torch split": lambda: TorchSplit(module, torch.compile(module)),
         "torch split, donated_buffer=False": undonated,
-        "by hand": lambda: ByHand(subject.module, torch.compile),
+        "by hand": lambda: ByHand(module, torch.compile),
     }

@@ -74,7 +74,8 @@ def _prepare(
         except Exception as error:  # whatever a contender cannot do is a result
             if not contenders:
                 raise
-            failed[name] = f"{type(error).__name__}: {error}"
+            cause = error.__cause__ or error
+            failed[name] = f"{type(cause).__name__}: {cause}"
             continue
         found = contender.gradients()
         expected = expected or {key: grad.clone() for key, grad in found.items()}
