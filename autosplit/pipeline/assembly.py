@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from autosplit.accumulation import Accumulation
 from autosplit.compile import check_backend
 from autosplit.errors import PipelineError
+from autosplit.passes import Kind
 from autosplit.pipeline.executor import BackwardStage
 from autosplit.pipeline.negotiation import Negotiation, TensorMeta
+from autosplit.report.boundary import crossings, total_bytes
 from autosplit.stage import Stage
 from autosplit.tracing import check_memory
 
@@ -75,6 +77,21 @@ def split_stage(
         grad_dtype=grad_dtype,
         slices=slices,
     )
+
+
+def footprint(stage: TrainableStage) -> tuple[float, float]:
+    """Bytes that a stage keeps of one microbatch: from F to the backward, and from I to W.
+
+    A stage that does not say counts as 1 each, so that microbatches are counted.
+    """
+    if not isinstance(stage, Stage):
+        return (1.0, 1.0)
+    graphs = stage.functions.graphs
+    if graphs.backward is None or graphs.backward_input is None or graphs.backward_weight is None:
+        return (0.0, 0.0)
+    saved = crossings(graphs.forward, graphs.backward, Kind.SAVED)
+    deferred = crossings(graphs.backward_input, graphs.backward_weight, Kind.DEFERRED)
+    return float(total_bytes(saved)), float(total_bytes(deferred))
 
 
 def build_stages(

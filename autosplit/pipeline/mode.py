@@ -52,13 +52,9 @@ class Mode:
             needs_targets=schedule.placement[self._last] == groups.rank,
         )
         self.negotiation = Negotiation(name, groups, check)
-        self._transport = Transport(
-            routes_of(schedule, groups.rank),
-            groups,
-            self.negotiation,
-            device=device,
-            watch=order is not as_scheduled,
-        )
+        self._groups = groups
+        self._loss_grad: Tensor | None = None
+        self._transport = self._connect(schedule)
         self.executor: Executor | None = None
         self.stages: Mapping[int, TrainableStage] = MappingProxyType({})
 
@@ -66,6 +62,7 @@ class Mode:
         self, stages: Mapping[int, ForwardStage], loss_grad: Tensor | None = None
     ) -> Executor:
         """Set the executor of this mode, which runs ``stages``."""
+        self._loss_grad = loss_grad
         self.executor = Executor(
             stages,
             self._schedule,
@@ -76,6 +73,22 @@ class Mode:
             order=self._order,
         )
         return self.executor
+
+    def reschedule(self, schedule: Schedule) -> None:
+        """Go on with the stages that are there under another schedule of the same placement."""
+        self._schedule = schedule
+        self._transport = self._connect(schedule)
+        if self.executor is not None:
+            self.prepare(self.stages, self._loss_grad)
+
+    def _connect(self, schedule: Schedule) -> Transport:
+        return Transport(
+            routes_of(schedule, self._rank),
+            self._groups,
+            self.negotiation,
+            device=self._device,
+            watch=self._order is not as_scheduled,
+        )
 
     @property
     def loss_dtype(self) -> torch.dtype:

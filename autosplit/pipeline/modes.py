@@ -10,6 +10,7 @@ from autosplit.errors import PipelineError
 from autosplit.pipeline.groups import Groups
 from autosplit.pipeline.microbatch import Batch
 from autosplit.pipeline.mode import Mode
+from autosplit.pipeline.schedule import Schedule
 
 
 class Modes:
@@ -58,6 +59,12 @@ class Modes:
                 )
             self._known[shape] = self._make(shape)
         return self._known[shape]
+
+    def reschedule(self, schedule: Schedule, make: Callable[[str], Mode]) -> None:
+        """Go on under another schedule, also with shapes to come, which ``make`` makes."""
+        self._make = make
+        for mode in self._known.values():
+            mode.reschedule(schedule)
 
 
 def _shape(batch: Batch | None) -> str:

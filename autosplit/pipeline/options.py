@@ -9,8 +9,10 @@ import torch.distributed as dist
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline.assembly import StageFactory
+from autosplit.pipeline.order import Order, as_scheduled, early_weights
 from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.schedules import build
+from autosplit.pipeline.tuning import first_schedule
 from autosplit.pipeline.validate import validate
 
 
@@ -29,6 +31,10 @@ def choose_schedule(
         ScheduleError: an unknown name, or a schedule that is not legal.
         PipelineError: a schedule that does not fit the other options.
     """
+    if schedule == "auto":
+        if weights is not None or not split_backward:
+            raise PipelineError("weights and split_backward have no effect beside schedule='auto'")
+        return first_schedule(stages, microbatches, ranks)
     if isinstance(schedule, str):
         built = build(
             schedule,
@@ -114,3 +120,18 @@ def check_slices(slices: int | None, early_weights: bool) -> None:
         raise PipelineError(f"slices is a count, 1 or more; got {slices}")
     if not early_weights:
         raise PipelineError(f"slices={slices} has no effect without early_weights=True")
+
+
+def choose_order(early: bool, schedule: Schedule, device: torch.device) -> Order:
+    """In which order a rank takes up its actions.
+
+    Raises:
+        PipelineError: early weights where there are none, or where nobody can tell a wait.
+    """
+    if not early:
+        return as_scheduled
+    if not schedule.split_backward:
+        raise PipelineError("early_weights has no effect with split_backward=False")
+    if device.type != "cpu":
+        raise PipelineError(f"early_weights is for stages on the CPU; got {device}")
+    return early_weights

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline.agreement import Agreement
-from autosplit.pipeline.assembly import StageFactory, TrainableStage, split_stage
+from autosplit.pipeline.assembly import StageFactory, TrainableStage, footprint, split_stage
 from autosplit.pipeline.builder import Builder
 from autosplit.pipeline.clip import clip_gradients, squared_norm
 from autosplit.pipeline.evaluation import eval_mode, forward_only
@@ -26,11 +27,18 @@ from autosplit.pipeline.modules import (
     count_stages,
     own_modules,
 )
-from autosplit.pipeline.options import check_options, check_slices, choose_device, choose_schedule
-from autosplit.pipeline.order import Order, as_scheduled, early_weights
+from autosplit.pipeline.options import (
+    check_options,
+    check_slices,
+    choose_device,
+    choose_order,
+    choose_schedule,
+)
+from autosplit.pipeline.order import Order, as_scheduled
 from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.shared import Holder, SharedParameters
 from autosplit.pipeline.timeline import Span, Timeline
+from autosplit.pipeline.tuning import Tuner
 
 OptimizerFunction = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -48,7 +56,9 @@ class PipelineTrainer:
         loss_fn: ``loss_fn(output, targets)`` gives the scalar loss of one microbatch.
         optimizer_fn: builds the optimizer of this process's parameters.
         num_stages: how many stages there are; required with a function, else not allowed.
-        schedule: a name from ``autosplit.pipeline.schedules.SCHEDULES``, or a Schedule.
+        schedule: a name from ``autosplit.pipeline.schedules.SCHEDULES``, a Schedule, or ``"auto"``:
+            measure the first three steps and run the shortest schedule that ``search`` finds for
+            them from then on, on the same placement and within the memory that they needed.
         microbatches: M, into how many equal parts a batch is cut along dimension 0.
         split_backward: run input and weight gradients as separate actions.
         weights: where the weight gradients go, see ``schedules.build``.
@@ -136,9 +146,13 @@ class PipelineTrainer:
         self._groups = Groups(processes, self.device, timeout)
         board = Board(self._groups.store) if processes > 1 else None
         self._guard = Guard(self.rank, board, self._groups.close)
-        order = self._order(early_weights)
-        self._train = self._modes("train", self.schedule, shapes, order)
-        self._evaluate = self._modes("evaluate", forward_only(self.schedule), shapes)
+        order = choose_order(early_weights, self.schedule, self.device)
+        self._tuner = Tuner(self.schedule, self._groups) if schedule == "auto" else None
+        self._order = order
+        make = partial(self._make_mode, "train", self.schedule, order)
+        self._train = Modes(shapes, self._groups, self.schedule.placement[0], make)
+        make = partial(self._make_mode, "evaluate", forward_only(self.schedule), as_scheduled)
+        self._evaluate = Modes(shapes, self._groups, self.schedule.placement[0], make)
         self._stages: Mapping[int, TrainableStage] = MappingProxyType({})
         self._spans: list[Span] = []
         with self._guard("building the model"):
@@ -297,10 +311,13 @@ class PipelineTrainer:
         executor = mode.executor or self._builder.train(mode, batch, inputs, targets)
         self._stages = mode.stages
         self._spans = []
-        losses = executor.run(inputs, targets, self._spans if self.record else None)
+        recorded = self.record or self._tuner is not None
+        losses = executor.run(inputs, targets, self._spans if recorded else None)
         with self._shared.summing():
             for stage in self._stages.values():
                 stage.publish()
+        if self._tuner is not None:
+            self._tune(self._tuner)
         return self._agree(mode, losses, clipping=clipping)
 
     def _optimize(self) -> None:
@@ -308,23 +325,18 @@ class PipelineTrainer:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
 
-    def _modes(
-        self, name: str, schedule: Schedule, shapes: int, order: Order = as_scheduled
-    ) -> Modes:
-        def make(shape: str) -> Mode:
-            full = f"{name} {shape}"
-            return Mode(full, schedule, self._groups, self._guard.check, self.device, order)
+    def _make_mode(self, name: str, schedule: Schedule, order: Order, shape: str) -> Mode:
+        full = f"{name} {shape}"
+        return Mode(full, schedule, self._groups, self._guard.check, self.device, order)
 
-        return Modes(shapes, self._groups, schedule.placement[0], make)
-
-    def _order(self, early: bool) -> Order:
-        if not early:
-            return as_scheduled
-        if not self.schedule.split_backward:
-            raise PipelineError("early_weights has no effect with split_backward=False")
-        if self.device.type != "cpu":
-            raise PipelineError(f"early_weights is for stages on the CPU; got {self.device}")
-        return early_weights
+    def _tune(self, tuner: Tuner) -> None:
+        """Measure one of the first steps; after the last, change the schedule."""
+        memory = {index: footprint(stage) for index, stage in self._stages.items()}
+        found = tuner.after_step(self._spans, memory)
+        if found is not None:
+            self._tuner, self.schedule = None, found
+            make = partial(self._make_mode, "train", found, self._order)
+            self._train.reschedule(found, make)
 
     def _agree(self, mode: Mode, losses: list[Tensor], *, clipping: bool) -> Agreement:
         """Start to make losses and gradient norm known to all."""

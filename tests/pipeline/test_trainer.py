@@ -146,6 +146,13 @@ def test_clipping_needs_the_end_of_the_step() -> None:
         engine.step_async(workers.data(8))
 
 
+def test_auto_measures_then_changes_the_schedule(split: Results) -> None:
+    for found in split:
+        auto = found["auto"]
+        assert auto.pop("names") == ["zb-v"] * 2 + ["auto"] * 4
+        assert auto == {"losses": True, "states": True, "same": True}
+
+
 def test_batches_of_several_shapes(split: Results) -> None:
     for found in split:
         error = found["shapes"].pop("error")
@@ -260,6 +267,11 @@ def test_failures_in_one_process_name_the_action() -> None:
             {"slices": 2, "early_weights": True, "ranks": 1},
             PipelineError,
             "slices=2 has no effect beside stage_factory",
+        ),
+        (
+            {"schedule": "auto", "split_backward": False, "ranks": 1},
+            PipelineError,
+            "no effect beside schedule='auto'",
         ),
         ({"schedule": HALF, "ranks": 1}, ScheduleError, "stage 1 never runs 1W0"),
         (

@@ -250,6 +250,29 @@ def early_weights(factory: Any) -> tuple[list[str], bool]:
     return row, same
 
 
+def automatic() -> dict[str, Any]:
+    """Six steps under a schedule that changes after the third, against a single process."""
+    found: dict[str, Any] = {"losses": True, "states": True}
+    model = whole(4)
+    optimizer = sgd(list(model.parameters()))
+    names = []
+    with trainer(num_stages=4, schedule="auto", stage_factory=None) as engine:
+        for step in range(6):
+            inputs, targets = data(8, seed=step)
+            expected = single_process(model, inputs, targets, 4)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses = engine.step((inputs, targets))
+            found["losses"] &= torch.allclose(losses, expected, rtol=1e-5)
+            names.append(engine.schedule.name)
+        for index, state in engine.state_dict().items():
+            for name, value in model[index].state_dict().items():
+                found["states"] &= torch.allclose(state[name], value, atol=1e-6)
+        rows: list[Any] = [None, None]
+        dist.all_gather_object(rows, engine.schedule)
+    return {**found, "names": names, "same": rows[0] == rows[1]}
+
+
 def several_shapes(limit: int) -> dict[str, Any]:
     """Batches of two shapes in turn, and a third one."""
     found: dict[str, Any] = {"losses": True, "grads": True, "evaluated": True}
@@ -362,6 +385,7 @@ def with_split_stage() -> dict[str, Any]:
         "frozen 0": frozen(0, stage_factory=None),
         "frozen 1": frozen(1, stage_factory=None),
         "autocast": autocast(),
+        "auto": automatic(),
         "shapes": several_shapes(2),
         "sliced": early_weights(sliced_first),
     }

@@ -34,6 +34,7 @@ def search(
     microbatches: int,
     *,
     ranks: int | None = None,
+    placement: Sequence[int] | None = None,
     cap: float | Sequence[float] = math.inf,
 ) -> Schedule:
     """The schedule with the shortest step that was found; deterministic.
@@ -46,6 +47,8 @@ def search(
         costs: of every stage.
         microbatches: M >= 1.
         ranks: number of processes; None means one for each stage.
+        placement: the rank of every stage, where that is settled; None leaves it to the search,
+            among the placements of the named schedules.
         cap: the most a rank may keep of its microbatches, in the unit of ``costs.memory``: one
             number, or one for each rank.
 
@@ -59,7 +62,13 @@ def search(
     ranks = stages if ranks is None else ranks
     check_counts(ranks=ranks, microbatches=microbatches)
     caps = _caps(cap, ranks)
-    named = list(_named(costs, microbatches, ranks))
+    named = [
+        each
+        for each in _named(costs, microbatches, ranks)
+        if placement is None or each.placement == tuple(placement)
+    ]
+    if not named and placement is not None:
+        raise ScheduleError(f"no named schedule places the stages on the ranks {list(placement)}")
     if not named:
         raise ScheduleError(
             f"{stages} stages cannot fill {ranks} ranks: each rank needs at least one stage"
