@@ -104,9 +104,7 @@ def main() -> None:
 )
 @click.option(
     "--weights",
-    default="fill",
-    show_default=True,
-    help="Where the split schedule puts weight gradients.",
+    help="Where the split schedule puts weight gradients; left out: where suits it.",
 )
 @click.option("--steps", default=20, show_default=True, help="Timed steps of each.")
 @click.option("--warmup", default=2, show_default=True, help="Steps before the timed ones.")

@@ -110,6 +110,16 @@ def test_simulate_options_have_effects(tmp_path: pathlib.Path) -> None:
     assert {"name": "naive, fill"} in [event.get("args") for event in trace["traceEvents"]]
 
 
+def test_a_schedule_that_is_always_split_is_held_against_1f1b(tmp_path: pathlib.Path) -> None:
+    command = ["compare", "examples.models:llama", *TINY, "--stages", "2", "--ranks", "1"]
+    file = tmp_path / "out.json"
+    result = run(*command, "--schedule", "zb-v", "--steps", "1", "--json", str(file))
+    assert result.exit_code == 0, result.output
+    rows = json.loads(file.read_text())["rows"]
+    assert [(row["schedule"], row["split"]) for row in rows] == [("1f1b", False), ("zb-v", True)]
+    assert [row["max_grad_diff"] for row in rows] == [0.0, 0.0]
+
+
 def test_inspect_a_model(tmp_path: pathlib.Path) -> None:
     result = run("inspect", "examples.models:llama_whole", *TINY, "--dump", str(tmp_path / "d"))
     assert result.exit_code == 0, result.output

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from ..pipeline.action import ActionKind
+from ..pipeline.schedules import SCHEDULES
 from ..pipeline.simulate import simulate
 from ..pipeline.timeline import Timeline
 from ..pipeline.trainer import PipelineTrainer
@@ -99,7 +100,7 @@ class _Case:
             lambda parameters: torch.optim.AdamW(parameters, lr=settings.learning_rate),
             num_stages=settings.stages,
             microbatches=self.microbatches,
-            schedule=self.schedule,
+            schedule=self._schedule(split),
             split_backward=split,
             weights=settings.weights if split else None,
             shared_parameters=self.workload.shared_parameters(settings.stages),
@@ -107,6 +108,10 @@ class _Case:
             timeout=settings.timeout,
             record=True,
         )
+
+    def _schedule(self, split: bool) -> str:
+        """Some schedules exist only split; what they are held against is 1F1B."""
+        return self.schedule if split or SCHEDULES[self.schedule].fused else "1f1b"
 
     def _batch(self, step: int) -> tuple[Any, Any]:
         return self.workload.batch_fn(step, self.microbatches * self.workload.microbatch_size)
@@ -169,7 +174,7 @@ class _Case:
         pairs = zip(fused.seconds, run.seconds, strict=True)
         samples = self.microbatches * self.workload.microbatch_size
         row = Row(
-            schedule=self.schedule,
+            schedule=self._schedule(run.split),
             split=run.split,
             stages=self.settings.stages,
             microbatches=self.microbatches,

@@ -20,7 +20,7 @@ class Settings:
         ranks: number of processes; fewer than stages puts several stages in one process.
         schedules: schedule names; each is compared at each of ``microbatches``.
         microbatches: microbatches in a step.
-        weights: where the split schedule puts weight gradients.
+        weights: where the split schedule puts weight gradients; None where suits it.
         steps: timed steps of each of the two, alternating.
         warmup: steps of each before the timed ones.
         learning_rate: of AdamW.
@@ -36,7 +36,7 @@ class Settings:
     ranks: int
     schedules: tuple[str, ...]
     microbatches: tuple[int, ...]
-    weights: str
+    weights: str | None
     steps: int
     warmup: int
     learning_rate: float

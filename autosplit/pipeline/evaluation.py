@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Iterator
 
 from torch import Tensor, nn
@@ -13,7 +14,13 @@ from autosplit.pipeline.schedule import Schedule
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """The forwards of ``schedule``, microbatch by microbatch, on the same ranks."""
+    """The forwards of ``schedule`` on the same ranks, each rank's in the order in which they could
+    start if it were never busy; so nothing waits for what its own rank could do first.
+    """
+    order = sorted(
+        itertools.product(range(schedule.stages), range(schedule.microbatches)),
+        key=lambda each: (sum(each), each),
+    )
     return Schedule(
         name=f"{schedule.name}, forward only",
         stages=schedule.stages,
@@ -21,8 +28,7 @@ def forward_only(schedule: Schedule) -> Schedule:
         ranks=tuple(
             tuple(
                 Action(stage, ActionKind.FORWARD, microbatch)
-                for microbatch in range(schedule.microbatches)
-                for stage in range(schedule.stages)
+                for stage, microbatch in order
                 if schedule.placement[stage] == rank
             )
             for rank in range(len(schedule.ranks))

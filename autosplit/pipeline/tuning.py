@@ -10,6 +10,7 @@ from dataclasses import replace
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.action import ActionKind
 from autosplit.pipeline.costs import Costs
+from autosplit.pipeline.fusing import fuse_adjacent
 from autosplit.pipeline.groups import Groups
 from autosplit.pipeline.memory import StageMemory, peak_memory
 from autosplit.pipeline.schedule import Schedule
@@ -67,7 +68,7 @@ class Tuner:
             [times[stage] for stage in stages], [StageMemory(*kept[stage]) for stage in stages]
         )
         try:
-            return search(
+            found = search(
                 costs,
                 self._schedule.microbatches,
                 ranks=len(self._schedule.ranks),
@@ -75,6 +76,7 @@ class Tuner:
                 # A rank that keeps nothing at all may keep nothing more.
                 cap=[max(peak, 1.0) for peak in peak_memory(self._schedule, costs.memory)],
             )
+            return fuse_adjacent(found, costs.seconds)
         except ScheduleError:  # no other order keeps as little: go on with this one
             return self._schedule
 
