@@ -123,7 +123,25 @@ def _detached(tensor: Tensor) -> Tensor:
     leaf = tensor.detach().requires_grad_(tensor.requires_grad)
     # Autograd lets a module write into an input that an earlier module computed, never into a
     # leaf: tracing must see the one or the other.
-    return leaf if tensor.is_leaf else leaf.view_as(leaf)
+    if tensor.is_leaf:
+        return leaf
+    with torch.enable_grad():
+        computed: Tensor = _Computed.apply(leaf)  # type: ignore[no-untyped-call]
+    return computed
+
+
+class _Computed(torch.autograd.Function):
+    """The same memory as something computed: neither a leaf nor a view of one, into neither of
+    which a module may write.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
 
 
 def _dump_folder(module: nn.Module) -> pathlib.Path | None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from semantics.against_autograd import assert_equals_autograd, both_modes
+from semantics.against_autograd import (
+    assert_equals_autograd,
+    assert_same,
+    assert_same_state,
+    both_modes,
+)
 from torch import Tensor, nn
 
 import autosplit
@@ -55,6 +61,57 @@ def test_input_that_needs_no_gradient(training: bool) -> None:
     assert_equals_autograd(
         Module(writes_input).train(training), [(torch.randn(3, 4),) for _ in range(2)]
     )
+
+
+def relu_first(module: Any, x: Tensor) -> Tensor:
+    return module.linear(torch.relu_(x))
+
+
+def writes_a_part(module: Any, x: Tensor) -> Tensor:
+    x[:, 0].mul_(3.0)
+    return module.linear(x.tanh_()) * x.exp()
+
+
+def nobody_reads(module: Any, x: Tensor) -> Tensor:
+    h = module.linear(torch.ones(3, 4))
+    x.mul_(2.0)
+    return h
+
+
+@both_modes
+@pytest.mark.parametrize("make", [writes_input, relu_first, writes_a_part, nobody_reads])
+def test_computed_input(make: Callable[..., Tensor], training: bool) -> None:
+    """Written into where it needs a gradient, which autograd allows for what was computed."""
+    plain = Module(make).train(training)
+    split = autosplit.split(copy.deepcopy(plain), fullgraph=True)
+    leaves = [torch.randn(3, 4).requires_grad_() for _ in range(2)]
+    expected = _overwritten(plain, leaves)
+    found = _overwritten(split, leaves)
+    assert split.pending == 2
+    split.backward_weight()
+    assert_same("outputs, inputs, their gradients", found, expected)
+    assert_same_state(split.model, plain, assert_same)
+
+
+def _overwritten(module: nn.Module, leaves: list[Tensor]) -> list[Any]:
+    """Outputs, inputs afterwards and their gradients; every forward before the first backward."""
+    leaves = [leaf.detach().clone().requires_grad_() for leaf in leaves]
+    given = [leaf * 1.5 for leaf in leaves]
+    outputs = [module(each) for each in given]
+    after = [each.detach().clone() for each in given]
+    for output in outputs:
+        output.square().sum().backward()
+    return [*(output.detach() for output in outputs), *after, *(leaf.grad for leaf in leaves)]
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_leaf_is_refused(view: bool) -> None:
+    """By autograd itself, also where the graph is there already."""
+    split = autosplit.split(Module(writes_input))
+    split(torch.ones(3, 4).requires_grad_() * 1.0)
+    leaf = torch.ones(3, 4).requires_grad_()
+    with pytest.raises(RuntimeError, match=r"a (view of a )?leaf Variable that requires grad"):
+        split(leaf.view(3, 4) if view else leaf)
 
 
 def test_the_input_has_its_new_value() -> None:

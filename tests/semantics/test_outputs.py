@@ -166,7 +166,7 @@ class Overwrites(nn.Module):
 
 @both_modes
 def test_overwritten_input_that_nobody_reads_has_no_gradient(training: bool) -> None:
-    split = autosplit.split(Overwrites().train(training))
+    split = autosplit.split(Overwrites().train(training), fullgraph=True)
     leaves = [torch.randn(3, 4, requires_grad=True) for _ in range(2)]
     for leaf in leaves:
         split(leaf.clone(), leaf).sum().backward()
