@@ -73,8 +73,8 @@ class Split(torch.autograd.Function):
         functions.autocast_guard.check()
         arrived = list(output_grads)
         del output_grads
-        skipped = functions.without_gradient(arrived)
-        idle = functions.idle_inputs(arrived)
+        skipped = functions.dependence.without_gradient(arrived)
+        idle = functions.dependence.idle_inputs(arrived)
         saved = ctx.saved
         ctx.saved = saved.again() if graph_is_kept() else None
         if ctx.packed:

@@ -35,7 +35,7 @@ class Delivery:
             SplitError: something deferred was written in place since I.
         """
         work = works[0]
-        if len(works) == 1 and not work.skipped and work.functions.dense_gradients:
+        if len(works) == 1 and not work.skipped and work.functions.dependence.dense:
             leaves = self._leaves_of(work)
             if leaves.unnoticed():
                 self._add(work, leaves)

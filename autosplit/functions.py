@@ -7,24 +7,22 @@ out once; a call only moves references.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch import Tensor, fx
 
 from .accumulation import EXACT, Accumulation
 from .autocast import AutocastGuard
 from .compile import Backend, compile_graph, hand_over, positions
+from .dependence import Dependence
 from .errors import SplitError
 from .gradients import GradientGraph
 from .handover import Handover, State, TensorSpec
 from .passes import Kind, Role, SplitGraphs
-from .passes.aliasing import is_whole, storage_root
 from .passes.batch import batch, member
-from .passes.graph import STATE, descendants, inputs, outputs
+from .passes.graph import STATE, inputs, outputs
 from .passes.verify import verify_graph
 from .slices import SlicedWeight
 
@@ -61,6 +59,7 @@ class SplitFunctions:
         late_parameters: those that W returns, in order.
         tangent_specs: output path -> the gradient that the backward expects for it; outputs
             not listed are not differentiable.
+        dependence: what is known of the gradients without running anything.
     """
 
     def __init__(self, traced: Capture, graphs: SplitGraphs, backend: Backend) -> None:
@@ -80,6 +79,7 @@ class SplitFunctions:
             for role, node in inputs(graphs.joint.graph, Kind.TANGENT).items()
         }
         self._tangents = [(n, self.output_names.index(n)) for n in self.tangent_specs]
+        self.dependence = Dependence(graphs, traced.inputs, self._tangents)
         self.parameter_names = [
             role.name for role, _ in outputs(graphs.joint.graph, Kind.PARAMETER_GRAD)
         ]
@@ -132,83 +132,15 @@ class SplitFunctions:
         return {name: TensorSpec.of(v) for name, v in values.items() if isinstance(v, Tensor)}
 
     @cached_property
-    def gradient_sources(self) -> dict[str, frozenset[str]]:
-        """Parameter name -> outputs whose gradient its own depends on."""
-        return self._sources(Kind.PARAMETER_GRAD)
-
-    @cached_property
-    def _input_sources(self) -> dict[str, frozenset[str]]:
-        return self._sources(Kind.INPUT_GRAD)
-
-    def _sources(self, kind: Kind) -> dict[str, frozenset[str]]:
-        graph = self.graphs.joint.graph
-        reached = {
-            role.name: descendants([node]) for role, node in inputs(graph, Kind.TANGENT).items()
-        }
-        return {
-            role.name: frozenset(name for name, nodes in reached.items() if value in nodes)
-            for role, value in outputs(graph, kind)
-        }
-
-    @cached_property
-    def borrowed_gradients(self) -> frozenset[str]:
-        """Parameters whose gradient is not a tensor of its own: it shares storage with
-        another gradient or with what the caller handed in, overlaps itself, or keeps more
-        alive than itself. Whoever adds into gradients in place must copy these first.
-        """
-        if self.graphs.backward is None:
-            return frozenset()
-        pairs = [(r, v) for r, v in outputs(self.graphs.backward.graph) if isinstance(v, fx.Node)]
-        uses = Counter(storage_root(value) for _, value in pairs)
-        return frozenset(
-            role.name
-            for role, value in pairs
-            if role.kind is Kind.PARAMETER_GRAD
-            and (uses[storage_root(value)] > 1 or not is_whole(value))
-        )
-
-    @cached_property
-    def dense_gradients(self) -> bool:
-        """Whether every parameter's gradient is an ordinary tensor."""
-        values = [value for _, value in outputs(self.graphs.joint.graph, Kind.PARAMETER_GRAD)]
-        return all(value.meta["val"].layout is torch.strided for value in values)
-
-    @cached_property
     def borrowed(self) -> list[bool]:
-        """Which of ``parameter_names`` are in ``borrowed_gradients``."""
-        return [name in self.borrowed_gradients for name in self.parameter_names]
+        """Which of ``parameter_names`` have a gradient that is not a tensor of its own."""
+        return [name in self.dependence.borrowed for name in self.parameter_names]
 
     @cached_property
     def constant_outputs(self) -> list[int]:
         """Places of outputs that are not differentiable."""
         names = enumerate(self.output_names)
         return [at for at, name in names if name not in self.tangent_specs]
-
-    def without_gradient(self, output_grads: Sequence[Tensor | None]) -> frozenset[str]:
-        """Parameters that get no gradient, because none of their outputs has one."""
-        absent = self._absent(output_grads)
-        if not absent:
-            return self._unused
-        sources = self.gradient_sources.items()
-        return frozenset([name for name, outputs in sources if outputs <= absent])
-
-    def idle_inputs(self, output_grads: Sequence[Tensor | None]) -> list[int]:
-        """Places among ``capture.inputs`` of those that get no gradient, because none of the
-        outputs that they have a part in has one.
-        """
-        absent = self._absent(output_grads)
-        if not absent:
-            return []
-        idle = {name for name, outputs in self._input_sources.items() if outputs <= absent}
-        return [at for at, name in enumerate(self.capture.inputs) if name in idle]
-
-    def _absent(self, output_grads: Sequence[Tensor | None]) -> frozenset[str]:
-        return frozenset([name for name, at in self._tangents if output_grads[at] is None])
-
-    @cached_property
-    def _unused(self) -> frozenset[str]:
-        """Parameters that no output depends on."""
-        return frozenset([name for name, outputs in self.gradient_sources.items() if not outputs])
 
     def forward(self, state: State, leaves: list[Any]) -> ForwardResult:
         """F. ``leaves``: flattened ``(args, kwargs)``; emptied."""
@@ -271,7 +203,7 @@ class SplitFunctions:
 
         Returns:
             ``gradients``; without them new tensors in that order, of which those named by
-            ``borrowed_gradients`` may share storage.
+            ``dependence.borrowed`` may share storage.
 
         Raises:
             SplitError: something deferred was written in place since I.
@@ -340,7 +272,7 @@ class SplitFunctions:
                 self._module("backward_weight"),
                 self._input_half.handed,
                 count,
-                borrowed=self.borrowed_gradients,
+                borrowed=self.dependence.borrowed,
                 backend=self._backend,
             )
         return self._slices[count]

@@ -46,7 +46,7 @@ class SlicedWeight:
         module: W.
         handed: roles of what I hands over, in order.
         count: how many slices.
-        borrowed: gradients that are not tensors of their own (``borrowed_gradients``).
+        borrowed: gradients that are not tensors of their own (``Dependence.borrowed``).
         backend: how graphs are compiled.
 
     Raises:

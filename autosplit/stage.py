@@ -161,7 +161,7 @@ class Stage:
                 saved, given, into or None, sums.accumulation
             )
             if names and into is None:
-                sums.add(names, early, functions.borrowed_gradients)
+                sums.add(names, early, functions.dependence.borrowed)
         self._weights.flights.put(microbatch, Flight(functions, deferred, state))
         return grads
 
@@ -204,7 +204,7 @@ class Stage:
             given = self._output_grads(functions, output_grads)
             grads, gradients = functions.backward(saved, given, into, sums.accumulation)
             if into is None:
-                sums.add(names, gradients, functions.borrowed_gradients)
+                sums.add(names, gradients, functions.dependence.borrowed)
         return grads
 
     def publish(self) -> None:

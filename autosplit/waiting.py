@@ -121,7 +121,7 @@ class WaitingWeights:
         sums = self.into(names, state)
         gradients = functions.backward_weight(deferred, sums, self.sums.accumulation)
         if sums is None:
-            self.sums.add(names, gradients, functions.borrowed_gradients)
+            self.sums.add(names, gradients, functions.dependence.borrowed)
 
     def run_all(self, microbatches: Sequence[int]) -> None:
         """All of W for several microbatches, in this order. Those that ran the same graph on
@@ -163,7 +163,7 @@ class WaitingWeights:
         sums = self.into(names, state)
         gradients = functions.backward_weight_together(deferred, sums, accumulation)
         if sums is None:
-            self.sums.add(names, gradients, functions.borrowed_gradients)
+            self.sums.add(names, gradients, functions.dependence.borrowed)
 
     def run_slice(self, microbatch: int, index: int) -> None:
         """One slice of W.

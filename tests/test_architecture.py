@@ -46,7 +46,7 @@ ORDER = [
     ["errors", "passes", "compat", "compat_leaves"],
     ["structures", "first_call", "face", "compat_inductor"],
     ["capture"],
-    ["autocast", "compile", "handover", "accumulation"],
+    ["autocast", "compile", "handover", "accumulation", "dependence"],
     ["gradients"],
     ["slices"],
     ["functions"],

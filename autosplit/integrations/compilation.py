@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -16,9 +16,10 @@ from ..compat_convention import AotGraphs
 from ..compat_dynamo import Splitter, compile_graph, input_sources
 from ..compile import Boxed, backend_named, hand_over, prepare
 from ..compile import compile_graph as compile_split
+from ..dependence import gradient_sources
 from ..errors import SplitError
 from ..passes import Kind, Role
-from ..passes.graph import GRADIENT, descendants, inputs, outputs
+from ..passes.graph import GRADIENT, inputs, outputs
 from .call import Call, call_of
 from .part import Part
 from .work import WeightGraph, Work
@@ -115,7 +116,7 @@ class _SplitBackward:
         self._state = {role: positions[role] for role in weight.state}
         returned = [role for role, _ in outputs(aot.backward_input.graph)]
         self._slots, self._left = returned[: aot.slots], returned[aot.slots :]
-        self._sources = _gradient_sources(aot.graphs.joint.graph)
+        self._sources = gradient_sources(aot.graphs.joint.graph, *GRADIENT)
         self._autocast_guard = AutocastGuard(aot.graphs.backward or aot.graphs.joint)
 
     def watch(self, call: Call, results: Any) -> None:
@@ -169,17 +170,6 @@ class _SplitBackward:
     def _is_absent(self, name: str, call: Call) -> bool:
         sources = self._sources.get(name)
         return sources is not None and sources <= call.absent
-
-
-def _gradient_sources(joint: fx.Graph) -> Mapping[str, frozenset[str]]:
-    """Input name -> outputs whose gradient its own depends on."""
-    tangents = inputs(joint, Kind.TANGENT)
-    reached = {role.name: descendants([node]) for role, node in tangents.items()}
-    return {
-        role.name: frozenset(name for name, nodes in reached.items() if value in nodes)
-        for role, value in outputs(joint, *GRADIENT)
-        if isinstance(value, fx.Node)
-    }
 
 
 def _roles(sources: list[str], example_inputs: Sequence[Any], owner: Owner) -> list[Role]:

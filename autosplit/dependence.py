@@ -1,0 +1,101 @@
+"""What is known of a module's gradients from its graphs alone: what each depends on, and whether
+it is a tensor of its own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor, fx
+
+from .passes import Kind, SplitGraphs
+from .passes.aliasing import is_whole, storage_root
+from .passes.graph import descendants, inputs, outputs
+
+
+def gradient_sources(joint: fx.Graph, *kinds: Kind) -> dict[str, frozenset[str]]:
+    """Name of a gradient of these kinds -> outputs whose gradients it depends on."""
+    tangents = inputs(joint, Kind.TANGENT)
+    reached = {role.name: descendants([node]) for role, node in tangents.items()}
+    return {
+        role.name: frozenset(name for name, nodes in reached.items() if value in nodes)
+        for role, value in outputs(joint, *kinds)
+        if isinstance(value, fx.Node)
+    }
+
+
+class Dependence:
+    """Facts about the gradients of one module.
+
+    Args:
+        graphs: the module's.
+        taken: paths of its inputs.
+        tangents: differentiable outputs and their places among all outputs.
+    """
+
+    def __init__(
+        self, graphs: SplitGraphs, taken: Sequence[str], tangents: Sequence[tuple[str, int]]
+    ) -> None:
+        self._graphs = graphs
+        self._taken = taken
+        self._tangents = tangents
+
+    def without_gradient(self, output_grads: Sequence[Tensor | None]) -> frozenset[str]:
+        """Parameters that get no gradient, because none of their outputs has one."""
+        absent = self._absent(output_grads)
+        if not absent:
+            return self._unused
+        sources = self._parameter_sources.items()
+        return frozenset([name for name, outputs in sources if outputs <= absent])
+
+    def idle_inputs(self, output_grads: Sequence[Tensor | None]) -> list[int]:
+        """Places of inputs that get no gradient, because none of the outputs that they have a
+        part in has one.
+        """
+        absent = self._absent(output_grads)
+        if not absent:
+            return []
+        idle = {name for name, outputs in self._input_sources.items() if outputs <= absent}
+        return [at for at, name in enumerate(self._taken) if name in idle]
+
+    @cached_property
+    def borrowed(self) -> frozenset[str]:
+        """Parameters whose gradient is not a tensor of its own: it shares storage with
+        another gradient or with what the caller handed in, overlaps itself, or keeps more
+        alive than itself. Whoever adds into gradients in place must copy these first.
+        """
+        if self._graphs.backward is None:
+            return frozenset()
+        pairs = [(r, v) for r, v in outputs(self._graphs.backward.graph) if isinstance(v, fx.Node)]
+        uses = Counter(storage_root(value) for _, value in pairs)
+        return frozenset(
+            role.name
+            for role, value in pairs
+            if role.kind is Kind.PARAMETER_GRAD
+            and (uses[storage_root(value)] > 1 or not is_whole(value))
+        )
+
+    @cached_property
+    def dense(self) -> bool:
+        """Whether every parameter's gradient is an ordinary tensor."""
+        values = [value for _, value in outputs(self._graphs.joint.graph, Kind.PARAMETER_GRAD)]
+        return all(value.meta["val"].layout is torch.strided for value in values)
+
+    @cached_property
+    def _parameter_sources(self) -> dict[str, frozenset[str]]:
+        return gradient_sources(self._graphs.joint.graph, Kind.PARAMETER_GRAD)
+
+    @cached_property
+    def _input_sources(self) -> dict[str, frozenset[str]]:
+        return gradient_sources(self._graphs.joint.graph, Kind.INPUT_GRAD)
+
+    @cached_property
+    def _unused(self) -> frozenset[str]:
+        """Parameters that no output depends on."""
+        return frozenset([name for name, outputs in self._parameter_sources.items() if not outputs])
+
+    def _absent(self, output_grads: Sequence[Tensor | None]) -> frozenset[str]:
+        return frozenset([name for name, at in self._tangents if output_grads[at] is None])
