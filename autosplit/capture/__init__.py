@@ -22,6 +22,7 @@ from ..structures import hold
 from .as_eager import as_eager
 from .export import Guards, export
 from .margin_losses import traced_as_run
+from .observers import unobserved
 from .reasons import user_errors
 from .recurrent import divide_layers
 from .roles import Names, canonical_names, with_roles
@@ -74,7 +75,7 @@ def capture(
     Raises:
         CaptureError: the module cannot be traced into one graph; names the user's line.
     """
-    with user_errors(module), _same_tensors(module), traced_as_run():
+    with user_errors(module), _same_tensors(module), traced_as_run(), unobserved():
         exported, guards = export(module, args, kwargs)
         divide_layers(exported)
         results = _Results(exported)

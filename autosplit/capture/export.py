@@ -19,6 +19,7 @@ from ..compat import tree_flatten
 from ..errors import CaptureError
 from .binding import Binding
 from .custom_functions import refuse_absent_gradients
+from .observers import is_observed, unobserved
 from .random import AS_IN_EAGER, refuse_drawn
 from .reasons import definition
 from .side_effects import Setter, setters
@@ -72,6 +73,12 @@ class Guards:
 
     def hold(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the graph may run for these inputs, with the module as it is now."""
+        if not is_observed():
+            return self._hold(args, kwargs)
+        with unobserved():
+            return self._hold(args, kwargs)
+
+    def _hold(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         scope = self._scope(args, kwargs)
         return (
             scope is not None

@@ -1,0 +1,95 @@
+"""Modes and trackers that count or log see what runs, and change nothing."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as hooks
+from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.module_tracker import ModuleTracker
+
+import autosplit
+from autosplit.capture.observers import unobserved
+
+
+def _model() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+def _inputs() -> list[Tensor]:
+    return [torch.randn(3, 4, requires_grad=True) for _ in range(2)]
+
+
+def _flops(counter: FlopCounterMode) -> dict[str, int]:
+    return {str(op): count for op, count in counter.get_flop_counts()["Global"].items()}
+
+
+@pytest.mark.parametrize("captured", [True, False], ids=["before", "inside"])
+def test_flops_of_a_split_module_are_those_of_autograd(captured: bool) -> None:
+    plain, inputs = _model(), _inputs()
+    with FlopCounterMode(display=False) as expected:
+        for output in [plain(x) for x in inputs]:
+            output.sum().backward()
+    split = autosplit.split(copy.deepcopy(plain), (inputs[0],) if captured else (), fullgraph=True)
+    split.zero_grad()
+    with FlopCounterMode(display=False) as found:
+        for output in [split(x) for x in inputs]:
+            output.sum().backward()
+        split.backward_weight()
+    assert _flops(found) == _flops(expected)
+    assert len(split.functions) == 1
+    for mine, theirs in zip(split.parameters(), plain.parameters(), strict=True):
+        assert mine.grad is not None
+        assert theirs.grad is not None
+        assert torch.equal(mine.grad, theirs.grad)
+
+
+def test_flops_of_a_stage_are_those_of_autograd() -> None:
+    model, inputs = _model(), _inputs()
+    with FlopCounterMode(display=False) as expected:
+        for x in inputs:
+            model(x).sum().backward()
+    with FlopCounterMode(display=False) as found:
+        stage = autosplit.Stage(model, inputs[:1])
+        functions = stage.functions
+        for index, x in enumerate(inputs):
+            (output,) = stage.forward(index, [x.detach()])
+            stage.backward_input(index, [torch.ones_like(output)])
+        for index in range(2):
+            stage.backward_weight(index)
+    assert _flops(found) == _flops(expected)
+    assert stage.functions is functions  # not traced again
+
+
+def test_another_hook_is_part_of_the_forward() -> None:
+    split = autosplit.split(nn.Linear(4, 4), fullgraph=True)
+    x = torch.randn(3, 4)
+    plain = split(x)
+    handle = hooks.register_module_forward_hook(_double)
+    try:
+        with ModuleTracker():
+            doubled = split(x)
+    finally:
+        handle.remove()
+    # Once on the linear layer, in the graph, and once on the split module itself.
+    assert torch.equal(doubled, plain * 4)
+
+
+def test_hooks_are_put_back_where_they_stood() -> None:
+    first = hooks.register_module_forward_hook(_double)
+    with ModuleTracker():
+        last = hooks.register_module_forward_hook(_double)
+        before = list(hooks._global_forward_hooks.items())
+        with unobserved():
+            assert list(hooks._global_forward_hooks.values()) == [_double] * 2
+        assert list(hooks._global_forward_hooks.items()) == before
+        last.remove()
+    first.remove()
+    assert not hooks._global_forward_hooks
+
+
+def _double(module: nn.Module, args: object, output: Tensor) -> Tensor:
+    return output * 2
