@@ -26,7 +26,10 @@ def _typed_errors(command: Callable[..., None]) -> Callable[..., None]:
 
 
 _backend = click.option(
-    "--backend", default="eager", show_default=True, help="How graphs are run: eager, inductor."
+    "--backend",
+    default="eager",
+    show_default=True,
+    help="How graphs are run: eager, inductor, cudagraphs.",
 )
 
 

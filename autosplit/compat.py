@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import Node
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import (
     GetAttrKey,
@@ -36,6 +37,7 @@ __all__ = [
     "graph_is_kept",
     "has_saved_tensors_hooks",
     "in_transform",
+    "is_gone",
     "register_node",
     "share_state",
     "tree_flatten",
@@ -144,6 +146,12 @@ def versions(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
         # Some kernels return None where their fake promises a tensor (a workspace not needed);
         # an inference tensor has no version.
         return tuple([0 if t is None or t.is_inference() else t._version for t in tensors])
+
+
+def is_gone(storage: torch.UntypedStorage) -> Callable[[], bool]:
+    """Asks, without keeping the storage, whether no tensor lies in it any more."""
+    expired: Callable[[], bool] = StorageWeakRef(storage).expired
+    return expired
 
 
 class StateReader:

@@ -14,6 +14,7 @@ from ..passes.errors import PassError
 from ..passes.graph import Role, inputs, outputs
 from ..passes.sizes import concrete
 from .backend import Backend, Boxed, Code, Strides
+from .cudagraphs import CudaGraphs
 from .eager import Eager
 
 __all__ = [
@@ -142,4 +143,8 @@ def _inductor() -> Backend:
     return Inductor()
 
 
-BACKENDS: Mapping[str, Callable[[], Backend]] = {"eager": Eager, "inductor": _inductor}
+BACKENDS: Mapping[str, Callable[[], Backend]] = {
+    "eager": Eager,
+    "inductor": _inductor,
+    "cudagraphs": CudaGraphs,
+}

@@ -19,7 +19,7 @@ class Broken(Eager):
 
 @pytest.mark.parametrize("name", ["", "Inductor", "triton"])
 def test_unknown_backend_lists_the_known_ones(name: str) -> None:
-    with pytest.raises(SplitError, match=r"unknown backend.*'eager', 'inductor'"):
+    with pytest.raises(SplitError, match=r"unknown backend.*'eager', 'inductor', 'cudagraphs'"):
         backend_named(name)
 
 
