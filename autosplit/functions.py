@@ -19,7 +19,7 @@ from .compile import Backend, compile_graph, hand_over, positions
 from .dependence import Dependence
 from .errors import SplitError
 from .gradients import GradientGraph
-from .handover import Handover, State, TensorSpec
+from .handover import Constants, Handover, State, TensorSpec
 from .passes import Kind, Role, SplitGraphs
 from .passes.batch import batch, member
 from .passes.graph import STATE, inputs, outputs
@@ -103,6 +103,7 @@ class SplitFunctions:
         backward = self.graphs.backward
         self._read = [] if backward is None else list(inputs(backward.graph, *STATE))
         self._saved_names = tuple([role.name for role in (*self._saved, *self._read)])
+        self._constants = self._constants_of([] if backward is None else [backward])
 
     @cached_property
     def autocast_guard(self) -> AutocastGuard:
@@ -153,7 +154,7 @@ class SplitFunctions:
         return ForwardResult(
             [results[at] for at in self._outputs_at],
             [results[at] for at in self._updates_at],
-            Handover(self._saved_names, saved, read),
+            Handover(self._saved_names, saved, read, self._constants),
         )
 
     def backward_input(
@@ -185,7 +186,7 @@ class SplitFunctions:
         deferred = results[half.inputs :]
         del results[half.inputs :]
         kept = tuple([read[at] for at in half.read_at])
-        return results, Handover(half.names, deferred, kept), early
+        return results, Handover(half.names, deferred, kept, half.constants), early
 
     def backward_weight(
         self,
@@ -273,6 +274,7 @@ class SplitFunctions:
                 self._input_half.handed,
                 count,
                 borrowed=self.dependence.borrowed,
+                constants_of=self._constants_of,
                 backend=self._backend,
             )
         return self._slices[count]
@@ -295,6 +297,7 @@ class SplitFunctions:
             (*deferred, *read),
             tuple([role.name for role in (*deferred, *read)]),
             positions(read, self._read),
+            self._constants_of([self._module("backward_weight")]),
         )
 
     @cached_property
@@ -338,6 +341,9 @@ class SplitFunctions:
             backend=self._backend,
         )
 
+    def _constants_of(self, modules: Iterable[fx.GraphModule]) -> Constants:
+        return Constants.of(modules, self.capture.guards.name_of)
+
     def _module(self, name: str) -> fx.GraphModule:
         module = self.graphs.graphs().get(name)
         if module is None:
@@ -378,6 +384,7 @@ class _InputHalf(NamedTuple):
         handed: roles of what W gets: what I defers, then state.
         names: theirs.
         read_at: places of the state that W reads among the state that the backward reads.
+        constants: those that W reads.
     """
 
     graph: GradientGraph
@@ -385,6 +392,7 @@ class _InputHalf(NamedTuple):
     handed: Sequence[Role]
     names: tuple[str, ...]
     read_at: Sequence[int]
+    constants: Constants
 
 
 def _early(module: fx.GraphModule | None) -> set[str]:

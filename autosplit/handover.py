@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from .compat import versions
 from .errors import SplitError
+from .passes import codegen
 
 State = Mapping[str, Tensor]
 
@@ -39,25 +40,59 @@ class TensorSpec:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
 
+class Constants(NamedTuple):
+    """Tensors that graphs hold: of the module, but neither parameters nor buffers.
+
+    Attributes:
+        names: for each, where the module's forward finds it.
+        tensors: the module's own, so that what is written into one is seen in the graphs.
+    """
+
+    names: tuple[str, ...] = ()
+    tensors: tuple[Tensor, ...] = ()
+
+    @classmethod
+    def of(
+        cls, modules: Iterable[fx.GraphModule], name_of: Callable[[Tensor], str | None]
+    ) -> Constants:
+        """The constants that some graphs read.
+
+        Args:
+            modules: the graphs.
+            name_of: where the forward finds a tensor; None for one that tracing made.
+        """
+        held = {k: v for module in modules for k, v in codegen.constants(module).items()}
+        found = {k: v for k, v in held.items() if isinstance(v, Tensor)}
+        names = [name_of(tensor) or target for target, tensor in found.items()]
+        return cls(tuple(names), tuple(found.values()))
+
+
 class Handover:
-    """Tensors from one graph to the next, with the state that the next one will read.
+    """Tensors from one graph to the next, with the state and constants that it will read.
 
     A tensor written in place between the two would give wrong gradients, and so would a
     parameter whose data were exchanged (``.to()``, ``parameter.data = ...``), which autograd
     does not count as a write. ``take`` compares and refuses.
     """
 
-    __slots__ = ("_counts", "_names", "_places", "_state", "_tensors")
+    __slots__ = ("_constants", "_counts", "_names", "_places", "_state", "_tensors")
 
     def __init__(
-        self, names: tuple[str, ...], tensors: list[Tensor], state: tuple[Tensor, ...]
+        self,
+        names: tuple[str, ...],
+        tensors: list[Tensor],
+        state: tuple[Tensor, ...],
+        constants: Constants = Constants(),  # noqa: B008 (immutable)
     ) -> None:
-        """``state`` is what the next graph reads besides; ``names`` name the tensors and it."""
-        self._names = names
+        """``state`` is what the next graph reads besides; ``names`` name the tensors and it.
+        ``constants`` are those that the next graph, or one after it, holds.
+        """
+        self._names = names + constants.names
         self._tensors = tensors
         self._state = state
-        self._counts = versions((*tensors, *self._state))
-        self._places = _places(self._state)
+        self._constants = constants.tensors
+        self._counts = versions((*tensors, *state, *self._constants))
+        self._places = _places((*state, *self._constants))
 
     @property
     def tensors(self) -> Sequence[Tensor]:
@@ -81,6 +116,7 @@ class Handover:
         """The same hand-over once more, for a backward that runs twice (``retain_graph=True``)."""
         twin = Handover.__new__(Handover)
         twin._names, twin._state = self._names, self._state
+        twin._constants = self._constants
         twin._counts, twin._places = self._counts, self._places
         twin._tensors = list(self._tensors)
         return twin
@@ -89,17 +125,18 @@ class Handover:
         """The tensors and the state, in one list; this object keeps none of them.
 
         Raises:
-            SplitError: something was written in place since the hand-over, or a parameter
-                has other data; names it.
+            SplitError: something was written in place since the hand-over, or a parameter or
+                constant has other data; names it.
         """
-        written = _different(self._names, self._counts, versions((*self._tensors, *self._state)))
+        watched = (*self._state, *self._constants)
+        written = _different(self._names, self._counts, versions((*self._tensors, *watched)))
         if written:
             raise SplitError(
                 f"written in place between the forward and its backward: {written}. Run the "
                 "backward and backward_weight() before writing, or write into a clone."
             )
         names = self._names[len(self._tensors) :]
-        moved = _different(names, self._places, _places(self._state))
+        moved = _different(names, self._places, _places(watched))
         if moved:
             raise SplitError(
                 f"moved, converted or given other data between the forward and its backward: "

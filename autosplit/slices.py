@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from torch import Tensor, fx
@@ -11,7 +11,7 @@ from .accumulation import Accumulation
 from .compile import Backend
 from .errors import SplitError
 from .gradients import GradientGraph
-from .handover import Handover
+from .handover import Constants, Handover
 from .passes import Kind, PassError, Role
 from .passes.aliasing import storage_root
 from .passes.graph import STATE, inputs, outputs
@@ -28,6 +28,7 @@ class _Slice(NamedTuple):
         names: of what it leaves for the next slice, tensors first, then state.
         tensors_at: which of the tensors handed to it the next slice gets.
         state_at: likewise of the parameters and buffers.
+        constants: those that later slices read.
     """
 
     graph: GradientGraph
@@ -35,6 +36,7 @@ class _Slice(NamedTuple):
     names: tuple[str, ...]
     tensors_at: Sequence[int]
     state_at: Sequence[int]
+    constants: Constants
 
 
 class SlicedWeight:
@@ -47,6 +49,7 @@ class SlicedWeight:
         handed: roles of what I hands over, in order.
         count: how many slices.
         borrowed: gradients that are not tensors of their own (``Dependence.borrowed``).
+        constants_of: the constants that graphs read.
         backend: how graphs are compiled.
 
     Raises:
@@ -60,6 +63,7 @@ class SlicedWeight:
         count: int,
         *,
         borrowed: Collection[str],
+        constants_of: Callable[[Iterable[fx.GraphModule]], Constants],
         backend: Backend,
     ) -> None:
         try:
@@ -71,7 +75,8 @@ class SlicedWeight:
         self._slices: list[_Slice] = []
         given = list(handed)
         for index, part in enumerate(modules):
-            made, given = _slice(part, given, modules[index + 1 :], borrowed, backend)
+            later = modules[index + 1 :]
+            made, given = _slice(part, given, later, borrowed, constants_of(later), backend)
             self._slices.append(made)
 
     @property
@@ -104,12 +109,13 @@ class SlicedWeight:
         Raises:
             SplitError: something deferred was written in place meanwhile.
         """
-        graph, _, names, tensors_at, state_at = self._slices[index]
+        graph, _, names, tensors_at, state_at, constants = self._slices[index]
         read = deferred.state
         pool = deferred.take()
         kept = [pool[at] for at in tensors_at]
         made, found = graph.run(pool, gradients, accumulation)
-        return found, Handover(names, kept + made, tuple([read[at] for at in state_at]))
+        left = tuple([read[at] for at in state_at])
+        return found, Handover(names, kept + made, left, constants)
 
 
 def _slice(
@@ -117,6 +123,7 @@ def _slice(
     given: list[Role],
     following: Sequence[fx.GraphModule],
     borrowed: Collection[str],
+    constants: Constants,
     backend: Backend,
 ) -> tuple[_Slice, list[Role]]:
     """A slice, and what it hands to the next."""
@@ -147,6 +154,6 @@ def _slice(
     left = [state[at] for at in state_at]
     names = tuple([role.name for role in (*kept, *left)])
     return (
-        _Slice(graph, frozenset(borrowed) | shared, names, tensors_at, state_at),
+        _Slice(graph, frozenset(borrowed) | shared, names, tensors_at, state_at, constants),
         kept + left,
     )

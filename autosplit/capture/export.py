@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch._dynamo
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch._dynamo.convert_frame import CaptureOutput, fullgraph_capture, get_traced_fn
 from torch._dynamo.functional_export import create_fx_graph_from_captured_output
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
@@ -77,6 +77,13 @@ class Guards:
             return self._hold(args, kwargs)
         with unobserved():
             return self._hold(args, kwargs)
+
+    def name_of(self, constant: Tensor) -> str | None:
+        """Where the forward finds a constant of the graph; None for one that tracing made."""
+        for code, tensor in self._constants:
+            if tensor is constant:
+                return code.co_filename.removeprefix("L['self'].")
+        return None
 
     def _hold(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         scope = self._scope(args, kwargs)

@@ -12,7 +12,7 @@ from semantics.against_autograd import assert_equals_autograd
 from torch import Tensor, nn
 
 import autosplit
-from autosplit import CaptureError, SplitError
+from autosplit import CaptureError, SplitError, Stage
 
 
 class Config:
@@ -189,3 +189,66 @@ def test_constant_that_requires_a_gradient_is_refused() -> None:
     model.shifts[0].requires_grad_()
     with pytest.raises(CaptureError, match=r"requires a gradient but is neither an input nor a"):
         autosplit.split(model).capture(torch.randn(2, 4))
+
+
+class Scaled(nn.Module):
+    """A constant that I reads and W does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.scale = torch.full((4,), 2.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.scale
+
+
+class ScaledWeight(nn.Module):
+    """The constant stands between the parameter and its use: W reads it too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.scale = torch.full((4, 4), 2.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.weight * self.scale)
+
+
+WRITTEN = r"written in place between the forward and its backward: scale\. Run the backward"
+
+
+def test_constant_written_between_forward_and_backward() -> None:
+    """Refused, as autograd does; a write before the next forward is seen by it."""
+    split = autosplit.split(Scaled(), fullgraph=True)
+    x = torch.randn(3, 4).requires_grad_()  # without it, I has nothing to do
+    outputs = [split(x) for _ in range(2)]
+    outputs[0].sum().backward()
+    split.scale.mul_(3.0)
+    split.backward_weight()
+    with pytest.raises(SplitError, match=WRITTEN):
+        outputs[1].sum().backward()
+    assert_equals_autograd(split.model, [(torch.randn(3, 4).requires_grad_(),) for _ in range(2)])
+    assert torch.equal(split(x), split.model(x))
+    assert len(split.functions) == 1
+
+
+def test_constant_given_other_data() -> None:
+    split = autosplit.split(Scaled(), fullgraph=True)
+    output = split(torch.randn(3, 4))
+    split.scale.data = torch.ones(4)
+    with pytest.raises(SplitError, match=r"given other data .*: scale\. Run the backward"):
+        output.sum().backward()
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_constant_written_before_the_weights_of_a_stage(backend: str) -> None:
+    x = torch.randn(3, 4).requires_grad_()
+    stage = Stage(ScaledWeight(), (x,), backend=backend)
+    grads = [torch.ones_like(stage.forward(microbatch, [x])[0]) for microbatch in range(2)]
+    stage.backward_input(0, grads[:1])
+    stage.module.scale.mul_(3.0)
+    with pytest.raises(SplitError, match=WRITTEN):
+        stage.backward_weight(0)
+    with pytest.raises(SplitError, match=WRITTEN):
+        stage.backward_input(1, grads[1:])
