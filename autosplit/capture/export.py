@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import warnings
 from types import CodeType
 from typing import Any
@@ -82,7 +83,8 @@ class Guards:
         """Where the forward finds a constant of the graph; None for one that tracing made."""
         for code, tensor in self._constants:
             if tensor is constant:
-                return code.co_filename.removeprefix("L['self'].")
+                path = code.co_filename.removeprefix("L['self'].")
+                return re.sub(r"_modules\['([^']*)'\]", r"\1", path)
         return None
 
     def _hold(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -161,6 +163,7 @@ def export(
             guards = Guards(module, args, kwargs, captured)
         exported = create_fx_graph_from_captured_output(captured, module, args, kwargs)
         refuse_absent_gradients(exported, captured.graph_capture_output.traced_code)
+    _find_class_tensors(module, exported)
     refuse_drawn(module, exported)
     # Dynamo put the graph into the globals of the forward's module, from where it would keep
     # the model and its example inputs alive for ever.
@@ -169,6 +172,18 @@ def export(
         output.f_globals.pop(graph.backend_id, None)
     guards.setters = setters(module, args, kwargs, caught, output.f_globals)
     return exported, guards
+
+
+def _find_class_tensors(module: nn.Module, exported: Any) -> None:
+    """The exported module stands for the user's where its code looks for tensors, but it has a
+    class of its own. Parameters and buffers are in tables that both share, so where tensors
+    are attributes of the class, the user's module can stand there itself.
+    """
+    _, root = get_traced_fn(module)
+    if any(
+        isinstance(value, Tensor) for kind in type(root).__mro__ for value in vars(kind).values()
+    ):
+        exported.graph._codegen.dynamo_bytecode_flatten.input_processor.root = root
 
 
 def _messages() -> set[Any]:

@@ -252,3 +252,66 @@ def test_constant_written_before_the_weights_of_a_stage(backend: str) -> None:
         stage.backward_weight(0)
     with pytest.raises(SplitError, match=WRITTEN):
         stage.backward_input(1, grads[1:])
+
+
+def test_constant_written_between_slices() -> None:
+    """Refused only where a later slice reads it."""
+    x = torch.randn(3, 4).requires_grad_()
+    stage = Stage(nn.Sequential(ScaledWeight(), ScaledWeight()), (x,), slices=2)
+    assert stage.slices == (("1.weight",), ("0.weight",))
+    for microbatch in range(2):
+        (output,) = stage.forward(microbatch, [x])
+        stage.backward_input(microbatch, [torch.ones_like(output)])
+        stage.backward_weight(microbatch, slice=0)
+    stage.module[1].scale.mul_(3.0)
+    stage.backward_weight(0, slice=1)
+    stage.module[0].scale.mul_(3.0)
+    with pytest.raises(SplitError, match=r"written in place .*: 0\.scale\. Run the backward"):
+        stage.backward_weight(1, slice=1)
+
+
+class Scales(nn.Module):
+    scale = torch.full((4,), 2.0)
+
+
+class WithClassTensors(Scales):
+    shift = torch.ones(4)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x * self.scale) * (self.scale + self.shift)
+
+
+def test_tensors_of_the_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written into one, or put in its place, the next call knows."""
+    monkeypatch.setattr(Scales, "scale", torch.full((4,), 2.0))
+    monkeypatch.setattr(WithClassTensors, "shift", torch.ones(4))
+    batch = [(torch.randn(3, 4).requires_grad_(),) for _ in range(2)]
+    split = assert_equals_autograd(WithClassTensors(), batch)
+    assert len(split.functions) == 1
+    (x,) = batch[0]
+    Scales.scale.mul_(3.0)
+    assert torch.equal(split(x), split.model(x))
+    assert len(split.functions) == 1
+    WithClassTensors.shift = torch.zeros(4)
+    assert torch.equal(split(x), split.model(x))
+    Scales.scale = torch.full((4,), 5.0)
+    assert torch.equal(split(x), split.model(x))
+    assert len(split.functions) == 3
+
+
+def test_class_tensor_written_between_forward_and_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Refused, as autograd does."""
+    monkeypatch.setattr(Scales, "scale", torch.full((4,), 2.0))
+    for model in (WithClassTensors(), autosplit.split(WithClassTensors(), fullgraph=True)):
+        output = model(torch.randn(3, 4).requires_grad_())
+        Scales.scale.mul_(3.0)
+        with pytest.raises(
+            (RuntimeError, SplitError), match=r"modified by an inplace|written in place"
+        ):
+            output.sum().backward()
