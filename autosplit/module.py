@@ -328,7 +328,7 @@ def split(
             ``"cudagraphs"`` replays the operators of ``"eager"`` as CUDA graphs, with memory for as
             many microbatches as are pending at once; everything must be on one CUDA device.
         memory: what one microbatch holds. ``"fast"`` does nothing twice. ``"balanced"`` does
-            cheap operators again where that frees memory at a hundredth of the step's time;
+            cheap operators again where that frees memory at a fiftieth of the step's time;
             all weight gradients wait, and between I and W only what they need is held.
             ``"lean"`` goes below that: it computes in I the weight gradients that free the most
             bytes for their FLOPs; at least 55% of the FLOPs still wait. A number is a budget,

@@ -34,8 +34,8 @@ class Memory:
 
 
 FAST = Memory("fast", recompute=0.0)
-BALANCED = Memory("balanced", recompute=0.01)
-LEAN = Memory("lean", recompute=0.01, waiting=0.55)
+BALANCED = Memory("balanced", recompute=0.02)
+LEAN = Memory("lean", recompute=0.02, waiting=0.55)
 
 MEMORY: Mapping[str, Memory] = {each.name: each for each in (FAST, BALANCED, LEAN)}
 
