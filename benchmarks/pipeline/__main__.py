@@ -9,6 +9,7 @@ import shlex
 from ..environment import describe
 from ..results import Results
 from .page import PARTS, Settings, page
+from .peers import COUNTS
 
 HERE = pathlib.Path(__file__).parent
 
@@ -19,13 +20,18 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12, help="timed steps of each contender")
     parser.add_argument("--rounds", type=int, default=14, help="rounds of the overhead table")
     parser.add_argument("--soak", type=int, default=2000, help="steps of the soak")
+    parser.add_argument(
+        "--backends", nargs="+", default=[*COUNTS], choices=COUNTS, help="of the peers' table"
+    )
     parser.add_argument("--output", type=pathlib.Path, default=HERE, help="folder to write to")
     options = parser.parse_args()
     unknown = sorted(set(options.parts) - set(PARTS))
     if unknown:
         parser.error(f"unknown part {unknown[0]!r}; known parts: {', '.join(PARTS)}")
     options.output.mkdir(parents=True, exist_ok=True)
-    settings = Settings(options.steps, options.rounds, options.soak, options.output)
+    settings = Settings(
+        options.steps, options.rounds, options.soak, tuple(options.backends), options.output
+    )
     results = Results.read(options.output / "results.json")
     for name in options.parts or PARTS:
         words = ["python", "-m", "benchmarks.pipeline", name]

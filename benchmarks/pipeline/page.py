@@ -32,6 +32,7 @@ class Settings:
     steps: int
     rounds: int
     soak: int
+    backends: tuple[str, ...]
     folder: pathlib.Path
 
 
@@ -91,7 +92,7 @@ action it delays, so short actions (many stages on a rank) come off worst.""",
 The same decoder, two ranks with one thread each, the same batches; forward and backward of a whole
 step, contenders alternating step by step in one run. *Peak* is what the larger rank allocates in
 a step, parameters excluded.""",
-        lambda settings: peers.measure_all(settings.steps),
+        lambda settings: peers.measure_all(settings.steps, settings.backends),
         peers.render,
     ),
     "engine": Part(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import statistics
@@ -12,10 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from autosplit.errors import ScheduleError
 from autosplit.pipeline.action import Action, ActionKind
+from autosplit.pipeline.costs import Costs
 from autosplit.pipeline.launch import launch
+from autosplit.pipeline.memory import StageMemory
 from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.schedules import SCHEDULES, build
+from autosplit.pipeline.search import search
 from autosplit.pipeline.simulate import simulate
 from autosplit.pipeline.trainer import PipelineTrainer
 
@@ -109,7 +114,7 @@ def measure_all() -> Rows:
     for ranks in (4, 8):
         for ratio in RATIOS:
             label = f"N={ranks}, F:I:W = {':'.join(f'{3 * part:g}' for part in ratio)}"
-            for found in measure(_cases(ranks, ratio), steps=3):
+            for found in measure(_cases(ranks, ratio), steps=2):
                 row = dataclasses.asdict(found)
                 rows.append({**row, "name": f"{label}: {found.name}", "schedule": found.name})
     return rows
@@ -148,12 +153,24 @@ def _judged(ratio: float) -> str:
 def _cases(ranks: int, ratio: Times) -> list[Case]:
     found = [_case(BASELINE, "1f1b", ranks, 1, ratio, split=False)]
     for name, family in SCHEDULES.items():
-        chunks = family.chunks or 2
-        if name != "naive" or ranks == 4:  # it takes N times as long as the others
-            found.append(_case(name, name, ranks, chunks, ratio))
+        if name == "naive" and ranks > 4:  # it takes N times as long as the others
+            continue
+        with contextlib.suppress(ScheduleError):  # wants more microbatches than ranks
+            case = _case(name, name, ranks, family.chunks or 2, ratio)
+            if case.schedule.mirror is None:
+                found.append(case)
     found.append(_case("interleaved, 4 stages a rank", "interleaved", ranks, 4, ratio))
     found.append(_case("interleaved, 8 stages a rank", "interleaved", ranks, 8, ratio))
-    return found
+    return [*found, *(_auto(ranks, chunks, ratio) for chunks in (1, 2, 4))]
+
+
+def _auto(ranks: int, chunks: int, ratio: Times) -> Case:
+    forward, backward_input, backward_weight = (UNIT * part / chunks for part in ratio)
+    times = (forward, backward_input, backward_weight)
+    stages = ranks * chunks
+    costs = Costs([times] * stages, [StageMemory(1.0, 1.0)] * stages)
+    plural = "stage" if chunks == 1 else "stages"
+    return Case(f"auto, {chunks} {plural} a rank", search(costs, ranks, ranks=ranks), times)
 
 
 def _case(
