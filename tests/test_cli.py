@@ -124,7 +124,7 @@ def test_inspect_a_model(tmp_path: pathlib.Path) -> None:
     result = run("inspect", "examples.models:llama_whole", *TINY, "--dump", str(tmp_path / "d"))
     assert result.exit_code == 0, result.output
     assert "Decoder: args[0] -> output" in result.output
-    assert "layers.1.feed_forward.down.weight" in result.output
+    assert "layers.1.feed_forward.gate.weight" in result.output
     assert (tmp_path / "d" / "backward_input.py").exists()
 
 

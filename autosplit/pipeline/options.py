@@ -11,8 +11,8 @@ from autosplit.errors import PipelineError
 from autosplit.pipeline.assembly import StageFactory
 from autosplit.pipeline.order import Order, as_scheduled, early_weights
 from autosplit.pipeline.schedule import Schedule
-from autosplit.pipeline.schedules import build
-from autosplit.pipeline.tuning import first_schedule
+from autosplit.pipeline.schedules import SCHEDULES, build
+from autosplit.pipeline.tuning import first_schedule, usual_times
 from autosplit.pipeline.validate import validate
 
 
@@ -43,6 +43,7 @@ def choose_schedule(
             split_backward=split_backward,
             weights=weights,
             ranks=ranks,
+            times=usual_times(stages) if split_backward and _fills(schedule, weights) else None,
         )
         _check_one_copy(built)
         return built
@@ -61,6 +62,11 @@ def choose_schedule(
         )
     validate(schedule)
     return schedule
+
+
+def _fills(schedule: str, weights: str | None) -> bool:
+    known = SCHEDULES[schedule].weights if schedule in SCHEDULES else ()
+    return "fill" in known and weights in (None, "fill")
 
 
 def _check_one_copy(schedule: Schedule) -> None:

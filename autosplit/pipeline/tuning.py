@@ -26,13 +26,19 @@ Memory = tuple[float, float]
 """Bytes that a stage keeps of a microbatch from F to I, and from I to W."""
 
 
+def usual_times(stages: int) -> list[StageTimes]:
+    """F = I = W, but the first stage's inputs are data: it has no I, and W is all its backward."""
+    return [(1.0, 0.0, 2.0), *[(1.0, 1.0, 1.0)] * (stages - 1)]
+
+
 def first_schedule(stages: int, microbatches: int, ranks: int) -> Schedule:
     """What runs while the trainer measures; the search keeps its placement and its memory."""
     chunks, rest = divmod(stages, ranks)
     name = "1f1b"
     if not rest and chunks > 1:
         name = "zb-v" if chunks == 2 else "interleaved"
-    return replace(build(name, stages, microbatches, ranks=ranks), crosses_step=False)
+    times = usual_times(stages)
+    return replace(build(name, stages, microbatches, ranks=ranks, times=times), crosses_step=False)
 
 
 class Tuner:
