@@ -26,7 +26,7 @@ from .cost import effort, is_cheap, recomputation
 from .errors import PassError
 from .graph import Region, Regions, tensor_of
 from .network import SINK, SOURCE, Network, Price
-from .ops import is_random
+from .ops import checkpoint_region, is_random
 from .reach import Reach
 from .sizes import is_size
 
@@ -184,6 +184,8 @@ class Division:
 
     def _price_again(self, node: fx.Node) -> Price | None:
         """What running a node on both sides costs; None where it must not."""
+        if checkpoint_region(node) is not None and node not in self._reach.redone:
+            return None  # what leaves a checkpointed region is what recomputing others starts from
         time = recomputation(node) if self._again else None
         return None if time is None or is_random(node) else Price(time=self._spread(node, time))
 

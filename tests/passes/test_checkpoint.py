@@ -55,3 +55,11 @@ def test_attention_is_recomputed_and_dropout_is_not() -> None:
     assert backward["native_dropout"] == 0
     halves = (graphs.backward_input, graphs.backward_weight)
     assert not [node for half in halves for node in calls(half.graph) if is_random(node)]
+
+
+def test_checkpoints_do_not_chain() -> None:
+    """What leaves a region is saved, however cheap it is: else I would run all regions first."""
+    x = torch.randn(2, 4, 16, requires_grad=True)
+    for memory in ("fast", "balanced", "lean"):
+        graphs = run(joint_of(Checkpointed(*[SwiGLU() for _ in range(3)]), x), memory=memory)
+        assert len(names_out(graphs.forward, Kind.SAVED)) == 3
