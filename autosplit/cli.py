@@ -78,6 +78,14 @@ _setting = click.option(
 )
 
 
+_json_option = click.option(
+    "--json",
+    "json_file",
+    type=click.Path(path_type=pathlib.Path, dir_okay=False),
+    help="Write the rows to this file.",
+)
+
+
 @click.group()
 @click.version_option(package_name="autosplit")
 def main() -> None:
@@ -119,12 +127,7 @@ def main() -> None:
     type=click.Path(path_type=pathlib.Path, file_okay=False),
     help="Folder for timeline.png, timeline.html, trace.json, results.json and the graphs.",
 )
-@click.option(
-    "--json",
-    "json_file",
-    type=click.Path(path_type=pathlib.Path, dir_okay=False),
-    help="Write the rows to this file.",
-)
+@_json_option
 @_typed_errors
 def compare(
     factory: str,
@@ -207,12 +210,7 @@ def _check_before_launch(settings: Any) -> None:
     type=click.Path(path_type=pathlib.Path, file_okay=False),
     help="Folder for pareto.png, timeline.png and trace.json.",
 )
-@click.option(
-    "--json",
-    "json_file",
-    type=click.Path(path_type=pathlib.Path, dir_okay=False),
-    help="Write the rows to this file.",
-)
+@_json_option
 @_typed_errors
 def simulate(
     output: pathlib.Path | None,

@@ -6,7 +6,6 @@ import dataclasses
 import pathlib
 import statistics
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,7 @@ from tqdm import tqdm
 from ..pipeline.action import ActionKind
 from ..pipeline.schedules import SCHEDULES
 from ..pipeline.simulate import simulate
-from ..pipeline.timeline import Timeline
+from ..pipeline.timeline import Timeline, median_durations
 from ..pipeline.trainer import PipelineTrainer
 from ..report.dump import dump
 from ..stage import Stage
@@ -38,6 +37,10 @@ class _Run:
     seconds: list[float] = dataclasses.field(default_factory=list)
     losses: list[float] = dataclasses.field(default_factory=list)
     timelines: list[Timeline] = dataclasses.field(default_factory=list)
+
+    def durations(self) -> dict[tuple[int, ActionKind], float]:
+        """Median seconds by (stage, kind) over all timed steps."""
+        return median_durations(span for timeline in self.timelines for span in timeline.spans)
 
 
 def compare_on_rank(settings: Settings) -> Comparison:
@@ -166,9 +169,9 @@ class _Case:
                 dump(stage.functions, folder, f"stage {index} of {self.settings.factory}")
 
     def _summarise(self, run: _Run, fused: _Run) -> tuple[Row, Timeline, Timeline]:
-        durations = _median_durations(run)
+        durations = run.durations()
         ideal = simulate(run.trainer.schedule, durations)
-        ideal_fused = simulate(fused.trainer.schedule, _median_durations(fused))
+        ideal_fused = simulate(fused.trainer.schedule, fused.durations())
         median = statistics.median(run.seconds)
         quarters = statistics.quantiles(run.seconds, n=4) if len(run.seconds) > 1 else [median] * 3
         pairs = zip(fused.seconds, run.seconds, strict=True)
@@ -193,14 +196,6 @@ class _Case:
         )
         nearest = min(range(len(run.seconds)), key=lambda i: abs(run.seconds[i] - median))
         return row, run.timelines[nearest], ideal
-
-
-def _median_durations(run: _Run) -> dict[tuple[int, ActionKind], float]:
-    found: dict[tuple[int, ActionKind], list[float]] = defaultdict(list)
-    for timeline in run.timelines:
-        for span in timeline.spans:
-            found[span.action.stage, span.action.kind].append(span.end - span.start)
-    return {key: statistics.median(values) for key, values in found.items()}
 
 
 def _by_kind(durations: dict[tuple[int, ActionKind], float], stages: int) -> dict[str, list[float]]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from autosplit.errors import PipelineError
+from autosplit.pipeline.negotiation import TensorMeta
 
 Part: TypeAlias = "Tensor | Sequence[Tensor]"
 """The inputs or the targets of a batch: one tensor or several, samples along dimension 0."""
@@ -95,7 +96,7 @@ class BatchSplitter:
         return checked
 
     def _check_static(self, name: str, tensors: list[Tensor]) -> None:
-        now = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors]
+        now = [str(TensorMeta.of(tensor)) for tensor in tensors]
         first = self._agreed.setdefault(name, now)
         if now != first:
             raise PipelineError(

@@ -10,6 +10,7 @@ from autosplit.errors import PipelineError
 from autosplit.pipeline.groups import Groups
 from autosplit.pipeline.microbatch import Batch
 from autosplit.pipeline.mode import Mode
+from autosplit.pipeline.negotiation import TensorMeta
 from autosplit.pipeline.schedule import Schedule
 
 
@@ -70,8 +71,4 @@ class Modes:
 def _shape(batch: Batch | None) -> str:
     part = batch[0] if isinstance(batch, tuple | list) and batch else None
     tensors = part if isinstance(part, tuple | list) else [part]
-    return ", ".join(
-        f"{str(each.dtype).removeprefix('torch.')}{list(each.shape)}"
-        for each in tensors
-        if isinstance(each, Tensor)
-    )
+    return ", ".join(str(TensorMeta.of(each)) for each in tensors if isinstance(each, Tensor))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.action import Action
+from autosplit.pipeline.action import Action, ActionKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,3 +82,11 @@ class Timeline:
         busy = sum(self.busy(each) for each in ranks)
         total = self.step_time * len(ranks)
         return 1.0 - busy / total if total > 0.0 else 0.0
+
+
+def median_durations(spans: Iterable[Span]) -> dict[tuple[int, ActionKind], float]:
+    """Median seconds of each kind of action of each stage, by (stage, kind)."""
+    found: dict[tuple[int, ActionKind], list[float]] = defaultdict(list)
+    for span in spans:
+        found[span.action.stage, span.action.kind].append(span.end - span.start)
+    return {key: statistics.median(values) for key, values in found.items()}

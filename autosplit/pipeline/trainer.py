@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline.agreement import Agreement
-from autosplit.pipeline.assembly import StageFactory, TrainableStage, footprint, split_stage
+from autosplit.pipeline.assembly import StageFactory, TrainableStage, split_stage
 from autosplit.pipeline.builder import Builder
 from autosplit.pipeline.clip import clip_gradients, squared_norm
 from autosplit.pipeline.evaluation import eval_mode, forward_only
@@ -331,8 +331,7 @@ class PipelineTrainer:
 
     def _tune(self, tuner: Tuner) -> None:
         """Measure one of the first steps; after the last, change the schedule."""
-        memory = {index: footprint(stage) for index, stage in self._stages.items()}
-        found = tuner.after_step(self._spans, memory)
+        found = tuner.after_step(self._spans, self._stages)
         if found is not None:
             self._tuner, self.schedule = None, found
             make = partial(self._make_mode, "train", found, self._order)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.action import ActionKind
+from autosplit.pipeline.assembly import TrainableStage, footprint
 from autosplit.pipeline.costs import Costs
 from autosplit.pipeline.fusing import fuse_adjacent
 from autosplit.pipeline.groups import Groups
@@ -17,13 +16,10 @@ from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.schedules import build
 from autosplit.pipeline.schedules.fill import StageTimes
 from autosplit.pipeline.search import search
-from autosplit.pipeline.timeline import Span
+from autosplit.pipeline.timeline import Span, median_durations
 
 MEASURED = 2
 """Steps that are measured, after a first one that builds the stages."""
-
-Memory = tuple[float, float]
-"""Bytes that a stage keeps of a microbatch from F to I, and from I to W."""
 
 
 def usual_times(stages: int) -> list[StageTimes]:
@@ -54,24 +50,28 @@ class Tuner:
         self._groups = groups
         self._steps: list[list[Span]] = []
 
-    def after_step(self, spans: Sequence[Span], memory: Mapping[int, Memory]) -> Schedule | None:
+    def after_step(
+        self, spans: Sequence[Span], stages: Mapping[int, TrainableStage]
+    ) -> Schedule | None:
         """Note a step; the schedule for those to come, once enough were measured.
 
         It keeps no more on any rank than the steps that were measured. Collective when it is due.
 
         Args:
             spans: what this rank ran, in its order.
-            memory: of this rank's stages.
+            stages: this rank's.
         """
         self._steps.append(list(spans))
         if len(self._steps) <= MEASURED:
             return None
-        rows = self._groups.gather((_times(self._steps[1:]), dict(memory)))
-        times = {stage: each for found, _ in rows for stage, each in found.items()}
+        seconds = median_durations(span for spans in self._steps[1:] for span in spans)
+        memory = {index: footprint(stage) for index, stage in stages.items()}
+        rows = self._groups.gather((seconds, memory))
+        every = {key: each for found, _ in rows for key, each in found.items()}
         kept = {stage: each for _, found in rows for stage, each in found.items()}
-        stages = range(self._schedule.stages)
         costs = Costs(
-            [times[stage] for stage in stages], [StageMemory(*kept[stage]) for stage in stages]
+            [_times(stage, every) for stage in range(self._schedule.stages)],
+            [StageMemory(*kept[stage]) for stage in range(self._schedule.stages)],
         )
         try:
             found = search(
@@ -87,14 +87,9 @@ class Tuner:
             return self._schedule
 
 
-def _times(steps: Iterable[Sequence[Span]]) -> dict[int, StageTimes]:
-    """Median seconds of F, I and W of each stage."""
-    found: dict[int, dict[ActionKind, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for spans in steps:
-        for span in spans:
-            found[span.action.stage][span.action.kind].append(span.end - span.start)
-    kinds = (ActionKind.FORWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
-    medians = {
-        stage: [statistics.median(times[kind]) for kind in kinds] for stage, times in found.items()
-    }
-    return {stage: (f, i, w) for stage, (f, i, w) in medians.items()}
+def _times(stage: int, seconds: Mapping[tuple[int, ActionKind], float]) -> StageTimes:
+    return (
+        seconds[stage, ActionKind.FORWARD],
+        seconds[stage, ActionKind.BACKWARD_INPUT],
+        seconds[stage, ActionKind.BACKWARD_WEIGHT],
+    )
