@@ -37,7 +37,7 @@ def main() -> None:
         words = ["python", "-m", "benchmarks.pipeline", name]
         for option in ("steps", "rounds", "soak"):
             words += [f"--{option}", str(getattr(options, option))]
-        rows = PARTS[name].measure(settings)
+        rows = [*PARTS[name].measure(settings)]
         results.update(name, rows, shlex.join(words), describe(threads=1))
         (options.output / "README.md").write_text(page(results))
         print(f"\n{PARTS[name].title}\n\n{PARTS[name].render(results.rows(name))}", flush=True)

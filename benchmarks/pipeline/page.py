@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Callable
 
-from ..results import Results, Rows
+from ..part import Part
+from ..results import Results
 from . import engine, fused, overhead, peers, standin
 
 TEMPLATE = """\
@@ -36,24 +36,7 @@ class Settings:
     folder: pathlib.Path
 
 
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """One section of the page.
-
-    Attributes:
-        title: its heading.
-        about: what was done.
-        measure: gives rows, each with a ``name`` of its own.
-        render: rows -> table and verdicts.
-    """
-
-    title: str
-    about: str
-    measure: Callable[[Settings], Rows]
-    render: Callable[[Rows], str]
-
-
-PARTS: dict[str, Part] = {
+PARTS: dict[str, Part[Settings]] = {
     "fused": Part(
         "Fused against split, on two processes",
         """\

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator
 from typing import Any
 
-from ..results import Results, Rows
+from ..part import Part
+from ..results import Results
 from . import ablation, compilation, face, memory, operations, steps
 from .settings import Settings
 
@@ -37,24 +36,7 @@ of its output are made inside, as if just received. **Bold** figures miss their 
 """
 
 
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """One table of the page.
-
-    Attributes:
-        title: its heading.
-        about: what was done.
-        measure: yields rows, each with a ``name`` of its own.
-        render: rows -> table and verdicts.
-    """
-
-    title: str
-    about: str
-    measure: Callable[[Settings], Iterator[dict[str, Any]]]
-    render: Callable[[Rows], str]
-
-
-PARTS: dict[str, Part] = {
+PARTS: dict[str, Part[Settings]] = {
     "eager": Part(
         "Time, eager",
         """\
