@@ -1,6 +1,13 @@
 """autosplit: split any ``nn.Module``'s backward into input gradients and weight gradients."""
 
-from .errors import AutosplitError, CaptureError, PipelineError, ScheduleError, SplitError
+from .errors import (
+    AutosplitError,
+    CaptureError,
+    PipelineError,
+    PlanError,
+    ScheduleError,
+    SplitError,
+)
 from .integrations.deferral import backward_weight
 from .module import SplitModule, split
 from .stage import Stage
@@ -11,6 +18,7 @@ __all__ = [
     "AutosplitError",
     "CaptureError",
     "PipelineError",
+    "PlanError",
     "ScheduleError",
     "SplitError",
     "SplitModule",

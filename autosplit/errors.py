@@ -27,3 +27,7 @@ class ScheduleError(AutosplitError):
 
 class PipelineError(AutosplitError):
     """A pipeline run failed: wrong input, a failed rank, a lost peer, a timeout."""
+
+
+class PlanError(AutosplitError):
+    """A model cannot be cut, costed or planned as asked."""

@@ -12,7 +12,7 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SOURCES = sorted([*ROOT.glob("passes/**/*.py"), *ROOT.glob("autosplit/*.py")]) + sorted(
     path
-    for folder in ("capture", "compile", "pipeline", "report", "compare", "integrations")
+    for folder in ("capture", "compile", "pipeline", "planner", "report", "compare", "integrations")
     for path in (ROOT / "autosplit" / folder).rglob("*.py")
 )
 
@@ -59,6 +59,7 @@ ORDER = [
     ["autograd"],
     ["stage", "module"],
     ["workload", "pipeline"],
+    ["planner"],
     ["inspection", "compare", "projection"],
     ["cli"],
     ["__main__"],

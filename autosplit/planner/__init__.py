@@ -1,0 +1,1 @@
+"""From a whole model to balanced stages."""

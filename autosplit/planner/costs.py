@@ -1,0 +1,98 @@
+"""What the blocks of a model cost, and the cuts between them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, fields
+
+from autosplit.errors import PlanError
+
+
+@dataclass(frozen=True)
+class BlockCost:
+    """One block, or several in one stage, for one microbatch.
+
+    Attributes:
+        forward: seconds of F.
+        backward_input: seconds of I.
+        backward_weight: seconds of W.
+        saved: bytes kept from F to the backward.
+        deferred: bytes kept from I to W.
+        parameters: bytes of parameters.
+        backward_alone: seconds of the whole backward without a gradient of the input, which is
+            what the first stage of a pipeline runs, as its W; its I is empty.
+
+    Raises:
+        PlanError: a number that is negative or not finite.
+    """
+
+    forward: float
+    backward_input: float
+    backward_weight: float
+    saved: float
+    deferred: float
+    parameters: float
+    backward_alone: float
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            _check(f"{field.name} of a block", getattr(self, field.name))
+
+    def times(self, *, first: bool = False) -> tuple[float, float, float]:
+        """Seconds of F, I and W; ``first``: as the first stage of a pipeline."""
+        if first:
+            return (self.forward, 0.0, self.backward_alone)
+        return (self.forward, self.backward_input, self.backward_weight)
+
+
+@dataclass(frozen=True)
+class ModelCosts:
+    """All blocks of a model in order.
+
+    Attributes:
+        blocks: the blocks.
+        crossing: bytes that go over the cut after each block but the last, for one microbatch;
+            their gradients are taken to be as large.
+        call: seconds that each of F, I and W of a stage takes besides its blocks.
+
+    Raises:
+        PlanError: no block, not one ``crossing`` for each cut, or an impossible number.
+    """
+
+    blocks: tuple[BlockCost, ...]
+    crossing: tuple[float, ...]
+    call: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.blocks or len(self.crossing) != len(self.blocks) - 1:
+            raise PlanError(
+                f"expected one or more blocks and the bytes over each cut between them, got "
+                f"{len(self.blocks)} blocks and {len(self.crossing)} cuts"
+            )
+        for size in self.crossing:
+            _check("crossing of a cut", size)
+        _check("call of a model", self.call)
+
+    def stage(self, first: int, last: int) -> BlockCost:
+        """What blocks ``first`` up to but not ``last`` cost as one stage.
+
+        Raises:
+            PlanError: there are no such blocks.
+        """
+        if not 0 <= first < last <= len(self.blocks):
+            raise PlanError(
+                f"expected blocks first < last of 0 to {len(self.blocks)}, got {first} to {last}"
+            )
+        call = self.call
+        return total([*self.blocks[first:last], BlockCost(call, call, call, 0, 0, 0, call)])
+
+
+def total(blocks: Sequence[BlockCost]) -> BlockCost:
+    """What all of them cost together."""
+    return BlockCost(*map(math.fsum, zip(*map(astuple, blocks), strict=True)))
+
+
+def _check(what: str, value: float) -> None:
+    if not (math.isfinite(value) and value >= 0.0):
+        raise PlanError(f"{what} must be a finite number >= 0, got {value!r}")
