@@ -26,7 +26,7 @@ def train(steps: int) -> list[float]:
         lambda index: Decoder(CONFIG, index, STAGES),
         next_byte_loss,
         lambda parameters: torch.optim.AdamW(parameters, lr=3e-3),
-        num_stages=STAGES,
+        stages=STAGES,
         microbatches=MICROBATCHES,
         schedule="1f1b",
         max_grad_norm=1.0,

@@ -101,7 +101,7 @@ class _Case:
             lambda index: self.workload.stage_fn(index, settings.stages),
             self.workload.loss_fn,
             lambda parameters: torch.optim.AdamW(parameters, lr=settings.learning_rate),
-            num_stages=settings.stages,
+            stages=settings.stages,
             microbatches=self.microbatches,
             schedule=self._schedule(split),
             split_backward=split,

@@ -2,38 +2,124 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline.microbatch import Part
+from autosplit.pipeline.shared import Holder
+from autosplit.pipeline.wiring import Wiring
 
 LossFunction: TypeAlias = Callable[[Any, Any], Tensor]
-StageSource: TypeAlias = "Sequence[nn.Module] | Callable[[int], nn.Module]"
+Example: TypeAlias = "Tensor | Sequence[Tensor] | Mapping[str, Tensor]"
+"""Example inputs of a whole model: one tensor, several, or keyword arguments by name."""
 
 
-def count_stages(stages: StageSource, num_stages: int | None) -> int:
-    """How many stages there are.
+@runtime_checkable
+class Partitioned(Protocol):
+    """A model that is cut into stages, as ``autosplit.partition`` returns one."""
 
-    Raises:
-        PipelineError: nothing says so, or two things say different.
+    @property
+    def wiring(self) -> Wiring:
+        """Who feeds whom."""
+        ...
+
+    @property
+    def shared(self) -> Sequence[Sequence[Holder]]:
+        """Parameters that several stages hold: groups of (stage, name)."""
+        ...
+
+    @property
+    def stages(self) -> int:
+        """How many stages there are."""
+        ...
+
+    def build(self, index: int) -> nn.Module:
+        """The module of one stage."""
+        ...
+
+
+Model: TypeAlias = "Sequence[nn.Module] | Callable[[int], nn.Module] | Partitioned | nn.Module"
+
+
+@dataclass(frozen=True)
+class Stages:
+    """What a trainer trains: the stages, none of them built yet.
+
+    Attributes:
+        count: how many there are.
+        build: makes stage ``index``.
+        wiring: who feeds whom; None for a chain.
+        shared: parameters that several stages hold.
     """
-    if not callable(stages):
-        if num_stages is not None and num_stages != len(stages):
-            raise PipelineError(f"got {len(stages)} stages, but num_stages={num_stages}")
-        num_stages = len(stages)
-    if num_stages is None:
-        raise PipelineError("with a function for stages, say how many: num_stages=N")
-    if num_stages < 1:
-        raise PipelineError(f"a pipeline needs at least one stage; got {num_stages}")
-    return num_stages
+
+    count: int
+    build: Callable[[int], nn.Module]
+    wiring: Wiring | None = None
+    shared: Sequence[Sequence[Holder]] = ()
+
+    @classmethod
+    def of(cls, model: Model, count: int | None, example: Example | None) -> Stages:
+        """The stages of whatever was given, a whole model cut into ``count``.
+
+        Raises:
+            PipelineError: nothing says how many stages there are, or two things say different;
+                or a whole model comes without an example, or an example with anything else.
+        """
+        stages = _stages_of(model, count, example)
+        if count not in (None, stages.count):
+            raise PipelineError(f"got {stages.count} stages, but stages={count}")
+        if stages.count < 1:
+            raise PipelineError(f"a pipeline needs at least one stage; got {stages.count}")
+        wiring = stages.wiring
+        if wiring is not None and wiring != Wiring.chain(wiring.outputs, wiring.batch_inputs):
+            raise PipelineError("the engine only runs chains of stages")
+        return stages
+
+
+def _stages_of(model: Model, count: int | None, example: Example | None) -> Stages:
+    if isinstance(model, Partitioned):
+        _refuse(example, "a model that is already cut")
+        return Stages(model.stages, model.build, model.wiring, model.shared)
+    if isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList):
+        return _cut(model, count, example)
+    _refuse(example, "stages")
+    if not callable(model) or isinstance(model, nn.ModuleList):
+        modules = list(model)
+        return Stages(len(modules), modules.__getitem__)
+    if count is None:
+        raise PipelineError("with a function for stages, say how many: stages=N")
+    return Stages(count, model)
+
+
+def _cut(model: nn.Module, count: int | None, example: Example | None) -> Stages:
+    """The stages of a whole model."""
+    if count is None or example is None:
+        raise PipelineError(
+            f"a {type(model).__name__} is one module, to be cut into stages: say how many, "
+            "stages=N, and give the inputs of one microbatch as example=...; a module whose "
+            "children are the stages is given as a list, [*module]"
+        )
+    # Imported here: the planner stands above the engine, which runs without it.
+    partition = importlib.import_module("autosplit.planner").partition
+    named = isinstance(example, Mapping)
+    args = () if named else (example,) if isinstance(example, Tensor) else tuple(example)
+    cut: Partitioned = partition(model, args, example if named else None, stages=count)
+    return Stages(cut.stages, cut.build, cut.wiring, cut.shared)
+
+
+def _refuse(example: Example | None, beside: str) -> None:
+    if example is not None:
+        raise PipelineError(f"example has no effect beside {beside}; it is for a whole nn.Module")
 
 
 def own_modules(
-    stages: StageSource, placement: Sequence[int], rank: int, device: torch.device
+    stages: Stages, placement: Sequence[int], rank: int, device: torch.device
 ) -> dict[int, nn.Module]:
     """The modules of ``rank`` by stage, built if need be, on ``device``.
 
@@ -42,7 +128,7 @@ def own_modules(
     """
     modules = {}
     for index in (index for index, owner in enumerate(placement) if owner == rank):
-        module = stages(index) if callable(stages) else stages[index]
+        module = stages.build(index)
         if not isinstance(module, nn.Module):
             raise PipelineError(
                 f"stage {index} must be an nn.Module; got a {type(module).__name__}"

@@ -22,9 +22,10 @@ from autosplit.pipeline.microbatch import Batch
 from autosplit.pipeline.mode import Mode
 from autosplit.pipeline.modes import Modes
 from autosplit.pipeline.modules import (
+    Example,
     LossFunction,
-    StageSource,
-    count_stages,
+    Model,
+    Stages,
     own_modules,
 )
 from autosplit.pipeline.options import (
@@ -51,11 +52,15 @@ class PipelineTrainer:
     message; a new trainer must then be built.
 
     Args:
-        stages: the modules in order, or a function that builds module ``index``; it is called
-            for this process's stages only. Outputs of one are the positional inputs of the next.
+        model: the modules in order (a list, or an ``nn.ModuleList``), or a function that builds
+            module ``index`` and is called for this process's stages only: outputs of one are the
+            positional inputs of the next. Or a model that ``autosplit.partition`` has cut, or any
+            other ``nn.Module``, ``nn.Sequential`` included, which it then cuts into ``stages``.
         loss_fn: ``loss_fn(output, targets)`` gives the scalar loss of one microbatch.
         optimizer_fn: builds the optimizer of this process's parameters.
-        num_stages: how many stages there are; required with a function, else not allowed.
+        stages: how many stages there are; required with a function and with a whole model.
+        example: the inputs of one microbatch, to cut a whole model with: a tensor, a tuple, or
+            a dictionary of keyword arguments. With anything but a whole model not allowed.
         schedule: a name from ``autosplit.pipeline.schedules.SCHEDULES``, a Schedule, or ``"auto"``:
             measure the first three steps and run the shortest schedule that ``search`` finds for
             them from then on, on the same placement and within the memory that they needed.
@@ -93,12 +98,13 @@ class PipelineTrainer:
 
     def __init__(
         self,
-        stages: StageSource,
+        model: Model,
         loss_fn: LossFunction,
         optimizer_fn: OptimizerFunction,
         *,
         microbatches: int,
-        num_stages: int | None = None,
+        stages: int | None = None,
+        example: Example | None = None,
         schedule: str | Schedule = "1f1b",
         split_backward: bool = True,
         weights: str | None = None,
@@ -127,11 +133,11 @@ class PipelineTrainer:
         }
         check_options(autocast, max_grad_norm, timeout, options, stage_factory)
         check_slices(slices, early_weights)
-        count = count_stages(stages, num_stages)
-        processes = process_count(ranks, count)
+        whole = Stages.of(model, stages, example)
+        processes = process_count(ranks, whole.count)
         self.schedule: Schedule = choose_schedule(
             schedule,
-            count,
+            whole.count,
             microbatches,
             split_backward=split_backward,
             weights=weights,
@@ -156,9 +162,12 @@ class PipelineTrainer:
         self._stages: Mapping[int, TrainableStage] = MappingProxyType({})
         self._spans: list[Span] = []
         with self._guard("building the model"):
-            self.modules = own_modules(stages, self.schedule.placement, self.rank, self.device)
+            self.modules = own_modules(whole, self.schedule.placement, self.rank, self.device)
             self._shared = SharedParameters(
-                shared_parameters, self.modules, self.schedule.placement, self._groups
+                [*whole.shared, *shared_parameters],
+                self.modules,
+                self.schedule.placement,
+                self._groups,
             )
             self._builder = Builder(
                 self.modules,

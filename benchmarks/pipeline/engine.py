@@ -121,7 +121,7 @@ def _soak(steps: int) -> tuple[int, int, float]:
         lambda index: nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width)),
         nn.functional.mse_loss,
         torch.optim.AdamW,
-        num_stages=2,
+        stages=2,
         microbatches=count,
     )
     start, before = time.perf_counter(), 0

@@ -200,7 +200,7 @@ def _ours(
         lambda index: workload.stage_fn(index, stages),
         workload.loss_fn,
         torch.optim.SGD,
-        num_stages=stages,
+        stages=stages,
         microbatches=count,
         schedule=contender.schedule,
         split_backward=contender.split_backward,

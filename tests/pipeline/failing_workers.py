@@ -153,7 +153,7 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "no timeline": lambda: print(trainer().timeline()),
     "no module": functools.partial(_step, stages=lambda index: index),
     "world size": functools.partial(_step, stages=[block(0)]),
-    "ranks": functools.partial(_step, num_stages=3, ranks=3),
+    "ranks": functools.partial(_step, stages=3, ranks=3),
 }
 
 
@@ -204,7 +204,7 @@ def stuck(folder: Path, how: str) -> None:
     stages = dist.get_world_size()
     engine = trainer(
         lambda index: Trip(1, ENDS[how]) if index == 1 else block(index),
-        num_stages=stages,
+        stages=stages,
         timeout=60.0 if how == "kill" else 3.0,
     )
     try:

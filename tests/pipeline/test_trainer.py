@@ -171,11 +171,11 @@ def test_one_process_without_a_process_group() -> None:
     inputs, targets = workers.data(8)
     model = workers.whole(3)
     expected = workers.single_process(model, inputs, targets, 4)
-    engine = workers.trainer(num_stages=3, ranks=1)
+    engine = workers.trainer(stages=3, ranks=1)
     assert torch.equal(engine.forward_backward((inputs, targets)), expected)
     assert sorted(engine.modules) == [0, 1, 2]
     assert workers.gradients_equal(engine.gradients(), model)
-    one = workers.trainer(num_stages=1)
+    one = workers.trainer(stages=1)
     assert one.step((inputs, targets)).shape == (4,)
 
 
@@ -209,7 +209,7 @@ def test_stages_on_a_gpu() -> None:
     inputs, targets = workers.data(8)
     model = workers.whole(3).to("cuda")
     expected = workers.single_process(model, inputs.to("cuda"), targets.to("cuda"), 4)
-    engine = workers.trainer(num_stages=3, ranks=1, device="cuda", record=True, max_grad_norm=9.0)
+    engine = workers.trainer(stages=3, ranks=1, device="cuda", record=True, max_grad_norm=9.0)
     assert torch.equal(engine.forward_backward((inputs, targets)), expected.cpu())
     assert workers.gradients_equal(engine.gradients(), model)
     engine.step((inputs, targets))
@@ -237,9 +237,9 @@ def test_failures_in_one_process_name_the_action() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"num_stages": 2}, PipelineError, "2 stages need a process group and there is none: run "),
-        ({"num_stages": None}, PipelineError, "say how many: num_stages=N"),
-        ({"num_stages": 0}, PipelineError, "at least one stage; got 0"),
+        ({"stages": 2}, PipelineError, "2 stages need a process group and there is none: run "),
+        ({"stages": None}, PipelineError, "say how many: stages=N"),
+        ({"stages": 0}, PipelineError, "at least one stage; got 0"),
         ({"ranks": 3}, PipelineError, "3 processes cannot hold 2 stages"),
         ({"ranks": 2}, PipelineError, "ranks=2 but the process group has no processes"),
         ({"schedule": "1f2b", "ranks": 1}, ScheduleError, "known: naive, gpipe, 1f1b"),
@@ -314,5 +314,5 @@ def test_bad_options(options: dict[str, Any], error: type[Exception], text: str)
 
 
 def test_stages_and_their_count_must_agree() -> None:
-    with pytest.raises(PipelineError, match="got 1 stages, but num_stages=2"):
-        PipelineTrainer([workers.block(0)], nn.MSELoss(), workers.sgd, microbatches=1, num_stages=2)
+    with pytest.raises(PipelineError, match="got 1 stages, but stages=2"):
+        PipelineTrainer([workers.block(0)], nn.MSELoss(), workers.sgd, microbatches=1, stages=2)

@@ -35,9 +35,7 @@ def schedule_grid(
         inputs, targets = data(2 * count)
         model = whole(stages)
         expected = single_process(model, inputs, targets, count)
-        with trainer(
-            num_stages=stages, microbatches=count, schedule=name, **options, **more
-        ) as engine:
+        with trainer(stages=stages, microbatches=count, schedule=name, **options, **more) as engine:
             losses = engine.forward_backward((inputs, targets))
             same = gradients_equal(engine.gradients(), model) and torch.equal(losses, expected)
             case = f"{name} {'/'.join(str(v) for v in options.values())} M={count}"
@@ -50,7 +48,7 @@ def train_and_clip(stages: int, max_norm: float, **more: Any) -> dict[str, bool]
     count, found = 2, {}
     model = whole(stages)
     optimizer = sgd(list(model.parameters()))
-    with trainer(num_stages=stages, microbatches=count, max_grad_norm=max_norm, **more) as engine:
+    with trainer(stages=stages, microbatches=count, max_grad_norm=max_norm, **more) as engine:
         for step in range(3):
             inputs, targets = data(8, seed=step)
             expected = single_process(model, inputs, targets, count)
@@ -81,7 +79,7 @@ class Dropping(nn.Module):
 
 def evaluate(stages: int) -> dict[str, Any]:
     inputs, targets = data(8)
-    with trainer(lambda _: Dropping(), num_stages=stages) as engine:
+    with trainer(lambda _: Dropping(), stages=stages) as engine:
         first = engine.step((inputs, targets))
         shorter = engine.evaluate((inputs[:4], targets[:4]))
         again = engine.evaluate((inputs[:4], targets[:4]))
@@ -120,7 +118,7 @@ def shared(stages: int, **more: Any) -> dict[str, bool]:
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     with trainer(
         lambda index: Tied(index) if index in (0, last) else block(index),
-        num_stages=stages,
+        stages=stages,
         shared_parameters=[[(0, "tied"), (last, "tied")]],
         max_grad_norm=1e9,
         **more,
@@ -208,7 +206,7 @@ def frozen(stage: int, **more: Any) -> dict[str, Any]:
 def recorded(stages: int) -> tuple[list[str], list[str], bool]:
     """The timeline's actions on either rank, in order, and whether each starts before it ends."""
     inputs, targets = data(8)
-    with trainer(num_stages=stages, microbatches=2, record=True) as engine:
+    with trainer(stages=stages, microbatches=2, record=True) as engine:
         engine.step((inputs, targets))
         timeline = engine.timeline()
     rows = [[str(s.action) for s in timeline.spans if s.rank == rank] for rank in (0, 1)]
@@ -256,7 +254,7 @@ def automatic() -> dict[str, Any]:
     model = whole(4)
     optimizer = sgd(list(model.parameters()))
     names = []
-    with trainer(num_stages=4, schedule="auto", stage_factory=None) as engine:
+    with trainer(stages=4, schedule="auto", stage_factory=None) as engine:
         for step in range(6):
             inputs, targets = data(8, seed=step)
             expected = single_process(model, inputs, targets, 4)
@@ -336,7 +334,7 @@ def one_rank_in_process() -> bool:
     single_process(model, inputs, targets, 4)
     if dist.get_rank() == 1:
         return True
-    with trainer(num_stages=3, ranks=1) as engine:
+    with trainer(stages=3, ranks=1) as engine:
         engine.forward_backward((inputs, targets))
         return gradients_equal(engine.gradients(), model)
 

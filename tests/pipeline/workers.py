@@ -40,16 +40,16 @@ def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def trainer(
-    stages: Any = block, num_stages: int | None = 2, microbatches: int = 4, **options: Any
+    model: Any = block, stages: int | None = 2, microbatches: int = 4, **options: Any
 ) -> PipelineTrainer:
     options = {"timeout": 30.0, "stage_factory": ReferenceStage, **options}
-    if not callable(stages):
-        num_stages = None
+    if not callable(model):
+        stages = None
     return PipelineTrainer(
-        stages,
+        model,
         options.pop("loss_fn", F.mse_loss),
         options.pop("optimizer_fn", sgd),
-        num_stages=num_stages,
+        stages=stages,
         microbatches=microbatches,
         **options,
     )

@@ -1,0 +1,154 @@
+"""Who feeds whom: where the inputs of every stage come from, as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from autosplit.errors import PipelineError
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Source:
+    """Where one input of a stage comes from.
+
+    Attributes:
+        stage: an earlier stage, or None for the batch.
+        position: which output of that stage, or which tensor of the batch's inputs.
+    """
+
+    stage: int | None
+    position: int
+
+    def __str__(self) -> str:
+        if self.stage is None:
+            return f"the batch's input {self.position}"
+        return f"output {self.position} of stage {self.stage}"
+
+
+@dataclass(frozen=True, slots=True)
+class Wiring:
+    """The inputs of every stage. Stages are in order: each takes only from earlier ones.
+
+    An output may go to several stages; the gradients that come back are added up from the last
+    of them to the first, as autograd does. What the batch gives, any stage may take; the process
+    that holds it takes it from its own batch.
+
+    Attributes:
+        inputs: per stage, the sources of its module's arguments, in order.
+        outputs: how many tensors each stage but the last puts out.
+        names: the names of the batch's inputs in the order of their positions, where a batch
+            gives them as a dictionary; empty where it gives a tensor or a tuple.
+
+    Raises:
+        PipelineError: no stage; not one count of outputs for each stage but the last; a source
+            that is not there when the stage runs; or one name twice.
+    """
+
+    inputs: tuple[tuple[Source, ...], ...]
+    outputs: tuple[int, ...]
+    names: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.inputs or len(self.outputs) != len(self.inputs) - 1:
+            raise PipelineError(
+                "a wiring has the inputs of one stage or more, and the number of outputs of each "
+                f"but the last; got those of {len(self.inputs)} and {len(self.outputs)} stages"
+            )
+        if len(set(self.names)) != len(self.names):
+            raise PipelineError(f"each input of the batch has a name of its own; got {self.names}")
+        for stage, sources in enumerate(self.inputs):
+            for place, source in enumerate(sources):
+                problem = self._problem(stage, source)
+                if problem is not None:
+                    raise PipelineError(f"input {place} of stage {stage} is {source}: {problem}")
+
+    @classmethod
+    def chain(cls, outputs: tuple[int, ...], batch: int = 1) -> Wiring:
+        """Every stage takes all that the one before puts out, and the first what the batch gives.
+
+        Args:
+            outputs: how many tensors each stage but the last puts out.
+            batch: how many tensors the inputs of a batch are.
+        """
+        first = tuple(Source(None, position) for position in range(batch))
+        later = (
+            tuple(Source(stage, position) for position in range(count))
+            for stage, count in enumerate(outputs)
+        )
+        return cls((first, *later), outputs)
+
+    @property
+    def stages(self) -> int:
+        """How many stages there are."""
+        return len(self.inputs)
+
+    @property
+    def batch_inputs(self) -> int:
+        """How many tensors the inputs of a batch are, as far as any stage takes them."""
+        taken = (s.position + 1 for sources in self.inputs for s in sources if s.stage is None)
+        return len(self.names) or max(taken, default=0)
+
+    def _problem(self, stage: int, source: Source) -> str | None:
+        if source.stage is None:
+            count, what = len(self.names), "named inputs"
+            if source.position >= 0 and not self.names:
+                return None
+        elif not 0 <= source.stage < stage:
+            return f"it can take from the batch and from stages before {stage}"
+        else:
+            count, what = self.outputs[source.stage], "outputs"
+        if 0 <= source.position < count:
+            return None
+        return f"there are {count} {what}, counted from 0"
+
+
+class Feeds:
+    """A wiring as the engine asks for it; without one, a chain whose tensors nobody counted.
+
+    Args:
+        stages: how many stages there are.
+        wiring: who feeds whom; None: each stage takes all that the one before puts out, and the
+            first all that the batch gives.
+    """
+
+    def __init__(self, stages: int, wiring: Wiring | None = None) -> None:
+        self.wiring = wiring
+        sources = [_stages_of(wiring, stage) for stage in range(stages)]
+        self._sources = tuple(sources)
+        self._targets = tuple(
+            tuple(target for target in range(stages) if stage in sources[target])
+            for stage in range(stages)
+        )
+
+    def sources(self, stage: int) -> tuple[int, ...]:
+        """The stages that ``stage`` takes tensors from, in order."""
+        return self._sources[stage]
+
+    def targets(self, stage: int) -> tuple[int, ...]:
+        """The stages that take tensors from ``stage``, in order."""
+        return self._targets[stage]
+
+    def positions(self, source: int, target: int) -> tuple[int, ...] | None:
+        """Which outputs of ``source`` go to ``target``, each once, in order; None for all."""
+        if self.wiring is None:
+            return None
+        return tuple(sorted({s.position for s in self.wiring.inputs[target] if s.stage == source}))
+
+    def takes_batch(self, stage: int) -> bool:
+        """Whether ``stage`` takes any of the batch's inputs."""
+        if self.wiring is None:
+            return stage == 0
+        return any(source.stage is None for source in self.wiring.inputs[stage])
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        """All pairs of stages between which tensors travel."""
+        return (
+            (source, target) for source, targets in enumerate(self._targets) for target in targets
+        )
+
+
+def _stages_of(wiring: Wiring | None, stage: int) -> tuple[int, ...]:
+    if wiring is None:
+        return (stage - 1,) if stage else ()
+    return tuple(sorted({s.stage for s in wiring.inputs[stage] if s.stage is not None}))
