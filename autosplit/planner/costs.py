@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 
 from autosplit.errors import PlanError
 
@@ -20,8 +20,9 @@ class BlockCost:
         saved: bytes kept from F to the backward.
         deferred: bytes kept from I to W.
         parameters: bytes of parameters.
-        backward_alone: seconds of the whole backward without a gradient of the input, which is
-            what the first stage of a pipeline runs, as its W; its I is empty.
+        backward_alone: seconds of the backward within the first stage of a pipeline, whose W is
+            the whole backward: of the first block without a gradient of its input, of another
+            block I and W in one.
 
     Raises:
         PlanError: a number that is negative or not finite.
@@ -39,10 +40,9 @@ class BlockCost:
         for field in fields(self):
             _check(f"{field.name} of a block", getattr(self, field.name))
 
-    def times(self, *, first: bool = False) -> tuple[float, float, float]:
-        """Seconds of F, I and W; ``first``: as the first stage of a pipeline."""
-        if first:
-            return (self.forward, 0.0, self.backward_alone)
+    @property
+    def times(self) -> tuple[float, float, float]:
+        """Seconds of F, I and W."""
         return (self.forward, self.backward_input, self.backward_weight)
 
 
@@ -77,6 +77,8 @@ class ModelCosts:
     def stage(self, first: int, last: int) -> BlockCost:
         """What blocks ``first`` up to but not ``last`` cost as one stage.
 
+        A first stage has no I, and keeps all it saved, with the gradient of its output, until W.
+
         Raises:
             PlanError: there are no such blocks.
         """
@@ -85,7 +87,16 @@ class ModelCosts:
                 f"expected blocks first < last of 0 to {len(self.blocks)}, got {first} to {last}"
             )
         call = self.call
-        return total([*self.blocks[first:last], BlockCost(call, call, call, 0, 0, 0, call)])
+        whole = total([*self.blocks[first:last], BlockCost(call, call, call, 0, 0, 0, call)])
+        if first > 0:
+            return whole
+        output = self.crossing[last - 1] if last < len(self.blocks) else 0.0
+        return replace(
+            whole,
+            backward_input=0.0,
+            backward_weight=whole.backward_alone,
+            deferred=whole.saved + output,
+        )
 
 
 def total(blocks: Sequence[BlockCost]) -> BlockCost:

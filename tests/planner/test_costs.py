@@ -19,13 +19,14 @@ def test_blocks_add_up() -> None:
 
 def test_a_call_is_paid_once_a_stage() -> None:
     costs = ModelCosts((SMALL, LARGE, SMALL), (8.0, 9.0), call=0.5)
-    assert costs.stage(0, 2) == BlockCost(6.5, 8.5, 10.5, 60.0, 80.0, 100.0, 12.5)
-    assert costs.stage(2, 3) == BlockCost(1.5, 2.5, 3.5, 10.0, 20.0, 30.0, 4.5)
+    assert costs.stage(1, 3) == BlockCost(6.5, 8.5, 10.5, 60.0, 80.0, 100.0, 12.5)
+    assert costs.stage(2, 3).times == (1.5, 2.5, 3.5)
 
 
-def test_a_first_stage_has_no_input_gradient() -> None:
-    assert SMALL.times() == (1.0, 2.0, 3.0)
-    assert SMALL.times(first=True) == (1.0, 0.0, 4.0)
+def test_a_first_stage_has_no_input_gradient_and_keeps_all_until_w() -> None:
+    costs = ModelCosts((SMALL, LARGE, SMALL), (8.0, 9.0), call=0.5)
+    assert costs.stage(0, 2) == BlockCost(6.5, 0.0, 12.5, 60.0, 60.0 + 9.0, 100.0, 12.5)
+    assert costs.stage(0, 3).deferred == 70.0
 
 
 @pytest.mark.parametrize("range_", [(0, 0), (1, 3), (-1, 1)])

@@ -1,0 +1,109 @@
+"""Profiling: each kind of block once, under the trainer's options; the model stays as it is."""
+
+from __future__ import annotations
+
+import torch
+from chains import Chain, Mlp
+from torch import Tensor, nn
+
+from autosplit.pipeline.assembly import footprint
+from autosplit.planner.clock import Rounds
+from autosplit.planner.profile import profile
+from autosplit.planner.specimen import Conditions, prepare
+
+X = torch.zeros(4, 16)
+
+
+def _loss(output: Tensor, target: Tensor) -> Tensor:
+    return ((output - target) ** 2).mean()
+
+
+def _chain() -> Chain:
+    return Chain([nn.Linear(16, 32), Mlp(32), Mlp(32), Mlp(64 // 2), nn.Linear(32, 8)], X)
+
+
+def test_one_block_of_each_kind_is_profiled() -> None:
+    costs = profile(_chain(), seconds=0.05)
+    first, second, third, fourth, last = costs.blocks
+    assert second is third is fourth
+    assert len({id(block) for block in costs.blocks}) == 3
+    assert second.parameters == 4 * (32 * 64 * 2 + 64 + 32)
+    assert (second.deferred, last.deferred) == (4 * 4 * (32 + 64 + 64 + 32), 4 * 4 * (32 + 8))
+    assert costs.crossing == (512.0,) * 4
+    assert first.backward_input == 0.0
+    assert first.backward_weight == first.backward_alone > 0.0
+    assert min(second.forward, second.backward_input, second.backward_weight, costs.call) > 0.0
+
+
+def test_a_first_block_of_the_same_kind_is_by_itself() -> None:
+    costs = profile(Chain([Mlp(16), Mlp(16)], X), seconds=0.05)
+    assert costs.blocks[0].backward_input == 0.0 < costs.blocks[1].backward_input
+
+
+def test_blocks_add_up_to_what_a_stage_keeps() -> None:
+    chain = _chain()
+    costs = profile(chain, seconds=0.05)
+    for first, last in ((0, 2), (1, 4)):
+        kept = footprint(prepare(chain, first, last, Conditions()).stage)
+        stage = costs.stage(first, last)
+        assert (stage.saved, stage.deferred) == kept
+
+
+def test_the_loss_belongs_to_the_last_block() -> None:
+    target = torch.zeros(4, 8)
+    plain = profile(_chain(), seconds=0.05)
+    lossy = profile(_chain(), Conditions(loss_fn=_loss, targets=target), seconds=0.05)
+    assert lossy.blocks[-1].saved > plain.blocks[-1].saved
+    assert [block.saved for block in lossy.blocks[:-1]] == [
+        block.saved for block in plain.blocks[:-1]
+    ]
+
+
+def test_options_reach_the_stages() -> None:
+    chain = Chain([nn.Linear(16, 32), nn.Sequential(nn.GELU(), nn.Linear(32, 32), nn.GELU())], X)
+    plain = prepare(chain, 1, 2, Conditions(memory="fast")).stage
+    lean = prepare(chain, 1, 2, Conditions(memory=600)).stage
+    half = prepare(chain, 1, 2, Conditions(autocast=torch.bfloat16)).stage
+    assert footprint(lean)[1] < footprint(plain)[1]
+    assert half.output_specs[0][1] is torch.bfloat16
+
+
+def test_the_model_stays_as_it_is() -> None:
+    norm = nn.BatchNorm1d(32)
+    chain = Chain([nn.Linear(16, 32), norm, nn.Dropout(0.5), nn.Linear(32, 8)], X)
+    weight, mean = chain.modules[0].weight, norm.running_mean
+    before = torch.get_rng_state()
+    profile(chain, seconds=0.05)
+    assert torch.equal(before, torch.get_rng_state())
+    assert chain.modules[0].weight is weight
+    assert weight.grad is None
+    assert norm.running_mean is mean
+    assert torch.equal(mean, torch.zeros(32))
+    assert norm.num_batches_tracked == 0
+
+
+def test_parameters_on_meta_are_made_for_the_block_that_is_timed() -> None:
+    with torch.device("meta"):
+        chain = _chain()
+    costs = profile(chain, seconds=0.05)
+    assert costs.blocks[1].forward > 0.0
+    assert all(p.is_meta for module in chain.modules for p in module.parameters())
+    specimen = prepare(chain, 1, 2, Conditions())
+    assert not any(p.is_meta for p in specimen.stage.module.parameters())
+
+
+def test_what_is_tied_stays_tied() -> None:
+    with torch.device("meta"):
+        tied = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+        tied[1].weight = tied[0].weight
+        chain = Chain([tied], X)
+    module = prepare(chain, 0, 1, Conditions()).stage.module
+    assert module.get_parameter("0.0.weight") is module.get_parameter("0.1.weight")
+
+
+def test_measuring_ends_when_medians_are_known_or_time_is_up() -> None:
+    steady, wild = [1.0, 1.001] * 10, [1.0, 2.0] * 10
+    assert Rounds(steady, steady, steady, steady).enough(late=False)
+    assert not Rounds(wild, wild, wild, wild).enough(late=False)
+    assert Rounds(wild, wild, wild, wild).enough(late=True)
+    assert not Rounds([1.0], [1.0], [1.0], [1.0]).enough(late=True)
