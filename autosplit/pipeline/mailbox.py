@@ -115,13 +115,14 @@ class Inbox:
         while self._posted <= place:
             self._negotiation.learn(boundary_of(self._results[self._posted]))
             self._post()
+        # Before the wait, so that it delays nothing once the message is here.
+        self._post_ahead(place + 1 + self._prefetch)
         message = self._coming.pop(result)
         with losing(f"rank {self._peer}, which makes {result}", self._timeout):
             if message.arrival is None:
                 message.wait()
             else:
                 message.arrival.result()
-        self._post_ahead(place + 1 + self._prefetch)
         return message.tensors, bool(message.works)
 
     def arrived(self, result: Action) -> bool:

@@ -9,7 +9,8 @@ import shlex
 from ..environment import describe
 from ..results import Results
 from .page import PARTS, Settings, page
-from .peers import COUNTS
+from .peers import BACKENDS, COUNTS
+from .standin import UNITS
 
 HERE = pathlib.Path(__file__).parent
 
@@ -20,9 +21,19 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12, help="timed steps of each contender")
     parser.add_argument("--rounds", type=int, default=14, help="rounds of the overhead table")
     parser.add_argument("--soak", type=int, default=2000, help="steps of the soak")
-    parser.add_argument(
-        "--backends", nargs="+", default=[*COUNTS], choices=COUNTS, help="of the peers' table"
-    )
+    for option, kind, known, whose in (
+        ("backends", str, BACKENDS, "peers"),
+        ("microbatches", int, COUNTS, "peers"),
+        ("ranks", int, tuple(UNITS), "stand-ins"),
+    ):
+        parser.add_argument(
+            f"--{option}",
+            nargs="+",
+            type=kind,
+            default=known,
+            choices=known,
+            help=f"of the {whose}' table",
+        )
     parser.add_argument("--output", type=pathlib.Path, default=HERE, help="folder to write to")
     options = parser.parse_args()
     unknown = sorted(set(options.parts) - set(PARTS))
@@ -30,13 +41,22 @@ def main() -> None:
         parser.error(f"unknown part {unknown[0]!r}; known parts: {', '.join(PARTS)}")
     options.output.mkdir(parents=True, exist_ok=True)
     settings = Settings(
-        options.steps, options.rounds, options.soak, tuple(options.backends), options.output
+        options.steps,
+        options.rounds,
+        options.soak,
+        tuple(options.backends),
+        tuple(options.microbatches),
+        tuple(options.ranks),
+        options.output,
     )
     results = Results.read(options.output / "results.json")
     for name in options.parts or PARTS:
         words = ["python", "-m", "benchmarks.pipeline", name]
         for option in ("steps", "rounds", "soak"):
             words += [f"--{option}", str(getattr(options, option))]
+        for option in ("backends", "microbatches", "ranks"):
+            if getattr(options, option) != parser.get_default(option):
+                words += [f"--{option}", *map(str, getattr(options, option))]
         rows = [*PARTS[name].measure(settings)]
         results.update(name, rows, shlex.join(words), describe(threads=1))
         (options.output / "README.md").write_text(page(results))

@@ -33,6 +33,8 @@ class Settings:
     rounds: int
     soak: int
     backends: tuple[str, ...]
+    microbatches: tuple[int, ...]
+    ranks: tuple[int, ...]
     folder: pathlib.Path
 
 
@@ -61,12 +63,13 @@ against F, I and W of the `eager` backend, interleaved.""",
         "Every schedule against its own ideal",
         """\
 The real engine, its messages and its clock, over stages that sleep for F, I and W, so that 4 and 8
-ranks run on any two cores. A rank's share of the model takes F + I + W as given, also where it is
-cut into several stages. *Simulated* is the ideal of the schedule; *in flight* is the time from one
-`step_async` to the next. Speed-ups are over the fused 1F1B of the same run; the ceiling of any
-schedule at M = N is (2N-1)/N for F = I = W (Qi et al.). A message's latency counts against every
-action it delays, so short actions (many stages on a rank) come off worst.""",
-        lambda settings: standin.measure_all(),
+ranks run on any two cores. A system wakes a sleeper late, so a stage sleeps a little less than its
+time and passes the rest in a loop. A rank's share of the model takes F + I + W as given, also where
+it is cut into several stages. *Simulated* is the ideal of the schedule; *in flight* is the time
+from one `step_async` to the next. Speed-ups are over the fused 1F1B of the same run; the ceiling of
+any schedule at M = N is (2N-1)/N for F = I = W (Qi et al.). A message's latency counts against
+every action it delays, so short actions (many stages on a rank) come off worst.""",
+        lambda settings: standin.measure_all(settings.ranks),
         standin.render,
     ),
     "peers": Part(
@@ -75,7 +78,9 @@ action it delays, so short actions (many stages on a rank) come off worst.""",
 The same decoder, two ranks with one thread each, the same batches; forward and backward of a whole
 step, contenders alternating step by step in one run. *Peak* is what the larger rank allocates in
 a step, parameters excluded.""",
-        lambda settings: peers.measure_all(settings.steps, settings.backends),
+        lambda settings: peers.measure_all(
+            settings.steps, settings.backends, settings.microbatches
+        ),
         peers.render,
     ),
     "engine": Part(

@@ -31,11 +31,15 @@ from autosplit.workload import Workload, load_workload
 from ..results import Rows, table
 
 RANKS = 2
-COUNTS = {"eager": (2, 4, 8), "inductor": (4,)}
+COUNTS = (2, 4, 8)
+BACKENDS = ("eager", "inductor")
 FACTORY = "examples.models:llama"
 OVERRIDES = {"seq": "128"}  # actions of 20 ms and more
 TARGET = {2: 1.05, 4: 1.05, 8: 1.0}  # our best over their best
 TIMEOUT = 120.0
+
+_WARM_UP = 2  # steps
+_WARM_UP_AUTO = 4  # "auto" measures three before it has its schedule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +53,8 @@ class Contender:
         chunks: stages on each rank.
         v_shaped: rank r holds stages r and 2P - 1 - r, rather than every P-th one.
         split_backward: whether I and W are separate actions.
+        match: of one by torch, the name of the same schedule by autosplit.
+        accumulation: how autosplit adds up weight gradients.
     """
 
     name: str
@@ -57,22 +63,46 @@ class Contender:
     chunks: int = 1
     v_shaped: bool = False
     split_backward: bool = True
+    match: str = ""
+    accumulation: str = "exact"
 
 
 OURS = (
     Contender("1f1b, fused", True, "1f1b", split_backward=False),
     Contender("1f1b", True, "1f1b"),
+    Contender("gpipe, fused", True, "gpipe", split_backward=False),
     Contender("gpipe", True, "gpipe"),
+    Contender("interleaved, fused", True, "interleaved", 2, split_backward=False),
     Contender("interleaved", True, "interleaved", 2),
+    Contender("interleaved, 4 stages a rank", True, "interleaved", 4),
     Contender("zb-v", True, "zb-v", 2, v_shaped=True),
+    Contender("dualpipe-v", True, "dualpipe-v", 2, v_shaped=True),
+    Contender("auto, 4 stages a rank", True, "auto", 4),
+    Contender("auto, 4 stages a rank, fused sums", True, "auto", 4, accumulation="fused"),
+)
+_ZERO_BUBBLE = Contender(
+    "InterleavedZeroBubble", False, ScheduleInterleavedZeroBubble, 2, match="interleaved"
 )
 THEIRS = (
-    Contender("1F1B", False, Schedule1F1B, split_backward=False),
-    Contender("GPipe", False, ScheduleGPipe, split_backward=False),
-    Contender("Interleaved1F1B", False, ScheduleInterleaved1F1B, 2, split_backward=False),
-    Contender("InterleavedZeroBubble", False, ScheduleInterleavedZeroBubble, 2),
-    Contender("ZBVZeroBubble", False, ScheduleZBVZeroBubble, 2, v_shaped=True),
-    Contender("DualPipeV", False, ScheduleDualPipeV, 2, v_shaped=True),
+    Contender("1F1B", False, Schedule1F1B, split_backward=False, match="1f1b, fused"),
+    Contender("GPipe", False, ScheduleGPipe, split_backward=False, match="gpipe, fused"),
+    Contender(
+        "Interleaved1F1B",
+        False,
+        ScheduleInterleaved1F1B,
+        2,
+        split_backward=False,
+        match="interleaved, fused",
+    ),
+    _ZERO_BUBBLE,
+    dataclasses.replace(
+        _ZERO_BUBBLE,
+        name="InterleavedZeroBubble, 4 stages a rank",
+        chunks=4,
+        match="interleaved, 4 stages a rank",
+    ),
+    Contender("ZBVZeroBubble", False, ScheduleZBVZeroBubble, 2, v_shaped=True, match="zb-v"),
+    Contender("DualPipeV", False, ScheduleDualPipeV, 2, v_shaped=True, match="dualpipe-v"),
 )
 
 
@@ -87,13 +117,14 @@ class Row:
     spread: float
     peak: int
     error: str = ""
+    match: str = ""
 
 
-def measure_all(steps: int, backends: Sequence[str]) -> Rows:
-    """Each of the backends at its Ms."""
+def measure_all(steps: int, backends: Sequence[str], counts: Sequence[int]) -> Rows:
+    """Each of the backends at each M."""
     rows: Rows = []
     for backend in backends:
-        for row in measure(FACTORY, COUNTS[backend], max(3, steps // 3), backend):
+        for row in measure(FACTORY, counts, steps, backend):
             whose = "ours" if row.ours else "torch"
             name = f"{backend}, M={row.microbatches}: {whose} {row.name}"
             rows.append({**dataclasses.asdict(row), "name": name, "schedule": row.name})
@@ -114,11 +145,18 @@ def _setting(setting: str, rows: Rows) -> str:
             row["schedule"],
             f"{1e3 * row['seconds']:.0f}" if not row["error"] else "fails",
             f"{1e3 * row['spread']:.0f}" if not row["error"] else "",
-            f"{row['peak'] / 2**20:.0f}" if not row["error"] else row["error"].replace("|", "/"),
+            f"{row['peak'] / 2**20:.0f}" if not row["error"] else "",
+            _over_match(row, mine),
         ]
         for row in mine
     ]
-    text = table(["by", "schedule", "step ms", "spread ms", "peak MiB"], cells)
+    text = table(
+        ["by", "schedule", "step ms", "spread ms", "peak MiB", "over ours of the same schedule"],
+        cells,
+    )
+    errors = [f"{row['schedule']}: {row['error']}" for row in mine if row["error"]]
+    if errors:
+        text += "\n\n" + "\n".join(f"- {each}" for each in errors)
     best = {
         ours: min((r["seconds"] for r in mine if r["ours"] is ours and not r["error"]), default=0.0)
         for ours in (True, False)
@@ -128,6 +166,15 @@ def _setting(setting: str, rows: Rows) -> str:
     ratio, target = best[False] / best[True], TARGET[mine[0]["microbatches"]]
     figure = f"{ratio:.3f}x" if ratio >= target else f"**{ratio:.3f}x**"
     return f"### {setting}\n\n{text}\n\nTheir best over ours: {figure} (target {target:.2f}x)."
+
+
+def _over_match(row: dict[str, Any], mine: Rows) -> str:
+    """Torch's time over ours of the same schedule."""
+    ours = [each for each in mine if each["ours"] and each["schedule"] == row["match"]]
+    if row["error"] or not ours or ours[0]["error"]:
+        return ""
+    ratio = row["seconds"] / ours[0]["seconds"]
+    return f"{ratio:.3f}x" if ratio >= 1.0 else f"**{ratio:.3f}x**"
 
 
 def measure(
@@ -153,8 +200,8 @@ def _compare(workload: Workload, count: int, steps: int, backend: str) -> list[R
         make = functools.partial(_ours, trainers) if contender.ours else _theirs
         try:
             call = make(contender, workload, count, backend, batch)
-            call()
-            call()
+            for _ in range(_WARM_UP_AUTO if contender.schedule == "auto" else _WARM_UP):
+                call()
         except Exception as error:
             errors[contender] = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
             call = None
@@ -182,6 +229,7 @@ def _compare(workload: Workload, count: int, steps: int, backend: str) -> list[R
             _spread(seconds.get(contender, [])),
             peaks.get(contender, 0),
             errors.get(contender, ""),
+            contender.match,
         )
         for contender in (*OURS, *THEIRS)
     ]
@@ -205,6 +253,7 @@ def _ours(
         schedule=contender.schedule,
         split_backward=contender.split_backward,
         backend=backend,
+        accumulation=contender.accumulation,
         timeout=TIMEOUT,
     )
     trainers.append(trainer)

@@ -51,10 +51,18 @@ def test_engine_page(tmp_path: Path) -> None:
 
 
 def test_peers_say_who_is_ahead_and_what_fails() -> None:
-    common = {"microbatches": 2, "spread": 0.1, "peak": 2**20, "error": ""}
+    common = {"microbatches": 2, "spread": 0.1, "peak": 2**20, "error": "", "match": ""}
     rows = [
         {**common, "name": "eager, M=2: ours a", "schedule": "a", "ours": True, "seconds": 1.0},
-        {**common, "name": "eager, M=2: torch b", "schedule": "b", "ours": False, "seconds": 1.04},
+        {**common, "name": "eager, M=2: ours d", "schedule": "d", "ours": True, "seconds": 1.3},
+        {
+            **common,
+            "name": "eager, M=2: torch b",
+            "schedule": "b",
+            "ours": False,
+            "seconds": 1.04,
+            "match": "d",
+        },
         {
             **common,
             "name": "eager, M=2: torch c",
@@ -66,4 +74,5 @@ def test_peers_say_who_is_ahead_and_what_fails() -> None:
     ]
     text = peers.render(rows)
     assert "**1.040x** (target 1.05x)" in text
-    assert "ValueError: no" in text
+    assert "**0.800x**" in text  # the same schedule, behind
+    assert "- c: ValueError: no" in text
