@@ -19,6 +19,10 @@ from autosplit.errors import PipelineError
 
 TOPICS = "pydoc_data.topics"
 
+MASK = 256  # the first number that is no byte
+MASKED = 0.15
+IGNORED = -100  # what cross_entropy leaves out
+
 # Modules with much prose in their docstrings. None of them is imported, only read.
 MODULES = (
     "argparse",
@@ -62,6 +66,23 @@ def batch(step: int, size: int, seq: int) -> tuple[Tensor, Tensor]:
     ).tolist()
     windows = torch.stack([text[start : start + seq + 1] for start in starts]).long()
     return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+
+def masked_batch(step: int, size: int, seq: int) -> tuple[Tensor, Tensor]:
+    """As `batch`, for a model that restores what is masked (Devlin et al., arXiv 1810.04805).
+
+    Returns:
+        inputs, int64 [size, seq] of byte values, in which `MASKED` of the positions of each
+        sample (at least one) are `MASK`; and targets: the byte that was there, `IGNORED`
+        elsewhere.
+
+    Raises:
+        PipelineError: as `batch`.
+    """
+    whole, _ = batch(step, size, seq)
+    order = torch.rand(size, seq, generator=torch.Generator().manual_seed(step)).argsort(1)
+    hidden = order < max(1, round(MASKED * seq))
+    return whole.masked_fill(hidden, MASK), whole.masked_fill(~hidden, IGNORED)
 
 
 @functools.cache

@@ -7,24 +7,22 @@ that gradients can be compared bit for bit and attention runs fused.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-
-@dataclasses.dataclass(frozen=True)
-class Size:
-    """One model at one size.
-
-    Attributes:
-        settings: of the model's configuration.
-        shape: of the input, the microbatch first.
-    """
-
-    settings: Mapping[str, Any]
-    shape: tuple[int, ...]
+from autosplit.workload import configure
+from examples.families.models import bert_config, llama_config, mamba_config, resnet_config
+from examples.families.settings import (
+    PAPER,
+    BertSettings,
+    LlamaSettings,
+    MambaSettings,
+    ResNetSettings,
+    Settings,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +36,7 @@ class Subject:
 
 
 def build(
-    name: str, size: Size, device: str = "cpu", dtype: torch.dtype = torch.float32
+    name: str, settings: Any, device: str = "cpu", dtype: torch.dtype = torch.float32
 ) -> Subject:
     """The same weights and data on every call.
 
@@ -49,8 +47,8 @@ def build(
     # One seed here, not one inside: the caller's random numbers are nobody's business.
     with torch.random.fork_rng(), torch.device(device):
         torch.manual_seed(0)
-        module = make(size.settings).to(dtype).train()
-        x = torch.randn(size.shape, dtype=dtype)
+        module = make(settings).to(dtype).train()
+        x = torch.randn(shape(settings), dtype=dtype)
         with torch.no_grad():
             grad = torch.randn_like(module(x))
     return Subject(name, module, x, grad)
@@ -59,11 +57,11 @@ def build(
 class Llama(nn.Module):
     """Decoder layers and the final norm."""
 
-    def __init__(self, settings: Mapping[str, Any]) -> None:
+    def __init__(self, settings: LlamaSettings) -> None:
         super().__init__()
-        from transformers import LlamaConfig, LlamaModel
+        from transformers import LlamaModel
 
-        self.model = LlamaModel(LlamaConfig(vocab_size=8, use_cache=False, **settings))
+        self.model = LlamaModel(llama_config(settings))
         del self.model.embed_tokens
 
     def forward(self, x: Tensor) -> Tensor:
@@ -74,13 +72,11 @@ class Llama(nn.Module):
 class Bert(nn.Module):
     """Encoder layers."""
 
-    def __init__(self, settings: Mapping[str, Any]) -> None:
+    def __init__(self, settings: BertSettings) -> None:
         super().__init__()
-        from transformers import BertConfig, BertModel
+        from transformers import BertModel
 
-        still: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-        model = BertModel(BertConfig(vocab_size=8, **still, **settings), add_pooling_layer=False)
-        self.encoder = model.encoder
+        self.encoder = BertModel(bert_config(settings), add_pooling_layer=False).encoder
 
     def forward(self, x: Tensor) -> Tensor:
         hidden: Tensor = self.encoder(x).last_hidden_state
@@ -90,11 +86,11 @@ class Bert(nn.Module):
 class Mamba(nn.Module):
     """Mixer layers and the final norm; the scan over the sequence is transformers' loop."""
 
-    def __init__(self, settings: Mapping[str, Any]) -> None:
+    def __init__(self, settings: MambaSettings) -> None:
         super().__init__()
-        from transformers import MambaConfig, MambaModel
+        from transformers import MambaModel
 
-        self.model = MambaModel(MambaConfig(vocab_size=8, use_cache=False, **settings))
+        self.model = MambaModel(mamba_config(settings))
         del self.model.embeddings
 
     def forward(self, x: Tensor) -> Tensor:
@@ -103,20 +99,20 @@ class Mamba(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Stages of residual layers; the input has ``embedding_size`` channels."""
+    """Stages of residual layers; the input has as many channels as the stem puts out."""
 
-    def __init__(self, settings: Mapping[str, Any]) -> None:
+    def __init__(self, settings: ResNetSettings) -> None:
         super().__init__()
-        from transformers import ResNetConfig, ResNetModel
+        from transformers import ResNetModel
 
-        self.encoder = ResNetModel(ResNetConfig(**settings)).encoder
+        self.encoder = ResNetModel(resnet_config(settings)).encoder
 
     def forward(self, x: Tensor) -> Tensor:
         hidden: Tensor = self.encoder(x).last_hidden_state
         return hidden
 
 
-BUILDERS: dict[str, Callable[[Mapping[str, Any]], nn.Module]] = {
+BUILDERS: dict[str, Callable[[Any], nn.Module]] = {
     "llama": Llama,
     "bert": Bert,
     "mamba": Mamba,
@@ -124,59 +120,38 @@ BUILDERS: dict[str, Callable[[Mapping[str, Any]], nn.Module]] = {
 }
 
 
-def _llama(width: int, layers: int) -> dict[str, Any]:
-    heads = width // (128 if width >= 1024 else 64)
-    return {
-        "hidden_size": width,
-        "intermediate_size": 11 * width // 4,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-    }
+def shape(settings: Settings) -> tuple[int, ...]:
+    """Of the input, the microbatch first. An image's stem leaves a quarter of its sides."""
+    if isinstance(settings, ResNetSettings):
+        side = settings.image // 4
+        return (settings.microbatch_size, settings.width, side, side)
+    return (settings.microbatch_size, settings.seq, settings.width)
 
 
-def _bert(width: int, layers: int) -> dict[str, Any]:
-    return {
-        "hidden_size": width,
-        "intermediate_size": 4 * width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": width // 64,
-    }
-
-
-def _mamba(width: int, layers: int) -> dict[str, Any]:
-    return {"hidden_size": width, "num_hidden_layers": layers, "state_size": 16}
-
-
-def _resnet(depths: list[int], scale: int) -> dict[str, Any]:
-    return {
-        "embedding_size": 64 // scale,
-        "hidden_sizes": [256 // scale, 512 // scale, 1024 // scale, 2048 // scale][: len(depths)],
-        "depths": depths,
-    }
-
-
-SMALL: dict[str, Size] = {
-    "llama": Size(_llama(384, 4), (2, 128, 384)),
-    "bert": Size(_bert(384, 4), (2, 128, 384)),
-    "mamba": Size(_mamba(256, 2), (2, 48, 256)),
-    "resnet": Size(_resnet([2, 2, 2], scale=2), (2, 32, 56, 56)),
+SMALL: dict[str, Settings] = {
+    "llama": LlamaSettings(),
+    "bert": BertSettings(),
+    "mamba": MambaSettings(layers=2, seq=48, microbatch_size=2),
+    "resnet": ResNetSettings(depths="2,2,2", width=32, image=224, microbatch_size=2),
 }
 """50 to 500 ms a step on one core or two."""
 
-TINY: dict[str, Size] = {
-    "llama": Size(_llama(128, 2), (2, 8, 128)),
-    "bert": Size(_bert(128, 2), (2, 8, 128)),
-    "mamba": Size(_mamba(16, 1), (2, 4, 16)),
-    "resnet": Size(_resnet([1, 1], scale=8), (2, 8, 8, 8)),
+TINY: dict[str, Settings] = {
+    "llama": LlamaSettings(width=128, hidden=352, layers=2, heads=2, seq=8),
+    "bert": BertSettings(width=128, hidden=512, layers=2, heads=2, seq=8),
+    "mamba": MambaSettings(width=16, layers=1, seq=4, microbatch_size=2),
+    "resnet": ResNetSettings(depths="1,1", width=8, image=32, microbatch_size=2),
 }
 """Only to see that the measuring works."""
 
-LARGE: dict[str, Size] = {
-    "llama": Size(_llama(4096, 8) | {"intermediate_size": 11008}, (1, 1024, 4096)),
-    "bert": Size(_bert(1024, 24), (8, 512, 1024)),
-    "mamba": Size(_mamba(2048, 12), (1, 128, 2048)),
-    "resnet": Size(_resnet([3, 8, 36, 3], scale=1), (32, 64, 56, 56)),
+LARGE: dict[str, Settings] = {
+    "llama": configure(LlamaSettings, {**PAPER["llama"], "vocabulary": 8, "layers": 8}),
+    "bert": configure(BertSettings, {**PAPER["bert"], "vocabulary": 8, "microbatch_size": 8}),
+    "mamba": configure(
+        MambaSettings,
+        {**PAPER["mamba"], "vocabulary": 8, "layers": 12, "seq": 128, "microbatch_size": 1},
+    ),
+    "resnet": configure(ResNetSettings, {**PAPER["resnet"], "microbatch_size": 32}),
 }
 """For a data-centre GPU in bfloat16: a quarter of LLaMA-7B, BERT-Large, a quarter of
 Mamba-1.4B with a sequence that the loop of its scan can unroll, ResNet-152."""

@@ -1,0 +1,120 @@
+"""The four families: sizes, data, and the same losses with and without split."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import autosplit
+from autosplit.errors import PipelineError
+from examples import digits, families, text
+from examples.families import FAMILIES, PAPER, TINY, Family
+from examples.families.settings import ResNetSettings
+
+DATA = {"resnet": "sklearn"}
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> Family:
+    if request.param in DATA:
+        pytest.importorskip(DATA[request.param])
+    return FAMILIES[request.param](**TINY[request.param])
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"), [("llama", 6738), ("bert", 335), ("mamba", 1372), ("resnet", 60.2)]
+)
+def test_paper_sizes(name: str, millions: float) -> None:
+    with torch.device("meta"):
+        model, (example,) = families.paper_factory(name)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert count == pytest.approx(millions * 1e6, rel=0.01)
+    assert example.is_meta
+    assert example.shape[0] == PAPER[name]["microbatch_size"]
+
+
+def test_a_factory_takes_its_settings_and_refuses_others() -> None:
+    model, (tokens,) = families.llama(**TINY["llama"], microbatch_size=3)
+    assert tokens.shape == (3, TINY["llama"]["seq"])
+    assert model(tokens).logits.shape == (*tokens.shape, TINY["llama"]["vocabulary"])
+    with pytest.raises(PipelineError, match="unknown setting 'depth' of LlamaSettings"):
+        families.llama(depth=3)
+    with pytest.raises(PipelineError, match="unknown family 'gpt'; known: llama, bert"):
+        families.factory("gpt")
+    with pytest.raises(PipelineError, match="'3,x'"):
+        _ = ResNetSettings(depths="3,x").resolutions
+
+
+def test_layers_are_modules_and_cut_into_equal_counts(family: Family) -> None:
+    model = family.build()
+    assert all(isinstance(model.get_submodule(name), nn.Module) for name in family.layers)
+    assert family.cut_by_hand(2) == (family.layers[2],)
+    assert family.cut_by_hand(4) == family.layers[1:]
+    with pytest.raises(PipelineError, match="4 layers over 5 stages"):
+        family.cut_by_hand(5)
+
+
+def test_weights_and_data_are_the_same_each_time(family: Family) -> None:
+    first, again = family.build().state_dict(), family.build().state_dict()
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    for one, other in zip(family.batch_fn(3, 2), family.batch_fn(3, 2), strict=True):
+        assert torch.equal(one, other)
+    assert not torch.equal(family.batch_fn(3, 2)[0], family.batch_fn(4, 2)[0])
+    size = family.microbatch_size
+    assert family.batch_fn(0, size)[0].shape == family.example()[0].shape
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+def test_losses_are_the_same_with_and_without_split(family: Family) -> None:
+    plain = train(family, split=False)
+    assert train(family, split=True) == pytest.approx(plain, rel=1e-5)
+    assert plain[-1] < plain[0]
+
+
+def train(family: Family, *, split: bool) -> list[float]:
+    model = family.build()
+    called = autosplit.split(model) if split else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    inputs, targets = family.batch_fn(0, family.microbatch_size)
+    for _ in range(4):
+        loss = family.loss_fn(called(inputs), targets)
+        loss.backward()
+        if isinstance(called, autosplit.SplitModule):
+            called.backward_weight()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_masked_batches_ask_for_what_they_hide() -> None:
+    inputs, targets = text.masked_batch(step=1, size=3, seq=40)
+    whole, _ = text.batch(step=1, size=3, seq=40)
+    hidden = inputs == text.MASK
+    assert (hidden.sum(1) == 6).all()
+    assert torch.equal(targets[hidden], whole[hidden])
+    assert torch.equal(inputs[~hidden], whole[~hidden])
+    assert (targets[~hidden] == text.IGNORED).all()
+
+
+def test_digits_are_normalized_and_say_what_they_show() -> None:
+    pytest.importorskip("sklearn")
+    pixels, classes = digits.batch(step=0, size=512, image=16)
+    assert pixels.shape == (512, 3, 16, 16)
+    assert abs(pixels.mean().item()) < 0.05
+    assert set(classes.tolist()) == set(range(10))
+    small, _ = digits.batch(step=0, size=512, image=8)
+    assert torch.equal(small[:, 0], small[:, 2])
+    enlarged = torch.nn.functional.interpolate(small, (16, 16), mode="bilinear")
+    torch.testing.assert_close(enlarged, pixels)
+
+
+def test_without_scikit_learn_digits_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    digits.corpus.cache_clear()
+    with pytest.raises(PipelineError, match=r"pip install 'autosplit\[examples\]'"):
+        digits.batch(0, 1, 8)
