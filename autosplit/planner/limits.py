@@ -1,0 +1,44 @@
+"""What the ranks offer: memory and the links between them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from autosplit.errors import PlanError
+from autosplit.pipeline.transfer import Transfer
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Memory and links.
+
+    Attributes:
+        cap: bytes that each rank may hold.
+        optimizer_state: bytes for each byte of parameters; 2 for Adam, 0 for plain SGD.
+        links: latency and bandwidth between ranks; its message bytes are not looked at, those of
+            the cuts count.
+
+    Raises:
+        PlanError: numbers that cannot be.
+    """
+
+    cap: float = math.inf
+    optimizer_state: float = 2.0
+    links: Transfer = field(default_factory=Transfer)
+
+    def __post_init__(self) -> None:
+        if not self.cap > 0.0:
+            raise PlanError(f"cap must be bytes > 0 that a rank may hold, got {self.cap!r}")
+        if not (math.isfinite(self.optimizer_state) and self.optimizer_state >= 0.0):
+            raise PlanError(
+                "optimizer_state must be bytes for each byte of parameters, a finite number >= 0; "
+                f"got {self.optimizer_state!r}"
+            )
+
+    @property
+    def factor(self) -> float:
+        """Bytes that a rank holds all the time for each byte of parameters: these, their
+        gradients, and what the optimizer keeps.
+        """
+        return 2.0 + self.optimizer_state

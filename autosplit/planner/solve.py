@@ -1,0 +1,130 @@
+"""Where to cut a model into stages, so that a step of a given schedule is short."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from autosplit.errors import PlanError
+from autosplit.pipeline.costs import Costs
+from autosplit.pipeline.memory import StageMemory
+from autosplit.pipeline.schedule import Schedule
+from autosplit.pipeline.transfer import Transfer
+from autosplit.planner.costs import ModelCosts
+from autosplit.planner.cutting import Task, Way, triples
+from autosplit.planner.form import Form
+from autosplit.planner.limits import Limits
+
+
+class CapError(PlanError):
+    """Nothing fits under a cap of memory; ``least`` is the least cap for which something does."""
+
+    def __init__(self, message: str, least: float) -> None:
+        super().__init__(message)
+        self.least = least
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Stages, and what a step of them is predicted to take.
+
+    Attributes:
+        cuts: k cuts behind block k; increasing.
+        schedule: built for these stages; ranks wait for each other between steps.
+        costs: of each stage: times and memory of a microbatch, and the links with the messages.
+        parameters: bytes of each stage.
+        step: seconds.
+        bubble: idle time over total time of all ranks.
+        peaks: per rank, the most bytes it holds: parameters, gradients, optimizer state, and what
+            is kept of the microbatches.
+    """
+
+    cuts: tuple[int, ...]
+    schedule: Schedule
+    costs: Costs
+    parameters: tuple[float, ...]
+    step: float
+    bubble: float
+    peaks: tuple[float, ...]
+
+
+def solve(
+    costs: ModelCosts,
+    stages: int,
+    microbatches: int,
+    schedule: str = "1f1b",
+    *,
+    ranks: int | None = None,
+    split_backward: bool = True,
+    weights: str | None = None,
+    cap: float | None = None,
+    links: Transfer | None = None,
+    optimizer_state: float = 2.0,
+    refine: bool = True,
+) -> Solution:
+    """The cuts with the shortest simulated step that were found; deterministic.
+
+    Dynamic programming gives cuts whose slowest stage is as fast as can be (under the cap, where
+    each rank holds one stage). From there, cuts are shifted while that makes the simulated step
+    shorter; where there are few ways to cut, all are tried. A schedule that is built for the times
+    of its stages is built again for each result, and the search goes on from there.
+
+    Args:
+        costs: of the model's blocks, for one microbatch.
+        stages: N.
+        microbatches: M.
+        schedule: a key of ``pipeline.SCHEDULES``.
+        ranks: processes, see ``pipeline.build``.
+        split_backward: False for full backwards.
+        weights: where the weight gradients go, see ``pipeline.build``.
+        cap: bytes that each rank may hold; None: any.
+        links: latency and bandwidth between ranks; the bytes are those over the cuts. None:
+            transfers take no time.
+        optimizer_state: bytes for each byte of parameters; 2 for Adam, 0 for plain SGD.
+        refine: False stops after the dynamic programming.
+
+    Raises:
+        PlanError: more stages than blocks, or a bad number.
+        CapError: no cuts were found that fit under the cap; says the least cap that would do.
+        ScheduleError: an unknown schedule, one that refuses the counts, or one that runs two
+            copies of the stages.
+    """
+    form = Form(schedule, ranks, split_backward, weights)
+    limits = Limits(math.inf if cap is None else cap, optimizer_state, links or Transfer())
+    task = Task(costs, stages, microbatches, form, limits)
+    best = task.best(list(task.starts()), refine=refine)
+    if best.overflow > 0.0:
+        frugal = task.frugal(best)
+        best = task.best([frugal.cuts], refine=refine) if frugal.overflow == 0.0 else frugal
+    if best.overflow > 0.0:
+        least = float(best.peaks.max())
+        raise CapError(
+            f"no cuts into {stages} stages for {schedule!r} with {microbatches} microbatches fit "
+            f"under a cap of {cap:,.0f} bytes a rank; the least cap that does is {least:,.0f}: "
+            "raise the cap, or use more ranks, smaller microbatches, another memory setting, or "
+            "a schedule that keeps fewer microbatches",
+            least,
+        )
+    return _solution(task, best, limits.links)
+
+
+def _solution(task: Task, way: Way, links: Transfer) -> Solution:
+    """The result in plain numbers."""
+    stages = task.pieces.stages(way.cuts[None])
+    times = triples(stages.times[:, :, 0])
+    kept = stages.kept[:, :, 0].T.tolist()
+    crossing = dict(enumerate(stages.crossing[:, 0].tolist()))
+    busy = task.microbatches * sum(map(sum, times))
+    return Solution(
+        cuts=tuple(way.cuts.tolist()),
+        schedule=way.order.schedule,
+        costs=Costs(
+            times,
+            [StageMemory(*each) for each in kept],
+            replace(links, message_bytes=crossing),
+        ),
+        parameters=tuple(stages.parameters[:, 0].tolist()),
+        step=way.step,
+        bubble=max(0.0, 1.0 - busy / (way.step * way.order.ranks)) if way.step else 0.0,
+        peaks=tuple(way.peaks.tolist()),
+    )

@@ -1,0 +1,115 @@
+"""Costs of models that do not exist, and the best cuts by trying all of them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hypothesis import strategies as st
+
+from autosplit.pipeline.memory import StageMemory, peak_memory
+from autosplit.pipeline.schedule import Schedule
+from autosplit.pipeline.schedules import build
+from autosplit.pipeline.simulate import simulate
+from autosplit.pipeline.transfer import Transfer
+from autosplit.planner.costs import BlockCost, ModelCosts
+
+_small = st.integers(0, 6).map(float)
+_time = st.integers(1, 8).map(float)
+BLOCKS = st.builds(BlockCost, _time, _time, _time, _small, _small, _small, _time)
+
+
+@st.composite
+def models(draw: st.DrawFn, least: int = 1, most: int = 7) -> ModelCosts:
+    """Costs of a model of few blocks, in whole numbers."""
+    blocks = draw(st.lists(BLOCKS, min_size=least, max_size=most))
+    cuts = len(blocks) - 1
+    crossing = draw(st.lists(_small, min_size=cuts, max_size=cuts))
+    return ModelCosts(tuple(blocks), tuple(crossing), draw(st.integers(0, 1)) / 2)
+
+
+def even(blocks: int, *, forward: float = 1.0, parameters: float = 1.0) -> ModelCosts:
+    """Blocks that are all alike: F = I = W."""
+    block = BlockCost(forward, forward, forward, 4.0, 3.0, parameters, forward)
+    return ModelCosts((block,) * blocks, (2.0,) * (blocks - 1))
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One way to cut: the bytes over the cap, the seconds of a step, and each rank's bytes."""
+
+    cuts: tuple[int, ...]
+    overflow: float
+    step: float
+    peaks: tuple[float, ...]
+
+
+def ranges(costs: ModelCosts, cuts: tuple[int, ...]) -> list[tuple[int, int]]:
+    """The blocks of each stage: its first, and the one behind its last."""
+    return list(itertools.pairwise([0, *(cut + 1 for cut in cuts), len(costs.blocks)]))
+
+
+def stage_times(costs: ModelCosts, cuts: tuple[int, ...]) -> list[tuple[float, float, float]]:
+    """F, I and W of each stage, by hand."""
+    times = []
+    for first, last in ranges(costs, cuts):
+        piece = costs.blocks[first:last]
+        forward = sum(block.forward for block in piece) + costs.call
+        inputs = sum(block.backward_input for block in piece) + costs.call
+        weights = sum(block.backward_weight for block in piece) + costs.call
+        if first == 0:
+            rest = sum(block.backward_input + block.backward_weight for block in piece[1:])
+            inputs, weights = 0.0, piece[0].backward_alone + rest + costs.call
+        times.append((forward, inputs, weights))
+    return times
+
+
+def tried(
+    costs: ModelCosts,
+    cuts: tuple[int, ...],
+    schedule: Schedule,
+    *,
+    cap: float = math.inf,
+    links: Transfer | None = None,
+    optimizer_state: float = 2.0,
+) -> Tried:
+    """What the simulator and the memory of the schedule say of one way to cut."""
+    pieces = [costs.blocks[first:last] for first, last in ranges(costs, cuts)]
+    times = stage_times(costs, cuts)
+    saved = [sum(block.saved for block in piece) for piece in pieces]
+    deferred = [sum(block.deferred for block in piece) for piece in pieces]
+    # The first stage's W needs all that F saved, and the gradient of what it put out.
+    deferred[0] = saved[0] + (costs.crossing[cuts[0]] if cuts else 0.0)
+    kept = [StageMemory(*pair) for pair in zip(saved, deferred, strict=True)]
+    transfer = replace(
+        links or Transfer(),
+        message_bytes={place: costs.crossing[cut] for place, cut in enumerate(cuts)},
+    )
+
+    def seconds(action: Any) -> float:
+        forward, inputs, weights = times[action.stage]
+        return {"F": forward, "I": inputs, "W": weights, "B": inputs + weights}[action.kind.value]
+
+    timeline = simulate(schedule, seconds, transfer=transfer)
+    peaks = peak_memory(schedule, kept)
+    for place, rank in enumerate(schedule.placement):
+        peaks[rank] += (2.0 + optimizer_state) * sum(block.parameters for block in pieces[place])
+    over = sum(max(0.0, peak - cap) for peak in peaks)
+    return Tried(cuts, over, timeline.makespan, tuple(peaks))
+
+
+def all_tried(
+    costs: ModelCosts,
+    stages: int,
+    microbatches: int,
+    name: str,
+    form: dict[str, Any],
+    **memory: Any,
+) -> Iterator[Tried]:
+    """Every way to cut, under a schedule whose order does not depend on times."""
+    schedule = build(name, stages, microbatches, **form)
+    for cuts in itertools.combinations(range(len(costs.blocks) - 1), stages - 1):
+        yield tried(costs, cuts, schedule, **memory)
