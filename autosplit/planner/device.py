@@ -1,0 +1,112 @@
+"""How fast a device computes and moves bytes: all that an estimate knows of it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import torch
+
+from autosplit.errors import PlanError
+
+_SIDE = 1024  # of the matrices that are multiplied
+_COPIED = 2**26  # bytes: more than caches hold
+_TRIES = 5
+_CALLS = 200
+
+
+@dataclass(frozen=True)
+class Device:
+    """A roofline: an operator takes the longer of computing and of moving its tensors.
+
+    Attributes:
+        flops_per_second: of matrix products, in the dtype that the model computes in.
+        bytes_per_second: read plus written.
+        call: seconds that an operator takes at least.
+
+    Raises:
+        PlanError: a rate that is not positive, or an impossible time.
+    """
+
+    flops_per_second: float
+    bytes_per_second: float
+    call: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            least = field.name == "call"
+            if math.isnan(value) or value < 0.0 or (value == 0.0 and not least):
+                raise PlanError(f"{field.name} must be {'>= 0' if least else '> 0'}, got {value!r}")
+
+    def seconds(self, flops: float, moved: float) -> float:
+        """How long one operator takes."""
+        return max(self.call, flops / self.flops_per_second, moved / self.bytes_per_second)
+
+
+# Peak rates of the makers' data sheets, dense, in 16-bit floating point, with the bandwidth of
+# the device's memory. Models reach about half of both; what the estimate is for, how blocks
+# compare, depends on the ratio.
+DEVICES = {
+    "a100": Device(312e12, 2.0e12, 5e-6),
+    "h100": Device(989e12, 3.35e12, 5e-6),
+    "h200": Device(989e12, 4.8e12, 5e-6),
+    "b200": Device(2250e12, 8.0e12, 5e-6),
+    "mi300x": Device(1307e12, 5.3e12, 5e-6),
+}
+
+
+def device_named(name: str) -> Device:
+    """One of ``DEVICES``.
+
+    Raises:
+        PlanError: there is none of this name (lists the known ones).
+    """
+    if name not in DEVICES:
+        raise PlanError(f"unknown device {name!r}; known: {', '.join(DEVICES)}, or give a Device")
+    return DEVICES[name]
+
+
+def measure_device(
+    device: torch.device | None = None, dtype: torch.dtype = torch.float32
+) -> Device:
+    """The rates of this machine, measured in about a second: the best of a few tries each.
+
+    Args:
+        device: which device; None for the CPU.
+        dtype: what matrices are made of.
+    """
+    device = device or torch.device("cpu")
+    a = torch.ones(_SIDE, _SIDE, dtype=dtype, device=device)
+    b, product = torch.ones_like(a), torch.empty_like(a)
+    source = torch.ones(_COPIED, dtype=torch.uint8, device=device)
+    target, one = torch.empty_like(source), torch.ones(1, device=device)
+
+    def calls() -> None:
+        for _ in range(_CALLS):
+            one.add_(1.0)
+
+    return Device(
+        2.0 * _SIDE**3 / _best(lambda: torch.mm(a, b, out=product), device),
+        2.0 * _COPIED / _best(lambda: target.copy_(source), device),
+        _best(calls, device) / _CALLS,
+    )
+
+
+def _best(call: Callable[[], object], device: torch.device) -> float:
+    """Seconds of the quickest of a few calls, after one that is not counted."""
+    found = []
+    for _ in range(_TRIES + 1):
+        _synchronize(device)
+        start = time.perf_counter()
+        call()
+        _synchronize(device)
+        found.append(time.perf_counter() - start)
+    return min(found[1:])
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
