@@ -15,6 +15,8 @@ from autosplit.errors import PipelineError
 from autosplit.passes import Kind
 from autosplit.pipeline.executor import BackwardStage
 from autosplit.pipeline.negotiation import Negotiation, TensorMeta
+from autosplit.pipeline.ports import Receive, arguments
+from autosplit.pipeline.wiring import Feeds
 from autosplit.report.boundary import crossings, total_bytes
 from autosplit.stage import Stage
 from autosplit.tracing import check_memory
@@ -97,6 +99,7 @@ def footprint(stage: TrainableStage) -> tuple[float, float]:
 def build_stages(
     modules: Mapping[int, nn.Module],
     stages: int,
+    feeds: Feeds,
     negotiation: Negotiation,
     factory: StageFactory,
     *,
@@ -109,9 +112,10 @@ def build_stages(
     Args:
         modules: this rank's modules by stage, the last one with its loss.
         stages: how many stages there are.
+        feeds: who feeds whom.
         negotiation: where stages learn their input shapes and publish their output shapes.
         factory: makes a stage.
-        inputs: one microbatch's inputs; only the first stage's rank needs them.
+        inputs: one microbatch's inputs; only those that this rank's stages take are needed.
         targets: one microbatch's targets; only the last stage's rank needs them.
         device: where example inputs are made.
 
@@ -121,13 +125,12 @@ def build_stages(
     """
     built: dict[int, TrainableStage] = {}
     for index in sorted(modules):
-        args = [tensor.detach() for tensor in inputs]
-        if index > 0:
-            args = [_example(meta, device) for meta in negotiation.learn(index - 1)]
+        args = _examples(index, feeds, negotiation, inputs, device)
         if index == stages - 1:
             args += [tensor.detach() for tensor in targets]
         stage = factory(modules[index], args, index=index)
         metas = [TensorMeta(*spec) for spec in stage.output_specs]
+        feeds.check_outputs(index, len(metas))
         if index == stages - 1:
             check_loss(metas)
         negotiation.publish(index, metas)
@@ -159,6 +162,29 @@ class _Frozen:
 
     def publish(self) -> None:
         pass
+
+
+def _examples(
+    index: int,
+    feeds: Feeds,
+    negotiation: Negotiation,
+    inputs: Sequence[Tensor],
+    device: torch.device,
+) -> list[Tensor]:
+    """Example arguments of a stage, without targets."""
+
+    def made_by(stage: int) -> Receive:
+        metas = negotiation.learn(stage)
+        wanted = feeds.select(metas, stage, index)
+        return lambda: [_example(meta, device) for meta in wanted]
+
+    receives = [made_by(stage) for stage in feeds.sources(index)]
+    found = arguments(index, feeds, receives, lambda: [_detached(each) for each in inputs])()
+    return [each for each in found if each is not None]
+
+
+def _detached(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach()
 
 
 def _example(meta: TensorMeta, device: torch.device) -> Tensor:

@@ -14,6 +14,7 @@ from autosplit.pipeline.microbatch import Batch, Microbatches
 from autosplit.pipeline.mode import Mode
 from autosplit.pipeline.modules import LossFunction, complete
 from autosplit.pipeline.schedule import Schedule
+from autosplit.pipeline.wiring import Feeds
 
 
 class Builder:
@@ -22,6 +23,7 @@ class Builder:
     Args:
         modules: this rank's modules by stage.
         schedule: how they are driven in training.
+        feeds: who feeds whom.
         loss_fn: what the last stage ends with.
         factory: makes a stage of a module.
         autocast: the dtype to run everything in, if any.
@@ -32,6 +34,7 @@ class Builder:
         self,
         modules: Mapping[int, nn.Module],
         schedule: Schedule,
+        feeds: Feeds,
         loss_fn: LossFunction,
         factory: StageFactory,
         *,
@@ -40,6 +43,7 @@ class Builder:
     ) -> None:
         self._modules = modules
         self._schedule = schedule
+        self._feeds = feeds
         self._loss_fn = loss_fn
         self._factory = factory
         self._autocast = autocast
@@ -53,6 +57,7 @@ class Builder:
         mode.stages = build_stages(
             self._complete(batch),
             self._schedule.stages,
+            self._feeds,
             mode.negotiation,
             self._factory,
             inputs=inputs[0] if inputs else (),

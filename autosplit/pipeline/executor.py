@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Protocol, runtime_checkable
 
@@ -16,6 +15,8 @@ from autosplit.pipeline.action import Action, ActionKind
 from autosplit.pipeline.dependency import result_of
 from autosplit.pipeline.faults import ActionError, LostPeerError
 from autosplit.pipeline.order import Order, Step, Values, as_scheduled
+from autosplit.pipeline.ports import Probe, Receive, arguments, output_gradients
+from autosplit.pipeline.routes import parcels_for
 from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.timeline import Span
 from autosplit.pipeline.transport import Transport
@@ -70,7 +71,6 @@ class SlicedStage(BackwardStage, Protocol):
 Fetch = Callable[[], Values]
 Compute = Callable[[Values], Values]
 Deliver = Callable[[Values], None]
-Probe = Callable[[], bool]
 
 
 class Executor:
@@ -127,7 +127,7 @@ class Executor:
         """Run the schedule once.
 
         Args:
-            inputs: per microbatch, the first stage's inputs; not used without that stage.
+            inputs: per microbatch, the batch's inputs; not used without a stage that takes them.
             targets: per microbatch, what comes after the last stage's inputs; likewise.
             spans: where to add what ran when, in seconds of ``time.perf_counter``. On CUDA this
                 waits for the device after every action; without it nothing does.
@@ -194,19 +194,17 @@ class Executor:
         fused = action.kind is ActionKind.BACKWARD
         backward = partial(stage.backward if fused else stage.backward_input, microbatch)
         fetch, arrived = self._fetch_grads(action)
-        yield Step(action, fetch, backward, self._deliver_grads(action), arrived)
+        yield Step(action, fetch, backward, self._transport.sender(result_of(action)), arrived)
 
     def _fetch_inputs(self, action: Action) -> tuple[Fetch, Probe]:
         microbatch = action.microbatch
-        first, last = action.stage == 0, action.stage == self._schedule.stages - 1
-        if first and last:
-            return lambda: [*self._inputs[microbatch], *self._targets[microbatch]], _at_once
-        if first:
-            return lambda: [*self._inputs[microbatch]], _at_once
-        receive, arrived = self._transport.receiver(replace(action, stage=action.stage - 1))
-        if last:
-            return lambda: [*receive(), *self._targets[microbatch]], arrived
-        return receive, arrived
+        receives, arrived = self._receivers(action)
+        bring = arguments(
+            action.stage, self._transport.feeds, receives, lambda: self._inputs[microbatch]
+        )
+        if action.stage < self._schedule.stages - 1:
+            return bring, arrived
+        return lambda: [*bring(), *self._targets[microbatch]], arrived
 
     def _deliver_outputs(self, action: Action) -> Deliver:
         if action.stage < self._schedule.stages - 1:
@@ -220,10 +218,17 @@ class Executor:
     def _fetch_grads(self, action: Action) -> tuple[Fetch, Probe]:
         if action.stage == self._schedule.stages - 1:
             return lambda: [self._loss_grad], _at_once
-        return self._transport.receiver(result_of(replace(action, stage=action.stage + 1)))
+        receives, arrived = self._receivers(action)
+        return output_gradients(action.stage, self._transport.feeds, receives), arrived
 
-    def _deliver_grads(self, action: Action) -> Deliver:
-        return _drop if action.stage == 0 else self._transport.sender(result_of(action))
+    def _receivers(self, action: Action) -> tuple[list[Receive], Probe]:
+        """The calls that bring what the action needs of other stages; whether all is there."""
+        parcels = parcels_for(action, self._transport.feeds)
+        pairs = [self._transport.receiver(parcel) for parcel in parcels]
+        receives, probes = [receive for receive, _ in pairs], [probe for _, probe in pairs]
+        if len(probes) == 1:
+            return receives, probes[0]
+        return receives, lambda: all(probe() for probe in probes)
 
 
 def _weight_calls(stage: BackwardStage, microbatch: int) -> list[Callable[[], None]]:

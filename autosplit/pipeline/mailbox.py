@@ -10,17 +10,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autosplit.pipeline.action import Action, ActionKind
+from autosplit.pipeline.action import ActionKind
 from autosplit.pipeline.groups import PointToPoint, losing
-from autosplit.pipeline.negotiation import Negotiation
-from autosplit.pipeline.routes import boundary_of
+from autosplit.pipeline.negotiation import Boundary, Negotiation
+from autosplit.pipeline.routes import Parcel
+from autosplit.pipeline.wiring import Feeds
 
 
 @dataclass
 class _Message:
     """Tensors being sent or filled. They live here until every operation on them is complete."""
 
-    result: Action
+    parcel: Parcel
     tensors: list[Tensor | None] = field(default_factory=list)
     works: list[dist.Work] = field(default_factory=list)
     arrival: Future[None] | None = None
@@ -45,11 +46,11 @@ class Outbox:
         self._pending: deque[_Message] = deque()
         self._retired = 0
 
-    def put(self, result: Action, tensors: list[Tensor]) -> None:
+    def put(self, parcel: Parcel, tensors: list[Tensor]) -> None:
         """Start sending; ``tensors`` are contiguous."""
-        message = _Message(result, [*tensors])
+        message = _Message(parcel, [*tensors])
         self._pending.append(message)
-        with losing(f"rank {self._peer}, which needs {result}", self._timeout):
+        with losing(f"rank {self._peer}, which needs {parcel}", self._timeout):
             for tensor in tensors:
                 work = self._link.isend(tensor, self._peer)
                 if work is not None:
@@ -60,7 +61,7 @@ class Outbox:
         while self._retired < count:
             message = self._pending.popleft()
             self._retired += 1
-            with losing(f"rank {self._peer}, which needs {message.result}", self._timeout):
+            with losing(f"rank {self._peer}, which needs {message.parcel}", self._timeout):
                 message.wait()
 
     def drain(self) -> None:
@@ -75,7 +76,9 @@ class Inbox:
     Args:
         link: carries the messages.
         peer: the sender.
-        results: what it sends, in its order.
+        parcels: what it sends, in its order.
+        negotiation: where shapes are agreed on.
+        feeds: who feeds whom.
         prefetch: receives kept posted beyond what was taken.
         watch: have ``arrived`` notice messages. Nothing else can tell without ending the
             connection, so a thread waits for them.
@@ -85,8 +88,9 @@ class Inbox:
         self,
         link: PointToPoint,
         peer: int,
-        results: tuple[Action, ...],
+        parcels: tuple[Parcel, ...],
         negotiation: Negotiation,
+        feeds: Feeds,
         *,
         device: torch.device,
         prefetch: int,
@@ -95,55 +99,56 @@ class Inbox:
         self._peer = peer
         self._timeout = link.timeout
         self._link = link
-        self._results = results
-        self._place = {result: place for place, result in enumerate(results)}
+        self._parcels = parcels
+        self._place = {parcel: place for place, parcel in enumerate(parcels)}
         self._negotiation = negotiation
+        self._feeds = feeds
         self._device = device
         self._prefetch = prefetch
         self._watcher = ThreadPoolExecutor(1, f"from rank {peer}") if watch else None
         self._posted = 0
-        self._coming: dict[Action, _Message] = {}
+        self._coming: dict[Parcel, _Message] = {}
 
     def begin(self) -> None:
         """Start a step: post the first receives."""
         self._posted = 0
         self._post_ahead(self._prefetch)
 
-    def take(self, result: Action) -> tuple[list[Tensor | None], bool]:
-        """Wait for ``result``; its tensors, and whether any of them travelled."""
-        place = self._place[result]
+    def take(self, parcel: Parcel) -> tuple[list[Tensor | None], bool]:
+        """Wait for ``parcel``; its tensors, and whether any of them travelled."""
+        place = self._place[parcel]
         while self._posted <= place:
-            self._negotiation.learn(boundary_of(self._results[self._posted]))
+            self._negotiation.learn(self._parcels[self._posted].boundary)
             self._post()
         # Before the wait, so that it delays nothing once the message is here.
         self._post_ahead(place + 1 + self._prefetch)
-        message = self._coming.pop(result)
-        with losing(f"rank {self._peer}, which makes {result}", self._timeout):
+        message = self._coming.pop(parcel)
+        with losing(f"rank {self._peer}, which makes {parcel}", self._timeout):
             if message.arrival is None:
                 message.wait()
             else:
                 message.arrival.result()
         return message.tensors, bool(message.works)
 
-    def arrived(self, result: Action) -> bool:
+    def arrived(self, parcel: Parcel) -> bool:
         """Whether ``take`` would return at once; False for what nobody watches."""
-        message = self._coming.get(result)
+        message = self._coming.get(parcel)
         return message is not None and message.arrival is not None and message.arrival.done()
 
     def _post_ahead(self, count: int) -> None:
         """Post receives until ``count`` are posted, as far as their shapes are known."""
-        while self._posted < min(count, len(self._results)):
-            if boundary_of(self._results[self._posted]) not in self._negotiation.known:
+        while self._posted < min(count, len(self._parcels)):
+            if self._parcels[self._posted].boundary not in self._negotiation.known:
                 return
             self._post()
 
     def _post(self) -> None:
-        result = self._results[self._posted]
+        parcel = self._parcels[self._posted]
         self._posted += 1
-        message = self._coming[result] = _Message(result)
-        with losing(f"rank {self._peer}, which makes {result}", self._timeout):
-            for meta in self._negotiation.known[boundary_of(result)]:
-                if result.kind is not ActionKind.FORWARD and not meta.requires_grad:
+        message = self._coming[parcel] = _Message(parcel)
+        with losing(f"rank {self._peer}, which makes {parcel}", self._timeout):
+            for meta in self._metas(parcel):
+                if parcel.result.kind is not ActionKind.FORWARD and not meta.requires_grad:
                     message.tensors.append(None)
                     continue
                 buffer = torch.empty(meta.shape, dtype=meta.dtype, device=self._device)
@@ -153,3 +158,7 @@ class Inbox:
                     message.works.append(work)
         if self._watcher is not None:
             message.arrival = self._watcher.submit(message.wait)
+
+    def _metas(self, parcel: Parcel) -> Boundary:
+        agreed = self._negotiation.known[parcel.boundary]
+        return tuple(self._feeds.select(agreed, parcel.boundary, parcel.taker))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,12 +12,17 @@ from autosplit.errors import PipelineError
 from autosplit.pipeline.negotiation import TensorMeta
 
 Part: TypeAlias = "Tensor | Sequence[Tensor]"
-"""The inputs or the targets of a batch: one tensor or several, samples along dimension 0."""
+"""The targets of a batch, or its inputs: one tensor or several, samples along dimension 0."""
 
-Batch: TypeAlias = "tuple[Part | None, Part | None]"
+Inputs: TypeAlias = "Part | Sequence[Tensor | None] | Mapping[str, Tensor]"
+"""The inputs of a batch: a dictionary where the wiring names them. Of several, a rank may leave
+out those (None, or no such key) that its stages do not take."""
+
+Batch: TypeAlias = "tuple[Inputs | None, Part | None]"
 """Inputs and targets. A rank that needs neither, or only one, may leave the other out (None)."""
 
-Microbatches: TypeAlias = "list[list[Tensor]]"
+Microbatches: TypeAlias = "list[list[Any]]"
+"""Per microbatch its tensors, in order; None for what this rank does not take."""
 
 
 class BatchSplitter:
@@ -29,16 +34,24 @@ class BatchSplitter:
     Args:
         microbatches: M, into how many microbatches.
         device: where the microbatches go.
-        needs_inputs: whether this rank holds the first stage.
-        needs_targets: whether this rank holds the last stage.
+        inputs: which of the inputs this rank's stages take; None for all there are.
+        targets: whether this rank holds the last stage, which takes the targets.
+        names: the names of the inputs, where they may come as a dictionary.
     """
 
     def __init__(
-        self, microbatches: int, device: torch.device, *, needs_inputs: bool, needs_targets: bool
+        self,
+        microbatches: int,
+        device: torch.device,
+        *,
+        inputs: frozenset[int] | None,
+        targets: bool,
+        names: Sequence[str] = (),
     ) -> None:
         self._count = microbatches
         self._device = device
-        self._needs = {"inputs": needs_inputs, "targets": needs_targets}
+        self._takes = {"inputs": inputs, "targets": None if targets else frozenset()}
+        self._names = names
         self._agreed: dict[str, list[str]] = {}
 
     def __call__(self, batch: Batch | None) -> tuple[Microbatches, Microbatches]:
@@ -57,28 +70,57 @@ class BatchSplitter:
             )
         return self._split("inputs", batch[0]), self._split("targets", batch[1])
 
-    def _split(self, name: str, part: Part | None) -> Microbatches:
+    def _split(self, name: str, part: Inputs | None) -> Microbatches:
+        takes = self._takes[name]
         if part is None:
-            if self._needs[name]:
-                stage = "first" if name == "inputs" else "last"
+            if takes is None or takes:
                 raise PipelineError(
-                    f"this rank holds the {stage} stage, which needs the batch's {name}; got None"
+                    f"this rank holds a stage that takes the batch's {name}; got None"
                 )
             return []
-        tensors = self._tensors(name, part)
+        tensors = self._tensors(name, self._in_order(name, part))
         self._check_static(name, tensors)
-        if not self._needs[name]:
-            return []
-        pieces = [
-            tensor.to(self._device, non_blocking=True).chunk(self._count) for tensor in tensors
-        ]
-        return [list(row) for row in zip(*pieces, strict=True)]
+        if takes is not None:
+            if not takes:
+                return []
+            self._check_there(takes, tensors)
+            tensors = [t if place in takes else None for place, t in enumerate(tensors)]
+        pieces = [self._cut(tensor) for tensor in tensors]
+        return [[piece[m] for piece in pieces] for m in range(self._count)]
 
-    def _tensors(self, name: str, part: Part) -> list[Tensor]:
+    def _cut(self, tensor: Tensor | None) -> Sequence[Tensor | None]:
+        if tensor is None:
+            return [None] * self._count
+        return tensor.to(self._device, non_blocking=True).chunk(self._count)
+
+    def _in_order(self, name: str, part: Inputs) -> Sequence[object]:
+        """The tensors of a part by position, None for one that is left out."""
+        if name == "inputs" and self._names and isinstance(part, Mapping):
+            unknown = [key for key in part if key not in self._names]
+            if unknown:
+                raise PipelineError(
+                    f"the batch's inputs have {unknown[0]!r}; the model was cut with "
+                    f"{', '.join(self._names)}"
+                )
+            return [part.get(key) for key in self._names]
+        return part if isinstance(part, tuple | list) else [part]
+
+    def _check_there(self, takes: frozenset[int], tensors: Sequence[Tensor | None]) -> None:
+        for place in sorted(takes):
+            if place >= len(tensors) or tensors[place] is None:
+                wanted = repr(self._names[place]) if self._names else f"number {place}"
+                raise PipelineError(
+                    f"a stage of this rank takes the batch's input {wanted}, which is not there; "
+                    f"got {sum(each is not None for each in tensors)} inputs"
+                )
+
+    def _tensors(self, name: str, part: Sequence[object]) -> list[Tensor | None]:
         """The tensors of a part, each with samples that can be divided."""
-        tensors: Sequence[object] = part if isinstance(part, tuple | list) else [part]
-        checked = []
-        for tensor in tensors:
+        checked: list[Tensor | None] = []
+        for tensor in part:
+            if tensor is None and name == "inputs" and self._takes[name] is not None:
+                checked.append(None)
+                continue
             if not isinstance(tensor, Tensor):
                 raise PipelineError(
                     f"the batch's {name} must be a tensor or a tuple of tensors; "
@@ -95,8 +137,8 @@ class BatchSplitter:
             checked.append(tensor)
         return checked
 
-    def _check_static(self, name: str, tensors: list[Tensor]) -> None:
-        now = [str(TensorMeta.of(tensor)) for tensor in tensors]
+    def _check_static(self, name: str, tensors: Sequence[Tensor | None]) -> None:
+        now = ["nothing" if each is None else str(TensorMeta.of(each)) for each in tensors]
         first = self._agreed.setdefault(name, now)
         if now != first:
             raise PipelineError(

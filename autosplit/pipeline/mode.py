@@ -17,6 +17,7 @@ from autosplit.pipeline.order import Order, as_scheduled
 from autosplit.pipeline.routes import routes_of
 from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.transport import Transport
+from autosplit.pipeline.wiring import Feeds
 
 
 class Mode:
@@ -25,6 +26,7 @@ class Mode:
     Args:
         name: tells the modes of one trainer apart.
         schedule: what to run.
+        feeds: who feeds whom.
         groups: the trainer's process groups.
         check: raises if another rank has failed.
         device: where the stages run.
@@ -35,21 +37,25 @@ class Mode:
         self,
         name: str,
         schedule: Schedule,
+        feeds: Feeds,
         groups: Groups,
         check: Callable[[], None],
         device: torch.device,
         order: Order = as_scheduled,
     ) -> None:
         self._schedule = schedule
+        self._feeds = feeds
         self._rank = groups.rank
         self._device = device
         self._order = order
         self._last = schedule.stages - 1
+        own = [stage for stage, rank in enumerate(schedule.placement) if rank == groups.rank]
         self.split = BatchSplitter(
             schedule.microbatches,
             device,
-            needs_inputs=schedule.placement[0] == groups.rank,
-            needs_targets=schedule.placement[self._last] == groups.rank,
+            inputs=feeds.from_batch(own),
+            targets=self._last in own,
+            names=() if feeds.wiring is None else feeds.wiring.names,
         )
         self.negotiation = Negotiation(name, groups, check)
         self._groups = groups
@@ -83,7 +89,7 @@ class Mode:
 
     def _connect(self, schedule: Schedule) -> Transport:
         return Transport(
-            routes_of(schedule, self._rank),
+            routes_of(schedule, self._rank, self._feeds),
             self._groups,
             self.negotiation,
             device=self._device,

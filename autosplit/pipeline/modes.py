@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
@@ -17,14 +17,14 @@ from autosplit.pipeline.schedule import Schedule
 class Modes:
     """Finds the mode that fits a batch, on every rank the same.
 
-    With one shape nothing needs to be said. With more, the first stage's rank tells the others
-    the shape of each batch.
+    With one shape nothing needs to be said. With more, the rank of the first stage that takes
+    any of the batch tells the others its shape.
 
     Args:
         limit: how many shapes the first stage's inputs may have, 1 or more. Each has stages of
             its own, which take time to build and memory for their graphs.
         groups: the trainer's process groups.
-        source: the rank of the first stage.
+        source: the rank of the first stage that takes inputs of the batch; passes all of them.
         make: makes the mode of a name that tells it apart.
     """
 
@@ -70,5 +70,7 @@ class Modes:
 
 def _shape(batch: Batch | None) -> str:
     part = batch[0] if isinstance(batch, tuple | list) and batch else None
+    if isinstance(part, Mapping):
+        part = [part[name] for name in sorted(part)]
     tensors = part if isinstance(part, tuple | list) else [part]
     return ", ".join(str(TensorMeta.of(each)) for each in tensors if isinstance(each, Tensor))

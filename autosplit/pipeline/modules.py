@@ -76,9 +76,6 @@ class Stages:
             raise PipelineError(f"got {stages.count} stages, but stages={count}")
         if stages.count < 1:
             raise PipelineError(f"a pipeline needs at least one stage; got {stages.count}")
-        wiring = stages.wiring
-        if wiring is not None and wiring != Wiring.chain(wiring.outputs, wiring.batch_inputs):
-            raise PipelineError("the engine only runs chains of stages")
         return stages
 
 

@@ -1,18 +1,45 @@
 """Which results travel between which ranks, in which order: a pure function of a schedule.
 
 A result is named by the action that makes it (see ``dependency``): ``0F1`` is what stage 0 put
-out for microbatch 1, ``1I1`` the gradient of stage 1's inputs.
+out for microbatch 1, ``1I1`` the gradient of stage 1's inputs. Schedules order stages as a chain.
+Tensors may go past the next stage (see ``wiring``), but never against that order, so a schedule
+that is legal for a chain is so for every wiring: what skips a stage arrives early and waits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.action import Action, ActionKind
-from autosplit.pipeline.dependency import needs_of, result_of
+from autosplit.pipeline.dependency import result_of
 from autosplit.pipeline.schedule import Schedule
+from autosplit.pipeline.wiring import Feeds
+
+
+class Parcel(NamedTuple):
+    """What goes from one stage to another for one microbatch.
+
+    ``result`` names it, ``stage`` is where it goes.
+    """
+
+    result: Action
+    stage: int
+
+    def __str__(self) -> str:
+        return str(self.result)
+
+    @property
+    def boundary(self) -> int:
+        """The stage whose outputs these are, or the gradients of whose outputs."""
+        return self.result.stage if self.result.kind is ActionKind.FORWARD else self.stage
+
+    @property
+    def taker(self) -> int:
+        """The stage at the other end of that boundary."""
+        return self.stage if self.result.kind is ActionKind.FORWARD else self.result.stage
 
 
 @dataclass(frozen=True)
@@ -20,16 +47,19 @@ class Routes:
     """One rank's traffic in one step.
 
     Attributes:
-        sends: per peer, the results that go to it, in the order in which they are made.
-        receives: per peer, the results that come from it, in the order in which it makes them.
-        proven: per received result, how many of the results sent to its maker (the first k of
+        feeds: who feeds whom.
+        sends: per peer, what goes to it, in the order in which it is made; what one action makes
+            for several stages goes in their order.
+        receives: per peer, what comes from it, in the order in which it sends.
+        proven: for what comes, how many of the parcels sent to its maker (the first k of
             ``sends``) that rank must have taken before it could make this one. Once it is here,
             waiting for those sends to complete costs nothing.
     """
 
-    sends: Mapping[int, tuple[Action, ...]]
-    receives: Mapping[int, tuple[Action, ...]]
-    proven: Mapping[Action, int]
+    feeds: Feeds
+    sends: Mapping[int, tuple[Parcel, ...]]
+    receives: Mapping[int, tuple[Parcel, ...]]
+    proven: Mapping[Parcel, int]
 
 
 @dataclass(frozen=True, order=True)
@@ -82,41 +112,63 @@ def boundary_of(result: Action) -> int:
     return result.stage if result.kind is ActionKind.FORWARD else result.stage - 1
 
 
-def routes_of(schedule: Schedule, rank: int) -> Routes:
-    """The traffic of ``rank`` under a legal ``schedule``."""
+def routes_of(schedule: Schedule, rank: int, feeds: Feeds | None = None) -> Routes:
+    """The traffic of ``rank`` under a legal ``schedule``; without ``feeds``, that of a chain."""
+    feeds = feeds or Feeds(schedule.stages)
     peers = [peer for peer in range(len(schedule.ranks)) if peer != rank]
-    sends = {peer: tuple(_sent(schedule, rank, peer)) for peer in peers}
-    receives = {peer: tuple(_sent(schedule, peer, rank)) for peer in peers}
-    proven: dict[Action, int] = {}
+    sends = {peer: tuple(_sent(schedule, rank, peer, feeds)) for peer in peers}
+    receives = {peer: _sent(schedule, peer, rank, feeds) for peer in peers}
+    proven: dict[Parcel, int] = {}
     for peer in peers:
-        taken = _first_uses(schedule, peer)
-        for result, made_at in _sent(schedule, peer, rank).items():
+        taken = _first_uses(schedule, peer, feeds)
+        for parcel, made_at in receives[peer].items():
             count = 0
             while count < len(sends[peer]) and taken[sends[peer][count]] <= made_at:
                 count += 1
-            proven[result] = count
+            proven[parcel] = count
     return Routes(
-        sends={peer: results for peer, results in sends.items() if results},
-        receives={peer: results for peer, results in receives.items() if results},
+        feeds=feeds,
+        sends={peer: parcels for peer, parcels in sends.items() if parcels},
+        receives={peer: tuple(parcels) for peer, parcels in receives.items() if parcels},
         proven=proven,
     )
 
 
-def _sent(schedule: Schedule, source: int, target: int) -> dict[Action, int]:
-    """Results that ``source`` makes for ``target``, in order, with the place of their action."""
-    sent = {}
-    for position, action in enumerate(schedule.ranks[source]):
-        result = result_of(action)
-        stage = target_of(result, schedule.stages)
-        if stage is not None and schedule.home(stage, result.microbatch) == target:
-            sent[result] = position
-    return sent
+def parcels_of(result: Action, feeds: Feeds) -> tuple[Parcel, ...]:
+    """What becomes of a result: one parcel for each stage that it goes to."""
+    if result.kind is ActionKind.FORWARD:
+        return tuple(Parcel(result, stage) for stage in feeds.targets(result.stage))
+    if result.kind is ActionKind.BACKWARD_INPUT:
+        return tuple(Parcel(result, stage) for stage in feeds.sources(result.stage))
+    return ()
 
 
-def _first_uses(schedule: Schedule, rank: int) -> dict[Action, int]:
-    """Per result that ``rank`` needs, the place of the first action that needs it."""
-    uses: dict[Action, int] = {}
+def parcels_for(action: Action, feeds: Feeds) -> tuple[Parcel, ...]:
+    """What ``action`` needs of other stages: one parcel of each, in the order of the stages."""
+    stage, microbatch = action.stage, action.microbatch
+    if action.kind is ActionKind.FORWARD:
+        makers, kind = feeds.sources(stage), ActionKind.FORWARD
+    elif action.kind in (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD):
+        makers, kind = feeds.targets(stage), ActionKind.BACKWARD_INPUT
+    else:
+        return ()
+    return tuple(Parcel(Action(maker, kind, microbatch), stage) for maker in makers)
+
+
+def _sent(schedule: Schedule, source: int, target: int, feeds: Feeds) -> dict[Parcel, int]:
+    """What ``source`` makes for ``target``, in order, with the place of its action."""
+    return {
+        parcel: position
+        for position, action in enumerate(schedule.ranks[source])
+        for parcel in parcels_of(result_of(action), feeds)
+        if schedule.home(parcel.stage, action.microbatch) == target
+    }
+
+
+def _first_uses(schedule: Schedule, rank: int, feeds: Feeds) -> dict[Parcel, int]:
+    """For what ``rank`` needs, the place of the first action that needs it."""
+    uses: dict[Parcel, int] = {}
     for position, action in enumerate(schedule.ranks[rank]):
-        for need in needs_of(action, schedule.stages):
-            uses.setdefault(need, position)
+        for parcel in parcels_for(action, feeds):
+            uses.setdefault(parcel, position)
     return uses

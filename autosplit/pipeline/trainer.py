@@ -40,6 +40,7 @@ from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.shared import Holder, SharedParameters
 from autosplit.pipeline.timeline import Span, Timeline
 from autosplit.pipeline.tuning import Tuner
+from autosplit.pipeline.wiring import Feeds
 
 OptimizerFunction = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -155,10 +156,12 @@ class PipelineTrainer:
         order = choose_order(early_weights, self.schedule, self.device)
         self._tuner = Tuner(self.schedule, self._groups) if schedule == "auto" else None
         self._order = order
+        self._feeds = Feeds(whole.count, whole.wiring)
+        source = self.schedule.placement[self._feeds.first_from_batch]
         make = partial(self._make_mode, "train", self.schedule, order)
-        self._train = Modes(shapes, self._groups, self.schedule.placement[0], make)
+        self._train = Modes(shapes, self._groups, source, make)
         make = partial(self._make_mode, "evaluate", forward_only(self.schedule), as_scheduled)
-        self._evaluate = Modes(shapes, self._groups, self.schedule.placement[0], make)
+        self._evaluate = Modes(shapes, self._groups, source, make)
         self._stages: Mapping[int, TrainableStage] = MappingProxyType({})
         self._spans: list[Span] = []
         with self._guard("building the model"):
@@ -172,6 +175,7 @@ class PipelineTrainer:
             self._builder = Builder(
                 self.modules,
                 self.schedule,
+                self._feeds,
                 loss_fn,
                 factory,
                 autocast=autocast,
@@ -199,7 +203,9 @@ class PipelineTrainer:
 
         Args:
             batch: (inputs, targets), each a tensor or a tuple of tensors with the samples along
-                dimension 0. Only the ranks of the first and the last stage use theirs.
+                dimension 0; inputs also a dictionary, for a model that was cut with named ones.
+                A rank uses the inputs that its stages take (in a chain, the first stage all of
+                them), and of the targets those on the last stage's rank. ``()`` are no targets.
 
         Returns:
             The loss of each microbatch, shape [M], on the CPU, the same on every rank. The loss
@@ -336,7 +342,9 @@ class PipelineTrainer:
 
     def _make_mode(self, name: str, schedule: Schedule, order: Order, shape: str) -> Mode:
         full = f"{name} {shape}"
-        return Mode(full, schedule, self._groups, self._guard.check, self.device, order)
+        return Mode(
+            full, schedule, self._feeds, self._groups, self._guard.check, self.device, order
+        )
 
     def _tune(self, tuner: Tuner) -> None:
         """Measure one of the first steps; after the last, change the schedule."""

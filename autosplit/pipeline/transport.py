@@ -1,4 +1,4 @@
-"""Tensors between neighbouring stages, over point-to-point messages or by hand on one rank.
+"""Tensors between stages, over point-to-point messages or by hand on one rank.
 
 Shapes are agreed on once, so a message is nothing but data. Receives are posted ahead into fresh
 buffers that then belong to the stage; sends are not waited for, and what they send is kept until
@@ -8,6 +8,7 @@ a later message proves that it arrived (see ``routes``) or the step ends.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,17 +18,19 @@ from autosplit.pipeline.action import Action, ActionKind
 from autosplit.pipeline.groups import PointToPoint
 from autosplit.pipeline.mailbox import Inbox, Outbox
 from autosplit.pipeline.negotiation import Boundary, Negotiation, TensorMeta
-from autosplit.pipeline.routes import Routes, boundary_of
+from autosplit.pipeline.ports import Probe, Receive, gradients_for
+from autosplit.pipeline.routes import Parcel, Routes, parcels_of
 
 __all__ = ["Boundary", "TensorMeta", "Transport"]
 
-Receive = Callable[[], list[Tensor | None]]
-Probe = Callable[[], bool]
 Send = Callable[[Sequence[Tensor | None]], None]
 
 
 class Transport:
     """One rank's messages under one schedule; the same calls every step.
+
+    Attributes:
+        feeds: who feeds whom.
 
     Args:
         routes: what travels where.
@@ -53,17 +56,25 @@ class Transport:
             raise PipelineError(f"prefetch is a count of receives, 0 or more; got {prefetch}")
         self._negotiation = negotiation
         self._device = device
+        self.feeds = routes.feeds
         self._proven = routes.proven
         self._outboxes = {peer: Outbox(link, peer) for peer in routes.sends}
         self._inboxes = {
             peer: Inbox(
-                link, peer, results, negotiation, device=device, prefetch=prefetch, watch=watch
+                link,
+                peer,
+                parcels,
+                negotiation,
+                routes.feeds,
+                device=device,
+                prefetch=prefetch,
+                watch=watch,
             )
-            for peer, results in routes.receives.items()
+            for peer, parcels in routes.receives.items()
         }
-        self._target = {r: peer for peer, results in routes.sends.items() for r in results}
-        self._source = {r: peer for peer, results in routes.receives.items() for r in results}
-        self._here: dict[Action, list[Tensor | None]] = {}
+        self._target = {each: peer for peer, parcels in routes.sends.items() for each in parcels}
+        self._source = {each: peer for peer, parcels in routes.receives.items() for each in parcels}
+        self._here: dict[Parcel, list[Tensor | None]] = {}
 
     def begin(self) -> None:
         """Start a step: post the first receives."""
@@ -80,57 +91,98 @@ class Transport:
             outbox.drain()
 
     def sender(self, result: Action) -> Send:
-        """The call that hands ``result`` (an F's or I's, named by its action) to its stage.
+        """The call that hands ``result`` (an F's or I's, named by its action) to other stages.
 
-        It takes one tensor per tensor of the boundary. Of a gradient only those that need one
-        travel, a missing one as zeros. It raises PipelineError, before sending anything, if
-        a tensor is not what was agreed on.
+        It takes one tensor per output of an F, one gradient per input of an I. Of gradients only
+        those that are wanted travel, a missing one as zeros. It raises PipelineError, before
+        sending anything, if a tensor is not what was agreed on.
         """
-        boundary = boundary_of(result)
-        outbox = None if result not in self._target else self._outboxes[self._target[result]]
-        prepare = _outputs if result.kind is ActionKind.FORWARD else self._gradients
+        parcels = parcels_of(result, self.feeds)
+        if result.kind is ActionKind.FORWARD:
+            return self._output_sender(result, parcels)
+        sends = [self._gradient_sender(parcel) for parcel in parcels]
+        if len(sends) == 1:
+            return sends[0]
 
-        def send(tensors: Sequence[Tensor | None]) -> None:
-            ready = prepare(result, tensors, self._agreed(boundary, tensors))
-            if outbox is None:
-                self._here[result] = ready
-            else:
-                outbox.put(result, [tensor.contiguous() for tensor in ready if tensor is not None])
+        def send(gradients: Sequence[Tensor | None]) -> None:
+            for each in sends:
+                each(gradients)
 
         return send
 
-    def receiver(self, result: Action) -> tuple[Receive, Probe]:
-        """Two calls: one waits for ``result`` and returns a fresh list of its tensors, the other
+    def receiver(self, parcel: Parcel) -> tuple[Receive, Probe]:
+        """Two calls: one waits for ``parcel`` and returns a fresh list of its tensors, the other
         says whether it is there (never, for a message that nobody watches).
 
-        A gradient comes with one entry per tensor of the boundary, None where it needs none.
+        Gradients come with one entry per output that went the other way, None where it needs none.
         The first call raises LostPeerError if the sender died or did not send in time.
         """
-        if result not in self._source:
-            return lambda: self._here.pop(result), lambda: result in self._here
-        peer = self._source[result]
+        if parcel not in self._source:
+            return lambda: self._here.pop(parcel), lambda: parcel in self._here
+        peer = self._source[parcel]
         inbox, outbox = self._inboxes[peer], self._outboxes.get(peer)
-        proven = self._proven[result]
+        proven = self._proven[parcel]
 
         def receive() -> list[Tensor | None]:
-            tensors, travelled = inbox.take(result)
+            tensors, travelled = inbox.take(parcel)
             if travelled and outbox is not None:
                 outbox.retire(proven)
             return tensors
 
-        return receive, lambda: inbox.arrived(result)
+        return receive, lambda: inbox.arrived(parcel)
 
-    def _agreed(self, boundary: int, tensors: Sequence[Tensor | None]) -> Boundary:
-        agreed = self._negotiation.known.get(boundary)
+    def _output_sender(self, result: Action, parcels: Sequence[Parcel]) -> Send:
+        feeds = self.feeds
+        puts = [self._put(parcel) for parcel in parcels]
+
+        def send(tensors: Sequence[Tensor | None]) -> None:
+            ready = self._outputs(result, tensors)
+            for parcel, put in zip(parcels, puts, strict=True):
+                put(list(feeds.select(ready, result.stage, parcel.stage)))
+
+        return send
+
+    def _gradient_sender(self, parcel: Parcel) -> Send:
+        put, result = self._put(parcel), parcel.result
+        choose = gradients_for(parcel.stage, result.stage, self.feeds)
+
+        def send(gradients: Sequence[Tensor | None]) -> None:
+            put(self._gradients(parcel, choose(gradients)))
+
+        return send
+
+    def _put(self, parcel: Parcel) -> Callable[[list[Tensor | None]], None]:
+        if parcel not in self._target:
+            return partial(self._here.__setitem__, parcel)
+        outbox = self._outboxes[self._target[parcel]]
+
+        def put(tensors: list[Tensor | None]) -> None:
+            outbox.put(parcel, [tensor.contiguous() for tensor in tensors if tensor is not None])
+
+        return put
+
+    def _outputs(self, result: Action, tensors: Sequence[Tensor | None]) -> list[Tensor]:
+        given = [tensor for tensor in tensors if tensor is not None]
+        agreed = self._negotiation.known.get(result.stage)
         if agreed is None:
-            agreed = self._negotiation.publish(
-                boundary, [TensorMeta.of(t) for t in _given(tensors)]
+            self.feeds.check_outputs(result.stage, len(given))
+            metas = [TensorMeta.of(tensor) for tensor in given]
+            agreed = self._negotiation.publish(result.stage, metas)
+        if len(given) != len(agreed):
+            raise PipelineError(
+                f"stage {result.stage} put out {len(given)} tensors for microbatch "
+                f"{result.microbatch}, but {len(agreed)} were agreed on when the pipeline was "
+                "built; a stage must put out the same tensors every time"
             )
-        return agreed
+        for place, (tensor, meta) in enumerate(zip(given, agreed, strict=True)):
+            _check(f"output {place} of stage {result.stage}", result, tensor, meta)
+        return given
 
-    def _gradients(
-        self, result: Action, tensors: Sequence[Tensor | None], agreed: Boundary
-    ) -> list[Tensor | None]:
+    def _gradients(self, parcel: Parcel, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+        result = parcel.result
+        agreed = self.feeds.select(
+            self._negotiation.known[parcel.boundary], parcel.boundary, parcel.taker
+        )
         if len(tensors) < len(agreed):
             raise PipelineError(
                 f"stage {result.stage} gave {len(tensors)} input gradients for microbatch "
@@ -144,24 +196,16 @@ class Transport:
                 continue
             if tensor is None:
                 tensor = torch.zeros(meta.shape, dtype=meta.dtype, device=self._device)
-            _check(f"gradient of input {place} of stage {result.stage}", result, tensor, meta)
+            _check(self._gradient_name(parcel, place), result, tensor, meta)
             ready.append(tensor)
         return ready
 
-
-def _outputs(
-    result: Action, tensors: Sequence[Tensor | None], agreed: Boundary
-) -> list[Tensor | None]:
-    given = _given(tensors)
-    if len(given) != len(agreed):
-        raise PipelineError(
-            f"stage {result.stage} put out {len(given)} tensors for microbatch "
-            f"{result.microbatch}, but {len(agreed)} were agreed on when the pipeline was "
-            "built; a stage must put out the same tensors every time"
-        )
-    for place, (tensor, meta) in enumerate(zip(given, agreed, strict=True)):
-        _check(f"output {place} of stage {result.stage}", result, tensor, meta)
-    return list(given)
+    def _gradient_name(self, parcel: Parcel, place: int) -> str:
+        positions = self.feeds.positions(parcel.boundary, parcel.taker)
+        if positions is None:
+            return f"gradient of input {place} of stage {parcel.taker}"
+        output = f"output {positions[place]} of stage {parcel.boundary}"
+        return f"gradient that stage {parcel.taker} gives {output}"
 
 
 def _check(name: str, result: Action, tensor: Tensor, meta: TensorMeta) -> None:
@@ -171,7 +215,3 @@ def _check(name: str, result: Action, tensor: Tensor, meta: TensorMeta) -> None:
             "agreed on when the pipeline was built: shapes between stages are static; give every "
             "microbatch the same shape, or build a new trainer"
         )
-
-
-def _given(tensors: Sequence[Tensor | None]) -> list[Tensor]:
-    return [tensor for tensor in tensors if tensor is not None]

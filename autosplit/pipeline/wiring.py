@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from autosplit.errors import PipelineError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -114,12 +117,17 @@ class Feeds:
 
     def __init__(self, stages: int, wiring: Wiring | None = None) -> None:
         self.wiring = wiring
-        sources = [_stages_of(wiring, stage) for stage in range(stages)]
-        self._sources = tuple(sources)
-        self._targets = tuple(
-            tuple(target for target in range(stages) if stage in sources[target])
+        self._sources = [_makers(wiring, stage) for stage in range(stages)]
+        self._targets = [
+            tuple(target for target in range(stages) if stage in self._sources[target])
             for stage in range(stages)
-        )
+        ]
+        self._positions = {pair: _positions(wiring, *pair) for pair in self}
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        """All pairs of stages between which tensors travel, source first."""
+        for source, targets in enumerate(self._targets):
+            yield from ((source, target) for target in targets)
 
     def sources(self, stage: int) -> tuple[int, ...]:
         """The stages that ``stage`` takes tensors from, in order."""
@@ -131,24 +139,47 @@ class Feeds:
 
     def positions(self, source: int, target: int) -> tuple[int, ...] | None:
         """Which outputs of ``source`` go to ``target``, each once, in order; None for all."""
+        return self._positions[source, target]
+
+    def select(self, outputs: Sequence[T], source: int, target: int) -> Sequence[T]:
+        """Of what belongs to the outputs of ``source``, that of those which go to ``target``."""
+        positions = self._positions[source, target]
+        return outputs if positions is None else [outputs[position] for position in positions]
+
+    def from_batch(self, stages: Iterable[int]) -> frozenset[int] | None:
+        """Which of the batch's inputs these stages take; None for all."""
         if self.wiring is None:
-            return None
-        return tuple(sorted({s.position for s in self.wiring.inputs[target] if s.stage == source}))
+            return None if 0 in stages else frozenset()
+        inputs = (source for stage in stages for source in self.wiring.inputs[stage])
+        return frozenset(source.position for source in inputs if source.stage is None)
 
-    def takes_batch(self, stage: int) -> bool:
-        """Whether ``stage`` takes any of the batch's inputs."""
-        if self.wiring is None:
-            return stage == 0
-        return any(source.stage is None for source in self.wiring.inputs[stage])
+    @property
+    def first_from_batch(self) -> int:
+        """The first stage that takes any of the batch's inputs; 0 if none does."""
+        none = frozenset[int]()
+        takers = (stage for stage in range(len(self._sources)) if self.from_batch([stage]) != none)
+        return next(takers, 0)
 
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        """All pairs of stages between which tensors travel."""
-        return (
-            (source, target) for source, targets in enumerate(self._targets) for target in targets
-        )
+    def check_outputs(self, stage: int, count: int) -> None:
+        """Refuse a stage that puts out another number of tensors than the wiring says.
+
+        Raises:
+            PipelineError: says both numbers.
+        """
+        if self.wiring is None or stage == self.wiring.stages - 1:
+            return
+        said = self.wiring.outputs[stage]
+        if count != said:
+            raise PipelineError(f"stage {stage} puts out {count} tensors; the wiring says {said}")
 
 
-def _stages_of(wiring: Wiring | None, stage: int) -> tuple[int, ...]:
+def _makers(wiring: Wiring | None, stage: int) -> tuple[int, ...]:
     if wiring is None:
         return (stage - 1,) if stage else ()
     return tuple(sorted({s.stage for s in wiring.inputs[stage] if s.stage is not None}))
+
+
+def _positions(wiring: Wiring | None, source: int, target: int) -> tuple[int, ...] | None:
+    if wiring is None:
+        return None
+    return tuple(sorted({s.position for s in wiring.inputs[target] if s.stage == source}))

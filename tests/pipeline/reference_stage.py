@@ -76,7 +76,7 @@ class ReferenceStage:
         pairs = [
             (out, grad)
             for out, grad in zip(graph.outputs, graph.grads, strict=True)
-            if out.requires_grad
+            if out.requires_grad and grad is not None
         ]
         if not wanted or not pairs:
             return [None] * len(wanted)

@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 def _splitter(count: int = 2, *, inputs: bool = True, targets: bool = True) -> BatchSplitter:
-    return BatchSplitter(count, CPU, needs_inputs=inputs, needs_targets=targets)
+    return BatchSplitter(count, CPU, inputs=None if inputs else frozenset(), targets=targets)
 
 
 def _values(rows: list[list[Tensor]]) -> list[list[Any]]:
@@ -42,6 +42,52 @@ def test_only_what_the_rank_needs_is_cut() -> None:
     assert _values(_splitter(targets=False)((torch.arange(2), None))[0]) == [[[0]], [[1]]]
 
 
+def test_no_targets() -> None:
+    assert _values(_splitter()((torch.arange(2), ()))[1]) == [[], []]
+
+
+NAMED = torch.arange(2), torch.arange(4), torch.arange(6)
+
+
+def _named(*taken: int) -> BatchSplitter:
+    return BatchSplitter(2, CPU, inputs=frozenset(taken), targets=False, names=("a", "b", "c"))
+
+
+@pytest.mark.parametrize(
+    "inputs", [NAMED, dict(zip("cab", (NAMED[2], *NAMED[:2]), strict=True)), (None, *NAMED[1:])]
+)
+def test_a_rank_takes_the_inputs_of_its_stages(inputs: Any) -> None:
+    rows, _ = _named(1, 2)((inputs, None))
+    assert [row[0] for row in rows] == [None, None]
+    assert _values([row[1:] for row in rows]) == [[[0, 1], [0, 1, 2]], [[2, 3], [3, 4, 5]]]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "text"),
+    [
+        (
+            {"a": NAMED[0], "d": NAMED[0]},
+            "the batch's inputs have 'd'; the model was cut with a, b, c",
+        ),
+        ({"a": NAMED[0], "b": NAMED[0]}, "takes the batch's input 'c', which is not there; got 2"),
+        ((NAMED[0], None, NAMED[2]), "takes the batch's input 'b', which is not there; got 2"),
+        (NAMED[:2], "takes the batch's input 'c', which is not there; got 2"),
+    ],
+)
+def test_inputs_that_are_missing_or_unknown(inputs: Any, text: str) -> None:
+    with pytest.raises(PipelineError) as caught:
+        _named(1, 2)((inputs, None))
+    assert text in str(caught.value)
+
+
+def test_unnamed_inputs_come_without_names() -> None:
+    unnamed = BatchSplitter(2, CPU, inputs=frozenset([1]), targets=False)
+    with pytest.raises(PipelineError, match="takes the batch's input number 1, which is not there"):
+        unnamed((NAMED[0], None))
+    with pytest.raises(PipelineError, match="a tensor or a tuple of tensors; found a dict"):
+        unnamed(({"a": NAMED[0]}, None))
+
+
 @pytest.mark.parametrize(
     ("batch", "text"),
     [
@@ -58,8 +104,8 @@ def test_only_what_the_rank_needs_is_cut() -> None:
         ({"inputs": 1}, "a pair (inputs, targets); got a dict"),
         (("text", torch.zeros(4)), "inputs must be a tensor or a tuple of tensors; found a str"),
         ((3, torch.zeros(4)), "inputs must be a tensor or a tuple of tensors; found a int"),
-        ((torch.zeros(4), None), "holds the last stage, which needs the batch's targets; got None"),
-        (None, "holds the first stage, which needs the batch's inputs; got None"),
+        ((torch.zeros(4), None), "holds a stage that takes the batch's targets; got None"),
+        (None, "holds a stage that takes the batch's inputs; got None"),
     ],
 )
 def test_bad_batches(batch: Any, text: str) -> None:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Hashable, Sequence
 
 import pytest
 import rendezvous
 import torch
+from random_schedules import random_schedule
 from rendezvous import Port, Wire
 from torch import Tensor
 
 from autosplit.errors import PipelineError
-from autosplit.pipeline.action import Action, ActionKind
-from autosplit.pipeline.dependency import needs_of, result_of
+from autosplit.pipeline.action import Action
 from autosplit.pipeline.executor import Executor
 from autosplit.pipeline.groups import Groups
 from autosplit.pipeline.negotiation import Negotiation, TensorMeta
@@ -115,38 +114,12 @@ def test_every_schedule(name: str, ranks: int, microbatches: int) -> None:
         assert _run(schedule) == _expected(stages, microbatches)
 
 
-def _random_schedule(seed: int) -> Schedule:
-    """Any placement, any order that can be played through."""
-    chance = random.Random(seed)
-    ranks, stages = chance.randint(2, 4), chance.randint(2, 6)
-    count = chance.randint(1, 5)
-    placement = [chance.randrange(ranks) for _ in range(stages)]
-    kinds = chance.choice(["FIW", "FB"])
-    actions = [
-        Action(stage, ActionKind(kind), microbatch)
-        for stage in range(stages)
-        for kind in kinds
-        for microbatch in range(count)
-    ]
-    rows: list[list[Action]] = [[] for _ in range(ranks)]
-    made: set[Action] = set()
-    while actions:
-        able = [a for a in actions if all(need in made for need in needs_of(a, stages))]
-        action = chance.choice(able)
-        actions.remove(action)
-        made.add(result_of(action))
-        rows[placement[action.stage]].append(action)
-    return Schedule(
-        f"random {seed}", stages, count, tuple(map(tuple, rows)), tuple(placement), kinds == "FIW"
-    )
-
-
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("order", [as_scheduled, early_weights])
 def test_random_schedules(prefetch: int, order: Order) -> None:
     """Messages of one pair may be used in another order than they are made in."""
     for seed in range(100):
-        schedule = _random_schedule(seed)
+        schedule = random_schedule(seed)
         found = _run(schedule, prefetch=prefetch, order=order)
         assert found == _expected(schedule.stages, schedule.microbatches), schedule
 

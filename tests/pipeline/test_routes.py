@@ -6,7 +6,15 @@ import pytest
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.action import Action
-from autosplit.pipeline.routes import Channel, Routes, boundary_of, channel_of, routes_of, target_of
+from autosplit.pipeline.routes import (
+    Channel,
+    Parcel,
+    Routes,
+    boundary_of,
+    channel_of,
+    routes_of,
+    target_of,
+)
 from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.schedules import build
 
@@ -15,8 +23,8 @@ def _actions(text: str) -> tuple[Action, ...]:
     return tuple(Action.parse(word) for word in text.split())
 
 
-def _texts(results: tuple[Action, ...]) -> str:
-    return " ".join(str(result) for result in results)
+def _texts(parcels: tuple[Parcel, ...]) -> str:
+    return " ".join(map(str, parcels))
 
 
 def _proven(routes: Routes) -> dict[str, int]:

@@ -14,7 +14,7 @@ from autosplit.pipeline.action import Action
 from autosplit.pipeline.groups import Groups
 from autosplit.pipeline.launch import launch
 from autosplit.pipeline.negotiation import Negotiation, TensorMeta
-from autosplit.pipeline.routes import routes_of
+from autosplit.pipeline.routes import Parcel, routes_of
 from autosplit.pipeline.schedules import build
 from autosplit.pipeline.transport import Transport
 
@@ -74,17 +74,17 @@ def test_hand_over_keeps_the_tensors() -> None:
     transport = _transport(_meta(2), _meta(3, dtype=torch.int64, grad=False))
     tensors = [torch.zeros(2), torch.zeros(3, dtype=torch.int64)]
     transport.sender(F0)(tensors)
-    received = transport.receiver(F0)[0]()
+    received = transport.receiver(Parcel(F0, 1))[0]()
     assert all(a is b for a, b in zip(received, tensors, strict=True))
     with pytest.raises(KeyError):
-        transport.receiver(F0)[0]()
+        transport.receiver(Parcel(F0, 1))[0]()
 
 
 def test_only_wanted_gradients_come_back_and_missing_ones_are_zero() -> None:
     transport = _transport(_meta(2), _meta(3, grad=False), _meta(1, 2, dtype=torch.bfloat16))
     grads: list[Tensor | None] = [torch.ones(2), torch.ones(3), None, torch.ones(5)]
     transport.sender(I0)(grads)
-    first, second, third = transport.receiver(I0)[0]()
+    first, second, third = transport.receiver(Parcel(I0, 0))[0]()
     assert first is grads[0]
     assert second is None
     assert third is not None

@@ -26,14 +26,18 @@ def test_feeds_of_a_wiring() -> None:
     assert [feeds.targets(stage) for stage in range(3)] == [(1, 2), (2,), ()]
     assert list(feeds) == [(0, 1), (0, 2), (1, 2)]
     assert [feeds.positions(*pair) for pair in feeds] == [(0, 1), (1,), (0,)]
-    assert [feeds.takes_batch(stage) for stage in range(3)] == [True, False, True]
+    taken = [feeds.from_batch([stage]) for stage in range(3)]
+    assert taken == [frozenset([1]), frozenset(), frozenset([0])]
+    assert feeds.from_batch([0, 2]) == frozenset([0, 1])
+    assert feeds.first_from_batch == 0
     assert SKIP.batch_inputs == 2
 
 
 def test_without_a_wiring_stages_are_a_chain() -> None:
     feeds, chain = Feeds(3), Feeds(3, Wiring.chain((1, 2), 3))
     assert list(feeds) == list(chain) == [(0, 1), (1, 2)]
-    assert [feeds.takes_batch(stage) for stage in range(3)] == [True, False, False]
+    assert [feeds.from_batch([stage]) for stage in range(3)] == [None, frozenset(), frozenset()]
+    assert feeds.first_from_batch == 0
     assert feeds.positions(1, 2) is None
     assert chain.positions(1, 2) == (0, 1)
     assert chain.wiring is not None

@@ -15,7 +15,7 @@ from autosplit.pipeline.executor import Executor
 from autosplit.pipeline.faults import LostPeerError
 from autosplit.pipeline.groups import Groups
 from autosplit.pipeline.negotiation import Negotiation, TensorMeta
-from autosplit.pipeline.routes import routes_of
+from autosplit.pipeline.routes import Parcel, routes_of
 from autosplit.pipeline.schedules import build
 from autosplit.pipeline.transport import Transport
 
@@ -83,7 +83,7 @@ def _posted(prefetch: int) -> list[int]:
             if rank == 0:
                 transport.sender(result)([torch.zeros(2)])
             else:
-                transport.receiver(result)[0]()
+                transport.receiver(Parcel(result, 1))[0]()
                 counts.append(irecv.call_count)
         transport.finish()
     groups.destroy()
@@ -104,7 +104,9 @@ def _learned() -> tuple[dict[int, list[tuple[str, bool]]], list[Any]]:
         transport.sender(result)([torch.zeros(3), torch.full((2,), 7)])
     else:
         values = [
-            tensor.tolist() for tensor in transport.receiver(result)[0]() if tensor is not None
+            tensor.tolist()
+            for tensor in transport.receiver(Parcel(result, 1))[0]()
+            if tensor is not None
         ]
     transport.finish()
     groups.destroy()
