@@ -104,6 +104,28 @@ def total(blocks: Sequence[BlockCost]) -> BlockCost:
     return BlockCost(*map(math.fsum, zip(*map(astuple, blocks), strict=True)))
 
 
+def average(found: Sequence[ModelCosts]) -> ModelCosts:
+    """The mean of what several ranks found of the same model.
+
+    Raises:
+        PlanError: they do not have the same blocks.
+    """
+    if len({len(costs.blocks) for costs in found}) != 1:
+        raise PlanError(
+            "expected the costs of one model, got "
+            f"{', '.join(str(len(costs.blocks)) for costs in found) or 'no'} blocks"
+        )
+    rows = zip(*(costs.blocks for costs in found), strict=True)
+    blocks = (map(math.fsum, zip(*map(astuple, row), strict=True)) for row in rows)
+    crossing = map(math.fsum, zip(*(costs.crossing for costs in found), strict=True))
+    count = len(found)
+    return ModelCosts(
+        tuple(BlockCost(*(value / count for value in sums)) for sums in blocks),
+        tuple(size / count for size in crossing),
+        math.fsum(costs.call for costs in found) / count,
+    )
+
+
 def _check(what: str, value: float) -> None:
     if not (math.isfinite(value) and value >= 0.0):
         raise PlanError(f"{what} must be a finite number >= 0, got {value!r}")

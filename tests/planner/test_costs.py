@@ -7,7 +7,7 @@ import math
 import pytest
 
 from autosplit.errors import PlanError
-from autosplit.planner.costs import BlockCost, ModelCosts, total
+from autosplit.planner.costs import BlockCost, ModelCosts, average, total
 
 SMALL = BlockCost(1.0, 2.0, 3.0, 10.0, 20.0, 30.0, 4.0)
 LARGE = BlockCost(5.0, 6.0, 7.0, 50.0, 60.0, 70.0, 8.0)
@@ -27,6 +27,14 @@ def test_a_first_stage_has_no_input_gradient_and_keeps_all_until_w() -> None:
     costs = ModelCosts((SMALL, LARGE, SMALL), (8.0, 9.0), call=0.5)
     assert costs.stage(0, 2) == BlockCost(6.5, 0.0, 12.5, 60.0, 60.0 + 9.0, 100.0, 12.5)
     assert costs.stage(0, 3).deferred == 70.0
+
+
+def test_the_mean_of_what_ranks_found() -> None:
+    ours, theirs = ModelCosts((SMALL,), (), call=0.5), ModelCosts((LARGE,), (), call=1.5)
+    mean = BlockCost(3.0, 4.0, 5.0, 30.0, 40.0, 50.0, 6.0)
+    assert average([ours, theirs]) == ModelCosts((mean,), (), call=1.0)
+    with pytest.raises(PlanError, match="costs of one model, got 1, 2 blocks"):
+        average([ours, ModelCosts((SMALL, SMALL), (1.0,))])
 
 
 @pytest.mark.parametrize("range_", [(0, 0), (1, 3), (-1, 1)])
