@@ -46,7 +46,7 @@ class _Run:
 def compare_on_rank(settings: Settings) -> Comparison:
     """Run the whole comparison; the result is the same on every rank."""
     workload = load_workload(settings.factory, settings.overrides)
-    cases = [(name, count) for name in settings.schedules for count in settings.microbatches]
+    cases = settings.cases
     rows: list[Row] = []
     timelines: list[Timeline] = []
     ideals: list[Timeline] = []

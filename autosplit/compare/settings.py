@@ -50,6 +50,11 @@ class Settings:
             if getattr(self, name) < 1:
                 raise PipelineError(f"{name} must be at least 1, got {getattr(self, name)}")
 
+    @property
+    def cases(self) -> list[tuple[str, int]]:
+        """Schedules and numbers of microbatches, in the order in which they are compared."""
+        return [(name, count) for name in self.schedules for count in self.microbatches]
+
 
 @dataclasses.dataclass(frozen=True)
 class Row:

@@ -210,10 +210,16 @@ def resnet_152(**overrides: object) -> Example:
 
 
 def language_loss(output: Any, targets: Tensor) -> Tensor:
-    """Mean cross-entropy in nats where ``targets`` [batch, seq] is not negative."""
-    return next_byte_loss(output.logits, targets)
+    """Mean cross-entropy in nats where ``targets`` [batch, seq] is not negative; ``output`` is
+    the model's, or its logits alone."""
+    return next_byte_loss(_logits(output), targets)
 
 
 def classification_loss(output: Any, targets: Tensor) -> Tensor:
     """Mean cross-entropy in nats; ``targets`` [batch]."""
-    return F.cross_entropy(output.logits, targets)
+    return F.cross_entropy(_logits(output), targets)
+
+
+def _logits(output: Any) -> Tensor:
+    logits: Tensor = output if isinstance(output, Tensor) else output.logits
+    return logits

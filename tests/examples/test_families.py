@@ -11,29 +11,34 @@ from torch import nn
 import autosplit
 from autosplit.errors import PipelineError
 from examples import digits, families, text
-from examples.families import FAMILIES, PAPER, TINY, Family
+from examples.families import FAMILIES, PAPER, TINY, Family, by_hand
 from examples.families.settings import ResNetSettings
 
 DATA = {"resnet": "sklearn"}
 
 
 @pytest.fixture(params=FAMILIES)
-def family(request: pytest.FixtureRequest) -> Family:
+def name(request: pytest.FixtureRequest) -> str:
     if request.param in DATA:
         pytest.importorskip(DATA[request.param])
-    return FAMILIES[request.param](**TINY[request.param])
+    return str(request.param)
+
+
+@pytest.fixture
+def family(name: str) -> Family:
+    return FAMILIES[name](**TINY[name])
 
 
 @pytest.mark.parametrize(
-    ("name", "millions"), [("llama", 6738), ("bert", 335), ("mamba", 1372), ("resnet", 60.2)]
+    ("kind", "millions"), [("llama", 6738), ("bert", 335), ("mamba", 1372), ("resnet", 60.2)]
 )
-def test_paper_sizes(name: str, millions: float) -> None:
+def test_paper_sizes(kind: str, millions: float) -> None:
     with torch.device("meta"):
-        model, (example,) = families.paper_factory(name)
+        model, (example,) = families.paper_factory(kind)
     count = sum(parameter.numel() for parameter in model.parameters())
     assert count == pytest.approx(millions * 1e6, rel=0.01)
     assert example.is_meta
-    assert example.shape[0] == PAPER[name]["microbatch_size"]
+    assert example.shape[0] == PAPER[kind]["microbatch_size"]
 
 
 def test_a_factory_takes_its_settings_and_refuses_others() -> None:
@@ -89,6 +94,27 @@ def train(family: Family, *, split: bool) -> list[float]:
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_stages_by_hand_are_the_whole_model(name: str, family: Family, stages: int) -> None:
+    cut = getattr(by_hand, name)(**TINY[name])
+    modules = [cut.stage_fn(index, stages) for index in range(stages)]
+    whole = family.build()
+    inputs, targets = family.batch_fn(0, family.microbatch_size)
+    x = inputs
+    for module in modules:
+        x = module(x)
+    assert torch.equal(x, whole(inputs).logits)
+    held = [key for module in modules for key in module.state_dict()]
+    tied = [{key for _, key in group} for group in cut.shared_parameters(stages)]
+    assert sorted(held) == sorted(whole.state_dict())
+    cut.loss_fn(x, targets).backward()
+    family.loss_fn(whole(inputs), targets).backward()
+    grads = {key: p.grad for module in modules for key, p in module.named_parameters()}
+    for key, parameter in whole.named_parameters():
+        group = next((each for each in tied if key in each), {key})
+        torch.testing.assert_close(sum(grads[each] for each in group), parameter.grad)
 
 
 def test_masked_batches_ask_for_what_they_hide() -> None:
