@@ -7,7 +7,7 @@ import pathlib
 
 from ..part import Part
 from ..results import Results
-from . import engine, fused, overhead, peers, standin
+from . import compute, engine, fused, memory, overhead, peers, standin
 
 TEMPLATE = """\
 # Pipelines: measured against their ideal and against torch's
@@ -71,6 +71,28 @@ any schedule at M = N is (2N-1)/N for F = I = W (Qi et al.). A message's latency
 every action it delays, so short actions (many stages on a rank) come off worst.""",
         lambda settings: standin.measure_all(settings.ranks),
         standin.render,
+    ),
+    "compute": Part(
+        "Every schedule against its simulation, computing for real",
+        f"""\
+The decoder on two ranks with one thread each, M = {compute.MICROBATCHES}; from the first action's
+start to the last one's end. *Over simulated* compares with the simulation of the median durations
+of its actions, *over replayed* step by step with the simulation of that step's own durations: what
+the engine and its messages cost. Target: {compute.TARGET} where the shortest action takes
+{1e3 * compute.SHORTEST:.0f} ms or more.""",
+        lambda settings: compute.measure_all(settings.steps),
+        compute.render,
+    ),
+    "memory": Part(
+        "What a rank keeps",
+        f"""\
+Decoder blocks, {memory.LAYERS} on every rank, M = 2P microbatches on P ranks. *Kept* is distinct
+storage between F and W on the fullest rank, weighed after every action; *over simulated* compares
+with `peak_memory` of the stages' own footprints. *Allocated* is the peak of everything that a step
+allocates, gradients and temporaries included. Target: {memory.TARGET} of the formula, which is in
+the docstring of each schedule.""",
+        lambda settings: memory.measure_all(),
+        memory.render,
     ),
     "peers": Part(
         "Beside torch.distributed.pipelining",

@@ -6,8 +6,9 @@ import dataclasses
 from pathlib import Path
 
 from autosplit.pipeline.schedules import build
-from benchmarks.pipeline import engine, page, peers, standin
+from benchmarks.pipeline import compute, engine, memory, page, peers, standin
 from benchmarks.results import Results
+from examples.decoder import LlamaConfig
 
 
 def test_stand_ins_take_their_time_and_steps_in_flight_are_counted() -> None:
@@ -76,3 +77,26 @@ def test_peers_say_who_is_ahead_and_what_fails() -> None:
     assert "**1.040x** (target 1.05x)" in text
     assert "**0.800x**" in text  # the same schedule, behind
     assert "- c: ValueError: no" in text
+
+
+def test_ranks_are_weighed_while_they_run_and_counted_where_they_are_many() -> None:
+    cases = [
+        dataclasses.replace(build("1f1b", 2, 4, split_backward=False), name=memory.BASELINE),
+        dataclasses.replace(build("zb-h2", 2, 4), name="zb-h2", crosses_step=False),
+    ]
+    found = memory.measure(cases, LlamaConfig(dim=16, heads=2, kv_heads=2, hidden=16, seq=8))
+    fused, deep = found
+    assert 0 < fused.kept < deep.kept
+    assert all(abs(row.kept / row.simulated - 1) < 0.05 for row in found)
+    rows = [dataclasses.asdict(row) for row in (*found, *memory.projected(16))]
+    text = memory.render(rows)
+    assert "0.562x" in text  # V-Half of 16 ranks: 9 / 16
+
+
+def test_the_engine_takes_no_less_than_its_replay() -> None:
+    tiny = {"dim": "16", "heads": "2", "kv_heads": "2", "hidden": "16", "layers": "2", "seq": "8"}
+    (row,) = compute.measure([compute.Case("1f1b", "1f1b", 1)], tiny, steps=2)
+    assert row.replayed >= 1.0
+    late = {**dataclasses.asdict(row), "simulated": 1.2, "shortest": 0.02}
+    assert "**1.200**" in compute.render([late])
+    assert "**1.200**" not in compute.render([{**late, "shortest": 0.01}])
