@@ -21,6 +21,7 @@ from autosplit.planner.pieces import Pieces
 _SLACKS = (1.0, 1.03, 1.1)  # how much longer than the least the slowest stage of a start may be
 _EXHAUSTIVE = 4_000_000  # actions to play, below which every way to cut is tried
 _ROUNDS = 4  # an order suits its cuts, and cuts their order: how often to go round
+_ORDERS = 3  # of the best cuts so far, under which others are looked for
 _SAME = 1 + 1e-9
 
 
@@ -119,27 +120,30 @@ class Task:
 
     def best(self, starts: Sequence[Tensor], *, refine: bool) -> Way:
         """The best of the starts and of what is reached from them."""
-        ways = [self.evaluate(cuts) for cuts in _distinct(starts)]
-        best = min(ways, key=lambda way: way.key)
+        known = {tuple(cuts.tolist()): self.evaluate(cuts) for cuts in starts}
+        tried: set[int] = set()
         for _ in range(_ROUNDS if refine and self.stages > 1 else 0):
-            found = self._improved(best, [way.cuts for way in ways])
-            ways = [self.evaluate(cuts) for cuts in found]
-            way = min(ways, key=lambda way: way.key)
-            if way.key >= best.key:
+            ways = sorted(known.values(), key=lambda way: way.key)[:_ORDERS]
+            fresh = [way for way in ways if id(way) not in tried]
+            if not fresh:
                 break
-            best = way
-        return best
+            tried |= set(map(id, fresh))
+            found = [cuts for way in fresh for cuts in self._improved(way, ways)]
+            for cuts in found:
+                if tuple(cuts.tolist()) not in known:
+                    known[tuple(cuts.tolist())] = self.evaluate(cuts)
+        return min(known.values(), key=lambda way: way.key)
 
-    def _improved(self, best: Way, starts: Sequence[Tensor]) -> list[Tensor]:
-        """Better cuts under the order of ``best``."""
+    def _improved(self, way: Way, starts: Sequence[Way]) -> list[Tensor]:
+        """Better cuts under the order of ``way``."""
 
         def rank(cuts: Tensor) -> Tensor:
             stages = self.pieces.stages(cuts)
-            overflow = self._overflow(best.order.peaks(stages))
+            overflow = self._overflow(way.order.peaks(stages))
             uneven = stages.times.sum(0).square().sum(0)
-            return torch.stack([overflow, best.order.steps(stages), uneven])
+            return torch.stack([overflow, way.order.steps(stages), uneven])
 
-        return self._search(best, starts, rank)
+        return self._search(way, [each.cuts for each in starts], rank)
 
     def frugal(self, way: Way) -> Way:
         """The cuts whose fullest rank holds least."""

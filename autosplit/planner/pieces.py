@@ -9,7 +9,15 @@ from torch import Tensor
 
 from autosplit.planner.costs import ModelCosts
 
-_FIELDS = ("forward", "backward_input", "backward_weight", "saved", "deferred", "parameters")
+_FIELDS = (
+    "forward",
+    "backward_input",
+    "backward_weight",
+    "saved",
+    "deferred",
+    "parameters",
+    "backward_alone",
+)
 
 
 @dataclass(frozen=True)
@@ -42,9 +50,6 @@ class Pieces:
         values = torch.tensor(rows, dtype=torch.float64)
         zero = torch.zeros(len(_FIELDS), 1, dtype=torch.float64)
         self._sums = torch.cat([zero, values.cumsum(1)], 1)
-        first = costs.blocks[0]
-        # What the first block's backward takes less where nobody wants its input gradient.
-        self._alone = first.backward_alone - first.backward_input - first.backward_weight
         self._call = costs.call
         # Nothing crosses the end of the model.
         self._crossing = torch.tensor((*costs.crossing, 0.0), dtype=torch.float64)
@@ -61,7 +66,7 @@ class Pieces:
         sums = self._sums[:, ends]
         pieces = (sums[:, 1:] - sums[:, :-1]).clamp_(min=0.0)  # rounding may go below
         times, kept = pieces[:3] + self._call, pieces[3:5]
-        self._without_input_gradient(times[:, 0], kept[:, 0], self._crossing[ends[1] - 1])
+        self._as_first(times[:, 0], kept[:, 0], pieces[6, 0], self._crossing[ends[1] - 1])
         return Stages(times, kept, pieces[5], self._crossing[cuts.T])
 
     def table(self, *, first: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -77,14 +82,13 @@ class Pieces:
         times, kept = pieces[:3] + self._call, pieces[3:5]
         if first:
             behind = torch.cat([self._crossing[-1:], self._crossing])
-            self._without_input_gradient(times, kept, behind)
+            self._as_first(times, kept, pieces[6], behind)
         return times, kept, pieces[5]
 
-    def _without_input_gradient(self, times: Tensor, kept: Tensor, behind: Tensor) -> None:
-        """Turn stages into first ones, in place: their W is the whole backward, and waits with all
-        that F saved and with the gradient of what they put out, ``behind``.
+    def _as_first(self, times: Tensor, kept: Tensor, alone: Tensor, behind: Tensor) -> None:
+        """Turn stages into first ones, in place: their W is the whole backward, ``alone``, and
+        waits with all that F saved and with the gradient of what they put out, ``behind``.
         """
-        # One call rather than two.
-        times[2] += times[1] + self._alone - self._call
         times[1] = 0.0
+        times[2] = alone + self._call
         kept[1] = kept[0] + behind

@@ -33,7 +33,7 @@ def models(draw: st.DrawFn, least: int = 1, most: int = 7) -> ModelCosts:
 
 def even(blocks: int, *, forward: float = 1.0, parameters: float = 1.0) -> ModelCosts:
     """Blocks that are all alike: F = I = W."""
-    block = BlockCost(forward, forward, forward, 4.0, 3.0, parameters, forward)
+    block = BlockCost(forward, forward, forward, 4.0, 3.0, parameters, 2 * forward)
     return ModelCosts((block,) * blocks, (2.0,) * (blocks - 1))
 
 
@@ -61,8 +61,7 @@ def stage_times(costs: ModelCosts, cuts: tuple[int, ...]) -> list[tuple[float, f
         inputs = sum(block.backward_input for block in piece) + costs.call
         weights = sum(block.backward_weight for block in piece) + costs.call
         if first == 0:
-            rest = sum(block.backward_input + block.backward_weight for block in piece[1:])
-            inputs, weights = 0.0, piece[0].backward_alone + rest + costs.call
+            inputs, weights = 0.0, sum(block.backward_alone for block in piece) + costs.call
         times.append((forward, inputs, weights))
     return times
 
