@@ -117,29 +117,29 @@ def _tied(names: list[tuple[int, str]], width: int = WIDTH) -> None:
 
 
 SCENARIOS: dict[str, Callable[[], None]] = {
-    "forward": functools.partial(_step, stages=trip_stage),
+    "forward": functools.partial(_step, model=trip_stage),
     "memory": functools.partial(
         _step,
-        stages=lambda index: Trip(1, ENDS["exhaust"]) if index == 1 else block(index),
+        model=lambda index: Trip(1, ENDS["exhaust"]) if index == 1 else block(index),
     ),
     "dtype between stages": functools.partial(
-        _step, stages=lambda index: Widening() if index == 0 else block(1)
+        _step, model=lambda index: Widening() if index == 0 else block(1)
     ),
     "weight": functools.partial(_step, stage_factory=WeightTrip),
-    "factory": functools.partial(_step, stages=_factory_fails),
+    "factory": functools.partial(_step, model=_factory_fails),
     "optimizer": functools.partial(_step, optimizer_fn=_optimizer_fails),
     "shape between stages": functools.partial(
-        _step, stages=lambda index: Growing() if index == 0 else block(1)
+        _step, model=lambda index: Growing() if index == 0 else block(1)
     ),
     "fewer outputs": functools.partial(
-        _step, stages=lambda index: Vanishing() if index == 0 else block(1)
+        _step, model=lambda index: Vanishing() if index == 0 else block(1)
     ),
     "evaluation": lambda: _evaluate(),
     "not divisible": lambda: _step(data(7)),
     "no inputs": lambda: _step((None, data(8)[1])),
     "slow": functools.partial(
         _step,
-        stages=lambda index: Trip(1, ENDS["nap"]) if index == 1 else block(index),
+        model=lambda index: Trip(1, ENDS["nap"]) if index == 1 else block(index),
         timeout=2.0,
     ),
     "another shape": lambda: _two_steps(8, 12),
@@ -151,8 +151,8 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "tied twice": lambda: _tied([(0, "tied"), (1, "tied"), (0, "tied")]),
     "tied shapes": lambda: _tied([(0, "tied"), (1, "tied")], width=8),
     "no timeline": lambda: print(trainer().timeline()),
-    "no module": functools.partial(_step, stages=lambda index: index),
-    "world size": functools.partial(_step, stages=[block(0)]),
+    "no module": functools.partial(_step, model=lambda index: index),
+    "world size": functools.partial(_step, model=[block(0)]),
     "ranks": functools.partial(_step, stages=3, ranks=3),
 }
 

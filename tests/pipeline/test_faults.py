@@ -40,7 +40,7 @@ SAID: dict[str, tuple[int | None, str]] = {
         0,
         "rank 0 failed in 0F2: PipelineError: stage 0 put out 0 tensors for microbatch 2, but 1 ",
     ),
-    "no inputs": (0, "this rank holds the first stage, which needs the batch's inputs; got None"),
+    "no inputs": (0, "this rank holds a stage that takes the batch's inputs; got None"),
     "loss": (1, "loss_fn(output, target) must give one scalar that depends on the parameters"),
     "loss without gradient": (1, "loss_fn(output, target) must give one scalar that depends"),
     "tied name": (1, "stage 1 has no parameter 'weight' to share; it has: tied"),

@@ -32,7 +32,7 @@ def stages_of(rank: int, ranks: int, stages: int) -> list[Any]:
     return [
         SimpleNamespace(
             stage_index=index,
-            stages=stages,
+            num_stages=stages,
             group_size=ranks,
             group_rank=rank,
             is_last=index == stages - 1,
