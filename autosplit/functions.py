@@ -115,11 +115,27 @@ class SplitFunctions:
         """Name of a graph -> source that the backend generated, of the graphs compiled so far."""
         return self._backend.generated
 
-    def compile(self) -> None:
-        """Compile I and W now, rather than when they are first needed."""
-        if self.has_backward:
-            self._input_half.graph.compile()
-            self._weight.compile()
+    def compile(
+        self, accumulation: Accumulation | None = None, *, slices: int = 1, halves: bool = True
+    ) -> None:
+        """Compile the backward now, rather than when it is first needed.
+
+        Args:
+            accumulation: how gradients of several microbatches will be added up; None where a
+                microbatch is alone.
+            slices: into how many parts W will be run.
+            halves: I and W; else B.
+        """
+        if not self.has_backward:
+            return
+        if not halves:
+            self._backward.compile(accumulation)
+            return
+        self._input_half.graph.compile(accumulation)
+        if slices == 1:
+            self._weight.compile(accumulation)
+        else:
+            self.sliced(slices).compile(accumulation)
 
     @property
     def has_backward(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from torch import Tensor, fx
@@ -13,6 +14,7 @@ from .errors import SplitError
 from .passes import Kind, PassError, Role
 from .passes.accumulate import accumulate
 from .passes.fuse import fuse
+from .passes.graph import outputs
 from .passes.verify import verify_graph
 
 
@@ -73,18 +75,42 @@ class GradientGraph:
             gradients: what to add into.
             accumulation: how to add.
         """
-        form = self._form(None if gradients is None else accumulation)
-        if gradients is not None:
-            pool += gradients
+        inside = gradients is not None and not self._adds_outside(accumulation)
+        form = self._form(accumulation if inside else None)
+        if inside:
+            pool += gradients or ()
         results = form.call(pool)
         found = [None if at is None else results[at] for at in form.others_at]
+        if inside:
+            return found, gradients or ()
+        made = [results[at] for at in form.parameter_grads_at]
         if gradients is None:
-            gradients = [results[at] for at in form.parameter_grads_at]
+            return found, made
+        for total, gradient in zip(gradients, made, strict=True):
+            total.add_(gradient)
         return found, gradients
 
-    def compile(self) -> None:
-        """Compile the form that returns new gradients, if that has not been done."""
+    def compile(self, accumulation: Accumulation | None = None) -> None:
+        """Compile the form that returns new gradients, and the one that adds them up where a way
+        to add is given, unless that has been done.
+        """
         self._form(None)
+        if accumulation is not None and not self._adds_outside(accumulation):
+            self._form(accumulation)
+
+    def _adds_outside(self, accumulation: Accumulation) -> bool:
+        """Whether whole gradients are added after the graph, so that it needs no second form."""
+        return self._only_vectors and accumulation.exact and self._backend.compiles_slowly
+
+    @cached_property
+    def _only_vectors(self) -> bool:
+        """Gradients of norms and biases: next to nothing to hold, or to add."""
+        wanted = {Role(Kind.PARAMETER_GRAD, name) for name in self.parameters}
+        return all(
+            value.meta["val"].ndim <= 1
+            for role, value in outputs(self._module.graph)
+            if role in wanted
+        )
 
     def _form(self, accumulation: Accumulation | None) -> Form:
         if accumulation not in self._forms:

@@ -84,6 +84,11 @@ class SlicedWeight:
         """For each slice the parameters whose gradients it makes."""
         return tuple(tuple(each.graph.parameters) for each in self._slices)
 
+    def compile(self, accumulation: Accumulation | None = None) -> None:
+        """As ``GradientGraph.compile``, of every slice."""
+        for each in self._slices:
+            each.graph.compile(accumulation)
+
     def borrowed(self, index: int) -> frozenset[str]:
         """Gradients of a slice that share storage, or that a later slice reads."""
         return self._slices[index].borrowed

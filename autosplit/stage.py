@@ -207,6 +207,24 @@ class Stage:
                 sums.add(names, gradients, functions.dependence.borrowed)
         return grads
 
+    def compile(self, *, halves: bool = True, full: bool = False, accumulate: bool = True) -> None:
+        """Compile the backward now, rather than when it is first needed.
+
+        Args:
+            halves: I and W, in the slices that the stage was made with.
+            full: B.
+            accumulate: also for the microbatches after the first, whose gradients are added to
+                those before.
+
+        Raises:
+            BackendError: the backend cannot compile a graph.
+        """
+        accumulation = self._weights.sums.accumulation if accumulate else None
+        if halves:
+            self.functions.compile(accumulation, slices=self._weights.slices)
+        if full:
+            self.functions.compile(accumulation, halves=False)
+
     def publish(self) -> None:
         """Move ``gradients`` into the parameters' ``.grad``, adding to what is there.
 

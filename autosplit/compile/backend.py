@@ -41,6 +41,10 @@ class Backend(Protocol):
     def writes_views(self) -> bool:
         """Whether a graph may write into views of what it is given."""
 
+    @property
+    def compiles_slowly(self) -> bool:
+        """Whether a graph takes seconds to compile, so that another form of it is to be spared."""
+
     def rewrite(self, joint: fx.GraphModule) -> None:
         """Prepare a joint graph, in place, before it is split."""
 

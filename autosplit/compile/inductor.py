@@ -32,6 +32,7 @@ class Inductor:
     """
 
     writes_views = False
+    compiles_slowly = True
 
     def __init__(self) -> None:
         self.generated: dict[str, str] = {}

@@ -13,9 +13,11 @@ from autosplit.accumulation import Accumulation
 from autosplit.compile import check_backend
 from autosplit.errors import PipelineError
 from autosplit.passes import Kind
+from autosplit.pipeline.action import ActionKind
 from autosplit.pipeline.executor import BackwardStage
 from autosplit.pipeline.negotiation import Negotiation, TensorMeta
 from autosplit.pipeline.ports import Receive, arguments
+from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.wiring import Feeds
 from autosplit.report.boundary import crossings, total_bytes
 from autosplit.stage import Stage
@@ -136,9 +138,19 @@ def build_stages(
         negotiation.publish(index, metas)
         trains = any(meta.requires_grad for meta in metas)
         built[index] = stage if trains else _Frozen(stage, len(args))
-    # A step's clock starts for all ranks together, once the last stage is there.
-    negotiation.learn(stages - 1)
     return built
+
+
+def compile_stages(stages: Mapping[int, TrainableStage], schedule: Schedule) -> None:
+    """Compile what the schedule runs of each stage: in a step, other ranks would wait for it."""
+    for index, stage in stages.items():
+        if isinstance(stage, Stage):
+            kinds = {a.kind for rank in schedule.ranks for a in rank if a.stage == index}
+            stage.compile(
+                halves=ActionKind.BACKWARD_INPUT in kinds or ActionKind.BACKWARD_WEIGHT in kinds,
+                full=ActionKind.BACKWARD in kinds,
+                accumulate=schedule.microbatches > 1,
+            )
 
 
 class _Frozen:

@@ -64,6 +64,7 @@ class Builder:
             targets=targets[0] if targets else (),
             device=self._device,
         )
+        mode.compile()
         scale = 1.0 / self._schedule.microbatches
         loss_grad = torch.full((), scale, dtype=mode.loss_dtype, device=self._device)
         return mode.prepare(mode.stages, loss_grad)

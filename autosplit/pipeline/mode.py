@@ -8,7 +8,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from autosplit.pipeline.assembly import TrainableStage
+from autosplit.pipeline.assembly import TrainableStage, compile_stages
 from autosplit.pipeline.executor import Executor, ForwardStage
 from autosplit.pipeline.groups import Groups
 from autosplit.pipeline.microbatch import BatchSplitter
@@ -64,6 +64,16 @@ class Mode:
         self.executor: Executor | None = None
         self.stages: Mapping[int, TrainableStage] = MappingProxyType({})
 
+    def compile(self) -> None:
+        """Compile what the schedule runs of this rank's stages, and wait for the other ranks'.
+
+        Raises:
+            BackendError: a backend cannot compile a graph.
+            LostPeerError: another rank failed or was not ready in time.
+        """
+        compile_stages(self.stages, self._schedule)
+        self.negotiation.start(self.stages, self._schedule.stages)
+
     def prepare(
         self, stages: Mapping[int, ForwardStage], loss_grad: Tensor | None = None
     ) -> Executor:
@@ -85,6 +95,7 @@ class Mode:
         self._schedule = schedule
         self._transport = self._connect(schedule)
         if self.executor is not None:
+            compile_stages(self.stages, schedule)
             self.prepare(self.stages, self._loss_grad)
 
     def _connect(self, schedule: Schedule) -> Transport:

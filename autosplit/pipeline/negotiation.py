@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -85,21 +85,39 @@ class Negotiation:
             )
         return self.known[boundary]
 
-    def _await(self, boundary: int) -> bytes:
-        store, key = self._groups.store, self._key(boundary)
+    def start(self, own: Iterable[int], stages: int) -> None:
+        """Say that this rank's stages are compiled, and wait until all are: a step's clock starts
+        for all ranks together.
+
+        Args:
+            own: this rank's stages.
+            stages: how many there are.
+
+        Raises:
+            LostPeerError: as ``learn``.
+        """
+        if self._groups.ranks == 1:
+            return
+        for stage in own:
+            self._groups.store.set(self._key(stage, "compiled"), "")
+        for stage in range(stages):
+            self._await(stage, "compiled")
+
+    def _await(self, boundary: int, what: str = "built") -> bytes:
+        store, key = self._groups.store, self._key(boundary, what)
         deadline = time.monotonic() + self._groups.timeout
         while not store.check([key]):
             self._check()
             if time.monotonic() > deadline:
                 raise LostPeerError(
-                    f"waited {self._groups.timeout:.3g} s for stage {boundary} to be built: is "
+                    f"waited {self._groups.timeout:.3g} s for stage {boundary} to be {what}: is "
                     "its rank stuck? A longer timeout= leaves more time for building"
                 )
             time.sleep(_LOOK_EVERY)
         return store.get(key)
 
-    def _key(self, boundary: int) -> str:
-        return f"autosplit/{self._mode}/{boundary}"
+    def _key(self, boundary: int, what: str = "built") -> str:
+        return f"autosplit/{self._mode}/{boundary}/{what}"
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from torch._dynamo.utils import counters
 import autosplit
 from autosplit import Stage
 from autosplit.integrations.deferral import backward_weight
+from autosplit.pipeline.executor import Executor
+from autosplit.pipeline.trainer import PipelineTrainer
 
 # Float32 against float64; what torch.compile meets on the same models.
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
@@ -172,6 +175,46 @@ def test_identical_stages_are_compiled_once() -> None:
     after = dict(counters["inductor"])
     assert after["fxgraph_cache_hit"] - before[1].get("fxgraph_cache_hit", 0) == 3  # F, I, W
     assert after.get("fxgraph_cache_miss") == before[1].get("fxgraph_cache_miss")
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (
+            {"split_backward": True},
+            {"forward", "backward_input", "backward_weight", "backward_weight_accumulating"},
+        ),
+        ({"split_backward": False}, {"forward", "backward", "backward_accumulating"}),
+    ],
+    ids=["split", "unsplit"],
+)
+def test_a_trainer_compiles_what_its_schedule_runs_before_it_runs_it(
+    options: dict[str, bool], expected: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Norm and bias gradients come from I and are added after it, so it has one form."""
+    running: list[set[str]] = []
+    run = Executor.run
+
+    def seen(self: Executor, *args: Any) -> list[Tensor]:
+        running.append(set(engine.stages[1].functions.generated))
+        return run(self, *args)
+
+    monkeypatch.setattr(Executor, "run", seen)
+    models = [Block(), Block()]
+    exact = copy.deepcopy(nn.Sequential(*models)).double()
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    with PipelineTrainer(
+        models, nn.functional.mse_loss, sgd, microbatches=2, backend="inductor", ranks=1, **options
+    ) as engine:
+        x, y = torch.randn(4, 12), torch.randn(4, 12)
+        engine.forward_backward((x, y))
+        assert running == [expected]
+        assert set(engine.stages[1].functions.generated) == expected
+    nn.functional.mse_loss(exact(x.double()), y.double()).backward()
+    found = [p for model in models for p in model.parameters()]
+    for mine, theirs in zip(found, exact.parameters(), strict=True):
+        assert mine.grad is not None
+        torch.testing.assert_close(mine.grad.double(), theirs.grad, **CLOSE)
 
 
 def test_constant_tensors_are_read_at_every_call() -> None:
