@@ -3,6 +3,7 @@
 from .errors import (
     AutosplitError,
     CaptureError,
+    CheckpointError,
     PipelineError,
     PlanError,
     ScheduleError,
@@ -17,6 +18,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AutosplitError",
     "CaptureError",
+    "CheckpointError",
     "PipelineError",
     "PlanError",
     "ScheduleError",

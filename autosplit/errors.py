@@ -31,3 +31,7 @@ class PipelineError(AutosplitError):
 
 class PlanError(AutosplitError):
     """A model cannot be cut, costed or planned as asked."""
+
+
+class CheckpointError(AutosplitError):
+    """A checkpoint cannot be read, or does not fit the model."""

@@ -146,6 +146,7 @@ class PipelineTrainer:
         )
         given = {name: value for name, value in options.items() if value is not None}
         factory = stage_factory or split_stage(**given)
+        self.shared_parameters = (*whole.shared, *shared_parameters)
         self.record = record
         self.grad_norm: float | None = None
         self.device = choose_device(device, processes)
@@ -167,10 +168,7 @@ class PipelineTrainer:
         with self._guard("building the model"):
             self.modules = own_modules(whole, self.schedule.placement, self.rank, self.device)
             self._shared = SharedParameters(
-                [*whole.shared, *shared_parameters],
-                self.modules,
-                self.schedule.placement,
-                self._groups,
+                self.shared_parameters, self.modules, self.schedule.placement, self._groups
             )
             self._builder = Builder(
                 self.modules,

@@ -50,6 +50,10 @@ class Initialiser:
         self._init = init
         self._seed = seed
 
+    def replaces(self, name: str) -> bool:
+        """Never: what has values keeps them."""
+        return False
+
     @torch.no_grad()
     def __call__(self, names: Sequence[str]) -> dict[str, Tensor]:
         """The values of the parameters and buffers ``names``, on the CPU.

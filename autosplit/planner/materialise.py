@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +11,17 @@ from torch import Tensor, nn
 from autosplit.errors import PlanError
 from autosplit.planner.skeleton import alike, assign, named_tensors
 
-Values: TypeAlias = Callable[[Sequence[str]], Mapping[str, Tensor]]
-"""Gives the values of parameters and buffers by the model's own names."""
+
+class Values(Protocol):
+    """Gives the values of parameters and buffers by the model's own names."""
+
+    def __call__(self, names: Sequence[str]) -> Mapping[str, Tensor]:
+        """The values of ``names``, on the CPU."""
+        ...
+
+    def replaces(self, name: str) -> bool:
+        """Whether they also take the place of values that are there."""
+        ...
 
 
 def materialise(
@@ -20,13 +29,14 @@ def materialise(
 ) -> nn.Module:
     """Give what ``module`` has on the meta device memory and values, in place.
 
-    Parameters that were one stay one. The rest of the module stays as it is.
+    Parameters that were one stay one.
 
     Args:
         module: a stage, or any module whose parameters and buffers have the names of the whole
             model.
         values: an ``Initialiser`` or a ``Loader``; may be None where nothing is on the meta device.
-        device: where the memory is.
+        device: where the memory is. What is not on the meta device stays where it is, and only a
+            ``Loader`` overwrites it.
 
     Returns:
         ``module``.
@@ -34,24 +44,35 @@ def materialise(
     Raises:
         PlanError: there are no values.
     """
-    lacking = {name: tensor for name, tensor in named_tensors(module).items() if tensor.is_meta}
-    if not lacking:
-        return module
-    if values is None:
+    tensors = named_tensors(module)
+    lacking = [name for name, tensor in tensors.items() if tensor.is_meta]
+    if lacking and values is None:
         raise PlanError(
-            f"{', '.join(list(lacking)[:5])}{', ...' if len(lacking) > 5 else ''}: on the meta "
-            "device, and nothing says which values to start with: call initialise() or load(path) "
-            "on the plan before its stages are built"
+            f"{', '.join(lacking[:5])}{', ...' if len(lacking) > 5 else ''}: on the meta device, "
+            "and nothing says which values to start with: call initialise() or load(path) on the "
+            "plan before its stages are built"
         )
-    first = {id(tensor): name for name, tensor in reversed(lacking.items())}
-    names = [name for name, tensor in lacking.items() if first[id(tensor)] == name]
-    found = values(names)
-    made: dict[int, Tensor] = {}
-    for name in names:
-        original = lacking[name]
-        with torch.no_grad():
-            value = found[name].to(device=device, dtype=original.dtype)
-        made[id(original)] = alike(value, original)
-    for name, original in lacking.items():
-        assign(module, name, made[id(original)])
+    if values is not None:
+        chosen = {n: t for n, t in tensors.items() if t.is_meta or values.replaces(n)}
+        _fill(module, chosen, values, torch.device(device))
     return module
+
+
+@torch.no_grad()
+def _fill(
+    module: nn.Module, chosen: Mapping[str, Tensor], values: Values, device: torch.device
+) -> None:
+    first: dict[int, str] = {}
+    for name, tensor in chosen.items():
+        first.setdefault(id(tensor), name)
+    found = dict(values(list(first.values())))
+    made: dict[int, Tensor] = {}
+    for key, name in first.items():
+        original = chosen[name]
+        if original.is_meta:
+            made[key] = alike(torch.empty_like(original, device=device), original)
+        # Taken out, so that there is one tensor twice at a time and not all of them.
+        made.get(key, original).copy_(found.pop(name))
+    for name, original in chosen.items():
+        if original.is_meta:
+            assign(module, name, made[id(original)])

@@ -112,10 +112,12 @@ import resource
 import torch
 from torch import nn
 from autosplit.planner.skeleton import skeleton, stand_ins
-torch.use_deterministic_algorithms(True)
+
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 build = lambda: nn.Sequential(*(nn.Linear(4096, 4096, bias=False) for _ in range(16)))
-with stand_ins(skeleton(build)):
+model = skeleton(build)
+torch.use_deterministic_algorithms(True)  # has torch fill fresh memory
+with stand_ins(model):
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 

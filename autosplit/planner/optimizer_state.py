@@ -1,0 +1,117 @@
+"""An optimizer's state by the names of the parameters, so that other stages can take it up.
+
+The form is that of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`` with
+``flatten_optimizer_state_dict``: ``state.PARAMETER.KEY`` and ``param_groups.PARAMETER.KEY``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autosplit.errors import CheckpointError
+
+_PER_GROUP = ("params", "param_names")
+
+
+def flatten(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+    """The state of ``optimizer`` by name.
+
+    Args:
+        optimizer: any that keeps tensors and plain values for each parameter.
+        names: by ``id`` of the parameter; those without a name are left out.
+
+    Raises:
+        CheckpointError: it keeps something else.
+    """
+    state = optimizer.state_dict()
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    known = dict(zip(numbers, (names.get(id(p)) for p in parameters), strict=True))
+    flat = {}
+    for number, values in state["state"].items():
+        name = known.get(number)
+        for key, value in values.items() if name is not None else ():
+            _check_plain(value, f"{key} of {name}")
+            flat[f"state.{name}.{key}"] = value
+    for group in state["param_groups"]:
+        for name in (known[number] for number in group["params"] if known[number] is not None):
+            options = {key: value for key, value in group.items() if key not in _PER_GROUP}
+            flat |= {f"param_groups.{name}.{key}": value for key, value in options.items()}
+    return flat
+
+
+def wanted(names: Sequence[str], keys: Iterable[str]) -> tuple[str, list[str]] | None:
+    """Under which of a parameter's names a checkpoint has an optimizer's options, and which keys.
+
+    Args:
+        names: all names of the parameter.
+        keys: what the checkpoint has.
+    """
+    for name in names:
+        starts = (f"state.{name}.", f"param_groups.{name}.")
+        found = [key for key in keys if key.startswith(starts)]
+        if any(key.startswith(starts[1]) for key in found):
+            return name, found
+    return None
+
+
+def restore(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str], flat: Mapping[str, Any]
+) -> None:
+    """Put back what ``flatten`` gave.
+
+    Args:
+        optimizer: of the same kind, with any grouping in which parameters of one group had the
+            same options.
+        names: by ``id`` of the parameter, the name under which ``flat`` has it.
+        flat: by ``state.PARAMETER.KEY`` and so on; may have more parameters.
+
+    Raises:
+        CheckpointError: parameters of one group had different options.
+    """
+    state: dict[int, dict[str, Any]] = {}
+    groups = []
+    number = 0
+    for group in optimizer.param_groups:
+        options: list[tuple[str, dict[str, Any]]] = []
+        numbers = []
+        for parameter in group["params"]:
+            name = names[id(parameter)]
+            # Copies of a tied parameter have one name, and each needs a state of its own.
+            state[number] = copy.deepcopy(_under(flat, f"state.{name}."))
+            options.append((name, _under(flat, f"param_groups.{name}.")))
+            numbers.append(number)
+            number += 1
+        _check_alike(options)
+        groups.append({**group, **(options[0][1] if options else {}), "params": numbers})
+    kept = {number: values for number, values in state.items() if values}
+    optimizer.load_state_dict({"state": kept, "param_groups": groups})
+
+
+def _under(flat: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    found = {key: value for key, value in flat.items() if key.startswith(prefix)}
+    return {key.removeprefix(prefix): value for key, value in found.items()}
+
+
+def _check_alike(options: Collection[tuple[str, dict[str, Any]]]) -> None:
+    for (first, expected), (name, came) in zip(options, list(options)[1:], strict=False):
+        differing = [key for key in expected if came.get(key) != expected[key]]
+        if differing or came.keys() != expected.keys():
+            raise CheckpointError(
+                f"the optimizer has {first} and {name} in one group, but in the checkpoint they "
+                f"differ in {', '.join(differing) or 'their options'}: group them as then"
+            )
+
+
+def _check_plain(value: Any, what: str) -> None:
+    if not isinstance(value, Tensor | int | float | str | bool | None | tuple):
+        raise CheckpointError(
+            f"the optimizer's {what} is a {type(value).__name__}; only tensors and plain values "
+            "can go from one cut of a model to another: save trainer.optimizer.state_dict() of "
+            "each rank instead"
+        )

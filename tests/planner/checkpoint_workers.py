@@ -1,0 +1,135 @@
+"""Training runs that save and load, for spawned processes."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from reference_stage import ReferenceStage
+from torch import Tensor, nn
+
+from autosplit import CheckpointError
+from autosplit.pipeline.shared import Holder
+from autosplit.pipeline.trainer import PipelineTrainer
+from autosplit.pipeline.wiring import Wiring
+from autosplit.planner.checkpoint import load_checkpoint, save_checkpoint
+from autosplit.planner.materialise import Values, materialise
+
+VOCABULARY, WIDTH, LAYERS = 13, 8, 6
+
+
+def whole(seed: int = 0) -> nn.Sequential:
+    """Six modules in a chain; the first and the last share their weight."""
+    torch.manual_seed(seed)
+    head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+    model = nn.Sequential(
+        nn.Embedding(VOCABULARY, WIDTH),
+        *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS - 3)),
+        nn.BatchNorm1d(WIDTH),
+        head,
+    )
+    head.weight = model[0].weight
+    return model
+
+
+class Part(nn.Module):
+    """Copies of some modules of the chain, under the names that they have in the whole."""
+
+    def __init__(self, model: nn.Sequential, modules: range) -> None:
+        super().__init__()
+        done: dict[int, Any] = {}  # keeps tied weights tied
+        for index in modules:
+            self.add_module(str(index), copy.deepcopy(model[index], done))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for module in self.children():
+            x = module(x)
+        return x
+
+
+class Chain:
+    """The model cut into stages."""
+
+    def __init__(self, model: nn.Sequential, stages: int, values: Values | None = None) -> None:
+        self._model = model
+        self._values = values
+        self.stages = stages
+        bounds = [LAYERS * index // stages for index in range(stages + 1)]
+        self._ranges = [range(*bounds[i : i + 2]) for i in range(stages)]
+        self.wiring = Wiring.chain([1] * (stages - 1))
+        tied: list[Holder] = [(0, "0.weight"), (stages - 1, f"{LAYERS - 1}.weight")]
+        self.shared = [tied] if stages > 1 else []
+
+    def build(self, index: int) -> nn.Module:
+        return materialise(Part(self._model, self._ranges[index]), self._values)
+
+
+def adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Weights and biases have other options."""
+    matrices = [p for p in parameters if p.dim() > 1]
+    others = [p for p in parameters if p.dim() == 1]
+    groups = [{"params": group, "lr": lr} for group, lr in ((matrices, 1e-2), (others, 3e-2))]
+    return torch.optim.AdamW([group for group in groups if group["params"]])
+
+
+def trainer(model: nn.Sequential, stages: int, **options: Any) -> PipelineTrainer:
+    cut = Chain(model, stages, options.pop("values", None))
+    options = {"microbatches": 2, "timeout": 30.0, "stage_factory": ReferenceStage, **options}
+    optimizer_fn = options.pop("optimizer_fn", adam)
+    return PipelineTrainer(cut, F.cross_entropy, optimizer_fn, **options)
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    made = torch.randint(VOCABULARY, (2, 8), generator=generator)
+    return made[0], made[1]
+
+
+def train(engine: PipelineTrainer, first: int, last: int) -> Tensor:
+    """The losses of steps ``first`` up to but not ``last``."""
+    return torch.stack([engine.step(batch(step)) for step in range(first, last)])
+
+
+def named(engine: PipelineTrainer) -> dict[str, Tensor]:
+    """This rank's tensors by name."""
+    return {
+        name: value.clone()
+        for state in engine.state_dict().values()
+        for name, value in state.items()
+    }
+
+
+def run(folder: str) -> dict[str, Any]:
+    """Six steps at a stretch, and in three parts, each from the checkpoint of the one before."""
+    path = Path(folder)
+    with trainer(whole(), 2) as engine:
+        expected = train(engine, 0, 6)
+        values = named(engine)
+    with trainer(whole(), 2) as engine:
+        losses = [train(engine, 0, 2)]
+        save_checkpoint(engine, path / "2")
+    for stages, first in ((4, 2), (2, 4)):
+        with trainer(whole(stages), stages) as engine:
+            train(engine, 90, 91)  # so that the optimizer has a state, to be replaced
+            load_checkpoint(engine, path / str(first), optimizer=True)
+            losses.append(train(engine, first, first + 2))
+            if first == 2:
+                save_checkpoint(engine, path / "4")
+    same = {name: torch.equal(value, values[name]) for name, value in named(engine).items()}
+    with trainer(whole(), 2) as engine:
+        told = refused(engine, path / "wrong.pt")
+    return {"losses": torch.cat(losses), "expected": expected, "same": same, "told": told}
+
+
+def refused(engine: PipelineTrainer, path: Path) -> tuple[str, bool]:
+    """What this rank is told of a checkpoint that does not fit, and whether nothing changed."""
+    before = named(engine)
+    try:
+        load_checkpoint(engine, path)
+    except CheckpointError as error:
+        after = named(engine)
+        return str(error), all(torch.equal(value, before[name]) for name, value in after.items())
+    return "not refused", False

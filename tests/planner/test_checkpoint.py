@@ -1,0 +1,330 @@
+"""Checkpoints of the whole model go into any number of stages and back, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import checkpoint_workers
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from checkpoint_workers import adam, named, train, trainer, whole
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from autosplit import CheckpointError, PlanError
+from autosplit.pipeline import launch
+from autosplit.planner.checkpoint import Loader, load_checkpoint, save_checkpoint
+from autosplit.planner.formats import open_checkpoint, read_checkpoint, unworried
+from autosplit.planner.materialise import materialise
+from autosplit.planner.skeleton import skeleton
+
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def state() -> dict[str, Tensor]:
+    """As others save it: tied weights once."""
+    return {name: value for name, value in whole(3).state_dict().items() if name != "5.weight"}
+
+
+def save_file(path: Path) -> Path:
+    torch.save(state(), path / "model.pt")
+    return path / "model.pt"
+
+
+def save_wrapped(path: Path) -> Path:
+    torch.save({"model": state(), "step": 3}, path / "model.pt")
+    return path / "model.pt"
+
+
+def save_safetensors(path: Path) -> Path:
+    pytest.importorskip("safetensors.torch").save_file(state(), path / "model.safetensors")
+    return path
+
+
+def save_sharded(path: Path) -> Path:
+    save = pytest.importorskip("safetensors.torch").save_file
+    names = list(state())
+    parts = {"a.safetensors": names[:4], "b.safetensors": names[4:]}
+    for file, part in parts.items():
+        save({name: state()[name] for name in part}, path / file)
+    index = {"weight_map": {name: file for file, part in parts.items() for name in part}}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    return path
+
+
+def save_plain(content: dict[str, Any], path: Path) -> None:
+    with unworried():
+        dcp.save(content, checkpoint_id=path, no_dist=True)
+
+
+def save_distributed(path: Path) -> Path:
+    save_plain(state(), path / "dcp")
+    return path / "dcp"
+
+
+def save_distributed_wrapped(path: Path) -> Path:
+    save_plain({"model": state()}, path / "dcp")
+    return path / "dcp"
+
+
+FORMATS = [
+    save_file,
+    save_wrapped,
+    save_safetensors,
+    save_sharded,
+    save_distributed,
+    save_distributed_wrapped,
+]
+
+
+@pytest.mark.parametrize("save", FORMATS)
+def test_every_format_loads_into_stages(save: Any, tmp_path: Path) -> None:
+    path = save(tmp_path)
+    expected = whole(3).state_dict()
+    read = read_checkpoint(path)
+    assert read.keys() == state().keys()
+    assert all(torch.equal(value, expected[name]) for name, value in read.items())
+    with trainer(whole(1), 3, ranks=1) as engine:
+        assert load_checkpoint(engine, path) == ()
+        assert named(engine).keys() == expected.keys()
+        assert all(torch.equal(value, expected[name]) for name, value in named(engine).items())
+
+
+@pytest.mark.parametrize("save", [save_file, save_sharded, save_distributed])
+def test_a_skeleton_starts_with_the_checkpoints_values(save: Any, tmp_path: Path) -> None:
+    model = skeleton(whole)
+    with trainer(model, 3, ranks=1, values=Loader(model, save(tmp_path))) as engine:
+        expected = whole(3).state_dict()
+        assert all(torch.equal(value, expected[name]) for name, value in named(engine).items())
+        assert torch.isfinite(engine.step(checkpoint_workers.batch(0))).all()
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_a_loader_overwrites_values_that_are_there(tmp_path: Path) -> None:
+    model = whole(1)
+    weight = model[1][0].weight
+    materialise(model, Loader(model, save_file(tmp_path)))
+    assert model[1][0].weight is weight
+    assert torch.equal(weight, whole(3)[1][0].weight)
+
+
+def test_only_what_is_wanted_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = skeleton(whole)
+    loader = Loader(model, save_sharded(tmp_path))
+    (tmp_path / "b.safetensors").unlink()
+    stage = checkpoint_workers.Part(model, range(2))
+    materialise(stage, loader)
+    assert torch.equal(stage.get_parameter("1.0.weight"), whole(3)[1][0].weight)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """What two ranks found, and where their checkpoints are."""
+    folder = tmp_path_factory.mktemp("ranks")
+    wrong = {name: value for name, value in state().items() if name != "4.running_var"}
+    wrong |= {"1.0.bias": torch.zeros(3), "more": torch.zeros(2)}
+    torch.save(wrong, folder / "wrong.pt")
+    return folder, launch(checkpoint_workers.run, 2, (str(folder),), timeout=100)
+
+
+def test_training_goes_on_under_another_number_of_stages(ranks: Any) -> None:
+    """2 stages, then 4, then 2 again, against 2 all along."""
+    for found in ranks[1]:
+        assert torch.equal(found["losses"], found["expected"])
+        assert all(found["same"].values()), found["same"]
+
+
+def test_ranks_of_a_process_group_write_for_a_single_process(ranks: Any) -> None:
+    with trainer(whole(9), 1, ranks=1) as engine:
+        load_checkpoint(engine, ranks[0] / "4", optimizer=True)
+        losses = train(engine, 4, 6)
+    assert torch.equal(losses, ranks[1][0]["expected"][4:])
+
+
+def test_tied_parameters_are_written_once(ranks: Any) -> None:
+    shapes = open_checkpoint(ranks[0] / "2").shapes
+    assert "0.weight" in shapes
+    assert "5.weight" not in shapes
+    assert shapes.keys() == state().keys()
+    written = dcp.FileSystemReader(ranks[0] / "2").read_metadata()
+    entries = written.state_dict_metadata.values()
+    assert all(len(getattr(entry, "chunks", [0])) == 1 for entry in entries)
+
+
+def test_all_that_does_not_fit_is_named_on_every_rank(ranks: Any) -> None:
+    for message, unchanged in (found["told"] for found in ranks[1]):
+        assert "4.running_var: expected [8], is missing" in message
+        assert "1.0.bias: expected [8], came [3]" in message
+        assert "more: the model has no such tensor, came [2]" in message
+        assert unchanged
+
+
+def plain(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = whole(seed)
+    return model, adam(list(model.parameters()))
+
+
+def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """What the trainer does in a step, microbatch after microbatch."""
+    inputs, targets = checkpoint_workers.batch(step)
+    for x, y in zip(inputs.chunk(2), targets.chunk(2), strict=True):
+        (torch.nn.functional.cross_entropy(model(x), y) / 2).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_a_model_that_is_not_cut_takes_it_up_with_torchs_own_functions(tmp_path: Path) -> None:
+    with trainer(whole(0), 3, ranks=1) as engine:
+        train(engine, 0, 2)
+        save_checkpoint(engine, tmp_path)
+        train(engine, 2, 4)
+        expected = named(engine)
+    model, optimizer = plain(5)
+    model.load_state_dict(read_checkpoint(tmp_path), strict=False)
+    plain_step(model, optimizer, 0)
+    model.load_state_dict(read_checkpoint(tmp_path), strict=False)
+    flat = get_optimizer_state_dict(model, optimizer, options=FLAT)
+    with unworried():
+        dcp.load({"optimizer": flat}, checkpoint_id=tmp_path, no_dist=True)
+    set_optimizer_state_dict(model, optimizer, flat, options=FLAT)
+    for step in (2, 3):
+        plain_step(model, optimizer, step)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, expected[name])
+
+
+def test_stages_take_up_what_torchs_own_functions_saved(tmp_path: Path) -> None:
+    model, optimizer = plain(0)
+    plain_step(model, optimizer, 0)
+    saved = {
+        "model": model.state_dict(),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=FLAT),
+    }
+    save_plain(saved, tmp_path)
+    plain_step(model, optimizer, 1)
+    with trainer(whole(4), 2, ranks=1) as engine:
+        load_checkpoint(engine, tmp_path, optimizer=True)
+        train(engine, 1, 2)
+        for name, value in named(engine).items():
+            torch.testing.assert_close(value, model.state_dict()[name])
+
+
+def changed(path: Path, **values: Any) -> Path:
+    content = {**state(), **{name.replace("_", "."): value for name, value in values.items()}}
+    torch.save({n: v for n, v in content.items() if v is not None}, path / "changed.pt")
+    return path / "changed.pt"
+
+
+def test_strict_is_for_missing_and_extra_only(tmp_path: Path) -> None:
+    model = skeleton(whole)
+    path = changed(tmp_path, **{"1_0_bias": None, "nose": torch.zeros(1)})
+    with pytest.raises(CheckpointError, match=r"1\.0\.bias.*\n.*nose.*\nstrict=False"):
+        Loader(model, path)
+    loader = Loader(model, path, strict=False, seed=4)
+    assert [str(m).partition(":")[0] for m in loader.mismatches] == ["1.0.bias", "nose"]
+    values = loader(["1.0.bias", "1.0.weight"])
+    assert 0 < values["1.0.bias"].abs().max() < 1
+    assert torch.equal(values["1.0.weight"], state()["1.0.weight"])
+    with trainer(whole(1), 2, ranks=1) as engine:
+        assert load_checkpoint(engine, path, strict=False) == loader.mismatches
+        assert torch.equal(named(engine)["1.0.bias"], whole(1)[1][0].bias)
+        assert torch.equal(named(engine)["1.0.weight"], state()["1.0.weight"])
+    with pytest.raises(CheckpointError, match=r"1\.0\.bias: expected \[8\], came \[2\]$"):
+        Loader(model, changed(tmp_path, **{"1_0_bias": torch.zeros(2)}), strict=False)
+
+
+def test_buffers_that_no_checkpoint_has_come_from_the_factory(tmp_path: Path) -> None:
+    class Rotary(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(2, 2)
+            self.register_buffer("angles", torch.arange(3.0), persistent=False)
+
+    torch.save(Rotary().state_dict(), tmp_path / "x.pt")
+    model = skeleton(Rotary)
+    assert materialise(model, Loader(model, tmp_path / "x.pt")).angles.tolist() == [0, 1, 2]
+    with torch.device("meta"):
+        model = Rotary()
+    with pytest.raises(PlanError, match="angles: buffers that are in no checkpoint"):
+        materialise(model, Loader(model, tmp_path / "x.pt"))
+
+
+def test_the_optimizer_is_left_out_on_demand(tmp_path: Path) -> None:
+    with trainer(whole(0), 2, ranks=1) as engine:
+        train(engine, 0, 1)
+        save_checkpoint(engine, tmp_path / "new")
+    with trainer(whole(0), 2, ranks=1) as engine:
+        load_checkpoint(engine, tmp_path / "new", optimizer=False)
+        assert not engine.optimizer.state
+        load_checkpoint(engine, tmp_path / "new")
+        assert engine.optimizer.state
+        with pytest.raises(CheckpointError, match="no optimizer state"):
+            load_checkpoint(engine, save_file(tmp_path), optimizer=True)
+
+
+def test_an_optimizer_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    def one_group(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters)
+
+    frozen = whole(0)
+    frozen[1].requires_grad_(False)
+    with trainer(frozen, 2, ranks=1) as engine:
+        train(engine, 0, 1)
+        save_checkpoint(engine, tmp_path)
+    with (
+        trainer(whole(0), 2, ranks=1) as engine,
+        pytest.raises(CheckpointError, match=r"no optimizer state for 1\.0\.bias, 1\.0\.weight"),
+    ):
+        load_checkpoint(engine, tmp_path)
+    frozen = whole(0)
+    frozen[1].requires_grad_(False)
+    with (
+        trainer(frozen, 2, ranks=1, optimizer_fn=one_group) as engine,
+        pytest.raises(CheckpointError, match=r"in one group.*differ in lr"),
+    ):
+        load_checkpoint(engine, tmp_path)
+
+
+def test_stages_that_were_not_cut_from_one_model_need_names(tmp_path: Path) -> None:
+    from autosplit.pipeline.trainer import PipelineTrainer
+
+    def build(count: int) -> PipelineTrainer:
+        modules = [nn.Linear(3, 3) for _ in range(count)]
+        loss = torch.nn.functional.mse_loss
+        return PipelineTrainer(modules, loss, adam, microbatches=1, ranks=1)
+
+    with build(2) as one, build(2) as two:
+        with pytest.raises(CheckpointError, match="'weight' is one parameter in stage 0"):
+            save_checkpoint(one, tmp_path)
+        save_checkpoint(one, tmp_path, names=lambda stage, name: f"layers.{stage}.{name}")
+        assert "layers.1.bias" in read_checkpoint(tmp_path)
+        load_checkpoint(two, tmp_path, names=lambda stage, name: f"layers.{stage}.{name}")
+        assert torch.equal(one.modules[1].weight, two.modules[1].weight)
+
+
+def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="there is no checkpoint at"):
+        open_checkpoint(tmp_path / "nothing")
+    with pytest.raises(CheckpointError, match=r"expected in .* there is nothing"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "x.pt").write_text("no")
+    (tmp_path / "x.safetensors").write_text("no")
+    (tmp_path / "x.index.json").write_text("{}")
+    torch.save([1], tmp_path / "list.pt")
+    for name, message in {
+        "x.pt": "cannot read",
+        "x.safetensors": "cannot read",
+        "list.pt": "holds a list",
+        "": "no index with a weight_map",
+    }.items():
+        with pytest.raises(CheckpointError, match=message):
+            open_checkpoint(tmp_path / name)
+    (tmp_path / ".metadata").write_text("no")
+    with pytest.raises(CheckpointError, match=r"cannot read .*\.metadata"):
+        open_checkpoint(tmp_path)
