@@ -1,5 +1,7 @@
 """autosplit: split any ``nn.Module``'s backward into input gradients and weight gradients."""
 
+from typing import TYPE_CHECKING, Any
+
 from .errors import (
     AutosplitError,
     CaptureError,
@@ -12,6 +14,9 @@ from .errors import (
 from .integrations.deferral import backward_weight
 from .module import SplitModule, split
 from .stage import Stage
+
+if TYPE_CHECKING:
+    from .planner import partition
 
 __version__ = "0.1.0"
 
@@ -27,5 +32,15 @@ __all__ = [
     "Stage",
     "__version__",
     "backward_weight",
+    "partition",
     "split",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The planner needs the pipeline, which not everybody needs; so it is imported when asked."""
+    if name == "partition":
+        from .planner import partition
+
+        return partition
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,183 @@
+"""A part of the line as a graph of its own, and the module that runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from autosplit.capture.settings import Switches
+from autosplit.compat import TreeSpec, tree_unflatten
+from autosplit.errors import PlanError
+from autosplit.planner.line import Line
+
+
+@dataclass(frozen=True)
+class Structure:
+    """How a model's result is made of the tensors that its last stage computes.
+
+    Attributes:
+        leaves: for each leaf the position among these tensors, or None for one that is no tensor.
+        constants: the leaves that are no tensors, None elsewhere.
+        spec: how the leaves make up the result.
+    """
+
+    leaves: tuple[int | None, ...]
+    constants: tuple[Any, ...]
+    spec: TreeSpec
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Any:
+        pairs = zip(self.leaves, self.constants, strict=True)
+        leaves = [value if at is None else tensors[at] for at, value in pairs]
+        return tree_unflatten(leaves, self.spec)
+
+
+@dataclass(frozen=True)
+class Program:
+    """One mode, training or evaluation, of a stage.
+
+    Attributes:
+        graph: takes the state in the order of ``state``, then the inputs; gives a tuple.
+        state: names of the parameters and buffers.
+        shapes: of the inputs; None for one that this mode does not read.
+        structure: of the model's result, in the last stage.
+    """
+
+    graph: fx.GraphModule
+    state: tuple[str, ...]
+    shapes: tuple[tuple[int, ...] | None, ...]
+    structure: Structure | None
+
+
+def make_program(
+    line: Line,
+    nodes: Sequence[fx.Node],
+    inputs: Sequence[fx.Node | None],
+    outputs: Sequence[fx.Node] | None,
+) -> Program:
+    """The graph of these operations.
+
+    Args:
+        line: where they are on.
+        nodes: in order, those included that are done again.
+        inputs: what the program is given; None for an argument that it does not read.
+        outputs: what it puts out; None for the result of the model.
+    """
+    forward = line.forward
+    graph = fx.Graph()
+    new: dict[fx.Node, fx.Node] = {}
+    root: dict[str, Any] = {}
+    results = line.results if outputs is None else list(outputs)
+    read = {n for node in nodes for n in node.all_input_nodes} | set(results)
+    state = [node for node in line.ordered(read) if node in forward.state]
+    names = tuple(dict.fromkeys(forward.state[node] for node in state))
+    held = {name: graph.placeholder(_identifier(name)) for name in names}
+    new.update((node, held[forward.state[node]]) for node in state)
+    for index, node in enumerate(inputs):
+        placeholder = graph.placeholder(f"input_{index}")
+        if node is not None:
+            new[node] = placeholder
+    for node in line.ordered(read - set(new) - set(nodes)):
+        attribute = f"constant_{len(root)}"
+        root[attribute] = forward.constants.get(node, line.value(node))
+        new[node] = graph.get_attr(attribute)
+    switches = Switches(graph)
+    for node in nodes:
+        switches.to(line.settings[node])
+        new[node] = graph.node_copy(node, new.__getitem__)
+        kept = ("stack_trace", "nn_module_stack")
+        new[node].meta = {key: node.meta[key] for key in kept if key in node.meta}
+    switches.to(type(line.settings[nodes[0]])())
+    graph.output(tuple(new[node] for node in results))
+    structure = _structure(line) if outputs is None else None
+    shapes = tuple(None if n is None else tuple(line.value(n).shape) for n in inputs)
+    module = fx.GraphModule(root, graph, "Program")
+    return Program(module, names, shapes, structure)
+
+
+def _structure(line: Line) -> Structure:
+    tensors = iter(range(len(line.results)))
+    leaves = line.forward.leaves
+    at = tuple(next(tensors) if isinstance(leaf, fx.Node) else None for leaf in leaves)
+    rest = tuple(None if isinstance(leaf, fx.Node) else leaf for leaf in leaves)
+    return Structure(at, rest, line.forward.spec)
+
+
+def _identifier(name: str) -> str:
+    return "state_" + "".join(c if c.isalnum() else "_" for c in name)
+
+
+class StageModule(nn.Module):
+    """A part of a model. Its parameters and buffers have the names that they have in the model.
+
+    It takes tensors and gives a tuple of tensors; the last stage gives what the model gives.
+
+    Args:
+        index: which stage it is.
+        training: what it runs in training.
+        evaluation: makes what it runs after ``eval()``, once it is asked for.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        training: Program | PlanError,
+        evaluation: Program | PlanError,
+    ) -> None:
+        super().__init__()
+        self._index = index
+        self._programs = (evaluation, training)
+
+    def forward(self, *inputs: Tensor) -> Any:
+        """Run the stage.
+
+        Raises:
+            PlanError: other shapes than the model was captured with, or a mode in which the
+                model cannot be cut as it is.
+        """
+        program = self._programs[1 if self.training else 0]
+        if isinstance(program, PlanError):
+            raise program
+        self._check(program, inputs)
+        results = program.graph(*[_find(self, name) for name in program.state], *inputs)
+        return results if program.structure is None else program.structure(results)
+
+    def _check(self, program: Program, inputs: Sequence[Tensor]) -> None:
+        if len(inputs) != len(program.shapes):
+            raise PlanError(
+                f"stage {self._index} takes {len(program.shapes)} tensors, got {len(inputs)}"
+            )
+        for position, (given, shape) in enumerate(zip(inputs, program.shapes, strict=True)):
+            if shape is not None and tuple(given.shape) != shape:
+                raise PlanError(
+                    f"stage {self._index}: input {position} has shape {list(given.shape)}, but "
+                    f"the model was captured with {list(shape)}; cut the model again for "
+                    "microbatches of this size"
+                )
+
+
+def _find(module: nn.Module, name: str) -> Any:
+    found: Any = module
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def hold_state(stage: nn.Module, model: nn.Module, names: Iterable[str]) -> None:
+    """Give a stage these parameters and buffers of the model, under their names in containers."""
+    for name in names:
+        *path, last = name.split(".")
+        owner, place = model, stage
+        for part in path:
+            owner = getattr(owner, part)
+            if part not in place._modules:
+                place.add_module(part, nn.Module())
+            place = place._modules[part]  # type: ignore[assignment]
+        if last in owner._parameters:
+            place.register_parameter(last, owner._parameters[last])
+        else:
+            lasting = last not in owner._non_persistent_buffers_set
+            place.register_buffer(last, owner._buffers[last], persistent=lasting)
+        place.train(owner.training)

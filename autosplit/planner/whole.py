@@ -1,0 +1,229 @@
+"""A whole model, captured, as a line of blocks."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor, nn
+
+from autosplit.capture.forward import capture_forward
+from autosplit.compat import flatten_named, tree_flatten, tree_unflatten
+from autosplit.errors import CaptureError, PlanError
+from autosplit.planner.blocks import find_cuts, make_blocks
+from autosplit.planner.line import Line
+from autosplit.planner.paths import stack
+from autosplit.planner.program import StageModule, hold_state, make_program
+
+
+class WholeModel:
+    """The forward of a model for one microbatch, as a line of blocks.
+
+    Attributes:
+        model: the user's module itself.
+        args: example positional inputs.
+        kwargs: example keyword inputs.
+        names: of the tensors among the inputs in order; empty where all are positional.
+        line: the operations.
+        blocks: what lies between the cuts that can be made.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        line: Line,
+        wanted: Sequence[int] = (),
+    ) -> None:
+        self.model = model
+        self.args = args
+        self.kwargs = kwargs
+        self.names = _input_names(model, args, kwargs) if kwargs else ()
+        self.line = line
+        self.blocks = make_blocks(line, find_cuts(line, wanted))
+
+    @classmethod
+    def capture(
+        cls, model: nn.Module, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> WholeModel:
+        """Capture ``model(*args, **kwargs)`` as it is now, training or not, without running it on
+        real data.
+
+        Args:
+            model: its parameters may be on the meta device.
+            args: example positional inputs of one microbatch, a tuple or one tensor.
+            kwargs: example keyword inputs.
+
+        Raises:
+            CaptureError: the model cannot be captured in one graph; names the user's line.
+            PlanError: it computes nothing.
+        """
+        args = (args,) if isinstance(args, Tensor) else tuple(args)
+        args, given = _apart((args, dict(kwargs or {})))
+        try:
+            forward = capture_forward(model, args, given)
+        except CaptureError as error:
+            raise CaptureError(
+                f"{error}\nTo be cut automatically a model has to be captured as a whole; "
+                "cut it by hand instead: give the trainer a list of stages, each a module"
+            ) from error
+        line = Line(forward)
+        if not line.body:
+            raise PlanError(f"{type(model).__name__} computes nothing that could be a stage")
+        return cls(model, args, given, line)
+
+    @cached_property
+    def crossing(self) -> tuple[tuple[Tensor, ...], ...]:
+        """For each cut between two blocks, the tensors that go over it, without data."""
+        line = self.line
+        return tuple(
+            tuple(line.value(node) for node in line.crossing(block.first))
+            for block in self.blocks[1:]
+        )
+
+    @cached_property
+    def twin(self) -> WholeModel:
+        """The model in the other mode: captured for evaluation if this is for training.
+
+        Raises:
+            CaptureError: in that mode it cannot be captured.
+        """
+        with _switched(self.model):
+            return WholeModel.capture(self.model, self.args, self.kwargs)
+
+    def index(self, name: str) -> int:
+        """Which block has this name.
+
+        Raises:
+            PlanError: none; lists names alike.
+        """
+        for index, block in enumerate(self.blocks):
+            if block.name == name:
+                return index
+        raise PlanError(f"no block is called {name!r}{_alike(name, [b.name for b in self.blocks])}")
+
+    def divided(self, cut_at: Sequence[str]) -> WholeModel:
+        """The same with a block beginning where each of these modules begins.
+
+        Args:
+            cut_at: names of modules, as ``model.layers.8``, or of blocks.
+
+        Raises:
+            PlanError: a name is unknown, or there can be no cut before it.
+        """
+        wanted = [self._place(name) for name in cut_at]
+        return WholeModel(self.model, self.args, self.kwargs, self.line, wanted)
+
+    def start(self, name: str) -> int:
+        """Which block begins where a module begins, or has this name.
+
+        Raises:
+            PlanError: none does.
+        """
+        place = self._place(name)
+        for index, block in enumerate(self.blocks):
+            if block.first == place:
+                return index
+        raise PlanError(f"no block begins at {name!r}")
+
+    def segment(self, first: int, last: int) -> tuple[nn.Module, list[Tensor]]:
+        """Blocks ``first`` up to but not ``last`` as a module, in the mode of the capture.
+
+        Returns:
+            the module, with the model's own parameters and buffers; and what its arguments look
+            like, as tensors without data.
+
+        Raises:
+            PlanError: there are no such blocks.
+        """
+        if not 0 <= first < last <= len(self.blocks):
+            raise PlanError(
+                f"expected blocks first < last of 0 to {len(self.blocks)}, got {first} to {last}"
+            )
+        line, start, end = self.line, self.blocks[first].first, self.blocks[last - 1].last
+        nodes, outside = line.part(start, end)
+        given = line.given(outside)
+        sent = [n for n in line.body[start:end] if line.last_use[n] >= end]
+        program = make_program(line, nodes, given, None if end == len(line.body) else sent)
+        other = PlanError("blocks can be run only in the mode in which they were captured")
+        training = self.model.training
+        pair = (program, other) if training else (other, program)
+        module = StageModule(first, *pair)
+        module.train(training)
+        hold_state(module, self.model, program.state)
+        return module, [line.value(node) for node in given]
+
+    def _place(self, name: str) -> int:
+        for block in self.blocks:
+            if block.name == name:
+                return block.first
+        line = self.line
+        known: dict[str, int] = {}
+        for index, node in enumerate(line.body):
+            for path in stack(node):
+                known.setdefault(path, index)
+        place = known.get(name)
+        if place is None:
+            inside = [index for path, index in known.items() if path.startswith(f"{name}.")]
+            if not inside:
+                raise PlanError(
+                    f"cut_at={name!r} is no module that the forward of "
+                    f"{type(self.model).__name__} calls{_alike(name, list(known))}"
+                )
+            place = min(inside)
+        if place == 0:
+            raise PlanError(f"cut_at={name!r} is where the model begins; there is nothing before")
+        if place in line.forbidden:
+            raise PlanError(
+                f"the model cannot be cut before {name!r}: {line.forbidden[place]}. Cut before "
+                "or behind the modules that share it"
+            )
+        return place
+
+
+def _alike(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, 3, 0.5) or known[:5]
+    return f"; there are {', '.join(map(repr, close))}" if known else ""
+
+
+def _input_names(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[str, ...]:
+    """The names that the forward has for the tensors among its inputs."""
+    bound = dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments)
+    parameters = inspect.signature(model.forward).parameters
+    for name, parameter in parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD and name in bound:
+            bound.update(bound.pop(name))
+    ordered = {name: value for name, value in bound.items() if name not in kwargs} | kwargs
+    found = []
+    for name, value in ordered.items():
+        leaves = flatten_named("", value)
+        found += [f"{name}{path}" for path, leaf in leaves if isinstance(leaf, Tensor)]
+    return tuple(found)
+
+
+def _apart(inputs: Any) -> Any:
+    """The same with no tensor in two places: labels that are the inputs are inputs of their own."""
+    leaves, spec = tree_flatten(inputs)
+    seen: set[int] = set()
+    for position, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and id(leaf) in seen:
+            leaves[position] = leaf.detach().requires_grad_(leaf.requires_grad)
+        seen.add(id(leaf))
+    return tree_unflatten(leaves, spec)
+
+
+@contextlib.contextmanager
+def _switched(model: nn.Module) -> Iterator[None]:
+    """The model in the other mode for a while."""
+    before = {module: module.training for module in model.modules()}
+    model.train(not model.training)
+    try:
+        yield
+    finally:
+        for module, training in before.items():
+            module.training = training
