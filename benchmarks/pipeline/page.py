@@ -63,8 +63,8 @@ against F, I and W of the `eager` backend, interleaved.""",
         "Every schedule against its own ideal",
         """\
 The real engine, its messages and its clock, over stages that sleep for F, I and W, so that 4 and 8
-ranks run on any two cores. A system wakes a sleeper late, so a stage sleeps a little less than its
-time and passes the rest in a loop. A rank's share of the model takes F + I + W as given, also where
+ranks run on any two cores. A system wakes a sleeper late, so a stage sleeps that much less than its
+time, as far as it can be foreseen. A rank's share of the model takes F + I + W as given, also where
 it is cut into several stages. *Simulated* is the ideal of the schedule; *in flight* is the time
 from one `step_async` to the next. Speed-ups are over the fused 1F1B of the same run; the ceiling of
 any schedule at M = N is (2N-1)/N for F = I = W (Qi et al.). A message's latency counts against
@@ -99,7 +99,8 @@ the docstring of each schedule.""",
         """\
 The same decoder, two ranks with one thread each, the same batches; forward and backward of a whole
 step, contenders alternating step by step in one run. *Peak* is what the larger rank allocates in
-a step, parameters excluded.""",
+a step, parameters excluded. Sums of weight gradients are exact, bit for bit those of autograd, but
+for *fused sums* (`accumulation="fused"`).""",
         lambda settings: peers.measure_all(
             settings.steps, settings.backends, settings.microbatches
         ),

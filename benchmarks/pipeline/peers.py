@@ -75,6 +75,9 @@ OURS = (
     Contender("interleaved, fused", True, "interleaved", 2, split_backward=False),
     Contender("interleaved", True, "interleaved", 2),
     Contender("interleaved, 4 stages a rank", True, "interleaved", 4),
+    Contender(
+        "interleaved, 4 stages a rank, fused sums", True, "interleaved", 4, accumulation="fused"
+    ),
     Contender("zb-v", True, "zb-v", 2, v_shaped=True),
     Contender("dualpipe-v", True, "dualpipe-v", 2, v_shaped=True),
     Contender("auto, 4 stages a rank", True, "auto", 4),
