@@ -7,7 +7,7 @@ import functools
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -181,25 +181,43 @@ def _over_match(row: dict[str, Any], mine: Rows) -> str:
 
 
 def measure(
-    factory: str, microbatches: Sequence[int], steps: int, backend: str = "eager"
+    factory: str,
+    microbatches: Sequence[int],
+    steps: int,
+    backend: str = "eager",
+    overrides: Mapping[str, object] = OVERRIDES,
+    contenders: Sequence[Contender] = (*OURS, *THEIRS),
 ) -> list[Row]:
     """Every contender at every M, alternating step by step; one launch."""
-    args = (factory, tuple(microbatches), steps, backend)
+    args = (factory, overrides, tuple(contenders), tuple(microbatches), steps, backend)
     return launch(_on_rank, RANKS, args, timeout=1800.0)[0]
 
 
-def _on_rank(factory: str, microbatches: tuple[int, ...], steps: int, backend: str) -> list[Row]:
+def _on_rank(
+    factory: str,
+    overrides: Mapping[str, object],
+    contenders: Sequence[Contender],
+    microbatches: Sequence[int],
+    steps: int,
+    backend: str,
+) -> list[Row]:
     warnings.filterwarnings("ignore")
-    workload = load_workload(factory, OVERRIDES)
-    return [row for count in microbatches for row in _compare(workload, count, steps, backend)]
+    workload = load_workload(factory, overrides)
+    return [
+        row
+        for count in microbatches
+        for row in _compare(workload, contenders, count, steps, backend)
+    ]
 
 
-def _compare(workload: Workload, count: int, steps: int, backend: str) -> list[Row]:
+def _compare(
+    workload: Workload, contenders: Sequence[Contender], count: int, steps: int, backend: str
+) -> list[Row]:
     batch = workload.batch_fn(0, count * workload.microbatch_size)
     calls: dict[Contender, Callable[[], Any]] = {}
     errors: dict[Contender, str] = {}
     trainers: list[PipelineTrainer] = []
-    for contender in (*OURS, *THEIRS):
+    for contender in contenders:
         make = functools.partial(_ours, trainers) if contender.ours else _theirs
         try:
             call = make(contender, workload, count, backend, batch)
@@ -234,7 +252,7 @@ def _compare(workload: Workload, count: int, steps: int, backend: str) -> list[R
             errors.get(contender, ""),
             contender.match,
         )
-        for contender in (*OURS, *THEIRS)
+        for contender in contenders
     ]
 
 

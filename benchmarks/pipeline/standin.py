@@ -238,26 +238,41 @@ def _on_rank(cases: list[Case], steps: int) -> list[Found]:
     return [_run(case, steps) for case in cases]
 
 
-def _run(case: Case, steps: int) -> Found:
+def trainer_of(case: Case) -> PipelineTrainer:
+    """A trainer that records its steps; for a batch as ``batch_of`` gives."""
     schedule = case.schedule
-    count = schedule.microbatches
-    batch = (torch.zeros(count, 1), torch.zeros(count, 1))
-    trainer = PipelineTrainer(
+    return PipelineTrainer(
         [nn.Identity() for _ in range(schedule.stages)],
         lambda output, target: output,
         lambda parameters: torch.optim.SGD(parameters),
-        microbatches=count,
+        microbatches=schedule.microbatches,
         schedule=schedule,
         timeout=60.0,
         record=True,
         stage_factory=functools.partial(Sleeping, case=case, clock=Clock()),
     )
-    with trainer:
+
+
+def batch_of(case: Case) -> tuple[Tensor, Tensor]:
+    """Of one number a microbatch."""
+    count = case.schedule.microbatches
+    return (torch.zeros(count, 1), torch.zeros(count, 1))
+
+
+def makespans(trainer: PipelineTrainer, batch: tuple[Tensor, Tensor], steps: int) -> list[float]:
+    """Seconds from the first action to the last of some steps, after one that does not count."""
+    trainer.step(batch)
+    spans = []
+    for _ in range(steps):
         trainer.step(batch)
-        spans = []
-        for _ in range(steps):
-            trainer.step(batch)
-            spans.append(trainer.timeline().makespan)
+        spans.append(trainer.timeline().makespan)
+    return spans
+
+
+def _run(case: Case, steps: int) -> Found:
+    schedule, batch = case.schedule, batch_of(case)
+    with trainer_of(case) as trainer:
+        spans = makespans(trainer, batch, steps)
         trainer.record = False
         dist.barrier()
         steps_in_flight, marks = [], []
@@ -270,7 +285,7 @@ def _run(case: Case, steps: int) -> Found:
     return Found(
         case.name,
         len(schedule.ranks),
-        count,
+        schedule.microbatches,
         ends[0],
         statistics.median(spans),
         (ends[1] - ends[0]) / steps,

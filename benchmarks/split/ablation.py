@@ -33,15 +33,21 @@ def measure(settings: Settings) -> Iterator[dict[str, Any]]:
     """A row for each model and number of microbatches, with the first number of threads."""
     torch.set_num_threads(settings.threads[0])
     for model in settings.models:
-        subject = settings.subject(model)
-        example = subject.x.detach().clone().requires_grad_()
-        functions = autosplit.Stage(subject.module, [example]).functions
-        for count in COUNTS:
-            yield {
-                "name": f"{model}, {count} microbatch{'es' if count > 1 else ''}",
-                "ways": _compare(functions, subject, count, settings.rounds),
-            }
-            gc.collect()
+        yield from measure_subject(settings.subject(model), settings.rounds)
+
+
+def measure_subject(
+    subject: Subject, rounds: int, counts: Sequence[int] = COUNTS
+) -> Iterator[dict[str, Any]]:
+    """A row for each number of microbatches."""
+    example = subject.x.detach().clone().requires_grad_()
+    functions = autosplit.Stage(subject.module, [example]).functions
+    for count in counts:
+        yield {
+            "name": f"{subject.name}, {count} microbatch{'es' if count > 1 else ''}",
+            "ways": _compare(functions, subject, count, rounds),
+        }
+        gc.collect()
 
 
 @torch.no_grad()

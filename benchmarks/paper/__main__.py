@@ -1,0 +1,82 @@
+"""``python -m benchmarks.paper [TABLE ...]`` measures and writes the README of each table."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import pathlib
+import shlex
+import warnings
+from collections.abc import Sequence
+
+from tqdm import tqdm
+
+from ..environment import describe
+from ..results import Results
+from .settings import FAMILIES, SIZES, Settings
+from .tables import MEASUREMENTS, TABLES, complete, needed, page
+from .theory import BY_LABEL
+
+HERE = pathlib.Path(__file__).parent
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = _options(arguments)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    settings = Settings(
+        size=options.size,
+        families=tuple(options.families),
+        schedules=tuple(options.schedules),
+        steps=options.steps,
+        rounds=options.rounds,
+        scaling_steps=options.scaling_steps,
+        ranks=tuple(options.ranks),
+        unit=options.unit,
+        training_steps=options.training_steps,
+    )
+    chosen = options.tables or [*TABLES]
+    options.output.mkdir(parents=True, exist_ok=True)
+    results = Results.read(options.output / "results.json")
+    measured = [] if options.pages else needed(chosen)
+    for name in measured:
+        rows = tqdm(MEASUREMENTS[name](settings, results), desc=name, mininterval=5)
+        results.update(name, [*rows], _command(*options.tables), describe(threads=1))
+    for name, table in TABLES.items():
+        touched = name in chosen or set(table.needs) & set(measured)
+        if touched and complete(name, results):
+            folder = options.output / name
+            folder.mkdir(exist_ok=True)
+            text = page(name, results, _command(name), describe(threads=1))
+            (folder / "README.md").write_text(text)
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("tables", nargs="*", help=f"which of {', '.join(TABLES)}; all by default")
+    parser.add_argument("--families", nargs="+", default=[*FAMILIES], choices=FAMILIES)
+    parser.add_argument("--schedules", nargs="+", default=[*BY_LABEL], choices=BY_LABEL)
+    parser.add_argument("--size", default="small", choices=SIZES)
+    parser.add_argument("--steps", type=int, default=7, help="timed steps of each contender")
+    parser.add_argument("--rounds", type=int, default=9, help="timed microbatches of a stage alone")
+    parser.add_argument("--scaling-steps", type=int, default=3, help="timed, of each stand-in")
+    parser.add_argument("--ranks", nargs="+", type=int, default=[4, 8, 16], help="of stand-ins")
+    parser.add_argument(
+        "--unit", type=float, default=0.032, help="seconds of F + I + W of a stand-in at N = 4"
+    )
+    parser.add_argument("--training-steps", type=int, default=200)
+    parser.add_argument("--pages", action="store_true", help="only write pages anew")
+    parser.add_argument("--output", type=pathlib.Path, default=HERE, help="folder to write to")
+    options = parser.parse_args(arguments)
+    unknown = sorted(set(options.tables) - set(TABLES))
+    if unknown:
+        parser.error(f"unknown table {unknown[0]!r}; known tables: {', '.join(TABLES)}")
+    return options
+
+
+def _command(*tables: str) -> str:
+    return shlex.join(["python", "-m", "benchmarks.paper", *tables])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""The paper's tables on the smallest settings; what they find is not judged here."""
+
+from __future__ import annotations
+
+import json
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autosplit.pipeline.simulate import simulate
+from benchmarks.paper import __main__ as command
+from benchmarks.paper import projection, scaling, theory, training
+from benchmarks.paper.projection import __main__ as projecting
+from benchmarks.paper.settings import SIZES, Settings
+from benchmarks.paper.tables import MEASUREMENTS, TABLES, needed, page
+from benchmarks.results import Results
+
+SMALLEST = Settings(
+    size="tiny",
+    families=("llama",),
+    schedules=("1F1B-1",),
+    steps=2,
+    rounds=1,
+    scaling_steps=1,
+    ranks=(4,),
+    unit=0.004,
+    training_steps=3,
+)
+
+
+@pytest.mark.parametrize("each", theory.SCHEDULES, ids=lambda each: each.label)
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_formulas_are_what_the_schedules_simulate_to(
+    each: theory.PaperSchedule, ranks: int
+) -> None:
+    for split, bubble in ((False, each.fused_bubble), (True, each.split_bubble)):
+        schedule = each.build(ranks, split=split, weights="2bp" if split else None)
+        found = simulate(schedule, lambda action: 2.0 if action.kind.value == "B" else 1.0)
+        assert found.bubble_ratio() == pytest.approx(float(bubble(ranks)))
+
+
+def test_the_published_speedup_exceeds_its_ideal() -> None:
+    assert theory.BY_LABEL["1F1B-1"].ideal_speedup(4) == Fraction(7, 5)
+    assert theory.zero_bubble_ceiling(4) == Fraction(7, 4)
+    assert "1.70x" in theory.verdict()
+    assert "exceeds the ideal" in theory.verdict()
+
+
+def test_measurements_come_in_an_order_in_which_none_lacks_another() -> None:
+    assert needed(["scaling", "throughput"]) == ["stages", "cells", "peers", "scaling"]
+    assert needed(TABLES) == [*MEASUREMENTS]
+    assert set(SIZES["small"]) == set(SIZES["tiny"])
+
+
+def test_command_refuses_what_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.main(["speed"])
+    assert "unknown table 'speed'; known tables: throughput, memory" in capsys.readouterr().err
+
+
+def test_cells_make_their_pages(tmp_path: Path) -> None:
+    results = Results.read(tmp_path / "results.json")
+    for name in ("stages", "cells", "scaling"):
+        rows = [*MEASUREMENTS[name](SMALLEST, results)]
+        results.update(name, rows, "command", "environment")
+    fused, split = results.rows("cells")
+    assert (fused["split"], split["split"]) == (False, True)
+    assert split["max_grad_diff"] == fused["max_grad_diff"]
+    command.main(["throughput", "--pages", "--output", str(tmp_path)])
+    text = (tmp_path / "throughput" / "README.md").read_text()
+    assert f"{split['speedup']:.3f}x" in text
+    assert "of 1 cells" in text
+    for name, words in {
+        "memory": "Geometric mean",
+        "bubble": "| 4   | 1F1B-1     | split",
+        "occupancy": "llama",
+        "scaling": "F = I = W",
+    }.items():
+        assert words in page(name, results, "command", "environment"), name
+    for row in results.rows("scaling"):
+        assert row["measured"] >= 0.99 * row["simulated"]
+        assert 0.0 < scaling.bubble_of(row) < 1.0
+
+
+def test_trainings_say_whether_they_agree() -> None:
+    common = {"name": "llama", "fused": [2.0, 1.0]}
+    same = training.render({"training": [{**common, "split": [2.0, 1.0]}]})
+    assert "1 of 1 families learn" in same
+    apart = training.render({"training": [{**common, "split": [2.0, 1.5]}]})
+    assert "**5.0e-01**" in apart
+    assert "0 of 1 families learn" in apart
+    stuck = training.render({"training": [{"name": "bert", "fused": [1.0, 1.0], "split": [1, 1]}]})
+    assert "**1.000**" in stuck
+
+
+def test_a_training_with_and_without_split_on_two_ranks() -> None:
+    (row,) = MEASUREMENTS["training"](SMALLEST, Results(Path(), {}))
+    assert row["split"] == pytest.approx(row["fused"], abs=training.TOLERANCE)
+    assert len(row["fused"]) == SMALLEST.training_steps
+
+
+def test_a_projection_says_that_it_is_one_or_that_nothing_was_measured(tmp_path: Path) -> None:
+    assert "**Not measured**" in projection.render({"projection": []})
+    stage: dict[str, Any] = {"family": "made up", "share": 0.25, "saved": 8.0, "deferred": 4.0}
+    stage |= {"ms": {"F": 1.0, "I": 1.0, "W": 1.0}, "environment": "nowhere"}
+    (tmp_path / "device.json").write_text(json.dumps({"stages": [stage]}))
+    rows = [*projection.measure(SMALLEST, tmp_path)]
+    text = projection.render({"projection": rows})
+    assert "**A projection, not a measurement**" in text
+    assert "device: made up" in text
+    one = projection.project(stage, theory.BY_LABEL["1F1B-1"], 4)
+    two = projection.project(stage, theory.BY_LABEL["1F1B-1"], 8)
+    assert one["fused"] == pytest.approx(7 * 0.003)
+    assert one["split"] <= 15 * 0.001 + 1e-9
+    assert two["fused"] == pytest.approx(15 * 0.0015)
+
+
+def test_stages_are_stored_for_a_projection(tmp_path: Path) -> None:
+    file = tmp_path / "results" / "cpu.json"
+    options = ["--families", "llama", "--device", "cpu", "--size", "tiny", "--rounds", "1"]
+    projecting.main([*options, "--output", str(file)])
+    (row,) = projection.measure(SMALLEST, file.parent)
+    assert row["name"] == "cpu: llama"
+    assert row["ms"].keys() == {"F", "I", "W"}
+    assert row["saved"] >= row["deferred"] > 0
