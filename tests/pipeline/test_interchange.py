@@ -18,7 +18,7 @@ from autosplit.pipeline.interchange import FORMATS, read_csv, write_csv
 from autosplit.pipeline.schedules import SCHEDULES, build
 from autosplit.pipeline.simulate import simulate
 
-ONE_COPY = [name for name in SCHEDULES if name != "dualpipe"]
+ONE_COPY = [name for name in SCHEDULES if name not in ("dualpipe", "chimera")]
 
 
 def of_two_a_rank(name: str) -> Any:

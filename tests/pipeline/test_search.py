@@ -124,7 +124,7 @@ def test_never_worse_than_a_named_schedule(
     validate(found)
     assert max(peak_memory(found, memory)) <= cap
     step = simulate(found, costs.seconds, transfer=costs.transfer).makespan
-    for name in (each for each in SCHEDULES if not each.startswith("dualpipe")):
+    for name in set(SCHEDULES) - {"dualpipe-v", "dualpipe", "chimera"}:
         named = build(name, 2 * ranks, microbatches, ranks=ranks)
         if max(peak_memory(named, memory)) <= cap:
             other = simulate(named, costs.seconds, transfer=costs.transfer).makespan

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from autosplit.pipeline.schedules.chimera import chimera
 from autosplit.pipeline.schedules.dual_pipe import dual_pipe, dual_pipe_v
 from autosplit.pipeline.schedules.gpipe import gpipe
 from autosplit.pipeline.schedules.interleaved import interleaved
@@ -51,6 +52,7 @@ SCHEDULES: Mapping[str, Family] = MappingProxyType(
         "v-min": Family(v_min, chunks=2, weights=("fill",), fused=False),
         "dualpipe-v": Family(dual_pipe_v, chunks=2, weights=(), fused=False),
         "dualpipe": Family(dual_pipe, weights=(), fused=False),
+        "chimera": Family(chimera, weights=("fill",)),
     }
 )
 """Every known schedule by name."""
