@@ -1,0 +1,88 @@
+"""The parts, and ``results.json`` as a page."""
+
+from __future__ import annotations
+
+from ..part import Part
+from ..results import Results, Rows
+from . import big
+from .automatic import MICROBATCHES, SCHEDULE, STAGES, Amount, measure
+from .tables import render_predictions, render_stages, render_steps
+
+TEMPLATE = """\
+# Plans: against cuts by hand, and against what was then measured
+
+Written by `python -m benchmarks.planner`; do not edit. {environment}. **Bold** figures miss
+their target.
+{sections}
+## To reproduce
+
+`python -m benchmarks.planner` measures everything; each part alone:
+
+```sh
+{commands}
+```
+"""
+
+
+def _render(rows: Rows) -> str:
+    return f"""\
+{render_steps(rows)}
+
+### What the plan foretold
+
+The plan's step is simulated from the profiled blocks and the measured link. Stage times are medians
+of the recorded steps.
+
+{render_predictions(rows)}
+
+### Whether blocks add up
+
+F, I and W of the automatic stages: the sum of their blocks as profiled one by one, with one call's
+overhead, and what the trainer then recorded (medians).
+
+{render_stages(rows)}"""
+
+
+PARTS: dict[str, Part[Amount]] = {
+    "automatic": Part(
+        "Automatic cuts against cuts by hand",
+        f"""\
+Whole models from `examples.families` (small sizes) and two lopsided ones, cut into {STAGES} stages
+for two ranks with one thread each, {SCHEDULE}, M = {MICROBATCHES}, split backward, each schedule
+built for its own stages. By hand: equal counts of layers, the embedding before the first and the
+head after the last. The automatic cut comes from one profile of the model's blocks, which both
+ranks take at once. Both ways then train in one run, alternating step by step; a step is
+`forward_backward`, without the optimizer's update. Ratios are medians over pairs of steps, the
+spread is their interquartile range. The last column is where a plan from FLOPs and bytes would cut,
+without any profile.""",
+        lambda amount: measure(amount),
+        _render,
+    ),
+    "7b": Part(
+        "Planning a 7B Llama",
+        """\
+`examples.families:llama_7b` (sequence 1024, one sample a microbatch) with its parameters on the
+meta device, in a fresh process: captured whole, its blocks traced and split without memory, costs
+from FLOPs and bytes, for a named accelerator's peak rates (with autocast to bfloat16) and for rates
+measured on this machine, then solved for several N with M = 2N, 1F1B. *GiB* is the peak resident
+memory of the process, libraries included. Steps by peak rates rank plans; real ones take about
+twice as long.""",
+        lambda amount: big.measure(tiny=amount.tiny),
+        big.render,
+    ),
+}
+
+
+def page(results: Results) -> str:
+    """``README.md``."""
+    known = [name for name in PARTS if name in results.parts]
+    environment = next((results.parts[name]["environment"] for name in known), "")
+    return TEMPLATE.format(
+        environment=environment,
+        sections="".join(
+            f"\n## {PARTS[name].title}\n\n{PARTS[name].about}\n\n"
+            f"{PARTS[name].render(results.rows(name))}\n"
+            for name in known
+        ),
+        commands="\n".join(results.parts[name]["commands"][-1] for name in known),
+    )

@@ -1,0 +1,124 @@
+"""What ``automatic`` found, as tables."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from ..results import Rows, table
+from .models import CASES
+
+EVEN = 1.05
+LOPSIDED = 1.15
+NEAR = 0.05
+WAYS = ("automatic", "by hand")
+
+
+def render_steps(rows: Rows) -> str:
+    """Automatic cuts against those by hand."""
+    cells = [_step(row) for row in rows]
+    headers = [
+        "model",
+        "blocks",
+        "stage 1 by hand",
+        "automatic",
+        "by hand ms",
+        "automatic ms",
+        "automatic / by hand",
+        "spread",
+        "cut from estimates",
+    ]
+    about = f"""\
+Target: at most 1.00; at most {1 / LOPSIDED:.2f} ({LOPSIDED}x better) for the lopsided models, the
+last two. Where both cuts are the same there is nothing to compare."""
+    return f"{table(headers, cells)}\n\n{about}"
+
+
+def render_predictions(rows: Rows) -> str:
+    """The plans' predictions against what was measured."""
+    cells = [_prediction(row, way) for row in rows for way in WAYS if way in row]
+    headers = [
+        "model",
+        "cut",
+        "predicted ms",
+        "measured ms",
+        "predicted / measured",
+        "slowest / mean stage",
+        "most even cut",
+    ]
+    errors = [abs(_predicted(row[way]) - 1.0) for row in rows for way in WAYS if way in row]
+    about = f"""\
+Median error of the prediction: {statistics.median(errors):.1%}, largest {max(errors):.1%}; target
+{NEAR:.0%}. Target for the automatic cuts' slowest / mean stage: {EVEN}, where the blocks allow it:
+the last column is the least that any cut of these blocks is predicted to have."""
+    return f"{table(headers, cells)}\n\n{about}"
+
+
+def render_stages(rows: Rows) -> str:
+    """F, I and W of stages: what their blocks add up to, and what was measured."""
+    cells = []
+    for row in rows:
+        measured = row["automatic"]["times"]
+        for stage, times in enumerate(row["automatic"]["predicted_times"]):
+            pairs = list(zip(times, measured[stage], strict=True))
+            cells.append(
+                [
+                    row["name"],
+                    str(stage),
+                    *(f"{1e3 * ours:.1f} / {1e3 * theirs:.1f}" for ours, theirs in pairs),
+                    f"{sum(times) / sum(measured[stage]):.3f}",
+                ]
+            )
+    return table(["model", "stage", "F ms", "I ms", "W ms", "sum"], cells)
+
+
+def _step(row: dict[str, Any]) -> list[str]:
+    automatic = row["automatic"]
+    names = f"`{automatic['cuts'][0]}`"
+    median = f"{1e3 * statistics.median(automatic['seconds']):.0f}"
+    guess = f"`{row['estimated'][0]}`"
+    start = [row["name"], f"{row['blocks']} ({row['kinds']} kinds)"]
+    if "by hand" not in row:
+        same = _mark("same", row["name"] not in CASES or not CASES[row["name"]].lopsided)
+        return [*start, names, names, median, median, same, "", guess]
+    by_hand = row["by hand"]
+    pairs = zip(automatic["seconds"], by_hand["seconds"], strict=True)
+    ratios = [ours / theirs for ours, theirs in pairs]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    most = 1 / LOPSIDED if CASES[row["name"]].lopsided else 1.0
+    return [
+        *start,
+        f"`{by_hand['cuts'][0]}`",
+        names,
+        f"{1e3 * statistics.median(by_hand['seconds']):.0f}",
+        median,
+        _mark(f"{middle:.2f}", round(middle, 2) <= round(most, 2)),
+        f"{high - low:.2f}",
+        guess,
+    ]
+
+
+def _prediction(row: dict[str, Any], way: str) -> list[str]:
+    found = row[way]
+    ratio = _predicted(found)
+    stages = [sum(times) for times in found["times"]]
+    uneven = max(stages) / statistics.fmean(stages)
+    fine = way != "automatic" or uneven <= EVEN or row["even"] > EVEN
+    return [
+        row["name"],
+        way,
+        f"{1e3 * found['predicted']:.0f}",
+        f"{1e3 * statistics.median(found['seconds']):.0f}",
+        _mark(f"{ratio:.3f}", abs(ratio - 1.0) <= NEAR),
+        _mark(f"{uneven:.3f}", fine),
+        f"{row['even']:.3f}",
+    ]
+
+
+def _predicted(found: dict[str, Any]) -> float:
+    """Predicted over measured step."""
+    return float(found["predicted"] / statistics.median(found["seconds"]))
+
+
+def _mark(text: str, met: bool) -> str:
+    return text if met else f"**{text}**"
