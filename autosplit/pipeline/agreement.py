@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -24,6 +25,9 @@ class Agreement:
         count: how many microbatches there are.
         squares: this rank's share of the squared norm.
         dtype: the dtype of the losses.
+
+    Attributes:
+        behind: what ``wait`` does besides, once every rank has run the step.
     """
 
     def __init__(
@@ -42,6 +46,7 @@ class Agreement:
         if losses:
             numbers[:count] = torch.stack(losses)
         numbers[count] = squares
+        self.behind: Callable[[], None] = lambda: None
         self._sum: Sum = groups.start_sum(numbers)
 
     def wait(self) -> Tensor:
@@ -51,7 +56,9 @@ class Agreement:
             RankError: a rank did not get through the step.
         """
         with self._guard("the end of a step"):
-            return self._sum.wait()[:-1].to(self._dtype)
+            losses = self._sum.wait()[:-1].to(self._dtype)
+            self.behind()
+        return losses
 
     def norm(self) -> float:
         """The norm of the model's gradient; waits like ``wait``."""

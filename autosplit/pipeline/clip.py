@@ -21,3 +21,11 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, norm: fl
     """
     total: Tensor = torch.tensor(norm)
     torch.nn.utils.clip_grads_with_norm_(list(parameters), max_norm, total)
+
+
+def leaves_alone(max_norm: float, norm: float) -> bool:
+    """Whether ``clip_gradients`` would multiply by exactly 1; not so for a norm that is no number.
+
+    The formula is that of ``torch.nn.utils.clip_grads_with_norm_``, in its precision.
+    """
+    return bool(max_norm / (torch.tensor(norm) + 1e-6) >= 1.0)

@@ -153,8 +153,17 @@ class Guard:
             yield
         except LostPeerError as error:
             self._end_lost(where, error)
+        except RankError as error:
+            if error.fault is not self._ended:  # else a guard inside has seen to it
+                self._end_failed(where, error)
+            raise
         except BaseException as error:
             self._end_failed(where, error)
+
+    @property
+    def ended(self) -> bool:
+        """Whether a fault has ended the run."""
+        return self._ended is not None
 
     def check(self) -> None:
         """Raise LostPeerError if some rank has posted a fault; for loops that wait on the host."""

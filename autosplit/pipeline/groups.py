@@ -133,6 +133,14 @@ class Groups:
         """
         return self.start_sum(tensor).wait()
 
+    def meet(self) -> None:
+        """Wait until every rank is here.
+
+        Raises:
+            LostPeerError: some rank did not come.
+        """
+        self.sum(torch.zeros(1))
+
     def start_sum(self, tensor: Tensor) -> Sum:
         """Start to sum ``tensor`` (CPU) over all ranks, in place.
 

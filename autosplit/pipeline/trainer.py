@@ -14,7 +14,7 @@ from autosplit.errors import PipelineError
 from autosplit.pipeline.agreement import Agreement
 from autosplit.pipeline.assembly import StageFactory, TrainableStage, split_stage
 from autosplit.pipeline.builder import Builder
-from autosplit.pipeline.clip import clip_gradients, squared_norm
+from autosplit.pipeline.clip import squared_norm
 from autosplit.pipeline.evaluation import eval_mode, forward_only
 from autosplit.pipeline.faults import Board, Guard
 from autosplit.pipeline.groups import Groups, process_count
@@ -38,8 +38,10 @@ from autosplit.pipeline.options import (
 from autosplit.pipeline.order import Order, as_scheduled
 from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.shared import Holder, SharedParameters
+from autosplit.pipeline.snapshot import Conditions
 from autosplit.pipeline.timeline import Span, Timeline
 from autosplit.pipeline.tuning import Tuner
+from autosplit.pipeline.update import Update
 from autosplit.pipeline.wiring import Feeds
 
 OptimizerFunction = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -77,6 +79,8 @@ class PipelineTrainer:
             sequence lengths. Each has its own graphs, built when it first comes.
         autocast: ``torch.bfloat16`` runs modules and loss under autocast.
         max_grad_norm: clips the norm of the whole model's gradient to this.
+        undo_steps: if an optimizer fails in ``step``, take the step back on every rank. Keeps a
+            copy of parameters and optimizer state while the optimizers move.
         shared_parameters: groups of (stage, name) that are one parameter of the model. They start
             with the values of the first holder, and each gets the sum of the gradients.
         device: where this process's stages go; None means the current CUDA device if the default
@@ -114,6 +118,7 @@ class PipelineTrainer:
         shapes: int = 1,
         autocast: torch.dtype | None = None,
         max_grad_norm: float | None = None,
+        undo_steps: bool = False,
         shared_parameters: Sequence[Sequence[Holder]] = (),
         device: torch.device | str | None = None,
         ranks: int | None = None,
@@ -148,12 +153,12 @@ class PipelineTrainer:
         factory = stage_factory or split_stage(**given)
         self.shared_parameters = (*whole.shared, *shared_parameters)
         self.record = record
-        self.grad_norm: float | None = None
         self.device = choose_device(device, processes)
         self._max_grad_norm = max_grad_norm
         self._groups = Groups(processes, self.device, timeout)
         board = Board(self._groups.store) if processes > 1 else None
-        self._guard = Guard(self.rank, board, self._groups.close)
+        self._update = Update(max_norm=max_grad_norm, undo=undo_steps, device=self.device)
+        self._guard = Guard(self.rank, board, self._end)
         order = choose_order(early_weights, self.schedule, self.device)
         self._tuner = Tuner(self.schedule, self._groups) if schedule == "auto" else None
         self._order = order
@@ -181,13 +186,20 @@ class PipelineTrainer:
             )
             self._parameters = _trainable(self.modules.values())
             self.optimizer = optimizer_fn(self._parameters) if self._parameters else None
+            self._update.drive(self._parameters, self.optimizer)
             # Whoever gets here knows that every other rank did.
-            self._groups.sum(torch.zeros(1))
+            self._groups.meet()
 
     @property
     def rank(self) -> int:
         """This process's rank."""
         return self._groups.rank
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The norm of the model's gradient in the last step; None without ``max_grad_norm``."""
+        self._settle()
+        return self._update.norm
 
     @property
     def stages(self) -> Mapping[int, TrainableStage]:
@@ -197,7 +209,8 @@ class PipelineTrainer:
     def step(self, batch: Batch | None) -> Tensor:
         """Run one training step: all microbatches, clipping, optimizer, gradients cleared.
 
-        No optimizer moves before every rank has all its gradients.
+        No optimizer moves before every rank has all its gradients. If one fails, the trainer ends
+        on all ranks, and with ``undo_steps`` every rank's weights are those before the step.
 
         Args:
             batch: (inputs, targets), each a tensor or a tuple of tensors with the samples along
@@ -214,9 +227,7 @@ class PipelineTrainer:
         """
         losses = self.forward_backward(batch)
         with self._guard("the optimizer step"):
-            if self._max_grad_norm is not None and self.grad_norm is not None:
-                clip_gradients(self._parameters, self._max_grad_norm, self.grad_norm)
-            self._optimize()
+            self._update.step(self.grad_norm, self._groups.meet)
         return losses
 
     def step_async(self, batch: Batch | None) -> Agreement:
@@ -227,6 +238,15 @@ class PipelineTrainer:
         moves as soon as its own rank has its gradients: after a failure, ranks may have come
         one step apart, and only a checkpoint gets them together again.
 
+        With ``max_grad_norm``, the norm is not known by then. As in the Zero Bubble paper (Qi et
+        al., section 4), the optimizer moves as if nothing were to be clipped and the norm is
+        looked at behind the next step: if it is too great or no number, the step is taken back
+        and taken again with clipped gradients, and the next one is run again. So a step that is
+        clipped costs two, but only behind one that was not: behind one that was, the trainer waits
+        for the norm. Until it is known, a copy of this rank's parameters, optimizer state and
+        buffers is kept, and its gradients. Weights are final once ``wait()`` has returned, or any
+        other call of the trainer.
+
         Args:
             batch: as for ``step``.
 
@@ -234,18 +254,18 @@ class PipelineTrainer:
             The losses on their way; ``wait()`` gives what ``step`` returns.
 
         Raises:
-            PipelineError: as for ``step``; or the trainer clips gradients, and the norm of the
-                whole model's gradient is known only when every rank is done.
+            PipelineError: as for ``step``; or the trainer clips gradients and its optimizer writes
+                into them.
         """
-        if self._max_grad_norm is not None:
-            raise PipelineError(
-                "step_async cannot clip: the norm of the whole model's gradient is known only when "
-                "every rank is done; use step(), or build the trainer without max_grad_norm"
-            )
+        clipping = self._max_grad_norm is not None
         with self._guard("the forward and backward"):
-            agreement = self._run(batch, clipping=False)
+            agreement = self._run(batch, clipping=clipping)
         with self._guard("the optimizer step"):
-            self._optimize()
+            if clipping:
+                agreement.behind = self._update.settle
+                self._update.step_early(agreement)
+            else:
+                self._update.step_alone()
         return agreement
 
     def forward_backward(self, batch: Batch | None) -> Tensor:
@@ -255,9 +275,11 @@ class PipelineTrainer:
         """
         clipping = self._max_grad_norm is not None
         with self._guard("the forward and backward"):
+            self._update.confirm()
             agreement = self._run(batch, clipping=clipping)
         losses = agreement.wait()
-        self.grad_norm = agreement.norm() if clipping else None
+        if clipping:
+            self._update.norm = agreement.norm()
         return losses
 
     def evaluate(self, batch: Batch | None) -> Tensor:
@@ -267,6 +289,7 @@ class PipelineTrainer:
         Arguments, result and errors are those of ``step``.
         """
         with self._guard("the evaluation"), eval_mode(self.modules.values()):
+            self._update.confirm()
             mode = self._evaluate.of(batch)
             inputs, targets = mode.split(batch)
             executor = mode.executor or self._builder.evaluate(mode, batch)
@@ -284,6 +307,7 @@ class PipelineTrainer:
 
     def state_dict(self) -> dict[int, dict[str, Any]]:
         """The state of this process's modules, by stage, with the names within the stage."""
+        self._settle()
         return {index: module.state_dict() for index, module in self.modules.items()}
 
     def timeline(self) -> Timeline:
@@ -304,6 +328,7 @@ class PipelineTrainer:
 
     def close(self) -> None:
         """Give back the process groups. All ranks should be done."""
+        self._settle()
         self._groups.destroy()
 
     def __enter__(self) -> Self:
@@ -325,7 +350,14 @@ class PipelineTrainer:
         self._stages = mode.stages
         self._spans = []
         recorded = self.record or self._tuner is not None
-        losses = executor.run(inputs, targets, self._spans if recorded else None)
+        spans = self._spans if recorded else None
+        early = self._update.expects_more
+        conditions = Conditions(self.modules.values(), self.device) if early else None
+        losses = executor.run(inputs, targets, spans)
+        if self._update.confirm() and conditions is not None:
+            self._discard()
+            conditions.restore()
+            losses = executor.run(inputs, targets, spans)
         with self._shared.summing():
             for stage in self._stages.values():
                 stage.publish()
@@ -333,10 +365,24 @@ class PipelineTrainer:
             self._tune(self._tuner)
         return self._agree(mode, losses, clipping=clipping)
 
-    def _optimize(self) -> None:
-        if self.optimizer is not None:
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
+    def _discard(self) -> None:
+        """Forget the gradients of a run, which was on wrong weights."""
+        self._spans.clear()
+        before = [p.grad for p in self._parameters]
+        for stage in self._stages.values():
+            stage.publish()
+        for parameter, gradient in zip(self._parameters, before, strict=True):
+            parameter.grad = gradient
+
+    def _settle(self) -> None:
+        if not self._guard.ended:
+            with self._guard("the end of a step"):
+                self._update.settle()
+
+    def _end(self) -> None:
+        """What a fault leads to."""
+        self._update.take_back()
+        self._groups.close()
 
     def _make_mode(self, name: str, schedule: Schedule, order: Order, shape: str) -> Mode:
         full = f"{name} {shape}"

@@ -132,31 +132,39 @@ class Transport:
         return receive, lambda: inbox.arrived(parcel)
 
     def _output_sender(self, result: Action, parcels: Sequence[Parcel]) -> Send:
-        feeds = self.feeds
-        puts = [self._put(parcel) for parcel in parcels]
+        puts = [
+            (self._put(each), self.feeds.positions(result.stage, each.stage)) for each in parcels
+        ]
+        if len(puts) == 1 and puts[0][1] is None:
+            put = puts[0][0]
+            return lambda tensors: put(self._outputs(result, tensors))
 
         def send(tensors: Sequence[Tensor | None]) -> None:
             ready = self._outputs(result, tensors)
-            for parcel, put in zip(parcels, puts, strict=True):
-                put(list(feeds.select(ready, result.stage, parcel.stage)))
+            for put, positions in puts:
+                put([ready[position] for position in positions or ()])
 
         return send
 
     def _gradient_sender(self, parcel: Parcel) -> Send:
-        put, result = self._put(parcel), parcel.result
-        choose = gradients_for(parcel.stage, result.stage, self.feeds)
+        put, boundary, taker = self._put(parcel), parcel.boundary, parcel.taker
+        known, select = self._negotiation.known, self.feeds.select
+        if self.feeds.wiring is None:
+            return lambda gradients: put(self._gradients(parcel, gradients, known[boundary]))
+        choose = gradients_for(boundary, taker, self.feeds)
 
         def send(gradients: Sequence[Tensor | None]) -> None:
-            put(self._gradients(parcel, choose(gradients)))
+            agreed = select(known[boundary], boundary, taker)
+            put(self._gradients(parcel, choose(gradients), agreed))
 
         return send
 
-    def _put(self, parcel: Parcel) -> Callable[[list[Tensor | None]], None]:
+    def _put(self, parcel: Parcel) -> Send:
         if parcel not in self._target:
             return partial(self._here.__setitem__, parcel)
         outbox = self._outboxes[self._target[parcel]]
 
-        def put(tensors: list[Tensor | None]) -> None:
+        def put(tensors: Sequence[Tensor | None]) -> None:
             outbox.put(parcel, [tensor.contiguous() for tensor in tensors if tensor is not None])
 
         return put
@@ -175,14 +183,14 @@ class Transport:
                 "built; a stage must put out the same tensors every time"
             )
         for place, (tensor, meta) in enumerate(zip(given, agreed, strict=True)):
-            _check(f"output {place} of stage {result.stage}", result, tensor, meta)
+            if tensor.shape != meta.shape or tensor.dtype is not meta.dtype:
+                raise _unlike(f"output {place} of stage {result.stage}", result, tensor, meta)
         return given
 
-    def _gradients(self, parcel: Parcel, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def _gradients(
+        self, parcel: Parcel, tensors: Sequence[Tensor | None], agreed: Sequence[TensorMeta]
+    ) -> list[Tensor | None]:
         result = parcel.result
-        agreed = self.feeds.select(
-            self._negotiation.known[parcel.boundary], parcel.boundary, parcel.taker
-        )
         if len(tensors) < len(agreed):
             raise PipelineError(
                 f"stage {result.stage} gave {len(tensors)} input gradients for microbatch "
@@ -196,7 +204,8 @@ class Transport:
                 continue
             if tensor is None:
                 tensor = torch.zeros(meta.shape, dtype=meta.dtype, device=self._device)
-            _check(self._gradient_name(parcel, place), result, tensor, meta)
+            if tensor.shape != meta.shape or tensor.dtype is not meta.dtype:
+                raise _unlike(self._gradient_name(parcel, place), result, tensor, meta)
             ready.append(tensor)
         return ready
 
@@ -208,10 +217,9 @@ class Transport:
         return f"gradient that stage {parcel.taker} gives {output}"
 
 
-def _check(name: str, result: Action, tensor: Tensor, meta: TensorMeta) -> None:
-    if tensor.shape != meta.shape or tensor.dtype is not meta.dtype:
-        raise PipelineError(
-            f"{name} in microbatch {result.microbatch} is {TensorMeta.of(tensor)}, but {meta} was "
-            "agreed on when the pipeline was built: shapes between stages are static; give every "
-            "microbatch the same shape, or build a new trainer"
-        )
+def _unlike(name: str, result: Action, tensor: Tensor, meta: TensorMeta) -> PipelineError:
+    return PipelineError(
+        f"{name} in microbatch {result.microbatch} is {TensorMeta.of(tensor)}, but {meta} was "
+        "agreed on when the pipeline was built: shapes between stages are static; give every "
+        "microbatch the same shape, or build a new trainer"
+    )

@@ -300,11 +300,13 @@ class SlowWeight(ReferenceStage):
         super().backward_weight(microbatch)
 
 
-def asynchronous() -> dict[str, bool]:
-    """Five steps that do not wait at their end, against five that do."""
+def asynchronous(first: int = 0, **more: Any) -> dict[str, bool]:
+    """Five steps that do not wait at their end, those from ``first`` on, against five of 1F1B that
+    do.
+    """
     batches = [data(8, seed=step) for step in range(5)]
-    options: dict[str, Any] = {"microbatches": 2, "weights": "2bp", "stage_factory": SlowWeight}
-    with trainer(**options) as engine:
+    options: dict[str, Any] = {"weights": "2bp", "stage_factory": SlowWeight, **more}
+    with trainer(**{**options, "schedule": "1f1b"}) as engine:
         expected = [engine.step(batch) for batch in batches]
         state = engine.state_dict()
     ends, steps = [], []
@@ -315,7 +317,7 @@ def asynchronous() -> dict[str, bool]:
         losses = [step.wait() for step in steps]
         mine = engine.state_dict()
     rows: list[Any] = [None, None]
-    dist.all_gather_object(rows, ends)
+    dist.all_gather_object(rows, ends[first:])
     return {
         "losses": all(map(torch.equal, losses, expected)),
         "weights": all(
@@ -366,7 +368,9 @@ def with_reference_stage() -> dict[str, Any]:
         "frozen 1": frozen(1),
         "recorded": recorded(2),
         "one rank": one_rank_in_process(),
-        "async": asynchronous(),
+        "async": asynchronous(microbatches=2),
+        # Behind its first step, the trainer knows that nothing was clipped.
+        "validated": asynchronous(1, schedule="zb-h2", max_grad_norm=1e9, weights=None),
         "early": early_weights(LateSecond),
         "early grid": schedule_grid(2, (5,), SPLITS[1:], early_weights=True),
     }

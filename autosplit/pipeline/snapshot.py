@@ -1,0 +1,97 @@
+"""A rank's weights, optimizer, buffers and random numbers as they were, to go back to."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Settings = list[dict[str, Any]]
+"""Per parameter group of an optimizer, all but its parameters."""
+
+
+class Random:
+    """Where the random generators stand: the CPU's, and that of ``device`` if it is a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._cpu = torch.get_rng_state()
+        self._gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def restore(self) -> None:
+        """Go back there."""
+        torch.set_rng_state(self._cpu)
+        if self._gpu is not None:
+            torch.cuda.set_rng_state(self._gpu, self._device)
+
+
+class Snapshot:
+    """A copy of all that an optimizer step changes: parameters, the optimizer's state and groups,
+    and random generators. Takes as much memory as parameters and state.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+        self._optimizer = optimizer
+        self._random = Random(device)
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        self._values = [(p, p.detach().clone()) for p in parameters]
+        self._state = {key: copy.deepcopy(value) for key, value in optimizer.state.items()}
+        self._settings = settings_of(optimizer)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put everything back; the snapshot is used up."""
+        for parameter, value in self._values:
+            parameter.copy_(value)
+        # Whatever the step has put into the state is not the copy's.
+        self._optimizer.state.clear()
+        self._optimizer.state.update(self._state)
+        apply_settings(self._optimizer, self._settings)
+        self._random.restore()
+
+
+class Conditions:
+    """What running the forward changes: buffers and random generators."""
+
+    def __init__(self, modules: Iterable[nn.Module], device: torch.device) -> None:
+        self._random = Random(device)
+        buffers = (buffer for module in modules for buffer in module.buffers())
+        self._buffers = [(buffer, buffer.clone()) for buffer in buffers]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put everything back."""
+        self._random.restore()
+        for buffer, value in self._buffers:
+            buffer.copy_(value)
+
+
+def settings_of(optimizer: torch.optim.Optimizer) -> Settings:
+    """A copy of the groups' settings, such as learning rates."""
+    return [
+        {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+def apply_settings(optimizer: torch.optim.Optimizer, settings: Settings) -> None:
+    """Set the groups' settings that are given."""
+    for group, given in zip(optimizer.param_groups, settings, strict=True):
+        group.update(given)
+
+
+def changed(before: Settings, after: Settings) -> Settings:
+    """Of ``after``, what is not as ``before``."""
+    return [
+        {name: value for name, value in late.items() if not _same(early.get(name), value)}
+        for early, late in zip(before, after, strict=True)
+    ]
+
+
+def _same(one: object, other: object) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)
