@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.action import Action, ActionKind
 from autosplit.pipeline.dependency import needs_of, result_of
 from autosplit.pipeline.grid import Cell, describe, format_grid, lay_out
+from autosplit.pipeline.memory import StageMemory
 from autosplit.pipeline.replay import Wait, replay, unmade
 from autosplit.pipeline.routes import Channel, channel_of
 from autosplit.pipeline.schedule import Schedule
 
 _WIDEST = 60  # slots in an error's grid; of a longer one only the parts near a fault are shown
+_ROUNDING = 1e-9  # of sums of bytes
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,13 @@ class _Positions:
                     yield rank, action
 
 
-def validate(schedule: Schedule, *, max_in_flight: int | None = None) -> None:
+def validate(
+    schedule: Schedule,
+    *,
+    max_in_flight: int | None = None,
+    memory: Sequence[StageMemory] | None = None,
+    caps: Sequence[float] | None = None,
+) -> None:
     """Refuse a schedule that cannot run or would compute something else than one step.
 
     Legal means: every stage runs every F once, and for every microbatch either one B or one I and
@@ -64,9 +72,13 @@ def validate(schedule: Schedule, *, max_in_flight: int | None = None) -> None:
         schedule: what to check.
         max_in_flight: if given, no stage may hold more microbatches whose F has run and whose W
             (or B) has not.
+        memory: what each stage keeps of a microbatch, beside ``caps``.
+        caps: if given, the most that each rank may keep of its microbatches at once, in the unit
+            of ``memory``.
 
     Raises:
-        ScheduleError: lists every fault and shows them on the grid.
+        ScheduleError: lists every fault and shows them on the grid; or one of ``memory`` and
+            ``caps`` without the other, or not as many as there are stages and ranks.
     """
     if max_in_flight is not None and max_in_flight < 1:
         raise ScheduleError(f"max_in_flight must be at least 1, got {max_in_flight}")
@@ -80,6 +92,8 @@ def validate(schedule: Schedule, *, max_in_flight: int | None = None) -> None:
         faults += _messages(positions)
         if max_in_flight is not None:
             faults += _in_flight(positions, max_in_flight)
+        if memory is not None or caps is not None:
+            faults += _kept(positions, memory or (), caps or ())
     if faults:
         raise ScheduleError(_report(schedule, faults))
 
@@ -249,6 +263,31 @@ def _in_flight(positions: _Positions, limit: int) -> Iterator[_Fault]:
                     f"{stage}, more than max_in_flight={limit}",
                     (positions.of[action][0],),
                 )
+
+
+def _kept(
+    positions: _Positions, memory: Sequence[StageMemory], caps: Sequence[float]
+) -> Iterator[_Fault]:
+    """The first action that takes each rank over its cap."""
+    schedule = positions.schedule
+    if (len(memory), len(caps)) != (schedule.stages, len(schedule.ranks)):
+        raise ScheduleError(
+            f"a bound of memory needs the memory of each of {schedule.stages} stages and a cap for "
+            f"each of {len(schedule.ranks)} ranks; got {len(memory)} and {len(caps)}"
+        )
+    kept = [0.0] * len(caps)
+    reported: set[int] = set()
+    for rank, action in positions.in_order():
+        size = memory[action.stage]
+        kept[rank] += size.before(action.kind)
+        if kept[rank] > caps[rank] * (1 + _ROUNDING) and rank not in reported:
+            reported.add(rank)
+            yield _Fault(
+                f"{action} makes rank {rank} keep {kept[rank]:g}, more than its cap of "
+                f"{caps[rank]:g}",
+                (positions.of[action][0],),
+            )
+        kept[rank] -= size.after(action.kind)
 
 
 def _report(schedule: Schedule, faults: list[_Fault]) -> str:

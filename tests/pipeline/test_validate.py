@@ -13,6 +13,7 @@ from tables import schedule_of, seconds
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.action import Action, ActionKind
 from autosplit.pipeline.grid import format_grid, format_schedule
+from autosplit.pipeline.memory import StageMemory, peak_memory
 from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.schedules import build
 from autosplit.pipeline.simulate import simulate
@@ -175,6 +176,20 @@ def test_activations_in_flight() -> None:
     validate(build("1f1b", 2, 4, weights="fill"), max_in_flight=2)
     with pytest.raises(ScheduleError, match="max_in_flight must be at least 1, got 0"):
         validate(schedule, max_in_flight=0)
+
+
+def test_bytes_that_a_rank_keeps() -> None:
+    schedule = build("1f1b", 2, 4, weights="fill")
+    memory = [StageMemory(300.0, 200.0), StageMemory(100.0, 150.0)]
+    peaks = peak_memory(schedule, memory)
+    validate(schedule, memory=memory, caps=peaks)
+    with pytest.raises(ScheduleError, match=r"0F1 makes rank 0 keep 600, more than its cap of 599"):
+        validate(schedule, memory=memory, caps=[599.0, peaks[1]])
+    with pytest.raises(ScheduleError) as caught:
+        validate(schedule, memory=memory, caps=[peak - 1 for peak in peaks])
+    assert "2 faults" in str(caught.value)
+    with pytest.raises(ScheduleError, match="a cap for each of 2 ranks; got 2 and 0"):
+        validate(schedule, memory=memory)
 
 
 def test_a_long_grid_shows_the_faulty_part() -> None:
