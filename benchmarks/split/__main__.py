@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from ..environment import describe
 from ..results import Results
+from .allocator import restart_keeping
 from .models import SIZES
 from .page import PARTS, page
 from .settings import Settings
@@ -21,6 +22,8 @@ HERE = pathlib.Path(__file__).parent
 
 def main() -> None:
     options = _options()
+    if options.device == "cpu" and not options.as_it_comes:
+        restart_keeping("benchmarks.split")
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     settings = Settings(
@@ -48,6 +51,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--size", choices=SIZES, help="small by default; large on CUDA")
     parser.add_argument("--output", type=pathlib.Path, default=HERE, help="folder to write to")
+    parser.add_argument("--as-it-comes", action="store_true", help="leave malloc as it is")
     options = parser.parse_args()
     unknown = sorted(set(options.parts) - set(PARTS))
     if unknown:
@@ -66,6 +70,8 @@ def _command(part: str, options: argparse.Namespace) -> str:
     words = ["python", "-m", "benchmarks.split", part, "--rounds", str(options.rounds)]
     if options.device != "cpu":
         words += ["--device", options.device]
+    if options.as_it_comes:
+        words.append("--as-it-comes")
     return shlex.join(words)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..part import Part
 from ..results import Results
-from . import ablation, compilation, face, memory, operations, steps
+from . import ablation, allocator, compilation, convolutions, face, memory, operations, steps
 from .settings import Settings
 
 TEMPLATE = """\
@@ -24,6 +24,10 @@ of its output are made inside, as if just received. **Bold** figures miss their 
   `torch.distributed.pipelining`'s zero-bubble schedules call.
 - *by hand*: `Linear` and `Conv2d` replaced by layers that queue their weight gradient
   ([deferral.py](deferral.py)), as Megatron-style code does.
+
+On the CPU, processes keep what was freed (`MALLOC_TRIM_THRESHOLD_` and its like, see
+[allocator.py](allocator.py)), as allocators made for training do; `--as-it-comes` leaves malloc
+as it is.
 {sections}
 ## To reproduce
 
@@ -51,6 +55,24 @@ the first contender's, relative to each gradient's largest element.""",
         "As above, against the same module under `torch.compile`.",
         steps.measure_inductor,
         lambda rows: steps.render(rows, steps.INDUCTOR_TARGET),
+    ),
+    "convolutions": Part(
+        "Convolutions, divided",
+        """\
+The backward operator of every convolution of ResNet by itself: both gradients in one call, as
+autograd asks for them; in two calls; and all gradients of inputs before all gradients of
+weights. What is left in the last column above 1 is in the kernels, and no split saves it.""",
+        convolutions.measure,
+        convolutions.render,
+    ),
+    "allocator": Part(
+        "Memory given back and taken again",
+        """\
+The eager step as above, with glibc's malloc as it comes, which gives freed memory back to the
+system and takes it again page by page, and told to keep it. *page faults*: of one microbatch.
+What waits for W is held while the rest is freed, so a split gives back and takes more.""",
+        allocator.measure,
+        allocator.render,
     ),
     "flops": Part(
         "Operations",
