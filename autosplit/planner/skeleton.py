@@ -13,6 +13,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -47,7 +48,8 @@ def skeleton(factory: Callable[[], Built]) -> Built:
     """What ``factory`` builds, its parameters on the meta device and its buffers as they should be.
 
     Parameters that are tied stay so. At most one module's parameters have memory at a time. The
-    model remembers the factory, which ``Initialiser`` runs again for the initial values.
+    model remembers the factory, which ``Initialiser`` runs again for the initial values. A buffer
+    of random numbers has others than without a skeleton, as none were drawn for parameters.
 
     Args:
         factory: returns the model, or a tuple that begins with the model.
@@ -151,14 +153,16 @@ def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
 
 
 @contextlib.contextmanager
-def stand_ins(model: nn.Module) -> Iterator[None]:
-    """Inside, what is on the meta device has memory on the CPU that nobody has written to.
+def stand_ins(model: nn.Module, device: torch.device | str = "cpu") -> Iterator[None]:
+    """Inside, what is on the meta device has a stand-in on ``device``, with any values.
 
-    For tracing, which wants one device but looks at no values: pages that are never touched take
-    no room, so a model larger than the machine's memory will do. Tied tensors stay tied.
+    For tracing, which wants one device but looks at no values. Stand-ins take no room: on the CPU
+    they are pages that are never touched, elsewhere one element that stands for all. Tied tensors
+    stay tied.
     """
     wanted = {name for name, tensor in named_tensors(model).items() if tensor.is_meta}
-    with substituted(model, wanted, _untouched):
+    make = partial(_stand_in, device=torch.device(device))
+    with substituted(model, wanted, make):
         yield
 
 
@@ -207,7 +211,9 @@ def alike(values: Tensor, original: Tensor) -> Tensor:
     return parameter
 
 
-def _untouched(tensor: Tensor) -> Tensor:
+def _stand_in(tensor: Tensor, device: torch.device) -> Tensor:
+    if device.type != "cpu":
+        return torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
     # torch.empty would write to it under torch.use_deterministic_algorithms.
     size = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     storage = torch.UntypedStorage(size * tensor.element_size())

@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from torch import fx, nn
 
 from autosplit.errors import AutosplitError, PlanError
 from autosplit.pipeline.wiring import Source, Wiring
+from autosplit.planner.checkpoint import Loader
+from autosplit.planner.initialise import Init, Initialiser
 from autosplit.planner.line import Line
+from autosplit.planner.materialise import Values, materialise
+from autosplit.planner.naming import Mismatch
 from autosplit.planner.paths import stack
 from autosplit.planner.program import Program, StageModule, hold_state, make_program
 from autosplit.planner.state import StageState
@@ -59,6 +64,7 @@ class Partition:
             whole.names,
         )
         self._state = StageState(whole, self._layout.nodes)
+        self._values: Values | None = None
         self.shared = self._state.shared()
 
     @property
@@ -71,14 +77,48 @@ class Partition:
         """The name of the first block of every stage but the first."""
         return tuple(self.whole.blocks[k].name for k in self.cuts)
 
+    def initialise(self, init: Init | None = None, *, seed: int = 0) -> None:
+        """Have stages that are built from now on start with initial values.
+
+        Only what the model has on the meta device gets any, and only on the rank that builds the
+        stage. They depend on the seed alone, not on the cuts.
+
+        Args:
+            init: see ``Initialiser``.
+            seed: of all random numbers.
+        """
+        self._values = Initialiser(self.whole.model, init, seed=seed)
+
+    def load(
+        self, path: str | Path, *, strict: bool = True, init: Init | None = None, seed: int = 0
+    ) -> tuple[Mismatch, ...]:
+        """Have stages that are built from now on start with a checkpoint's values.
+
+        Args:
+            path: a checkpoint of the whole model, see ``open_checkpoint``.
+            strict: refuse one in which tensors are missing or too much.
+            init: for what is missing, see ``Initialiser``.
+            seed: likewise.
+
+        Returns:
+            What is missing or too much.
+
+        Raises:
+            CheckpointError: it cannot be read, or tensors are missing, too much or misshapen.
+        """
+        loader = Loader(self.whole.model, path, strict=strict, init=init, seed=seed)
+        self._values = loader
+        return loader.mismatches
+
     def build(self, index: int) -> nn.Module:
-        """The module of a stage, with the model's own parameters and buffers.
+        """The module of a stage, with the model's own parameters and buffers. What the model has on
+        the meta device is here on the CPU, with the values that ``initialise`` or ``load`` chose.
 
         It runs the forward as it is in training and as it is in evaluation; the mode in which
         the model was not captured is captured now, the first time that a stage is built.
 
         Raises:
-            PlanError: there is no such stage.
+            PlanError: there is no such stage, or something on the meta device has no values.
         """
         if not 0 <= index < self.stages:
             raise PlanError(f"there are stages 0 to {self.stages - 1}, got {index}")
@@ -87,7 +127,7 @@ class Partition:
         module = StageModule(index, *((own, other) if training else (other, own)))
         module.train(training)
         hold_state(module, self.whole.model, self._state.names[index])
-        return module
+        return materialise(module, self._values)
 
     def _program(self, index: int) -> Program:
         program = self._layout.program(index, self._layout.given[index])

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from autosplit.capture.forward import capture_forward
@@ -18,6 +19,7 @@ from autosplit.planner.blocks import find_cuts, make_blocks
 from autosplit.planner.line import Line
 from autosplit.planner.paths import stack
 from autosplit.planner.program import StageModule, hold_state, make_program
+from autosplit.planner.skeleton import named_tensors, stand_ins
 
 
 class WholeModel:
@@ -55,7 +57,8 @@ class WholeModel:
         real data.
 
         Args:
-            model: its parameters may be on the meta device.
+            model: its parameters may be on the meta device; the graph is then for the device of
+                its buffers, or of the inputs if it has none.
             args: example positional inputs of one microbatch, a tuple or one tensor.
             kwargs: example keyword inputs.
 
@@ -66,7 +69,8 @@ class WholeModel:
         args = (args,) if isinstance(args, Tensor) else tuple(args)
         args, given = _apart((args, dict(kwargs or {})))
         try:
-            forward = capture_forward(model, args, given)
+            with stand_ins(model, _device(model, (args, given))):
+                forward = capture_forward(model, args, given)
         except CaptureError as error:
             raise CaptureError(
                 f"{error}\nTo be cut automatically a model has to be captured as a whole; "
@@ -227,3 +231,10 @@ def _switched(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in before.items():
             module.training = training
+
+
+def _device(model: nn.Module, inputs: Any) -> torch.device:
+    """Where the model would be if none of it were on the meta device."""
+    leaves = [leaf for leaf in tree_flatten(inputs)[0] if isinstance(leaf, Tensor)]
+    real = [t for t in (*named_tensors(model).values(), *leaves) if not t.is_meta]
+    return real[0].device if real else torch.device("cpu")

@@ -100,6 +100,15 @@ def test_stand_ins_have_the_right_form_and_go_away() -> None:
     assert all(tensor is before[name] for name, tensor in named_tensors(model).items())
 
 
+def test_stand_ins_elsewhere_are_one_element() -> None:
+    model = skeleton(Tables)
+    with stand_ins(model, "meta"):  # in place of an accelerator
+        weight = model.head.weight
+        assert weight.shape == (11, 6)
+        assert weight.untyped_storage().nbytes() == weight.element_size()
+        assert weight is model.embed.weight
+
+
 def test_stand_ins_leave_after_an_error() -> None:
     model = skeleton(Tables)
     with pytest.raises(KeyError), stand_ins(model):
