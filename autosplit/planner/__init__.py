@@ -49,7 +49,6 @@ def partition(
     count = len(whole.blocks)
     if not 1 <= stages <= count:
         raise PlanError(
-            f"{type(model).__name__} has {count} blocks, each of which can be a stage at most; "
-            f"got stages={stages}"
+            f"{type(model).__name__} has blocks for 1 to {count} stages, got stages={stages}"
         )
     return cut(whole, [round(count * stage / stages) for stage in range(1, stages)])

@@ -40,9 +40,10 @@ def find_cuts(line: Line, wanted: Iterable[int] = ()) -> list[int]:
     """Where to cut at most: one place at best between two operations that compute much, where
     fewest tensors and bytes are alive.
 
-    Such a place counts where no more tensors cross it than cross the edges of the module around
-    it, as between attention and MLP of a layer with a residual, and not inside either; or
-    between two modules that compute much each, as the levels of a U-Net do, whatever crosses.
+    Such a place counts where no more tensors cross it than cross the edges of the modules around
+    it, as between attention and MLP of a layer with a residual, and not inside either; outside of
+    such modules, where no more cross than at the narrowest place; or between two modules that
+    compute much each, as the levels of a U-Net do, whatever crosses.
 
     Args:
         line: the model.
@@ -87,36 +88,53 @@ class _Search:
         )
 
     def cuts(self, wanted: set[int]) -> list[int]:
-        found = set(wanted)
+        best = {}
         for left, right in pairwise(self.heavy):
             places = [k for k in range(left + 1, right + 1) if k not in self.line.forbidden]
             lookups = not (self.computes[left] or self.computes[right])
-            if places and not lookups and not wanted & set(places):
-                best = min(places, key=self._rank)
-                if self._is_narrow(best, left, right) or self._divides(left, right):
-                    found.add(best)
+            if places and not lookups:
+                best[left, right] = min(places, key=self._rank)
+        loose = [self.count[cut] for gap, cut in best.items() if not self._limits(*gap)]
+        least = min(loose, default=1)
+        found = set(wanted)
+        for (left, right), cut in best.items():
+            narrow = self.count[cut] <= min(self._limits(left, right), default=least)
+            given = any(left < k <= right for k in wanted)
+            if not given and (narrow or self._divides(left, right)):
+                found.add(cut)
         return sorted(found)
 
-    def _rank(self, cut: int) -> tuple[int, int, int, int]:
-        """Few tensors, few bytes, and a boundary of modules as far out as can be."""
-        depth = len(common(self.stacks[cut - 1], self.stacks[cut]))
-        return self.count[cut], self.bytes[cut], depth, -cut
+    def _rank(self, cut: int) -> tuple[int, int, bool, int, int]:
+        """Few tensors, few bytes, and a boundary of modules: of those that are a part of the
+        model rather than one operation or most of it, then as far out as can be.
+        """
+        sides = self.stacks[cut - 1], self.stacks[cut]
+        depth = len(common(*sides))
+        paths = [side[:end] for side in sides for end in range(depth + 1, len(side) + 1)]
+        inner = not any(self.weight[path] > 1 and self._is_part(path) for path in paths)
+        return self.count[cut], self.bytes[cut], inner, depth, -cut
 
-    def _is_narrow(self, cut: int, left: int, right: int) -> bool:
-        """Against every module around it, but those that are most of the model."""
+    def _is_part(self, path: tuple[str, ...]) -> bool:
+        return 2 * self.weight[path] < len(self.heavy)
+
+    def _limits(self, left: int, right: int) -> list[int]:
+        """How many tensors cross the edges of every module around both that is a part of the
+        model; without any, the narrowest cuts of the model are what counts.
+        """
         around = common(self.stacks[left], self.stacks[right])
-        outer = [around[:depth] for depth in range(1, len(around) + 1)]
-        parts = [path for path in outer if 2 * self.weight[path] < len(self.heavy)] or outer[-1:]
-        limits = [max(self.count[edge] for edge in self.extent[path]) for path in parts]
-        return self.count[cut] <= max(1, min(limits, default=1))
+        parts = (around[:depth] for depth in range(1, len(around) + 1))
+        return [
+            max(1, *(self.count[edge] for edge in self.extent[path]))
+            for path in parts
+            if self._is_part(path)
+        ]
 
     def _divides(self, left: int, right: int) -> bool:
         around = common(self.stacks[left], self.stacks[right])
         depth = len(around) + 1
         sides = [self.stacks[left][:depth], self.stacks[right][:depth]]
         big = [len(side) == depth and self.weight[side] > 1 for side in sides]
-        main = 2 * self.weight[around] >= len(self.heavy)
-        return sides[0] != sides[1] and (any(big) if main else all(big))
+        return sides[0] != sides[1] and (all(big) if self._is_part(around) else any(big))
 
 
 def _is_heavy(line: Line, node: fx.Node) -> bool:
@@ -151,7 +169,7 @@ def _name(line: Line, first: int, ends: dict[str, int]) -> str:
     before = stack(line.body[first - 1]) if first else ()
     starts = path[len(common(before, path)) :]
     if not starts:
-        return f"{path[-1] if path else ''}:{line.body[first].name}"
+        return f"{path[-1] if path else 'forward'}:{line.body[first].name}"
     parts = [name for name in starts if 2 * (ends[name] - first) < len(line.body)]
     return parts[0] if parts else starts[-1]
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, fx, nn
+from torch.utils.checkpoint import checkpoint
 
 from autosplit.capture.settings import Switches
 from autosplit.compat import TreeSpec, tree_unflatten
@@ -86,7 +87,7 @@ def make_program(
     switches = Switches(graph)
     for node in nodes:
         switches.to(line.settings[node])
-        new[node] = graph.node_copy(node, new.__getitem__)
+        new[node] = _copy(graph, node, new)
         kept = ("stack_trace", "nn_module_stack")
         new[node].meta = {key: node.meta[key] for key in kept if key in node.meta}
     switches.to(type(line.settings[nodes[0]])())
@@ -95,6 +96,16 @@ def make_program(
     shapes = tuple(None if n is None else tuple(line.value(n).shape) for n in inputs)
     module = fx.GraphModule(root, graph, "Program")
     return Program(module, names, shapes, structure)
+
+
+def _copy(graph: fx.Graph, node: fx.Node, new: dict[fx.Node, fx.Node]) -> fx.Node:
+    copy = graph.node_copy(node, new.__getitem__)
+    if str(node.target) == "tag_activation_checkpoint":
+        # The operator is for graphs only: run as it is, it would draw other numbers when it
+        # computes again. What the user called is right in both.
+        copy.target = checkpoint
+        copy.kwargs = {**copy.kwargs, "use_reentrant": False}
+    return copy
 
 
 def _structure(line: Line) -> Structure:

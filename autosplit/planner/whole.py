@@ -73,8 +73,8 @@ class WholeModel:
                 forward = capture_forward(model, args, given)
         except CaptureError as error:
             raise CaptureError(
-                f"{error}\nTo be cut automatically a model has to be captured as a whole; "
-                "cut it by hand instead: give the trainer a list of stages, each a module"
+                f"{error}\nOnly a model that is captured whole can be cut, also with cut_at. "
+                "Change that line, or cut by hand: give the trainer a list of stages, each a module"
             ) from error
         line = Line(forward)
         if not line.body:
@@ -163,31 +163,33 @@ class WholeModel:
         return module, [line.value(node) for node in given]
 
     def _place(self, name: str) -> int:
-        for block in self.blocks:
-            if block.name == name:
-                return block.first
-        line = self.line
-        known: dict[str, int] = {}
-        for index, node in enumerate(line.body):
-            for path in stack(node):
-                known.setdefault(path, index)
-        place = known.get(name)
+        """Where on the line a block or module of this name begins."""
+        place = next((block.first for block in self.blocks if block.name == name), None)
         if place is None:
-            inside = [index for path, index in known.items() if path.startswith(f"{name}.")]
-            if not inside:
-                raise PlanError(
-                    f"cut_at={name!r} is no module that the forward of "
-                    f"{type(self.model).__name__} calls{_alike(name, list(known))}"
-                )
-            place = min(inside)
+            place = self._module(name)
         if place == 0:
             raise PlanError(f"cut_at={name!r} is where the model begins; there is nothing before")
-        if place in line.forbidden:
+        why = self.line.forbidden.get(place)
+        if why is not None:
             raise PlanError(
-                f"the model cannot be cut before {name!r}: {line.forbidden[place]}. Cut before "
-                "or behind the modules that share it"
+                f"the model cannot be cut before {name!r}: {why}; cut before or behind all that "
+                "has to be together"
             )
         return place
+
+    def _module(self, name: str) -> int:
+        first: dict[str, int] = {}
+        for index, node in enumerate(self.line.body):
+            for path in stack(node):
+                first.setdefault(path, index)
+        # A list of modules is never called itself.
+        inside = [place for path, place in first.items() if f"{path}.".startswith(f"{name}.")]
+        if not inside:
+            raise PlanError(
+                f"cut_at={name!r} is no module that the forward of {type(self.model).__name__} "
+                f"calls{_alike(name, list(first))}"
+            )
+        return min(inside)
 
 
 def _alike(name: str, known: list[str]) -> str:

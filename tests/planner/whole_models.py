@@ -1,0 +1,248 @@
+"""Whole models to cut, and stages run one after another by hand, as the wiring says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from autosplit import Stage
+from autosplit.planner import Partition
+
+
+@dataclass
+class Case:
+    """A model and its inputs."""
+
+    model: nn.Module
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def tensors(self) -> list[Tensor]:
+        return tensors_of((self.args, self.kwargs))
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def ids() -> Tensor:
+    return torch.randint(0, 50, (2, 8), generator=torch.Generator().manual_seed(1))
+
+
+def llama(layers: int = 2) -> Case:
+    """Tied embedding and head, a mask for every layer, and the loss in the model."""
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        vocab_size=50,
+        tie_word_embeddings=True,
+        use_cache=False,
+    )
+    mask = torch.ones(2, 8, dtype=torch.long)
+    mask[0, 5:] = 0
+    inputs = {"input_ids": ids(), "attention_mask": mask, "labels": ids()}
+    return Case(transformers.LlamaForCausalLM(config), (), inputs)
+
+
+def bert() -> Case:
+    config = transformers.BertConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=50,
+    )
+    mask = torch.ones(2, 8, dtype=torch.long)
+    mask[0, 5:] = 0
+    inputs = {"input_ids": ids(), "attention_mask": mask}
+    return Case(transformers.BertForMaskedLM(config), (), inputs)
+
+
+def gpt2() -> Case:
+    """Tied, with dropout."""
+    config = transformers.GPT2Config(
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        vocab_size=50,
+        n_positions=16,
+        bos_token_id=0,
+        eos_token_id=0,
+        use_cache=False,
+    )
+    return Case(transformers.GPT2LMHeadModel(config), (ids(),))
+
+
+def mamba() -> Case:
+    config = transformers.MambaConfig(
+        hidden_size=32, num_hidden_layers=2, vocab_size=50, state_size=4, use_cache=False
+    )
+    return Case(transformers.MambaForCausalLM(config), (ids()[:, :4],))
+
+
+def resnet() -> Case:
+    config = transformers.ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 16], depths=[2, 2], num_labels=5
+    )
+    model = transformers.ResNetForImageClassification(config)
+    return Case(model, (torch.randn(2, 3, 32, 32),))
+
+
+class UNet(nn.Module):
+    """Skips from every level down to the one up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down1, self.down2, self.middle = _level(3, 4), _level(4, 8), _level(8, 8)
+        self.up2, self.up1 = _level(16, 4), _level(8, 4)
+        self.pool = nn.MaxPool2d(2)
+        self.grow = nn.Upsample(scale_factor=2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        a = self.down1(x)
+        b = self.down2(self.pool(a))
+        c = self.up2(torch.cat([self.grow(self.middle(self.pool(b))), b], 1))
+        return self.up1(torch.cat([self.grow(c), a], 1)), c
+
+
+def _level(before: int, after: int) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(before, after, 3, padding=1),
+        nn.BatchNorm2d(after),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(after, after, 3, padding=1),
+        nn.ReLU(inplace=True),
+    )
+
+
+def unet() -> Case:
+    return Case(UNet(), (torch.randn(2, 3, 8, 8),))
+
+
+class Mixed(nn.Module):
+    """A module called twice, dropout, views, autocast, a table made in place, results of every
+    kind, a parameter that only is returned and one that is not used.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+        self.middle = nn.Linear(8, 8)
+        self.drop = nn.Dropout(0.3)
+        self.head = nn.Linear(8, 3)
+        self.register_buffer("scale", torch.rand(8))
+        self.register_buffer("hidden", torch.rand(8), persistent=False)
+        self.returned = nn.Parameter(torch.rand(3))
+        self.unused = nn.Parameter(torch.rand(3))
+        self.constant = torch.rand(8)
+
+    def forward(self, x: Tensor, lengths: Tensor | None = None) -> dict[str, Any]:
+        table = torch.zeros(x.shape[0], 8)
+        table[:, 2:] = 1
+        z = self.drop(self.twice(x * self.scale * table))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            z = self.middle(z) * self.constant
+        z = self.drop(self.twice(z.float() * self.hidden * table))
+        if self.training:
+            z = z + 1
+        with torch.no_grad():
+            mean = z.mean()
+        left = z[:, :4]
+        wide = left @ self.head.weight[:, :4].t()
+        return {"y": [self.head(z), wide], "mean": mean, "x": x, "w": self.returned, "n": 3.5}
+
+
+def mixed() -> Case:
+    return Case(Mixed(), (torch.randn(2, 8),))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        make = lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2), nn.Linear(8, 8))  # noqa: E731
+        self.layers = nn.ModuleList(make() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+def checkpointed() -> Case:
+    return Case(Checkpointed(), (torch.randn(2, 8),))
+
+
+def loss_of(result: Any) -> Tensor:
+    """A number that depends on every element of a result."""
+    parts = [t.float() for t in tensors_of(result) if t.requires_grad]
+    weights = [torch.linspace(0.1, 1, part.numel()).view(part.shape) for part in parts]
+    return torch.stack([(p * w).sum() for p, w in zip(parts, weights, strict=True)]).sum()
+
+
+def run_modules(split: Partition, modules: Sequence[nn.Module], batch: Sequence[Tensor]) -> Any:
+    """What the last stage gives."""
+    outputs: list[Any] = []
+    for sources, module in zip(split.wiring.inputs, modules, strict=True):
+        outputs.append(module(*(_take(s, batch, outputs) for s in sources)))
+    return outputs[-1]
+
+
+class Lossy(nn.Module):
+    """The last stage with the loss."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return loss_of(self.module(*inputs))
+
+
+def run_stages(split: Partition, batch: Sequence[Tensor]) -> tuple[Tensor, dict[str, list[Tensor]]]:
+    """The loss, and the gradients of every parameter by name, from the last stage to the first."""
+    stages: list[Stage] = []
+    outputs: list[list[Tensor]] = []
+    for index, sources in enumerate(split.wiring.inputs):
+        module = split.build(index)
+        module = Lossy(module) if index == split.stages - 1 else module
+        inputs = [_take(source, batch, outputs) for source in sources]
+        examples = [
+            given.clone().requires_grad_(
+                s.stage is not None and _wants(stages, s.stage, s.position)
+            )
+            for s, given in zip(sources, inputs, strict=True)
+        ]
+        state = torch.get_rng_state()
+        stages.append(Stage(module, examples, index=index))
+        torch.set_rng_state(state)
+        outputs.append(stages[-1].forward(0, list(inputs)))
+    grads: list[list[Tensor | None]] = [[None] * len(each) for each in outputs]
+    grads[-1] = [torch.ones(())]
+    found: dict[str, list[Tensor]] = {}
+    for index in reversed(range(split.stages)):
+        into = stages[index].backward_input(0, list(grads[index]))
+        stages[index].backward_weight(0)
+        for source, grad in zip(split.wiring.inputs[index], into, strict=True):
+            if source.stage is not None and grad is not None:
+                before = grads[source.stage][source.position]
+                grads[source.stage][source.position] = grad if before is None else before + grad
+        for name, grad in stages[index].gradients.items():
+            found.setdefault(name.removeprefix("module."), []).append(grad)
+    return outputs[-1][0], found
+
+
+def _wants(stages: Sequence[Stage], stage: int, position: int) -> bool:
+    return stages[stage].output_specs[position][2]
+
+
+def _take(source: Any, batch: Sequence[Tensor], outputs: Sequence[Any]) -> Tensor:
+    found = batch if source.stage is None else outputs[source.stage]
+    return found[source.position].detach() if source.stage is None else found[source.position]
