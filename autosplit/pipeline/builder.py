@@ -71,8 +71,11 @@ class Builder:
 
     def evaluate(self, mode: Mode, batch: Batch | None) -> Executor:
         """Put the modules themselves into an evaluating mode."""
-        modules = self._complete(batch)
-        return mode.prepare({index: ModuleStage(each, index) for index, each in modules.items()})
+        stages = {
+            index: ModuleStage(module, index, self._feeds.shared_places(index))
+            for index, module in self._complete(batch).items()
+        }
+        return mode.prepare(stages)
 
     def _complete(self, batch: Batch | None) -> dict[int, nn.Module]:
         if not self._faces:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import Tensor, nn
 
+from autosplit.compat import versions
 from autosplit.errors import PipelineError
 from autosplit.pipeline.action import Action, ActionKind
 from autosplit.pipeline.schedule import Schedule
@@ -39,21 +40,35 @@ def forward_only(schedule: Schedule) -> Schedule:
 
 
 class ModuleStage:
-    """A module as a stage that only runs forward."""
+    """A module as a stage that only runs forward.
 
-    def __init__(self, module: nn.Module, index: int) -> None:
+    Args:
+        module: the stage's module.
+        index: the stage's place in the pipeline.
+        shared: places of arguments that other stages may take as well.
+    """
+
+    def __init__(self, module: nn.Module, index: int, shared: Sequence[int] = ()) -> None:
         self._module = module
         self._index = index
+        self._shared = shared
 
     def forward(self, microbatch: int, inputs: list[Tensor]) -> list[Tensor]:
         """The module's outputs; clears ``inputs``.
 
         Raises:
-            PipelineError: the module puts out something else than a tensor or a tuple of tensors.
+            PipelineError: the module puts out something else than a tensor or a tuple of tensors,
+                or writes into an argument that other stages take.
         """
         args = tuple(inputs)
         inputs.clear()
+        before = versions(args[place] for place in self._shared)
         outputs = self._module(*args)
+        if versions(args[place] for place in self._shared) != before:
+            raise PipelineError(
+                f"stage {self._index} writes in place into an input that other stages take, which "
+                "would find it changed: let its module write into a copy"
+            )
         outputs = [outputs] if isinstance(outputs, Tensor) else outputs
         if not isinstance(outputs, tuple | list) or not all(
             isinstance(output, Tensor) for output in outputs

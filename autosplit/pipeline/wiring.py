@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -145,6 +146,14 @@ class Feeds:
         """Of what belongs to the outputs of ``source``, that of those which go to ``target``."""
         positions = self._positions[source, target]
         return outputs if positions is None else [outputs[position] for position in positions]
+
+    def shared_places(self, stage: int) -> tuple[int, ...]:
+        """Which arguments of ``stage`` others may take as well; none in a chain."""
+        if self.wiring is None:
+            return ()
+        every = Counter(source for sources in self.wiring.inputs for source in sources)
+        own = self.wiring.inputs[stage]
+        return tuple(place for place, source in enumerate(own) if every[source] > 1)
 
     def from_batch(self, stages: Iterable[int]) -> frozenset[int] | None:
         """Which of the batch's inputs these stages take; None for all."""

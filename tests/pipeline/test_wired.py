@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import rendezvous
 import torch
+import torch.nn.functional as F
 import wired
 import wired_workers
 import workers
@@ -26,6 +27,7 @@ from autosplit.pipeline.order import as_scheduled, early_weights
 from autosplit.pipeline.routes import routes_of
 from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.schedules import build
+from autosplit.pipeline.trainer import PipelineTrainer
 from autosplit.pipeline.transport import Transport
 from autosplit.pipeline.wiring import Feeds, Source, Wiring
 
@@ -170,6 +172,79 @@ def test_a_stage_that_puts_out_something_else_than_the_wiring_says() -> None:
         pytest.raises(PipelineError, match="stage 0 puts out 2 tensors; the wiring says 1"),
     ):
         engine.step(workers.data(8))
+
+
+def test_evaluation_refuses_to_write_into_what_others_take() -> None:
+    """Stages that train have copies; modules that evaluate are the user's own."""
+
+    class Writing(nn.Module):
+        def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+            return x.mul_(2) + sum(others)
+
+    class Twice(wired.Wired):
+        def build(self, index: int) -> nn.Module:
+            return Writing() if index == 1 else super().build(index)
+
+    first, second = Source(0, 0), Source(1, 0)
+    alone = Twice(Wiring(((Source(None, 0),), (first,), (second,)), (1, 1)))
+    with workers.trainer(alone, ranks=1) as engine:
+        assert engine.evaluate(workers.data(8)).shape == (4,)
+    shared = Twice(Wiring(((Source(None, 0),), (first,), (first, second)), (1, 1)))
+    with (
+        workers.trainer(shared, ranks=1) as engine,
+        pytest.raises(PipelineError, match="stage 1 writes in place into an input that other"),
+    ):
+        engine.evaluate(workers.data(8))
+
+
+class Model(nn.Module):
+    """A whole model with a skip, a mask used late, and tied ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed = nn.Embedding(20, 8)
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+        self.head = nn.Linear(8, 20, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        x = first = self.embed(ids)
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) * mask.unsqueeze(-1)
+        return self.head(x + first)
+
+
+def test_a_whole_module_is_cut_by_the_trainer() -> None:
+    ids = torch.randint(20, (8, 5), generator=torch.Generator().manual_seed(0))
+    inputs = {"ids": ids, "mask": ids % 3 > 0}
+    model = Model()
+    losses = []
+    for m in range(4):
+        output = model(*(each.chunk(4)[m] for each in inputs.values()))
+        loss = F.cross_entropy(output.flatten(0, 1), ids.chunk(4)[m].flatten())
+        (loss / 4).backward()
+        losses.append(loss.detach())
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    with PipelineTrainer(
+        Model(),
+        lambda output, target: F.cross_entropy(output.flatten(0, 1), target.flatten()),
+        workers.sgd,
+        stages=3,
+        example={name: each[:2] for name, each in inputs.items()},
+        microbatches=4,
+        max_grad_norm=1e9,
+        ranks=1,
+    ) as engine:
+        assert torch.equal(engine.evaluate((inputs, ids)), torch.stack(losses))
+        assert torch.equal(engine.forward_backward((inputs, ids)), torch.stack(losses))
+        norm = torch.nn.utils.get_total_norm(gradients)
+        assert engine.grad_norm == pytest.approx(float(norm))
+        found = {n: g for each in engine.gradients().values() for n, g in each.items()}
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    assert {*found} - {"head.weight"} == {*expected}
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient)
 
 
 @pytest.fixture(scope="module")
