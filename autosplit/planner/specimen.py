@@ -15,6 +15,7 @@ from autosplit.pipeline.microbatch import Part
 from autosplit.pipeline.modules import LossFunction, WithAutocast, WithLoss
 from autosplit.stage import Stage
 
+_SMALL = 2**16  # bytes below which a tensor may as well have memory
 _SCALE = 0.02  # of random parameters: small enough that no block overflows
 
 
@@ -80,7 +81,7 @@ class Specimen:
 
     Attributes:
         stage: the stage.
-        inputs: its arguments; with ``blank``, without memory.
+        inputs: its arguments; with ``blank``, large ones without memory.
         parameter_bytes: of its parameters, each counted once.
     """
 
@@ -116,7 +117,7 @@ def prepare(
         first: the first block.
         last: the one after the last block.
         conditions: how stages are made.
-        blank: trace only: neither parameters nor inputs have memory.
+        blank: trace only: neither parameters nor inputs have memory, unless they are small.
 
     Raises:
         CaptureError: the blocks cannot be traced.
@@ -176,7 +177,8 @@ def _make(example: Tensor, device: torch.device, blank: bool, scale: float | Non
     """
     spec = TensorSpec.of(example)
     tensor = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)
-    if blank:
+    # Capturing may read small integers, such as a count of batches.
+    if blank and tensor.nbytes > _SMALL:
         tensor.untyped_storage().resize_(0)
     elif tensor.dtype is torch.bool or (tensor.is_floating_point() and scale is None):
         tensor.fill_(1)

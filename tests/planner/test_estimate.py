@@ -73,6 +73,12 @@ def test_parameters_need_no_memory(device: torch.device | None) -> None:
     assert grown * 1024 < costs.blocks[1].parameters / 4
 
 
+def test_batch_norm_counts_its_batches() -> None:
+    chain = Chain([nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Linear(32, 8)], X)
+    costs = estimate(chain, device=COMPUTING)
+    assert costs.blocks[1].parameters == 4 * 64
+
+
 def test_rates_of_this_machine() -> None:
     found = measure_device()
     assert found.flops_per_second > 1e8
