@@ -61,6 +61,7 @@ def test_compare(tmp_path: pathlib.Path) -> None:
     assert {event.get("name") for event in trace["traceEvents"]} >= {"0F0", "1I0", "1W1", "0B1"}
 
 
+PLAN = ["plan", "planned_models:factory", "--devices", "2", "--batch", "8", "--estimate"]
 PIPELINE = ["simulate", "--stages", "4", "--microbatches", "8", "--times", "18.5,18.1,9.3"]
 
 
@@ -108,6 +109,35 @@ def test_simulate_options_have_effects(tmp_path: pathlib.Path) -> None:
     run(*PIPELINE, "--schedule", "naive", "--output", str(tmp_path))
     trace = json.loads((tmp_path / "trace.json").read_text())
     assert {"name": "naive, fill"} in [event.get("args") for event in trace["traceEvents"]]
+
+
+def test_plan(tmp_path: pathlib.Path) -> None:
+    """A table, why others lost, the plan file, the figures and the picture."""
+    plan, figures, picture = (tmp_path / name for name in ("plan.json", "out.json", "plan.png"))
+    command = ["plan", "planned_models:factory", "--devices", "2", "--batch", "8", "--estimate"]
+    command += ["--setting", "balanced", "--microbatches", "2,4", "--rows", "3"]
+    result = run(
+        *(*command, "--memory", "1GiB", "--output", str(plan), "--json", str(figures)),
+        *("--picture", str(picture)),
+    )
+    assert result.exit_code == 0, result.output
+    for text in ("the best", "slower by", "slower ones", "not dualpipe", "first block", "layers.2"):
+        assert text in result.output
+    found = json.loads(figures.read_text())
+    assert set(found) >= {"stage_times", "predicted_step_s", "schedule", "microbatches", "cuts"}
+    assert len(found["stage_times"]) == len(found["cuts"]) + 1
+    assert found["predicted_step_s"] > found["microbatches"] * max(found["stage_times"]) / 2
+    assert json.loads(plan.read_text())["cuts"] == found["cuts"]
+    assert picture.stat().st_size > 10_000
+    narrow = ["--schedule", "gpipe", "--stages", "3", "--output", str(plan), "--json", str(figures)]
+    assert run(*command[:3], "3", *command[4:], *narrow).exit_code == 0
+    other = json.loads(figures.read_text())
+    assert (other["schedule"], len(other["cuts"])) == ("gpipe", 2)
+    slow = [*narrow, "--latency", "100", "--bandwidth", "1", "--optimizer-state", "0"]
+    assert run(*command[:3], "3", *command[4:], *slow).exit_code == 0
+    later = json.loads(figures.read_text())
+    assert later["predicted_step_s"] > other["predicted_step_s"] + 0.2
+    assert max(later["peak_memory"]) < max(other["peak_memory"])
 
 
 def test_a_schedule_that_is_always_split_is_held_against_1f1b(tmp_path: pathlib.Path) -> None:
@@ -169,6 +199,19 @@ def test_inspect_a_stage() -> None:
         ([*PIPELINE, "--memory", "1,2,3"], "memory needs 2 numbers, or 2 for each of the 4"),
         ([*PIPELINE, "--message", "1"], "bandwidth and message have a meaning only together"),
         ([*PIPELINE, "--schedule", "zigzag"], "no simulated schedule 'zigzag'; simulated: naive,"),
+        ([*PLAN, "--memory", "80 lots"], "expected a size such as 80GiB or 512MiB, got '80 lots'"),
+        ([*PLAN, "--memory", "2KiB"], "nothing fits: the least cap is"),
+        ([*PLAN, "--microbatches", "3"], "a batch of 8 cannot be cut into 3 equal microbatches"),
+        ([*PLAN, "--stages", "9"], "9 stages are more than the model has blocks, 6"),
+        ([*PLAN, "--schedule", "zigzag"], "unknown schedule 'zigzag'; known: naive,"),
+        (
+            [*PLAN, "--setting", "huge"],
+            "unknown memory setting 'huge'; known: balanced, fast, lean",
+        ),
+        (
+            ["plan", "planned_models:bare", *PLAN[2:]],
+            "returned a Net without example inputs, which tell the shapes to plan for",
+        ),
         (
             ["inspect", "torch.nn:Identity"],
             "returned a module without inputs; return (model, args)",

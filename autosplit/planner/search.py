@@ -188,6 +188,12 @@ def _check(wishes: Wishes, devices: int, batch: int) -> None:
             )
 
 
+def settings_of(wishes: Wishes, devices: int, batch: int) -> int:
+    """For how many pairs of a size and a memory setting a search asks the costs."""
+    _check(wishes, devices, batch)
+    return len(wishes.memory or MEMORY) * len(_microbatches(wishes, devices, batch))
+
+
 def _divisors(batch: int) -> list[int]:
     return [count for count in range(1, batch + 1) if batch % count == 0]
 

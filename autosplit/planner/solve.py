@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+
+import torch
 
 from autosplit.errors import PlanError
 from autosplit.pipeline.costs import Costs
@@ -19,7 +22,8 @@ from autosplit.planner.limits import Limits
 class CapError(PlanError):
     """Nothing fits under a cap of memory; ``least`` is the least cap for which something does."""
 
-    def __init__(self, message: str, least: float) -> None:
+    # A default, because an error on its way to another process is made from its message alone.
+    def __init__(self, message: str, least: float = math.nan) -> None:
         super().__init__(message)
         self.least = least
 
@@ -106,6 +110,30 @@ def solve(
             least,
         )
     return _solution(task, best, limits.links)
+
+
+def weigh(
+    costs: ModelCosts,
+    cuts: Sequence[int],
+    microbatches: int,
+    form: Form,
+    limits: Limits,
+) -> Solution:
+    """What a step of given cuts is predicted to take, whether they fit under the cap or not.
+
+    Args:
+        costs: of the model's blocks.
+        cuts: k cuts behind block k; increasing.
+        microbatches: M.
+        form: the schedule.
+        limits: memory and links.
+
+    Raises:
+        PlanError: more stages than blocks.
+        ScheduleError: see ``solve``.
+    """
+    task = Task(costs, len(cuts) + 1, microbatches, form, limits)
+    return _solution(task, task.evaluate(torch.tensor(cuts, dtype=torch.int64)), limits.links)
 
 
 def _solution(task: Task, way: Way, links: Transfer) -> Solution:

@@ -10,7 +10,7 @@ from whole_models import Case, bert, llama, mamba, resnet, run_modules, unet
 
 import autosplit
 from autosplit.errors import CaptureError, PlanError
-from autosplit.planner import WholeModel, partition
+from autosplit.planner import WholeModel, cut, partition
 from autosplit.planner.skeleton import skeleton
 
 # Mamba asks through a cached function which torch it runs on.
@@ -116,7 +116,7 @@ def test_a_cut_through_what_is_written_in_place_is_refused() -> None:
         partition(Shared(), args, cut_at=["b"])
     whole = WholeModel.capture(Shared(), args)
     assert [block.name for block in whole.blocks] == ["a", "norm", "c", "d"]
-    split = partition(Shared(), args, stages=3)
+    split = cut(whole, [1, 2])
     assert (
         torch.equal(
             run_modules(split, [split.build(i) for i in range(3)], args), split.whole.model(*args)
@@ -128,9 +128,13 @@ def test_a_cut_through_what_is_written_in_place_is_refused() -> None:
 def test_cut_at_cuts_before_modules() -> None:
     case = llama()
     split = autosplit.partition(
-        case.model, case.args, case.kwargs, cut_at=["model.layers.1.mlp", "lm_head"]
+        case.model,
+        case.args,
+        case.kwargs,
+        cut_at=["model.layers.1.mlp", "lm_head"],
+        costs="estimate",
     )
-    assert split.names == ("model.layers.1.mlp", "lm_head")
+    assert split.cuts == ("model.layers.1.mlp", "lm_head")
     assert split.stages == 3
 
 

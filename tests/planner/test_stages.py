@@ -26,7 +26,7 @@ from whole_models import (
 
 from autosplit.errors import PlanError
 from autosplit.pipeline.wiring import Source
-from autosplit.planner import Partition, WholeModel, cut, partition
+from autosplit.planner import Partition, WholeModel, cut
 
 # Mamba asks through a cached function which torch it runs on.
 pytestmark = pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache")
@@ -34,7 +34,14 @@ CASES = [llama, bert, gpt2, mamba, resnet, unet, mixed, checkpointed]
 
 
 def split_of(case: Case, stages: int) -> Partition:
-    return partition(case.model, case.args, case.kwargs, stages=stages)
+    whole = WholeModel.capture(case.model, case.args, case.kwargs)
+    count = len(whole.blocks)
+    return cut(whole, [round(count * stage / stages) for stage in range(1, stages)])
+
+
+def cut_before(case: Case, *names: str) -> Partition:
+    whole = WholeModel.capture(case.model, case.args, case.kwargs).divided(names)
+    return cut(whole, [whole.start(name) for name in names])
 
 
 def outcome(model: nn.Module, call: Callable[[], Any]) -> tuple[Any, ...]:
@@ -109,7 +116,7 @@ def test_a_stage_holds_only_its_own_parameters() -> None:
 
 def test_skips_go_straight_to_where_they_are_read() -> None:
     case = unet()
-    split = partition(case.model, case.args, cut_at=["down2", "middle", "up1"])
+    split = cut_before(case, "down2", "middle", "up1")
     makers = [{source.stage for source in sources} for sources in split.wiring.inputs]
     assert makers == [{None}, {0}, {0, 1}, {2}]
 
@@ -165,7 +172,7 @@ class Switching(nn.Module):
 
 def test_a_mode_that_is_cut_otherwise_is_refused_when_it_runs() -> None:
     case = Case(Switching(), (torch.randn(2, 4),))
-    split = partition(case.model, case.args, cut_at=["layers.2"])
+    split = cut_before(case, "layers.2")
     modules = [split.build(index) for index in range(2)]
     assert torch.equal(run_modules(split, modules, case.tensors()), case.model(*case.args))
     with pytest.raises(PlanError, match=r"cut for evaluation .* other tensors would be sent"):

@@ -1,0 +1,20 @@
+"""The command line: one file a command."""
+
+from __future__ import annotations
+
+import click
+
+from .compare import compare
+from .inspect import inspect
+from .plan import plan
+from .simulate import simulate
+
+
+@click.group()
+@click.version_option(package_name="autosplit")
+def main() -> None:
+    """Split backward passes into input and weight gradients, and drive the halves."""
+
+
+for _command in (compare, inspect, plan, simulate):
+    main.add_command(_command)

@@ -1,0 +1,93 @@
+"""``autosplit compare``: fused against split."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import click
+
+from .options import backend, counts, json_option, names, setting, typed_errors
+
+
+@click.command()
+@click.argument("factory")
+@setting
+@backend
+@click.option("--stages", default=2, show_default=True, help="Pipeline stages.")
+@click.option("--ranks", type=int, help="Processes; default: one for each stage.")
+@click.option(
+    "--schedule",
+    "schedules",
+    default="1f1b",
+    show_default=True,
+    callback=names,
+    help="Schedule, or several with commas.",
+)
+@click.option(
+    "--microbatches",
+    default="2",
+    show_default=True,
+    callback=counts,
+    help="Microbatches in a step, or several counts with commas.",
+)
+@click.option(
+    "--weights",
+    help="Where the split schedule puts weight gradients; left out: where suits it.",
+)
+@click.option("--steps", default=20, show_default=True, help="Timed steps of each.")
+@click.option("--warmup", default=2, show_default=True, help="Steps before the timed ones.")
+@click.option("--lr", "learning_rate", default=1e-3, show_default=True, help="AdamW's.")
+@click.option("--threads", default=1, show_default=True, help="Torch threads of each process.")
+@click.option("--timeout", default=120.0, show_default=True, help="Seconds to wait for a rank.")
+@click.option(
+    "--output",
+    type=click.Path(path_type=pathlib.Path, file_okay=False),
+    help="Folder for timeline.png, timeline.html, trace.json, results.json and the graphs.",
+)
+@json_option
+@typed_errors
+def compare(
+    factory: str,
+    output: pathlib.Path | None,
+    json_file: pathlib.Path | None,
+    stages: int,
+    ranks: int | None,
+    **options: Any,
+) -> None:
+    """Train FACTORY (MODULE:NAME, returning a Workload) with the fused and with the split
+    backward, alternating step by step, and print what changed.
+    """
+    from ..compare.run import compare as run
+    from ..compare.run import write_json, write_pictures
+    from ..compare.settings import Settings
+    from ..report.comparison import comparison_table, durations_table
+
+    dump = str(output / "graphs") if output else None
+    ranks = stages if ranks is None else ranks
+    settings = Settings(factory=factory, stages=stages, ranks=ranks, dump=dump, **options)
+    _check_before_launch(settings)
+    found = run(settings)
+    if found is None:
+        return
+    click.echo(comparison_table(found.rows))
+    click.echo("\n" + durations_table(found.rows))
+    if json_file:
+        write_json(found, json_file)
+    if output:
+        write_json(found, output / "results.json")
+        files = [*write_pictures(found, output), output / "results.json", output / "graphs"]
+        click.echo("\nwritten: " + ", ".join(map(str, files)))
+
+
+def _check_before_launch(settings: Any) -> None:
+    """Fail here, in one process, on what every rank would fail on."""
+    from ..compile import check_backend
+    from ..pipeline.schedules import build
+    from ..workload import load_workload
+
+    check_backend(settings.backend)
+    load_workload(settings.factory, settings.overrides)
+    for name in settings.schedules:
+        for count in settings.microbatches:
+            build(name, settings.stages, count, weights=settings.weights, ranks=settings.ranks)

@@ -1,0 +1,58 @@
+"""``autosplit inspect``: how a model is split."""
+
+from __future__ import annotations
+
+import pathlib
+
+import click
+
+from .options import backend, memory_setting, setting, typed_errors
+
+
+@click.command()
+@click.argument("factory")
+@setting
+@backend
+@click.option("--stages", default=1, show_default=True, help="For a Workload: stages.")
+@click.option("--stage", default=0, show_default=True, help="For a Workload: which one.")
+@click.option(
+    "--no-input-grads", is_flag=True, help="Inputs need no gradient, as in a first stage."
+)
+@click.option(
+    "--memory",
+    default="balanced",
+    show_default=True,
+    callback=memory_setting,
+    help="fast, balanced, lean, or the bytes that one microbatch may hold between I and W.",
+)
+@click.option(
+    "--dump",
+    "folder",
+    type=click.Path(path_type=pathlib.Path, file_okay=False),
+    help="Write the graphs to this folder.",
+)
+@typed_errors
+def inspect(
+    factory: str,
+    overrides: dict[str, str],
+    backend: str,
+    stages: int,
+    stage: int,
+    no_input_grads: bool,
+    memory: str | int,
+    folder: pathlib.Path | None,
+) -> None:
+    """Report how FACTORY's model is split. FACTORY (MODULE:NAME) returns a Workload or
+    (model, args) or (model, args, kwargs).
+    """
+    from ..inspection import example
+    from ..module import split
+    from ..workload import load_factory
+
+    made = load_factory(factory)(**overrides)
+    model, args, kwargs = example(made, factory, stages, stage, input_grads=not no_input_grads)
+    module = split(model, args, kwargs, backend=backend, memory=memory)
+    click.echo(module.report())
+    if folder:
+        module.dump(folder)
+        click.echo(f"\nwritten: {folder}")

@@ -1,0 +1,90 @@
+"""What several commands have in common."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from ..errors import AutosplitError
+
+
+def typed_errors(command: Callable[..., None]) -> Callable[..., None]:
+    """Print an autosplit error as a message; anything else is a bug and keeps its traceback."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except AutosplitError as error:
+            raise click.ClickException(f"{type(error).__name__}: {error}") from error
+
+    return run
+
+
+backend = click.option(
+    "--backend",
+    default="eager",
+    show_default=True,
+    help="How graphs are run: eager, inductor, cudagraphs.",
+)
+
+
+def _overrides(
+    context: click.Context, parameter: click.Parameter, values: tuple[str, ...]
+) -> dict[str, str]:
+    pairs = [value.partition("=") for value in values]
+    wrong = [name for name, sign, _ in pairs if not (name and sign)]
+    if wrong:
+        raise click.BadParameter(f"expected NAME=VALUE, got {wrong[0]!r}")
+    return {name: value for name, _, value in pairs}
+
+
+def names(context: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in value.split(",") if part.strip())
+
+
+def counts(
+    context: click.Context, parameter: click.Parameter, value: str | None
+) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    try:
+        counts = tuple(int(part) for part in value.split(","))
+    except ValueError as error:
+        raise click.BadParameter(f"expected counts such as 2,4, got {value!r}") from error
+    if min(counts) < 1:
+        raise click.BadParameter(f"expected counts of at least 1, got {value!r}")
+    return counts
+
+
+def memory_setting(context: click.Context, parameter: click.Parameter, value: str) -> str | int:
+    return int(value) if value.isdigit() else value
+
+
+def numbers(context: click.Context, parameter: click.Parameter, value: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in value.split(","))
+    except ValueError as error:
+        raise click.BadParameter(f"expected numbers such as 2,1.5, got {value!r}") from error
+
+
+setting = click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="NAME=VALUE",
+    callback=_overrides,
+    help="Keyword setting for the factory; may be repeated.",
+)
+
+
+json_option = click.option(
+    "--json",
+    "json_file",
+    type=click.Path(path_type=pathlib.Path, dir_okay=False),
+    help="Write the rows to this file.",
+)

@@ -1,0 +1,134 @@
+"""``autosplit plan``: where to cut a model, and how to run its stages."""
+
+from __future__ import annotations
+
+import functools
+import math
+import pathlib
+from typing import Any
+
+import click
+
+from .options import backend, counts, json_option, names, setting, typed_errors
+
+
+def _size(context: click.Context, parameter: click.Parameter, value: str | None) -> float:
+    from ..errors import PlanError
+    from ..planner.sizes import parse_size
+
+    if value is None:
+        return math.inf
+    try:
+        return parse_size(value)
+    except PlanError as error:
+        raise click.BadParameter(str(error)) from error
+
+
+@click.command()
+@click.argument("factory")
+@setting
+@backend
+@click.option("--devices", required=True, type=click.IntRange(min=1), help="One process each.")
+@click.option("--batch", required=True, type=click.IntRange(min=1), help="Samples in a step.")
+@click.option("--memory", "cap", callback=_size, help="Of each device, such as 80GiB.")
+@click.option("--stages", type=click.IntRange(min=1), help="Default: as the schedules want.")
+@click.option("--schedule", "schedules", callback=names, default="", help="Default: try all.")
+@click.option("--microbatches", callback=counts, help="Default: about 1, 2 and 4 a device.")
+@click.option(
+    "--setting",
+    "settings",
+    callback=names,
+    default="",
+    help="Memory settings of the split to try: balanced, fast, lean. Default: all.",
+)
+@click.option("--estimate", is_flag=True, help="From FLOPs and bytes; measure nothing.")
+@click.option("--seconds", default=60.0, show_default=True, help="To measure blocks for, in all.")
+@click.option("--latency", type=float, help="Milliseconds of a transfer.")
+@click.option("--bandwidth", type=float, help="Of a link, in gigabytes a second.")
+@click.option(
+    "--optimizer-state",
+    default=2.0,
+    show_default=True,
+    help="Bytes for each byte of parameters; Adam has 2.",
+)
+@click.option("--rows", default=10, show_default=True, help="Configurations to show.")
+@click.option(
+    "--output",
+    type=click.Path(path_type=pathlib.Path, dir_okay=False),
+    default="plan.json",
+    show_default=True,
+    help="The plan file.",
+)
+@click.option(
+    "--picture",
+    type=click.Path(path_type=pathlib.Path, dir_okay=False),
+    help="Draw the plan into this file.",
+)
+@json_option
+@typed_errors
+def plan(
+    factory: str,
+    overrides: dict[str, str],
+    backend: str,
+    rows: int,
+    output: pathlib.Path,
+    picture: pathlib.Path | None,
+    json_file: pathlib.Path | None,
+    **options: Any,
+) -> None:
+    """Cut FACTORY's model into balanced stages and choose how to run them. FACTORY (MODULE:NAME)
+    returns (model, args) or (model, args, kwargs); parameters get no memory.
+    """
+    from ..planning import plan_factory, write_summary
+    from ..report.plans import draw_plan, plan_table, refused_table, search_table
+    from ..workload import load_factory
+
+    build = functools.partial(load_factory(factory), **overrides)
+    found = plan_factory(build, factory, _request(backend=backend, **options))
+    click.echo(search_table(found.configurations, rows))
+    refused = refused_table(found.configurations)
+    if refused:
+        click.echo("\n" + refused)
+    click.echo("\n" + plan_table(found.plan))
+    found.plan.save(output)
+    files = [output]
+    if json_file:
+        write_summary(found.plan, json_file)
+        files.append(json_file)
+    if picture:
+        draw_plan(found.plan, picture)
+        files.append(picture)
+    click.echo("\nwritten: " + ", ".join(map(str, files)))
+
+
+def _request(
+    *,
+    backend: str,
+    devices: int,
+    batch: int,
+    cap: float,
+    stages: int | None,
+    schedules: tuple[str, ...],
+    microbatches: tuple[int, ...] | None,
+    settings: tuple[str, ...],
+    estimate: bool,
+    seconds: float,
+    latency: float | None,
+    bandwidth: float | None,
+    optimizer_state: float,
+) -> Any:
+    from ..pipeline.transfer import Transfer
+    from ..planner.limits import Limits
+    from ..planner.search import Wishes
+    from ..planning import Request
+
+    links = Transfer((latency or 0.0) / 1e3, math.inf if bandwidth is None else 1e9 * bandwidth)
+    return Request(
+        devices,
+        batch,
+        Wishes(stages, microbatches, schedules or None, settings or None),
+        Limits(cap, optimizer_state, links),
+        estimate,
+        seconds,
+        backend,
+    )

@@ -1,0 +1,93 @@
+"""A model to plan, and its training over processes."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from planned import even
+from torch import Tensor, nn
+
+from autosplit import partition
+from autosplit.planner import Plan, WholeModel
+from autosplit.planner.costs import ModelCosts
+
+WIDTH, MICROBATCH = 16, 2
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Net(nn.Module):
+    """An embedding, layers with residuals, and a head that is tied to the embedding."""
+
+    def __init__(self, layers: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+        self.head = nn.Linear(WIDTH, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def net(layers: int = 4) -> Net:
+    torch.manual_seed(0)
+    return Net(layers)
+
+
+def tokens(samples: int = MICROBATCH, seed: int = 0) -> Tensor:
+    return torch.randint(11, (samples, 5), generator=torch.Generator().manual_seed(seed))
+
+
+def costs(model: nn.Module) -> ModelCosts:
+    """All blocks alike."""
+    return even(len(WholeModel.capture(model, tokens()).blocks))
+
+
+def loss(output: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), targets.flatten())
+
+
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.5)
+
+
+def factory(layers: str = "4") -> tuple[nn.Module, Tensor]:
+    """For the command line."""
+    return net(int(layers)), tokens()
+
+
+def bare() -> nn.Module:
+    """A model without example inputs."""
+    return net()
+
+
+def trained(path: str, steps: int) -> tuple[list[Tensor], list[str]]:
+    """Losses of the plan in a file, on this process group, and the names of its parameters."""
+    model = net()
+    plan = Plan.load(path).bind(model, tokens())
+    with plan.trainer(loss, sgd) as engine:
+        found = []
+        for step in range(steps):
+            batch = tokens(plan.batch, step)
+            found.append(engine.step((batch, batch)))
+        names = [
+            name for module in engine.modules.values() for name, _ in module.named_parameters()
+        ]
+    return found, names
+
+
+def cut_alike() -> tuple[str, ...]:
+    """Each process measures a model for itself; all get the same cuts."""
+    return partition(net(6), tokens(), stages=2, seconds=0.5).cuts

@@ -1,0 +1,186 @@
+"""Plans: as files, bound to models, and trained."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from planned_models import MICROBATCH, costs, cut_alike, loss, net, sgd, tokens, trained
+from torch import nn
+
+import autosplit
+from autosplit.errors import PlanError, ScheduleError
+from autosplit.pipeline import launch
+from autosplit.planner import Plan, partition
+from autosplit.planner.limits import Limits
+from autosplit.planner.solve import CapError
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    model = net()
+    return partition(model, tokens(), stages=2, microbatches=4, costs=costs(model))
+
+
+def test_a_plan_says_what_it_holds(plan: Plan) -> None:
+    assert plan.stages == plan.ranks == 2
+    assert (plan.microbatches, plan.microbatch_size, plan.batch) == (4, MICROBATCH, 8)
+    assert plan.cuts == ("layers.2",)
+    assert plan.made_for.model == "Net"
+    assert plan.made_for.blocks[0] == "embed"
+    assert str(plan.made_for.inputs[0]) == "args[0] [2, 5] int64"
+    assert len(plan.stage_times) == 2
+    assert plan.stage_times[0][1] == 0.0
+    assert all(p > r > 0 for p, r in zip(plan.peak_memory, plan.resting_memory, strict=True))
+    assert [sorted(group) for group in plan.shared] == [[(0, "embed.weight"), (1, "head.weight")]]
+
+
+def test_a_file_gives_the_plan_back(plan: Plan, tmp_path: Path) -> None:
+    plan.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert loaded == plan
+    assert loaded.built_schedule() == plan.built_schedule()
+    assert loaded.partition is None
+    with pytest.raises(PlanError, match=r"not bound to a model: call plan\.bind\(model, args\)"):
+        loaded.build(0)
+    bound = loaded.bind(net(), tokens())
+    assert bound.wiring == plan.wiring
+    names = {name for stage in range(2) for name, _ in bound.build(stage).named_parameters()}
+    assert names == {name for name, _ in net().named_parameters(remove_duplicate=False)}
+
+
+def test_another_model_or_batch_is_refused(plan: Plan) -> None:
+    with pytest.raises(PlanError, match="plan was made for a Net of 6 blocks, but this Net has 7"):
+        plan.bind(net(5), tokens())
+    with pytest.raises(PlanError, match="plan was made for a Net that begins with 'embed'"):
+        plan.bind(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)), torch.zeros(2, 5))
+    with pytest.raises(
+        PlanError, match=r"microbatches of args\[0\] \[2, 5\] int64, but came args\[0\] \[3, 5\]"
+    ):
+        plan.bind(net(), tokens(3))
+
+
+def test_one_process_trains_as_without_a_plan(plan: Plan) -> None:
+    model, own = net(), net()
+    one = partition(own, tokens(), stages=2, ranks=1, microbatches=2, costs=costs(own))
+    optimizer = sgd(list(model.parameters()))
+    with one.trainer(loss, sgd) as engine:
+        for step in range(2):
+            batch = tokens(4, step)
+            found = engine.step((batch, batch))
+            expected = torch.stack([loss(model(part), part) for part in batch.chunk(2)])
+            expected.mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            torch.testing.assert_close(found, expected.detach())
+    with (
+        one.trainer(loss, sgd) as engine,
+        pytest.raises(
+            autosplit.AutosplitError,
+            match=r"shape \[3, 5\], but the model was captured with \[2, 5\]",
+        ),
+    ):
+        engine.step((tokens(6), tokens(6)))
+
+
+def test_two_processes_train_a_plan_from_a_file(plan: Plan, tmp_path: Path) -> None:
+    """Losses step by step are those of the whole model in one process."""
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    (losses, names), (others, more) = launch(trained, 2, (str(path), 3), timeout=100.0)
+    model = net()
+    optimizer = sgd(list(model.parameters()))
+    for step in range(3):
+        batch = tokens(8, step)
+        expected = torch.stack([loss(model(part), part) for part in batch.chunk(4)])
+        expected.mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.testing.assert_close(losses[step], expected.detach(), rtol=1e-5, atol=1e-6)
+        assert torch.equal(losses[step], others[step])
+    assert "layers.0.up.weight" in names
+    assert "layers.3.up.weight" in more
+    assert {*names, *more} == {name for name, _ in model.named_parameters(remove_duplicate=False)}
+
+
+def test_ranks_that_measure_cut_alike() -> None:
+    first, second = launch(cut_alike, 2, timeout=100.0)
+    assert first == second
+    assert len(first) == 1
+
+
+def test_cut_at(plan: Plan) -> None:
+    model = net()
+    by_hand = partition(model, tokens(), cut_at=["layers.1"], costs=costs(model))
+    assert by_hand.cuts == ("layers.1",)
+    assert by_hand.predicted_step > 0.0
+    assert by_hand.microbatches == 4
+    inside = partition(model, tokens(), cut_at=["layers.1.down"], costs="estimate")
+    assert len(inside.cuts) == 1
+    assert Plan.bind(inside, net(), tokens()).cuts == inside.cuts
+
+
+def test_options_of_partition_have_effects() -> None:
+    model = net()
+    known = costs(model)
+    free = partition(model, tokens(), stages=2, microbatches=4, costs=known)
+    other = partition(model, tokens(), stages=2, microbatches=2, schedule="gpipe", costs=known)
+    assert (other.schedule, other.microbatches) == ("gpipe", 2)
+    assert partition(model, tokens(), stages=4, ranks=2, schedule="zb-v", costs=known).ranks == 2
+    lean = partition(model, tokens(), stages=2, memory="lean", costs=known)
+    assert lean.memory == "lean"
+    plain = partition(model, tokens(), stages=2, costs=known, limits=Limits(optimizer_state=0.0))
+    assert max(plain.peak_memory) < max(free.peak_memory)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({}, PlanError, r"say how many stages: stages=N, or where they begin: cut_at=\[\.\.\.\]"),
+        ({"stages": 9}, PlanError, "Net has blocks for 1 to 6 stages, got stages=9"),
+        ({"stages": 3, "cut_at": ["layers.1"]}, PlanError, "which gives 2 stages, but stages=3"),
+        ({"cut_at": ["layers.9"]}, PlanError, "cut_at='layers.9' is no module that the forward"),
+        ({"stages": 2, "costs": "guess"}, PlanError, "unknown costs 'guess'; known: profile"),
+        ({"stages": 2, "schedule": "zigzag"}, ScheduleError, "unknown schedule 'zigzag'"),
+        ({"stages": 2, "limits": Limits(10.0)}, CapError, "the least cap that does is"),
+    ],
+    ids=str,
+)
+def test_bad_input(options: dict[str, object], error: type[Exception], message: str) -> None:
+    model = net()
+    given = {"costs": costs(model), **options}
+    with pytest.raises(error, match=message):
+        partition(model, tokens(), **given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": "other"}, 'is no plan: expected JSON with "format"'),
+        ({"cuts": None}, "is no whole plan: it lacks 'cuts'"),
+        ({"colour": "red"}, "is no whole plan: it has the unknown 'colour'"),
+        ({"made_for": {}}, "is no whole plan: KeyError"),
+    ],
+    ids=str,
+)
+def test_a_file_that_is_no_plan(
+    plan: Plan, tmp_path: Path, change: dict[str, object], message: str
+) -> None:
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    data = json.loads(path.read_text()) | change
+    path.write_text(json.dumps({name: each for name, each in data.items() if each is not None}))
+    with pytest.raises(PlanError, match=message):
+        Plan.load(path)
+
+
+def test_a_file_whose_schedule_cannot_run(plan: Plan, tmp_path: Path) -> None:
+    broken = dataclasses.replace(plan, actions=tuple(reversed(plan.actions)))
+    broken.save(tmp_path / "plan.json")
+    with pytest.raises(ScheduleError):
+        Plan.load(tmp_path / "plan.json")
+    with pytest.raises(PlanError, match="cannot read a plan from"):
+        Plan.load(tmp_path / "nothing.json")
