@@ -17,13 +17,14 @@ from ..theory import BY_LABEL, PUBLISHED_RANKS, PUBLISHED_THROUGHPUT, PaperSched
 
 EQUAL = "F = I = W"
 TIMEOUT = 900.0
+KEYS = ("measured", "simulated")
 
 
 def measure(settings: Settings, stages: Rows) -> Iterator[dict[str, Any]]:
     """A row for each N, family, schedule and variant; ``stages``: as `stages.measure` gives."""
     chosen = [BY_LABEL[label] for label in settings.schedules]
     ratios: dict[str, Times] = {EQUAL: (1.0, 1.0, 1.0)}
-    for row in stages:
+    for row in (row for row in stages if row["name"] in settings.families):
         ratios[row["name"]] = (row["ms"]["F"], row["ms"]["I"], row["ms"]["W"])
     for ranks in settings.ranks:
         scaled = {family: _times(ratio, settings, ranks) for family, ratio in ratios.items()}
@@ -90,14 +91,11 @@ def render(rows: Mapping[str, Rows]) -> str:
     cells = []
     for family, label in dict.fromkeys((row["family"], row["label"]) for row in mine):
         pairs = [
-            [found[count, family, label, variant] for variant in ("fused", "split")]
+            (found.get((count, family, label, "fused")), found.get((count, family, label, "split")))
             for count in counts
         ]
-        cells.append(
-            [family, label]
-            + [f"{fused['measured'] / split['measured']:.3f}x" for fused, split in pairs]
-            + [f"{fused['simulated'] / split['simulated']:.3f}x" for fused, split in pairs]
-        )
+        ratios = [_ratio(fused, split, key) for key in KEYS for fused, split in pairs]
+        cells.append([family, label, *ratios])
     worst = max(row["measured"] / row["simulated"] for row in mine)
     spread = max(row["spread"] / row["measured"] for row in mine)
     headers = [f"{kind}N={count}" for kind in ("", "simulated, ") for count in counts]
@@ -108,3 +106,8 @@ def render(rows: Mapping[str, Rows]) -> str:
 Measured steps take {worst:.3f} times their simulation at most; the largest spread of a median is
 {spread:.1%}. The paper's {PUBLISHED_THROUGHPUT[1]:.2f}x at N = {PUBLISHED_RANKS} under 1F1B-1 has \
 {float(ideal):.2f}x as its ideal with Ws where the paper puts them."""
+
+
+def _ratio(fused: Mapping[str, Any] | None, split: Mapping[str, Any] | None, key: str) -> str:
+    """Speed-up, or nothing where the pair was not measured at this N."""
+    return f"{fused[key] / split[key]:.3f}x" if fused and split else ""
