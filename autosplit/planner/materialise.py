@@ -49,8 +49,8 @@ def materialise(
     if lacking and values is None:
         raise PlanError(
             f"{', '.join(lacking[:5])}{', ...' if len(lacking) > 5 else ''}: on the meta device, "
-            "and nothing says which values to start with: call initialise() or load(path) on the "
-            "plan before its stages are built"
+            "and nothing says which values to start with: call initialise() or "
+            "load_checkpoint(path) on the plan before its stages are built"
         )
     if values is not None:
         chosen = {n: t for n, t in tensors.items() if t.is_meta or values.replaces(n)}

@@ -19,6 +19,7 @@ from autosplit.pipeline.validate import validate
 from autosplit.pipeline.wiring import Wiring
 from autosplit.planner.initialise import Init
 from autosplit.planner.made_for import MadeFor, inputs_of
+from autosplit.planner.naming import Mismatch
 from autosplit.planner.planfile import read, write
 from autosplit.planner.stages import Partition, cut
 from autosplit.planner.whole import WholeModel
@@ -97,6 +98,10 @@ class Plan:
     def initialise(self, init: Init | None = None, *, seed: int = 0) -> None:
         """See ``Partition.initialise``; of a bound plan."""
         self._bound.initialise(init, seed=seed)
+
+    def load_checkpoint(self, path: str | Path, **options: Any) -> tuple[Mismatch, ...]:
+        """See ``Partition.load_checkpoint``; of a bound plan."""
+        return self._bound.load_checkpoint(path, **options)
 
     @property
     def _bound(self) -> Partition:

@@ -89,7 +89,7 @@ class Partition:
         """
         self._values = Initialiser(self.whole.model, init, seed=seed)
 
-    def load(
+    def load_checkpoint(
         self, path: str | Path, *, strict: bool = True, init: Init | None = None, seed: int = 0
     ) -> tuple[Mismatch, ...]:
         """Have stages that are built from now on start with a checkpoint's values.
@@ -112,7 +112,8 @@ class Partition:
 
     def build(self, index: int) -> nn.Module:
         """The module of a stage, with the model's own parameters and buffers. What the model has on
-        the meta device is here on the CPU, with the values that ``initialise`` or ``load`` chose.
+        the meta device is here on the CPU, with the values that ``initialise`` or
+        ``load_checkpoint`` chose.
 
         It runs the forward as it is in training and as it is in evaluation; the mode in which
         the model was not captured is captured now, the first time that a stage is built.

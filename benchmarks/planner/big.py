@@ -16,7 +16,7 @@ import torch
 
 from autosplit.planner.device import Device, device_named, measure_device
 from autosplit.planner.estimate import estimate
-from autosplit.planner.skeleton import skeleton, stand_ins
+from autosplit.planner.skeleton import skeleton
 from autosplit.planner.solve import solve
 from autosplit.planner.specimen import Conditions
 from autosplit.planner.whole import WholeModel
@@ -44,8 +44,7 @@ def plan(device: str, *, tiny: bool) -> dict[str, Any]:
     start = time.perf_counter()
     family = FAMILIES["llama"](**(TINY if tiny else PAPER)["llama"])
     model = skeleton(family.build)
-    with stand_ins(model):
-        whole = WholeModel.capture(model, family.example())
+    whole = WholeModel.capture(model, family.example())
     captured = time.perf_counter()
     here = device == "this CPU"
     rates: Device = measure_device() if here else device_named(device)

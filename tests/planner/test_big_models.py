@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import autosplit
 from autosplit import PlanError
 from autosplit.pipeline import PipelineTrainer
 from autosplit.planner import Partition, WholeModel, cut
@@ -121,7 +122,9 @@ def test_a_user_may_fill_in_the_values() -> None:
 
 
 def test_a_skeleton_needs_values() -> None:
-    with pytest.raises(PlanError, match=r"embed\.weight.*on the meta device.*load\(path\)"):
+    with pytest.raises(
+        PlanError, match=r"embed\.weight.*on the meta device.*load_checkpoint\(path\)"
+    ):
         partition(skeleton(Model), 2).build(0)
 
 
@@ -131,7 +134,7 @@ def test_stages_load_what_another_cut_saved(tmp_path: Path) -> None:
         save_checkpoint(engine, tmp_path)
         expected = [step(engine, 1), step(engine, 2)]
     found = partition(skeleton(Model), 3)
-    assert found.load(tmp_path) == ()
+    assert found.load_checkpoint(tmp_path) == ()
     with trainer(found, rate=7.0) as engine:
         assert all(torch.equal(v, named(engine)[n]) for n, v in read_checkpoint(tmp_path).items())
         load_checkpoint(engine, tmp_path, optimizer=True)  # the momentum, and the learning rate
@@ -143,6 +146,20 @@ def test_loading_for_a_real_model_overwrites_it(tmp_path: Path) -> None:
         save_checkpoint(engine, tmp_path)
     model = Model()
     found = partition(model, 2)
-    found.load(tmp_path)
+    found.load_checkpoint(tmp_path)
     found.build(0)
     assert torch.equal(model.embed.weight, read_checkpoint(tmp_path)["embed.weight"])
+
+
+def test_a_plan_for_a_skeleton_runs(tmp_path: Path) -> None:
+    torch.save({"more": torch.zeros(1)} | Model().state_dict(), tmp_path / "x.pt")
+    inputs = tokens(0)[: ROWS // 2]
+    plan = autosplit.partition(skeleton(Model), inputs, stages=2, microbatches=2, costs="estimate")
+    plan.initialise(seed=3)
+    values = named(trainer(initialised(3, seed=3)))
+    for index in range(2):
+        built = plan.build(index).state_dict()
+        assert all(torch.equal(value, values[name]) for name, value in built.items())
+    assert [m.name for m in plan.load_checkpoint(tmp_path / "x.pt", strict=False)] == ["more"]
+    saved = read_checkpoint(tmp_path / "x.pt")
+    assert torch.equal(plan.build(0).get_parameter("embed.weight"), saved["embed.weight"])
