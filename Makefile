@@ -20,7 +20,7 @@ types: $(VENV)/installed
 	$(BIN)/mypy
 
 unit: $(VENV)/installed
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses 2 --dist loadfile
 
 wheel: $(VENV)/installed
 	$(BIN)/python .ci/check_wheel.py
