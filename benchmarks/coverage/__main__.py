@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from ..command import parse
 from ..environment import describe
 from ..results import Results, Rows, sources
 from .examine import examine
@@ -35,7 +36,6 @@ Examination = Callable[[], dict[str, Any]]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("parts", nargs="*", help=f"which of {', '.join(PARTS)}; all by default")
     parser.add_argument("--select", default="", help="only cases whose name matches this pattern")
     parser.add_argument("--samples", type=int, default=6, help="inputs for each module at most")
     parser.add_argument("--examples", type=int, default=3000, help="generated modules")
@@ -43,10 +43,7 @@ def main() -> None:
     parser.add_argument(
         "--resume", action="store_true", help="skip what came out well with the same sources"
     )
-    options = parser.parse_args()
-    unknown = sorted(set(options.parts) - set(PARTS))
-    if unknown:
-        parser.error(f"unknown part {unknown[0]!r}; known parts: {', '.join(PARTS)}")
+    options = parse(parser, PARTS)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.getLogger("torch").setLevel(logging.ERROR)  # it logs graph breaks

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from tqdm import tqdm
 
+from ..command import parse
 from ..environment import describe
 from ..results import Results
 from .settings import FAMILIES, SIZES, Settings
@@ -53,7 +54,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("tables", nargs="*", help=f"which of {', '.join(TABLES)}; all by default")
     parser.add_argument("--families", nargs="+", default=[*FAMILIES], choices=FAMILIES)
     parser.add_argument("--schedules", nargs="+", default=[*BY_LABEL], choices=BY_LABEL)
     parser.add_argument("--size", default="small", choices=SIZES)
@@ -67,11 +67,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--training-steps", type=int, default=200)
     parser.add_argument("--pages", action="store_true", help="only write pages anew")
     parser.add_argument("--output", type=pathlib.Path, default=HERE, help="folder to write to")
-    options = parser.parse_args(arguments)
-    unknown = sorted(set(options.tables) - set(TABLES))
-    if unknown:
-        parser.error(f"unknown table {unknown[0]!r}; known tables: {', '.join(TABLES)}")
-    return options
+    return parse(parser, TABLES, "table", arguments)
 
 
 def _command(*tables: str) -> str:

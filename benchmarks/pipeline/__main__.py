@@ -6,6 +6,7 @@ import argparse
 import pathlib
 import shlex
 
+from ..command import parse
 from ..environment import describe
 from ..results import Results
 from .page import PARTS, Settings, page
@@ -17,7 +18,6 @@ HERE = pathlib.Path(__file__).parent
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("parts", nargs="*", help=f"which of {', '.join(PARTS)}; all by default")
     parser.add_argument("--steps", type=int, default=12, help="timed steps of each contender")
     parser.add_argument("--rounds", type=int, default=14, help="rounds of the overhead table")
     parser.add_argument("--soak", type=int, default=2000, help="steps of the soak")
@@ -35,10 +35,7 @@ def main() -> None:
             help=f"of the {whose}' table",
         )
     parser.add_argument("--output", type=pathlib.Path, default=HERE, help="folder to write to")
-    options = parser.parse_args()
-    unknown = sorted(set(options.parts) - set(PARTS))
-    if unknown:
-        parser.error(f"unknown part {unknown[0]!r}; known parts: {', '.join(PARTS)}")
+    options = parse(parser, PARTS)
     options.output.mkdir(parents=True, exist_ok=True)
     settings = Settings(
         options.steps,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 
-from ..part import Part
+from ..part import Part, fill
 from ..results import Results
 from . import compute, engine, fused, memory, overhead, peers, standin
 
@@ -119,14 +119,4 @@ one rank and with messages between two; and a soak of steps that watches the mem
 
 def page(results: Results) -> str:
     """``README.md``."""
-    known = [name for name in PARTS if name in results.parts]
-    environment = next((results.parts[name]["environment"] for name in known), "")
-    return TEMPLATE.format(
-        environment=environment,
-        sections="".join(
-            f"\n## {PARTS[name].title}\n\n{PARTS[name].about}\n\n"
-            f"{PARTS[name].render(results.rows(name))}\n"
-            for name in known
-        ),
-        commands="\n".join(results.parts[name]["commands"][-1] for name in known),
-    )
+    return fill(TEMPLATE, PARTS, results)

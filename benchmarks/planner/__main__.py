@@ -6,6 +6,7 @@ import argparse
 import pathlib
 import shlex
 
+from ..command import parse
 from ..environment import describe
 from ..results import Results
 from .automatic import Amount
@@ -16,15 +17,11 @@ HERE = pathlib.Path(__file__).parent
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("parts", nargs="*", help=f"which of {', '.join(PARTS)}; all by default")
     parser.add_argument("--steps", type=int, default=10, help="timed steps of each way to cut")
     parser.add_argument("--seconds", type=float, default=12.0, help="of profiling, for each model")
     parser.add_argument("--tiny", action="store_true", help="tiny models: only that it works")
     parser.add_argument("--output", type=pathlib.Path, default=HERE, help="folder to write to")
-    options = parser.parse_args()
-    unknown = sorted(set(options.parts) - set(PARTS))
-    if unknown:
-        parser.error(f"unknown part {unknown[0]!r}; known parts: {', '.join(PARTS)}")
+    options = parse(parser, PARTS)
     options.output.mkdir(parents=True, exist_ok=True)
     amount = Amount(options.steps, options.seconds, options.tiny)
     results = Results.read(options.output / "results.json")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..part import Part
+from ..part import Part, fill
 from ..results import Results, Rows
 from . import big
 from .automatic import MICROBATCHES, SCHEDULE, STAGES, Amount, measure
@@ -75,14 +75,4 @@ twice as long.""",
 
 def page(results: Results) -> str:
     """``README.md``."""
-    known = [name for name in PARTS if name in results.parts]
-    environment = next((results.parts[name]["environment"] for name in known), "")
-    return TEMPLATE.format(
-        environment=environment,
-        sections="".join(
-            f"\n## {PARTS[name].title}\n\n{PARTS[name].about}\n\n"
-            f"{PARTS[name].render(results.rows(name))}\n"
-            for name in known
-        ),
-        commands="\n".join(results.parts[name]["commands"][-1] for name in known),
-    )
+    return fill(TEMPLATE, PARTS, results)

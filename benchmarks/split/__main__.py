@@ -10,6 +10,7 @@ import warnings
 
 from tqdm import tqdm
 
+from ..command import parse
 from ..environment import describe
 from ..results import Results
 from .allocator import restart_keeping
@@ -42,7 +43,6 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("parts", nargs="*", help=f"which of {', '.join(PARTS)}; all by default")
     parser.add_argument("--models", nargs="+", default=[*SIZES["small"]], choices=SIZES["small"])
     parser.add_argument("--threads", nargs="+", type=int, help="1 and 2 by default; 1 on CUDA")
     parser.add_argument("--rounds", type=int, default=15, help="timed microbatches of each")
@@ -50,10 +50,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--size", choices=SIZES, help="small by default; large on CUDA")
     parser.add_argument("--output", type=pathlib.Path, default=HERE, help="folder to write to")
     parser.add_argument("--as-it-comes", action="store_true", help="leave malloc as it is")
-    options = parser.parse_args()
-    unknown = sorted(set(options.parts) - set(PARTS))
-    if unknown:
-        parser.error(f"unknown part {unknown[0]!r}; known parts: {', '.join(PARTS)}")
+    options = parse(parser, PARTS)
     options.threads = options.threads or ([1] if options.device == "cuda" else [1, 2])
     options.size = options.size or ("large" if options.device == "cuda" else "small")
     return options

@@ -90,40 +90,37 @@ class Family:
 def llama_family(**overrides: object) -> Family:
     """A decoder learns to predict the next byte of English text; settings: LlamaSettings."""
     settings = configure(LlamaSettings, overrides)
-    return Family(
-        settings,
-        functools.partial(build_llama, settings),
-        language_loss,
-        functools.partial(text.batch, seq=settings.seq),
-        settings.seq,
-        tuple(f"model.layers.{number}" for number in range(settings.layers)),
-    )
+    return _language(settings, functools.partial(build_llama, settings), "model.layers")
 
 
 def bert_family(**overrides: object) -> Family:
     """An encoder learns to restore masked bytes of English text; settings: BertSettings."""
     settings = configure(BertSettings, overrides)
-    return Family(
-        settings,
-        functools.partial(build_bert, settings),
-        language_loss,
-        functools.partial(text.masked_batch, seq=settings.seq),
-        settings.seq,
-        tuple(f"bert.encoder.layer.{number}" for number in range(settings.layers)),
-    )
+    build = functools.partial(build_bert, settings)
+    return _language(settings, build, "bert.encoder.layer", text.masked_batch)
 
 
 def mamba_family(**overrides: object) -> Family:
     """A state-space model learns to predict the next byte of English text; settings:
     MambaSettings."""
     settings = configure(MambaSettings, overrides)
+    return _language(settings, functools.partial(build_mamba, settings), "backbone.layers")
+
+
+def _language(
+    settings: LlamaSettings | BertSettings | MambaSettings,
+    build: Callable[[], nn.Module],
+    layers: str,
+    batch: Callable[..., Batch] = text.batch,
+) -> Family:
+    """A model of text whose layers are the children of the module ``layers``."""
     return Family(
         settings,
-        functools.partial(build_mamba, settings),
+        build,
         language_loss,
-        functools.partial(text.batch, seq=settings.seq),
+        functools.partial(batch, seq=settings.seq),
         settings.seq,
-        tuple(f"backbone.layers.{number}" for number in range(settings.layers)),
+        tuple(f"{layers}.{number}" for number in range(settings.layers)),
     )
 
 
