@@ -7,6 +7,7 @@ torch release means looking here and there, and nowhere else.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable
 from operator import is_not
 from typing import Any, ParamSpec, TypeVar
@@ -40,6 +41,7 @@ __all__ = [
     "is_gone",
     "register_node",
     "share_state",
+    "storage_users",
     "tree_flatten",
     "tree_unflatten",
     "untraced",
@@ -152,6 +154,14 @@ def is_gone(storage: torch.UntypedStorage) -> Callable[[], bool]:
     """Asks, without keeping the storage, whether no tensor lies in it any more."""
     expired: Callable[[], bool] = StorageWeakRef(storage).expired
     return expired
+
+
+def storage_users(storage: torch.UntypedStorage) -> tuple[int, int]:
+    """How many tensors lie in a storage, views included, and how many names Python has for it.
+
+    Both count what the caller itself has; compare with an answer from the same place.
+    """
+    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
 
 
 class StateReader:

@@ -6,15 +6,13 @@ from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autosplit.pipeline.action import ActionKind
+from autosplit.pipeline.buffers import Buffers
 from autosplit.pipeline.groups import PointToPoint, losing
-from autosplit.pipeline.negotiation import Boundary, Negotiation
-from autosplit.pipeline.routes import Parcel
-from autosplit.pipeline.wiring import Feeds
+from autosplit.pipeline.negotiation import Negotiation, TensorMeta
+from autosplit.pipeline.routes import Parcel, Routes
 
 
 @dataclass
@@ -76,9 +74,9 @@ class Inbox:
     Args:
         link: carries the messages.
         peer: the sender.
-        parcels: what it sends, in its order.
+        routes: what it sends, in its order, and which tensors those are.
         negotiation: where shapes are agreed on.
-        feeds: who feeds whom.
+        buffers: what the messages are received into.
         prefetch: receives kept posted beyond what was taken.
         watch: have ``arrived`` notice messages. Nothing else can tell without ending the
             connection, so a thread waits for them.
@@ -88,22 +86,21 @@ class Inbox:
         self,
         link: PointToPoint,
         peer: int,
-        parcels: tuple[Parcel, ...],
+        routes: Routes,
         negotiation: Negotiation,
-        feeds: Feeds,
+        buffers: Buffers,
         *,
-        device: torch.device,
         prefetch: int,
         watch: bool,
     ) -> None:
         self._peer = peer
         self._timeout = link.timeout
         self._link = link
-        self._parcels = parcels
-        self._place = {parcel: place for place, parcel in enumerate(parcels)}
+        self._routes = routes
+        self._parcels = routes.receives[peer]
+        self._place = {parcel: place for place, parcel in enumerate(self._parcels)}
         self._negotiation = negotiation
-        self._feeds = feeds
-        self._device = device
+        self._buffers = buffers
         self._prefetch = prefetch
         self._watcher = ThreadPoolExecutor(1, f"from rank {peer}") if watch else None
         self._posted = 0
@@ -148,10 +145,10 @@ class Inbox:
         message = self._coming[parcel] = _Message(parcel)
         with losing(f"rank {self._peer}, which makes {parcel}", self._timeout):
             for meta in self._metas(parcel):
-                if parcel.result.kind is not ActionKind.FORWARD and not meta.requires_grad:
+                if meta is None:
                     message.tensors.append(None)
                     continue
-                buffer = torch.empty(meta.shape, dtype=meta.dtype, device=self._device)
+                buffer = self._buffers.take(meta)
                 message.tensors.append(buffer)
                 work = self._link.irecv(buffer, self._peer)
                 if work is not None:
@@ -159,6 +156,11 @@ class Inbox:
         if self._watcher is not None:
             message.arrival = self._watcher.submit(message.wait)
 
-    def _metas(self, parcel: Parcel) -> Boundary:
+    def _metas(self, parcel: Parcel) -> list[TensorMeta | None]:
+        """What comes with a parcel; None for a gradient that is not wanted."""
         agreed = self._negotiation.known[parcel.boundary]
-        return tuple(self._feeds.select(agreed, parcel.boundary, parcel.taker))
+        carried = self._routes.carried(parcel)
+        metas = agreed if carried is None else [agreed[position] for position in carried]
+        if parcel.forward:
+            return list(metas)
+        return [meta if meta.requires_grad else None for meta in metas]

@@ -8,8 +8,8 @@ that is legal for a chain is so for every wiring: what skips a stage arrives ear
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from autosplit.errors import ScheduleError
@@ -32,14 +32,19 @@ class Parcel(NamedTuple):
         return str(self.result)
 
     @property
+    def forward(self) -> bool:
+        """Whether these are outputs, rather than gradients."""
+        return self.result.kind is ActionKind.FORWARD
+
+    @property
     def boundary(self) -> int:
         """The stage whose outputs these are, or the gradients of whose outputs."""
-        return self.result.stage if self.result.kind is ActionKind.FORWARD else self.stage
+        return self.result.stage if self.forward else self.stage
 
     @property
     def taker(self) -> int:
         """The stage at the other end of that boundary."""
-        return self.stage if self.result.kind is ActionKind.FORWARD else self.result.stage
+        return self.stage if self.forward else self.result.stage
 
 
 @dataclass(frozen=True)
@@ -54,12 +59,20 @@ class Routes:
         proven: for what comes, how many of the parcels sent to its maker (the first k of
             ``sends``) that rank must have taken before it could make this one. Once it is here,
             waiting for those sends to complete costs nothing.
+        shared: of outputs that several stages of one other rank take, which travel with each
+            parcel: those that no stage before it is sent. Only parcels that lack some are here.
     """
 
     feeds: Feeds
     sends: Mapping[int, tuple[Parcel, ...]]
     receives: Mapping[int, tuple[Parcel, ...]]
     proven: Mapping[Parcel, int]
+    shared: Mapping[Parcel, tuple[int, ...]] = field(default_factory=dict)
+
+    def carried(self, parcel: Parcel) -> tuple[int, ...] | None:
+        """Which outputs, or gradients of which, travel with a parcel; None for all there are."""
+        found = self.shared.get(parcel)
+        return self.feeds.positions(parcel.boundary, parcel.taker) if found is None else found
 
 
 @dataclass(frozen=True, order=True)
@@ -131,6 +144,12 @@ def routes_of(schedule: Schedule, rank: int, feeds: Feeds | None = None) -> Rout
         sends={peer: parcels for peer, parcels in sends.items() if parcels},
         receives={peer: tuple(parcels) for peer, parcels in receives.items() if parcels},
         proven=proven,
+        shared={
+            parcel: positions
+            for parcels in (*sends.values(), *receives.values())
+            for parcel in parcels
+            for positions in _without_known(parcel, schedule, feeds)
+        },
     )
 
 
@@ -163,6 +182,23 @@ def _sent(schedule: Schedule, source: int, target: int, feeds: Feeds) -> dict[Pa
         for parcel in parcels_of(result_of(action), feeds)
         if schedule.home(parcel.stage, action.microbatch) == target
     }
+
+
+def _without_known(parcel: Parcel, schedule: Schedule, feeds: Feeds) -> Iterator[tuple[int, ...]]:
+    """Which outputs a parcel brings, if its rank was sent others of them for an earlier stage."""
+    stage, wanted = parcel.stage, feeds.positions(parcel.boundary, parcel.taker)
+    if not parcel.forward or wanted is None:
+        return
+    source, microbatch = parcel.result.stage, parcel.result.microbatch
+    rank = schedule.home(stage, microbatch)
+    known = {
+        position
+        for earlier in feeds.targets(source)
+        if earlier < stage and schedule.home(earlier, microbatch) == rank
+        for position in feeds.positions(source, earlier) or ()
+    }
+    if known.intersection(wanted):
+        yield tuple(position for position in wanted if position not in known)
 
 
 def _first_uses(schedule: Schedule, rank: int, feeds: Feeds) -> dict[Parcel, int]:

@@ -1,8 +1,9 @@
 """Tensors between stages, over point-to-point messages or by hand on one rank.
 
-Shapes are agreed on once, so a message is nothing but data. Receives are posted ahead into fresh
-buffers that then belong to the stage; sends are not waited for, and what they send is kept until
-a later message proves that it arrived (see ``routes``) or the step ends.
+Shapes are agreed on once, so a message is nothing but data. Receives are posted ahead into memory
+that belongs to the stage for as long as it keeps a tensor there (see ``buffers``); sends are not
+waited for, and what they send is kept until a later message proves that it arrived (see ``routes``)
+or the step ends. What several stages of another rank take is sent to that rank once.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline.action import Action, ActionKind
+from autosplit.pipeline.buffers import Buffers
 from autosplit.pipeline.groups import PointToPoint
 from autosplit.pipeline.mailbox import Inbox, Outbox
 from autosplit.pipeline.negotiation import Boundary, Negotiation, TensorMeta
@@ -31,6 +33,7 @@ class Transport:
 
     Attributes:
         feeds: who feeds whom.
+        buffers: what messages are received into.
 
     Args:
         routes: what travels where.
@@ -57,24 +60,25 @@ class Transport:
         self._negotiation = negotiation
         self._device = device
         self.feeds = routes.feeds
-        self._proven = routes.proven
+        self.buffers = Buffers(device)
+        self._routes = routes
         self._outboxes = {peer: Outbox(link, peer) for peer in routes.sends}
         self._inboxes = {
             peer: Inbox(
                 link,
                 peer,
-                parcels,
+                routes,
                 negotiation,
-                routes.feeds,
-                device=device,
+                self.buffers,
                 prefetch=prefetch,
                 watch=watch,
             )
-            for peer, parcels in routes.receives.items()
+            for peer in routes.receives
         }
         self._target = {each: peer for peer, parcels in routes.sends.items() for each in parcels}
         self._source = {each: peer for peer, parcels in routes.receives.items() for each in parcels}
         self._here: dict[Parcel, list[Tensor | None]] = {}
+        self._kept: dict[tuple[Action, int], Tensor | None] = {}
 
     def begin(self) -> None:
         """Start a step: post the first receives."""
@@ -89,6 +93,7 @@ class Transport:
         """
         for outbox in self._outboxes.values():
             outbox.drain()
+        self.buffers.settle()
 
     def sender(self, result: Action) -> Send:
         """The call that hands ``result`` (an F's or I's, named by its action) to other stages.
@@ -121,20 +126,51 @@ class Transport:
             return lambda: self._here.pop(parcel), lambda: parcel in self._here
         peer = self._source[parcel]
         inbox, outbox = self._inboxes[peer], self._outboxes.get(peer)
-        proven = self._proven[parcel]
+        proven = self._routes.proven[parcel]
+        complete = self._completion(parcel)
 
         def receive() -> list[Tensor | None]:
             tensors, travelled = inbox.take(parcel)
             if travelled and outbox is not None:
                 outbox.retire(proven)
-            return tensors
+            return tensors if complete is None else complete(tensors)
 
         return receive, lambda: inbox.arrived(parcel)
 
+    def _completion(
+        self, parcel: Parcel
+    ) -> Callable[[list[Tensor | None]], list[Tensor | None]] | None:
+        """From the tensors that came with a parcel to all that its stage takes; None if these are
+        the same and no later stage of this rank takes any. Stages run in order, so what the stages
+        before it were sent is here.
+        """
+        result = parcel.result
+        wanted = self.feeds.positions(parcel.boundary, parcel.taker)
+        if not parcel.forward or wanted is None:
+            return None
+        own = self._routes.carried(parcel) or ()
+        later = {
+            position
+            for stage in self.feeds.targets(result.stage)
+            if stage > parcel.stage and Parcel(result, stage) in self._source
+            for position in self.feeds.positions(result.stage, stage) or ()
+        }
+        if own == wanted and not later.intersection(wanted):
+            return None
+        kept = self._kept
+
+        def complete(tensors: list[Tensor | None]) -> list[Tensor | None]:
+            for position, tensor in zip(own, tensors, strict=True):
+                kept[result, position] = tensor
+            return [
+                kept[result, position] if position in later else kept.pop((result, position))
+                for position in wanted
+            ]
+
+        return complete
+
     def _output_sender(self, result: Action, parcels: Sequence[Parcel]) -> Send:
-        puts = [
-            (self._put(each), self.feeds.positions(result.stage, each.stage)) for each in parcels
-        ]
+        puts = [(self._put(each), self._routes.carried(each)) for each in parcels]
         if len(puts) == 1 and puts[0][1] is None:
             put = puts[0][0]
             return lambda tensors: put(self._outputs(result, tensors))

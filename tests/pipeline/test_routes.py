@@ -17,6 +17,17 @@ from autosplit.pipeline.routes import (
 )
 from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.schedules import build
+from autosplit.pipeline.wiring import Feeds, Source, Wiring
+
+SKIPS = Wiring(
+    inputs=(
+        (Source(None, 0),),
+        (Source(0, 0), Source(0, 1)),
+        (Source(0, 1), Source(1, 0)),
+        (Source(0, 2), Source(0, 0), Source(2, 0)),
+    ),
+    outputs=(3, 1, 1),
+)
 
 
 def _actions(text: str) -> tuple[Action, ...]:
@@ -106,3 +117,22 @@ def test_a_channel_is_a_pair_of_stages() -> None:
     assert not channel_of(Action.parse("0F1"), schedule).local
     with pytest.raises(ScheduleError, match="no stage needs the result of 3F0 from another"):
         channel_of(Action.parse("3F0"), schedule)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_several_stages_of_a_rank_take_travels_with_the_first(rank: int) -> None:
+    """Stages 1 and 3 share rank 1: output 0 comes with what stage 1 takes, not again for 3."""
+    schedule = build("interleaved", 4, 2, ranks=2)
+    routes = routes_of(schedule, rank, Feeds(4, SKIPS))
+    to_first, to_last = (Parcel(Action.parse("0F1"), stage) for stage in (1, 3))
+    assert routes.carried(to_first) == (0, 1)
+    assert routes.carried(to_last) == (2,)
+    # Gradients are added up in the order of the stages, so each travels by itself.
+    assert routes.carried(Parcel(Action.parse("3I1"), 0)) == (0, 2)
+    assert routes.carried(Parcel(Action.parse("1I1"), 0)) == (0, 1)
+
+
+def test_stages_on_ranks_of_their_own_are_each_sent_what_they_take() -> None:
+    routes = routes_of(build("1f1b", 4, 2), 0, Feeds(4, SKIPS))
+    sent = [routes.carried(Parcel(Action.parse("0F1"), stage)) for stage in (1, 2, 3)]
+    assert sent == [(0, 1), (1,), (0, 2)]
