@@ -102,11 +102,11 @@ class _Costs:
         self._model, self._args, self._kwargs = model, args, kwargs
         self._request = request
         self._wholes: dict[int, WholeModel] = {}
-        self._known: dict[tuple[int, str], ModelCosts] = {}
+        self._known: dict[tuple[int, str | int], ModelCosts] = {}
         self._device: Device | None = None
         self._share = request.seconds / settings_of(request.wishes, request.devices, request.batch)
 
-    def __call__(self, size: int, memory: str) -> ModelCosts:
+    def __call__(self, size: int, memory: str | int) -> ModelCosts:
         if (size, memory) not in self._known:
             self._known[size, memory] = self._find(self._whole(size), memory)
         return self._known[size, memory]
@@ -118,7 +118,7 @@ class _Costs:
             self.made_for[size] = made_for(self._wholes[size])
         return self._wholes[size]
 
-    def _find(self, whole: WholeModel, memory: str) -> ModelCosts:
+    def _find(self, whole: WholeModel, memory: str | int) -> ModelCosts:
         conditions = Conditions(backend=self._request.backend, memory=memory)
         if not self._request.estimated:
             return profile(whole, conditions, seconds=self._share)

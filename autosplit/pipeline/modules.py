@@ -2,48 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline.microbatch import Part
+from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.shared import Holder
+from autosplit.pipeline.uncut import Example, Partitioned, Uncut
 from autosplit.pipeline.wiring import Wiring
 
 LossFunction: TypeAlias = Callable[[Any, Any], Tensor]
-Example: TypeAlias = "Tensor | Sequence[Tensor] | Mapping[str, Tensor]"
-"""Example inputs of a whole model: one tensor, several, or keyword arguments by name."""
-
-
-@runtime_checkable
-class Partitioned(Protocol):
-    """A model that is cut into stages, as ``autosplit.partition`` returns one."""
-
-    @property
-    def wiring(self) -> Wiring:
-        """Who feeds whom."""
-        ...
-
-    @property
-    def shared(self) -> Sequence[Sequence[Holder]]:
-        """Parameters that several stages hold: groups of (stage, name)."""
-        ...
-
-    @property
-    def stages(self) -> int:
-        """How many stages there are."""
-        ...
-
-    def build(self, index: int) -> nn.Module:
-        """The module of one stage."""
-        ...
-
-
 Model: TypeAlias = "Sequence[nn.Module] | Callable[[int], nn.Module] | Partitioned | nn.Module"
 
 
@@ -64,55 +37,63 @@ class Stages:
     shared: Sequence[Sequence[Holder]] = ()
 
     @classmethod
-    def of(cls, model: Model, count: int | None, example: Example | None) -> Stages:
-        """The stages of whatever was given, a whole model cut into ``count``.
+    def of(
+        cls,
+        model: Model,
+        count: int | None,
+        example: Example | None = None,
+        planning: Mapping[str, Any] | None = None,
+    ) -> Stages | Uncut:
+        """The stages of whatever was given, a whole model still to be cut into ``count``.
 
         Raises:
             PipelineError: nothing says how many stages there are, or two things say different;
-                or a whole model comes without an example, or an example with anything else.
+                or a whole model comes without an example, or an example or ``planning`` with
+                anything else.
         """
-        stages = _stages_of(model, count, example)
+        if isinstance(model, nn.Module) and not isinstance(model, (nn.ModuleList, Partitioned)):
+            return Uncut.of(model, count, example, planning)
+        for name, value in (("example", example), ("planning", planning)):
+            if value is not None:
+                what = "a model that is already cut" if isinstance(model, Partitioned) else "stages"
+                raise PipelineError(
+                    f"{name} has no effect beside {what}; it is for a whole nn.Module"
+                )
+        stages = _stages_of(model, count)
         if count not in (None, stages.count):
             raise PipelineError(f"got {stages.count} stages, but stages={count}")
         if stages.count < 1:
             raise PipelineError(f"a pipeline needs at least one stage; got {stages.count}")
         return stages
 
+    @classmethod
+    def cut(cls, model: Uncut, schedule: str | Schedule, **known: Any) -> tuple[Stages, Schedule]:
+        """The stages of a whole model, and the schedule that they were cut for.
 
-def _stages_of(model: Model, count: int | None, example: Example | None) -> Stages:
+        Args:
+            model: what ``of`` gave.
+            schedule: a name, of which the schedule is built for the stages' times; or one that is
+                to be run as it is.
+            known: what else is known, by the names that ``autosplit.partition`` has for it.
+
+        Raises:
+            CaptureError: the model cannot be captured in one graph; names the user's line.
+            PlanError: it cannot be cut so; says why.
+        """
+        found = model.cut(schedule=schedule, **known)
+        stages = cls(found.stages, found.build, found.wiring, found.shared)
+        return stages, found.built_schedule()
+
+
+def _stages_of(model: Any, count: int | None) -> Stages:
     if isinstance(model, Partitioned):
-        _refuse(example, "a model that is already cut")
         return Stages(model.stages, model.build, model.wiring, model.shared)
-    if isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList):
-        return _cut(model, count, example)
-    _refuse(example, "stages")
     if not callable(model) or isinstance(model, nn.ModuleList):
         modules = list(model)
         return Stages(len(modules), modules.__getitem__)
     if count is None:
         raise PipelineError("with a function for stages, say how many: stages=N")
     return Stages(count, model)
-
-
-def _cut(model: nn.Module, count: int | None, example: Example | None) -> Stages:
-    """The stages of a whole model."""
-    if count is None or example is None:
-        raise PipelineError(
-            f"a {type(model).__name__} is one module, to be cut into stages: say how many, "
-            "stages=N, and give the inputs of one microbatch as example=...; a module whose "
-            "children are the stages is given as a list, [*module]"
-        )
-    # Imported here: the planner stands above the engine, which runs without it.
-    partition = importlib.import_module("autosplit.planner").partition
-    named = isinstance(example, Mapping)
-    args = () if named else (example,) if isinstance(example, Tensor) else tuple(example)
-    cut: Partitioned = partition(model, args, example if named else None, stages=count)
-    return Stages(cut.stages, cut.build, cut.wiring, cut.shared)
-
-
-def _refuse(example: Example | None, beside: str) -> None:
-    if example is not None:
-        raise PipelineError(f"example has no effect beside {beside}; it is for a whole nn.Module")
 
 
 def own_modules(

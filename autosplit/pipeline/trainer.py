@@ -21,13 +21,7 @@ from autosplit.pipeline.groups import Groups, process_count
 from autosplit.pipeline.microbatch import Batch
 from autosplit.pipeline.mode import Mode
 from autosplit.pipeline.modes import Modes
-from autosplit.pipeline.modules import (
-    Example,
-    LossFunction,
-    Model,
-    Stages,
-    own_modules,
-)
+from autosplit.pipeline.modules import LossFunction, Model, Stages, own_modules
 from autosplit.pipeline.options import (
     check_options,
     check_slices,
@@ -41,6 +35,7 @@ from autosplit.pipeline.shared import Holder, SharedParameters
 from autosplit.pipeline.snapshot import Conditions
 from autosplit.pipeline.timeline import Span, Timeline
 from autosplit.pipeline.tuning import Tuner
+from autosplit.pipeline.uncut import Example, Uncut
 from autosplit.pipeline.update import Update
 from autosplit.pipeline.wiring import Feeds
 
@@ -64,6 +59,8 @@ class PipelineTrainer:
         stages: how many stages there are; required with a function and with a whole model.
         example: the inputs of one microbatch, to cut a whole model with: a tensor, a tuple, or
             a dictionary of keyword arguments. With anything but a whole model not allowed.
+        planning: further options of ``autosplit.partition`` for a whole model, such as ``{"costs":
+            "estimate", "limits": Limits(cap=8e9)}``; what the trainer knows, it hands on itself.
         schedule: a name from ``autosplit.pipeline.schedules.SCHEDULES``, a Schedule, or ``"auto"``:
             measure the first three steps and run the shortest schedule that ``search`` finds for
             them from then on, on the same placement and within the memory that they needed.
@@ -110,6 +107,7 @@ class PipelineTrainer:
         microbatches: int,
         stages: int | None = None,
         example: Example | None = None,
+        planning: Mapping[str, Any] | None = None,
         schedule: str | Schedule = "1f1b",
         split_backward: bool = True,
         weights: str | None = None,
@@ -139,7 +137,7 @@ class PipelineTrainer:
         }
         check_options(autocast, max_grad_norm, timeout, options, stage_factory)
         check_slices(slices, early_weights)
-        whole = Stages.of(model, stages, example)
+        whole = Stages.of(model, stages, example, planning)
         processes = process_count(ranks, whole.count)
         self.schedule: Schedule = choose_schedule(
             schedule,
@@ -151,6 +149,18 @@ class PipelineTrainer:
         )
         given = {name: value for name, value in options.items() if value is not None}
         factory = stage_factory or split_stage(**given)
+        if isinstance(whole, Uncut):
+            by_name = isinstance(schedule, str) and schedule != "auto"
+            whole, self.schedule = Stages.cut(
+                whole,
+                schedule if by_name else self.schedule,
+                microbatches=microbatches,
+                split_backward=split_backward,
+                weights=weights,
+                ranks=processes,
+                autocast=autocast,
+                **{name: given[name] for name in ("backend", "memory") if name in given},
+            )
         self.shared_parameters = (*whole.shared, *shared_parameters)
         self.record = record
         self.device = choose_device(device, processes)

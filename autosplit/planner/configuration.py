@@ -34,7 +34,7 @@ class Configuration:
     microbatch_size: int
     schedule: str
     fused: bool
-    memory: str
+    memory: str | int
     solution: Solution | None = None
     least: float | None = None
     lost: str = ""

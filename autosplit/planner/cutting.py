@@ -13,7 +13,7 @@ from autosplit.errors import PlanError
 from autosplit.planner.balance import StageCost, least_largest, least_uneven
 from autosplit.planner.costs import ModelCosts
 from autosplit.planner.descend import Rank, count, descend, every, first_of
-from autosplit.planner.form import Form
+from autosplit.planner.form import Fixed, Form
 from autosplit.planner.limits import Limits
 from autosplit.planner.order import Order
 from autosplit.planner.pieces import Pieces
@@ -55,7 +55,7 @@ class Task:
     """
 
     def __init__(
-        self, costs: ModelCosts, stages: int, microbatches: int, form: Form, limits: Limits
+        self, costs: ModelCosts, stages: int, microbatches: int, form: Form | Fixed, limits: Limits
     ) -> None:
         if not 1 <= stages <= len(costs.blocks):
             raise PlanError(

@@ -5,20 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from autosplit.compat import tree_flatten
 from autosplit.errors import AutosplitError, PlanError
+from autosplit.pipeline.schedule import Schedule
 from autosplit.planner.configuration import Configuration
 from autosplit.planner.costs import ModelCosts
 from autosplit.planner.estimate import estimate
-from autosplit.planner.form import Form
+from autosplit.planner.form import form_of
 from autosplit.planner.limits import Limits
 from autosplit.planner.making import make_plan
 from autosplit.planner.plan import Plan, made_for
 from autosplit.planner.profile import profile
-from autosplit.planner.solve import Solution, solve, weigh
+from autosplit.planner.solve import CapError, Solution, solve, weigh
 from autosplit.planner.specimen import Conditions
 from autosplit.planner.stages import cut
 from autosplit.planner.whole import WholeModel
@@ -36,17 +38,21 @@ def partition(
     stages: int | None = None,
     cut_at: Sequence[str] | None = None,
     microbatches: int | None = None,
-    schedule: str = "1f1b",
+    schedule: str | Schedule = "1f1b",
     ranks: int | None = None,
-    memory: str = "balanced",
+    split_backward: bool = True,
+    weights: str | None = None,
+    memory: str | int = "balanced",
     backend: str = "eager",
+    autocast: torch.dtype | None = None,
     costs: str | ModelCosts = "profile",
     seconds: float = 10.0,
     limits: Limits | None = None,
 ) -> Plan:
     """Cut a model into stages, so that a step of a schedule is short.
 
-    Where a process group is up, all ranks must call it: rank 0 measures, and all cut alike.
+    Where a process group is up, all ranks must call it, but for ``ranks=1``: rank 0 measures, and
+    all cut alike.
 
     Args:
         model: what to cut; its parameters may be on the meta device.
@@ -56,10 +62,13 @@ def partition(
         cut_at: the modules with which the stages after the first begin, as ``model.layers.8``.
             None: where it makes the step shortest.
         microbatches: M; None: two for each stage.
-        schedule: a key of ``pipeline.SCHEDULES``.
+        schedule: a key of ``pipeline.SCHEDULES``, or a schedule that is to be run as it is.
         ranks: processes, see ``pipeline.build``.
+        split_backward: False for full backwards.
+        weights: where the weight gradients go, see ``pipeline.build``.
         memory: see ``autosplit.split``.
         backend: see ``autosplit.split``.
+        autocast: the dtype of autocast under which the stages are to run, or None.
         costs: ``"profile"`` measures blocks, ``"estimate"`` goes by their FLOPs and bytes; or the
             costs themselves, if they are known.
         seconds: how long to measure.
@@ -91,35 +100,51 @@ def partition(
         )
     total = microbatches or 2 * count
     limits = limits or Limits()
-    form = Form(schedule, ranks)
+    form = form_of(schedule, ranks, split_backward=split_backward, weights=weights)
+    conditions = Conditions(backend=backend, memory=memory, autocast=autocast)
 
     def find() -> Solution:
-        known = _costs(whole, costs, Conditions(backend=backend, memory=memory), seconds)
+        known = _costs(whole, costs, conditions, seconds)
         if firsts is not None:
-            return weigh(known, [first - 1 for first in firsts], total, form, limits)
+            found = weigh(known, [first - 1 for first in firsts], total, form, limits)
+            return _fitting(found, limits)
         return solve(
             known,
             count,
             total,
             schedule,
             ranks=ranks,
+            split_backward=split_backward,
+            weights=weights,
             cap=limits.cap,
             links=limits.links,
             optimizer_state=limits.optimizer_state,
         )
 
-    found = _agreed(find)
+    found = find() if ranks == 1 else _agreed(find)
     one = Configuration(
         count,
         len(found.schedule.ranks),
         total,
         _samples(whole),
-        schedule,
+        form.name,
         not found.schedule.split_backward,
         memory,
         found,
     )
     return make_plan(one, made_for(whole), limits, backend=backend).bound_to(whole)
+
+
+def _fitting(found: Solution, limits: Limits) -> Solution:
+    least = max(found.peaks)
+    if least > limits.cap:
+        raise CapError(
+            f"the stages that cut_at gives do not fit under a cap of {limits.cap:,.0f} bytes a "
+            f"rank; the least cap for them is {least:,.0f}: raise the cap, cut elsewhere, or leave "
+            "cut_at out",
+            least,
+        )
+    return found
 
 
 def _count(stages: int | None, cut_at: Sequence[str] | None) -> int:

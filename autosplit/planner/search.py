@@ -18,7 +18,7 @@ from autosplit.planner.costs import ModelCosts
 from autosplit.planner.solve import CapError, solve
 from autosplit.report.tables import size_text
 
-CostsOf = Callable[[int, str], ModelCosts]
+CostsOf = Callable[[int, str | int], ModelCosts]
 """The costs of the model for microbatches of so many samples under a memory setting."""
 
 MEMORY = ("balanced", "fast", "lean")

@@ -15,7 +15,7 @@ from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.transfer import Transfer
 from autosplit.planner.costs import ModelCosts
 from autosplit.planner.cutting import Task, Way, triples
-from autosplit.planner.form import Form
+from autosplit.planner.form import Fixed, Form, form_of
 from autosplit.planner.limits import Limits
 
 
@@ -56,7 +56,7 @@ def solve(
     costs: ModelCosts,
     stages: int,
     microbatches: int,
-    schedule: str = "1f1b",
+    schedule: str | Schedule = "1f1b",
     *,
     ranks: int | None = None,
     split_backward: bool = True,
@@ -77,7 +77,7 @@ def solve(
         costs: of the model's blocks, for one microbatch.
         stages: N.
         microbatches: M.
-        schedule: a key of ``pipeline.SCHEDULES``.
+        schedule: a key of ``pipeline.SCHEDULES``, or a schedule that is to be run as it is.
         ranks: processes, see ``pipeline.build``.
         split_backward: False for full backwards.
         weights: where the weight gradients go, see ``pipeline.build``.
@@ -93,7 +93,7 @@ def solve(
         ScheduleError: an unknown schedule, one that refuses the counts, or one that runs two
             copies of the stages.
     """
-    form = Form(schedule, ranks, split_backward, weights)
+    form = form_of(schedule, ranks, split_backward=split_backward, weights=weights)
     limits = Limits(math.inf if cap is None else cap, optimizer_state, links or Transfer())
     task = Task(costs, stages, microbatches, form, limits)
     best = task.best(list(task.starts()), refine=refine)
@@ -103,7 +103,7 @@ def solve(
     if best.overflow > 0.0:
         least = float(best.peaks.max())
         raise CapError(
-            f"no cuts into {stages} stages for {schedule!r} with {microbatches} microbatches fit "
+            f"no cuts into {stages} stages for {form.name!r} with {microbatches} microbatches fit "
             f"under a cap of {cap:,.0f} bytes a rank; the least cap that does is {least:,.0f}: "
             "raise the cap, or use more ranks, smaller microbatches, another memory setting, or "
             "a schedule that keeps fewer microbatches",
@@ -116,7 +116,7 @@ def weigh(
     costs: ModelCosts,
     cuts: Sequence[int],
     microbatches: int,
-    form: Form,
+    form: Form | Fixed,
     limits: Limits,
 ) -> Solution:
     """What a step of given cuts is predicted to take, whether they fit under the cap or not.

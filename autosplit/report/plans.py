@@ -215,7 +215,7 @@ def _cells(one: Configuration) -> list[str]:
         str(one.stages),
         str(one.microbatches),
         str(one.microbatch_size),
-        one.memory,
+        str(one.memory),
         f"{1e3 * found.step:,.1f}",
         f"{found.bubble:.1%}",
         size_text(round(max(found.peaks))),

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from planned import even
 from torch import Tensor, nn
 
 from autosplit import partition
+from autosplit.pipeline import PipelineTrainer
 from autosplit.planner import Plan, WholeModel
-from autosplit.planner.costs import ModelCosts
+from autosplit.planner.costs import BlockCost, ModelCosts
 
 WIDTH, MICROBATCH = 16, 2
 
@@ -91,3 +95,36 @@ def trained(path: str, steps: int) -> tuple[list[Tensor], list[str]]:
 def cut_alike() -> tuple[str, ...]:
     """Each process measures a model for itself; all get the same cuts."""
     return partition(net(6), tokens(), stages=2, seconds=0.5).cuts
+
+
+UNEVEN = ModelCosts(
+    tuple(
+        BlockCost(*map(float, times[:3]), 4.0, 3.0, 1.0, float(times[3]))
+        for times in (
+            (3, 1, 2, 7),
+            (5, 4, 1, 2),
+            (4, 1, 1, 7),
+            (2, 6, 1, 8),
+            (4, 6, 4, 1),
+            (4, 3, 6, 5),
+        )
+    ),
+    (2.0,) * 5,
+)
+"""Costs of `net()` for which every schedule has another best cut."""
+
+
+def layers_of_first(**options: Any) -> int:
+    """How many layers the first stage gets that a trainer cuts, and no step of which is run."""
+    given = {"microbatches": 2, "planning": {"costs": UNEVEN}, **options}
+    with PipelineTrainer(net(), loss, sgd, stages=2, example=tokens(), **given) as engine:
+        first = engine.modules.get(0)
+        held = None if first is None else len([*first.get_submodule("layers").children()])
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, held)
+    return next(each for each in found if each is not None)
+
+
+def cut_by_trainers(cases: dict[str, dict[str, Any]]) -> dict[str, int]:
+    """On each rank, the first stages of trainers with these options."""
+    return {name: layers_of_first(**options) for name, options in cases.items()}

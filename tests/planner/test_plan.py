@@ -146,6 +146,11 @@ def test_options_of_partition_have_effects() -> None:
         ({"stages": 2, "costs": "guess"}, PlanError, "unknown costs 'guess'; known: profile"),
         ({"stages": 2, "schedule": "zigzag"}, ScheduleError, "unknown schedule 'zigzag'"),
         ({"stages": 2, "limits": Limits(10.0)}, CapError, "the least cap that does is"),
+        (
+            {"cut_at": ["layers.1"], "limits": Limits(10.0)},
+            CapError,
+            r"stages that cut_at gives do not fit under a cap of 10 bytes a rank; the least .* is",
+        ),
     ],
     ids=str,
 )
