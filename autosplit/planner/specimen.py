@@ -140,18 +140,26 @@ def prepare(
     return Specimen(stage, inputs, size)
 
 
-def own_state(module: nn.Module, device: torch.device, *, blank: bool) -> None:
+def own_state(
+    module: nn.Module, device: torch.device, *, blank: bool, gradients: bool = False
+) -> None:
     """Give the module buffers of its own on ``device``, and parameters where it has none there.
 
-    What is tied stays tied.
+    What is tied stays tied. With ``gradients``, it also gets parameters of its own, with the
+    memory of those it had, so that gradients reach nobody else.
     """
     made: dict[int, Tensor] = {}
     for owner in module.modules():
         for name, parameter in [*owner.named_parameters(recurse=False, remove_duplicate=False)]:
-            if parameter.device == device and not blank:
+            there = parameter.device == device and not blank
+            if there and not gradients:
                 continue
             if id(parameter) not in made:
-                values = _make(parameter, device, blank, _SCALE).detach()
+                values = (
+                    parameter.detach()
+                    if there
+                    else _make(parameter, device, blank, _SCALE).detach()
+                )
                 made[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
             setattr(owner, name, made[id(parameter)])
         for name, buffer in [*owner.named_buffers(recurse=False, remove_duplicate=False)]:

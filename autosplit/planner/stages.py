@@ -121,14 +121,30 @@ class Partition:
         Raises:
             PlanError: there is no such stage, or something on the meta device has no values.
         """
+        self._check(index)
+        return materialise(self._module(index, self._other(index)), self._values)
+
+    def sketch(self, index: int) -> nn.Module:
+        """The module of a stage in the mode of the capture only, with the model's own parameters
+        and buffers; those on the meta device stay there.
+
+        Raises:
+            PlanError: there is no such stage.
+        """
+        self._check(index)
+        return self._module(index, PlanError("a sketch runs only in the mode of the capture"))
+
+    def _check(self, index: int) -> None:
         if not 0 <= index < self.stages:
             raise PlanError(f"there are stages 0 to {self.stages - 1}, got {index}")
+
+    def _module(self, index: int, other: Program | PlanError) -> StageModule:
         training = self.whole.model.training
-        own, other = self._program(index), self._other(index)
+        own = self._program(index)
         module = StageModule(index, *((own, other) if training else (other, own)))
         module.train(training)
         hold_state(module, self.whole.model, self._state.names[index])
-        return materialise(module, self._values)
+        return module
 
     def _program(self, index: int) -> Program:
         program = self._layout.program(index, self._layout.given[index])

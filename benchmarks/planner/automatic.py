@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,16 +14,19 @@ import torch.distributed as dist
 from autosplit.errors import PipelineError
 from autosplit.pipeline.action import ActionKind
 from autosplit.pipeline.launch import launch
-from autosplit.pipeline.simulate import simulate
 from autosplit.pipeline.timeline import Span, median_durations
 from autosplit.pipeline.trainer import PipelineTrainer
+from autosplit.pipeline.transfer import Transfer
 from autosplit.planner.costs import ModelCosts, average
 from autosplit.planner.device import measure_device
 from autosplit.planner.estimate import estimate
 from autosplit.planner.form import Form
+from autosplit.planner.limits import Limits
 from autosplit.planner.links import measure_link
 from autosplit.planner.profile import profile
-from autosplit.planner.solve import solve
+from autosplit.planner.rehearsal import Rehearsal, rehearse
+from autosplit.planner.settle import settle
+from autosplit.planner.solve import Solution, solve, weigh
 from autosplit.planner.specimen import Conditions, distinct
 from autosplit.planner.stages import Partition, cut
 from autosplit.planner.whole import WholeModel
@@ -45,6 +47,7 @@ class Amount:
 
     steps: int = 10
     seconds: float = 12.0  # of profiling
+    rehearsal: float = 3.0  # seconds of timed steps of each way that is rehearsed
     tiny: bool = False
 
 
@@ -64,16 +67,16 @@ def _compare(case: str, amount: Amount) -> dict[str, Any]:
     conditions = Conditions(loss_fn=subject.loss_fn, targets=targets)
     start = time.perf_counter()
     costs = average(_gather(profile(whole, conditions, seconds=amount.seconds)))
-    profiling = time.perf_counter() - start
     links = measure_link()
-    found = solve(costs, STAGES, MICROBATCHES, SCHEDULE, links=links)
-    # A solver's cuts lie behind a block, a partition's before one.
-    chosen = [index + 1 for index in found.cuts]
+    planner = _Planner(whole, conditions, costs, links, amount.rehearsal)
     by_hand = [whole.start(name) for name in names]
+    plans = {"automatic": planner.automatic(), "by hand": planner.given(by_hand)}
+    planning = time.perf_counter() - start
+    if plans["automatic"].firsts == by_hand:
+        del plans["by hand"]
     guess = estimate(whole, conditions, device=_gather(measure_device())[0])
     guessed = [index + 1 for index in solve(guess, STAGES, MICROBATCHES, SCHEDULE).cuts]
-    ways = {"automatic": chosen} | ({} if by_hand == chosen else {"by hand": by_hand})
-    runs = {way: _Run(subject, whole, cuts, costs, links) for way, cuts in ways.items()}
+    runs = {way: _Run(subject, whole, plan) for way, plan in plans.items()}
     for step in range(_WARMUP + amount.steps):
         for run in runs.values():
             run.step(step, counted=step >= _WARMUP)
@@ -82,8 +85,8 @@ def _compare(case: str, amount: Amount) -> dict[str, Any]:
         "name": case,
         "blocks": len(whole.blocks),
         "kinds": len(distinct(whole, conditions)),
-        "profiling": profiling,
-        "even": _most_even(costs),
+        "planning": planning,
+        "even": _most_even(plans["automatic"].costs),
         "estimated": [whole.blocks[index].name for index in guessed],
         "latency": links.latency,
         "bandwidth": links.bandwidth,
@@ -91,38 +94,68 @@ def _compare(case: str, amount: Amount) -> dict[str, Any]:
     }
 
 
+@dataclasses.dataclass(frozen=True)
+class _Planned:
+    """Stages, what blocks alone say of them, and what their rehearsal does."""
+
+    firsts: list[int]
+    profiled: Solution
+    rehearsed: Solution
+    costs: ModelCosts
+
+
+@dataclasses.dataclass(frozen=True)
+class _Planner:
+    """What ``autosplit.partition`` does, with what it passes over on the way."""
+
+    whole: WholeModel
+    conditions: Conditions
+    costs: ModelCosts
+    links: Transfer
+    seconds: float
+
+    def automatic(self) -> _Planned:
+        return self._settled(
+            lambda costs: solve(costs, STAGES, MICROBATCHES, SCHEDULE, links=self.links)
+        )
+
+    def given(self, firsts: list[int]) -> _Planned:
+        return self._settled(lambda costs: self._weighed(costs, firsts))
+
+    def _settled(self, find: Callable[[ModelCosts], Solution]) -> _Planned:
+        found = settle(self.costs, find, self._rehearse)
+        firsts = [cut + 1 for cut in found.solution.cuts]
+        return _Planned(firsts, self._weighed(self.costs, firsts), found.solution, found.costs)
+
+    def _weighed(self, costs: ModelCosts, firsts: list[int]) -> Solution:
+        # A solver's cuts lie behind a block, a partition's before one.
+        cuts = [first - 1 for first in firsts]
+        return weigh(costs, cuts, MICROBATCHES, Form(SCHEDULE), Limits(links=self.links))
+
+    def _rehearse(self, found: Solution) -> Rehearsal:
+        return rehearse(
+            self.whole,
+            [cut + 1 for cut in found.cuts],
+            found.schedule,
+            self.conditions,
+            planned=found.costs.times,
+            seconds=self.seconds,
+        )
+
+
 class _Run:
     """A trainer over one way to cut, and what was measured of it."""
 
-    def __init__(
-        self,
-        subject: Subject,
-        whole: WholeModel,
-        cuts: list[int],
-        costs: ModelCosts,
-        links: Any,
-    ) -> None:
+    def __init__(self, subject: Subject, whole: WholeModel, plan: _Planned) -> None:
         self._subject = subject
-        self._partition: Partition = cut(whole, cuts)
-        ends = [0, *cuts, len(whole.blocks)]
-        stages = [costs.stage(first, last) for first, last in itertools.pairwise(ends)]
-        self._predicted = [stage.times for stage in stages]
-        schedule = Form(SCHEDULE).build(STAGES, MICROBATCHES, self._predicted)
-        message = {index: costs.crossing[end - 1] for index, end in enumerate(cuts)}
-        kinds = (ActionKind.FORWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
-        durations = {
-            (stage, kind): seconds
-            for stage, times in enumerate(self._predicted)
-            for kind, seconds in zip(kinds, times, strict=True)
-        }
-        transfer = dataclasses.replace(links, message_bytes=message)
-        self._step = simulate(schedule, durations, transfer=transfer).makespan
+        self._plan = plan
+        self._partition: Partition = cut(whole, plan.firsts)
         self._trainer = PipelineTrainer(
             self._partition,
             subject.loss_fn,
             lambda parameters: torch.optim.SGD(parameters, lr=0.0),
             microbatches=MICROBATCHES,
-            schedule=schedule,
+            schedule=plan.rehearsed.schedule,
             record=True,
         )
         self._seconds: list[float] = []
@@ -148,8 +181,10 @@ class _Run:
         return {
             "cuts": list(self._partition.names),
             "seconds": self._seconds,
-            "predicted": self._step,
-            "predicted_times": self._predicted,
+            "predicted": self._plan.rehearsed.step,
+            "predicted_times": self._plan.rehearsed.costs.times,
+            "profiled": self._plan.profiled.step,
+            "profiled_times": self._plan.profiled.costs.times,
             "times": [
                 [found.get((stage, ActionKind(kind)), 0.0) for kind in "FIW"]
                 for stage in range(STAGES)

@@ -30,15 +30,18 @@ def _render(rows: Rows) -> str:
 
 ### What the plan foretold
 
-The plan's step is simulated from the profiled blocks and the measured link. Stage times are medians
-of the recorded steps.
+*From blocks* is the step simulated from the profiled blocks and the measured link. *Predicted* is
+what the plan says: the median of the steps that were rehearsed, before training. *Measured* is the
+median of later training steps, with trainers of their own; *spread* is their interquartile range
+over it. Stage times are medians of the recorded steps.
 
 {render_predictions(rows)}
 
 ### Whether blocks add up
 
 F, I and W of the automatic stages: the sum of their blocks as profiled one by one, with one call's
-overhead, and what the trainer then recorded (medians).
+overhead; what the rehearsal recorded; and what the trainer then recorded (medians). The last
+columns are the first two, F + I + W, over the third.
 
 {render_stages(rows)}"""
 
@@ -50,8 +53,10 @@ PARTS: dict[str, Part[Amount]] = {
 Whole models from `examples.families` (small sizes) and two lopsided ones, cut into {STAGES} stages
 for two ranks with one thread each, {SCHEDULE}, M = {MICROBATCHES}, split backward, each schedule
 built for its own stages. By hand: equal counts of layers, the embedding before the first and the
-head after the last. The automatic cut comes from one profile of the model's blocks, which both
-ranks take at once. Both ways then train in one run, alternating step by step; a step is
+head after the last. The automatic cut is found as `autosplit.partition` finds it: both ranks
+profile the model's blocks at once, a few steps of the stages that this leads to are rehearsed, the
+blocks' costs are corrected by them, and so on until they lead to what was rehearsed; the fastest of
+these is kept. Both ways then train in one run, alternating step by step; a step is
 `forward_backward`, without the optimizer's update. Ratios are medians over pairs of steps, the
 spread is their interquartile range. The last column is where a plan from FLOPs and bytes would cut,
 without any profile.""",

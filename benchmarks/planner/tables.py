@@ -40,8 +40,10 @@ def render_predictions(rows: Rows) -> str:
     headers = [
         "model",
         "cut",
+        "from blocks ms",
         "predicted ms",
         "measured ms",
+        "spread",
         "predicted / measured",
         "slowest / mean stage",
         "most even cut",
@@ -55,21 +57,22 @@ the last column is the least that any cut of these blocks is predicted to have."
 
 
 def render_stages(rows: Rows) -> str:
-    """F, I and W of stages: what their blocks add up to, and what was measured."""
+    """F, I and W of stages: what their blocks add up to, what was rehearsed, what was measured."""
     cells = []
     for row in rows:
-        measured = row["automatic"]["times"]
-        for stage, times in enumerate(row["automatic"]["predicted_times"]):
-            pairs = list(zip(times, measured[stage], strict=True))
+        found = row["automatic"]
+        for stage, measured in enumerate(found["times"]):
+            three = [found[key][stage] for key in ("profiled_times", "predicted_times", "times")]
+            parts = zip(*three, strict=True)
             cells.append(
                 [
                     row["name"],
                     str(stage),
-                    *(f"{1e3 * ours:.1f} / {1e3 * theirs:.1f}" for ours, theirs in pairs),
-                    f"{sum(times) / sum(measured[stage]):.3f}",
+                    *(" / ".join(f"{1e3 * seconds:.1f}" for seconds in part) for part in parts),
+                    *(f"{sum(times) / sum(measured):.3f}" for times in three[:2]),
                 ]
             )
-    return table(["model", "stage", "F ms", "I ms", "W ms", "sum"], cells)
+    return table(["model", "stage", "F ms", "I ms", "W ms", "blocks", "rehearsed"], cells)
 
 
 def _step(row: dict[str, Any]) -> list[str]:
@@ -103,12 +106,15 @@ def _prediction(row: dict[str, Any], way: str) -> list[str]:
     ratio = _predicted(found)
     stages = [sum(times) for times in found["times"]]
     uneven = max(stages) / statistics.fmean(stages)
+    low, middle, high = statistics.quantiles(found["seconds"], n=4)
     fine = way != "automatic" or uneven <= EVEN or row["even"] > EVEN
     return [
         row["name"],
         way,
+        f"{1e3 * found['profiled']:.0f}",
         f"{1e3 * found['predicted']:.0f}",
-        f"{1e3 * statistics.median(found['seconds']):.0f}",
+        f"{1e3 * middle:.0f}",
+        f"{(high - low) / middle:.0%}",
         _mark(f"{ratio:.3f}", abs(ratio - 1.0) <= NEAR),
         _mark(f"{uneven:.3f}", fine),
         f"{row['even']:.3f}",

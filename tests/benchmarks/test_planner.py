@@ -16,7 +16,7 @@ from benchmarks.results import Results
 
 
 def test_a_model_is_cut_both_ways_and_measured(tmp_path: Path) -> None:
-    amount = Amount(steps=2, seconds=0.2, tiny=True)
+    amount = Amount(steps=2, seconds=0.2, rehearsal=0.1, tiny=True)
     (row,) = measure(amount, ["convolutional pyramid"])
     found = row["automatic"]
     assert len(found["cuts"]) == 1
@@ -46,6 +46,8 @@ def _row(**changes: Any) -> dict[str, Any]:
         "seconds": [12.0, 12.0, 12.0],
         "predicted": 12.0,
         "predicted_times": times,
+        "profiled": 12.0,
+        "profiled_times": times,
         "times": times,
     }
     common = {"name": "llama", "blocks": 4, "kinds": 3, "even": 1.0, "estimated": ["b"]}
