@@ -19,10 +19,10 @@ from .compile import Backend, backend_named, prepare
 from .errors import CaptureError, SplitError
 from .first_call import materialise, settle
 from .functions import SplitFunctions
-from .passes import PassError, memory_setting, run
+from .passes import PassError, SplitGraphs, memory_setting, run
 
 if TYPE_CHECKING:
-    from .capture import Capture
+    from .capture import Capture, Shelf
 
 # Dynamo's settings and Python's warning filters, both changed while tracing, belong to the
 # process: two threads must not trace at once.
@@ -41,7 +41,8 @@ def trace(
     """Capture, split and compile a module for inputs like these.
 
     With ``AUTOSPLIT_DUMP=dir`` in the environment every stage of the pass pipeline is
-    written below ``dir``, a numbered folder for each traced module.
+    written below ``dir``, a numbered folder for each traced module. Otherwise what was made of
+    an equal graph before, in any process, is taken from disk (``capture.shelf``).
 
     Raises:
         CaptureError: the module cannot be traced.
@@ -52,14 +53,36 @@ def trace(
     compiler = backend_named(backend)
     check_memory(memory)
     with _TRACING, _undrawn():
-        traced = _capture(module, args, kwargs, compiler)
-        prepare(traced.joint, compiler)
+        dump = _dump_folder(module)
+        shelf = None if dump else _shelf(backend, memory)
+        traced = _capture(module, args, kwargs, compiler, shelf)
         try:
-            graphs = run(traced.joint, memory=memory, dump=_dump_folder(module))
-            return SplitFunctions(traced, graphs, compiler)
+            return SplitFunctions(traced, _split(traced, compiler, memory, dump, shelf), compiler)
         except PassError as error:
             name = type(module).__name__
             raise SplitError(f"{name} was captured but cannot be split: {error}") from error
+
+
+def _shelf(backend: str, memory: str | int) -> Shelf | None:
+    from .capture import Shelf
+
+    return Shelf.open(backend, repr(memory_setting(memory)))
+
+
+def _split(
+    traced: Capture,
+    compiler: Backend,
+    memory: str | int,
+    dump: pathlib.Path | None,
+    shelf: Shelf | None,
+) -> SplitGraphs:
+    if traced.split is not None:
+        return traced.split
+    prepare(traced.joint, compiler)
+    graphs = run(traced.joint, memory=memory, dump=dump)
+    if shelf and traced.key:
+        shelf.keep(traced.key, graphs)
+    return graphs
 
 
 def check_memory(memory: str | int) -> None:
@@ -71,7 +94,11 @@ def check_memory(memory: str | int) -> None:
 
 
 def _capture(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], backend: Backend
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    backend: Backend,
+    shelf: Shelf | None,
 ) -> Capture:
     # Dynamo takes over a second to import; a program that never traces should not pay for it.
     from .capture import PythonStateError, capture, first_call_differs
@@ -79,7 +106,7 @@ def _capture(
     materialise(module, args, kwargs)
     decompositions = backend.decompositions
     try:
-        return capture(module, args, kwargs, decompositions)
+        return capture(module, args, kwargs, decompositions, shelf)
     except CaptureError as error:
         if not isinstance(error, PythonStateError) and not first_call_differs(module, args, kwargs):
             raise
@@ -92,7 +119,7 @@ def _capture(
             raise error from None
         capture(twin, args, kwargs, decompositions)
         settle(module, args, kwargs)
-        return capture(module, args, kwargs, decompositions)
+        return capture(module, args, kwargs, decompositions, shelf)
 
 
 @contextlib.contextmanager

@@ -53,7 +53,7 @@ def test_passes_know_nothing_of_autosplit() -> None:
 
 ORDER = [
     ["errors", "passes", "compat", "compat_leaves"],
-    ["structures", "first_call", "face", "compat_inductor"],
+    ["structures", "first_call", "face", "store", "compat_inductor"],
     ["capture"],
     ["autocast", "compile", "handover", "accumulation", "dependence"],
     ["gradients"],

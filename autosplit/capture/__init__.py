@@ -18,6 +18,7 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
 
 from ..compat import TreeSpec, flatten_named, tree_flatten, tree_unflatten
+from ..passes import SplitGraphs
 from ..structures import hold
 from .as_eager import as_eager
 from .export import Guards, export
@@ -26,9 +27,10 @@ from .observers import unobserved
 from .reasons import user_errors
 from .recurrent import divide_layers
 from .roles import Names, canonical_names, with_roles
+from .shelf import Foreseen, Shelf
 from .side_effects import PythonStateError, first_call_differs
 
-__all__ = ["Capture", "Guards", "PythonStateError", "capture", "first_call_differs"]
+__all__ = ["Capture", "Guards", "PythonStateError", "Shelf", "capture", "first_call_differs"]
 
 Decompositions = dict[Any, Callable[..., Any]] | None
 
@@ -45,6 +47,8 @@ class Capture:
         outputs: path of every leaf of the result.
         output_spec: how the leaves make up the module's result.
         guards: whether the graph still fits the module, asked before every use.
+        split: what was made of the joint graph before, where that was kept.
+        key: under which to keep what is made of it; None where it cannot be told from others.
     """
 
     joint: fx.GraphModule
@@ -52,6 +56,8 @@ class Capture:
     outputs: tuple[str, ...]
     output_spec: TreeSpec
     guards: Guards
+    split: SplitGraphs | None = None
+    key: str | None = None
 
 
 def capture(
@@ -59,6 +65,7 @@ def capture(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     decompositions: Decompositions = None,
+    shelf: Shelf | None = None,
 ) -> Capture:
     """Trace ``module(*args, **kwargs)`` without running it on real data.
 
@@ -71,6 +78,7 @@ def capture(
         args: example positional inputs.
         kwargs: example keyword inputs.
         decompositions: operators to trace through, for a backend that wants them so.
+        shelf: where to look for what was made of the same graph before.
 
     Raises:
         CaptureError: the module cannot be traced into one graph; names the user's line.
@@ -78,6 +86,14 @@ def capture(
     with user_errors(module), _same_tensors(module), traced_as_run(), unobserved():
         exported, guards = export(module, args, kwargs)
         divide_layers(exported)
+        inputs = tuple(_input_name(name) for name, _ in flatten_named("", (args, kwargs)))
+        foreseen = _foresee(exported, args, kwargs) if shelf else None
+        key = split = None
+        if shelf and foreseen:
+            key = shelf.key(module, exported, (args, kwargs), foreseen, decompositions)
+            split = shelf.find(key, exported.meta["fake_mode"]) if key else None
+        if split and foreseen:
+            return Capture(split.joint, inputs, foreseen.names, foreseen.spec, guards, split, key)
         results = _Results(exported)
         joint = _joint(module, exported, args, kwargs, decompositions)
         aliased = [
@@ -88,11 +104,25 @@ def capture(
         if aliased:
             results.copied.update(aliased)
             joint = _joint(module, exported, args, kwargs, decompositions)
-    inputs = tuple(name for name, _ in flatten_named("", (args, kwargs)))
-    inputs = tuple(_input_name(name) for name in inputs)
-    names = Names(canonical_names(module), inputs, results.names)
-    graph = with_roles(joint.graph_module, names)
-    return Capture(graph, inputs, results.names, joint.out_spec, guards)
+    if foreseen and (foreseen.names, foreseen.spec) != (results.names, joint.out_spec):
+        key = None
+    graph = with_roles(joint.graph_module, Names(canonical_names(module), inputs, results.names))
+    return Capture(graph, inputs, results.names, joint.out_spec, guards, key=key)
+
+
+def _foresee(
+    exported: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Foreseen | None:
+    """The results as tracing will find them, without tracing; None where that cannot be told."""
+    codegen: Any = exported.graph._codegen
+    outputs: Any = exported.graph.output_node().args[0]
+    values = [node.meta.get("val") if isinstance(node, fx.Node) else node for node in outputs]
+    try:
+        tree = hold(codegen.dynamo_bytecode_unflatten(values, (*args, *kwargs.values())))
+    except Exception:  # the user's classes are put together from tensors without data here
+        return None
+    leaves, spec = tree_flatten(tree)
+    return Foreseen(tuple(name for name, _ in flatten_named("output", tree)), leaves, spec)
 
 
 def _joint(

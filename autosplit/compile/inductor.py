@@ -35,7 +35,10 @@ class Inductor:
     compiles_slowly = True
 
     def __init__(self) -> None:
+        from .. import compat_inductor
+
         self.generated: dict[str, str] = {}
+        self._preparation = compat_inductor.Preparation()
 
     @property
     def decompositions(self) -> dict[Any, Callable[..., Any]]:
@@ -60,6 +63,7 @@ class Inductor:
         computed = [at for at, (_, value) in enumerate(returned) if isinstance(value, fx.Node)]
         results = [returned[at] for at in computed]
         roles = list(inputs(module.graph))
+        self._preparation.finish()
         compiled = compat_inductor.compile_module(
             copy,
             is_backward=name != "forward",

@@ -1,0 +1,77 @@
+"""Bytes by key, each in a file of its own, in a folder that only the user can write to."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import pathlib
+import stat
+import tempfile
+
+_DIGEST = hashlib.sha256().digest_size
+
+log = logging.getLogger(__name__)
+
+
+class Store:
+    """Keeps what may be lost: whatever cannot be read, or is not what was written, is not there.
+
+    Several processes may read and write one folder: a file appears whole or not at all.
+
+    Args:
+        folder: is made, for its owner only, when it is first written to. One that is somebody
+            else's, or that others may write to, is not used.
+    """
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self._folder = folder
+
+    def read(self, key: str) -> bytes | None:
+        """What was written under a key; None where there is nothing sound."""
+        try:
+            if not self._is_own():
+                return None
+            content = (self._folder / key).read_bytes()
+        except OSError:
+            return None
+        digest, data = content[:_DIGEST], content[_DIGEST:]
+        if hashlib.sha256(data).digest() != digest:
+            log.warning("%s is damaged; it is made again", self._folder / key)
+            return None
+        return data
+
+    def write(self, key: str, data: bytes) -> None:
+        """Keep something; a folder that cannot be written to (a full disk) keeps nothing."""
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not self._is_own():
+                return
+            handle, name = tempfile.mkstemp(dir=self._folder, prefix=".")
+            try:
+                with os.fdopen(handle, "wb") as file:
+                    file.write(hashlib.sha256(data).digest() + data)
+                os.replace(name, self._folder / key)
+            except OSError:
+                os.unlink(name)
+                raise
+        except OSError as error:
+            log.warning("nothing can be kept in %s: %s", self._folder, error)
+
+    def _is_own(self) -> bool:
+        """Whether the folder is the user's, nobody else may write to it, and the folder that it
+        is in is the user's or the system's.
+        """
+        found, above = os.lstat(self._folder), os.stat(self._folder.parent)
+        if not hasattr(os, "geteuid"):  # Windows: folders below the user's are the user's
+            return stat.S_ISDIR(found.st_mode)
+        me, shared = os.geteuid(), found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        is_mine = stat.S_ISDIR(found.st_mode) and found.st_uid == me and above.st_uid in {me, 0}
+        if is_mine and not shared:
+            return True
+        log.warning(
+            "%s is not used: it must be a folder that belongs to you and that nobody else may "
+            "write to (chmod 700)",
+            self._folder,
+        )
+        return False

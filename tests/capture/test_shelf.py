@@ -1,0 +1,261 @@
+"""Split graphs kept on disk: found again where everything is equal, and only there."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import pickle
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+import autosplit
+from autosplit.capture import circumstances
+from autosplit.capture.archive import NoArchiveError, unpack
+from autosplit.capture.shelf import VARIABLE
+from autosplit.passes import codegen
+from autosplit.tracing import DUMP_VARIABLE
+
+
+class Model(nn.Module):
+    """Has a norm with statistics, a dropout, a view as an output and a gradient in I."""
+
+    def __init__(self, scale: float = 2.0) -> None:
+        super().__init__()
+        self.scale = scale
+        self.first = nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.second = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        x = self.norm(torch.relu(self.first(x)) * self.scale)
+        y = nn.functional.dropout(self.second(x), 0.5, self.training)
+        return {"y": y, "row": y[0]}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "kept"))
+    return tmp_path / "kept"
+
+
+def trace(
+    model: nn.Module | None = None, x: Tensor | None = None, memory: str = "balanced"
+) -> tuple[int, int, int]:
+    """Split a model; how many graphs were found, not found and passed by."""
+    before = counters["autosplit"].copy()
+    with torch.random.fork_rng():
+        model = model or Model()
+        x = torch.ones(4, 8, requires_grad=True) if x is None else x
+    autosplit.split(model, (x,), memory=memory)
+    after = counters["autosplit"] - before
+    return after["graph_hit"], after["graph_miss"], after["graph_bypass"]
+
+
+HIT, MISS, BYPASS = (1, 0, 0), (0, 1, 0), (0, 0, 1)
+
+
+def step(model: nn.Module) -> list[Tensor]:
+    """Gradients of a step, and what else it leaves."""
+    torch.manual_seed(1)
+    split = autosplit.split(model)
+    x = torch.randn(4, 8, requires_grad=True)
+    results = split(x)
+    (results["y"].square().sum() + results["row"].sum()).backward()
+    split.backward_weight()
+    found = [*(p.grad for p in model.parameters()), x.grad, *model.buffers(), results["y"]]
+    return [tensor for tensor in found if tensor is not None]
+
+
+def test_what_is_read_back_is_what_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    def graphs() -> dict[str, str]:
+        (functions,) = autosplit.split(Model(), (torch.ones(4, 8, requires_grad=True),)).functions
+        named = functions.graphs.graphs().items()
+        return {name: codegen.generate(name, module) for name, module in named}
+
+    before = counters["autosplit"]["graph_hit"]
+    assert graphs() == graphs()
+    torch.manual_seed(0)
+    read = step(Model())
+    assert counters["autosplit"]["graph_hit"] == before + 2
+    monkeypatch.setenv(VARIABLE, "0")
+    torch.manual_seed(0)
+    made = step(Model())
+    assert len(made) == len(read) == 11
+    assert all(map(torch.equal, made, read))
+
+
+PROGRAM = """
+import torch, autosplit
+from torch._dynamo.utils import counters
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+split = autosplit.split(model)
+split(torch.ones(3, 4)).sum().backward()
+split.backward_weight()
+found = counters["autosplit"]
+print(found["graph_hit"], found["graph_miss"], model[0].weight.grad.sum().item())
+"""
+
+
+def test_a_second_process_finds_what_the_first_made() -> None:
+    def run() -> list[str]:
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True
+        )
+        return done.stdout.split()
+
+    (*first, made), (*second, read) = run(), run()
+    assert (first, second) == (["0", "1"], ["1", "0"])
+    assert made == read
+
+
+def frozen() -> Model:
+    model = Model()
+    model.second.weight.requires_grad_(False)
+    return model
+
+
+def tied() -> Model:
+    model = Model()
+    model.second.weight = model.first.weight
+    return model
+
+
+def one_storage() -> Model:
+    model = Model()
+    both = torch.zeros(16, 8)
+    model.first.weight.data, model.second.weight.data = both[:8], both[8:]
+    return model
+
+
+OTHERS: dict[str, Callable[[], tuple[int, int, int]]] = {
+    "memory": lambda: trace(memory="lean"),
+    "shape": lambda: trace(x=torch.ones(5, 8, requires_grad=True)),
+    "strides": lambda: trace(x=torch.ones(8, 4).t().requires_grad_()),
+    "dtype": lambda: trace(Model().double(), torch.ones(4, 8).double().requires_grad_()),
+    "no gradient of the input": lambda: trace(x=torch.ones(4, 8)),
+    "frozen parameter": lambda: trace(frozen()),
+    "one parameter twice": lambda: trace(tied()),
+    "parameters of one storage": lambda: trace(one_storage()),
+    "evaluation": lambda: trace(Model().eval()),
+    "number in the forward": lambda: trace(Model(scale=3.0)),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_another_graph_is_not_found(what: str) -> None:
+    assert trace() == MISS
+    assert OTHERS[what]() == MISS
+    assert trace() == HIT
+    assert OTHERS[what]() == HIT
+
+
+def test_switches_of_torch_are_part_of_the_key() -> None:
+    assert trace() == MISS
+    torch.set_num_threads(2)  # the fixture of all tests puts it back
+    assert trace() == MISS
+    torch.set_num_threads(1)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert trace() == MISS
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert trace() == MISS
+    assert trace() == HIT
+
+
+def test_sources_are_part_of_the_key(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = tmp_path / "sources"
+    shutil.copytree(circumstances.SOURCES, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(circumstances, "SOURCES", copy)
+    assert trace() == MISS
+    assert trace() == HIT
+    with (copy / "passes" / "choose.py").open("a") as source:
+        source.write("# changed\n")
+    assert trace() == MISS
+
+
+class Constant(nn.Module):
+    """Reads a tensor that is neither input nor state, and may be written to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.mask = [torch.ones(8)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.mask[0]
+
+
+@torch.library.custom_op("autosplit_tests::kept_doubled", mutates_args=())
+def doubled(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+doubled.register_fake(torch.empty_like)
+doubled.register_autograd(lambda ctx, grad: 2 * grad)
+
+
+class Custom(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return doubled(self.linear(x))
+
+
+@pytest.mark.parametrize("build", [Constant, Custom])
+def test_what_a_key_cannot_tell_is_passed_by(build: type[nn.Module]) -> None:
+    assert trace(build()) == trace(build()) == BYPASS
+
+
+def test_damaged_files_are_made_again(folder: pathlib.Path) -> None:
+    assert trace() == MISS
+    (file,) = folder.iterdir()
+    whole = file.read_bytes()
+    for content in (b"", whole[:-1], whole[:40] + b"?" + whole[41:]):
+        file.write_bytes(content)
+        assert trace() == MISS
+        assert trace() == HIT
+
+
+def test_nothing_but_lists_of_known_things_is_read() -> None:
+    with pytest.raises(NoArchiveError, match=r"posix.system is not read|nt.system is not read"):
+        unpack(pickle.dumps(os.system), None)  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="folders have no owner")
+def test_a_folder_that_others_may_write_to_is_not_used(folder: pathlib.Path) -> None:
+    assert trace() == MISS
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o777)
+    assert trace() == MISS
+    folder.chmod(0o700)
+    assert trace() == HIT
+
+
+def test_off(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "0")
+    assert trace() == trace() == (0, 0, 0)
+    assert not folder.exists()
+
+
+def test_a_dump_shows_the_passes_at_work(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert trace() == MISS
+    monkeypatch.setenv(DUMP_VARIABLE, str(tmp_path / "dump"))
+    assert trace() == (0, 0, 0)
+    assert list((tmp_path / "dump").glob("*/*_partition.*"))
