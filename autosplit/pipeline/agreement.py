@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -15,13 +15,13 @@ from autosplit.pipeline.groups import Groups, Sum
 class Agreement:
     """One step's numbers on their way; whoever has them knows that every rank ran the step.
 
-    One small sum carries the losses (those of ranks without them are zero) and the norm's
+    One small sum carries the losses (on ranks without them they are zero) and the norm's
     squares. It is collective, and starts when this is made.
 
     Args:
         groups: the trainer's process groups.
         guard: the trainer's guard.
-        losses: the loss of each microbatch, on the rank that has them; else nothing.
+        losses: those that this rank has, by microbatch.
         count: how many microbatches there are.
         squares: this rank's share of the squared norm.
         dtype: the dtype of the losses.
@@ -34,7 +34,7 @@ class Agreement:
         self,
         groups: Groups,
         guard: Guard,
-        losses: list[Tensor],
+        losses: Mapping[int, Tensor],
         *,
         count: int,
         squares: float,
@@ -44,7 +44,8 @@ class Agreement:
         self._dtype = dtype
         numbers = torch.zeros(count + 1, dtype=torch.float64)
         if losses:
-            numbers[:count] = torch.stack(losses)
+            own = torch.stack(tuple(losses.values())).to(numbers)
+            numbers[list(losses)] = own
         numbers[count] = squares
         self.behind: Callable[[], None] = lambda: None
         self._sum: Sum = groups.start_sum(numbers)

@@ -30,12 +30,13 @@ def forward_only(schedule: Schedule) -> Schedule:
             tuple(
                 Action(stage, ActionKind.FORWARD, microbatch)
                 for stage, microbatch in order
-                if schedule.placement[stage] == rank
+                if schedule.home(stage, microbatch) == rank
             )
             for rank in range(len(schedule.ranks))
         ),
         placement=schedule.placement,
         split_backward=False,
+        mirror=schedule.mirror,
     )
 
 

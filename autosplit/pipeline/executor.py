@@ -123,7 +123,7 @@ class Executor:
         inputs: Sequence[Sequence[Tensor]],
         targets: Sequence[Sequence[Tensor]],
         spans: list[Span] | None = None,
-    ) -> list[Tensor]:
+    ) -> dict[int, Tensor]:
         """Run the schedule once.
 
         Args:
@@ -133,7 +133,7 @@ class Executor:
                 waits for the device after every action; without it nothing does.
 
         Returns:
-            The loss of each microbatch, in order, on the rank of the last stage; else nothing.
+            The losses of the microbatches that went through the last stage here, in order.
 
         Raises:
             ActionError: an action failed; its error is the cause.
@@ -150,7 +150,7 @@ class Executor:
                 else:
                     step.deliver(self._timed(action, step.compute, step.fetch(), spans))
             self._transport.finish()
-            return [self._losses[microbatch] for microbatch in sorted(self._losses)]
+            return dict(sorted(self._losses.items()))
         except LostPeerError:
             raise
         except Exception as error:

@@ -49,7 +49,7 @@ class Mode:
         self._device = device
         self._order = order
         self._last = schedule.stages - 1
-        own = [stage for stage, rank in enumerate(schedule.placement) if rank == groups.rank]
+        own = schedule.held(groups.rank)
         self.split = BatchSplitter(
             schedule.microbatches,
             device,
@@ -72,7 +72,7 @@ class Mode:
             LostPeerError: another rank failed or was not ready in time.
         """
         compile_stages(self.stages, self._schedule)
-        self.negotiation.start(self.stages, self._schedule.stages)
+        self.negotiation.start()
 
     def prepare(
         self, stages: Mapping[int, ForwardStage], loss_grad: Tensor | None = None
@@ -112,7 +112,8 @@ class Mode:
         """The dtype of the loss; waits until the last stage's rank has said."""
         return self.negotiation.learn(self._last)[0].dtype
 
-    def announce_loss(self, losses: list[Tensor]) -> None:
+    def announce_loss(self, losses: Mapping[int, Tensor]) -> None:
         """Tell the other ranks of the loss, unless they know; for the last stage's rank."""
-        if losses and self._last not in self.negotiation.known:
-            self.negotiation.publish(self._last, [TensorMeta.of(losses[0])])
+        for loss in losses.values():
+            if self._last not in self.negotiation.known:
+                self.negotiation.publish(self._last, [TensorMeta.of(loss)])

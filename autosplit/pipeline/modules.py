@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -96,16 +96,14 @@ def _stages_of(model: Any, count: int | None) -> Stages:
     return Stages(count, model)
 
 
-def own_modules(
-    stages: Stages, placement: Sequence[int], rank: int, device: torch.device
-) -> dict[int, nn.Module]:
-    """The modules of ``rank`` by stage, built if need be, on ``device``.
+def own_modules(stages: Stages, own: Iterable[int], device: torch.device) -> dict[int, nn.Module]:
+    """The modules of the stages ``own``, built if need be, on ``device``.
 
     Raises:
         PipelineError: a stage is no module.
     """
     modules = {}
-    for index in (index for index, owner in enumerate(placement) if owner == rank):
+    for index in own:
         module = stages.build(index)
         if not isinstance(module, nn.Module):
             raise PipelineError(

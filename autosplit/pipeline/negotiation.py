@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -61,11 +61,22 @@ class Negotiation:
         self.known: dict[int, Boundary] = {}
 
     def publish(self, boundary: int, metas: Sequence[TensorMeta]) -> Boundary:
-        """Settle a boundary; the rank that holds the stage before it does so."""
+        """Settle a boundary; every rank that holds the stage before it does so.
+
+        Raises:
+            PipelineError: another rank that holds a copy of the stage has settled on other tensors.
+        """
         agreed = self.known[boundary] = tuple(metas)
         if self._groups.ranks > 1:
             rows = [(list(meta.shape), str(meta.dtype), meta.requires_grad) for meta in agreed]
-            self._groups.store.set(self._key(boundary), json.dumps(rows))
+            text = json.dumps(rows)
+            first = self._groups.store.compare_set(self._key(boundary), "", text).decode()
+            if first != text:
+                raise PipelineError(
+                    f"stage {boundary} puts out {', '.join(map(str, agreed))} here and "
+                    f"{', '.join(map(str, _read(first)))} on the rank of its other copy: give "
+                    "both the same batch"
+                )
         return agreed
 
     def learn(self, boundary: int) -> Boundary:
@@ -79,45 +90,42 @@ class Negotiation:
             if earlier not in self.known:
                 self._await(earlier)
         if boundary not in self.known:
-            rows = json.loads(self._await(boundary))
-            self.known[boundary] = tuple(
-                TensorMeta(torch.Size(shape), _dtype(name), wants) for shape, name, wants in rows
-            )
+            self.known[boundary] = _read(self._await(boundary))
         return self.known[boundary]
 
-    def start(self, own: Iterable[int], stages: int) -> None:
+    def start(self) -> None:
         """Say that this rank's stages are compiled, and wait until all are: a step's clock starts
         for all ranks together.
-
-        Args:
-            own: this rank's stages.
-            stages: how many there are.
 
         Raises:
             LostPeerError: as ``learn``.
         """
         if self._groups.ranks == 1:
             return
-        for stage in own:
-            self._groups.store.set(self._key(stage, "compiled"), "")
-        for stage in range(stages):
-            self._await(stage, "compiled")
+        self._groups.store.set(self._key(self._groups.rank, "compiled"), "")
+        for rank in range(self._groups.ranks):
+            self._await(rank, "compiled", "the stages of rank")
 
-    def _await(self, boundary: int, what: str = "built") -> bytes:
-        store, key = self._groups.store, self._key(boundary, what)
+    def _await(self, number: int, what: str = "built", whose: str = "stage") -> bytes:
+        store, key = self._groups.store, self._key(number, what)
         deadline = time.monotonic() + self._groups.timeout
         while not store.check([key]):
             self._check()
             if time.monotonic() > deadline:
                 raise LostPeerError(
-                    f"waited {self._groups.timeout:.3g} s for stage {boundary} to be {what}: is "
-                    "its rank stuck? A longer timeout= leaves more time for building"
+                    f"waited {self._groups.timeout:.3g} s for {whose} {number} to be {what}: is "
+                    "that rank stuck? A longer timeout= leaves more time for building"
                 )
             time.sleep(_LOOK_EVERY)
         return store.get(key)
 
-    def _key(self, boundary: int, what: str = "built") -> str:
-        return f"autosplit/{self._mode}/{boundary}/{what}"
+    def _key(self, number: int, what: str = "built") -> str:
+        return f"autosplit/{self._mode}/{number}/{what}"
+
+
+def _read(text: str | bytes) -> Boundary:
+    rows = json.loads(text)
+    return tuple(TensorMeta(torch.Size(sizes), _dtype(name), wants) for sizes, name, wants in rows)
 
 
 def _dtype(name: str) -> torch.dtype:

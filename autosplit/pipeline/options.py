@@ -36,7 +36,7 @@ def choose_schedule(
             raise PipelineError("weights and split_backward have no effect beside schedule='auto'")
         return first_schedule(stages, microbatches, ranks)
     if isinstance(schedule, str):
-        built = build(
+        return build(
             schedule,
             stages,
             microbatches,
@@ -45,9 +45,6 @@ def choose_schedule(
             ranks=ranks,
             times=usual_times(stages) if split_backward and _fills(schedule, weights) else None,
         )
-        _check_one_copy(built)
-        return built
-    _check_one_copy(schedule)
     if weights is not None or not split_backward:
         raise PipelineError(
             f"weights and split_backward have no effect beside the schedule {schedule.name!r}, "
@@ -61,6 +58,7 @@ def choose_schedule(
             f"but the trainer has {wanted}"
         )
     validate(schedule)
+    _check_both_run(schedule)
     return schedule
 
 
@@ -69,11 +67,11 @@ def _fills(schedule: str, weights: str | None) -> bool:
     return "fill" in known and weights in (None, "fill")
 
 
-def _check_one_copy(schedule: Schedule) -> None:
-    if schedule.mirror is not None:
+def _check_both_run(schedule: Schedule) -> None:
+    if schedule.mirror is not None and schedule.microbatches < 2:
         raise PipelineError(
-            f"schedule {schedule.name!r} runs two copies of every stage on different ranks, whose "
-            "gradients the trainer does not add up; take one with one copy, such as 'zb-v'"
+            f"schedule {schedule.name!r} has two copies of the stages and one microbatch, so that "
+            "one copy runs nothing: take 2 microbatches or more, or leave its mirror out"
         )
 
 

@@ -38,3 +38,12 @@ class Schedule:
         """The rank that runs ``stage`` on ``microbatch``."""
         copy = self.placement if self.mirror is None or microbatch % 2 == 0 else self.mirror
         return copy[stage]
+
+    def holders(self, stage: int) -> tuple[int, ...]:
+        """The ranks that hold ``stage``, that of the first copy first."""
+        mirror = self.placement if self.mirror is None else self.mirror
+        return tuple(dict.fromkeys((self.placement[stage], mirror[stage])))
+
+    def held(self, rank: int) -> tuple[int, ...]:
+        """The stages that ``rank`` holds, of either copy, in order."""
+        return tuple(stage for stage in range(self.stages) if rank in self.holders(stage))

@@ -1,10 +1,13 @@
-"""Parameters that are one in the model and copied on several stages, such as tied embeddings."""
+"""Parameters that are one in the model and held more than once.
+
+Tied ones, such as embeddings, are on several stages. Where a schedule runs two copies of the
+stages, every parameter is on two ranks.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -13,54 +16,68 @@ from torch import Tensor, nn
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline.groups import Groups, losing
+from autosplit.pipeline.schedule import Schedule
+from autosplit.pipeline.summing import Member, buckets_of
 
 Holder: TypeAlias = "tuple[int, str]"
 """A stage and the name of the parameter within it."""
+
+_Link: TypeAlias = "dist.ProcessGroup | None"
 
 
 class SharedParameters:
     """Keeps copies equal: same values at the start, the sum of all gradients in every step.
 
-    Creating one is collective over all ranks.
+    Buffers of stages that two ranks hold start equal as well. Creating one is collective over all
+    ranks.
 
     Args:
         shared: groups of (stage, parameter name); every group is one parameter of the model.
         modules: this rank's stages by index.
-        placement: the rank of each stage.
+        schedule: says which ranks hold which stage.
         groups: the trainer's process groups.
 
     Raises:
-        PipelineError: a stage or a parameter that is not there, one that is in two groups, or
-            copies of different shape or dtype.
+        PipelineError: a stage or a parameter that is not there, one that is in two groups, copies
+            of different shape or dtype or of which some are frozen, or, where ranks hold copies of
+            stages, one parameter on two stages that no group names.
     """
 
     def __init__(
         self,
         shared: Sequence[Sequence[Holder]],
         modules: Mapping[int, nn.Module],
-        placement: Sequence[int],
+        schedule: Schedule,
         groups: Groups,
     ) -> None:
-        _check_holders(shared, len(placement))
+        _check_holders(shared, schedule.stages)
         self._timeout = groups.timeout
-        self._duplicates: set[int] = set()
-        self._members: list[_Member] = []
+        self._rank = groups.rank
         found = _find(shared, modules)
         _check_alike(shared, found, groups)
-        links: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        links = _links(shared, schedule, groups)
+        members = []
         for holders in shared:
-            ranks = tuple(sorted({placement[stage] for stage, _ in holders}))
-            if len(ranks) > 1 and ranks not in links:
-                links[ranks] = groups.among(ranks)
             own = [found[stage, name] for stage, name in holders if (stage, name) in found]
-            copies = list({id(copy): copy for copy in own}.values())
-            if not copies:
-                continue
-            owner = placement[holders[0][0]]
-            self._members.append(_Member(copies, owner, links.get(ranks)))
-            counted = copies[1:] if groups.rank == owner else copies
-            self._duplicates |= {id(copy) for copy in counted}
-        self._equalise()
+            if own:
+                link = links.get(_ranks_of(holders, schedule))
+                owner = schedule.placement[holders[0][0]]
+                copies = list({id(copy): copy for copy in own}.values())
+                members.append(Member(copies, owner, link))
+        members = [*_lone(modules, schedule, links, named=found), *members]
+        self._duplicates = {
+            id(copy)
+            for member in members
+            for copy in member.copies[1 if self._rank == member.owner else 0 :]
+        }
+        trained = [member for member in members if member.copies[0].requires_grad]
+        self._buckets = buckets_of(trained, groups.timeout)
+        for member in members:
+            self._equalise(member.copies, member.owner, member.link)
+        for stage in schedule.held(self._rank):
+            link = links.get(_ranks_of([(stage, "")], schedule))
+            for buffer in modules[stage].buffers():
+                self._equalise([buffer], schedule.placement[stage], link)
 
     def is_duplicate(self, parameter: nn.Parameter) -> bool:
         """Whether another copy of ``parameter`` stands for it where the model is counted."""
@@ -75,46 +92,62 @@ class SharedParameters:
         Raises:
             LostPeerError: a rank that holds a copy did not take part.
         """
-        before = [[copy.grad for copy in member.copies] for member in self._members]
-        for member in self._members:
-            for copy in member.copies:
-                copy.grad = None
+        for bucket in self._buckets:
+            bucket.begin()
         yield
-        for member, earlier in zip(self._members, before, strict=True):
-            total = _total([copy.grad for copy in member.copies], member.copies[0])
-            if member.link is not None:
-                with losing("a rank that shares a parameter", self._timeout):
-                    dist.all_reduce(total, group=member.link)
-            for copy, grad in zip(member.copies, earlier, strict=True):
-                copy.grad = total.clone() if grad is None else grad + total
+        for bucket in self._buckets:
+            bucket.start()
+        for bucket in self._buckets:
+            bucket.finish()
 
     @torch.no_grad()
-    def _equalise(self) -> None:
-        for member in self._members:
-            values = member.copies[0].detach().clone(memory_format=torch.contiguous_format)
-            if member.link is not None:
-                with losing("a rank that shares a parameter", self._timeout):
-                    dist.broadcast(values, src=member.owner, group=member.link)
-            for copy in member.copies:
-                copy.copy_(values)
+    def _equalise(self, copies: Sequence[Tensor], owner: int, link: _Link) -> None:
+        values = copies[0].detach().clone(memory_format=torch.contiguous_format)
+        if link is not None and values.numel():
+            with losing("a rank that shares a parameter", self._timeout):
+                # As bytes, for not every backend knows every dtype.
+                dist.broadcast(values.view(-1).view(torch.uint8), src=owner, group=link)
+        for copy in copies:
+            copy.copy_(values)
 
 
-@dataclass(frozen=True)
-class _Member:
-    """This rank's part in one shared parameter; ``link`` is None if no other rank has a copy."""
-
-    copies: list[nn.Parameter]
-    owner: int
-    link: dist.ProcessGroup | None
+def _ranks_of(holders: Sequence[Holder], schedule: Schedule) -> tuple[int, ...]:
+    return tuple(sorted({rank for stage, _ in holders for rank in schedule.holders(stage)}))
 
 
-def _total(gradients: Sequence[Tensor | None], like: Tensor) -> Tensor:
-    """The sum of gradients, contiguous, zeros without any."""
-    total = torch.zeros_like(like, memory_format=torch.contiguous_format)
-    for gradient in gradients:
-        if gradient is not None:
-            total += gradient
-    return total
+def _links(
+    shared: Sequence[Sequence[Holder]], schedule: Schedule, groups: Groups
+) -> dict[tuple[int, ...], _Link]:
+    """Connects every set of ranks that hold something together; the same calls on all ranks."""
+    stages = [[(stage, "")] for stage in range(schedule.stages)]
+    together = dict.fromkeys(_ranks_of(holders, schedule) for holders in (*stages, *shared))
+    return {ranks: groups.among(ranks) for ranks in together if len(ranks) > 1}
+
+
+def _lone(
+    modules: Mapping[int, nn.Module],
+    schedule: Schedule,
+    links: Mapping[tuple[int, ...], _Link],
+    named: Mapping[Holder, nn.Parameter],
+) -> Iterator[Member]:
+    """Parameters of stages that another rank holds too, but for those that are ``named``.
+
+    The last stage comes first: its gradients are complete first.
+    """
+    homes = {id(parameter): -1 for parameter in named.values()}
+    for stage in sorted(modules, reverse=True):
+        link = links.get(_ranks_of([(stage, "")], schedule))
+        if len(schedule.holders(stage)) < 2:
+            continue
+        for name, parameter in modules[stage].named_parameters():
+            home = homes.setdefault(id(parameter), stage)
+            if home == stage:
+                yield Member([parameter], schedule.placement[stage], link, stage)
+            elif home >= 0:
+                raise PipelineError(
+                    f"the stages {stage} and {home} hold one parameter, {name!r} of stage {stage}: "
+                    "name it in shared_parameters"
+                )
 
 
 def _check_holders(shared: Sequence[Sequence[Holder]], stages: int) -> None:
@@ -160,9 +193,17 @@ def _check_alike(
 ) -> None:
     if not shared:
         return
-    mine = {holder: f"{list(p.shape)} {p.dtype}" for holder, p in found.items()}
+    mine = {holder: _form(parameter) for holder, parameter in found.items()}
     forms = {holder: form for part in groups.gather(mine) for holder, form in part.items()}
     for holders in shared:
         if len({forms[stage, name] for stage, name in holders}) > 1:
             listed = "; ".join(f"{name!r} of stage {s}: {forms[s, name]}" for s, name in holders)
-            raise PipelineError(f"shared parameters must have one shape and dtype; got {listed}")
+            raise PipelineError(
+                "shared parameters must have one shape and dtype and be all trained or all frozen; "
+                f"got {listed}"
+            )
+
+
+def _form(parameter: nn.Parameter) -> str:
+    frozen = "" if parameter.requires_grad else " frozen"
+    return f"{list(parameter.shape)} {parameter.dtype}{frozen}"

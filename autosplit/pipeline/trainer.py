@@ -15,6 +15,7 @@ from autosplit.pipeline.agreement import Agreement
 from autosplit.pipeline.assembly import StageFactory, TrainableStage, split_stage
 from autosplit.pipeline.builder import Builder
 from autosplit.pipeline.clip import squared_norm
+from autosplit.pipeline.copies import Copies
 from autosplit.pipeline.evaluation import eval_mode, forward_only
 from autosplit.pipeline.faults import Board, Guard
 from autosplit.pipeline.groups import Groups, process_count
@@ -48,6 +49,16 @@ class PipelineTrainer:
     Every process makes the same calls. Start them with torchrun or ``autosplit.pipeline.launch``.
     Whatever goes wrong on one rank ends the trainer on all of them, with the first cause as
     message; a new trainer must then be built.
+
+    Under a schedule with two copies of the stages (``"chimera"``, ``"dualpipe"``), two ranks hold
+    each stage and half of the microbatches go each way. The copies start with the parameters and
+    buffers of the first; every rank that holds the first or the last stage needs the batch, the
+    same on all. Losses are bit for bit those of a schedule with one copy on the same weights. Each
+    copy adds up the gradients of its own microbatches, then both get the sum of the two: another
+    order of summation than with one copy, so gradients differ by its rounding (not with two
+    microbatches), but they are the same bit for bit on both ranks and from run to run. Optimizers
+    must do the same with the same gradients, so none may draw random numbers. No buffer may be
+    written, and random layers draw from the generator of their rank: seed ranks differently.
 
     Args:
         model: the modules in order (a list, or an ``nn.ModuleList``), or a function that builds
@@ -181,9 +192,10 @@ class PipelineTrainer:
         self._stages: Mapping[int, TrainableStage] = MappingProxyType({})
         self._spans: list[Span] = []
         with self._guard("building the model"):
-            self.modules = own_modules(whole, self.schedule.placement, self.rank, self.device)
+            self.modules = own_modules(whole, self.schedule.held(self.rank), self.device)
+            self._copies = Copies(self.modules, self.schedule, self._groups)
             self._shared = SharedParameters(
-                self.shared_parameters, self.modules, self.schedule.placement, self._groups
+                self.shared_parameters, self.modules, self.schedule, self._groups
             )
             self._builder = Builder(
                 self.modules,
@@ -303,7 +315,8 @@ class PipelineTrainer:
             mode = self._evaluate.of(batch)
             inputs, targets = mode.split(batch)
             executor = mode.executor or self._builder.evaluate(mode, batch)
-            losses = executor.run(inputs, targets)
+            with self._copies.steady():
+                losses = executor.run(inputs, targets)
             mode.announce_loss(losses)
             agreement = self._agree(mode, losses, clipping=False)
         return agreement.wait()
@@ -363,7 +376,8 @@ class PipelineTrainer:
         spans = self._spans if recorded else None
         early = self._update.expects_more
         conditions = Conditions(self.modules.values(), self.device) if early else None
-        losses = executor.run(inputs, targets, spans)
+        with self._copies.steady():
+            losses = executor.run(inputs, targets, spans)
         if self._update.confirm() and conditions is not None:
             self._discard()
             conditions.restore()
@@ -408,7 +422,7 @@ class PipelineTrainer:
             make = partial(self._make_mode, "train", found, self._order)
             self._train.reschedule(found, make)
 
-    def _agree(self, mode: Mode, losses: list[Tensor], *, clipping: bool) -> Agreement:
+    def _agree(self, mode: Mode, losses: Mapping[int, Tensor], *, clipping: bool) -> Agreement:
         """Start to make losses and gradient norm known to all."""
         squares = 0.0
         if clipping:

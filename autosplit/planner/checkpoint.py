@@ -106,8 +106,12 @@ def save_checkpoint(
     from torch.distributed.checkpoint.state_dict_saver import save
 
     naming = Naming.of_trainer(trainer, names)
-    # Not every holder of a tied parameter writes it, only its home.
-    homes = {at: entry for at, entry in naming.own.items() if at[0] == entry.home}
+    # Not every holder of a tied parameter writes it, only its home; of two copies of a stage the
+    # first.
+    first = [stage for stage, at in enumerate(trainer.schedule.placement) if at == trainer.rank]
+    homes = {
+        at: entry for at, entry in naming.own.items() if at[0] == entry.home and at[0] in first
+    }
     tensors = _tensors(trainer, homes)
     state: dict[str, Any] = {"model": {e.name: tensors[at] for at, e in homes.items()}}
     if trainer.optimizer is not None:

@@ -178,9 +178,7 @@ def _cases(ranks: int, ratio: Times) -> list[Case]:
         if name == "naive" and ranks > 4:  # it takes N times as long as the others
             continue
         with contextlib.suppress(ScheduleError):  # wants more microbatches than ranks
-            case = _case(name, name, ranks, family.chunks or 2, ratio)
-            if case.schedule.mirror is None:
-                found.append(case)
+            found.append(_case(name, name, ranks, family.chunks or 2, ratio))
     found.append(_case("interleaved, 4 stages a rank", "interleaved", ranks, 4, ratio))
     found.append(_case("interleaved, 8 stages a rank", "interleaved", ranks, 8, ratio))
     return [*found, *(_auto(ranks, chunks, ratio) for chunks in (1, 2, 4))]

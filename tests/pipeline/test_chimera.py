@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from tables import most_alive, rows_of, seconds
 
-from autosplit.errors import PipelineError, ScheduleError
-from autosplit.pipeline.options import choose_schedule
+from autosplit.errors import ScheduleError
 from autosplit.pipeline.schedules import build
 from autosplit.pipeline.simulate import simulate
 from autosplit.pipeline.validate import validate
@@ -47,8 +46,3 @@ def test_counts_that_do_not_fit() -> None:
         with pytest.raises(ScheduleError, match=f"got {ranks} ranks and {count} microbatches"):
             build("chimera", ranks, count)
     validate(build("chimera", 4, 6))  # a unit and a half
-
-
-def test_the_trainer_refuses_two_copies() -> None:
-    with pytest.raises(PipelineError, match="'chimera' runs two copies of every stage"):
-        choose_schedule("chimera", 2, 4, split_backward=True, weights=None, ranks=2)

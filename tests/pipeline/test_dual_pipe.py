@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from tables import most_alive, rows_of, seconds
 
-from autosplit.errors import PipelineError, ScheduleError
-from autosplit.pipeline.options import choose_schedule
+from autosplit.errors import ScheduleError
 from autosplit.pipeline.schedules import build
 from autosplit.pipeline.simulate import simulate
 
@@ -56,8 +55,3 @@ def test_counts_that_do_not_fit() -> None:
         build("dualpipe", 2, 4, weights="fill")
     with pytest.raises(ScheduleError, match="times has no meaning with 'dualpipe'"):
         build("dualpipe", 2, 4, times=(1, 1, 1))
-
-
-def test_the_trainer_refuses_two_copies() -> None:
-    with pytest.raises(PipelineError, match="'dualpipe' runs two copies of every stage"):
-        choose_schedule("dualpipe", 2, 4, split_backward=True, weights=None, ranks=2)

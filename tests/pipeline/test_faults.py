@@ -52,8 +52,8 @@ SAID: dict[str, tuple[int | None, str]] = {
     "tied twice": (None, "parameter 'tied' of stage 0 is named twice in shared_parameters"),
     "tied shapes": (
         None,
-        "shared parameters must have one shape and dtype; got 'tied' of stage 0: [6, 6] "
-        "torch.float32; 'tied' of stage 1: [8, 6] torch.float32",
+        "shared parameters must have one shape and dtype and be all trained or all frozen; got "
+        "'tied' of stage 0: [6, 6] torch.float32; 'tied' of stage 1: [8, 6] torch.float32",
     ),
     "no timeline": (None, "there is no recorded step: set record=True before a step, then ask"),
     "no module": (None, "must be an nn.Module; got a int"),

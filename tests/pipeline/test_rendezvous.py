@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 
 import pytest
@@ -63,11 +64,14 @@ def _run(
     order: Order = as_scheduled,
 ) -> tuple[list[float], dict[int, dict[int, float]]]:
     """Losses by microbatch, and per stage the gradient that each W found."""
-    stages = {i: Counting(i, i == schedule.stages - 1) for i in range(schedule.stages)}
+    stages = [
+        {i: Counting(i, i == schedule.stages - 1) for i in schedule.held(rank)}
+        for rank in range(len(schedule.ranks))
+    ]
     count = schedule.microbatches
     inputs = [[torch.full((2,), float(m))] for m in range(count)]
 
-    def rank(port: Port) -> list[Tensor]:
+    def rank(port: Port) -> dict[int, Tensor]:
         negotiation = Negotiation("train", Groups(1, CPU, 1.0), lambda: None)
         for boundary in range(schedule.stages):
             negotiation.known[boundary] = (META,)
@@ -79,17 +83,25 @@ def _run(
             prefetch=prefetch,
             watch=order is not as_scheduled,
         )
-        own = {i: stage for i, stage in stages.items() if schedule.placement[i] == port.rank}
         grad = torch.tensor(1.0)
         executor = Executor(
-            own, schedule, port.rank, transport, loss_grad=grad, device=CPU, order=order
+            stages[port.rank],
+            schedule,
+            port.rank,
+            transport,
+            loss_grad=grad,
+            device=CPU,
+            order=order,
         )
         return executor.run(inputs, [[] for _ in range(count)])
 
     ranks = len(schedule.ranks)
     rows = rendezvous.on_every_rank(ranks, Wire(ranks, communicator), rank)
-    losses = [float(loss) for row in rows for loss in row]
-    return losses, {i: dict(stage.weights) for i, stage in stages.items()}
+    losses = {m: float(loss) for row in rows for m, loss in row.items()}
+    weights: dict[int, dict[int, float]] = defaultdict(dict)
+    for i, stage in (each for own in stages for each in own.items()):
+        weights[i].update(stage.weights)
+    return [losses[m] for m in range(count)], weights
 
 
 def _expected(stages: int, count: int) -> tuple[list[float], dict[int, dict[int, float]]]:
@@ -101,12 +113,11 @@ def _expected(stages: int, count: int) -> tuple[list[float], dict[int, dict[int,
     return losses, grads
 
 
-# The engine does not run two copies of the stages.
-@pytest.mark.parametrize("name", sorted(set(SCHEDULES) - {"dualpipe", "chimera"}))
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 4), (4, 8)])
 def test_every_schedule(name: str, ranks: int, microbatches: int) -> None:
     family = SCHEDULES[name]
-    if name == "dualpipe-v":
+    if name.startswith("dualpipe"):
         microbatches = max(microbatches, 2 * ranks)
     stages = ranks * (family.chunks or 2)
     for split in {True, not family.fused}:
@@ -116,10 +127,11 @@ def test_every_schedule(name: str, ranks: int, microbatches: int) -> None:
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("order", [as_scheduled, early_weights])
-def test_random_schedules(prefetch: int, order: Order) -> None:
+@pytest.mark.parametrize("copies", [1, 2])
+def test_random_schedules(prefetch: int, order: Order, copies: int) -> None:
     """Messages of one pair may be used in another order than they are made in."""
     for seed in range(100):
-        schedule = random_schedule(seed)
+        schedule = random_schedule(seed, copies=copies)
         found = _run(schedule, prefetch=prefetch, order=order)
         assert found == _expected(schedule.stages, schedule.microbatches), schedule
 

@@ -236,12 +236,15 @@ def damaged(draw: st.DrawFn) -> Schedule:
     """A built schedule after one or two random edits."""
     stages, microbatches = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     split = draw(st.booleans())
+    name = draw(st.sampled_from(["naive", "gpipe", "1f1b", "chimera"]))
+    if name == "chimera":
+        stages, microbatches = 2 * stages, 2 * microbatches
     schedule = build(
-        draw(st.sampled_from(["naive", "gpipe", "1f1b"])),
+        name,
         stages,
         microbatches,
         split_backward=split,
-        ranks=draw(st.integers(1, stages)),
+        ranks=2 if name == "chimera" else draw(st.integers(1, stages)),
     )
     rows = [list(row) for row in schedule.ranks]
     for _ in range(draw(st.integers(1, 2))):
@@ -268,17 +271,17 @@ def damaged(draw: st.DrawFn) -> Schedule:
 def brute_force_legal(schedule: Schedule) -> bool:
     """Run the lists with real queues between ranks, and see whether one step comes out."""
     todo = [deque(row) for row in schedule.ranks]
-    channels: dict[tuple[int, int], deque[str]] = defaultdict(deque)
+    channels: dict[tuple[int, int, int], deque[str]] = defaultdict(deque)
     done: set[str] = set()
 
-    def receive(rank: int, stage: int, name: str) -> bool | None:
+    def receive(rank: int, stage: int, m: int, name: str) -> bool | None:
         """True when it is there, None while it is not, False when something else comes first."""
         if not 0 <= stage < schedule.stages:
             return True
-        source = schedule.placement[stage]
+        source = schedule.home(stage, m)
         if source == rank:
             return name in done or None
-        queue = channels[source, rank]
+        queue = channels[source, rank, stage]
         return (queue[0] == name) if queue else None
 
     moved = True
@@ -288,7 +291,7 @@ def brute_force_legal(schedule: Schedule) -> bool:
             while row:
                 action = row[0]
                 stage, kind, m = action.stage, action.kind.value, action.microbatch
-                if schedule.placement[stage] != rank or str(action) in done:
+                if schedule.home(stage, m) != rank or str(action) in done:
                     return False
                 if kind == "W":
                     if f"{stage}I{m}" not in done:
@@ -298,20 +301,21 @@ def brute_force_legal(schedule: Schedule) -> bool:
                     name = f"{neighbour}{'F' if kind == 'F' else 'g'}{m}"
                     if kind != "F" and f"{stage}F{m}" not in done:
                         return False
-                    there = receive(rank, neighbour, name)
+                    there = receive(rank, neighbour, m, name)
                     if there is None:
                         break
                     if not there:
                         return False
-                    if 0 <= neighbour < schedule.stages and schedule.placement[neighbour] != rank:
-                        channels[schedule.placement[neighbour], rank].popleft()
+                    inner = 0 <= neighbour < schedule.stages
+                    if inner and schedule.home(neighbour, m) != rank:
+                        channels[schedule.home(neighbour, m), rank, neighbour].popleft()
                     target = stage + 1 if kind == "F" else stage - 1
                     result = f"{stage}{'F' if kind == 'F' else 'g'}{m}"
                     if result in done and kind != "F":
                         return False
                     done.add(result)
-                    if 0 <= target < schedule.stages and schedule.placement[target] != rank:
-                        channels[rank, schedule.placement[target]].append(result)
+                    if 0 <= target < schedule.stages and schedule.home(target, m) != rank:
+                        channels[rank, schedule.home(target, m), stage].append(result)
                 done.add(str(action))
                 row.popleft()
                 moved = True

@@ -170,7 +170,7 @@ def test_a_hundred_blocks_in_seconds() -> None:
         ({"cap": 0.0}, PlanError, r"cap must be bytes > 0 that a rank may hold, got 0\.0"),
         ({"optimizer_state": -1.0}, PlanError, "optimizer_state must be bytes for each byte"),
         ({"schedule": "zigzag"}, ScheduleError, "unknown schedule 'zigzag'; known: naive, gpipe"),
-        ({"schedule": "dualpipe"}, ScheduleError, "runs two copies of every stage, which no"),
+        ({"schedule": "dualpipe"}, ScheduleError, "runs two copies of every stage, for which"),
         ({"schedule": "dualpipe-v", "stages": 4}, ScheduleError, "at least 2P microbatches"),
         ({"cap": 3.0}, CapError, "fit under a cap of 3 bytes a rank; the least cap that does is"),
     ],
