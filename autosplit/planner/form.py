@@ -105,6 +105,6 @@ def form_of(
 
 def _two_copies(name: str) -> ScheduleError:
     return ScheduleError(
-        f"{name!r} runs two copies of every stage, for which nothing is planned: partition the model "
-        "for another schedule, and give a trainer the result and this one"
+        f"{name!r} runs two copies of every stage, for which nothing is planned: partition the "
+        "model for another schedule, and give a trainer the result and this one"
     )
