@@ -18,7 +18,7 @@ from .autocast import AutocastGuard
 from .compile import Backend, compile_graph, hand_over, positions
 from .dependence import Dependence
 from .errors import SplitError
-from .gradients import GradientGraph
+from .gradients import GradientGraph, forms
 from .handover import Constants, Handover, State, TensorSpec
 from .passes import Kind, Role, SplitGraphs
 from .passes.batch import batch, member
@@ -116,26 +116,42 @@ class SplitFunctions:
         return self._backend.generated
 
     def compile(
-        self, accumulation: Accumulation | None = None, *, slices: int = 1, halves: bool = True
+        self,
+        calls: Iterable[str] = ("backward_input", "backward_weight"),
+        accumulation: Accumulation = EXACT,
+        *,
+        slices: int = 1,
     ) -> None:
-        """Compile the backward now, rather than when it is first needed.
+        """Compile now, rather than when it is first needed, what these calls run.
 
         Args:
-            accumulation: how gradients of several microbatches will be added up; None where a
-                microbatch is alone.
+            calls: names of methods, in the order of one step: the first of a kind makes
+                gradients, later ones add to them.
+            accumulation: how they add.
             slices: into how many parts W will be run.
-            halves: I and W; else B.
+
+        Raises:
+            SplitError: an unknown call.
+            BackendError: the backend cannot compile a graph.
         """
-        if not self.has_backward:
-            return
-        if not halves:
-            self._backward.compile(accumulation)
-            return
-        self._input_half.graph.compile(accumulation)
-        if slices == 1:
-            self._weight.compile(accumulation)
-        else:
-            self.sliced(slices).compile(accumulation)
+        makes = {
+            "backward_input": self.early_parameters,
+            "backward_weight": self.late_parameters,
+            "backward": self.parameter_names,
+        }
+        needed = forms(calls, makes)
+        for call in makes:  # I before W: it decides how what W gets lies in memory
+            for adds in (False, True):
+                if self.has_backward and (call, adds) in needed:
+                    self._graph_of(call, slices).compile(accumulation if adds else None)
+
+    def _graph_of(self, call: str, slices: int) -> GradientGraph | SlicedWeight:
+        match call:
+            case "backward_input":
+                return self._input_half.graph
+            case "backward_weight":
+                return self._weight if slices == 1 else self.sliced(slices)
+        return self._backward
 
     @property
     def has_backward(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -91,12 +91,11 @@ class GradientGraph:
         return found, gradients
 
     def compile(self, accumulation: Accumulation | None = None) -> None:
-        """Compile the form that returns new gradients, and the one that adds them up where a way
-        to add is given, unless that has been done.
+        """Compile, unless that has been done, the form that adds up gradients in this way, or
+        without one the form that returns new ones.
         """
-        self._form(None)
-        if accumulation is not None and not self._adds_outside(accumulation):
-            self._form(accumulation)
+        inside = accumulation is not None and not self._adds_outside(accumulation)
+        self._form(accumulation if inside else None)
 
     def _adds_outside(self, accumulation: Accumulation) -> bool:
         """Whether whole gradients are added after the graph, so that it needs no second form."""
@@ -134,6 +133,31 @@ class GradientGraph:
         return Form(
             graph.taking(given), [at.get(role) for role in self._others], [at[r] for r in sums]
         )
+
+
+def forms(
+    calls: Iterable[str], parameters: Mapping[str, Sequence[str]]
+) -> dict[tuple[str, bool], None]:
+    """In which forms some calls run their graphs, each with whether it adds into gradients that
+    earlier calls made.
+
+    Args:
+        calls: in the order of one step, before which there are no gradients.
+        parameters: for each call those whose gradients it makes.
+
+    Raises:
+        SplitError: an unknown call; lists the known ones.
+    """
+    made: set[str] = set()
+    found: dict[tuple[str, bool], None] = {}
+    for call in calls:
+        if call not in parameters:
+            known = ", ".join(map(repr, parameters))
+            raise SplitError(f"unknown call {call!r}; known ones: {known}")
+        names = parameters[call]
+        found[call, bool(names) and made.issuperset(names)] = None
+        made.update(names)
+    return found
 
 
 def accumulating(

@@ -85,7 +85,7 @@ class SlicedWeight:
         return tuple(tuple(each.graph.parameters) for each in self._slices)
 
     def compile(self, accumulation: Accumulation | None = None) -> None:
-        """As ``GradientGraph.compile``, of every slice."""
+        """As ``GradientGraph.compile``, every slice."""
         for each in self._slices:
             each.graph.compile(accumulation)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -207,23 +207,20 @@ class Stage:
                 sums.add(names, gradients, functions.dependence.borrowed)
         return grads
 
-    def compile(self, *, halves: bool = True, full: bool = False, accumulate: bool = True) -> None:
-        """Compile the backward now, rather than when it is first needed.
+    def compile(self, calls: Iterable[str] = ("backward_input", "backward_weight") * 2) -> None:
+        """Compile now, rather than when it is first needed, what these calls run, and no more.
 
         Args:
-            halves: I and W, in the slices that the stage was made with.
-            full: B.
-            accumulate: also for the microbatches after the first, whose gradients are added to
-                those before.
+            calls: names of this class's methods, in the order of one step, which begins without
+                gradients: later calls add to those that earlier ones made, which a backend may
+                have to compile another form of a graph for. Two microbatches, split, if not said.
 
         Raises:
+            SplitError: an unknown call; lists the known ones.
             BackendError: the backend cannot compile a graph.
         """
-        accumulation = self._weights.sums.accumulation if accumulate else None
-        if halves:
-            self.functions.compile(accumulation, slices=self._weights.slices)
-        if full:
-            self.functions.compile(accumulation, halves=False)
+        sums = self._weights.sums
+        self.functions.compile(calls, sums.accumulation, slices=self._weights.slices)
 
     def publish(self) -> None:
         """Move ``gradients`` into the parameters' ``.grad``, adding to what is there.

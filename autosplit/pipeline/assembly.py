@@ -141,16 +141,20 @@ def build_stages(
     return built
 
 
+_CALLS = {
+    ActionKind.BACKWARD_INPUT: "backward_input",
+    ActionKind.BACKWARD_WEIGHT: "backward_weight",
+    ActionKind.BACKWARD: "backward",
+}
+
+
 def compile_stages(stages: Mapping[int, TrainableStage], schedule: Schedule) -> None:
     """Compile what the schedule runs of each stage: in a step, other ranks would wait for it."""
     for index, stage in stages.items():
         if isinstance(stage, Stage):
-            kinds = {a.kind for rank in schedule.ranks for a in rank if a.stage == index}
-            stage.compile(
-                halves=ActionKind.BACKWARD_INPUT in kinds or ActionKind.BACKWARD_WEIGHT in kinds,
-                full=ActionKind.BACKWARD in kinds,
-                accumulate=schedule.microbatches > 1,
-            )
+            for actions in schedule.ranks:  # a stage's two copies each begin without gradients
+                mine = [a.kind for a in actions if a.stage == index]
+                stage.compile([_CALLS[kind] for kind in mine if kind in _CALLS])
 
 
 class _Frozen:

@@ -13,13 +13,18 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import autosplit
-from autosplit import Stage
+from autosplit import SplitError, Stage
 from autosplit.integrations.deferral import backward_weight
+from autosplit.pipeline.action import Action
 from autosplit.pipeline.executor import Executor
+from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.trainer import PipelineTrainer
 
 # Float32 against float64; what torch.compile meets on the same models.
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+
+_MIXED = "0F0 0F1 1F0 1F1 1B0 0B0 1I1 1W1 0I1 0W1"
+MIXED = Schedule("mixed", 2, 2, (tuple(map(Action.parse, _MIXED.split())),), (0, 0), True)
 
 
 class Block(nn.Module):
@@ -185,13 +190,19 @@ def test_identical_stages_are_compiled_once() -> None:
             {"forward", "backward_input", "backward_weight", "backward_weight_accumulating"},
         ),
         ({"split_backward": False}, {"forward", "backward", "backward_accumulating"}),
+        (
+            {"schedule": MIXED},
+            {"forward", "backward", "backward_input", "backward_weight_accumulating"},
+        ),
     ],
-    ids=["split", "unsplit"],
+    ids=["split", "unsplit", "mixed"],
 )
 def test_a_trainer_compiles_what_its_schedule_runs_before_it_runs_it(
-    options: dict[str, bool], expected: set[str], monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], expected: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Norm and bias gradients come from I and are added after it, so it has one form."""
+    """Norm and bias gradients come from I and are added after it, so it has one form. Whatever
+    comes first makes gradients and never adds.
+    """
     running: list[set[str]] = []
     run = Executor.run
 
@@ -252,3 +263,9 @@ def test_as_a_backend_of_torch_compile() -> None:
         torch.testing.assert_close(mine.grad.double(), theirs.grad, **CLOSE)
     with torch.no_grad():
         torch.testing.assert_close(compiled(x).double(), exact(leaf), **CLOSE)
+
+
+def test_compiling_for_a_call_that_there_is_not() -> None:
+    stage = Stage(Block(), [torch.randn(5, 12, requires_grad=True)])
+    with pytest.raises(SplitError, match="unknown call 'weight'; known ones: 'backward_input'"):
+        stage.compile(["weight"])
