@@ -170,6 +170,7 @@ class PipelineTrainer:
                 weights=weights,
                 ranks=processes,
                 autocast=autocast,
+                loss_fn=loss_fn,
                 **{name: given[name] for name in ("backend", "memory") if name in given},
             )
         self.shared_parameters = (*whole.shared, *shared_parameters)

@@ -17,7 +17,7 @@ from autosplit.pipeline.wiring import Wiring
 Example: TypeAlias = "Tensor | Sequence[Tensor] | Mapping[str, Tensor]"
 """Example inputs of a whole model: one tensor, several, or keyword arguments by name."""
 
-PLANNING = ("costs", "seconds", "limits", "cut_at")
+PLANNING = ("costs", "seconds", "rehearse", "targets", "limits", "cut_at")
 """Options of ``autosplit.partition`` that a trainer does not know by itself."""
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from autosplit.compat import tree_flatten
-from autosplit.errors import AutosplitError, PlanError
+from autosplit.errors import PlanError
+from autosplit.pipeline.microbatch import Part
+from autosplit.pipeline.modules import LossFunction
 from autosplit.pipeline.schedule import Schedule
 from autosplit.planner.configuration import Configuration
 from autosplit.planner.costs import ModelCosts
@@ -18,14 +19,12 @@ from autosplit.planner.estimate import estimate
 from autosplit.planner.form import form_of
 from autosplit.planner.limits import Limits
 from autosplit.planner.making import make_plan
+from autosplit.planner.measuring import agreed, profile_together, rehearsed
 from autosplit.planner.plan import Plan, made_for
-from autosplit.planner.profile import profile
 from autosplit.planner.solve import CapError, Solution, solve, weigh
 from autosplit.planner.specimen import Conditions
 from autosplit.planner.stages import cut
 from autosplit.planner.whole import WholeModel
-
-T = TypeVar("T")
 
 COSTS = ("profile", "estimate")
 
@@ -45,14 +44,20 @@ def partition(
     memory: str | int = "balanced",
     backend: str = "eager",
     autocast: torch.dtype | None = None,
+    loss_fn: LossFunction | None = None,
+    targets: Part | None = None,
     costs: str | ModelCosts = "profile",
     seconds: float = 10.0,
+    rehearse: bool | None = None,
     limits: Limits | None = None,
 ) -> Plan:
     """Cut a model into stages, so that a step of a schedule is short.
 
-    Where a process group is up, all ranks must call it, but for ``ranks=1``: rank 0 measures, and
-    all cut alike.
+    Where a process group is up, all ranks must call it, but for ``ranks=1``: they measure at the
+    same time, as they will run, and all cut alike. If the group is of the plan's ranks, they also
+    rehearse: they run a few steps of the stages that the measured blocks lead to, correct the
+    blocks' costs by what these took, cut again, and keep the fastest. ``predicted_step`` and
+    ``stage_times`` are then those of the rehearsal. The model stays as it is.
 
     Args:
         model: what to cut; its parameters may be on the meta device.
@@ -69,9 +74,14 @@ def partition(
         memory: see ``autosplit.split``.
         backend: see ``autosplit.split``.
         autocast: the dtype of autocast under which the stages are to run, or None.
+        loss_fn: as for the trainer; it counts in the last stage where there are ``targets``.
+        targets: example targets of one microbatch; ``()`` for a loss that takes none. None: what
+            the model puts out stands in for the loss.
         costs: ``"profile"`` measures blocks, ``"estimate"`` goes by their FLOPs and bytes; or the
             costs themselves, if they are known.
-        seconds: how long to measure.
+        seconds: how long to measure blocks; each rehearsal, of four at the most, takes a third.
+        rehearse: False plans from costs alone; True insists, also for costs that are not measured
+            here. None: with ``"profile"``, where it can be done.
         limits: memory of a rank and links; None: any, and none that takes time.
 
     Returns:
@@ -79,8 +89,8 @@ def partition(
 
     Raises:
         CaptureError: the model cannot be captured in one graph; names the user's line.
-        PlanError: more stages than blocks, a name in ``cut_at`` that cannot be cut at, or an
-            unknown option.
+        PlanError: more stages than blocks, a name in ``cut_at`` that cannot be cut at, an
+            unknown option, or a rehearsal insisted on that cannot be run.
         CapError: nothing fits; says the least cap that would do.
         ScheduleError: an unknown schedule, or one that refuses the counts.
     """
@@ -101,10 +111,17 @@ def partition(
     total = microbatches or 2 * count
     limits = limits or Limits()
     form = form_of(schedule, ranks, split_backward=split_backward, weights=weights)
-    conditions = Conditions(backend=backend, memory=memory, autocast=autocast)
+    conditions = Conditions(
+        backend=backend,
+        memory=memory,
+        autocast=autocast,
+        loss_fn=None if targets is None else loss_fn,
+        targets=targets,
+    )
 
-    def find() -> Solution:
-        known = _costs(whole, costs, conditions, seconds)
+    alone = ranks == 1
+
+    def find(known: ModelCosts) -> Solution:
         if firsts is not None:
             found = weigh(known, [first - 1 for first in firsts], total, form, limits)
             return _fitting(found, limits)
@@ -121,7 +138,19 @@ def partition(
             optimizer_state=limits.optimizer_state,
         )
 
-    found = find() if ranks == 1 else _agreed(find)
+    def best(known: ModelCosts) -> Solution:
+        return find(known) if alone else agreed(lambda: find(known))
+
+    if costs == "profile":
+        known = profile_together(whole, conditions, seconds, alone=alone)
+    elif isinstance(costs, ModelCosts):
+        known = costs
+    else:
+        known = estimate(whole, conditions)
+    if rehearse or (rehearse is None and costs == "profile"):
+        found = rehearsed(whole, known, best, conditions, seconds, insist=bool(rehearse))
+    else:
+        found = best(known)
     one = Configuration(
         count,
         len(found.schedule.ranks),
@@ -160,38 +189,8 @@ def _count(stages: int | None, cut_at: Sequence[str] | None) -> int:
     return len(cut_at) + 1
 
 
-def _costs(
-    whole: WholeModel, costs: str | ModelCosts, conditions: Conditions, seconds: float
-) -> ModelCosts:
-    if isinstance(costs, ModelCosts):
-        return costs
-    if costs == "estimate":
-        return estimate(whole, conditions)
-    return profile(whole, conditions, seconds=seconds)
-
-
 def _samples(whole: WholeModel) -> int:
     """Of the first tensor among the inputs, along dimension 0."""
     leaves = tree_flatten((whole.args, whole.kwargs))[0]
     counts = [len(each) for each in leaves if isinstance(each, Tensor) and each.dim()]
     return counts[0] if counts else 1
-
-
-def _agreed(find: Callable[[], T]) -> T:
-    """What rank 0 of the default process group finds, on all of them.
-
-    Each would measure something else, and cut elsewhere.
-    """
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return find()
-    box: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            box[0] = find()
-        except AutosplitError as error:
-            box[0] = error
-    dist.broadcast_object_list(box, src=0)
-    if isinstance(box[0], AutosplitError):
-        raise box[0]
-    found: T = box[0]
-    return found

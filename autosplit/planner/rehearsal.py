@@ -87,7 +87,7 @@ def rehearse(
         took: list[float] = []
         spans: list[Span] = []
         while len(took) < _LEAST or (len(took) < _MOST and sum(took) < seconds):
-            took.append(_slowest(_step(run, batch)))
+            took.append(_slowest(_step(run, batch), len(schedule.ranks)))
             spans += run.timeline().spans
     return Rehearsal(_times(spans, planned), statistics.median(took))
 
@@ -144,11 +144,11 @@ def _step(trainer: PipelineTrainer, batch: Any) -> float:
     return seconds
 
 
-def _slowest(seconds: float) -> float:
+def _slowest(seconds: float, ranks: int) -> float:
     """The longest that a rank took."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if ranks == 1:
         return seconds
-    found: list[Any] = [None] * dist.get_world_size()
+    found: list[Any] = [None] * ranks
     dist.all_gather_object(found, seconds)
     return float(max(found))
 

@@ -92,11 +92,6 @@ def trained(path: str, steps: int) -> tuple[list[Tensor], list[str]]:
     return found, names
 
 
-def cut_alike() -> tuple[str, ...]:
-    """Each process measures a model for itself; all get the same cuts."""
-    return partition(net(6), tokens(), stages=2, seconds=0.5).cuts
-
-
 UNEVEN = ModelCosts(
     tuple(
         BlockCost(*map(float, times[:3]), 4.0, 3.0, 1.0, float(times[3]))
@@ -128,3 +123,13 @@ def layers_of_first(**options: Any) -> int:
 def cut_by_trainers(cases: dict[str, dict[str, Any]]) -> dict[str, int]:
     """On each rank, the first stages of trainers with these options."""
     return {name: layers_of_first(**options) for name, options in cases.items()}
+
+
+def rehearsed() -> tuple[tuple[str, ...], float, int]:
+    """A plan of ranks that rehearse: its cuts, its step, and how many gradients that left."""
+    model = net(6)
+    plan = partition(
+        model, tokens(), stages=2, seconds=0.5, loss_fn=loss, targets=tokens(), rehearse=True
+    )
+    touched = [p for p in model.parameters() if p.grad is not None]
+    return plan.cuts, plan.predicted_step, len(touched)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from planned_models import MICROBATCH, costs, cut_alike, loss, net, sgd, tokens, trained
+from planned_models import MICROBATCH, costs, loss, net, rehearsed, sgd, tokens, trained
 from torch import nn
 
 import autosplit
@@ -106,10 +106,26 @@ def test_two_processes_train_a_plan_from_a_file(plan: Plan, tmp_path: Path) -> N
     assert {*names, *more} == {name for name, _ in model.named_parameters(remove_duplicate=False)}
 
 
-def test_ranks_that_measure_cut_alike() -> None:
-    first, second = launch(cut_alike, 2, timeout=100.0)
+def test_ranks_rehearse_together() -> None:
+    first, second = launch(rehearsed, 2, timeout=100.0)
     assert first == second
-    assert len(first) == 1
+    assert len(first[0]) == 1
+    assert 0.0 < first[1] < 1.0
+    assert first[2] == 0  # the model has no gradients of it
+
+
+def test_a_rehearsal_takes_the_place_of_what_costs_say() -> None:
+    """The costs given are of seconds, and the model takes milliseconds."""
+    model = net()
+    given = {"stages": 2, "ranks": 1, "microbatches": 2, "costs": costs(model), "seconds": 0.1}
+    told = partition(model, tokens(), **given)
+    seen = partition(model, tokens(), rehearse=True, **given)
+    assert told.predicted_step > 1.0 > seen.predicted_step > 0.0
+    assert sum(map(sum, seen.stage_times)) < 1.0
+    with pytest.raises(PlanError, match="a rehearsal of '1f1b' needs its 2 ranks in the default"):
+        partition(model, tokens(), stages=2, costs=costs(model), rehearse=True)
+    with pytest.raises(autosplit.AutosplitError, match="batch_size"):
+        partition(model, tokens(), rehearse=True, loss_fn=loss, targets=tokens(3), **given)
 
 
 def test_cut_at(plan: Plan) -> None:

@@ -1,0 +1,128 @@
+"""What ranks measure together: each at the same time, and all get the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from autosplit.errors import AutosplitError, PlanError
+from autosplit.pipeline.schedule import Schedule
+from autosplit.planner.costs import ModelCosts, average
+from autosplit.planner.profile import profile
+from autosplit.planner.rehearsal import Rehearsal, can_rehearse, rehearse
+from autosplit.planner.settle import settle
+from autosplit.planner.solve import Solution
+from autosplit.planner.specimen import Conditions
+from autosplit.planner.whole import WholeModel
+
+T = TypeVar("T")
+
+Find = Callable[[ModelCosts], Solution]
+
+_SHARE = 0.3  # of the seconds of profiling, for the timed steps of each rehearsal
+
+
+def profile_together(
+    whole: WholeModel, conditions: Conditions, seconds: float, *, alone: bool
+) -> ModelCosts:
+    """Profile on all ranks at once, for in a step they share memory and caches too; the mean.
+
+    Args:
+        whole: the model.
+        conditions: how stages are made.
+        seconds: how long to measure.
+        alone: whether this process measures for itself, whatever group it is in.
+    """
+    if alone or not _grouped():
+        return profile(whole, conditions, seconds=seconds)
+    return average(_everywhere(lambda: profile(whole, conditions, seconds=seconds)))
+
+
+def rehearsed(
+    whole: WholeModel,
+    costs: ModelCosts,
+    find: Find,
+    conditions: Conditions,
+    seconds: float,
+    *,
+    insist: bool = False,
+) -> Solution:
+    """The stages that costs lead to, after rehearsals; those of the costs where none can be run.
+
+    Args:
+        whole: the model.
+        costs: of its blocks.
+        find: the best stages for some costs, for the number of ranks that a rehearsal has.
+        conditions: how stages are made.
+        seconds: how long blocks were measured; a rehearsal takes less.
+        insist: refuse rather than leave the rehearsal out.
+
+    Raises:
+        PlanError: insisted on what cannot be run.
+    """
+    first = find(costs)
+    if not can_rehearse(whole, first.schedule):
+        if insist:
+            raise _cannot(first.schedule)
+        return first
+
+    def run(found: Solution) -> Rehearsal:
+        return rehearse(
+            whole,
+            [cut + 1 for cut in found.cuts],
+            found.schedule,
+            conditions,
+            planned=found.costs.times,
+            seconds=seconds * _SHARE,
+        )
+
+    return settle(costs, find, run).solution
+
+
+def agreed(find: Callable[[], T]) -> T:
+    """What rank 0 of the default process group finds, on all of them.
+
+    Each might find something else, and cut elsewhere.
+    """
+    if not _grouped():
+        return find()
+    box: list[Any] = [None]
+    if dist.get_rank() == 0:
+        box[0] = _outcome(find)
+    dist.broadcast_object_list(box, src=0)
+    found: T = _value(box[0])
+    return found
+
+
+def _everywhere(find: Callable[[], T]) -> list[T]:
+    """What each rank finds, on all of them; an error on one is an error on all."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, _outcome(find))
+    return list(map(_value, found))
+
+
+def _outcome(find: Callable[[], T]) -> T | AutosplitError:
+    try:
+        return find()
+    except AutosplitError as error:
+        return error
+
+
+def _value(outcome: Any) -> Any:
+    if isinstance(outcome, AutosplitError):
+        raise outcome
+    return outcome
+
+
+def _grouped() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _cannot(schedule: Schedule) -> PlanError:
+    return PlanError(
+        f"a rehearsal of {schedule.name!r} needs its {len(schedule.ranks)} ranks in the default "
+        "process group, and inputs with samples along dimension 0 only: start the processes first, "
+        "see autosplit.pipeline.launch, or leave rehearse out"
+    )
