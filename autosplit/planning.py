@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+import os
+import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,22 +15,29 @@ import torch
 from torch import Tensor, nn
 
 from .compat import tree_flatten, tree_unflatten
-from .errors import PlanError
+from .errors import AutosplitError, PlanError
+from .pipeline.launch import launch
+from .pipeline.schedules import SCHEDULES
 from .pipeline.transfer import Transfer
 from .planner.configuration import Configuration
 from .planner.costs import ModelCosts
 from .planner.device import Device, measure_device
 from .planner.estimate import estimate
+from .planner.form import Fixed, Form
 from .planner.limits import Limits
-from .planner.links import profile_transfer
+from .planner.links import measure_link, profile_transfer
 from .planner.made_for import MadeFor
 from .planner.making import make_plan
+from .planner.measuring import grouped, profile_together, rehearsed
 from .planner.plan import Plan, made_for
-from .planner.profile import profile
+from .planner.rehearsal import can_rehearse
 from .planner.search import Wishes, search, settings_of
 from .planner.skeleton import skeleton
+from .planner.solve import Solution, solve, weigh
 from .planner.specimen import Conditions
 from .planner.whole import WholeModel
+
+_TIMEOUT = 24 * 3600.0  # a model may take long to capture; a rank that dies ends all at once
 
 
 @dataclass(frozen=True)
@@ -42,6 +52,8 @@ class Request:
         estimated: from FLOPs and bytes, rather than measured.
         seconds: to measure for, in all.
         backend: how graphs are run.
+        rehearse: run a few steps of the best stages, and correct them by that, where this machine
+            can run all ranks.
     """
 
     devices: int
@@ -51,18 +63,31 @@ class Request:
     estimated: bool = False
     seconds: float = 60.0
     backend: str = "eager"
+    rehearse: bool = True
 
 
 @dataclass(frozen=True)
 class Planned:
-    """All configurations, the best first, and the plan of the best."""
+    """All configurations, the best first, and the plan of the best.
+
+    Attributes:
+        configurations: with steps predicted from blocks.
+        plan: of the first.
+        rehearsed: whether the plan's step and stages are those of a rehearsal.
+    """
 
     configurations: list[Configuration]
     plan: Plan
+    rehearsed: bool = False
 
 
 def plan_factory(build: Callable[[], Any], name: str, request: Request) -> Planned:
-    """Plan what a factory builds, without the memory of its parameters.
+    """Plan what a factory builds.
+
+    Where this machine has a device or a core for each rank, so many processes measure at the same
+    time, with one thread each, as ranks that ``launch`` or torchrun start have; else this process
+    measures alone. Parameters take memory only while a block is measured, and in a rehearsal, which
+    is left out where it would take more than half of the machine's.
 
     Args:
         build: returns ``(model, args)``, ``(model, args, kwargs)``, or a model that has
@@ -74,10 +99,46 @@ def plan_factory(build: Callable[[], Any], name: str, request: Request) -> Plann
         PlanError: no example inputs, or nothing that can be done, see ``search``.
         CaptureError: the model cannot be captured whole.
     """
+    if request.estimated or request.devices == 1 or not _can_launch(build, request.devices):
+        return _plan(build, name, request)
+    outcomes = launch(
+        _outcome, request.devices, (build, name, request), timeout=_TIMEOUT, threads=1
+    )
+    return _value(outcomes[0])
+
+
+def _can_launch(build: Callable[[], Any], devices: int) -> bool:
+    """Whether this machine has a device, or a core, for each rank, and processes can be told what
+    to build.
+    """
+    try:
+        pickle.dumps(build)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return False
+    return devices <= (torch.cuda.device_count() or os.cpu_count() or 1)
+
+
+def _outcome(build: Callable[[], Any], name: str, request: Request) -> Planned | AutosplitError:
+    """What a rank finds. A typed error goes back as it is, for launch would wrap it."""
+    try:
+        return _plan(build, name, request)
+    except AutosplitError as error:
+        return error
+
+
+def _value(outcome: Planned | AutosplitError) -> Planned:
+    if isinstance(outcome, AutosplitError):
+        raise outcome
+    return outcome
+
+
+def _plan(build: Callable[[], Any], name: str, request: Request) -> Planned:
+    """The plan, measured by this process or by all of its group at once."""
     model, args, kwargs = _example(skeleton(build), name)
     limits = request.limits
     if not request.estimated and limits.links == Transfer():
-        limits = replace(limits, links=profile_transfer())
+        links = measure_link() if grouped() else profile_transfer()
+        limits = replace(limits, links=links)
     source = _Costs(model, args, kwargs, request)
     found = search(
         source,
@@ -88,8 +149,12 @@ def plan_factory(build: Callable[[], Any], name: str, request: Request) -> Plann
         links=limits.links,
         optimizer_state=limits.optimizer_state,
     )
-    made = source.made_for[found[0].microbatch_size]
-    return Planned(found, make_plan(found[0], made, limits, backend=request.backend))
+    best = found[0]
+    seen = source.rehearsed(best, limits) if request.rehearse and not request.estimated else None
+    made = source.made_for[best.microbatch_size]
+    best = best if seen is None else replace(best, solution=seen)
+    plan = make_plan(best, made, limits, backend=request.backend)
+    return Planned(found, plan, rehearsed=seen is not None)
 
 
 class _Costs:
@@ -111,6 +176,40 @@ class _Costs:
             self._known[size, memory] = self._find(self._whole(size), memory)
         return self._known[size, memory]
 
+    def rehearsed(self, best: Configuration, limits: Limits) -> Solution | None:
+        """The stages of a configuration after rehearsals; None where none can be run here."""
+        solution = best.solution
+        if solution is None or _needs(best, limits) > _room():
+            return None
+        whole = self._whole(best.microbatch_size)
+        if not can_rehearse(whole, solution.schedule):
+            return None
+        form = Form(best.schedule, best.ranks, not best.fused)
+        own = best.schedule not in SCHEDULES
+
+        def find(costs: ModelCosts) -> Solution:
+            if own:
+                fixed = Fixed(solution.schedule)
+                return weigh(costs, solution.cuts, best.microbatches, fixed, limits)
+            return solve(
+                costs,
+                best.stages,
+                best.microbatches,
+                form.name,
+                ranks=form.ranks,
+                split_backward=form.split_backward,
+                cap=limits.cap,
+                links=limits.links,
+                optimizer_state=limits.optimizer_state,
+            )
+
+        costs = self(best.microbatch_size, str(best.memory))
+        conditions = self._conditions(best.memory)
+        return rehearsed(whole, costs, find, conditions, self._request.seconds)
+
+    def _conditions(self, memory: str | int) -> Conditions:
+        return Conditions(backend=self._request.backend, memory=memory)
+
     def _whole(self, size: int) -> WholeModel:
         if size not in self._wholes:
             args, kwargs = resized((self._args, self._kwargs), size)
@@ -119,11 +218,28 @@ class _Costs:
         return self._wholes[size]
 
     def _find(self, whole: WholeModel, memory: str | int) -> ModelCosts:
-        conditions = Conditions(backend=self._request.backend, memory=memory)
+        conditions = self._conditions(memory)
         if not self._request.estimated:
-            return profile(whole, conditions, seconds=self._share)
+            return profile_together(whole, conditions, self._share, alone=not grouped())
         self._device = self._device or measure_device()
         return estimate(whole, conditions, device=self._device)
+
+
+def _needs(best: Configuration, limits: Limits) -> float:
+    """Bytes that all ranks hold in a rehearsal, which has no optimizer state."""
+    if best.solution is None:
+        return math.inf
+    return sum(best.solution.peaks) - limits.optimizer_state * sum(best.solution.parameters)
+
+
+def _room() -> float:
+    """Bytes that a rehearsal may take: half of what the machine, or its devices, have."""
+    if torch.cuda.device_count():
+        devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+        return sum(each.total_memory for each in devices) / 2
+    if not hasattr(os, "sysconf"):
+        return 0.0
+    return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) / 2
 
 
 def resized(inputs: Any, size: int) -> Any:

@@ -140,6 +140,20 @@ def test_plan(tmp_path: pathlib.Path) -> None:
     assert max(later["peak_memory"]) < max(other["peak_memory"])
 
 
+def test_plan_of_ranks_that_measure_and_rehearse(tmp_path: pathlib.Path) -> None:
+    output = ["--output", str(tmp_path / "plan.json"), "--seconds", "0.3"]
+    one = ["--schedule", "1f1b", "--setting", "balanced", "--microbatches", "2"]
+    words = ["plan", "planned_models:factory", "--batch", "8", *one, *output]
+    result = run(*words, "--devices", "2")
+    assert result.exit_code == 0, result.output
+    assert "step and stages: rehearsed" in result.output
+    alone = run(*words, "--devices", "1", "--stages", "2", "--no-rehearse")
+    assert alone.exit_code == 0, alone.output
+    assert "step and stages: from blocks" in alone.output
+    refused = run(*words, "--devices", "2", "--stages", "9")
+    assert "9 stages are more than the model has blocks, 6" in refused.output
+
+
 def test_a_schedule_that_is_always_split_is_held_against_1f1b(tmp_path: pathlib.Path) -> None:
     command = ["compare", "examples.models:llama", *TINY, "--stages", "2", "--ranks", "1"]
     file = tmp_path / "out.json"

@@ -43,6 +43,12 @@ def _size(context: click.Context, parameter: click.Parameter, value: str | None)
 )
 @click.option("--estimate", is_flag=True, help="From FLOPs and bytes; measure nothing.")
 @click.option("--seconds", default=60.0, show_default=True, help="To measure blocks for, in all.")
+@click.option(
+    "--rehearse/--no-rehearse",
+    default=True,
+    show_default=True,
+    help="Run a few steps of the best stages, where this machine can run all ranks.",
+)
 @click.option("--latency", type=float, help="Milliseconds of a transfer.")
 @click.option("--bandwidth", type=float, help="Of a link, in gigabytes a second.")
 @click.option(
@@ -77,7 +83,7 @@ def plan(
     **options: Any,
 ) -> None:
     """Cut FACTORY's model into balanced stages and choose how to run them. FACTORY (MODULE:NAME)
-    returns (model, args) or (model, args, kwargs); parameters get no memory.
+    returns (model, args) or (model, args, kwargs). Parameters get memory only in a rehearsal.
     """
     from ..planning import plan_factory, write_summary
     from ..report.plans import draw_plan, plan_table, refused_table, search_table
@@ -90,6 +96,7 @@ def plan(
     if refused:
         click.echo("\n" + refused)
     click.echo("\n" + plan_table(found.plan))
+    click.echo("\nstep and stages: " + ("rehearsed" if found.rehearsed else "from blocks"))
     found.plan.save(output)
     files = [output]
     if json_file:
@@ -113,6 +120,7 @@ def _request(
     settings: tuple[str, ...],
     estimate: bool,
     seconds: float,
+    rehearse: bool,
     latency: float | None,
     bandwidth: float | None,
     optimizer_state: float,
@@ -131,4 +139,5 @@ def _request(
         estimate,
         seconds,
         backend,
+        rehearse,
     )

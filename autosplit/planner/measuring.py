@@ -21,7 +21,8 @@ T = TypeVar("T")
 
 Find = Callable[[ModelCosts], Solution]
 
-_SHARE = 0.3  # of the seconds of profiling, for the timed steps of each rehearsal
+# For the timed steps of each rehearsal: of the seconds of profiling, and at the most.
+_SHARE, _MOST = 0.3, 5.0
 
 
 def profile_together(
@@ -35,7 +36,7 @@ def profile_together(
         seconds: how long to measure.
         alone: whether this process measures for itself, whatever group it is in.
     """
-    if alone or not _grouped():
+    if alone or not grouped():
         return profile(whole, conditions, seconds=seconds)
     return average(_everywhere(lambda: profile(whole, conditions, seconds=seconds)))
 
@@ -75,7 +76,7 @@ def rehearsed(
             found.schedule,
             conditions,
             planned=found.costs.times,
-            seconds=seconds * _SHARE,
+            seconds=min(seconds * _SHARE, _MOST),
         )
 
     return settle(costs, find, run).solution
@@ -86,7 +87,7 @@ def agreed(find: Callable[[], T]) -> T:
 
     Each might find something else, and cut elsewhere.
     """
-    if not _grouped():
+    if not grouped():
         return find()
     box: list[Any] = [None]
     if dist.get_rank() == 0:
@@ -116,7 +117,8 @@ def _value(outcome: Any) -> Any:
     return outcome
 
 
-def _grouped() -> bool:
+def grouped() -> bool:
+    """Whether there are other ranks, in the default process group."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
