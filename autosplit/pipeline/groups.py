@@ -23,7 +23,7 @@ from autosplit.pipeline.faults import LostPeerError, Store
 
 # Tags keep the closing receives apart from real messages: a message that met a buffer of another
 # size would end the whole process.
-_CLOSING_TAG = 2**31 - 1
+_TAG, _CLOSING_TAG = 0, 2**31 - 1
 _AT_ONCE = timedelta(milliseconds=1)
 
 
@@ -89,10 +89,15 @@ class Groups:
         self.timeout = timeout
         self._backend = "nccl" if device.type == "cuda" else "gloo"
         self._owned: list[dist.ProcessGroup] = []
+        self._lanes: dict[str, dist.ProcessGroup] = {}
         if ranks > 1:
-            self.control = self._new(range(ranks), "gloo")
-            self._up = self._new(range(ranks), self._backend)
-            self._down = self._new(range(ranks), self._backend)
+            for lane, backend in (("control", "gloo"), ("up", None), ("down", None)):
+                self._lanes[lane] = self._new(range(ranks), backend or self._backend)
+
+    @property
+    def control(self) -> dist.ProcessGroup:
+        """The group for the few numbers that all ranks agree on."""
+        return self._lane("control")
 
     @property
     def store(self) -> Store:
@@ -101,15 +106,22 @@ class Groups:
 
     def isend(self, tensor: Tensor, peer: int) -> dist.Work | None:
         """Start sending a contiguous tensor; None if there is nothing to wait for."""
-        return dist.isend(tensor, peer, group=self._towards(self.rank, peer))
+        # As dist.isend does, without its checks: all ranks are in each group, under their number.
+        return self._towards(self.rank, peer).send([_real(tensor)], peer, _TAG)
 
     def irecv(self, buffer: Tensor, peer: int) -> dist.Work | None:
         """Start filling ``buffer``; None if there is nothing to wait for."""
-        return dist.irecv(buffer, peer, group=self._towards(peer, self.rank))
+        return self._towards(peer, self.rank).recv([_real(buffer)], peer, _TAG)
 
     def _towards(self, source: int, target: int) -> dist.ProcessGroup:
         """The group for messages from rank ``source`` to rank ``target``."""
-        return self._up if source < target else self._down
+        return self._lane("up" if source < target else "down")
+
+    def _lane(self, name: str) -> dist.ProcessGroup:
+        group = self._lanes.get(name)
+        if group is None:
+            raise PipelineError("this trainer was closed: build a new one")
+        return group
 
     def among(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
         """A new group of some ranks; collective over all of them. None if this rank is not in."""
@@ -190,14 +202,24 @@ class Groups:
             dist.destroy_process_group(group)
 
     def destroy(self) -> None:
-        """Let go of the groups after a run that went well."""
+        """Let go of the groups after a run that went well.
+
+        Their connections end here. Left to the garbage collector, which comes when it likes, they
+        have held up a step of the next trainer for a second (eight ranks on two cores).
+        """
         for group in self._release():
             dist.destroy_process_group(group)
+        self._lanes.clear()
 
     def _release(self) -> list[dist.ProcessGroup]:
         owned, self._owned = self._owned, []
         # Destroying the default group has destroyed these as well.
         return owned if dist.is_initialized() else []
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """Backends know no complex numbers."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _disconnect(group: dist.ProcessGroup, peer: int) -> None:

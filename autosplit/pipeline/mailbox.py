@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from time import perf_counter
 
 import torch.distributed as dist
 from torch import Tensor
 
 from autosplit.pipeline.buffers import Buffers
-from autosplit.pipeline.groups import PointToPoint, losing
+from autosplit.pipeline.faults import LostPeerError
+from autosplit.pipeline.groups import PointToPoint, lost
 from autosplit.pipeline.negotiation import Negotiation, TensorMeta
 from autosplit.pipeline.routes import Parcel, Routes
 
 
-@dataclass
 class _Message:
     """Tensors being sent or filled. They live here until every operation on them is complete."""
 
-    parcel: Parcel
-    tensors: list[Tensor | None] = field(default_factory=list)
-    works: list[dist.Work] = field(default_factory=list)
-    arrival: Future[None] | None = None
+    __slots__ = ("arrival", "parcel", "tensors", "works")
+
+    def __init__(self, parcel: Parcel, tensors: list[Tensor | None]) -> None:
+        self.parcel = parcel
+        self.tensors = tensors
+        self.works: list[dist.Work] = []
+        self.arrival: Future[None] | None = None
 
     def wait(self) -> None:
         """Wait until every operation is complete."""
@@ -48,24 +52,34 @@ class Outbox:
         """Start sending; ``tensors`` are contiguous."""
         message = _Message(parcel, [*tensors])
         self._pending.append(message)
-        with losing(f"rank {self._peer}, which needs {parcel}", self._timeout):
+        start = perf_counter()
+        try:
             for tensor in tensors:
                 work = self._link.isend(tensor, self._peer)
                 if work is not None:
                     message.works.append(work)
+        except RuntimeError as error:
+            raise self._lost(parcel, start, error) from error
 
     def retire(self, count: int) -> None:
         """Let go of the first ``count`` messages of this step; waits for any still under way."""
         while self._retired < count:
             message = self._pending.popleft()
             self._retired += 1
-            with losing(f"rank {self._peer}, which needs {message.parcel}", self._timeout):
+            start = perf_counter()
+            try:
                 message.wait()
+            except RuntimeError as error:
+                raise self._lost(message.parcel, start, error) from error
 
     def drain(self) -> None:
         """End the step: wait for everything under way."""
         self.retire(self._retired + len(self._pending))
         self._retired = 0
+
+    def _lost(self, parcel: Parcel, start: float, error: RuntimeError) -> LostPeerError:
+        what = f"rank {self._peer}, which needs {parcel}"
+        return lost(what, perf_counter() - start, self._timeout, error)
 
 
 class Inbox:
@@ -105,6 +119,7 @@ class Inbox:
         self._watcher = ThreadPoolExecutor(1, f"from rank {peer}") if watch else None
         self._posted = 0
         self._coming: dict[Parcel, _Message] = {}
+        self._agreed: dict[Parcel, Sequence[TensorMeta | None]] = {}
 
     def begin(self) -> None:
         """Start a step: post the first receives."""
@@ -120,11 +135,14 @@ class Inbox:
         # Before the wait, so that it delays nothing once the message is here.
         self._post_ahead(place + 1 + self._prefetch)
         message = self._coming.pop(parcel)
-        with losing(f"rank {self._peer}, which makes {parcel}", self._timeout):
+        start = perf_counter()
+        try:
             if message.arrival is None:
                 message.wait()
             else:
                 message.arrival.result()
+        except RuntimeError as error:
+            raise self._lost(parcel, start, error) from error
         return message.tensors, bool(message.works)
 
     def arrived(self, parcel: Parcel) -> bool:
@@ -135,15 +153,17 @@ class Inbox:
     def _post_ahead(self, count: int) -> None:
         """Post receives until ``count`` are posted, as far as their shapes are known."""
         while self._posted < min(count, len(self._parcels)):
-            if self._parcels[self._posted].boundary not in self._negotiation.known:
+            parcel = self._parcels[self._posted]
+            if parcel not in self._agreed and parcel.boundary not in self._negotiation.known:
                 return
             self._post()
 
     def _post(self) -> None:
         parcel = self._parcels[self._posted]
         self._posted += 1
-        message = self._coming[parcel] = _Message(parcel)
-        with losing(f"rank {self._peer}, which makes {parcel}", self._timeout):
+        message = self._coming[parcel] = _Message(parcel, [])
+        start = perf_counter()
+        try:
             for meta in self._metas(parcel):
                 if meta is None:
                     message.tensors.append(None)
@@ -153,14 +173,22 @@ class Inbox:
                 work = self._link.irecv(buffer, self._peer)
                 if work is not None:
                     message.works.append(work)
+        except RuntimeError as error:
+            raise self._lost(parcel, start, error) from error
         if self._watcher is not None:
             message.arrival = self._watcher.submit(message.wait)
 
-    def _metas(self, parcel: Parcel) -> list[TensorMeta | None]:
+    def _metas(self, parcel: Parcel) -> Sequence[TensorMeta | None]:
         """What comes with a parcel; None for a gradient that is not wanted."""
-        agreed = self._negotiation.known[parcel.boundary]
-        carried = self._routes.carried(parcel)
-        metas = agreed if carried is None else [agreed[position] for position in carried]
-        if parcel.forward:
-            return list(metas)
-        return [meta if meta.requires_grad else None for meta in metas]
+        found = self._agreed.get(parcel)
+        if found is None:
+            agreed = self._negotiation.known[parcel.boundary]
+            carried = self._routes.carried(parcel)
+            metas = agreed if carried is None else [agreed[position] for position in carried]
+            found = [meta if parcel.forward or meta.requires_grad else None for meta in metas]
+            self._agreed[parcel] = found
+        return found
+
+    def _lost(self, parcel: Parcel, start: float, error: RuntimeError) -> LostPeerError:
+        what = f"rank {self._peer}, which makes {parcel}"
+        return lost(what, perf_counter() - start, self._timeout, error)

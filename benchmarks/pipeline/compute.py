@@ -46,7 +46,8 @@ class Row:
         name: of the case.
         measured: from the first action's start to the last one's end.
         replayed: of ``measured`` over the simulation with the same step's own durations.
-        simulated: of ``measured`` over the simulation with median durations.
+        simulated: of ``measured`` over the simulation with the step's median durations by stage
+            and kind of action.
         shortest: the median duration of the shortest action that computes anything.
         bubble: share of the ranks' time.
     """
@@ -113,12 +114,13 @@ def _run(case: Case, workload: Workload, steps: int) -> Row:
         schedule = trainer.schedule
     medians = median_durations(span for each in steps_run for span in each.spans)
     measured = [each.makespan for each in steps_run]
+    ideals = [simulate(schedule, median_durations(each.spans)).makespan for each in steps_run]
     replays = [simulate(schedule, _own(each).__getitem__).makespan for each in steps_run]
     return Row(
         case.name,
         statistics.median(measured),
         statistics.median(a / b for a, b in zip(measured, replays, strict=True)),
-        statistics.median(measured) / simulate(schedule, medians).makespan,
+        statistics.median(a / b for a, b in zip(measured, ideals, strict=True)),
         min(seconds for key, seconds in medians.items() if key != _EMPTY),
         statistics.median(each.bubble_ratio() for each in steps_run),
     )

@@ -76,10 +76,10 @@ every action it delays, so short actions (many stages on a rank) come off worst.
         "Every schedule against its simulation, computing for real",
         f"""\
 The decoder on two ranks with one thread each, M = {compute.MICROBATCHES}; from the first action's
-start to the last one's end. *Over simulated* compares with the simulation of the median durations
-of its actions, *over replayed* step by step with the simulation of that step's own durations: what
-the engine and its messages cost. Target: {compute.TARGET} where the shortest action takes
-{1e3 * compute.SHORTEST:.0f} ms or more.""",
+start to the last one's end. Each step is compared with simulations of that same step, as a
+machine's speed changes from one to the next: *over simulated* takes its median durations by stage
+and kind of action, *over replayed* every action's own: what the engine and its messages cost.
+Target: {compute.TARGET} if the shortest action takes {1e3 * compute.SHORTEST:.0f} ms or more.""",
         lambda settings: compute.measure_all(settings.steps),
         compute.render,
     ),

@@ -55,6 +55,13 @@ def test_a_stage_that_is_never_built_ends_the_wait(found: list[Any]) -> None:
     assert "waited 0.2 s for stage 0 to be built" in found[1]["never"]
 
 
+def test_connections_end_when_a_trainer_is_closed(found: list[dict[str, Any]]) -> None:
+    """Not when the garbage collector comes, which would hold up whatever runs then."""
+    assert [each["ended"] for each in found] == [
+        (True, "this trainer was closed: build a new one")
+    ] * 2
+
+
 # --- on one rank --------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autosplit.errors import PipelineError
 from autosplit.pipeline.action import Action
 from autosplit.pipeline.executor import Executor
 from autosplit.pipeline.faults import LostPeerError
@@ -76,7 +77,7 @@ def _posted(prefetch: int) -> list[int]:
     )
     results = [Action.parse(f"0F{microbatch}") for microbatch in range(4)]
     counts = []
-    with mock.patch.object(dist, "irecv", wraps=dist.irecv) as irecv:
+    with mock.patch.object(groups, "irecv", wraps=groups.irecv) as irecv:
         transport.begin()
         counts.append(irecv.call_count)
         for result in results:
@@ -126,6 +127,20 @@ def _negotiated() -> tuple[TensorMeta, ...]:
     return agreed
 
 
+def _ended() -> tuple[bool, str]:
+    """Whether the groups are gone once they are let go of, and what a later use says."""
+    groups = Groups(2, CPU, 30.0)
+    groups.meet()
+    group = weakref.ref(groups.control)
+    dist.barrier()
+    groups.destroy()
+    try:
+        groups.meet()
+    except PipelineError as error:
+        return group() is None, str(error)
+    return group() is None, ""
+
+
 def _never() -> str:
     groups = Groups(2, CPU, 30.0)
     groups.timeout = 0.2
@@ -149,4 +164,5 @@ def everything() -> dict[str, Any]:
         "values": values,
         "negotiated": _negotiated(),
         "never": _never(),
+        "ended": _ended(),
     }
