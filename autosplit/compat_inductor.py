@@ -20,6 +20,7 @@ from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from .garbage import only_new_garbage
 from .passes.ops import is_random
 
 _TAG = "partitioner_tag"
@@ -106,7 +107,8 @@ def compile_module(
     mode = _fake_mode(module.graph)
     examples = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
     module.graph.output_node().meta["user_visible_output_idxs"] = sorted(visible)
-    with compile_lock, V.set_fake_mode(mode), tracing(TracingContext(mode)):
+    context = tracing(TracingContext(mode))
+    with compile_lock, V.set_fake_mode(mode), context, only_new_garbage():
         compiled: Any = compile_fx_inner(
             module, examples, is_backward=is_backward, static_input_idxs=sorted(static)
         )

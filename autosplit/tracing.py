@@ -19,6 +19,7 @@ from .compile import Backend, backend_named, prepare
 from .errors import CaptureError, SplitError
 from .first_call import materialise, settle
 from .functions import SplitFunctions
+from .garbage import only_new_garbage
 from .passes import PassError, SplitGraphs, memory_setting, run
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def trace(
     """
     compiler = backend_named(backend)
     check_memory(memory)
-    with _TRACING, _undrawn():
+    with _TRACING, _undrawn(), only_new_garbage():
         dump = _dump_folder(module)
         shelf = None if dump else _shelf(backend, memory)
         traced = _capture(module, args, kwargs, compiler, shelf)

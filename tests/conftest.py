@@ -9,7 +9,7 @@ import pytest
 import torch
 
 # Tests replace parts of what a split is made by; none may find what another has made.
-os.environ["AUTOSPLIT_CACHE"] = "0"
+os.environ.setdefault("AUTOSPLIT_CACHE", "0")
 
 
 @pytest.fixture(autouse=True)

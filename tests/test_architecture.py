@@ -52,7 +52,7 @@ def test_passes_know_nothing_of_autosplit() -> None:
 
 
 ORDER = [
-    ["errors", "passes", "compat", "compat_leaves"],
+    ["errors", "passes", "compat", "compat_leaves", "garbage"],
     ["structures", "first_call", "face", "store", "compat_inductor"],
     ["capture"],
     ["autocast", "compile", "handover", "accumulation", "dependence"],

@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.immutable_collections import immutable_dict, immutable_list
-from torch.fx.passes.shape_prop import TensorMetadata
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ..passes import Kind, Role, SplitGraphs
 from ..passes.memory import Memory
 from ..passes.ops import OVERLOAD
 
-# Of the user's modules and of other graphs; no pass and no backend asks for them.
+# Of the user's modules and of other graphs, or said by the value; no pass and no backend asks.
 _FORGOTTEN = frozenset(
     {
         "desc",
@@ -36,6 +36,7 @@ _FORGOTTEN = frozenset(
         "fwd_torch_fn",
         "nn_module_stack",
         "source_fn_stack",
+        "tensor_meta",
         "torch_fn",
     }
 )
@@ -45,7 +46,6 @@ _CLASSES = (
     CheckpointPolicy,
     Kind,
     Role,
-    TensorMetadata,
     immutable_dict,
     immutable_list,
     torch.Size,
@@ -272,7 +272,8 @@ def _graph(name: str, data: bytes, tensors: list[Tensor]) -> fx.GraphModule:
             raise NoArchiveError(f"{wanted} of {name} cannot have its name")
         node.meta = meta
         nodes.append(node)
-    return fx.GraphModule({}, graph, class_name=name)
+    # Python code of the whole graph is made where somebody asks for it, which is hardly ever.
+    return _LazyGraphModule({}, graph, class_name=name)
 
 
 def _filled(value: Any, nodes: list[fx.Node]) -> Any:
