@@ -9,6 +9,7 @@ term that is not padding: laying them side by side gives the same to the last bi
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections import Counter
 from typing import Any
 
@@ -19,6 +20,8 @@ from .graph import Program, calls, tensor_of
 from .sizes import is_fixed
 
 aten = torch.ops.aten
+
+_WHOLE = (0, None, None, 1)  # where slice_scatter writes if nothing is said
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +91,8 @@ def _rewrite(graph: fx.Graph, top: fx.Node) -> bool:
         _erase(graph, [*result.all_input_nodes, result])
         return False
     top.replace_all_uses_with(result)
-    _erase(graph, [*padded, *sums])
+    zeros = [node for each in padded for node in each.all_input_nodes if _is_zeros(node)]
+    _erase(graph, [*zeros, *padded, *sums])
     return True
 
 
@@ -113,7 +117,30 @@ def _piece(term: fx.Node) -> _Piece | None:
     if term.target is aten.slice_backward.default:
         value, sizes, dim, start, stop, step = term.args
         return _placed(term, value, sizes, dim, start, stop, step, selected=False)
-    return None
+    return _scattered(term)
+
+
+def _scattered(term: fx.Node) -> _Piece | None:
+    """A piece as decompositions pad it: written into a whole of zeros."""
+    if term.target not in (aten.select_scatter.default, aten.slice_scatter.default):
+        return None
+    whole, value = term.args[:2]
+    place: list[Any] = [*term.args[2:], *_WHOLE[len(term.args) - 2 :]]
+    if term.kwargs or not isinstance(whole, fx.Node) or not _is_zeros(whole):
+        return None
+    sizes = list(whole.meta["val"].shape)
+    if term.target is aten.select_scatter.default:
+        dim, index, *_ = place
+        return _placed(term, value, sizes, dim, index, index, 1, selected=True)
+    dim, start, stop, step = place
+    start, stop = start or 0, sys.maxsize if stop is None else stop
+    return _placed(term, value, sizes, dim, start, stop, step, selected=False)
+
+
+def _is_zeros(node: fx.Node) -> bool:
+    if node.target is aten.full.default:
+        return bool(node.args[1] == 0)
+    return node.target in (aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default)
 
 
 def _placed(
@@ -158,7 +185,9 @@ def _concatenated(graph: fx.Graph, pieces: list[_Piece], top: fx.Node) -> fx.Nod
     def pad(until: int) -> None:
         if until > end:
             gap = [*sizes[:dim], until - end, *sizes[dim + 1 :]]
-            parts.append(_emit(graph, top, aten.new_zeros.default, pieces[0].value, gap))
+            like = pieces[0].value.meta["val"]
+            options = {"dtype": like.dtype, "device": like.device, "pin_memory": False}
+            parts.append(_emit(graph, top, aten.full.default, gap, 0, **options))
 
     for piece in pieces:
         pad(piece.start)
@@ -171,10 +200,11 @@ def _concatenated(graph: fx.Graph, pieces: list[_Piece], top: fx.Node) -> fx.Nod
     return _emit(graph, top, aten.cat.default, parts, dim)
 
 
-def _emit(graph: fx.Graph, top: fx.Node, target: Any, *args: Any) -> fx.Node:
-    node = graph.call_function(target, args)
+def _emit(graph: fx.Graph, top: fx.Node, target: Any, *args: Any, **options: Any) -> fx.Node:
+    node = graph.call_function(target, args, options)
     node.meta = {key: value for key, value in top.meta.items() if key != "val"}
-    node.meta["val"] = target(*fx.node.map_arg(args, lambda each: each.meta["val"]))
+    with top.meta["val"].fake_mode:
+        node.meta["val"] = target(*fx.node.map_arg(args, lambda each: each.meta["val"]), **options)
     return node
 
 
