@@ -28,6 +28,7 @@ def project(
     bandwidth: float | None,
     message: float | None,
     cap: float | None,
+    exact: bool,
 ) -> Survey:
     """Simulate every schedule.
 
@@ -41,6 +42,7 @@ def project(
         bandwidth: gigabytes a second, if ``message`` is given.
         message: megabytes that a microbatch sends, if ``bandwidth`` is given.
         cap: search the shortest step in which no rank keeps more; in the unit of ``memory``.
+        exact: also prove the shortest step, under the cap if there is one.
 
     Raises:
         ScheduleError: numbers that are negative or not as many as expected, or an option without
@@ -57,7 +59,7 @@ def project(
             1e6 * (message or 0.0),
         ),
     )
-    return survey(costs, microbatches, chunks=chunks, cap=cap)
+    return survey(costs, microbatches, chunks=chunks, cap=cap, proved=exact)
 
 
 def choose(found: Survey, name: str | None) -> Entry:

@@ -100,6 +100,10 @@ def test_simulate_options_have_effects(tmp_path: pathlib.Path) -> None:
     uneven = simulated(tmp_path, "--memory", "1,1,1,1,1,1,9,9")
     assert uneven["1f1b", "fused"]["peak_memory_by_rank"] == [4.0, 3.0, 2.0, 9.0]
     auto = simulated(tmp_path, "--cap", "3.5")["auto", "own"]
+    small = ["--microbatches", "3", "--cap", "3.5", "--exact"]
+    proved = simulated(tmp_path, *small)
+    assert proved["exact", "own"]["makespan"] <= proved["auto", "own"]["makespan"] * (1 + 1e-9)
+    assert proved["exact", "own"]["peak_memory"] <= 3.5
     within = [row["makespan"] for row in plain.values() if row["peak_memory"] <= 3.5]
     assert auto["peak_memory"] <= 3.5
     assert auto["makespan"] <= min(within)

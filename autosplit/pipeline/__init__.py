@@ -7,6 +7,7 @@ from .memory import StageMemory, peak_memory
 from .schedule import Schedule
 from .schedules import SCHEDULES, WEIGHTS, build
 from .search import search
+from .search.exact import Exact, exact
 from .simulate import simulate
 from .timeline import Span, Timeline
 from .trainer import PipelineTrainer
@@ -18,6 +19,7 @@ __all__ = [
     "SCHEDULES",
     "WEIGHTS",
     "Costs",
+    "Exact",
     "PipelineTrainer",
     "Schedule",
     "Span",
@@ -26,6 +28,7 @@ __all__ = [
     "Transfer",
     "build",
     "critical_path",
+    "exact",
     "launch",
     "peak_memory",
     "process_group",

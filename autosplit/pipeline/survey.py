@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from autosplit.pipeline.memory import peak_memory
 from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.schedules import SCHEDULES, build
 from autosplit.pipeline.search import search
+from autosplit.pipeline.search.exact import exact
 from autosplit.pipeline.simulate import simulate
 from autosplit.pipeline.timeline import Timeline
 
@@ -37,7 +39,14 @@ class Survey:
     refused: dict[str, str]
 
 
-def survey(costs: Costs, microbatches: int, *, chunks: int = 2, cap: float | None = None) -> Survey:
+def survey(
+    costs: Costs,
+    microbatches: int,
+    *,
+    chunks: int = 2,
+    cap: float | None = None,
+    proved: bool = False,
+) -> Survey:
     """Simulate every schedule in every form.
 
     Args:
@@ -47,9 +56,11 @@ def survey(costs: Costs, microbatches: int, *, chunks: int = 2, cap: float | Non
         chunks: stages a rank where the schedule leaves that open.
         cap: also search the shortest step in which no rank keeps more, with one and with two
             stages a rank; None does not.
+        proved: also prove the shortest step with one stage a rank, under the cap if there is one;
+            for small pipelines, see ``exact``.
 
     Raises:
-        ScheduleError: a bad count, or nothing found under the cap.
+        ScheduleError: a bad count, nothing found under the cap, or no exact solver.
     """
     if chunks < 2:
         raise ScheduleError(f"chunks must be at least 2, got {chunks}")
@@ -65,6 +76,9 @@ def survey(costs: Costs, microbatches: int, *, chunks: int = 2, cap: float | Non
         raise ScheduleError(next(iter(refused.values())))
     if cap is not None:
         entries.append(_searched(costs, microbatches, cap))
+    if proved:
+        found = exact(costs, microbatches, cap=math.inf if cap is None else cap)
+        entries.append(_entry("exact", "own", found.schedule, costs))
     return Survey(tuple(entries), refused)
 
 

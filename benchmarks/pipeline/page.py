@@ -7,7 +7,7 @@ import pathlib
 
 from ..part import Part, fill
 from ..results import Results
-from . import compute, engine, fused, memory, overhead, peers, standin
+from . import compute, engine, fused, memory, overhead, peers, standin, yardstick
 
 TEMPLATE = """\
 # Pipelines: measured against their ideal and against torch's
@@ -71,6 +71,16 @@ any schedule at M = N is (2N-1)/N for F = I = W (Qi et al.). A message's latency
 every action it delays, so short actions (many stages on a rank) come off worst.""",
         lambda settings: standin.measure_all(settings.ranks),
         standin.render,
+    ),
+    "yardstick": Part(
+        "The search against the optimum",
+        f"""\
+Four stages, one a rank; a microbatch keeps 1 from F to I and *deferred* from I to W, and *cap* is
+the most a rank may keep. With *link*, a message takes 0.5 and its link for another 0.5. Steps are
+simulated, as multiples of the shortest there is, which OR-tools' CP-SAT finds and proves; nothing
+is timed. Target for `schedule="auto"`: {yardstick.TARGET}x.""",
+        lambda settings: yardstick.measure_all(),
+        yardstick.render,
     ),
     "compute": Part(
         "Every schedule against its simulation, computing for real",

@@ -17,7 +17,7 @@ from autosplit.pipeline.search.improve import improve
 from autosplit.pipeline.search.problem import Problem, Rows
 from autosplit.pipeline.simulate import simulate
 
-__all__ = ["search"]
+__all__ = ["caps_of", "placements", "search"]
 
 _POLICIES = [
     Policy(forward_first, patience)
@@ -25,8 +25,8 @@ _POLICIES = [
     for patience in (0.0, 0.5, 1.0)
 ]
 _STARTS = 3  # orders that local search begins from
-_WORK = 300_000  # actions played through in all: about a second
-_FEWEST, _MOST = 20, 800  # plays from each start
+_WORK = 450_000  # actions played through in all: about a second
+_FEWEST, _MOST = 20, 4000  # plays from each start
 
 
 def search(
@@ -61,18 +61,8 @@ def search(
     stages = len(costs.times)
     ranks = stages if ranks is None else ranks
     check_counts(ranks=ranks, microbatches=microbatches)
-    caps = _caps(cap, ranks)
-    named = [
-        each
-        for each in _named(costs, microbatches, ranks)
-        if placement is None or each.placement == tuple(placement)
-    ]
-    if not named and placement is not None:
-        raise ScheduleError(f"no named schedule places the stages on the ranks {list(placement)}")
-    if not named:
-        raise ScheduleError(
-            f"{stages} stages cannot fill {ranks} ranks: each rank needs at least one stage"
-        )
+    caps = caps_of(cap, ranks)
+    named = _placed(costs, microbatches, ranks, placement)
     known = sorted(
         (each for each in named if _within(peak_memory(each, costs.memory), caps)),
         key=lambda each: _makespan(each, costs),
@@ -90,7 +80,43 @@ def search(
     return found[1]
 
 
-def _caps(cap: float | Sequence[float], ranks: int) -> tuple[float, ...]:
+def placements(
+    costs: Costs, microbatches: int, ranks: int, placement: Sequence[int] | None = None
+) -> list[tuple[int, ...]]:
+    """Where a search puts the stages: as told, or as each named schedule does.
+
+    Raises:
+        ScheduleError: no named schedule admits the counts or that placement.
+    """
+    named = _placed(costs, microbatches, ranks, placement)
+    return list(dict.fromkeys(each.placement for each in named))
+
+
+def _placed(
+    costs: Costs, microbatches: int, ranks: int, placement: Sequence[int] | None
+) -> list[Schedule]:
+    """The named schedules of that placement, or all."""
+    named = [
+        each
+        for each in _named(costs, microbatches, ranks)
+        if placement is None or each.placement == tuple(placement)
+    ]
+    if not named and placement is not None:
+        raise ScheduleError(f"no named schedule places the stages on the ranks {list(placement)}")
+    if not named:
+        raise ScheduleError(
+            f"{len(costs.times)} stages cannot fill {ranks} ranks: each rank needs at least one "
+            "stage"
+        )
+    return named
+
+
+def caps_of(cap: float | Sequence[float], ranks: int) -> tuple[float, ...]:
+    """One cap for each rank.
+
+    Raises:
+        ScheduleError: a cap that is no number > 0, or not as many as there are ranks.
+    """
     caps = tuple(cap) if isinstance(cap, Sequence) else (cap,) * ranks
     if len(caps) != ranks or not all(each > 0 for each in caps):
         raise ScheduleError(f"cap must be a number > 0, or one for each of {ranks}; got {cap!r}")
@@ -148,7 +174,23 @@ def _starts(
         played = problem.play(rows)
         if played is not None and all(map(problem.fits, rows, range(len(rows)))):
             starts.append((played[0], problem, rows))
-    return sorted(starts, key=lambda each: each[0])[:_STARTS]
+    return _varied(starts)[:_STARTS]
+
+
+def _varied(starts: Sequence[tuple[float, Problem, Rows]]) -> list[tuple[float, Problem, Rows]]:
+    """The shortest of each placement, then the rest, the shortest first; each order once."""
+    leaders, rest = [], []
+    seen: set[tuple[int, ...]] = set()
+    orders: set[str] = set()
+    for start in sorted(starts, key=lambda each: each[0]):
+        _, problem, rows = start
+        if problem.placement not in seen:
+            leaders.append(start)
+        elif str(rows) not in orders:
+            rest.append(start)
+        seen.add(problem.placement)
+        orders.add(str(rows))
+    return leaders + rest
 
 
 def _improved(starts: Sequence[tuple[float, Problem, Rows]]) -> tuple[float, Schedule] | None:

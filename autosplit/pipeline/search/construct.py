@@ -7,7 +7,15 @@ import math
 from dataclasses import dataclass
 
 from autosplit.pipeline.action import ActionKind
-from autosplit.pipeline.search.problem import KINDS, Problem, Rows
+from autosplit.pipeline.search.problem import (
+    FORWARD,
+    FULL,
+    INPUT,
+    KINDS,
+    WEIGHT,
+    Problem,
+    Rows,
+)
 
 
 @dataclass(frozen=True)
@@ -35,6 +43,7 @@ class _Ranks:
         self.kept = [0.0] * count
         self.flying = [0] * count
         self.next = {(stage, kind): 0 for stage in range(len(problem.placement)) for kind in KINDS}
+        self.whole: set[int] = set()  # Ws that a B has done
         self.stages = [
             [stage for stage, rank in enumerate(problem.placement) if rank == each]
             for each in range(count)
@@ -47,7 +56,7 @@ def construct(problem: Problem, policy: Policy) -> Rows | None:
     ready: dict[int, float] = {}
     links: dict[tuple[int, int], float] = {}
     looks = [(0.0, rank) for rank in range(len(problem.caps))]
-    left = len(problem.actions)
+    left = 3 * len(problem.placement) * problem.microbatches
     while looks:
         now, rank = heapq.heappop(looks)
         if ranks.free_at[rank] > now:
@@ -55,7 +64,7 @@ def construct(problem: Problem, policy: Policy) -> Rows | None:
         action = _choose(problem, policy, ranks, ready, rank, now)
         if action is None:
             continue
-        left -= 1
+        left -= 2 if problem.actions[action].kind is FULL else 1
         end = now + problem.seconds[action]
         _run(problem, ranks, action, end)
         arrival, target = end, problem.target[action]
@@ -64,7 +73,7 @@ def construct(problem: Problem, policy: Policy) -> Rows | None:
             links[rank, target] = sent
             arrival = sent + problem.costs.transfer.latency
             heapq.heappush(looks, (arrival, target))
-        ready[action] = arrival
+        ready[problem.result[action]] = arrival
         heapq.heappush(looks, (end, rank))
     return None if left else ranks.rows
 
@@ -74,8 +83,12 @@ def _run(problem: Problem, ranks: _Ranks, action: int, end: float) -> None:
     ranks.rows[rank].append(action)
     ranks.free_at[rank] = end
     ranks.kept[rank] += problem.adds[action] - problem.frees[action]
-    ranks.flying[rank] += {KINDS[0]: 1, KINDS[1]: 0, KINDS[2]: -1}[what.kind]
-    ranks.next[what.stage, what.kind] += 1
+    ranks.flying[rank] += {FORWARD: 1, INPUT: 0, WEIGHT: -1, FULL: -1}[what.kind]
+    ranks.next[what.stage, INPUT if what.kind is FULL else what.kind] += 1
+    if what.kind is FULL:
+        ranks.whole.add(problem.part(action, WEIGHT))
+    while _number(problem, what.stage, WEIGHT, ranks.next[what.stage, WEIGHT]) in ranks.whole:
+        ranks.next[what.stage, WEIGHT] += 1
 
 
 def _choose(
@@ -90,21 +103,23 @@ def _choose(
     best: tuple[tuple[float, ...], int] | None = None
     soonest = math.inf
     for stage in ranks.stages[rank]:
-        for kind in KINDS[:2]:
+        for kind in (FORWARD, INPUT):
             action = _next(problem, ranks, stage, kind)
+            if action is not None and kind is INPUT and problem.whole[stage]:
+                action = _whole_or_apart(problem, ranks, action)
             if action is None or not _has_room(problem, policy, ranks, action):
                 continue
             need = problem.needs[action]
             start = 0.0 if need < 0 else ready.get(need, math.inf)
             soonest = min(soonest, start)
             if start <= now:
-                is_forward = kind is ActionKind.FORWARD
+                is_forward = kind is FORWARD
                 # Of two Fs the one nearest to the loss, of two Is the one nearest to the start.
                 order = (is_forward != policy.forward_first, -stage if is_forward else stage)
                 best = min(best, (order, action)) if best else (order, action)
     if best is not None:
         return best[1]
-    pending = [_next(problem, ranks, stage, KINDS[2]) for stage in ranks.stages[rank]]
+    pending = [_next(problem, ranks, stage, WEIGHT) for stage in ranks.stages[rank]]
     weights = [action for action in pending if action is not None]
     if not weights:
         return None
@@ -118,11 +133,22 @@ def _next(problem: Problem, ranks: _Ranks, stage: int, kind: ActionKind) -> int 
     """The stage's next action of a kind, if the stage has run what it needs of itself."""
     microbatch = ranks.next[stage, kind]
     before = problem.microbatches
-    if kind is not KINDS[0]:
+    if kind is not FORWARD:
         before = ranks.next[stage, KINDS[KINDS.index(kind) - 1]]
-    if microbatch >= before:
-        return None
+    return _number(problem, stage, kind, microbatch) if microbatch < before else None
+
+
+def _number(problem: Problem, stage: int, kind: ActionKind, microbatch: int) -> int:
     return (stage * len(KINDS) + KINDS.index(kind)) * problem.microbatches + microbatch
+
+
+def _whole_or_apart(problem: Problem, ranks: _Ranks, inputs: int) -> int:
+    """An I, or the B in its place: where that is shorter, or there is no room for what I leaves."""
+    full, weight = problem.part(inputs, FULL), problem.part(inputs, WEIGHT)
+    rank = problem.rank[inputs]
+    shorter = problem.seconds[full] < problem.seconds[inputs] + problem.seconds[weight]
+    room = problem.caps[rank] * (1 + 1e-9) - ranks.kept[rank]
+    return full if shorter or problem.adds[inputs] > room else inputs
 
 
 def _has_room(problem: Problem, policy: Policy, ranks: _Ranks, action: int) -> bool:
@@ -134,12 +160,12 @@ def _has_room(problem: Problem, policy: Policy, ranks: _Ranks, action: int) -> b
     what, rank = problem.actions[action], problem.rank[action]
     later = 0.0
     count = 0
-    if what.kind is KINDS[0]:
+    if what.kind is FORWARD:
         for stage in ranks.stages[rank]:
             if stage > what.stage:
                 later += problem.costs.memory[stage].saved
                 count += 1
-    if what.kind is KINDS[0] and ranks.flying[rank] + 1 + count > policy.in_flight:
+    if what.kind is FORWARD and ranks.flying[rank] + 1 + count > policy.in_flight:
         return False
     room = problem.caps[rank] * (1 + 1e-9) - ranks.kept[rank]
     return problem.adds[action] + later <= room

@@ -3,23 +3,29 @@
 The neighbourhood is that of job-shop scheduling (van Laarhoven, Aarts and Lenstra, Operations
 Research 40, 1992): only a change of two neighbours on a critical path can shorten a schedule. To
 it come moves of a whole W behind its block, for a W is filling and nobody waits for it. Where no
-move helps, a few random ones are made and the search goes on from there.
+move helps, simulated annealing (the same authors, Operations Research 40, 113-125) goes on with
+random moves within the blocks of the critical path.
 """
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from autosplit.pipeline.action import ActionKind
-from autosplit.pipeline.search.problem import Problem, Rows
+from autosplit.pipeline.search.problem import FULL, INPUT, WEIGHT, Problem, Rows
 
 _TOLERANCE = 1e-9
-_KICKS = 4  # random moves before the search goes on
+_HEAT = 0.02  # of the makespan: by so much longer steps are kept at first
+_ROUNDS = 3  # times of cooling down
+_TRIES = 16  # moves that are looked at for one that may be made
 
 Move = tuple[int, int, int]
-"""Rank, the place an action leaves, and the place where it goes."""
+"""Rank, the place an action leaves, and the place where it goes.
+
+Where both are one, an I becomes a B with the W behind it, or a B becomes them.
+"""
 
 
 @dataclass
@@ -39,17 +45,14 @@ def improve(problem: Problem, rows: Rows, plays: int) -> Found | None:
     played = problem.play(rows)
     if played is None:
         return None
-    best = here = Found(rows, *played)
+    best, spent = _descend(problem, Found(rows, *played), plays)
     chance = random.Random(0)
-    while plays > 0:
-        here, spent = _descend(problem, here, plays)
-        plays -= spent
-        if here.makespan < best.makespan * (1 - _TOLERANCE):
-            best = here
-        if best.makespan <= lower_bound(problem) * (1 + _TOLERANCE):
+    least = lower_bound(problem) * (1 + _TOLERANCE)
+    for left in (_ROUNDS - each for each in range(_ROUNDS)):
+        if spent >= plays or best.makespan <= least:
             break
-        plays -= 1
-        here = _kicked(problem, best, chance)
+        best, more = _annealed(problem, best, (plays - spent) // left, chance, least)
+        spent += more
     return best
 
 
@@ -59,9 +62,16 @@ def lower_bound(problem: Problem) -> float:
     for rank in range(len(problem.caps)):
         stages = [stage for stage, each in enumerate(problem.placement) if each == rank]
         lead = sum(problem.costs.times[stage][0] for stage in range(min(stages, default=0)))
-        work = sum(sum(problem.costs.times[stage]) for stage in stages)
+        work = sum(_least_work(problem, stage) for stage in stages)
         bounds.append(lead + problem.microbatches * work)
     return max(bounds)
+
+
+def _least_work(problem: Problem, stage: int) -> float:
+    """Seconds of a microbatch on a stage, with the shorter of the two backwards."""
+    forward, inputs, weights = problem.costs.times[stage]
+    full = inputs + weights if problem.costs.full is None else problem.costs.full[stage]
+    return forward + min(inputs + weights, full)
 
 
 def _descend(problem: Problem, here: Found, plays: int) -> tuple[Found, int]:
@@ -85,18 +95,45 @@ def _descend(problem: Problem, here: Found, plays: int) -> tuple[Found, int]:
     return here, spent
 
 
-def _kicked(problem: Problem, best: Found, chance: random.Random) -> Found:
-    """``best`` after a few random moves that keep it legal."""
-    here = best
-    for _ in range(_KICKS):
-        moves = list(_moves(problem, here))
-        if not moves:
-            break
-        rows = _moved(problem, here.rows, chance.choice(moves))
+def _annealed(
+    problem: Problem, best: Found, plays: int, chance: random.Random, least: float
+) -> tuple[Found, int]:
+    """Random moves from ``best``, longer steps less and less likely to be kept."""
+    here, spent = best, 0
+    blocks = list(_blocks(problem, here))
+    hot = _HEAT * best.makespan
+    while spent < plays and best.makespan > least:
+        rows = _random_change(problem, here, blocks, chance)
+        spent += 1
         played = None if rows is None else problem.play(rows)
-        if rows is not None and played is not None:
+        if rows is None or played is None:
+            continue
+        heat = hot * (1 - spent / plays)
+        longer = played[0] - here.makespan
+        if longer <= 0 or (heat > 0 and chance.random() < math.exp(-longer / heat)):
             here = Found(rows, *played)
-    return here
+            blocks = list(_blocks(problem, here))
+        if here.makespan < best.makespan * (1 - _TOLERANCE):
+            best = here
+    return best, spent
+
+
+def _random_change(
+    problem: Problem,
+    here: Found,
+    blocks: Sequence[tuple[int, int, int]],
+    chance: random.Random,
+) -> Rows | None:
+    """The rows after an action of a block on the critical path went elsewhere in its block."""
+    for _ in range(_TRIES):
+        rank, first, last = chance.choice(blocks)
+        source, target = chance.randint(first, last), chance.randint(first, last)
+        if source == target and not problem.whole[problem.actions[here.rows[rank][source]].stage]:
+            continue
+        rows = _moved(problem, here.rows, (rank, source, target))
+        if rows is not None:
+            return rows
+    return None
 
 
 def _moves(problem: Problem, here: Found) -> Iterator[Move]:
@@ -106,8 +143,11 @@ def _moves(problem: Problem, here: Found) -> Iterator[Move]:
         for place in range(last, first, -1):
             yield rank, place, place - 1
         for place in range(first, last - 1):
-            if problem.actions[row[place]].kind is ActionKind.BACKWARD_WEIGHT:
+            if problem.actions[row[place]].kind is WEIGHT:
                 yield rank, place, last
+        for place in range(first, last + 1):
+            if problem.whole[problem.actions[row[place]].stage]:
+                yield rank, place, place
         if last > first + 1:
             yield rank, last, first
 
@@ -116,7 +156,7 @@ def _blocks(problem: Problem, here: Found) -> Iterator[tuple[int, int, int]]:
     """Stretches of the critical path that lie on one rank: rank, first and last place."""
     places = {action: place for row in here.rows for place, action in enumerate(row)}
     ends = [start + took for start, took in zip(here.starts, problem.seconds, strict=True)]
-    action = max(range(len(ends)), key=lambda each: ends[each])
+    action = max(places, key=lambda each: ends[each])
     while True:
         rank, last = problem.rank[action], places[action]
         row, first = here.rows[rank], last
@@ -126,24 +166,45 @@ def _blocks(problem: Problem, here: Found) -> Iterator[tuple[int, int, int]]:
         need = problem.needs[row[first]]
         if need < 0 or here.starts[row[first]] <= 0.0:
             return
-        action = need
+        action = need if need in places else problem.part(need, FULL)
 
 
 def _moved(problem: Problem, rows: Rows, move: Move) -> Rows | None:
     """The rows after a move; None if it breaks an order that must stay, or the cap."""
     rank, source, target = move
     row = rows[rank]
-    action = row[source]
-    between = row[target:source] if target < source else row[source + 1 : target + 1]
-    moving = problem.actions[action]
-    for other in between:
-        passed = problem.actions[other]
-        if passed.stage == moving.stage and (
-            passed.kind is moving.kind or passed.microbatch == moving.microbatch
-        ):
+    if source == target:
+        changed = _exchanged(problem, row, source)
+        if changed is None:
             return None
-    changed = row[:source] + row[source + 1 :]
-    changed.insert(target, action)
+    else:
+        between = row[target:source] if target < source else row[source + 1 : target + 1]
+        if any(_tied(problem, row[source], other) for other in between):
+            return None
+        changed = row[:source] + row[source + 1 :]
+        changed.insert(target, row[source])
     if not problem.fits(changed, rank):
         return None
     return [changed if each == rank else other for each, other in enumerate(rows)]
+
+
+def _tied(problem: Problem, one: int, other: int) -> bool:
+    """Whether two actions of a rank must keep their order."""
+    first, second = problem.actions[one], problem.actions[other]
+    if first.stage != second.stage:
+        return False
+    # A B sends the same gradient as an I, and channels are first in, first out.
+    kinds = {INPUT if each.kind is FULL else each.kind for each in (first, second)}
+    return len(kinds) == 1 or first.microbatch == second.microbatch
+
+
+def _exchanged(problem: Problem, row: list[int], place: int) -> list[int] | None:
+    """The row with an I and its W as one B, or a B as those; None where there is neither."""
+    action = row[place]
+    kind, behind = problem.actions[action].kind, row[place + 1 : place + 2]
+    if kind is FULL:
+        parts = [problem.part(action, INPUT), problem.part(action, WEIGHT)]
+        return [*row[:place], *parts, *row[place + 1 :]]
+    if kind is INPUT and behind == [problem.part(action, WEIGHT)]:
+        return [*row[:place], problem.part(action, FULL), *row[place + 2 :]]
+    return None

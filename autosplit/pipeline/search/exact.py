@@ -1,0 +1,147 @@
+"""The shortest step there is, by an exact solver: the yardstick for ``search``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from types import ModuleType
+
+from autosplit.errors import ScheduleError
+from autosplit.pipeline.costs import Costs
+from autosplit.pipeline.schedule import Schedule
+from autosplit.pipeline.schedules.weights import check_counts
+from autosplit.pipeline.search import caps_of, placements, search
+from autosplit.pipeline.search.model import StepModel
+from autosplit.pipeline.search.problem import Problem, Rows
+from autosplit.pipeline.simulate import simulate
+from autosplit.pipeline.validate import validate
+
+_LARGEST = 400
+"""Actions of a step: beyond, nothing is proved in minutes."""
+_WORKERS = 8  # strategies that take turns
+
+
+@dataclass(frozen=True)
+class Exact:
+    """The shortest step that was found, and a step that none is shorter than, in seconds.
+
+    ``schedule`` is named ``"exact"`` and takes ``makespan`` when simulated.
+    """
+
+    schedule: Schedule
+    makespan: float
+    bound: float
+
+    @property
+    def proved(self) -> bool:
+        """Whether no schedule is shorter by more than a thousandth of a percent."""
+        return self.makespan <= self.bound * (1 + 1e-5)
+
+
+def exact(
+    costs: Costs,
+    microbatches: int,
+    *,
+    ranks: int | None = None,
+    placement: Sequence[int] | None = None,
+    cap: float | Sequence[float] = math.inf,
+    seconds: float = 60.0,
+) -> Exact:
+    """Prove the shortest step; for small cases (4 stages and 6 microbatches take seconds).
+
+    The problem is a job shop with memory, transfers and links as ``simulate`` and ``peak_memory``
+    have them, and OR-tools' CP-SAT solves it: https://developers.google.com/optimization/cp.
+
+    Args:
+        costs: of every stage.
+        microbatches: M >= 1.
+        ranks: number of processes; None means one for each stage.
+        placement: the rank of every stage; None for the best of those of the named schedules.
+        cap: the most a rank may keep of its microbatches, as for ``search``.
+        seconds: how long to search on each placement; what is not proved by then is the best
+            found, with the bound that was proved.
+
+    Raises:
+        ScheduleError: OR-tools is not installed; a bad count; too many actions; no schedule
+            exists within the cap, or none was found in time.
+    """
+    stages = len(costs.times)
+    ranks = stages if ranks is None else ranks
+    check_counts(ranks=ranks, microbatches=microbatches)
+    actions = 3 * stages * microbatches
+    if actions > _LARGEST:
+        raise ScheduleError(
+            f"a step of {actions} actions ({stages} stages, {microbatches} microbatches) is more "
+            f"than the {_LARGEST} that the exact solver takes; use search"
+        )
+    if not seconds > 0:
+        raise ScheduleError(f"seconds must be > 0, got {seconds!r}")
+    caps, solver = caps_of(cap, ranks), _solver()
+    bounds: list[float] = []
+    found: list[Exact] = []
+    for place in placements(costs, microbatches, ranks, placement):
+        one, bound = _solved(solver, Problem(costs, place, microbatches, caps), seconds)
+        bounds.append(bound)
+        if one is not None:
+            found.append(Exact(one, _makespan(one, costs), bound))
+    if not found:
+        reason = "exists" if all(map(math.isinf, bounds)) else f"was found in {seconds:g} seconds"
+        raise ScheduleError(
+            f"no schedule within the cap {cap} {reason}: raise the cap, or cut the batch into more "
+            "microbatches"
+        )
+    best = min(found, key=lambda each: each.makespan)
+    return replace(best, bound=min(bounds))
+
+
+def _solved(solver: ModuleType, problem: Problem, seconds: float) -> tuple[Schedule | None, float]:
+    """The shortest schedule, if one was found, and what none is shorter than."""
+    model = StepModel(solver, problem, _hint(problem))
+    engine = solver.CpSolver()
+    engine.parameters.max_time_in_seconds = seconds
+    # The same answer every time, unless the time runs out.
+    engine.parameters.interleave_search = True
+    engine.parameters.num_workers = _WORKERS
+    status = engine.solve(model.model)
+    if status == solver.INFEASIBLE:
+        return None, math.inf
+    slack = model.units.slack(problem.seconds)  # a path is no longer than all actions
+    bound = max(0.0, model.units.value(engine.best_objective_bound) - slack)
+    if status not in (solver.OPTIMAL, solver.FEASIBLE):
+        return None, bound
+    rows = tuple(map(tuple, model.rows(engine.value)))
+    schedule = replace(problem.schedule("exact", []), ranks=rows)
+    validate(schedule, memory=problem.costs.memory, caps=problem.caps)
+    return schedule, bound
+
+
+def _hint(problem: Problem) -> Rows | None:
+    """What the search finds, to begin from."""
+    try:
+        found = search(
+            problem.costs,
+            problem.microbatches,
+            ranks=len(problem.caps),
+            placement=problem.placement,
+            cap=problem.caps,
+        )
+    except ScheduleError:
+        return None
+    rows = problem.rows_of(found)
+    return rows if all(map(problem.fits, rows, range(len(rows)))) else None
+
+
+def _makespan(schedule: Schedule, costs: Costs) -> float:
+    return simulate(schedule, costs.seconds, transfer=costs.transfer).makespan
+
+
+def _solver() -> ModuleType:
+    try:
+        from ortools.sat.python import cp_model
+    except ModuleNotFoundError as error:
+        raise ScheduleError(
+            f"the exact solver needs OR-tools ({error}); run: pip install autosplit[exact]"
+        ) from error
+    found: ModuleType = cp_model
+    return found

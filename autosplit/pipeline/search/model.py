@@ -1,0 +1,210 @@
+"""A step as constraints: no overlap on a rank, results before their use, memory under the cap.
+
+Microbatches cost all the same, so of any schedule's Fs on a stage the j-th may be called
+microbatch j, and likewise its Is and its Ws, without changing when anything runs or what is kept.
+It is therefore enough to look at schedules that take each kind in order. Only where a stage may
+run Bs are the Ws free, for a B is tied to its own. A B is an I of its own length with an empty W.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import combinations
+from typing import Any
+
+from autosplit.pipeline.action import Action
+from autosplit.pipeline.search.improve import lower_bound
+from autosplit.pipeline.search.problem import FORWARD, FULL, INPUT, KINDS, WEIGHT, Problem, Rows
+from autosplit.pipeline.search.units import Units
+
+_FINEST_MEMORY = 10**9  # bytes are whole numbers
+
+
+class StepModel:
+    """The constraint model of a problem, for OR-tools' CP-SAT.
+
+    Args:
+        solver: the module ``ortools.sat.python.cp_model``.
+        problem: the step.
+        hint: an order that fits, from which the solver begins and which it need not exceed.
+    """
+
+    def __init__(self, solver: Any, problem: Problem, hint: Rows | None) -> None:
+        self.problem = problem
+        self.model = solver.CpModel()
+        transfer = problem.costs.transfer
+        self.units = Units([*problem.seconds, *problem.sending, transfer.latency])
+        self._took = [self.units.nearest(each) for each in problem.seconds]
+        self._sending = [self.units.nearest(each) for each in problem.sending]
+        self._latency = self.units.nearest(transfer.latency)
+        played = None if hint is None else problem.play(hint)
+        self._horizon = sum(self._took) + sum(self._sending) + self._latency * len(self._took)
+        if played is not None:
+            self._horizon = self.units.above(played[0] + self.units.slack(self._took))
+        self._numbers = [n for n, action in enumerate(problem.actions) if action.kind is not FULL]
+        self._starts = {number: self._moment() for number in self._numbers}
+        self._ends = {number: self._moment() for number in self._numbers}
+        self._fused = {
+            number: self.model.new_bool_var("")
+            for number in self._numbers
+            if problem.actions[number].kind is INPUT
+            and problem.whole[problem.actions[number].stage]
+        }
+        self._add_orders()
+        self._add_ranks()
+        self._add_messages()
+        for rank in range(len(problem.caps)):
+            self._add_memory(rank)
+        self._add_makespan()
+        if hint is not None and played is not None:
+            self._add_hint(hint, played[1])
+
+    def rows(self, value: Any) -> list[list[Action]]:
+        """Per rank, its actions in the order of a solution; ``value`` gives a variable's."""
+        rows: list[list[tuple[tuple[int, ...], Action]]] = [[] for _ in self.problem.caps]
+        whole = {number for number, chosen in self._fused.items() if value(chosen)}
+        for number in self._numbers:
+            action = self.problem.actions[number]
+            if action.kind is WEIGHT and self.problem.part(number, INPUT) in whole:
+                continue
+            start, end = value(self._starts[number]), value(self._ends[number])
+            # Of what takes no time, that of earlier microbatches first: it lets go of memory.
+            place = start, end > start, action.microbatch, KINDS.index(action.kind)
+            if number in whole:
+                action = Action(action.stage, FULL, action.microbatch)
+            rows[self.problem.rank[number]].append((place, action))
+        return [[action for _, action in sorted(row, key=lambda each: each[0])] for row in rows]
+
+    def _moment(self) -> Any:
+        return self.model.new_int_var(0, self._horizon, "")
+
+    def _lasts(self, number: int) -> Any:
+        """How long an action takes: a number, or that of its B where it may be part of one."""
+        problem, kind = self.problem, self.problem.actions[number].kind
+        chosen = self._fused.get(problem.part(number, INPUT))
+        if chosen is None or kind is FORWARD:
+            return self._took[number]
+        whole = self._took[problem.part(number, FULL)] if kind is INPUT else 0
+        return self._took[number] + chosen * (whole - self._took[number])
+
+    def _add_orders(self) -> None:
+        """Each kind of a stage in order, F before I before W, and a B in one piece."""
+        count = self.problem.microbatches
+        for number in self._numbers:
+            action = self.problem.actions[number]
+            free = action.kind is WEIGHT and self.problem.whole[action.stage]
+            if action.microbatch + 1 < count and not free:
+                self.model.add(self._starts[number + 1] >= self._ends[number])
+            if action.kind is not FORWARD:
+                self.model.add(self._starts[number] >= self._ends[number - count])
+        for number, chosen in self._fused.items():
+            together = self._starts[number + count] == self._ends[number]
+            self.model.add(together).only_enforce_if(chosen)
+
+    def _add_ranks(self) -> None:
+        spans = defaultdict(list)
+        for number in self._numbers:
+            start, end = self._starts[number], self._ends[number]
+            span = self.model.new_interval_var(start, self._lasts(number), end, "")
+            spans[self.problem.rank[number]].append(span)
+        for row in spans.values():
+            self.model.add_no_overlap(row)
+
+    def _add_messages(self) -> None:
+        """A message goes once it is made and those made before it on its link have gone."""
+        problem = self.problem
+        links = defaultdict(list)
+        for number in self._numbers:
+            need = problem.needs[number]
+            if need < 0:
+                continue
+            arrival = self._ends[need]
+            if problem.target[need] >= 0:
+                if self._sending[need]:
+                    arrival = self._moment()
+                    self.model.add(arrival >= self._ends[need] + self._sending[need])
+                    links[problem.rank[need], problem.target[need]].append((need, arrival))
+                arrival = arrival + self._latency
+            self.model.add(self._starts[number] >= arrival)
+        for messages in links.values():
+            for one, other in combinations(messages, 2):
+                self._add_turns(one, other)
+
+    def _add_turns(self, one: tuple[int, Any], other: tuple[int, Any]) -> None:
+        """Of two messages on one link, each a result and its end, that made first goes first."""
+        first = self.model.new_bool_var("")
+        for (early, gone), (late, then), case in ((one, other, first), (other, one, ~first)):
+            self.model.add(self._ends[early] <= self._ends[late]).only_enforce_if(case)
+            self.model.add(then >= gone + self._sending[late]).only_enforce_if(case)
+
+    def _add_memory(self, rank: int) -> None:
+        """What is kept from F to W, and what more from F to I or from I to W."""
+        problem, cap = self.problem, self.problem.caps[rank]
+        if math.isinf(cap):
+            return
+        sizes, count = problem.costs.memory, problem.microbatches
+        numbers = (each for size in sizes for each in (size.saved, size.deferred))
+        units = Units(numbers, finest=_FINEST_MEMORY)
+        spans, kept = [], []
+        for forward in self._numbers:
+            action = problem.actions[forward]
+            if action.kind is not FORWARD or problem.rank[forward] != rank:
+                continue
+            inputs, weight = forward + count, forward + 2 * count
+            saved, deferred = map(
+                units.above, (sizes[action.stage].saved, sizes[action.stage].deferred)
+            )
+            spans.append(self._span(self._starts[forward], self._ends[weight]))
+            kept.append(min(saved, deferred))
+            if saved > deferred:
+                spans.append(self._span(self._starts[forward], self._ends[inputs]))
+                kept.append(saved - deferred)
+            elif deferred > saved:
+                apart = ~self._fused[inputs]
+                spans.append(self._span(self._starts[inputs], self._ends[weight], apart))
+                kept.append(deferred - saved)
+        room = units.below(cap)
+        self.model.add_cumulative(spans, kept, room)
+        self._add_room(rank, units, room)
+
+    def _span(self, start: Any, end: Any, present: Any = True) -> Any:
+        return self.model.new_optional_interval_var(start, self._moment(), end, present, "")
+
+    def _add_room(self, rank: int, units: Units, room: int) -> None:
+        """What follows from the cap for one stage alone: so many Fs later a W must be done.
+
+        The solver would find that out as well, but much later.
+        """
+        problem, count = self.problem, self.problem.microbatches
+        for stage, home in enumerate(problem.placement):
+            size = problem.costs.memory[stage]
+            least = units.above(min(size.saved, size.deferred))
+            if home != rank or problem.whole[stage] or not least:
+                continue
+            first = problem.number[Action(stage, FORWARD, 0)]
+            for earlier, later in zip(range(count), range(room // least, count), strict=False):
+                done = self._ends[first + 2 * count + earlier]
+                self.model.add(self._starts[first + later] >= done)
+
+    def _add_makespan(self) -> None:
+        makespan = self._moment()
+        for end in self._ends.values():
+            self.model.add(makespan >= end)
+        least = lower_bound(self.problem) - self.units.slack(self._took)
+        self.model.add(makespan >= self.units.below(max(least, 0.0)))
+        self.model.minimize(makespan)
+
+    def _add_hint(self, rows: Rows, starts: Sequence[float]) -> None:
+        """Begin from an order; it may take microbatches in another order, which is no harm."""
+        for number in (number for row in rows for number in row):
+            start = self.units.nearest(starts[number])
+            if self.problem.actions[number].kind is FULL:
+                inputs = self.problem.part(number, INPUT)
+                self.model.add_hint(self._starts[inputs], start)
+                self.model.add_hint(self._fused[inputs], True)
+            else:
+                self.model.add_hint(self._starts[number], start)
+                if number in self._fused:
+                    self.model.add_hint(self._fused[number], False)
