@@ -79,7 +79,7 @@ def partition(
             the model puts out stands in for the loss.
         costs: ``"profile"`` measures blocks, ``"estimate"`` goes by their FLOPs and bytes; or the
             costs themselves, if they are known.
-        seconds: how long to measure blocks; each rehearsal, of four at the most, takes a third.
+        seconds: how long to measure blocks; each rehearsal, of five at the most, takes a third.
         rehearse: False plans from costs alone; True insists, also for costs that are not measured
             here. None: with ``"profile"``, where it can be done.
         limits: memory of a rank and links; None: any, and none that takes time.

@@ -23,7 +23,7 @@ from autosplit.planner.whole import WholeModel
 
 Times = tuple[float, float, float]
 
-_WARMUP = 2
+_WARMUP = 4  # the first steps also find memory that later ones use again
 _LEAST, _MOST = 5, 40  # timed steps
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from autosplit.errors import PlanError
 from autosplit.planner.costs import BlockCost, ModelCosts
 from autosplit.planner.rehearsal import Rehearsal, Times
 from autosplit.planner.solve import Solution
@@ -38,28 +39,35 @@ def settle(
 
     Blocks that are timed one by one do not add up to a stage: a block alone finds its tensors in
     the cache, and the machine for itself. Their ratios show where to cut, and a rehearsal what that
-    takes. This ends when the costs lead to what was rehearsed already.
+    takes. This ends when the costs lead to what was rehearsed already. The best of several is
+    rehearsed once more at the end, for the luckiest looks better than it is.
 
     Args:
         costs: of the model's blocks.
         find: the best stages for some costs.
         rehearse: runs them.
         rounds: how many different stages to rehearse at the most.
+
+    Raises:
+        PlanError: no rounds.
     """
     tried: list[object] = []
     best: Solution | None = None
-    while True:
+    while len(tried) < rounds:
         found = find(costs)
         key = found.cuts, found.schedule.ranks
-        if key in tried and best is not None:
-            return Settled(best, costs)
+        if key in tried:
+            break
         tried.append(key)
         seen = rehearse(found)
         costs = corrected(costs, [cut + 1 for cut in found.cuts], seen.times)
         one = _as_seen(found, seen)
         best = one if best is None or one.step < best.step else best
-        if len(tried) >= rounds:
-            return Settled(best, costs)
+    if best is None:
+        raise PlanError(f"rounds must be at least 1, got {rounds}")
+    if len(tried) > 1:
+        best = _as_seen(best, rehearse(best))
+    return Settled(best, costs)
 
 
 def corrected(costs: ModelCosts, firsts: Sequence[int], times: Sequence[Times]) -> ModelCosts:

@@ -17,7 +17,7 @@ HERE = pathlib.Path(__file__).parent
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=10, help="timed steps of each way to cut")
+    parser.add_argument("--steps", type=int, default=20, help="timed steps of each way to cut")
     parser.add_argument("--seconds", type=float, default=12.0, help="of profiling, for each model")
     parser.add_argument("--tiny", action="store_true", help="tiny models: only that it works")
     parser.add_argument("--output", type=pathlib.Path, default=HERE, help="folder to write to")

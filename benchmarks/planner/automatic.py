@@ -45,7 +45,7 @@ _TIMEOUT = 600.0
 class Amount:
     """How much to measure."""
 
-    steps: int = 10
+    steps: int = 20
     seconds: float = 12.0  # of profiling
     rehearsal: float = 3.0  # seconds of timed steps of each way that is rehearsed
     tiny: bool = False
