@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Protocol, runtime_checkable
@@ -88,6 +89,7 @@ class Executor:
             only runs forward.
         device: where the stages run.
         order: in which order the rank takes up its actions.
+        finished: called with a stage when the last of its weight gradients of the step is there.
 
     Raises:
         PipelineError: the schedule gives this rank a stage that it does not hold, or a backward
@@ -104,6 +106,7 @@ class Executor:
         loss_grad: Tensor | None,
         device: torch.device,
         order: Order = as_scheduled,
+        finished: Callable[[int], None] | None = None,
     ) -> None:
         self._stages = stages
         self._schedule = schedule
@@ -115,6 +118,9 @@ class Executor:
         self._inputs: Sequence[Sequence[Tensor]] = ()
         self._targets: Sequence[Sequence[Tensor]] = ()
         self._losses: dict[int, Tensor] = {}
+        self._finished = finished
+        self._parts: Counter[int] = Counter()  # per stage, what makes weight gradients
+        self._left: Counter[int] = Counter()
         self._steps = tuple(step for each in schedule.ranks[rank] for step in self._prepare(each))
 
     @torch.no_grad()
@@ -140,6 +146,7 @@ class Executor:
             LostPeerError: a peer died or did not answer in time.
         """
         self._inputs, self._targets, self._losses = inputs, targets, {}
+        self._left = self._parts.copy()
         action: Action | None = None
         try:
             self._transport.begin()
@@ -189,12 +196,31 @@ class Executor:
             raise PipelineError(f"{action} is scheduled, but stage {action.stage} has no backward")
         if action.kind is ActionKind.BACKWARD_WEIGHT:
             for call in _weight_calls(stage, microbatch):
-                yield Step(action, list, _without_values(call), _drop, _at_once)
+                deliver = self._counted(action.stage, _drop)
+                yield Step(action, list, _without_values(call), deliver, _at_once)
             return
         fused = action.kind is ActionKind.BACKWARD
         backward = partial(stage.backward if fused else stage.backward_input, microbatch)
         fetch, arrived = self._fetch_grads(action)
-        yield Step(action, fetch, backward, self._transport.sender(result_of(action)), arrived)
+        deliver = self._transport.sender(result_of(action))
+        if fused:
+            deliver = self._counted(action.stage, deliver)
+        yield Step(action, fetch, backward, deliver, arrived)
+
+    def _counted(self, stage: int, deliver: Deliver) -> Deliver:
+        """``deliver``, and the news that the stage is finished when nothing of it is left."""
+        finished = self._finished
+        if finished is None:
+            return deliver
+        self._parts[stage] += 1
+
+        def counted(values: Values) -> None:
+            deliver(values)
+            self._left[stage] -= 1
+            if not self._left[stage]:
+                finished(stage)
+
+        return counted
 
     def _fetch_inputs(self, action: Action) -> tuple[Fetch, Probe]:
         microbatch = action.microbatch

@@ -31,6 +31,7 @@ class Mode:
         check: raises if another rank has failed.
         device: where the stages run.
         order: in which order a rank takes up its actions.
+        finished: see ``Executor``.
     """
 
     def __init__(
@@ -42,12 +43,14 @@ class Mode:
         check: Callable[[], None],
         device: torch.device,
         order: Order = as_scheduled,
+        finished: Callable[[int], None] | None = None,
     ) -> None:
         self._schedule = schedule
         self._feeds = feeds
         self._rank = groups.rank
         self._device = device
         self._order = order
+        self._finished = finished
         self._last = schedule.stages - 1
         own = schedule.held(groups.rank)
         self.split = BatchSplitter(
@@ -87,6 +90,7 @@ class Mode:
             loss_grad=loss_grad,
             device=self._device,
             order=self._order,
+            finished=self._finished,
         )
         return self.executor
 

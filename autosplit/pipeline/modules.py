@@ -73,13 +73,16 @@ class Stages:
         Args:
             model: what ``of`` gave.
             schedule: a name, of which the schedule is built for the stages' times; or one that is
-                to be run as it is.
+                to be run as it is. For one with two copies of the stages they are cut as for 1F1B.
             known: what else is known, by the names that ``autosplit.partition`` has for it.
 
         Raises:
             CaptureError: the model cannot be captured in one graph; names the user's line.
             PlanError: it cannot be cut so; says why.
         """
+        if isinstance(schedule, Schedule) and schedule.mirror is not None:
+            # Nothing is planned for two copies: they want equal stages, as 1F1B does.
+            return cls.cut(model, "1f1b", **{**known, "weights": None})[0], schedule
         found = model.cut(schedule=schedule, **known)
         stages = cls(found.stages, found.build, found.wiring, found.shared)
         return stages, found.built_schedule()

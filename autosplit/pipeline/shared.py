@@ -37,6 +37,9 @@ class SharedParameters:
         schedule: says which ranks hold which stage.
         groups: the trainer's process groups.
 
+    Attributes:
+        open: whether this is inside ``summing``.
+
     Raises:
         PipelineError: a stage or a parameter that is not there, one that is in two groups, copies
             of different shape or dtype or of which some are frozen, or, where ranks hold copies of
@@ -72,6 +75,9 @@ class SharedParameters:
         }
         trained = [member for member in members if member.copies[0].requires_grad]
         self._buckets = buckets_of(trained, groups.timeout)
+        self._started = 0
+        self._complete: set[int] = set()
+        self.open = False
         for member in members:
             self._equalise(member.copies, member.owner, member.link)
         for stage in schedule.held(self._rank):
@@ -87,18 +93,41 @@ class SharedParameters:
     def summing(self) -> Iterator[None]:
         """Give every copy the sum of what is added to the copies' gradients inside.
 
-        What was there before stays, once, so that steps can accumulate.
+        What was there before stays, once, so that steps can accumulate. After an error in the
+        block, only that is there.
 
         Raises:
             LostPeerError: a rank that holds a copy did not take part.
         """
+        self._started, self._complete, self.open = 0, set(), True
         for bucket in self._buckets:
             bucket.begin()
-        yield
-        for bucket in self._buckets:
+        try:
+            yield
+        except BaseException:
+            for bucket in self._buckets:
+                bucket.give_back()
+            raise
+        finally:
+            self.open = False
+        for bucket in self._buckets[self._started :]:
             bucket.start()
         for bucket in self._buckets:
             bucket.finish()
+
+    def complete(self, stage: int) -> None:
+        """Start to add up the gradients of ``stage`` before the end of ``summing``: all are there.
+
+        Sums start in one order on all ranks, so those of a later stage that is not complete, and
+        all that follow, wait for it.
+        """
+        self._complete.add(stage)
+        while self._started < len(self._buckets):
+            bucket = self._buckets[self._started]
+            if bucket.stage not in self._complete:
+                break
+            bucket.start()
+            self._started += 1
 
     @torch.no_grad()
     def _equalise(self, copies: Sequence[Tensor], owner: int, link: _Link) -> None:

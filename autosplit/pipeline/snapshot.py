@@ -53,7 +53,7 @@ class Snapshot:
         self._random.restore()
 
 
-class Conditions:
+class ForwardState:
     """What running the forward changes: buffers and random generators."""
 
     def __init__(self, modules: Iterable[nn.Module], device: torch.device) -> None:

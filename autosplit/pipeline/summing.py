@@ -69,6 +69,12 @@ class Bucket:
             for copy in member.copies:
                 copy.grad = None
 
+    def give_back(self) -> None:
+        """Put back what ``begin`` put aside, in place of what has come since."""
+        for member, before in zip(self._members, self._before, strict=True):
+            for copy, gradient in zip(member.copies, before, strict=True):
+                copy.grad = gradient
+
     def start(self) -> None:
         """Start to add up the gradients that have come since ``begin``."""
         first = self._members[0]

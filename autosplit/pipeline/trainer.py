@@ -17,9 +17,10 @@ from autosplit.pipeline.builder import Builder
 from autosplit.pipeline.clip import squared_norm
 from autosplit.pipeline.copies import Copies
 from autosplit.pipeline.evaluation import eval_mode, forward_only
+from autosplit.pipeline.executor import Executor
 from autosplit.pipeline.faults import Board, Guard
 from autosplit.pipeline.groups import Groups, process_count
-from autosplit.pipeline.microbatch import Batch
+from autosplit.pipeline.microbatch import Batch, Microbatches
 from autosplit.pipeline.mode import Mode
 from autosplit.pipeline.modes import Modes
 from autosplit.pipeline.modules import LossFunction, Model, Stages, own_modules
@@ -33,7 +34,7 @@ from autosplit.pipeline.options import (
 from autosplit.pipeline.order import Order, as_scheduled
 from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.shared import Holder, SharedParameters
-from autosplit.pipeline.snapshot import Conditions
+from autosplit.pipeline.snapshot import ForwardState
 from autosplit.pipeline.timeline import Span, Timeline
 from autosplit.pipeline.tuning import Tuner
 from autosplit.pipeline.uncut import Example, Uncut
@@ -162,6 +163,7 @@ class PipelineTrainer:
         factory = stage_factory or split_stage(**given)
         if isinstance(whole, Uncut):
             by_name = isinstance(schedule, str) and schedule != "auto"
+            by_name &= self.schedule.mirror is None
             whole, self.schedule = Stages.cut(
                 whole,
                 schedule if by_name else self.schedule,
@@ -375,27 +377,49 @@ class PipelineTrainer:
         self._spans = []
         recorded = self.record or self._tuner is not None
         spans = self._spans if recorded else None
-        early = self._update.expects_more
-        conditions = Conditions(self.modules.values(), self.device) if early else None
-        with self._copies.steady():
-            losses = executor.run(inputs, targets, spans)
-        if self._update.confirm() and conditions is not None:
-            self._discard()
-            conditions.restore()
-            losses = executor.run(inputs, targets, spans)
-        with self._shared.summing():
-            for stage in self._stages.values():
-                stage.publish()
+        run = partial(self._execute, executor, inputs, targets, spans)
+        if self._update.expects_more:
+            before = ForwardState(self.modules.values(), self.device)
+            losses = run()
+            if self._update.confirm():
+                self._discard()
+                before.restore()
+                losses = run()
+            with self._shared.summing():
+                self._publish()
+        else:
+            with self._shared.summing():
+                losses = run()
+                self._publish()
         if self._tuner is not None:
             self._tune(self._tuner)
         return self._agree(mode, losses, clipping=clipping)
+
+    def _execute(
+        self,
+        executor: Executor,
+        inputs: Microbatches,
+        targets: Microbatches,
+        spans: list[Span] | None,
+    ) -> dict[int, Tensor]:
+        with self._copies.steady():
+            return executor.run(inputs, targets, spans)
+
+    def _publish(self) -> None:
+        for stage in self._stages.values():
+            stage.publish()
+
+    def _finished(self, stage: int) -> None:
+        """What follows the last weight gradient of a stage that another rank holds too."""
+        if self._shared.open:
+            self._stages[stage].publish()
+            self._shared.complete(stage)
 
     def _discard(self) -> None:
         """Forget the gradients of a run, which was on wrong weights."""
         self._spans.clear()
         before = [p.grad for p in self._parameters]
-        for stage in self._stages.values():
-            stage.publish()
+        self._publish()
         for parameter, gradient in zip(self._parameters, before, strict=True):
             parameter.grad = gradient
 
@@ -410,9 +434,17 @@ class PipelineTrainer:
         self._groups.close()
 
     def _make_mode(self, name: str, schedule: Schedule, order: Order, shape: str) -> Mode:
-        full = f"{name} {shape}"
+        # Sums beside other messages have run over Gloo only.
+        early = schedule.mirror is not None and self.device.type == "cpu"
         return Mode(
-            full, schedule, self._feeds, self._groups, self._guard.check, self.device, order
+            f"{name} {shape}",
+            schedule,
+            self._feeds,
+            self._groups,
+            self._guard.check,
+            self.device,
+            order,
+            finished=self._finished if early else None,
         )
 
     def _tune(self, tuner: Tuner) -> None:

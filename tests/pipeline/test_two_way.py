@@ -64,6 +64,17 @@ def test_what_else_is_as_with_one_copy(two: Results, case: str) -> None:
     assert [found[case] for found in two] == [True, True]
 
 
+def test_sums_start_before_the_rank_is_done(two: Results) -> None:
+    """The last stage's gradients are complete on both ranks while the first still runs."""
+    for found in two:
+        assert found["overlapped"][-4:] == [
+            "sum of stage 1",
+            "weights of stage 0",
+            "weights of stage 0",
+            "sum of stage 0",
+        ]
+
+
 def test_checkpoints_hold_each_parameter_once(two: Results) -> None:
     assert [found["checkpoints"] for found in two] == [{"one": True, "two": True}] * 2
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from reference_stage import ReferenceStage
 from torch import Tensor, nn
 from training_workers import Tied
 from update_workers import Breaking
@@ -18,6 +20,7 @@ from workers import WIDTH, block, data, single_process, trainer, whole
 from autosplit.errors import PipelineError
 from autosplit.pipeline.action import Action, ActionKind
 from autosplit.pipeline.schedule import Schedule
+from autosplit.pipeline.summing import Bucket
 from autosplit.pipeline.trainer import PipelineTrainer
 from autosplit.planner.checkpoint import load_checkpoint, save_checkpoint
 
@@ -108,6 +111,33 @@ def gradients(name: str, stages: int, count: int, **more: Any) -> dict[str, bool
         if count == 2:  # two numbers have one sum
             found["gradients of 1F1B, bit for bit"] = _equal(own, {s: mine[s] for s in own})
     return found
+
+
+class Noting(ReferenceStage):
+    """Notes whose weight gradients run."""
+
+    log: ClassVar[list[str]] = []
+
+    def backward_weight(self, microbatch: int) -> None:
+        self.log.append(f"weights of stage {self.index}")
+        super().backward_weight(microbatch)
+
+
+def overlapped() -> list[str]:
+    """What happens in one step: weight gradients, and sums that start."""
+    start = Bucket.start
+
+    def noted(bucket: Bucket) -> None:
+        Noting.log.append(f"sum of stage {bucket.stage}")
+        start(bucket)
+
+    with (
+        patch.object(Bucket, "start", noted),
+        trainer(schedule="chimera", split_backward=False, stage_factory=Noting) as engine,
+    ):
+        Noting.log.clear()
+        engine.step(data(8))
+    return list(Noting.log)
 
 
 class Whole(nn.Module):
@@ -373,6 +403,7 @@ def two_ranks(folder: Path) -> dict[str, Any]:
         "dualpipe": gradients("dualpipe", 2, 6, stage_factory=None),
         "training": training(2),
         "exact": exact_sums(2),
+        "overlapped": overlapped(),
         "unused": unused(),
         "checkpoints": checkpoints(folder),
         "undone": undone(),
