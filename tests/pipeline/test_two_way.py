@@ -68,8 +68,8 @@ def test_sums_start_before_the_rank_is_done(two: Results) -> None:
     """The last stage's gradients are complete on both ranks while the first still runs."""
     for found in two:
         assert found["overlapped"][-4:] == [
+            "weights of stage 1",
             "sum of stage 1",
-            "weights of stage 0",
             "weights of stage 0",
             "sum of stage 0",
         ]

@@ -102,7 +102,8 @@ def gradients(name: str, stages: int, count: int, **more: Any) -> dict[str, bool
                 torch.equal(twice[s][n], 2 * g) for s, own in grads.items() for n, g in own.items()
             ),
         }
-    more.pop("split_backward", None)
+    if more and name == "chimera":
+        return found
     with trainer(stages=stages, microbatches=count, **more) as engine:
         found["losses of 1F1B"] = torch.equal(engine.forward_backward(batch), both)
         mine = engine.gradients()
