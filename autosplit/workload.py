@@ -46,6 +46,8 @@ class Workload:
         shared_parameters: `shared_parameters(stages)` gives groups of (stage, parameter name)
             that are one parameter of the model, so their gradients must be summed and their
             values kept equal.
+        model_fn: builds the whole model, the same weights each time. A comparison then trains
+            this one, cut by measured cost, and takes `stage_fn(0, 1)` to check gradients by.
     """
 
     stage_fn: Callable[[int, int], nn.Module]
@@ -54,6 +56,7 @@ class Workload:
     microbatch_size: int
     tokens_per_sample: int
     shared_parameters: Callable[[int], Sequence[Sequence[tuple[int, str]]]] = _nothing_shared
+    model_fn: Callable[[], nn.Module] | None = None
 
     def __post_init__(self) -> None:
         for name in ("microbatch_size", "tokens_per_sample"):

@@ -18,11 +18,13 @@ from ..pipeline.schedules import SCHEDULES
 from ..pipeline.simulate import simulate
 from ..pipeline.timeline import Timeline, median_durations
 from ..pipeline.trainer import PipelineTrainer
+from ..planner.costs import ModelCosts
 from ..report.dump import dump
 from ..stage import Stage
 from ..workload import Workload, load_workload
+from .cutting import measured_costs, stages_for
 from .memory import peak_bytes
-from .reference import Gradients, largest_difference, single_process_gradients
+from .reference import Gradients, largest_difference, single_process_gradients, united
 from .settings import Comparison, Row, Settings
 
 
@@ -46,6 +48,7 @@ class _Run:
 def compare_on_rank(settings: Settings) -> Comparison:
     """Run the whole comparison; the result is the same on every rank."""
     workload = load_workload(settings.factory, settings.overrides)
+    costs = measured_costs(workload, settings)
     cases = settings.cases
     rows: list[Row] = []
     timelines: list[Timeline] = []
@@ -55,7 +58,7 @@ def compare_on_rank(settings: Settings) -> Comparison:
     with tqdm(total=total, unit="step", disable=True if _rank() > 0 else None) as bar:
         for schedule, microbatches in cases:
             bar.set_description(f"{schedule} M={microbatches}")
-            case = _Case(settings, workload, schedule, microbatches, bar.update)
+            case = _Case(settings, workload, costs, schedule, microbatches, bar.update)
             for row, timeline, ideal in case.run():
                 rows.append(row)
                 timelines.append(timeline)
@@ -70,12 +73,14 @@ class _Case:
         self,
         settings: Settings,
         workload: Workload,
+        costs: ModelCosts | None,
         schedule: str,
         microbatches: int,
         advance: Callable[[], Any],
     ) -> None:
         self.settings = settings
         self.workload = workload
+        self.costs = costs
         self.schedule = schedule
         self.microbatches = microbatches
         self.advance = advance
@@ -98,18 +103,19 @@ class _Case:
     def _trainer(self, split: bool) -> PipelineTrainer:
         settings = self.settings
         return PipelineTrainer(
-            lambda index: self.workload.stage_fn(index, settings.stages),
-            self.workload.loss_fn,
-            lambda parameters: torch.optim.AdamW(parameters, lr=settings.learning_rate),
+            loss_fn=self.workload.loss_fn,
+            optimizer_fn=lambda parameters: torch.optim.AdamW(
+                parameters, lr=settings.learning_rate
+            ),
             stages=settings.stages,
             microbatches=self.microbatches,
             schedule=self._schedule(split),
             split_backward=split,
             weights=settings.weights if split else None,
-            shared_parameters=self.workload.shared_parameters(settings.stages),
             backend=settings.backend,
             timeout=settings.timeout,
             record=True,
+            **stages_for(self.workload, settings, self.costs),
         )
 
     def _schedule(self, split: bool) -> str:
@@ -124,14 +130,15 @@ class _Case:
         batch = self._batch(0)
         reference = None
         if _rank() == 0:
-            reference = single_process_gradients(
-                self.workload, self.settings.stages, self.microbatches, batch
-            )
+            whole = self.workload.model_fn is not None
+            stages = 1 if whole else self.settings.stages
+            reference = single_process_gradients(self.workload, stages, self.microbatches, batch)
         for run in runs:
             run.trainer.forward_backward(batch)
             gathered = _gather(run.trainer.gradients())
             if reference is not None:
                 mine: Gradients = {stage: g for part in gathered for stage, g in part.items()}
+                mine = united(mine, reference[0]) if len(reference) == 1 else mine
                 run.difference = largest_difference(mine, reference)
             for module in run.trainer.modules.values():
                 module.zero_grad(set_to_none=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,17 @@ def single_process_gradients(
     }
     _sum_shared(found, workload.shared_parameters(stages))
     return found
+
+
+def united(mine: Gradients, names: Iterable[str]) -> Gradients:
+    """Gradients of stages, whose parameters have the names of the whole model, as those of one.
+
+    Of a parameter that several stages hold, under names that the whole model has for it, each has
+    the sum; only ``names`` are kept.
+    """
+    every = {name: grad for grads in mine.values() for name, grad in grads.items()}
+    wanted = set(names)
+    return {0: {name: grad for name, grad in every.items() if name in wanted}}
 
 
 def largest_difference(mine: Gradients, reference: Gradients) -> float:

@@ -27,6 +27,7 @@ class Settings:
         threads: torch threads of each process.
         timeout: seconds to wait for another rank.
         backend: how the stages' graphs are run, see ``autosplit.split``.
+        profiling: seconds of measuring what a whole model's blocks cost, to cut it by.
         dump: folder in which every rank dumps the graphs of its stages, or None.
     """
 
@@ -43,6 +44,7 @@ class Settings:
     threads: int
     timeout: float
     backend: str = "eager"
+    profiling: float = 10.0
     dump: str | None = None
 
     def __post_init__(self) -> None:

@@ -29,6 +29,10 @@ class Structure:
     constants: tuple[Any, ...]
     spec: TreeSpec
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Structure:
+        # Nothing in it is ever changed, and torch (2.13) warns when a spec with leaves is copied.
+        return self
+
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         pairs = zip(self.leaves, self.constants, strict=True)
         leaves = [value if at is None else tensors[at] for at, value in pairs]

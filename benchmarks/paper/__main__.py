@@ -35,6 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ranks=tuple(options.ranks),
         unit=options.unit,
         training_steps=options.training_steps,
+        profiling=options.profiling,
     )
     chosen = options.tables or [*TABLES]
     options.output.mkdir(parents=True, exist_ok=True)
@@ -63,6 +64,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--ranks", nargs="+", type=int, default=[4, 8], help="of stand-ins")
     parser.add_argument(
         "--unit", type=float, default=0.06, help="seconds of F + I + W of a stand-in at N = 4"
+    )
+    parser.add_argument(
+        "--profiling", type=float, default=10.0, help="seconds of profiling a model to cut it"
     )
     parser.add_argument("--training-steps", type=int, default=200)
     parser.add_argument("--pages", action="store_true", help="only write pages anew")

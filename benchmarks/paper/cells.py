@@ -32,7 +32,7 @@ def measure(settings: Settings) -> Iterator[dict[str, Any]]:
     for family in settings.families:
         found = compare(
             Cells(
-                factory=f"examples.families.by_hand:{family}",
+                factory=f"examples.families.automatic:{family}",
                 overrides={name: str(value) for name, value in settings.overrides(family).items()},
                 stages=RANKS,
                 ranks=RANKS,
@@ -44,6 +44,7 @@ def measure(settings: Settings) -> Iterator[dict[str, Any]]:
                 learning_rate=1e-3,
                 threads=1,
                 timeout=120.0,
+                profiling=settings.profiling,
             )
         )
         if found is None:

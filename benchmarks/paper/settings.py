@@ -31,6 +31,7 @@ class Settings:
     scaling_steps: timed steps of each schedule over stand-in stages.
     ranks: numbers of ranks of stand-in stages.
     unit: seconds of F + I + W of a stand-in stage, by four ranks; with more it takes less.
+    profiling: seconds of measuring what a model's blocks cost, to cut it by.
     training_steps: steps of the training with and without split.
     """
 
@@ -43,6 +44,7 @@ class Settings:
     ranks: tuple[int, ...]
     unit: float
     training_steps: int
+    profiling: float = 10.0
 
     def overrides(self, family: str) -> Mapping[str, object]:
         """Settings of a family."""

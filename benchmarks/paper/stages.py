@@ -1,4 +1,7 @@
-"""One stage in the middle of a pipeline by itself: seconds of F, I and W, and what it keeps."""
+"""The middle one of three stages by itself: seconds of F, I and W, and what it keeps.
+
+The cuts are by measured cost.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 import autosplit
 from autosplit.pipeline.assembly import footprint
-from examples.families import by_hand
+from examples.families import FAMILIES
 
 from ..split.clock import interleave
 from ..split.contenders import Contender, eager
@@ -44,10 +48,24 @@ def measure(settings: Settings) -> Iterator[dict[str, Any]]:
 
 def middle(family: str, settings: Settings) -> Subject:
     """The stage with the input that the one before it gives, and some output gradient."""
-    workload = getattr(by_hand, family)(**settings.overrides(family))
-    inputs, _ = workload.batch_fn(0, workload.microbatch_size)
+    subject = FAMILIES[family](**settings.overrides(family))
+    inputs, _ = subject.batch_fn(0, subject.microbatch_size)
+    plan = autosplit.partition(subject.build(), inputs, stages=STAGES, seconds=settings.profiling)
     with torch.no_grad():
-        x = workload.stage_fn(0, STAGES)(inputs)
-        module = workload.stage_fn(1, STAGES)
+        (x,) = plan.build(0)(inputs)
+        module = Single(plan.build(1))
         grad = torch.randn(module(x).shape, generator=torch.Generator().manual_seed(0))
     return Subject(family, module, x, grad)
+
+
+class Single(nn.Module):
+    """A stage that passes on one tensor, as the layers of these families do, without its tuple."""
+
+    def __init__(self, stage: nn.Module) -> None:
+        super().__init__()
+        self.stage = stage
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor
+        (y,) = self.stage(x)
+        return y

@@ -68,11 +68,12 @@ MEASUREMENTS: Mapping[str, Callable[[Settings, Results], Iterable[dict[str, Any]
 """In the order in which they are made: the stand-in stages take the times of real ones."""
 
 _CELLS = """\
-Llama, BERT, Mamba and ResNet from transformers' configurations, small, cut by hand into two stages
-of equal layer counts ([families](../../../examples/families/by_hand.py)), train on text and digits
-over two processes with one thread each: naive with one microbatch, GPipe and 1F1B-1 with two,
-1F1B-2 with four. Fused and split alternate step by step in one run; a step is forward, backward
-and AdamW until all ranks are done."""
+Llama, BERT, Mamba and ResNet from transformers' configurations, small, whole
+([families](../../../examples/families/automatic.py)), train on text and digits over two processes
+with one thread each: naive with one microbatch, GPipe and 1F1B-1 with two, 1F1B-2 with four. Each
+trainer cuts its model into two stages for the schedule that it runs, fused or split, from one
+profile of the model's blocks. Fused and split alternate step by step in one run; a step is forward,
+backward and AdamW until all ranks are done."""
 
 TABLES: Mapping[str, Table] = {
     "throughput": Table(
@@ -117,11 +118,11 @@ over fused, M = 1, N, N and 2N.""",
     "concatenation": Table(
         "W one by one, added in the graph, or concatenated",
         """\
-A middle stage of each family, W of k microbatches after their F and I. *One by one*: W returns its
-gradients and the caller adds them. *Accumulated*: W adds each where it is made; *fused* lets the
-matrix product add. *Concatenated*: one product for each parameter over all k, as the paper does
-it. *Slices*: accumulated, W in parts. *MiB on top*: the most alive inside W above what was alive
-before. The same measurement as in [benchmarks/split](../../split/README.md).""",
+The middle one of three stages of each family, W of k microbatches after their F and I. *One by
+one*: W returns its gradients and the caller adds them. *Accumulated*: W adds each where it is made;
+*fused* lets the matrix product add. *Concatenated*: one product for each parameter over all k, as
+the paper does it. *Slices*: accumulated, W in parts. *MiB on top*: the most alive inside W above
+what was alive before. The same measurement as in [benchmarks/split](../../split/README.md).""",
         ("concatenation",),
         concatenation.render,
     ),
@@ -129,7 +130,8 @@ before. The same measurement as in [benchmarks/split](../../split/README.md)."""
         "The same losses with and without split",
         """\
 Each family, smaller still, trains twice on the same real data from the same weights with AdamW,
-on two processes under 1F1B-2, once fused and once split. *First* and *last* are means over a tenth
+on two processes under 1F1B-2, once fused and once split, cut each time from estimates of its
+blocks' costs. *First* and *last* are means over a tenth
 of the steps. The split adds the same numbers in the same order; where kernels are divided,
 rounding may differ.""",
         ("training",),

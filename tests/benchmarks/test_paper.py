@@ -27,6 +27,7 @@ SMALLEST = Settings(
     ranks=(4,),
     unit=0.004,
     training_steps=3,
+    profiling=0.5,
 )
 
 
@@ -67,7 +68,7 @@ def test_cells_make_their_pages(tmp_path: Path) -> None:
         results.update(name, rows, "command", "environment")
     fused, split = results.rows("cells")
     assert (fused["split"], split["split"]) == (False, True)
-    assert split["max_grad_diff"] == fused["max_grad_diff"]
+    assert max(split["max_grad_diff"], fused["max_grad_diff"]) < 1e-5
     command.main(["throughput", "--pages", "--output", str(tmp_path)])
     text = (tmp_path / "throughput" / "README.md").read_text()
     assert f"{split['speedup']:.3f}x" in text

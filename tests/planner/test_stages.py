@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -186,6 +187,14 @@ def test_a_stage_refuses_another_batch_size() -> None:
         stage(torch.randn(2, 4))
     with pytest.raises(PlanError, match="takes 1 tensors, got 2"):
         stage(torch.randn(6, 4), torch.randn(6, 4))
+
+
+def test_a_last_stage_can_be_copied() -> None:
+    """Under warnings as errors: torch warns when a spec that has leaves is made anew."""
+    split = split_of(resnet(), 2)
+    modules = [split.build(0), copy.deepcopy(split.build(1))]
+    result = run_modules(split, modules, resnet().args)
+    assert result.logits.shape[0] == 2
 
 
 def test_cuts_that_are_none_are_refused() -> None:

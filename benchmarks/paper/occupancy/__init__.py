@@ -27,8 +27,8 @@ def render(rows: Mapping[str, Rows]) -> str:
     published = "; ".join(_shares(dict(zip("FIW", each, strict=True))) for each in PUBLISHED)
     headers = ["family", "F ms", "I ms", "W ms", "shares", "W / F", "(I + W) / backward"]
     return f"""\
-A stage in the middle of a pipeline, alone on one core. The last column is what I hands to W over
-what F keeps, in bytes.
+The middle one of three stages that are cut by measured cost, alone on one core. The last column is
+what I hands to W over what F keeps, in bytes.
 
 {table([*headers, "deferred / saved"], stages)}
 

@@ -75,8 +75,10 @@ def _peers(rows: Rows) -> str:
     return f"""\
 ## Beside torch.distributed.pipelining
 
-The same stages and batches, forward and backward without the optimizer, contenders alternating in
-one run. Torch has GPipe and 1F1B, both fused; the paper's naive schedule it has not. Peaks are
+Stages of equal layer counts, cut by hand ([families](../../../examples/families/by_hand.py)), the
+same for both: torch's can neither share a tied weight nor take tensors past a stage, so weights are
+not tied here. The same batches, forward and backward without the optimizer, contenders alternating
+in one run. Torch has GPipe and 1F1B, both fused; the paper's naive schedule it has not. Peaks are
 what the larger rank allocates in a step.
 
 {table([*headers, "our peak MiB", "torch's peak MiB"], cells)}{mean}"""

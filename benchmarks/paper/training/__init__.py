@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from autosplit.pipeline import PipelineTrainer, launch
-from examples.families import by_hand
+from examples.families import FAMILIES
 
 from ...results import Rows, table
 from ..settings import Settings
@@ -45,20 +45,21 @@ def train_both(
 
 def train(family: str, overrides: Mapping[str, object], steps: int, *, split: bool) -> list[float]:
     """The mean loss of every step; the same weights, batches and random numbers each time."""
-    workload = getattr(by_hand, family)(**overrides)
+    subject = FAMILIES[family](**overrides)
     torch.manual_seed(0)
     with PipelineTrainer(
-        lambda index: workload.stage_fn(index, RANKS),
-        workload.loss_fn,
+        subject.build(),
+        subject.loss_fn,
         lambda parameters: torch.optim.AdamW(parameters, lr=2e-3),
         stages=RANKS,
+        example=subject.example(),
+        planning={"costs": "estimate"},
         microbatches=MICROBATCHES,
         split_backward=split,
-        shared_parameters=workload.shared_parameters(RANKS),
         timeout=120.0,
     ) as trainer:
-        size = MICROBATCHES * workload.microbatch_size
-        return [trainer.step(workload.batch_fn(step, size)).mean().item() for step in range(steps)]
+        size = MICROBATCHES * subject.microbatch_size
+        return [trainer.step(subject.batch_fn(step, size)).mean().item() for step in range(steps)]
 
 
 def render(rows: Mapping[str, Rows]) -> str:

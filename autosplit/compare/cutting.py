@@ -1,0 +1,43 @@
+"""How a comparison's trainers get their stages: built one by one, or cut from a whole model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from autosplit.planner.costs import ModelCosts, average
+from autosplit.planner.profile import profile
+from autosplit.planner.specimen import Conditions
+from autosplit.planner.whole import WholeModel
+
+from ..workload import Workload
+from .settings import Settings
+
+
+def measured_costs(workload: Workload, settings: Settings) -> ModelCosts | None:
+    """What the blocks of the whole model cost, measured on all ranks at once; None where the
+    workload has stages of its own.
+    """
+    if workload.model_fn is None:
+        return None
+    inputs, targets = workload.batch_fn(0, workload.microbatch_size)
+    whole = WholeModel.capture(workload.model_fn(), inputs)
+    conditions = Conditions(backend=settings.backend, loss_fn=workload.loss_fn, targets=targets)
+    costs = profile(whole, conditions, seconds=settings.profiling)
+    if not dist.is_initialized():
+        return costs
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, costs)
+    return average(found)
+
+
+def stages_for(workload: Workload, settings: Settings, costs: ModelCosts | None) -> dict[str, Any]:
+    """Arguments of a trainer: the stages, or the whole model that it cuts for what it runs."""
+    if workload.model_fn is None:
+        return {
+            "model": lambda index: workload.stage_fn(index, settings.stages),
+            "shared_parameters": workload.shared_parameters(settings.stages),
+        }
+    inputs, _ = workload.batch_fn(0, workload.microbatch_size)
+    return {"model": workload.model_fn(), "example": inputs, "planning": {"costs": costs}}
