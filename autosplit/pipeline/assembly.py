@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,15 @@ class TrainableStage(BackwardStage, Protocol):
 
     def publish(self) -> None:
         """Add the accumulated gradients to the parameters' ``.grad`` and forget them."""
+        ...
+
+
+@runtime_checkable
+class ChecksInputs(Protocol):
+    """A module that knows which inputs it can take, as a stage of a plan does."""
+
+    def check_inputs(self, inputs: Sequence[Tensor]) -> None:
+        """Raise an error where it cannot take these."""
         ...
 
 
@@ -123,11 +132,16 @@ def build_stages(
 
     Raises:
         PipelineError: the loss is not one floating scalar that needs a gradient.
+        PlanError: the batch is not of the size for which the model was cut.
         LostPeerError: another rank failed or was not ready in time.
     """
     built: dict[int, TrainableStage] = {}
     for index in sorted(modules):
         args = _examples(index, feeds, negotiation, inputs, device)
+        # Before it is traced, where an error would come out as one of tracing.
+        for part in modules[index].modules():
+            if isinstance(part, ChecksInputs):
+                part.check_inputs(args)
         if index == stages - 1:
             args += [tensor.detach() for tensor in targets]
         stage = factory(modules[index], args, index=index)

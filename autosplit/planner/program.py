@@ -152,14 +152,19 @@ class StageModule(nn.Module):
             PlanError: other shapes than the model was captured with, or a mode in which the
                 model cannot be cut as it is.
         """
-        program = self._programs[1 if self.training else 0]
-        if isinstance(program, PlanError):
-            raise program
-        self._check(program, inputs)
+        program = self.check_inputs(inputs)
         results = program.graph(*[_find(self, name) for name in program.state], *inputs)
         return results if program.structure is None else program.structure(results)
 
-    def _check(self, program: Program, inputs: Sequence[Tensor]) -> None:
+    def check_inputs(self, inputs: Sequence[Tensor]) -> Program:
+        """What runs on these inputs.
+
+        Raises:
+            PlanError: as for a call.
+        """
+        program = self._programs[1 if self.training else 0]
+        if isinstance(program, PlanError):
+            raise program
         if len(inputs) != len(program.shapes):
             raise PlanError(
                 f"stage {self._index} takes {len(program.shapes)} tensors, got {len(inputs)}"
@@ -171,6 +176,7 @@ class StageModule(nn.Module):
                     f"the model was captured with {list(shape)}; cut the model again for "
                     "microbatches of this size"
                 )
+        return program
 
 
 def _find(module: nn.Module, name: str) -> Any:

@@ -14,6 +14,8 @@ from tqdm import tqdm
 from ..command import parse
 from ..environment import describe
 from ..results import Results
+from . import projection
+from .overview import overview
 from .settings import FAMILIES, SIZES, Settings
 from .tables import MEASUREMENTS, TABLES, complete, needed, page
 from .theory import BY_LABEL
@@ -38,6 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         profiling=options.profiling,
     )
     chosen = options.tables or [*TABLES]
+    if "projection" in options.tables and not any(projection.measure(settings)):
+        raise SystemExit(projection.NOTHING)
     options.output.mkdir(parents=True, exist_ok=True)
     results = Results.read(options.output / "results.json")
     measured = [] if options.pages else needed(chosen)
@@ -51,6 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             folder.mkdir(exist_ok=True)
             text = page(name, results, _command(name), describe(threads=1))
             (folder / "README.md").write_text(text)
+    (options.output / "README.md").write_text(overview(results))
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -153,11 +153,11 @@ def needed(tables: Iterable[str]) -> list[str]:
 
 
 def complete(name: str, results: Results) -> bool:
-    """Whether a table has all its measurements; a peer's or a GPU's may be missing."""
+    """Whether a table has all its measurements; a peer's may be missing."""
     return all(results.rows(need) for need in TABLES[name].needs if need not in OPTIONAL)
 
 
-OPTIONAL = ("peers", "projection")
+OPTIONAL = ("peers",)
 
 
 def page(name: str, results: Results, command: str, environment: str) -> str:

@@ -12,6 +12,7 @@ import pytest
 from autosplit.pipeline.simulate import simulate
 from benchmarks.paper import __main__ as command
 from benchmarks.paper import projection, scaling, theory, training
+from benchmarks.paper.overview import overview
 from benchmarks.paper.projection import __main__ as projecting
 from benchmarks.paper.settings import SIZES, Settings
 from benchmarks.paper.tables import MEASUREMENTS, TABLES, needed, page
@@ -102,8 +103,33 @@ def test_a_training_with_and_without_split_on_two_ranks() -> None:
     assert len(row["fused"]) == SMALLEST.training_steps
 
 
-def test_a_projection_says_that_it_is_one_or_that_nothing_was_measured(tmp_path: Path) -> None:
-    assert "**Not measured**" in projection.render({"projection": []})
+def test_nothing_is_projected_from_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command.projection, "measure", lambda settings: iter(()))
+    with pytest.raises(SystemExit, match="nothing to project from: no stage has been timed on a G"):
+        command.main(["projection", "--output", str(tmp_path)])
+    assert not (tmp_path / "projection").exists()
+
+
+def test_the_folder_says_what_holds_up(tmp_path: Path) -> None:
+    results = Results.read(tmp_path / "results.json")
+    nothing = overview(results)
+    assert nothing.count("not yet") == len(TABLES)
+    assert "exceeds the ideal" in nothing
+    losses = {"name": "llama", "fused": [2.0, 1.0], "split": [2.0, 1.5]}
+    results.update("training", [losses], "command", "environment")
+    times = {"family": scaling.EQUAL, "label": "1F1B-1", "ranks": 4, "microbatches": 4}
+    rows: list[dict[str, Any]] = [
+        {**times, "name": name, "variant": name, "times": (1.0, 1.0, 1.0), "measured": measured}
+        for name, measured in (("fused", 21.0), ("2bp", 15.0), ("split", 14.0))
+    ]
+    results.update("scaling", rows, "command", "environment")
+    text = overview(results)
+    assert "0 of 1 families the loss falls, and alike" in text
+    assert "reaches 1.40x with the paper's placement of W and 1.50x with autosplit's" in text
+    assert "within 0.000 of the formulas" in text
+
+
+def test_a_projection_says_that_it_is_one(tmp_path: Path) -> None:
     stage: dict[str, Any] = {"family": "made up", "share": 0.25, "saved": 8.0, "deferred": 4.0}
     stage |= {"ms": {"F": 1.0, "I": 1.0, "W": 1.0}, "environment": "nowhere"}
     (tmp_path / "device.json").write_text(json.dumps({"stages": [stage]}))

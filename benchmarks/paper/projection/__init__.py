@@ -18,6 +18,11 @@ from ..theory import SCHEDULES, PaperSchedule, verdict
 
 STORED = pathlib.Path(__file__).parents[2] / "results"
 RANKS = (4, 8, 16)
+NOTHING = (
+    f"there is nothing to project from: no stage has been timed on a GPU, and {STORED} has no "
+    "figures of any. Run `python -m benchmarks.paper.projection` where there is a CUDA device "
+    "first; for times of this machine's CPU, see the table `scaling`"
+)
 
 
 def measure(settings: Settings, folder: pathlib.Path = STORED) -> Iterator[dict[str, Any]]:
@@ -45,15 +50,8 @@ def project(row: Mapping[str, Any], each: PaperSchedule, ranks: int) -> dict[str
 
 
 def render(rows: Mapping[str, Rows]) -> str:
-    """A table for each device, or that nothing was measured."""
+    """A table of all devices."""
     stages = rows["projection"]
-    if not stages:
-        return f"""\
-**Not measured**: no stage has been timed on a GPU yet. `python -m benchmarks.paper.projection`
-times one of each family at the paper's size on a CUDA device and stores it under
-`benchmarks/results/`; this table then projects 4, 8 and 16 GPUs from it.
-
-What can be said without a GPU: {verdict()}"""
     cells = []
     for row in stages:
         for ranks in RANKS:

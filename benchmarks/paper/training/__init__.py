@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -62,24 +63,56 @@ def train(family: str, overrides: Mapping[str, object], steps: int, *, split: bo
         return [trainer.step(subject.batch_fn(step, size)).mean().item() for step in range(steps)]
 
 
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """Of the trainings of one family.
+
+    Attributes:
+        first: mean loss of the first tenth of the steps, fused.
+        last: of the last tenth.
+        difference: the largest between the losses with and without split.
+    """
+
+    first: float
+    last: float
+    difference: float
+
+    @property
+    def same(self) -> bool:
+        return self.difference <= TOLERANCE
+
+    @property
+    def good(self) -> bool:
+        """Whether both learn, alike."""
+        return self.same and self.last < self.first
+
+
+def outcome(row: Mapping[str, Any]) -> Outcome:
+    """What a row says."""
+    fused, split = row["fused"], row["split"]
+    tenth = max(1, len(fused) // 10)
+    return Outcome(
+        statistics.mean(fused[:tenth]),
+        statistics.mean(fused[-tenth:]),
+        max(abs(a - b) for a, b in zip(fused, split, strict=True)),
+    )
+
+
 def render(rows: Mapping[str, Rows]) -> str:
     """Losses at the beginning and the end, and how far the two trainings come apart."""
     cells, good = [], []
     for row in rows["training"]:
         fused, split = row["fused"], row["split"]
-        difference = max(abs(a - b) for a, b in zip(fused, split, strict=True))
-        tenth = max(1, len(fused) // 10)
-        first, last = statistics.mean(fused[:tenth]), statistics.mean(fused[-tenth:])
-        same, falls = difference <= TOLERANCE, last < first
-        good.append(same and falls)
+        found, tenth = outcome(row), max(1, len(fused) // 10)
+        good.append(found.good)
         cells.append(
             [
                 row["name"],
                 str(len(fused)),
-                f"{first:.3f}",
-                f"{last:.3f}" if falls else f"**{last:.3f}**",
+                f"{found.first:.3f}",
+                f"{found.last:.3f}" if found.last < found.first else f"**{found.last:.3f}**",
                 f"{statistics.mean(split[-tenth:]):.3f}",
-                f"{difference:.1e}" if same else f"**{difference:.1e}**",
+                f"{found.difference:.1e}" if found.same else f"**{found.difference:.1e}**",
                 str(sum(a == b for a, b in zip(fused, split, strict=True))),
             ]
         )
