@@ -1,0 +1,11 @@
+"""The example that cuts a whole model trains it on two ranks."""
+
+from __future__ import annotations
+
+from examples import plan_model
+
+
+def test_the_loss_of_a_planned_model_falls() -> None:
+    losses = plan_model.main(steps=6)
+    assert len(losses) == 6
+    assert losses[-1] < losses[0]
