@@ -23,7 +23,7 @@ def main() -> None:
     parser.add_argument("--output", type=pathlib.Path, default=HERE, help="folder to write to")
     options = parse(parser, PARTS)
     options.output.mkdir(parents=True, exist_ok=True)
-    amount = Amount(options.steps, options.seconds, options.tiny)
+    amount = Amount(options.steps, options.seconds, tiny=options.tiny)
     results = Results.read(options.output / "results.json")
     for name in options.parts or PARTS:
         words = ["python", "-m", "benchmarks.planner", name]
