@@ -19,9 +19,10 @@ from .targets import Target, verdicts
 
 WIDTH, BATCH = 8, 4
 LAYERS = 100
-ROUNDS = 400
+TURNS = 25
+IN_A_ROW = 15
 OVERHEAD = Target("SplitModule - Stage, us", at_most=100.0, style=".0f")
-_WARMUP = 20
+_WARMUP = 2
 
 Microbatch = Callable[[Tensor, Tensor], None]
 
@@ -30,14 +31,7 @@ def measure(settings: Settings) -> Iterator[dict[str, Any]]:
     """A row for each module, with the first number of threads."""
     torch.set_num_threads(settings.threads[0])
     for name, module in _modules().items():
-        yield {"name": name, **_compare(module.to(settings.device), settings.device, ROUNDS)}
-
-
-def face_overhead(rounds: int = ROUNDS) -> dict[str, float]:
-    """Module -> microseconds for one microbatch that SplitModule takes longer than Stage."""
-    return {
-        name: _compare(module, "cpu", rounds)["overhead"] for name, module in _modules().items()
-    }
+        yield {"name": name, **_compare(module.to(settings.device), settings.device, TURNS)}
 
 
 def _modules() -> dict[str, nn.Module]:
@@ -47,20 +41,25 @@ def _modules() -> dict[str, nn.Module]:
     return {"one Linear": nn.Linear(WIDTH, WIDTH), f"{count} modules": stack}
 
 
-def _compare(module: nn.Module, device: str, rounds: int) -> dict[str, Any]:
-    """Medians of each, and of the difference within a round; contenders take turns."""
+def _compare(module: nn.Module, device: str, turns: int) -> dict[str, Any]:
+    """Medians of each, and of the difference within a turn.
+
+    A contender's turn is several microbatches in a row, as in training: after another's, its
+    first one finds the caches cold, which takes longer than what is to be measured. Who begins
+    changes with every turn.
+    """
     x = torch.randn(BATCH, WIDTH, device=device, requires_grad=True)
     grad = torch.ones(BATCH, WIDTH, device=device)
     contenders = _contenders(module, x)
-    found: dict[str, list[float]] = {name: [] for name in contenders}
+    names = list(contenders)
+    found: dict[str, list[float]] = {name: [] for name in names}
     gc.collect()
     gc.disable()
     try:
-        for _ in range(_WARMUP + rounds):
-            for name, microbatch in contenders.items():
-                found[name].append(_microseconds(microbatch, x, grad))
-                module.zero_grad()
-                x.grad = None
+        for turn in range(_WARMUP + turns):
+            first = turn % len(names)
+            for name in names[first:] + names[:first]:
+                found[name].append(_in_a_row(contenders[name], module, x, grad))
     finally:
         gc.enable()
     times = {name: each[_WARMUP:] for name, each in found.items()}
@@ -69,6 +68,29 @@ def _compare(module: nn.Module, device: str, rounds: int) -> dict[str, Any]:
         "us": {name: statistics.median(each) for name, each in times.items()},
         "overhead": statistics.median([mine - theirs for mine, theirs in pairs]),
     }
+
+
+def _in_a_row(microbatch: Microbatch, module: nn.Module, x: Tensor, grad: Tensor) -> float:
+    """The median of one turn."""
+    times = []
+    for _ in range(IN_A_ROW):
+        times.append(_microseconds(microbatch, x, grad))
+        module.zero_grad()
+        x.grad = None
+    return statistics.median(times)
+
+
+class _Bare(torch.autograd.Function):
+    """The least that brings ``backward()`` to I: no check of anything."""
+
+    @staticmethod
+    def forward(ctx: Any, stage: autosplit.Stage, x: Tensor) -> Tensor:
+        ctx.stage = stage
+        return stage.forward(0, [x])[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None]:
+        return None, ctx.stage.backward_input(0, [grad])[0]
 
 
 def _contenders(module: nn.Module, x: Tensor) -> Mapping[str, Microbatch]:
@@ -85,9 +107,15 @@ def _contenders(module: nn.Module, x: Tensor) -> Mapping[str, Microbatch]:
         stage.backward_weight(0)
         stage.publish()
 
+    def by_bare_function(x: Tensor, grad: Tensor) -> None:
+        _Bare.apply(stage, x).backward(grad)  # type: ignore[no-untyped-call]
+        stage.backward_weight(0)
+        stage.publish()
+
     return {
         "autograd": lambda x, grad: module(x).backward(grad),
         "SplitModule": by_autograd,
+        "bare Function": by_bare_function,
         "Stage": by_calls,
         "guards": lambda x, grad: guards.hold((x,), {}) and None,
     }
