@@ -129,7 +129,8 @@ def _microseconds(microbatch: Microbatch, x: Tensor, grad: Tensor) -> float:
 
 def render(rows: Rows) -> str:
     """A table and a verdict."""
-    names = list(rows[0]["us"])
+    # Rows of an earlier run may lack a contender.
+    names = [name for name in rows[0]["us"] if all(name in row["us"] for row in rows)]
     lines = [
         [row["name"], *(f"{row['us'][name]:.0f}" for name in names), OVERHEAD.cell(row["overhead"])]
         for row in rows
