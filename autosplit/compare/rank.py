@@ -14,6 +14,8 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from ..pipeline.action import ActionKind
+from ..pipeline.assembly import footprint
+from ..pipeline.memory import StageMemory
 from ..pipeline.schedules import SCHEDULES
 from ..pipeline.simulate import simulate
 from ..pipeline.timeline import Timeline, median_durations
@@ -27,6 +29,9 @@ from .memory import peak_bytes
 from .reference import Gradients, largest_difference, single_process_gradients, united
 from .settings import Comparison, Row, Settings
 
+_Summary = tuple[Row, Timeline, Timeline, list[StageMemory]]
+"""A row, the step nearest to its median, the ideal one, and what each stage keeps."""
+
 
 @dataclasses.dataclass
 class _Run:
@@ -36,6 +41,7 @@ class _Run:
     split: bool
     difference: float = 0.0
     peak: list[int] = dataclasses.field(default_factory=list)
+    kept: list[StageMemory] = dataclasses.field(default_factory=list)
     seconds: list[float] = dataclasses.field(default_factory=list)
     losses: list[float] = dataclasses.field(default_factory=list)
     timelines: list[Timeline] = dataclasses.field(default_factory=list)
@@ -53,17 +59,19 @@ def compare_on_rank(settings: Settings) -> Comparison:
     rows: list[Row] = []
     timelines: list[Timeline] = []
     ideals: list[Timeline] = []
+    memory: list[list[StageMemory]] = []
     total = len(cases) * 2 * (settings.warmup + settings.steps + 2)
     # None: shown on a terminal, not in a log file.
     with tqdm(total=total, unit="step", disable=True if _rank() > 0 else None) as bar:
         for schedule, microbatches in cases:
             bar.set_description(f"{schedule} M={microbatches}")
             case = _Case(settings, workload, costs, schedule, microbatches, bar.update)
-            for row, timeline, ideal in case.run():
+            for row, timeline, ideal, kept in case.run():
                 rows.append(row)
                 timelines.append(timeline)
                 ideals.append(ideal)
-    return Comparison(rows, timelines, ideals)
+                memory.append(kept)
+    return Comparison(rows, timelines, ideals, memory)
 
 
 class _Case:
@@ -85,7 +93,7 @@ class _Case:
         self.microbatches = microbatches
         self.advance = advance
 
-    def run(self) -> list[tuple[Row, Timeline, Timeline]]:
+    def run(self) -> list[_Summary]:
         runs = [_Run(self._trainer(split), split) for split in (False, True)]
         try:
             self._check_gradients(runs)
@@ -152,6 +160,9 @@ class _Case:
         if trainer.optimizer is not None:
             states = trainer.optimizer.state.values()
             resident += [t for s in states for t in s.values() if isinstance(t, torch.Tensor)]
+        own = {index: footprint(stage) for index, stage in trainer.stages.items()}
+        every = {index: size for part in _gather(own) for index, size in part.items()}
+        run.kept = [StageMemory(*every[index]) for index in range(self.settings.stages)]
         run.peak = _gather(peak_bytes(lambda: trainer.step(batch), resident, trainer.device))
         self.advance()
 
@@ -175,7 +186,7 @@ class _Case:
                 folder = pathlib.Path(self.settings.dump) / f"stage{index}"
                 dump(stage.functions, folder, f"stage {index} of {self.settings.factory}")
 
-    def _summarise(self, run: _Run, fused: _Run) -> tuple[Row, Timeline, Timeline]:
+    def _summarise(self, run: _Run, fused: _Run) -> _Summary:
         durations = run.durations()
         ideal = simulate(run.trainer.schedule, durations)
         ideal_fused = simulate(fused.trainer.schedule, fused.durations())
@@ -202,7 +213,7 @@ class _Case:
             durations_s=_by_kind(durations, self.settings.stages),
         )
         nearest = min(range(len(run.seconds)), key=lambda i: abs(run.seconds[i] - median))
-        return row, run.timelines[nearest], ideal
+        return row, run.timelines[nearest], ideal, run.kept
 
 
 def _by_kind(durations: dict[tuple[int, ActionKind], float], stages: int) -> dict[str, list[float]]:

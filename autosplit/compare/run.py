@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..pipeline.launch import launch
+from ..pipeline.memory import memory_over_time
 from ..pipeline.worker import process_group
 from ..report.page import Panel, write_page
 from ..report.timeline import draw_timelines
@@ -64,8 +65,15 @@ def write_pictures(comparison: Comparison, folder: pathlib.Path) -> list[pathlib
 
 
 def _panels(comparison: Comparison) -> Iterator[Panel]:
-    """What was measured, each above what it would be if nothing were lost."""
-    steps = zip(comparison.rows, comparison.timelines, comparison.ideals, strict=True)
-    for row, timeline, ideal in steps:
-        yield Panel(f"{row.title}, measured", timeline)
-        yield Panel(f"{row.title}, simulated", ideal)
+    """What was measured, each above what it would be if nothing were lost.
+
+    Under the bars of both is what a rank keeps between F and W, from the sizes of its graphs'
+    boundaries.
+    """
+    steps = zip(
+        comparison.rows, comparison.timelines, comparison.ideals, comparison.memory, strict=True
+    )
+    for row, timeline, ideal, sizes in steps:
+        for how, each in (("measured", timeline), ("simulated", ideal)):
+            curves = [memory_over_time(each, sizes, rank)[1:] for rank in range(each.ranks)]
+            yield Panel(f"{row.title}, {how}", each, curves)

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from ..errors import PipelineError
+from ..pipeline.memory import StageMemory
 from ..pipeline.timeline import Timeline
 
 
@@ -108,9 +109,11 @@ class Comparison:
     """Rows, and for each the step whose time is nearest to the median, and the ideal one.
 
     The ideal is simulated from the row's median durations: no transfer takes time, nothing waits
-    for anything but its input.
+    for anything but its input. ``memory`` is, for each row, what each stage keeps of a microbatch,
+    in bytes.
     """
 
     rows: list[Row]
     timelines: list[Timeline]
     ideals: list[Timeline]
+    memory: list[list[StageMemory]]
