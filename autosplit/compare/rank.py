@@ -48,7 +48,7 @@ class _Run:
 
     def durations(self) -> dict[tuple[int, ActionKind], float]:
         """Median seconds by (stage, kind) over all timed steps."""
-        return median_durations(span for timeline in self.timelines for span in timeline.spans)
+        return median_durations(timeline.spans for timeline in self.timelines)
 
 
 def compare_on_rank(settings: Settings) -> Comparison:

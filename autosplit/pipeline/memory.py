@@ -73,16 +73,21 @@ def peak_memory(schedule: Schedule, sizes: Sequence[StageMemory]) -> list[float]
 def memory_over_time(
     timeline: Timeline, sizes: Sequence[StageMemory], rank: int
 ) -> list[tuple[float, float]]:
-    """What ``rank`` keeps from each second of the timeline on, whenever that changes."""
+    """What ``rank`` keeps from each second of one step's timeline on, whenever that changes.
+
+    A W that ran in slices lets go with the last of them: what each slice frees is not known.
+    """
     steps: list[tuple[float, float]] = [(0.0, 0.0)]
     now = 0.0
     spans = sorted(
         (span for span in timeline.spans if span.rank == rank), key=lambda span: span.start
     )
     _check_count(1 + max((span.action.stage for span in spans), default=-1), sizes, least=True)
-    for span in spans:
+    last = {span.action: place for place, span in enumerate(spans)}
+    for place, span in enumerate(spans):
         size, kind = sizes[span.action.stage], span.action.kind
-        for when, change in ((span.start, size.before(kind)), (span.end, -size.after(kind))):
+        freed = size.after(kind) if last[span.action] == place else 0.0
+        for when, change in ((span.start, size.before(kind)), (span.end, -freed)):
             if change:
                 now += change
                 steps.append((when, now))

@@ -84,9 +84,17 @@ class Timeline:
         return 1.0 - busy / total if total > 0.0 else 0.0
 
 
-def median_durations(spans: Iterable[Span]) -> dict[tuple[int, ActionKind], float]:
-    """Median seconds of each kind of action of each stage, by (stage, kind)."""
+def median_durations(steps: Iterable[Iterable[Span]]) -> dict[tuple[int, ActionKind], float]:
+    """Median seconds of each kind of action of each stage, by (stage, kind).
+
+    Args:
+        steps: the spans of each step. Those of one action, such as the slices of a W, are one.
+    """
     found: dict[tuple[int, ActionKind], list[float]] = defaultdict(list)
-    for span in spans:
-        found[span.action.stage, span.action.kind].append(span.end - span.start)
+    for spans in steps:
+        took: dict[Action, float] = defaultdict(float)
+        for span in spans:
+            took[span.action] += span.end - span.start
+        for action, seconds in took.items():
+            found[action.stage, action.kind].append(seconds)
     return {key: statistics.median(values) for key, values in found.items()}

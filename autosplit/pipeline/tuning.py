@@ -64,7 +64,7 @@ class Tuner:
         self._steps.append(list(spans))
         if len(self._steps) <= MEASURED:
             return None
-        seconds = median_durations(span for spans in self._steps[1:] for span in spans)
+        seconds = median_durations(self._steps[1:])
         memory = {index: footprint(stage) for index, stage in stages.items()}
         rows = self._groups.gather((seconds, memory))
         every = {key: each for found, _ in rows for key, each in found.items()}

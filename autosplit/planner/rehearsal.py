@@ -85,11 +85,11 @@ def rehearse(
         for _ in range(_WARMUP):
             _step(run, batch)
         took: list[float] = []
-        spans: list[Span] = []
+        steps: list[tuple[Span, ...]] = []
         while len(took) < _LEAST or (len(took) < _MOST and sum(took) < seconds):
             took.append(_slowest(_step(run, batch), len(schedule.ranks)))
-            spans += run.timeline().spans
-    return Rehearsal(_times(spans, planned), statistics.median(took))
+            steps.append(run.timeline().spans)
+    return Rehearsal(_times(steps, planned), statistics.median(took))
 
 
 class _Stages:
@@ -174,8 +174,8 @@ def _batch(whole: WholeModel, conditions: Conditions, microbatches: int) -> Any:
     return inputs, tuple(map(repeated, targets))
 
 
-def _times(spans: Sequence[Span], planned: Sequence[Times]) -> tuple[Times, ...]:
-    found = median_durations(spans)
+def _times(steps: Sequence[Sequence[Span]], planned: Sequence[Times]) -> tuple[Times, ...]:
+    found = median_durations(steps)
     times = []
     for stage, (_, inputs, weights) in enumerate(planned):
         forward, first, second, both = (found.get((stage, ActionKind(kind))) for kind in "FIWB")

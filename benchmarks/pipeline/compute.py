@@ -112,9 +112,9 @@ def _run(case: Case, workload: Workload, steps: int) -> Row:
             trainer.step(batch)
             steps_run.append(trainer.timeline())
         schedule = trainer.schedule
-    medians = median_durations(span for each in steps_run for span in each.spans)
+    medians = median_durations(each.spans for each in steps_run)
     measured = [each.makespan for each in steps_run]
-    ideals = [simulate(schedule, median_durations(each.spans)).makespan for each in steps_run]
+    ideals = [simulate(schedule, median_durations([each.spans])).makespan for each in steps_run]
     replays = [simulate(schedule, _own(each).__getitem__).makespan for each in steps_run]
     return Row(
         case.name,

@@ -159,7 +159,7 @@ class _Run:
             record=True,
         )
         self._seconds: list[float] = []
-        self._spans: list[Span] = []
+        self._steps: list[tuple[Span, ...]] = []
 
     def step(self, step: int, *, counted: bool) -> None:
         """One step with its gradients, without the optimizer's update."""
@@ -173,10 +173,10 @@ class _Run:
             raise PipelineError(f"a loss of {losses.tolist()}")
         if counted:
             self._seconds.append(seconds)
-            self._spans += self._trainer.timeline().spans
+            self._steps.append(self._trainer.timeline().spans)
 
     def row(self) -> dict[str, Any]:
-        found = median_durations(self._spans)
+        found = median_durations(self._steps)
         self._trainer.close()
         return {
             "cuts": list(self._partition.names),

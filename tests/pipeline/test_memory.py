@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 from tables import most_alive, schedule_of, seconds, small
 
 from autosplit.errors import ScheduleError
+from autosplit.pipeline.action import Action
 from autosplit.pipeline.memory import StageMemory, memory_over_time, peak_memory
 from autosplit.pipeline.schedules import SCHEDULES, build
 from autosplit.pipeline.simulate import simulate
+from autosplit.pipeline.timeline import Span, Timeline
 
 
 def test_each_kind_of_action() -> None:
@@ -32,6 +34,13 @@ def test_what_is_deferred_may_be_larger_than_what_was_saved() -> None:
     timeline = simulate(schedule, seconds(1, 1, 1))
     assert memory_over_time(timeline, sizes, 0) == [(0.0, 0.0), (0.0, 2.0), (1.0, 5.0), (3.0, 0.0)]
     assert peak_memory(schedule, sizes) == [5.0]
+
+
+def test_a_weight_gradient_in_slices_lets_go_once() -> None:
+    texts = ["0F0", "0I0", "0W0", "0F1", "0W0"]
+    spans = [Span(0, Action.parse(text), at, at + 1.0) for at, text in enumerate(texts)]
+    curve = memory_over_time(Timeline(1, tuple(spans)), [StageMemory(saved=4.0, deferred=3.0)], 0)
+    assert curve == [(0.0, 0.0), (0.0, 4.0), (2.0, 3.0), (3.0, 7.0), (5.0, 4.0)]
 
 
 @settings(deadline=None, max_examples=40)

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.action import Action
-from autosplit.pipeline.timeline import Span, Timeline
+from autosplit.pipeline.action import Action, ActionKind
+from autosplit.pipeline.timeline import Span, Timeline, median_durations
 
 
 def span(rank: int, text: str, start: float, end: float) -> Span:
@@ -55,3 +55,13 @@ def test_an_unknown_rank_is_refused(rank: int) -> None:
         MEASURED.busy(rank)
     with pytest.raises(ScheduleError, match=f"no rank {rank} in this timeline"):
         MEASURED.bubble_ratio(rank)
+
+
+def test_the_slices_of_a_weight_gradient_are_one_action_of_their_step() -> None:
+    """Two slices and an F between them; the next step's are another action."""
+    first = [span(0, "0W0", 0, 1), span(0, "0F1", 1, 5), span(0, "0W0", 5, 8)]
+    second = [span(0, "0W0", 9, 11), span(0, "0W0", 11, 15)]
+    assert median_durations([first, second]) == {
+        (0, ActionKind.FORWARD): 4.0,
+        (0, ActionKind.BACKWARD_WEIGHT): 5.0,
+    }
