@@ -75,7 +75,8 @@ class PipelineTrainer:
             "estimate", "limits": Limits(cap=8e9)}``; what the trainer knows, it hands on itself.
         schedule: a name from ``autosplit.pipeline.schedules.SCHEDULES``, a Schedule, or ``"auto"``:
             measure the first three steps and run the shortest schedule that ``search`` finds for
-            them from then on, on the same placement and within the memory that they needed.
+            them from then on, on the same placement and within the memory of the split schedule
+            that they ran.
         microbatches: M, into how many equal parts a batch is cut along dimension 0.
         split_backward: run input and weight gradients as separate actions.
         weights: where the weight gradients go, see ``schedules.build``.
@@ -185,6 +186,8 @@ class PipelineTrainer:
         self._guard = Guard(self.rank, board, self._end)
         order = choose_order(early_weights, self.schedule, self.device)
         self._tuner = Tuner(self.schedule, self._groups) if schedule == "auto" else None
+        if self._tuner is not None:
+            self.schedule = self._tuner.measured
         self._order = order
         self._feeds = Feeds(whole.count, whole.wiring)
         source = self.schedule.placement[self._feeds.first_from_batch]

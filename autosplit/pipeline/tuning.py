@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.action import ActionKind
+from autosplit.pipeline.action import Action, ActionKind
 from autosplit.pipeline.assembly import TrainableStage, footprint
 from autosplit.pipeline.costs import Costs
 from autosplit.pipeline.fusing import fuse_adjacent
@@ -37,15 +37,44 @@ def first_schedule(stages: int, microbatches: int, ranks: int) -> Schedule:
     return replace(build(name, stages, microbatches, ranks=ranks, times=times), crosses_step=False)
 
 
+def with_whole(schedule: Schedule) -> Schedule:
+    """A split schedule in which each stage runs the backward of its last microbatch as a B.
+
+    So each stage has Fs, Is, Ws and a B to measure. Its other Ws run before that B, so gradients
+    are added up in the same order as without it. A single microbatch stays split.
+
+    Args:
+        schedule: a legal one in which the last microbatch is the last at every stage.
+    """
+    last = schedule.microbatches - 1
+    rows = list(schedule.ranks)
+    for stage, rank in enumerate(schedule.placement if last else ()):
+        rows[rank] = _with_whole(rows[rank], Action(stage, ActionKind.BACKWARD_INPUT, last))
+    return replace(schedule, ranks=tuple(rows))
+
+
+def _with_whole(row: Sequence[Action], inputs: Action) -> tuple[Action, ...]:
+    place = row.index(inputs)
+    own = replace(inputs, kind=ActionKind.BACKWARD_WEIGHT)
+    before, behind = row[:place], [action for action in row[place + 1 :] if action != own]
+    late = [a for a in behind if (a.stage, a.kind) == (own.stage, own.kind)]
+    whole = replace(inputs, kind=ActionKind.BACKWARD)
+    return (*before, *late, whole, *(action for action in behind if action not in late))
+
+
 class Tuner:
     """Collects what the first steps took; every rank comes to the same schedule.
 
     Args:
-        schedule: what those steps run.
+        schedule: what those steps run, but for a few Bs. What is found keeps no more than it does.
         groups: the trainer's process groups.
+
+    Attributes:
+        measured: what those steps run.
     """
 
     def __init__(self, schedule: Schedule, groups: Groups) -> None:
+        self.measured = with_whole(schedule)
         self._schedule = schedule
         self._groups = groups
         self._steps: list[list[Span]] = []
@@ -55,7 +84,7 @@ class Tuner:
     ) -> Schedule | None:
         """Note a step; the schedule for those to come, once enough were measured.
 
-        It keeps no more on any rank than the steps that were measured. Collective when it is due.
+        Collective when it is due.
 
         Args:
             spans: what this rank ran, in its order.
@@ -69,9 +98,11 @@ class Tuner:
         rows = self._groups.gather((seconds, memory))
         every = {key: each for found, _ in rows for key, each in found.items()}
         kept = {stage: each for _, found in rows for stage, each in found.items()}
+        stages_of_all = range(self._schedule.stages)
         costs = Costs(
-            [_times(stage, every) for stage in range(self._schedule.stages)],
-            [StageMemory(*kept[stage]) for stage in range(self._schedule.stages)],
+            [_times(stage, every) for stage in stages_of_all],
+            [StageMemory(*kept[stage]) for stage in stages_of_all],
+            full=[_full(stage, every) for stage in stages_of_all],
         )
         try:
             found = search(
@@ -93,3 +124,9 @@ def _times(stage: int, seconds: Mapping[tuple[int, ActionKind], float]) -> Stage
         seconds[stage, ActionKind.BACKWARD_INPUT],
         seconds[stage, ActionKind.BACKWARD_WEIGHT],
     )
+
+
+def _full(stage: int, seconds: Mapping[tuple[int, ActionKind], float]) -> float:
+    """Seconds of a B, which does no more than I and W: what is measured beyond that is noise."""
+    _, inputs, weights = _times(stage, seconds)
+    return min(inputs + weights, seconds.get((stage, ActionKind.BACKWARD), inputs + weights))

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tables import rows_of, schedule_of, seconds, small
 
+from autosplit.pipeline.action import ActionKind
 from autosplit.pipeline.fusing import fuse_adjacent
 from autosplit.pipeline.schedules import SCHEDULES
 from autosplit.pipeline.simulate import simulate
@@ -30,6 +31,22 @@ def test_nobody_waits_longer() -> None:
     assert rows_of(fused) == ["0F0 0F1 0B0 0B1", "1F0 1I0 1W0 1F1 1I1 1W1"]
     assert simulate(fuse_adjacent(SPLIT), seconds(1, 1, 1)).makespan == 9
     assert simulate(fused, seconds(1, 1, 1)).makespan == 8
+
+
+def test_a_whole_backward_takes_its_own_time() -> None:
+    """1I0 is waited for one second after it ends: enough for a B of 3, not for one of I and W.
+
+    Nobody waits for stage 0's, but a B longer than both would hold up its own rank.
+    """
+    times = {(s, k): 2.0 for s in (0, 1) for k in ActionKind if k is not ActionKind.BACKWARD}
+    times[0, ActionKind.FORWARD], times[1, ActionKind.FORWARD] = 4.0, 1.0
+    halves = ["0F0 0F1 0I0 0W0 0I1 0W1", "1F0 1I0 1W0 1F1 1I1 1W1"]
+    whole = ["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1I1 1W1"]
+    assert rows_of(fuse_adjacent(SPLIT, times)) == [whole[0], halves[1]]
+    short = {**times, (1, ActionKind.BACKWARD): 3.0}
+    assert rows_of(fuse_adjacent(SPLIT, short)) == whole
+    long = {**short, (0, ActionKind.BACKWARD): 6.0}
+    assert rows_of(fuse_adjacent(SPLIT, long)) == [halves[0], whole[1]]
 
 
 @settings(deadline=None, max_examples=40)

@@ -147,6 +147,7 @@ def test_auto_measures_then_changes_the_schedule(split: Results) -> None:
     for found in split:
         auto = found["auto"]
         assert auto.pop("names") == ["zb-v"] * 2 + ["auto"] * 4
+        assert auto.pop("wholes") == 4, "one to measure at each stage"
         assert auto == {"losses": True, "states": True, "same": True}
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from workers import WIDTH, block, data, gradients_equal, sgd, single_process, trainer, whole
 
 from autosplit.errors import PipelineError
+from autosplit.pipeline.action import ActionKind
 from autosplit.stage import Stage
 
 SPLITS: tuple[dict[str, Any], ...] = (
@@ -255,6 +256,8 @@ def automatic() -> dict[str, Any]:
     optimizer = sgd(list(model.parameters()))
     names = []
     with trainer(stages=4, schedule="auto", stage_factory=None) as engine:
+        kinds = [action.kind for row in engine.schedule.ranks for action in row]
+        found["wholes"] = kinds.count(ActionKind.BACKWARD)
         for step in range(6):
             inputs, targets = data(8, seed=step)
             expected = single_process(model, inputs, targets, 4)

@@ -1,0 +1,93 @@
+"""What the first steps under ``schedule="auto"`` measure, and what follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import pytest
+from reference_stage import ReferenceStage
+from tables import rows_of
+
+from autosplit.pipeline.action import ActionKind
+from autosplit.pipeline.groups import Groups
+from autosplit.pipeline.schedule import Schedule
+from autosplit.pipeline.simulate import simulate
+from autosplit.pipeline.timeline import Span
+from autosplit.pipeline.tuning import MEASURED, Tuner, first_schedule, with_whole
+from autosplit.pipeline.validate import validate
+
+
+class OneProcess:
+    """All that a tuner asks of its groups, where one process has run all ranks."""
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+
+def tuned(whole: float, parts: int = 1) -> Schedule:
+    """What a tuner finds where F, I and W take a second each and a B ``whole`` seconds."""
+    tuner = Tuner(first_schedule(2, 4, 2), cast("Groups", OneProcess()))
+    seconds = dict.fromkeys(ActionKind, 1.0) | {ActionKind.BACKWARD: whole}
+    timeline = simulate(tuner.measured, lambda action: seconds[action.kind])
+    spans = [part for span in timeline.spans for part in cut(span, parts)]
+    stages: Any = {0: ReferenceStage, 1: ReferenceStage}
+    for _ in range(MEASURED):
+        assert tuner.after_step(spans, stages) is None
+    found = tuner.after_step(spans, stages)
+    assert found is not None
+    return found
+
+
+def cut(span: Span, parts: int) -> Iterator[Span]:
+    """A W as its slices, one after another."""
+    if span.action.kind is not ActionKind.BACKWARD_WEIGHT:
+        parts = 1
+    took = (span.end - span.start) / parts
+    for part in range(parts):
+        start = span.start + part * took
+        yield Span(span.rank, span.action, start, start + took)
+
+
+def kinds(schedule: Schedule) -> set[str]:
+    return {action.kind.value for row in schedule.ranks for action in row}
+
+
+def test_the_last_backward_of_each_stage_is_whole() -> None:
+    """The other Ws of the stage run before it, in the order that they had."""
+    schedule = first_schedule(2, 3, 2)
+    assert rows_of(schedule) == [
+        "0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2",
+        "1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2",
+    ]
+    assert rows_of(with_whole(schedule)) == [
+        "0F0 0F1 0I0 0W0 0F2 0I1 0W1 0B2",
+        "1F0 1I0 1F1 1I1 1W0 1F2 1W1 1B2",
+    ]
+    assert with_whole(first_schedule(2, 1, 2)) == first_schedule(2, 1, 2)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+@pytest.mark.parametrize("microbatches", [4, 8])
+def test_every_first_schedule_stays_legal_and_adds_up_in_the_same_order(
+    chunks: int, microbatches: int
+) -> None:
+    schedule = with_whole(first_schedule(4 * chunks, microbatches, 4))
+    validate(schedule)
+    for stage, rank in enumerate(schedule.placement):
+        mine = [a for a in schedule.ranks[rank] if a.stage == stage and a.kind.value in "WB"]
+        assert [action.microbatch for action in mine] == list(range(microbatches))
+        assert [a.kind.value for a in mine] == ["W"] * (microbatches - 1) + ["B"]
+
+
+def test_a_b_that_is_measured_short_is_used_where_others_wait_for_its_gradient() -> None:
+    assert kinds(tuned(whole=1.0)) == set("FB")
+    assert kinds(tuned(whole=2.0)) > set("FIW")
+
+
+def test_a_b_that_is_measured_longer_than_its_halves_counts_as_both() -> None:
+    assert tuned(whole=9.0) == tuned(whole=2.0)
+
+
+def test_slices_of_a_w_count_as_one() -> None:
+    assert tuned(whole=1.75, parts=4) == tuned(whole=1.75)
