@@ -28,10 +28,13 @@ class Leaves:
 
     Their nodes are held: a hook that is put on one later is found, and autograd would make
     another node where nobody holds it.
+
+    Attributes:
+        parameters: these.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self._parameters = tuple(parameters)
+        self.parameters = tuple(parameters)
         # Without any, there is nothing to add.
         self._plain = (
             bool(parameters)
@@ -44,7 +47,7 @@ class Leaves:
 
     def are(self, parameters: Sequence[Tensor]) -> bool:
         """Whether these are the parameters."""
-        mine = self._parameters
+        mine = self.parameters
         return len(mine) == len(parameters) and not any(map(is_not, parameters, mine))
 
     def unnoticed(self) -> bool:
@@ -54,8 +57,8 @@ class Leaves:
         return (
             self._plain
             and self._unhooked()
-            and all(map(_NEEDS_GRAD, self._parameters))
-            and all(map(_IS_LEAF, self._parameters))
+            and all(map(_NEEDS_GRAD, self.parameters))
+            and all(map(_IS_LEAF, self.parameters))
             and not torch.is_inference_mode_enabled()
             and not torch.is_anomaly_enabled()
             # Data parallelism hooks into the nodes from C++, which cannot be seen from here.
@@ -67,33 +70,36 @@ class Leaves:
         if latest != self._checked:
             if (
                 any(self._hooks)
-                or any(map(_TENSOR_HOOKS, self._parameters))
-                or any(map(_LATE_HOOKS, self._parameters))
+                or any(map(_TENSOR_HOOKS, self.parameters))
+                or any(map(_LATE_HOOKS, self.parameters))
             ):
                 return False
             self._checked = latest
         return True
 
-    def add(self, grads: Sequence[Tensor], borrowed: Sequence[bool]) -> None:
-        """Add to every ``.grad`` as AccumulateGrad does; call it without grad mode.
 
-        Args:
-            grads: one for each parameter.
-            borrowed: which of them are no tensors of their own, and are copied.
-        """
-        sums = [parameter.grad for parameter in self._parameters]
-        present = [total for total in sums if total is not None]
-        if len(present) == len(sums) and not any(map(_IS_SPARSE, present)):
-            torch._foreach_add_(present, list(grads))
-            return
-        rows = zip(self._parameters, sums, grads, borrowed, strict=True)
-        for parameter, total, grad, copied in rows:
-            if total is None:
-                parameter.grad = _own(parameter, grad, copied)
-            elif total.is_sparse:
-                parameter.grad = grad + total
-            else:
-                total.add_(grad)
+def add_gradients(
+    parameters: Sequence[Tensor], grads: Sequence[Tensor], borrowed: Sequence[bool]
+) -> None:
+    """Add to every ``.grad`` as AccumulateGrad does; call it without grad mode.
+
+    Args:
+        parameters: whose; leaves.
+        grads: one for each.
+        borrowed: which of them are no tensors of their own, and are copied.
+    """
+    sums = [parameter.grad for parameter in parameters]
+    present = [total for total in sums if total is not None]
+    if len(present) == len(sums) and not any(map(_IS_SPARSE, present)):
+        torch._foreach_add_(present, list(grads))
+        return
+    for parameter, total, grad, copied in zip(parameters, sums, grads, borrowed, strict=True):
+        if total is None:
+            parameter.grad = _own(parameter, grad, copied)
+        elif total.is_sparse:
+            parameter.grad = grad + total
+        else:
+            total.add_(grad)
 
 
 def _is_plain(parameter: Tensor) -> bool:

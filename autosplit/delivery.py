@@ -8,9 +8,12 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
+from .accumulation import Accumulation
+from .addable import addable
 from .compat import without_autocast
-from .compat_leaves import Leaves
+from .compat_leaves import Leaves, add_gradients
 from .functions import SplitFunctions
 from .pending import Deferred
 
@@ -21,9 +24,14 @@ class Delivery:
     Where a parameter has hooks, data parallelism looks on, or several calls share one backward,
     autograd's engine hands them over; otherwise they are added to ``.grad`` directly, which is
     the same and spares the engine's time for every parameter.
+
+    Args:
+        accumulation: how they are added. In any form but the exact one W adds into ``.grad``
+            itself where it may (see ``addable``), one thread at a time.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, accumulation: Accumulation) -> None:
+        self._accumulation = accumulation
         self._lock = threading.Lock()  # two threads must not both find .grad empty
         self._leaves: weakref.WeakKeyDictionary[SplitFunctions, Leaves]
         self._leaves = weakref.WeakKeyDictionary()
@@ -51,11 +59,32 @@ class Delivery:
 
     @torch.no_grad()
     def _add(self, work: Deferred, leaves: Leaves) -> None:
-        functions = work.functions
         with without_autocast():
+            if not self._accumulation.exact and self._add_inside(work):
+                return
             grads = _gradients(work)
             with self._lock:
-                leaves.add(grads, functions.borrowed)
+                add_gradients(leaves.parameters, grads, work.functions.borrowed)
+
+    def _add_inside(self, work: Deferred) -> bool:
+        """Let W add into ``.grad``, and add what I made already; False where W must not."""
+        functions, state = work.functions, work.state
+        late, early = functions.late_parameters, functions.early_parameters
+        specs, borrowed = functions.dependence.gradient_specs, functions.dependence.borrowed
+        with self._lock:
+            sums = addable(
+                [state[name] for name in late],
+                [specs[name] for name in late],
+                (*work.handover.read, *work.early),  # not held while W lets go of it
+            )
+            if sums is None:
+                return False
+            functions.backward_weight(work.handover, sums, self._accumulation)
+            increment_version(sums)  # compiled graphs do not
+            if early:
+                parameters = [state[name] for name in early]
+                add_gradients(parameters, work.early, [name in borrowed for name in early])
+        return True
 
 
 def _gradients(work: Deferred) -> Sequence[Tensor]:

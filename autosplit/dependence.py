@@ -11,6 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, fx
 
+from .handover import TensorSpec
 from .passes import Kind, SplitGraphs
 from .passes.aliasing import is_whole, storage_root
 from .passes.graph import descendants, inputs, outputs
@@ -83,6 +84,13 @@ class Dependence:
         """Whether every parameter's gradient is an ordinary tensor."""
         values = [value for _, value in outputs(self._graphs.joint.graph, Kind.PARAMETER_GRAD)]
         return all(value.meta["val"].layout is torch.strided for value in values)
+
+    @cached_property
+    def gradient_specs(self) -> dict[str, TensorSpec]:
+        """Parameter name -> its gradient, where that is an ordinary tensor."""
+        pairs = outputs(self._graphs.joint.graph, Kind.PARAMETER_GRAD)
+        values = {role.name: value.meta["val"] for role, value in pairs}
+        return {k: TensorSpec.of(v) for k, v in values.items() if v.layout is torch.strided}
 
     @cached_property
     def _parameter_sources(self) -> dict[str, frozenset[str]]:

@@ -103,6 +103,11 @@ class Handover:
         """Parameters and buffers that the next graph reads."""
         return self._state
 
+    @property
+    def read(self) -> tuple[Tensor, ...]:
+        """Everything that the next graph reads, and constants that one after it does."""
+        return (*self._tensors, *self._state, *self._constants)
+
     def put_away(self) -> None:
         """Keep no tensors: autograd keeps them, packed by the user's hooks."""
         self._tensors = []

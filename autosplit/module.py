@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from .accumulation import Accumulation
 from .autograd import Split, run_forward
 from .compat import StateReader, in_transform, tree_unflatten, untraced
 from .compile import check_backend
@@ -65,6 +66,7 @@ class SplitModule(Face):
 
     _backend: str
     _memory: str | int
+    _accumulation: Accumulation
     _max_graphs: int
     _graphs: Graphs
     _fullgraph: bool
@@ -82,6 +84,7 @@ class SplitModule(Face):
         *,
         backend: str = "eager",
         memory: str | int = "balanced",
+        accumulation: str = "exact",
         fullgraph: bool = False,
         dynamic: bool = False,
         max_graphs: int = 64,
@@ -98,6 +101,7 @@ class SplitModule(Face):
             )
         self.__dict__["_backend"] = backend
         self.__dict__["_memory"] = memory
+        self.__dict__["_accumulation"] = _accumulation(accumulation)
         self.__dict__["_fullgraph"] = fullgraph
         self.__dict__["_dynamic"] = dynamic
         self.__dict__["_max_graphs"] = max_graphs
@@ -110,7 +114,7 @@ class SplitModule(Face):
         own["_flatten"] = Flattening()
         own["_partial"] = self._by_graphs("dynamic=True") if own["_dynamic"] else None
         own["_queue"] = PendingQueue()
-        own["_deliver"] = Delivery()
+        own["_deliver"] = Delivery(own["_accumulation"])
         own["_state"] = StateReader(self.model)
         own["_capturing"] = threading.RLock()
         with torch.inference_mode(False):
@@ -157,7 +161,8 @@ class SplitModule(Face):
         """Compute pending weight gradients and accumulate them into ``.grad``.
 
         They arrive as from an ordinary ``backward()``: hooks on parameters fire, and gradients
-        add up one microbatch after the other, bit for bit. A parameter that was replaced since
+        add up one microbatch after the other, bit for bit unless ``accumulation="fused"``
+        lets W round differently. A parameter that was replaced since
         the forward gets its gradient all the same; the new one none. Where this raises while it
         computes, the microbatches that were asked for are gone: start the step again.
 
@@ -209,7 +214,10 @@ class SplitModule(Face):
         """
         leaves, spec = self._flatten(args, kwargs)
         functions = self._functions_for(args, kwargs, leaves, spec)
-        functions.compile()
+        if self._accumulation.exact:
+            functions.compile()
+        else:  # a second microbatch's W adds into the first's gradients
+            functions.compile(("backward_input", *["backward_weight"] * 2), self._accumulation)
         return functions
 
     def report(self) -> str:
@@ -303,6 +311,15 @@ class SplitModule(Face):
         self._attach()
 
 
+def _accumulation(form: str) -> Accumulation:
+    if form not in ("exact", "fused"):
+        raise SplitError(
+            f"unknown accumulation {form!r} for a split module; known ones: 'exact', 'fused' "
+            "('concatenated' is for autosplit.Stage)"
+        )
+    return Accumulation(form)
+
+
 def split(
     model: nn.Module,
     args: tuple[Any, ...] = (),
@@ -310,6 +327,7 @@ def split(
     *,
     backend: str = "eager",
     memory: str | int = "balanced",
+    accumulation: str = "exact",
     fullgraph: bool = False,
     dynamic: bool = False,
     max_graphs: int = 64,
@@ -335,6 +353,15 @@ def split(
             the bytes that one microbatch may hold between I and W; what F saves, parameters
             and gradients are not in it. ``report()`` shows what each setting would hold. A
             model that is split in parts is split as ``"balanced"``; others raise.
+        accumulation: how a microbatch's weight gradients join those that are in ``.grad``.
+            ``"exact"`` adds whole gradients, bit for bit as autograd does; ``"fused"`` lets
+            matrix products and embeddings add into ``.grad`` themselves, which saves a pass over
+            it and rounds differently. Whole gradients are added all the same, wherever the graph's
+            parameters do not all have a ``.grad`` of the gradient's dtype, dense and laid out
+            as its parameter, in memory that nothing else of the graph lies in; where somebody
+            hooked into one of them; where calls share a backward, or not all parameters take
+            part in it; while ``torch.distributed`` is initialised, whose reducers may look on;
+            under anomaly detection; and in a model that is split in parts.
         fullgraph: refuse what one graph cannot hold. Otherwise such a model is split graph by
             graph under ``torch.compile``, and what no graph holds runs as ordinary autograd;
             ``report()`` says what and why.
@@ -347,15 +374,16 @@ def split(
     Raises:
         CaptureError: ``fullgraph`` and the model cannot be traced for the example inputs; names
             the line.
-        SplitError: ``fullgraph`` and the graph cannot be split; the backend or the memory
-            setting is unknown; a memory budget cannot be met; or ``dynamic`` comes with
-            options that need whole graphs.
+        SplitError: ``fullgraph`` and the graph cannot be split; the backend, the memory
+            setting or the accumulation is unknown; a memory budget cannot be met; or
+            ``dynamic`` comes with options that need whole graphs.
         BackendError: the backend cannot compile a graph.
     """
     module = SplitModule(
         model,
         backend=backend,
         memory=memory,
+        accumulation=accumulation,
         fullgraph=fullgraph,
         dynamic=dynamic,
         max_graphs=max_graphs,
