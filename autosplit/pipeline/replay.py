@@ -11,12 +11,12 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from autosplit.pipeline.action import Action
+from autosplit.pipeline.arrivals import INSTANT, Arrivals
 from autosplit.pipeline.dependency import needs_of, result_of
-from autosplit.pipeline.routes import target_of
+from autosplit.pipeline.routes import Parcel
 from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.transfer import Transfer
-
-_INSTANT = Transfer()
+from autosplit.pipeline.wiring import Feeds
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,19 @@ class Wait:
 
 @dataclass
 class Replay:
-    """How far a schedule came: per rank, start and end of each action that ran, in order."""
+    """How far a schedule came.
+
+    Attributes:
+        times: per rank, start and end of each action that ran, in order.
+        waits: what each rank that could not finish waits for.
+        sent: by the ranks at both ends, what went over each link, in order; nothing where links
+            take no time.
+    """
 
     schedule: Schedule
     times: list[list[tuple[float, float]]] = field(default_factory=list)
     waits: dict[int, Wait] = field(default_factory=dict)
+    sent: dict[tuple[int, int], list[Parcel]] = field(default_factory=dict)
 
     def cycles(self) -> Iterator[tuple[Wait, ...]]:
         """The circles of ranks that wait for each other, each once, from its lowest rank on."""
@@ -68,7 +76,8 @@ def replay(
     schedule: Schedule,
     duration: Callable[[Action], float],
     *,
-    transfer: Transfer = _INSTANT,
+    transfer: Transfer = INSTANT,
+    feeds: Feeds | None = None,
     given: AbstractSet[Action] = frozenset(),
 ) -> Replay:
     """Run every rank's actions in order, each as soon as its rank is free and its needs are met.
@@ -77,13 +86,14 @@ def replay(
         schedule: any schedule; an illegal one stops where it stops.
         duration: seconds of an action.
         transfer: the links between ranks; sends never block.
+        feeds: who feeds whom; None: each stage the next.
         given: results to take as there from the start, though no rank makes them.
 
     Returns:
         The times of what ran and, for each rank that could not finish, what it waits for.
     """
     run = Replay(schedule, [[] for _ in schedule.ranks])
-    arrivals = _Arrivals(schedule, transfer)
+    arrivals = Arrivals(schedule, transfer, feeds)
     blocked: dict[Action, list[int]] = {}
     clock = [0.0] * len(schedule.ranks)
     movable = list(range(len(schedule.ranks)))
@@ -92,49 +102,20 @@ def replay(
         row, times = schedule.ranks[rank], run.times[rank]
         while len(times) < len(row):
             action = row[len(times)]
-            needs = [need for need in needs_of(action, schedule.stages) if need not in given]
+            needs = [need for need in arrivals.needs(action) if need not in given]
             missing = next((need for need in needs if need not in arrivals.made), None)
             if missing is not None:
                 blocked.setdefault(missing, []).append(rank)
                 break
-            start = max([clock[rank], *(arrivals.at(need, rank) for need in needs)])
+            start = max([clock[rank], *(arrivals.at(need, action.stage, rank) for need in needs)])
             clock[rank] = start + duration(action)
             times.append((start, clock[rank]))
             result = result_of(action)
             arrivals.add(result, rank, clock[rank])
             movable += blocked.pop(result, ())
     run.waits = _waits(schedule, run.times, blocked)
+    run.sent = dict(arrivals.sent)
     return run
-
-
-class _Arrivals:
-    """When each result is made, and when it is on the rank that needs it."""
-
-    def __init__(self, schedule: Schedule, transfer: Transfer) -> None:
-        self._schedule = schedule
-        self._transfer = transfer
-        self.made: dict[Action, tuple[float, int]] = {}
-        self._arrived: dict[Action, float] = {}
-        self._link_free: dict[tuple[int, int], float] = {}
-
-    def add(self, result: Action, rank: int, end: float) -> None:
-        """``result`` is made, and sent to the rank that needs it, behind all that was before."""
-        if result in self.made:
-            return
-        self.made[result] = end, rank
-        target = target_of(result, self._schedule.stages)
-        if target is None or self._transfer == _INSTANT:
-            return
-        link = rank, self._schedule.home(target, result.microbatch)
-        sent = max(end, self._link_free.get(link, 0.0)) + self._transfer.occupies(result)
-        if link[0] != link[1]:
-            self._link_free[link] = sent
-            self._arrived[result] = sent + self._transfer.latency
-
-    def at(self, result: Action, rank: int) -> float:
-        """When ``rank`` can use ``result``."""
-        end, source = self.made[result]
-        return end if source == rank else self._arrived.get(result, end)
 
 
 def unmade(schedule: Schedule) -> frozenset[Action]:

@@ -8,7 +8,7 @@ that is legal for a chain is so for every wiring: what skips a stage arrives ear
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -148,7 +148,8 @@ def routes_of(schedule: Schedule, rank: int, feeds: Feeds | None = None) -> Rout
             parcel: positions
             for parcels in (*sends.values(), *receives.values())
             for parcel in parcels
-            for positions in _without_known(parcel, schedule, feeds)
+            if (positions := positions_of(parcel, schedule, feeds)) is not None
+            and positions != feeds.positions(parcel.boundary, parcel.taker)
         },
     )
 
@@ -174,21 +175,14 @@ def parcels_for(action: Action, feeds: Feeds) -> tuple[Parcel, ...]:
     return tuple(Parcel(Action(maker, kind, microbatch), stage) for maker in makers)
 
 
-def _sent(schedule: Schedule, source: int, target: int, feeds: Feeds) -> dict[Parcel, int]:
-    """What ``source`` makes for ``target``, in order, with the place of its action."""
-    return {
-        parcel: position
-        for position, action in enumerate(schedule.ranks[source])
-        for parcel in parcels_of(result_of(action), feeds)
-        if schedule.home(parcel.stage, action.microbatch) == target
-    }
+def positions_of(parcel: Parcel, schedule: Schedule, feeds: Feeds) -> tuple[int, ...] | None:
+    """Which outputs, or gradients of which, travel with a parcel to another rank; None for all.
 
-
-def _without_known(parcel: Parcel, schedule: Schedule, feeds: Feeds) -> Iterator[tuple[int, ...]]:
-    """Which outputs a parcel brings, if its rank was sent others of them for an earlier stage."""
+    Outputs that the rank was sent for an earlier stage do not travel again.
+    """
     stage, wanted = parcel.stage, feeds.positions(parcel.boundary, parcel.taker)
     if not parcel.forward or wanted is None:
-        return
+        return wanted
     source, microbatch = parcel.result.stage, parcel.result.microbatch
     rank = schedule.home(stage, microbatch)
     known = {
@@ -197,8 +191,17 @@ def _without_known(parcel: Parcel, schedule: Schedule, feeds: Feeds) -> Iterator
         if earlier < stage and schedule.home(earlier, microbatch) == rank
         for position in feeds.positions(source, earlier) or ()
     }
-    if known.intersection(wanted):
-        yield tuple(position for position in wanted if position not in known)
+    return tuple(position for position in wanted if position not in known)
+
+
+def _sent(schedule: Schedule, source: int, target: int, feeds: Feeds) -> dict[Parcel, int]:
+    """What ``source`` makes for ``target``, in order, with the place of its action."""
+    return {
+        parcel: position
+        for position, action in enumerate(schedule.ranks[source])
+        for parcel in parcels_of(result_of(action), feeds)
+        if schedule.home(parcel.stage, action.microbatch) == target
+    }
 
 
 def _first_uses(schedule: Schedule, rank: int, feeds: Feeds) -> dict[Parcel, int]:

@@ -11,12 +11,17 @@ from autosplit.pipeline.replay import replay
 from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.timeline import Span, Timeline
 from autosplit.pipeline.transfer import Transfer
+from autosplit.pipeline.wiring import Feeds, Wiring
 
 Durations = Callable[[Action], float] | Mapping[tuple[int, ActionKind], float]
 
 
 def simulate(
-    schedule: Schedule, duration: Durations, *, transfer: Transfer | float = 0.0
+    schedule: Schedule,
+    duration: Durations,
+    *,
+    transfer: Transfer | float = 0.0,
+    wiring: Wiring | None = None,
 ) -> Timeline:
     """Discrete-event simulation of one step.
 
@@ -30,17 +35,26 @@ def simulate(
             ``(stage, kind)``.
         transfer: the links between ranks, or the seconds from the end of an action to the arrival
             of its result on another rank.
+        wiring: who feeds whom, skip connections with it; None: each stage the next. Messages are
+            those of the engine: one for each stage that takes of a result, with the tensors that
+            no earlier stage of the same rank was sent.
 
     Returns:
         The timeline, from time 0, spans sorted by start, then rank.
 
     Raises:
-        ScheduleError: the lists deadlock, a duration is missing, or a time is negative or not
-            finite.
+        ScheduleError: the lists deadlock, a duration or the bytes of a message are missing, a time
+            is negative or not finite, or the wiring is of another number of stages.
     """
     if not isinstance(transfer, Transfer):
         transfer = Transfer(latency=transfer)
-    run = replay(schedule, _lookup(duration), transfer=transfer)
+    if wiring is not None and wiring.stages != schedule.stages:
+        raise ScheduleError(
+            f"schedule {schedule.name!r} has {schedule.stages} stages, but the wiring that of "
+            f"{wiring.stages}"
+        )
+    feeds = None if wiring is None else Feeds(schedule.stages, wiring)
+    run = replay(schedule, _lookup(duration), transfer=transfer, feeds=feeds)
     if run.waits:
         waits = "".join(f"\n  {run.waits[rank]}" for rank in sorted(run.waits))
         raise ScheduleError(f"schedule {schedule.name!r} cannot run to its end:{waits}")

@@ -6,6 +6,7 @@ import pytest
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.action import Action
+from autosplit.pipeline.replay import replay
 from autosplit.pipeline.routes import (
     Channel,
     Parcel,
@@ -17,6 +18,7 @@ from autosplit.pipeline.routes import (
 )
 from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.schedules import build
+from autosplit.pipeline.transfer import Transfer
 from autosplit.pipeline.wiring import Feeds, Source, Wiring
 
 SKIPS = Wiring(
@@ -136,3 +138,20 @@ def test_stages_on_ranks_of_their_own_are_each_sent_what_they_take() -> None:
     routes = routes_of(build("1f1b", 4, 2), 0, Feeds(4, SKIPS))
     sent = [routes.carried(Parcel(Action.parse("0F1"), stage)) for stage in (1, 2, 3)]
     assert sent == [(0, 1), (1,), (0, 2)]
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"), [("1f1b", 4), ("interleaved", 2), ("zb-v", 2), ("chimera", 4), ("gpipe", 1)]
+)
+@pytest.mark.parametrize("wiring", [None, SKIPS], ids=["chain", "skips"])
+def test_the_simulator_sends_what_the_engine_sends(
+    name: str, ranks: int, wiring: Wiring | None
+) -> None:
+    schedule, feeds = build(name, 4, 4, ranks=ranks), Feeds(4, wiring)
+    sent = {
+        (rank, peer): list(parcels)
+        for rank in range(ranks)
+        for peer, parcels in routes_of(schedule, rank, feeds).sends.items()
+    }
+    run = replay(schedule, lambda action: 1.0, transfer=Transfer(latency=0.5), feeds=feeds)
+    assert run.sent == sent

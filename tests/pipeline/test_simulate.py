@@ -7,14 +7,15 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tables import schedule_of, seconds
+from tables import schedule_of, seconds, small
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.action import Action, ActionKind
-from autosplit.pipeline.schedules import build
+from autosplit.pipeline.schedules import SCHEDULES, build
 from autosplit.pipeline.simulate import simulate
 from autosplit.pipeline.timeline import Timeline
 from autosplit.pipeline.transfer import Transfer
+from autosplit.pipeline.wiring import Source, Wiring
 
 UNIT = seconds(1, 1, 1)
 FUSED: dict[str, Any] = {"split_backward": False}
@@ -70,6 +71,77 @@ def test_a_link_carries_one_message_after_the_other() -> None:
     assert simulate(schedule, UNIT, transfer=by_boundary).makespan == 23
     with pytest.raises(ScheduleError, match="no message_bytes for the boundary after stage 0"):
         simulate(schedule, UNIT, transfer=Transfer(message_bytes={}))
+
+
+FUSED_CHAIN = schedule_of(
+    "0F0 0B0", "1F0 1B0", "2F0 2B0", stages=3, microbatches=1, split_backward=False
+)
+
+
+def test_a_skip_connection_has_a_message_of_its_own() -> None:
+    """Stage 2 takes 4 bytes of stage 0, which are there 4 s after 0F0, and gives as many back."""
+    skip = Wiring(((Source(None, 0),), (Source(0, 0),), (Source(0, 1), Source(1, 0))), (2, 1))
+    links = Transfer(bandwidth=1.0, message_bytes={0: (1.0, 4.0), 1: 1.0})
+    assert as_text(simulate(FUSED_CHAIN, UNIT, transfer=links, wiring=skip)) == [
+        "0: 0F0 0-1",
+        "1: 1F0 2-3",
+        "2: 2F0 5-6",
+        "2: 2B0 6-8",
+        "1: 1B0 9-11",
+        "0: 0B0 12-14",
+    ]
+    # A chain takes everything over every boundary.
+    assert simulate(FUSED_CHAIN, UNIT, transfer=links).makespan == 9 + 2 * (5 + 1)
+
+
+def test_what_two_stages_of_a_rank_take_goes_over_the_link_once() -> None:
+    both = Wiring(((Source(None, 0),), (Source(0, 0),), (Source(0, 0), Source(1, 0))), (1, 1))
+    schedule = schedule_of(
+        "0F0 0B0", "1F0 2F0 2B0 1B0", stages=3, microbatches=1, placement=(0, 1, 1)
+    )
+    links = Transfer(bandwidth=1.0, message_bytes=4.0)
+    assert as_text(simulate(schedule, UNIT, transfer=links, wiring=both)) == [
+        "0: 0F0 0-1",
+        "1: 1F0 5-6",
+        "1: 2F0 6-7",
+        "1: 2B0 7-9",
+        "1: 1B0 9-11",
+        # Each gradient travels by itself: 2I0's from 9 to 13, 1I0's behind it.
+        "0: 0B0 17-19",
+    ]
+
+
+def test_a_stage_waits_for_those_that_feed_it_only() -> None:
+    fork = Wiring(((Source(None, 0),), (Source(0, 0),), (Source(0, 0),)), (1, 1))
+    assert as_text(simulate(FUSED_CHAIN, UNIT, wiring=fork)) == [
+        "0: 0F0 0-1",
+        "1: 1F0 1-2",
+        "2: 2F0 1-2",
+        "1: 1B0 2-4",
+        "2: 2B0 2-4",
+        "0: 0B0 4-6",
+    ]
+
+
+def test_a_wiring_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(ScheduleError, match=r"'table' has 3 stages, but the wiring that of 2"):
+        simulate(FUSED_CHAIN, UNIT, wiring=Wiring.chain((1,)))
+    two = Wiring.chain((2, 1))
+    cases: list[Any] = [8.0, {0: (1.0, 2.0, 3.0), 1: 1.0}]
+    for sizes in cases:
+        links = Transfer(bandwidth=1.0, message_bytes=sizes)
+        with pytest.raises(ScheduleError, match=r"stage 0 puts out 2 tensors, .* of each, got"):
+            simulate(FUSED_CHAIN, UNIT, transfer=links, wiring=two)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.sampled_from(list(SCHEDULES)), st.integers(1, 4), st.integers(1, 6))
+def test_a_wired_chain_is_a_chain(name: str, ranks: int, microbatches: int) -> None:
+    schedule = small(name, ranks, microbatches)
+    links = Transfer(latency=0.25, bandwidth=2.0, message_bytes=3.0)
+    wiring = Wiring.chain((1,) * (schedule.stages - 1))
+    wired = simulate(schedule, seconds(3, 2, 1), transfer=links, wiring=wiring)
+    assert wired == simulate(schedule, seconds(3, 2, 1), transfer=links)
 
 
 @pytest.mark.parametrize(
