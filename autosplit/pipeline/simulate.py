@@ -7,10 +7,12 @@ from collections.abc import Callable, Mapping
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.action import Action, ActionKind
+from autosplit.pipeline.arrivals import Arrivals
 from autosplit.pipeline.replay import replay
 from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.timeline import Span, Timeline
 from autosplit.pipeline.transfer import Transfer
+from autosplit.pipeline.waits import Slices, fill_waits
 from autosplit.pipeline.wiring import Feeds, Wiring
 
 Durations = Callable[[Action], float] | Mapping[tuple[int, ActionKind], float]
@@ -22,6 +24,8 @@ def simulate(
     *,
     transfer: Transfer | float = 0.0,
     wiring: Wiring | None = None,
+    early_weights: bool = False,
+    slices: Slices = 1,
 ) -> Timeline:
     """Discrete-event simulation of one step.
 
@@ -38,31 +42,42 @@ def simulate(
         wiring: who feeds whom, skip connections with it; None: each stage the next. Messages are
             those of the engine: one for each stage that takes of a result, with the tensors that
             no earlier stage of the same rank was sent.
+        early_weights: run the next weight gradients in every wait, as a trainer does that is given
+            ``early_weights=True``, rather than where the schedule has them.
+        slices: into how many equal parts each W is cut for that; or by stage the seconds of each
+            slice, which replace the duration of its W.
 
     Returns:
         The timeline, from time 0, spans sorted by start, then rank.
 
     Raises:
         ScheduleError: the lists deadlock, a duration or the bytes of a message are missing, a time
-            is negative or not finite, or the wiring is of another number of stages.
+            is negative or not finite, the wiring is of another number of stages, or there are
+            slices without ``early_weights``.
     """
     if not isinstance(transfer, Transfer):
         transfer = Transfer(latency=transfer)
+    if slices != 1 and not early_weights:
+        raise ScheduleError(f"slices={slices!r} has no effect without early_weights=True")
     if wiring is not None and wiring.stages != schedule.stages:
         raise ScheduleError(
             f"schedule {schedule.name!r} has {schedule.stages} stages, but the wiring that of "
             f"{wiring.stages}"
         )
     feeds = None if wiring is None else Feeds(schedule.stages, wiring)
-    run = replay(schedule, _lookup(duration), transfer=transfer, feeds=feeds)
+    seconds = _lookup(duration)
+    run = replay(schedule, seconds, transfer=transfer, feeds=feeds)
     if run.waits:
         waits = "".join(f"\n  {run.waits[rank]}" for rank in sorted(run.waits))
         raise ScheduleError(f"schedule {schedule.name!r} cannot run to its end:{waits}")
-    spans = [
-        Span(rank, action, start, end)
-        for rank, row in enumerate(schedule.ranks)
-        for action, (start, end) in zip(row, run.times[rank], strict=True)
-    ]
+    if early_weights:
+        spans = fill_waits(schedule, seconds, Arrivals(schedule, transfer, feeds), slices)
+    else:
+        spans = [
+            Span(rank, action, start, end)
+            for rank, row in enumerate(schedule.ranks)
+            for action, (start, end) in zip(row, run.times[rank], strict=True)
+        ]
     spans.sort(key=lambda span: (span.start, span.rank))
     return Timeline(len(schedule.ranks), tuple(spans), schedule.crosses_step)
 
