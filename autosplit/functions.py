@@ -11,19 +11,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch import Tensor, fx
+from torch import Tensor
 
 from .accumulation import EXACT, Accumulation
 from .autocast import AutocastGuard
+from .backward import BackwardGraphs
 from .compile import Backend, compile_graph, hand_over, positions
 from .dependence import Dependence
 from .errors import SplitError
-from .gradients import GradientGraph, forms
-from .handover import Constants, Handover, State, TensorSpec
+from .handover import Handover, State, TensorSpec
 from .passes import Kind, Role, SplitGraphs
-from .passes.batch import batch, member
 from .passes.graph import STATE, inputs, outputs
-from .passes.verify import verify_graph
 from .slices import SlicedWeight
 
 if TYPE_CHECKING:
@@ -66,8 +64,6 @@ class SplitFunctions:
         self.capture = traced
         self.graphs = graphs
         self._backend = backend
-        self._slices: dict[int, SlicedWeight] = {}
-        self._together: dict[int, GradientGraph] = {}
         forward = compile_graph("forward", graphs.forward, backend)
         hand_over(forward.strides, graphs.backward, graphs.backward_input)
         read = [role for role in forward.inputs if role.kind in STATE]
@@ -80,12 +76,18 @@ class SplitFunctions:
         }
         self._tangents = [(n, self.output_names.index(n)) for n in self.tangent_specs]
         self.dependence = Dependence(graphs, traced.inputs, self._tangents)
-        self.parameter_names = [
-            role.name for role, _ in outputs(graphs.joint.graph, Kind.PARAMETER_GRAD)
-        ]
-        early = _early(graphs.backward_input)
-        self.early_parameters = [name for name in self.parameter_names if name in early]
-        self.late_parameters = [name for name in self.parameter_names if name not in early]
+        self._backward = BackwardGraphs(
+            traced,
+            graphs,
+            saved=self._saved,
+            tangents=self.tangent_specs,
+            dependence=self.dependence,
+            backend=backend,
+        )
+        self._saved_names = tuple([role.name for role in (*self._saved, *self._backward.read)])
+        self.parameter_names = self._backward.parameter_names
+        self.early_parameters = self._backward.early_parameters
+        self.late_parameters = self._backward.late_parameters
 
     def _place_results(self, returned: Sequence[Role]) -> None:
         """Where outputs, updates and saved tensors stand among F's results."""
@@ -100,10 +102,6 @@ class SplitFunctions:
         self._outputs_at = positions(results, returned)
         self._updates_at = positions(_roles(Kind.UPDATE, self.updated_state), returned)
         self._saved_at = positions(self._saved, returned)
-        backward = self.graphs.backward
-        self._read = [] if backward is None else list(inputs(backward.graph, *STATE))
-        self._saved_names = tuple([role.name for role in (*self._saved, *self._read)])
-        self._constants = self._constants_of([] if backward is None else [backward])
 
     @cached_property
     def autocast_guard(self) -> AutocastGuard:
@@ -134,24 +132,7 @@ class SplitFunctions:
             SplitError: an unknown call.
             BackendError: the backend cannot compile a graph.
         """
-        makes = {
-            "backward_input": self.early_parameters,
-            "backward_weight": self.late_parameters,
-            "backward": self.parameter_names,
-        }
-        needed = forms(calls, makes)
-        for call in makes:  # I before W: it decides how what W gets lies in memory
-            for adds in (False, True):
-                if self.has_backward and (call, adds) in needed:
-                    self._graph_of(call, slices).compile(accumulation if adds else None)
-
-    def _graph_of(self, call: str, slices: int) -> GradientGraph | SlicedWeight:
-        match call:
-            case "backward_input":
-                return self._input_half.graph
-            case "backward_weight":
-                return self._weight if slices == 1 else self.sliced(slices)
-        return self._backward
+        self._backward.compile(calls, accumulation, slices)
 
     @property
     def has_backward(self) -> bool:
@@ -182,11 +163,11 @@ class SplitFunctions:
         pool += [state[name] for name in self._forward_state]
         results = self._forward(pool)
         saved = [results[at] for at in self._saved_at]
-        read = tuple([state[role.name] for role in self._read])
+        read = tuple([state[role.name] for role in self._backward.read])
         return ForwardResult(
             [results[at] for at in self._outputs_at],
             [results[at] for at in self._updates_at],
-            Handover(self._saved_names, saved, read, self._constants),
+            Handover(self._saved_names, saved, read, self._backward.constants),
         )
 
     def backward_input(
@@ -212,7 +193,7 @@ class SplitFunctions:
             SplitError: a gradient does not fit its output, or something saved was written
                 in place since the forward.
         """
-        read, half = saved.state, self._input_half
+        read, half = saved.state, self._backward.input_half
         pool = self._backward_pool(saved, output_grads)
         results, early = half.graph.run(pool, gradients, accumulation)
         deferred = results[half.inputs :]
@@ -241,7 +222,7 @@ class SplitFunctions:
         Raises:
             SplitError: something deferred was written in place since I.
         """
-        _, found = self._weight.run(deferred.take(), gradients, accumulation)
+        _, found = self._backward.weight.run(deferred.take(), gradients, accumulation)
         return found
 
     def backward_weight_together(
@@ -268,14 +249,13 @@ class SplitFunctions:
         count = len(deferred)
         if count == 1:
             return self.backward_weight(deferred[0], gradients, accumulation)
-        if count not in self._together:
-            self._together[count] = self._batched(count)
+        graph = self._backward.together(count)
         taken = [each.take() for each in deferred]
         pool: list[Any] = []
         for tensors in taken:
             pool += tensors
             tensors.clear()
-        _, found = self._together[count].run(pool, gradients, accumulation)
+        _, found = graph.run(pool, gradients, accumulation)
         return found
 
     def backward(
@@ -290,7 +270,7 @@ class SplitFunctions:
         Raises:
             SplitError: as ``backward_input``.
         """
-        graph = self._backward
+        graph = self._backward.unsplit
         return graph.run(self._backward_pool(saved, output_grads), gradients, accumulation)
 
     def sliced(self, count: int) -> SlicedWeight:
@@ -299,93 +279,7 @@ class SplitFunctions:
         Raises:
             SplitError: W cannot be cut into so many.
         """
-        if count not in self._slices:
-            self._input_half.graph.compile()  # decides how what the slices get lies in memory
-            self._slices[count] = SlicedWeight(
-                self._module("backward_weight"),
-                self._input_half.handed,
-                count,
-                borrowed=self.dependence.borrowed,
-                constants_of=self._constants_of,
-                backend=self._backend,
-            )
-        return self._slices[count]
-
-    @cached_property
-    def _input_half(self) -> _InputHalf:
-        module = self._module("backward_input")
-        deferred = [role for role, _ in outputs(module.graph, Kind.DEFERRED)]
-        read = list(inputs(self._module("backward_weight").graph, *STATE))
-        wanted = _roles(Kind.INPUT_GRAD, self.capture.inputs)
-        return _InputHalf(
-            self._gradient_graph(
-                "backward_input",
-                self._backward_roles,
-                self.early_parameters,
-                [*wanted, *deferred],
-                self._module("backward_weight"),
-            ),
-            len(wanted),
-            (*deferred, *read),
-            tuple([role.name for role in (*deferred, *read)]),
-            positions(read, self._read),
-            self._constants_of([self._module("backward_weight")]),
-        )
-
-    @cached_property
-    def _weight(self) -> GradientGraph:
-        return self._gradient_graph(
-            "backward_weight", self._input_half.handed, self.late_parameters
-        )
-
-    @cached_property
-    def _backward(self) -> GradientGraph:
-        wanted = _roles(Kind.INPUT_GRAD, self.capture.inputs)
-        return self._gradient_graph("backward", self._backward_roles, self.parameter_names, wanted)
-
-    def _batched(self, count: int) -> GradientGraph:
-        handed = self._input_half.handed
-        module = batch(self._module("backward_weight"), count)
-        verify_graph("backward_weight", module, "batch")
-        return GradientGraph(
-            "backward_weight",
-            module,
-            [member(role, index) for index in range(count) for role in handed],
-            parameters=self.late_parameters,
-            backend=self._backend,
-        )
-
-    def _gradient_graph(
-        self,
-        name: str,
-        given: Sequence[Role],
-        parameters: Sequence[str],
-        others: Sequence[Role] = (),
-        *takers: fx.GraphModule,
-    ) -> GradientGraph:
-        return GradientGraph(
-            name,
-            self._module(name),
-            given,
-            parameters=parameters,
-            others=others,
-            takers=takers,
-            backend=self._backend,
-        )
-
-    def _constants_of(self, modules: Iterable[fx.GraphModule]) -> Constants:
-        return Constants.of(modules, self.capture.guards.name_of)
-
-    def _module(self, name: str) -> fx.GraphModule:
-        module = self.graphs.graphs().get(name)
-        if module is None:
-            raise SplitError("this module was traced without gradients; it has no backward")
-        return module
-
-    @property
-    def _backward_roles(self) -> list[Role]:
-        """What ``_backward_pool`` puts together."""
-        return [*self._saved, *self._read, *_roles(Kind.TANGENT, self.tangent_specs)]
+        return self._backward.sliced(count)
 
     def _backward_pool(self, saved: Handover, output_grads: list[Tensor | None]) -> list[Any]:
         """The only list that holds what I or B takes, so that all of it can die inside."""
@@ -404,33 +298,6 @@ class SplitFunctions:
                 f"got {grad.dtype} {list(grad.shape)}"
             )
         return spec.conform(grad)
-
-
-class _InputHalf(NamedTuple):
-    """I, and where its results stand.
-
-    Attributes:
-        graph: takes what ``_backward_pool`` puts together; its other results are gradients of
-            the module's inputs and then what is deferred.
-        inputs: how many inputs the module has.
-        handed: roles of what W gets: what I defers, then state.
-        names: theirs.
-        read_at: places of the state that W reads among the state that the backward reads.
-        constants: those that W reads.
-    """
-
-    graph: GradientGraph
-    inputs: int
-    handed: Sequence[Role]
-    names: tuple[str, ...]
-    read_at: Sequence[int]
-    constants: Constants
-
-
-def _early(module: fx.GraphModule | None) -> set[str]:
-    if module is None:
-        return set()
-    return {role.name for role, _ in outputs(module.graph, Kind.PARAMETER_GRAD)}
 
 
 def _roles(kind: Kind, names: Iterable[str]) -> list[Role]:

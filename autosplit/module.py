@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,34 +10,25 @@ from torch import Tensor, nn
 
 from .accumulation import Accumulation
 from .autograd import Split, run_forward
-from .compat import StateReader, in_transform, tree_unflatten, untraced
+from .compat import in_transform, tree_unflatten, untraced
 from .compile import check_backend
 from .delivery import Delivery
 from .errors import AutosplitError, BackendError, CaptureError, SplitError
 from .face import Face
+from .fitting import FittingGraphs
 from .functions import SplitFunctions
-from .graphs import Graphs
 from .overlap import refuse_overlap
 from .pending import PendingQueue
 from .report.dump import dump
 from .report.tables import report
-from .signature import Flattening, Signature
-from .tracing import check_memory, trace, without_history
+from .signature import Flattening
+from .tracing import check_memory
 
 if TYPE_CHECKING:
     from .integrations.partial import Partial
 
 # Gone when a split module is copied or pickled; a copy captures anew.
-_TRANSIENT = (
-    "_graphs",
-    "_partial",
-    "_queue",
-    "_deliver",
-    "_state",
-    "_flatten",
-    "_anchor",
-    "_capturing",
-)
+_TRANSIENT = ("_graphs", "_partial", "_queue", "_deliver", "_flatten", "_anchor")
 
 
 class SplitModule(Face):
@@ -68,13 +58,12 @@ class SplitModule(Face):
     _memory: str | int
     _accumulation: Accumulation
     _max_graphs: int
-    _graphs: Graphs
+    _graphs: FittingGraphs
     _fullgraph: bool
     _dynamic: bool
     _partial: Partial | None
     _queue: PendingQueue
     _deliver: Delivery
-    _state: StateReader
     _flatten: Flattening
     _anchor: Tensor
 
@@ -110,13 +99,12 @@ class SplitModule(Face):
     def _attach(self) -> None:
         """Start without graphs and pending work."""
         own = self.__dict__
-        own["_graphs"] = Graphs(type(self.model).__name__, own["_max_graphs"])
+        limit = own["_max_graphs"]
+        own["_graphs"] = FittingGraphs(self.model, own["_backend"], own["_memory"], limit)
         own["_flatten"] = Flattening()
         own["_partial"] = self._by_graphs("dynamic=True") if own["_dynamic"] else None
         own["_queue"] = PendingQueue()
         own["_deliver"] = Delivery(own["_accumulation"])
-        own["_state"] = StateReader(self.model)
-        own["_capturing"] = threading.RLock()
         with torch.inference_mode(False):
             own["_anchor"] = torch.zeros((), requires_grad=True)
 
@@ -139,12 +127,12 @@ class SplitModule(Face):
             return self._partial(*args, **kwargs)
         leaves, spec = self._flatten(args, kwargs)
         try:
-            functions = self._functions_for(args, kwargs, leaves, spec)
+            functions = self._graphs.fitting(args, kwargs, leaves, spec)
         except BackendError:
             raise
         except (CaptureError, SplitError) as error:
             return self._in_parts(error)(*args, **kwargs)
-        state = self._state()
+        state = self._graphs.state()
         if functions.updated_inputs:
             refuse_overlap(functions, leaves, state)
         if functions.tangent_specs:
@@ -213,7 +201,7 @@ class SplitModule(Face):
             SplitError: the graph cannot be split.
         """
         leaves, spec = self._flatten(args, kwargs)
-        functions = self._functions_for(args, kwargs, leaves, spec)
+        functions = self._graphs.fitting(args, kwargs, leaves, spec)
         if self._accumulation.exact:
             functions.compile()
         else:  # a second microbatch's W adds into the first's gradients
@@ -231,7 +219,7 @@ class SplitModule(Face):
         """
         if self._partial is not None:
             return self._partial.report()
-        return report(self._latest(), type(self.model).__name__)
+        return report(self._graphs.latest, type(self.model).__name__)
 
     def dump(self, folder: str | os.PathLike[str]) -> None:
         """Write the latest graphs as readable, runnable code, with boundary and drawing.
@@ -242,7 +230,7 @@ class SplitModule(Face):
         if self._partial is not None:
             self._partial.dump(folder)
         else:
-            dump(self._latest(), folder, type(self.model).__name__)
+            dump(self._graphs.latest, folder, type(self.model).__name__)
 
     def _in_parts(self, error: AutosplitError) -> Partial:
         """From now on graph by graph, where whole-graph capture is not insisted on."""
@@ -260,42 +248,6 @@ class SplitModule(Face):
         from .integrations.partial import Partial  # Dynamo takes over a second to import
 
         return Partial(self.model, self._backend, reason)
-
-    def _functions_for(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], spec: Any
-    ) -> SplitFunctions:
-        """The graph that fits the inputs and the model as they are now; captured if need be."""
-        signature = Signature.of(leaves, spec)
-        if not all(type(leaf) is Tensor or not isinstance(leaf, Tensor) for leaf in leaves):
-            # A parameter as an input: guards want the plain tensor that tracing saw.
-            args, kwargs = tree_unflatten(without_history(leaves), spec)
-
-        def fits(functions: SplitFunctions) -> bool:
-            return functions.capture.guards.hold(args, kwargs)
-
-        with self._capturing:
-            found = self._graphs.find(signature, fits)
-            if found is None:
-                examples, more = tree_unflatten(without_history(leaves), spec)
-                found = trace(self.model, examples, more, self._backend, self._memory)
-                self.__dict__["_state"] = StateReader(self.model)
-                if not fits(found):
-                    raise CaptureError(
-                        f"the graph of {type(self.model).__name__} does not fit the very call it "
-                        "was captured for: its forward reads something that is different at "
-                        "every call. Pass that as a tensor or a number"
-                    )
-                self._graphs.add(signature, found)
-        return found
-
-    def _latest(self) -> SplitFunctions:
-        if not self.functions:
-            raise SplitError(
-                "nothing captured yet: call the module, capture(*inputs), or pass example "
-                "inputs to autosplit.split(model, args)"
-            )
-        with_backward = [each for each in self.functions if each.has_backward]
-        return (with_backward or list(self.functions))[-1]
 
     def __getstate__(self) -> dict[str, Any]:
         if self.pending:

@@ -1,0 +1,215 @@
+"""The graphs of one module's backward: I, W in all ways of running it, and B unsplit.
+
+Here is what takes what, and in which order; ``functions`` moves the tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import fx
+
+from .accumulation import Accumulation
+from .compile import Backend, positions
+from .dependence import Dependence
+from .errors import SplitError
+from .gradients import GradientGraph, forms
+from .handover import Constants
+from .passes import Kind, Role, SplitGraphs
+from .passes.batch import batch, member
+from .passes.graph import STATE, inputs, outputs
+from .passes.verify import verify_graph
+from .slices import SlicedWeight
+
+if TYPE_CHECKING:
+    from .capture import Capture
+
+
+class InputHalf(NamedTuple):
+    """I, and where its results stand.
+
+    Attributes:
+        graph: takes what F saved, the state that the backward reads, and tangents; its other
+            results are gradients of the module's inputs and then what is deferred.
+        inputs: how many inputs the module has.
+        handed: roles of what W gets: what I defers, then state.
+        names: theirs.
+        read_at: places of the state that W reads among the state that the backward reads.
+        constants: those that W reads.
+    """
+
+    graph: GradientGraph
+    inputs: int
+    handed: Sequence[Role]
+    names: tuple[str, ...]
+    read_at: Sequence[int]
+    constants: Constants
+
+
+class BackwardGraphs:
+    """I, W and B of one traced module, each made when it is first asked for.
+
+    Args:
+        traced: the module.
+        graphs: what it was split into.
+        saved: roles of what F saves, in its order.
+        tangents: outputs whose gradients the backward takes, in order.
+        dependence: what is known of the gradients.
+        backend: how graphs are compiled.
+
+    Attributes:
+        read: roles of the parameters and buffers that the backward reads.
+        constants: those that the backward reads.
+        parameter_names: whose gradients B returns, in order.
+        early_parameters: whose gradients I returns, in order.
+        late_parameters: whose gradients W returns, in order.
+    """
+
+    def __init__(
+        self,
+        traced: Capture,
+        graphs: SplitGraphs,
+        *,
+        saved: Sequence[Role],
+        tangents: Iterable[str],
+        dependence: Dependence,
+        backend: Backend,
+    ) -> None:
+        self._name_of = traced.guards.name_of
+        self._graphs = graphs
+        self._dependence = dependence
+        self._backend = backend
+        self._slices: dict[int, SlicedWeight] = {}
+        self._together: dict[int, GradientGraph] = {}
+        backward = graphs.backward
+        self.read = [] if backward is None else list(inputs(backward.graph, *STATE))
+        self.constants = self._constants_of([] if backward is None else [backward])
+        self._taken = [*saved, *self.read, *(Role(Kind.TANGENT, name) for name in tangents)]
+        self._wanted = [Role(Kind.INPUT_GRAD, name) for name in traced.inputs]
+        self.parameter_names = _parameters(graphs.joint)
+        early = {*_parameters(graphs.backward_input)}
+        self.early_parameters = [name for name in self.parameter_names if name in early]
+        self.late_parameters = [name for name in self.parameter_names if name not in early]
+
+    def compile(self, calls: Iterable[str], accumulation: Accumulation, slices: int) -> None:
+        """Compile what some calls run; all of it is as for ``SplitFunctions.compile``."""
+        makes = {
+            "backward_input": self.early_parameters,
+            "backward_weight": self.late_parameters,
+            "backward": self.parameter_names,
+        }
+        needed = forms(calls, makes)
+        for call in makes:  # I before W: it decides how what W gets lies in memory
+            for adds in (False, True):
+                if self._graphs.backward is not None and (call, adds) in needed:
+                    self._graph_of(call, slices).compile(accumulation if adds else None)
+
+    def _graph_of(self, call: str, slices: int) -> GradientGraph | SlicedWeight:
+        match call:
+            case "backward_input":
+                return self.input_half.graph
+            case "backward_weight":
+                return self.weight if slices == 1 else self.sliced(slices)
+        return self.unsplit
+
+    @cached_property
+    def input_half(self) -> InputHalf:
+        """I."""
+        module = self._module("backward_input")
+        weight = self._module("backward_weight")
+        deferred = [role for role, _ in outputs(module.graph, Kind.DEFERRED)]
+        read = list(inputs(weight.graph, *STATE))
+        others = [*self._wanted, *deferred]
+        return InputHalf(
+            self._gradient_graph(
+                "backward_input", module, self._taken, self.early_parameters, others, weight
+            ),
+            len(self._wanted),
+            (*deferred, *read),
+            tuple([role.name for role in (*deferred, *read)]),
+            positions(read, self.read),
+            self._constants_of([weight]),
+        )
+
+    @cached_property
+    def weight(self) -> GradientGraph:
+        """W of one microbatch, in one call."""
+        module = self._module("backward_weight")
+        return self._gradient_graph(
+            "backward_weight", module, self.input_half.handed, self.late_parameters
+        )
+
+    def together(self, count: int) -> GradientGraph:
+        """W of so many microbatches in one call; takes what each hands over, one after another."""
+        if count not in self._together:
+            handed = self.input_half.handed
+            module = batch(self._module("backward_weight"), count)
+            verify_graph("backward_weight", module, "batch")
+            given = [member(role, index) for index in range(count) for role in handed]
+            self._together[count] = self._gradient_graph(
+                "backward_weight", module, given, self.late_parameters
+            )
+        return self._together[count]
+
+    def sliced(self, count: int) -> SlicedWeight:
+        """W in slices; the same object for the same count.
+
+        Raises:
+            SplitError: W cannot be cut into so many.
+        """
+        if count not in self._slices:
+            self.input_half.graph.compile()  # decides how what the slices get lies in memory
+            self._slices[count] = SlicedWeight(
+                self._module("backward_weight"),
+                self.input_half.handed,
+                count,
+                borrowed=self._dependence.borrowed,
+                constants_of=self._constants_of,
+                backend=self._backend,
+            )
+        return self._slices[count]
+
+    @cached_property
+    def unsplit(self) -> GradientGraph:
+        """B: takes what I takes; its other results are gradients of the module's inputs."""
+        module = self._module("backward")
+        return self._gradient_graph(
+            "backward", module, self._taken, self.parameter_names, self._wanted
+        )
+
+    def _gradient_graph(
+        self,
+        name: str,
+        module: fx.GraphModule,
+        given: Sequence[Role],
+        parameters: Sequence[str],
+        others: Sequence[Role] = (),
+        *takers: fx.GraphModule,
+    ) -> GradientGraph:
+        return GradientGraph(
+            name,
+            module,
+            given,
+            parameters=parameters,
+            others=others,
+            takers=takers,
+            backend=self._backend,
+        )
+
+    def _constants_of(self, modules: Iterable[fx.GraphModule]) -> Constants:
+        return Constants.of(modules, self._name_of)
+
+    def _module(self, name: str) -> fx.GraphModule:
+        module = self._graphs.graphs().get(name)
+        if module is None:
+            raise SplitError("this module was traced without gradients; it has no backward")
+        return module
+
+
+def _parameters(module: fx.GraphModule | None) -> list[str]:
+    """Whose gradients a graph returns."""
+    if module is None:
+        return []
+    return [role.name for role, _ in outputs(module.graph, Kind.PARAMETER_GRAD)]

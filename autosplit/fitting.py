@@ -1,0 +1,103 @@
+"""The whole graphs of one module: for every call the one that fits, captured if need be."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from torch import Tensor, nn
+
+from .compat import StateReader, tree_unflatten
+from .errors import CaptureError, SplitError
+from .functions import SplitFunctions
+from .graphs import Graphs
+from .signature import Signature
+from .tracing import trace, without_history
+
+
+class FittingGraphs:
+    """Captures a module for each kind of call, and finds again what it captured.
+
+    Several threads may ask at once; one of them captures.
+
+    Args:
+        model: what is captured.
+        backend: how graphs are run, see ``autosplit.split``.
+        memory: what is held between the calls, see ``autosplit.split``.
+        limit: how many graphs to keep.
+
+    Attributes:
+        state: reads the model's parameters and buffers, those of its latest capture.
+    """
+
+    def __init__(self, model: nn.Module, backend: str, memory: str | int, limit: int) -> None:
+        self._model = model
+        self._backend = backend
+        self._memory = memory
+        self._graphs = Graphs(type(model).__name__, limit)
+        self._capturing = threading.RLock()
+        self.state = StateReader(model)
+
+    @property
+    def captured(self) -> tuple[SplitFunctions, ...]:
+        """All that are kept, oldest first."""
+        return self._graphs.captured
+
+    @property
+    def latest(self) -> SplitFunctions:
+        """The newest that has a backward; the newest of all where none has one.
+
+        Raises:
+            SplitError: nothing has been captured yet.
+        """
+        captured = self.captured
+        if not captured:
+            raise SplitError(
+                "nothing captured yet: call the module, capture(*inputs), or pass example "
+                "inputs to autosplit.split(model, args)"
+            )
+        with_backward = [each for each in captured if each.has_backward]
+        return (with_backward or captured)[-1]
+
+    def fitting(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], spec: Any
+    ) -> SplitFunctions:
+        """The graph that fits the inputs and the model as they are now; captured if need be.
+
+        Args:
+            args: positional inputs.
+            kwargs: keyword inputs.
+            leaves: those of ``(args, kwargs)``, flattened.
+            spec: their structure.
+
+        Raises:
+            CaptureError: the model cannot be traced for these inputs.
+            SplitError: the graph cannot be split.
+            BackendError: the backend cannot compile it.
+        """
+        signature = Signature.of(leaves, spec)
+        if not all(type(leaf) is Tensor or not isinstance(leaf, Tensor) for leaf in leaves):
+            # A parameter as an input: guards want the plain tensor that tracing saw.
+            args, kwargs = tree_unflatten(without_history(leaves), spec)
+
+        def fits(functions: SplitFunctions) -> bool:
+            return functions.capture.guards.hold(args, kwargs)
+
+        with self._capturing:
+            found = self._graphs.find(signature, fits)
+            if found is None:
+                found = self._capture(leaves, spec)
+                if not fits(found):
+                    raise CaptureError(
+                        f"the graph of {type(self._model).__name__} does not fit the very call it "
+                        "was captured for: its forward reads something that is different at "
+                        "every call. Pass that as a tensor or a number"
+                    )
+                self._graphs.add(signature, found)
+        return found
+
+    def _capture(self, leaves: list[Any], spec: Any) -> SplitFunctions:
+        args, kwargs = tree_unflatten(without_history(leaves), spec)
+        made = trace(self._model, args, kwargs, self._backend, self._memory)
+        self.state = StateReader(self._model)
+        return made
