@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,42 @@ from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.schedules import SCHEDULES, build
 from autosplit.pipeline.tuning import first_schedule, usual_times
 from autosplit.pipeline.validate import validate
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a trainer runs; ``PipelineTrainer`` says what each means.
+
+    Attributes:
+        stage: options of ``split_stage``, None where the user left one out.
+
+    Raises:
+        PipelineError: a value that cannot be, or an option without effect.
+    """
+
+    microbatches: int
+    schedule: str | Schedule
+    split_backward: bool
+    weights: str | None
+    early_weights: bool
+    shapes: int
+    autocast: torch.dtype | None
+    max_grad_norm: float | None
+    ranks: int | None
+    timeout: float
+    stage: Mapping[str, Any]
+    stage_factory: StageFactory | None
+
+    def __post_init__(self) -> None:
+        check_options(
+            self.autocast, self.max_grad_norm, self.timeout, self.stage, self.stage_factory
+        )
+        check_slices(self.stage.get("slices"), self.early_weights)
+
+    @property
+    def given_stage(self) -> dict[str, Any]:
+        """The stage options that the user gave."""
+        return {name: value for name, value in self.stage.items() if value is not None}
 
 
 def choose_schedule(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
-from types import MappingProxyType, TracebackType
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -12,34 +11,21 @@ from torch import Tensor, nn
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline.agreement import Agreement
-from autosplit.pipeline.assembly import StageFactory, TrainableStage, split_stage
-from autosplit.pipeline.builder import Builder
-from autosplit.pipeline.clip import squared_norm
-from autosplit.pipeline.copies import Copies
-from autosplit.pipeline.evaluation import eval_mode, forward_only
-from autosplit.pipeline.executor import Executor
+from autosplit.pipeline.arrangement import Arrangement
+from autosplit.pipeline.assembly import StageFactory, TrainableStage
+from autosplit.pipeline.evaluation import eval_mode
 from autosplit.pipeline.faults import Board, Guard
-from autosplit.pipeline.groups import Groups, process_count
-from autosplit.pipeline.microbatch import Batch, Microbatches
-from autosplit.pipeline.mode import Mode
-from autosplit.pipeline.modes import Modes
-from autosplit.pipeline.modules import LossFunction, Model, Stages, own_modules
-from autosplit.pipeline.options import (
-    check_options,
-    check_slices,
-    choose_device,
-    choose_order,
-    choose_schedule,
-)
-from autosplit.pipeline.order import Order, as_scheduled
+from autosplit.pipeline.groups import Groups
+from autosplit.pipeline.holdings import Holdings
+from autosplit.pipeline.microbatch import Batch
+from autosplit.pipeline.modules import LossFunction, Model, Stages
+from autosplit.pipeline.options import Options, choose_device
+from autosplit.pipeline.runner import Runner
 from autosplit.pipeline.schedule import Schedule
-from autosplit.pipeline.shared import Holder, SharedParameters
-from autosplit.pipeline.snapshot import ForwardState
-from autosplit.pipeline.timeline import Span, Timeline
-from autosplit.pipeline.tuning import Tuner
-from autosplit.pipeline.uncut import Example, Uncut
+from autosplit.pipeline.shared import Holder
+from autosplit.pipeline.timeline import Timeline
+from autosplit.pipeline.uncut import Example
 from autosplit.pipeline.update import Update
-from autosplit.pipeline.wiring import Feeds
 
 OptimizerFunction = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -141,87 +127,64 @@ class PipelineTrainer:
         grad_dtype: torch.dtype | None = None,
         stage_factory: StageFactory | None = None,
     ) -> None:
-        options: dict[str, Any] = {
-            "backend": backend,
-            "memory": memory,
-            "accumulation": accumulation,
-            "grad_dtype": grad_dtype,
-            "slices": slices,
-        }
-        check_options(autocast, max_grad_norm, timeout, options, stage_factory)
-        check_slices(slices, early_weights)
-        whole = Stages.of(model, stages, example, planning)
-        processes = process_count(ranks, whole.count)
-        self.schedule: Schedule = choose_schedule(
-            schedule,
-            whole.count,
-            microbatches,
+        options = Options(
+            microbatches=microbatches,
+            schedule=schedule,
             split_backward=split_backward,
             weights=weights,
-            ranks=processes,
+            early_weights=early_weights,
+            shapes=shapes,
+            autocast=autocast,
+            max_grad_norm=max_grad_norm,
+            ranks=ranks,
+            timeout=timeout,
+            stage={
+                "backend": backend,
+                "memory": memory,
+                "accumulation": accumulation,
+                "grad_dtype": grad_dtype,
+                "slices": slices,
+            },
+            stage_factory=stage_factory,
         )
-        given = {name: value for name, value in options.items() if value is not None}
-        factory = stage_factory or split_stage(**given)
-        if isinstance(whole, Uncut):
-            by_name = isinstance(schedule, str) and schedule != "auto"
-            by_name &= self.schedule.mirror is None
-            whole, self.schedule = Stages.cut(
-                whole,
-                schedule if by_name else self.schedule,
-                microbatches=microbatches,
-                split_backward=split_backward,
-                weights=weights,
-                ranks=processes,
-                autocast=autocast,
-                loss_fn=loss_fn,
-                **{name: given[name] for name in ("backend", "memory") if name in given},
-            )
-        self.shared_parameters = (*whole.shared, *shared_parameters)
+        whole = Stages.of(model, stages, example, planning)
+        arranged = Arrangement.of(whole, loss_fn, options)
+        self.shared_parameters = (*arranged.stages.shared, *shared_parameters)
         self.record = record
-        self.device = choose_device(device, processes)
-        self._max_grad_norm = max_grad_norm
-        self._groups = Groups(processes, self.device, timeout)
-        board = Board(self._groups.store) if processes > 1 else None
+        self.device = choose_device(device, arranged.processes)
+        self._clipping = max_grad_norm is not None
+        self._groups = Groups(arranged.processes, self.device, timeout)
+        board = Board(self._groups.store) if arranged.processes > 1 else None
         self._update = Update(max_norm=max_grad_norm, undo=undo_steps, device=self.device)
         self._guard = Guard(self.rank, board, self._end)
-        order = choose_order(early_weights, self.schedule, self.device)
-        self._tuner = Tuner(self.schedule, self._groups) if schedule == "auto" else None
-        if self._tuner is not None:
-            self.schedule = self._tuner.measured
-        self._order = order
-        self._feeds = Feeds(whole.count, whole.wiring)
-        source = self.schedule.placement[self._feeds.first_from_batch]
-        make = partial(self._make_mode, "train", self.schedule, order)
-        self._train = Modes(shapes, self._groups, source, make)
-        make = partial(self._make_mode, "evaluate", forward_only(self.schedule), as_scheduled)
-        self._evaluate = Modes(shapes, self._groups, source, make)
-        self._stages: Mapping[int, TrainableStage] = MappingProxyType({})
-        self._spans: list[Span] = []
+        self._runner = Runner(
+            arranged, options, self._groups, self._guard, self._update, self.device
+        )
         with self._guard("building the model"):
-            self.modules = own_modules(whole, self.schedule.held(self.rank), self.device)
-            self._copies = Copies(self.modules, self.schedule, self._groups)
-            self._shared = SharedParameters(
-                self.shared_parameters, self.modules, self.schedule, self._groups
-            )
-            self._builder = Builder(
-                self.modules,
-                self.schedule,
-                self._feeds,
-                loss_fn,
-                factory,
-                autocast=autocast,
-                device=self.device,
-            )
-            self._parameters = _trainable(self.modules.values())
-            self.optimizer = optimizer_fn(self._parameters) if self._parameters else None
-            self._update.drive(self._parameters, self.optimizer)
-            # Whoever gets here knows that every other rank did.
-            self._groups.meet()
+            self._build(arranged.stages, optimizer_fn)
+
+    def _build(self, stages: Stages, optimizer_fn: OptimizerFunction) -> None:
+        """Build what this rank holds, and its optimizer."""
+        self._held = Holdings(
+            stages, self.shared_parameters, self.schedule, self._groups, self.device
+        )
+        self.modules = self._held.modules
+        self._runner.hold(self._held)
+        parameters = self._held.parameters
+        self.optimizer = optimizer_fn(parameters) if parameters else None
+        self._update.drive(parameters, self.optimizer)
+        # Whoever gets here knows that every other rank did.
+        self._groups.meet()
 
     @property
     def rank(self) -> int:
         """This process's rank."""
         return self._groups.rank
+
+    @property
+    def schedule(self) -> Schedule:
+        """What training runs; with ``"auto"``, another one once the first steps are measured."""
+        return self._runner.schedule
 
     @property
     def grad_norm(self) -> float | None:
@@ -232,7 +195,7 @@ class PipelineTrainer:
     @property
     def stages(self) -> Mapping[int, TrainableStage]:
         """This process's stages by index, those of the last step; empty before the first."""
-        return self._stages
+        return self._runner.stages
 
     def step(self, batch: Batch | None) -> Tensor:
         """Run one training step: all microbatches, clipping, optimizer, gradients cleared.
@@ -285,11 +248,10 @@ class PipelineTrainer:
             PipelineError: as for ``step``; or the trainer clips gradients and its optimizer writes
                 into them.
         """
-        clipping = self._max_grad_norm is not None
         with self._guard("the forward and backward"):
-            agreement = self._run(batch, clipping=clipping)
+            agreement = self._run(batch)
         with self._guard("the optimizer step"):
-            if clipping:
+            if self._clipping:
                 agreement.behind = self._update.settle
                 self._update.step_early(agreement)
             else:
@@ -301,12 +263,11 @@ class PipelineTrainer:
 
         Arguments, result and errors are those of ``step``. Returns only once all ranks are done.
         """
-        clipping = self._max_grad_norm is not None
         with self._guard("the forward and backward"):
             self._update.confirm()
-            agreement = self._run(batch, clipping=clipping)
+            agreement = self._run(batch)
         losses = agreement.wait()
-        if clipping:
+        if self._clipping:
             self._update.norm = agreement.norm()
         return losses
 
@@ -318,21 +279,12 @@ class PipelineTrainer:
         """
         with self._guard("the evaluation"), eval_mode(self.modules.values()):
             self._update.confirm()
-            mode = self._evaluate.of(batch)
-            inputs, targets = mode.split(batch)
-            executor = mode.executor or self._builder.evaluate(mode, batch)
-            with self._copies.steady():
-                losses = executor.run(inputs, targets)
-            mode.announce_loss(losses)
-            agreement = self._agree(mode, losses, clipping=False)
+            agreement = self._runner.evaluate(batch)
         return agreement.wait()
 
     def gradients(self) -> dict[int, dict[str, Tensor]]:
         """This process's gradients, by stage and by parameter name within the stage."""
-        return {
-            index: {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
-            for index, module in self.modules.items()
-        }
+        return self._held.gradients()
 
     def state_dict(self) -> dict[int, dict[str, Any]]:
         """The state of this process's modules, by stage, with the names within the stage."""
@@ -348,11 +300,11 @@ class PipelineTrainer:
             PipelineError: nothing was recorded.
         """
         with self._guard("gathering the timeline"):
-            if not self._spans:
+            if not self._runner.spans:
                 raise PipelineError(
                     "there is no recorded step: set record=True before a step, then ask"
                 )
-            rows = self._groups.gather(self._spans)
+            rows = self._groups.gather(self._runner.spans)
         return Timeline(len(rows), tuple(span for row in rows for span in row))
 
     def close(self) -> None:
@@ -371,60 +323,8 @@ class PipelineTrainer:
     ) -> None:
         self.close()
 
-    def _run(self, batch: Batch | None, *, clipping: bool) -> Agreement:
-        """Run the schedule and publish its gradients."""
-        mode = self._train.of(batch)
-        inputs, targets = mode.split(batch)
-        executor = mode.executor or self._builder.train(mode, batch, inputs, targets)
-        self._stages = mode.stages
-        self._spans = []
-        recorded = self.record or self._tuner is not None
-        spans = self._spans if recorded else None
-        run = partial(self._execute, executor, inputs, targets, spans)
-        if self._update.expects_more:
-            before = ForwardState(self.modules.values(), self.device)
-            losses = run()
-            if self._update.confirm():
-                self._discard()
-                before.restore()
-                losses = run()
-            with self._shared.summing():
-                self._publish()
-        else:
-            with self._shared.summing():
-                losses = run()
-                self._publish()
-        if self._tuner is not None:
-            self._tune(self._tuner)
-        return self._agree(mode, losses, clipping=clipping)
-
-    def _execute(
-        self,
-        executor: Executor,
-        inputs: Microbatches,
-        targets: Microbatches,
-        spans: list[Span] | None,
-    ) -> dict[int, Tensor]:
-        with self._copies.steady():
-            return executor.run(inputs, targets, spans)
-
-    def _publish(self) -> None:
-        for stage in self._stages.values():
-            stage.publish()
-
-    def _finished(self, stage: int) -> None:
-        """What follows the last weight gradient of a stage that another rank holds too."""
-        if self._shared.open:
-            self._stages[stage].publish()
-            self._shared.complete(stage)
-
-    def _discard(self) -> None:
-        """Forget the gradients of a run, which was on wrong weights."""
-        self._spans.clear()
-        before = [p.grad for p in self._parameters]
-        self._publish()
-        for parameter, gradient in zip(self._parameters, before, strict=True):
-            parameter.grad = gradient
+    def _run(self, batch: Batch | None) -> Agreement:
+        return self._runner.train(batch, clipping=self._clipping, record=self.record)
 
     def _settle(self) -> None:
         if not self._guard.ended:
@@ -435,49 +335,3 @@ class PipelineTrainer:
         """What a fault leads to."""
         self._update.take_back()
         self._groups.close()
-
-    def _make_mode(self, name: str, schedule: Schedule, order: Order, shape: str) -> Mode:
-        # Sums beside other messages have run over Gloo only.
-        early = schedule.mirror is not None and self.device.type == "cpu"
-        return Mode(
-            f"{name} {shape}",
-            schedule,
-            self._feeds,
-            self._groups,
-            self._guard.check,
-            self.device,
-            order,
-            finished=self._finished if early else None,
-        )
-
-    def _tune(self, tuner: Tuner) -> None:
-        """Measure one of the first steps; after the last, change the schedule."""
-        found = tuner.after_step(self._spans, self._stages)
-        if found is not None:
-            self._tuner, self.schedule = None, found
-            make = partial(self._make_mode, "train", found, self._order)
-            self._train.reschedule(found, make)
-
-    def _agree(self, mode: Mode, losses: Mapping[int, Tensor], *, clipping: bool) -> Agreement:
-        """Start to make losses and gradient norm known to all."""
-        squares = 0.0
-        if clipping:
-            own = [p for p in self._parameters if not self._shared.is_duplicate(p)]
-            squares = squared_norm(own)
-        if self.device.type == "cuda":
-            stream = torch.cuda.current_stream(self.device)
-            self._guard.wait(stream.query, self._groups.timeout)
-        return Agreement(
-            self._groups,
-            self._guard,
-            losses,
-            count=self.schedule.microbatches,
-            squares=squares,
-            dtype=mode.loss_dtype,
-        )
-
-
-def _trainable(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """Parameters that need a gradient, each once."""
-    found = {id(p): p for module in modules for p in module.parameters() if p.requires_grad}
-    return list(found.values())
