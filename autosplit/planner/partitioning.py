@@ -16,14 +16,14 @@ from autosplit.pipeline.schedule import Schedule
 from autosplit.planner.configuration import Configuration
 from autosplit.planner.costs import ModelCosts
 from autosplit.planner.estimate import estimate
-from autosplit.planner.form import form_of
 from autosplit.planner.limits import Limits
 from autosplit.planner.making import make_plan
-from autosplit.planner.measuring import agreed, profile_together, rehearsed
+from autosplit.planner.measuring import profile_together, rehearsed
 from autosplit.planner.plan import Plan, made_for
-from autosplit.planner.solve import CapError, Solution, solve, weigh
+from autosplit.planner.solve import Solution
 from autosplit.planner.specimen import Conditions
 from autosplit.planner.stages import cut
+from autosplit.planner.wanted import Wanted
 from autosplit.planner.whole import WholeModel
 
 COSTS = ("profile", "estimate")
@@ -97,20 +97,17 @@ def partition(
     count = _count(stages, cut_at)
     if not isinstance(costs, ModelCosts) and costs not in COSTS:
         raise PlanError(f"unknown costs {costs!r}; known: {', '.join(COSTS)}, or a ModelCosts")
-    whole = WholeModel.capture(model, args, kwargs)
-    firsts = None
-    if cut_at is not None:
-        whole = whole.divided(cut_at)
-        firsts = [whole.start(name) for name in cut_at]
-        cut(whole, firsts)  # refuses what is no cut, before anything is measured
-    if not 1 <= count <= len(whole.blocks):
-        raise PlanError(
-            f"{type(model).__name__} has blocks for 1 to {len(whole.blocks)} stages, got "
-            f"stages={count}"
-        )
-    total = microbatches or 2 * count
-    limits = limits or Limits()
-    form = form_of(schedule, ranks, split_backward=split_backward, weights=weights)
+    whole, firsts = _captured(model, args, kwargs, count, cut_at)
+    wanted = Wanted(
+        count,
+        firsts,
+        microbatches or 2 * count,
+        schedule,
+        ranks=ranks,
+        split_backward=split_backward,
+        weights=weights,
+        limits=limits or Limits(),
+    )
     conditions = Conditions(
         backend=backend,
         memory=memory,
@@ -118,62 +115,12 @@ def partition(
         loss_fn=None if targets is None else loss_fn,
         targets=targets,
     )
-
-    alone = ranks == 1
-
-    def find(known: ModelCosts) -> Solution:
-        if firsts is not None:
-            found = weigh(known, [first - 1 for first in firsts], total, form, limits)
-            return _fitting(found, limits)
-        return solve(
-            known,
-            count,
-            total,
-            schedule,
-            ranks=ranks,
-            split_backward=split_backward,
-            weights=weights,
-            cap=limits.cap,
-            links=limits.links,
-            optimizer_state=limits.optimizer_state,
-        )
-
-    def best(known: ModelCosts) -> Solution:
-        return find(known) if alone else agreed(lambda: find(known))
-
-    if costs == "profile":
-        known = profile_together(whole, conditions, seconds, alone=alone)
-    elif isinstance(costs, ModelCosts):
-        known = costs
-    else:
-        known = estimate(whole, conditions)
+    known = _known(costs, whole, conditions, seconds, alone=wanted.alone)
     if rehearse or (rehearse is None and costs == "profile"):
-        found = rehearsed(whole, known, best, conditions, seconds, insist=bool(rehearse))
+        found = rehearsed(whole, known, wanted.best, conditions, seconds, insist=bool(rehearse))
     else:
-        found = best(known)
-    one = Configuration(
-        count,
-        len(found.schedule.ranks),
-        total,
-        _samples(whole),
-        form.name,
-        not found.schedule.split_backward,
-        memory,
-        found,
-    )
-    return make_plan(one, made_for(whole), limits, backend=backend).bound_to(whole)
-
-
-def _fitting(found: Solution, limits: Limits) -> Solution:
-    least = max(found.peaks)
-    if least > limits.cap:
-        raise CapError(
-            f"the stages that cut_at gives do not fit under a cap of {limits.cap:,.0f} bytes a "
-            f"rank; the least cap for them is {least:,.0f}: raise the cap, cut elsewhere, or leave "
-            "cut_at out",
-            least,
-        )
-    return found
+        found = wanted.best(known)
+    return _plan(whole, wanted, found, conditions)
 
 
 def _count(stages: int | None, cut_at: Sequence[str] | None) -> int:
@@ -187,6 +134,60 @@ def _count(stages: int | None, cut_at: Sequence[str] | None) -> int:
             f"stages={stages}"
         )
     return len(cut_at) + 1
+
+
+def _captured(
+    model: nn.Module,
+    args: Any,
+    kwargs: Mapping[str, Any] | None,
+    count: int,
+    cut_at: Sequence[str] | None,
+) -> tuple[WholeModel, list[int] | None]:
+    """The model in blocks, and those that ``cut_at`` names; refuses what is no cut of it."""
+    whole = WholeModel.capture(model, args, kwargs)
+    firsts = None
+    if cut_at is not None:
+        whole = whole.divided(cut_at)
+        firsts = [whole.start(name) for name in cut_at]
+        cut(whole, firsts)  # refuses what is no cut, before anything is measured
+    if not 1 <= count <= len(whole.blocks):
+        raise PlanError(
+            f"{type(model).__name__} has blocks for 1 to {len(whole.blocks)} stages, got "
+            f"stages={count}"
+        )
+    return whole, firsts
+
+
+def _known(
+    costs: str | ModelCosts,
+    whole: WholeModel,
+    conditions: Conditions,
+    seconds: float,
+    *,
+    alone: bool,
+) -> ModelCosts:
+    """What the blocks cost: measured, estimated, or as given."""
+    if isinstance(costs, ModelCosts):
+        return costs
+    if costs == "profile":
+        return profile_together(whole, conditions, seconds, alone=alone)
+    return estimate(whole, conditions)
+
+
+def _plan(whole: WholeModel, wanted: Wanted, found: Solution, conditions: Conditions) -> Plan:
+    """What was found, as a plan bound to the model."""
+    one = Configuration(
+        wanted.stages,
+        len(found.schedule.ranks),
+        wanted.microbatches,
+        _samples(whole),
+        wanted.name,
+        not found.schedule.split_backward,
+        conditions.memory,
+        found,
+    )
+    plan = make_plan(one, made_for(whole), wanted.limits, backend=conditions.backend)
+    return plan.bound_to(whole)
 
 
 def _samples(whole: WholeModel) -> int:
