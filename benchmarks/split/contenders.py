@@ -158,11 +158,17 @@ def compiled(subject: Subject) -> dict[str, Callable[[], Contender]]:
     def split(backend: str) -> Callable[[], Contender]:
         return lambda: Autosplit(module, subject.x, backend, "balanced")
 
+    def apart(option: str) -> Callable[[nn.Module], Forward]:
+        # A contender must not run what was compiled for another, but Dynamo keeps that by function
+        # and by backend, and these are the same functions. An option, though it says what is the
+        # default, makes another backend. Layers by hand above all: they break the graph, and what
+        # is left of a forward before its first break fits every contender.
+        return lambda module: torch.compile(module, options={option: False})
+
     def undonated() -> Contender:
-        # The first forward compiles the backward too. An option, though it says what is the
-        # default, makes another compilation of it.
+        # The first forward compiles the backward too.
         with torch._functorch.config.patch(donated_buffer=False):
-            contender = TorchSplit(module, torch.compile(module, options={"trace.enabled": False}))
+            contender = TorchSplit(module, apart("trace.enabled")(module))
             contender.forward(subject.x.clone())
         return contender
 
@@ -174,5 +180,5 @@ def compiled(subject: Subject) -> dict[str, Callable[[], Contender]]:
         **{f"autosplit {name}": make for name, make in more.items()},
         "torch split": lambda: TorchSplit(module, torch.compile(module)),
         "torch split, donated_buffer=False": undonated,
-        "by hand": lambda: ByHand(module, torch.compile),
+        "by hand": lambda: ByHand(module, apart("trace.debug_log")),
     }

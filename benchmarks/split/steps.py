@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -37,7 +38,19 @@ def measure_inductor(settings: Settings) -> Iterator[dict[str, Any]]:
             torch.set_num_threads(threads)
             torch.compiler.reset()
             subject = settings.subject(model)
-            yield from _measure(subject, compiled(subject), settings, (threads,))
+            with _unlimited():
+                yield from _measure(subject, compiled(subject), settings, (threads,))
+
+
+@contextlib.contextmanager
+def _unlimited() -> Iterator[None]:
+    """Every contender stays compiled.
+
+    Layers by hand break the graph at each layer, and what is left of a forward is compiled anew for
+    each kind of layer. Beyond Dynamo's limit, those forwards would run eagerly from then on.
+    """
+    with torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=1024):
+        yield
 
 
 def _measure(
