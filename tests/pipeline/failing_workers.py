@@ -13,7 +13,7 @@ import torch.distributed as dist
 from reference_stage import ReferenceStage
 from torch import Tensor, nn
 from training_workers import Tied
-from workers import ENDS, WIDTH, block, data, note_pid, sgd, trainer
+from workers import ENDS, WIDTH, block, data, note_pid, outcomes, sgd, trainer
 
 from autosplit.errors import PipelineError
 
@@ -157,20 +157,6 @@ SCENARIOS: dict[str, Callable[[], None]] = {
 }
 
 
-def failures() -> dict[str, tuple[str, str]]:
-    """Type and text of the error in each scenario, one after another in one process group."""
-    found = {}
-    for name, scenario in SCENARIOS.items():
-        try:
-            scenario()
-        except Exception as error:
-            found[name] = type(error).__name__, str(error)
-        else:
-            found[name] = "nothing", ""
-        dist.barrier()
-    return found
-
-
 def after_a_failure() -> dict[str, Any]:
     """What a failed step leaves: optimizers untouched, a trainer that says it has ended."""
     engine = trainer(trip_stage)
@@ -195,7 +181,7 @@ def _copy(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def all_that_fails() -> tuple[dict[str, tuple[str, str]], dict[str, Any]]:
-    return failures(), after_a_failure()
+    return outcomes(SCENARIOS), after_a_failure()
 
 
 def stuck(folder: Path, how: str) -> None:

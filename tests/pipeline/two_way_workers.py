@@ -15,7 +15,7 @@ from reference_stage import ReferenceStage
 from torch import Tensor, nn
 from training_workers import Tied
 from update_workers import Breaking
-from workers import WIDTH, block, data, single_process, trainer, whole
+from workers import WIDTH, block, data, outcomes, single_process, trainer, whole
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline.action import Action, ActionKind
@@ -381,19 +381,6 @@ def lone_microbatch() -> Schedule:
     )
 
 
-def refusals() -> dict[str, tuple[str, str]]:
-    found = {}
-    for name, scenario in SCENARIOS.items():
-        try:
-            scenario()
-        except Exception as error:
-            found[name] = type(error).__name__, str(error)
-        else:
-            found[name] = "nothing", ""
-        dist.barrier()
-    return found
-
-
 def two_ranks(folder: Path) -> dict[str, Any]:
     return {
         "chimera, M=2": gradients("chimera", 2, 2),
@@ -408,7 +395,7 @@ def two_ranks(folder: Path) -> dict[str, Any]:
         "unused": unused(),
         "checkpoints": checkpoints(folder),
         "undone": undone(),
-        "refusals": refusals(),
+        "refusals": outcomes(SCENARIOS),
     }
 
 

@@ -6,7 +6,7 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -137,3 +137,17 @@ ENDS: dict[str, Callable[[], None]] = {
     "nap": _nap,
     "exhaust": _exhaust,
 }
+
+
+def outcomes(scenarios: Mapping[str, Callable[[], object]]) -> dict[str, tuple[str, str]]:
+    """Type and text of the error in each scenario, one after another in one process group."""
+    found = {}
+    for name, scenario in scenarios.items():
+        try:
+            scenario()
+        except Exception as error:
+            found[name] = type(error).__name__, str(error)
+        else:
+            found[name] = "nothing", ""
+        dist.barrier()
+    return found
