@@ -50,6 +50,15 @@ __all__ = [
     "without_autocast",
 ]
 
+OLDEST = (2, 11)
+"""Before it, Dynamo does not export a capture together with its guards."""
+
+if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST:
+    raise ImportError(
+        f"autosplit needs torch {OLDEST[0]}.{OLDEST[1]} or later and found {torch.__version__}; "
+        f"run pip install 'torch>={OLDEST[0]}.{OLDEST[1]}'"
+    )
+
 P = ParamSpec("P")
 T = TypeVar("T")
 

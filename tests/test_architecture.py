@@ -6,8 +6,11 @@ import pathlib
 import re
 import subprocess
 import sys
+import tomllib
 
 import pytest
+
+from autosplit.compat import OLDEST
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SOURCES = sorted([*ROOT.glob("passes/**/*.py"), *ROOT.glob("autosplit/*.py")]) + sorted(
@@ -42,6 +45,24 @@ def test_importing_autosplit_is_light() -> None:
     assert not [name for name in loaded if name.startswith("autosplit.pipeline")]
     assert "torch.distributed.distributed_c10d" not in loaded
     assert "torch._dynamo.eval_frame" not in loaded
+
+
+@pytest.mark.parametrize(("version", "fits"), [("2.10.1+cpu", False), ("2.11.0a0", True)])
+def test_importing_autosplit_refuses_a_torch_that_is_too_old(version: str, fits: bool) -> None:
+    code = f"import torch; torch.__version__ = {version!r}; import autosplit"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (result.returncode == 0) is fits, result.stderr
+    if not fits:
+        assert "autosplit needs torch 2.11 or later and found 2.10.1+cpu" in result.stderr
+
+
+def test_the_oldest_torch_is_that_of_the_dependencies() -> None:
+    metadata = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    oldest = ".".join(map(str, OLDEST))
+    assert f"torch>={oldest}" in metadata["dependencies"]
+    assert f"torch {oldest} or later" in (ROOT / "README.md").read_text()
+    assert metadata["requires-python"] == ">=3.11"
+    assert "Python 3.11 or later" in (ROOT / "README.md").read_text()
 
 
 def test_passes_know_nothing_of_autosplit() -> None:
