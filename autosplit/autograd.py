@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from .compat import (
     current_backward,
@@ -32,25 +33,41 @@ def run_forward(functions: SplitFunctions, state: State, leaves: list[Any]) -> F
     return result
 
 
+class Root:
+    """What stands among the inputs in the place of the parameters.
+
+    Attributes:
+        queue: where a backward leaves what is pending.
+        anchor: a leaf that requires a gradient and never gets one.
+        node: where its gradient would arrive. A backward that is for parameters comes to it;
+            ``torch.autograd.grad`` and ``backward(inputs=...)`` do not.
+    """
+
+    def __init__(self, queue: PendingQueue) -> None:
+        self.queue = queue
+        with torch.inference_mode(False):
+            self.anchor = torch.zeros((), requires_grad=True)
+            self.node = get_gradient_edge(self.anchor).node
+
+
 class Split(torch.autograd.Function):
     """F, whose backward is I.
 
     Parameters are not among the inputs: their gradients come later and by another way. The
-    anchor, a leaf that requires a gradient and never gets one, gives the outputs a gradient
-    function all the same.
+    anchor gives the outputs a gradient function all the same.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
-        queue: PendingQueue,
+        root: Root,
         functions: SplitFunctions,
         state: State,
         anchor: Tensor,
         *leaves: Any,
     ) -> tuple[Any, ...]:
-        ctx.queue, ctx.functions, ctx.state = queue, functions, state
-        ctx.ticket = queue.reducer.forward()
+        ctx.root, ctx.functions, ctx.state = root, functions, state
+        ctx.ticket = root.queue.reducer.forward()
         outputs, _, ctx.saved = run_forward(functions, state, list(leaves))
         ctx.packed = has_saved_tensors_hooks()
         if ctx.packed:
@@ -68,13 +85,15 @@ class Split(torch.autograd.Function):
     @staticmethod
     @untraced
     def backward(ctx: Any, *output_grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        root: Root = ctx.root
         functions: SplitFunctions = ctx.functions
         _check_backward(ctx)
         functions.autocast_guard.check()
         arrived = list(output_grads)
         del output_grads
-        skipped = functions.dependence.without_gradient(arrived)
-        idle = functions.dependence.idle_inputs(arrived)
+        absent = functions.dependence.absent(arrived)
+        skipped = functions.dependence.without_gradient(absent)
+        idle = functions.dependence.idle_inputs(absent)
         saved = ctx.saved
         ctx.saved = saved.again() if graph_is_kept() else None
         if ctx.packed:
@@ -83,11 +102,10 @@ class Split(torch.autograd.Function):
             grads, handover, early = functions.backward_input(saved, arrived)
         for at in idle:  # autograd knows no gradient from a gradient of zeros
             grads[at] = None
-        # Not under torch.autograd.grad or backward(inputs=...): they ask for no parameter.
-        if will_run(ctx.next_functions[0][0]):
+        if will_run(root.node):
             work = Deferred(functions, handover, early, ctx.state, skipped, current_backward())
-            ctx.queue.add(work)
-        ctx.queue.reducer.backward(ctx.ticket)
+            root.queue.add(work)
+        root.queue.reducer.backward(ctx.ticket)
         return (None, None, None, None, *grads)
 
 

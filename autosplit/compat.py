@@ -80,7 +80,7 @@ def untraced(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return disabled(*args, **kwargs)
         return function(*args, **kwargs)
 

@@ -57,9 +57,8 @@ class Delivery:
             leaves = self._leaves[work.functions] = Leaves(parameters)
         return leaves
 
-    @torch.no_grad()
     def _add(self, work: Deferred, leaves: Leaves) -> None:
-        with without_autocast():
+        with torch.set_grad_enabled(False), without_autocast():
             if not self._accumulation.exact and self._add_inside(work):
                 return
             grads = _gradients(work)

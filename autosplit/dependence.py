@@ -44,19 +44,21 @@ class Dependence:
         self._taken = taken
         self._tangents = tangents
 
-    def without_gradient(self, output_grads: Sequence[Tensor | None]) -> frozenset[str]:
+    def absent(self, output_grads: Sequence[Tensor | None]) -> frozenset[str]:
+        """Differentiable outputs that no gradient arrived for."""
+        return frozenset([name for name, at in self._tangents if output_grads[at] is None])
+
+    def without_gradient(self, absent: frozenset[str]) -> frozenset[str]:
         """Parameters that get no gradient, because none of their outputs has one."""
-        absent = self._absent(output_grads)
         if not absent:
             return self._unused
         sources = self._parameter_sources.items()
         return frozenset([name for name, outputs in sources if outputs <= absent])
 
-    def idle_inputs(self, output_grads: Sequence[Tensor | None]) -> list[int]:
+    def idle_inputs(self, absent: frozenset[str]) -> list[int]:
         """Places of inputs that get no gradient, because none of the outputs that they have a
         part in has one.
         """
-        absent = self._absent(output_grads)
         if not absent:
             return []
         idle = {name for name, outputs in self._input_sources.items() if outputs <= absent}
@@ -104,6 +106,3 @@ class Dependence:
     def _unused(self) -> frozenset[str]:
         """Parameters that no output depends on."""
         return frozenset([name for name, outputs in self._parameter_sources.items() if not outputs])
-
-    def _absent(self, output_grads: Sequence[Tensor | None]) -> frozenset[str]:
-        return frozenset([name for name, at in self._tangents if output_grads[at] is None])

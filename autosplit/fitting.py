@@ -11,7 +11,7 @@ from .compat import StateReader, tree_unflatten
 from .errors import CaptureError, SplitError
 from .functions import SplitFunctions
 from .graphs import Graphs
-from .signature import Signature
+from .signature import Signature, Structure
 from .tracing import trace, without_history
 
 
@@ -60,7 +60,7 @@ class FittingGraphs:
         return (with_backward or captured)[-1]
 
     def fitting(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], spec: Any
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], structure: Structure
     ) -> SplitFunctions:
         """The graph that fits the inputs and the model as they are now; captured if need be.
 
@@ -68,17 +68,17 @@ class FittingGraphs:
             args: positional inputs.
             kwargs: keyword inputs.
             leaves: those of ``(args, kwargs)``, flattened.
-            spec: their structure.
+            structure: how they make it up.
 
         Raises:
             CaptureError: the model cannot be traced for these inputs.
             SplitError: the graph cannot be split.
             BackendError: the backend cannot compile it.
         """
-        signature = Signature.of(leaves, spec)
+        signature = Signature.of(leaves, structure)
         if not all(type(leaf) is Tensor or not isinstance(leaf, Tensor) for leaf in leaves):
             # A parameter as an input: guards want the plain tensor that tracing saw.
-            args, kwargs = tree_unflatten(without_history(leaves), spec)
+            args, kwargs = tree_unflatten(without_history(leaves), structure.spec)
 
         def fits(functions: SplitFunctions) -> bool:
             return functions.capture.guards.hold(args, kwargs)
@@ -86,7 +86,7 @@ class FittingGraphs:
         with self._capturing:
             found = self._graphs.find(signature, fits)
             if found is None:
-                found = self._capture(leaves, spec)
+                found = self._capture(leaves, structure)
                 if not fits(found):
                     raise CaptureError(
                         f"the graph of {type(self._model).__name__} does not fit the very call it "
@@ -96,8 +96,8 @@ class FittingGraphs:
                 self._graphs.add(signature, found)
         return found
 
-    def _capture(self, leaves: list[Any], spec: Any) -> SplitFunctions:
-        args, kwargs = tree_unflatten(without_history(leaves), spec)
+    def _capture(self, leaves: list[Any], structure: Structure) -> SplitFunctions:
+        args, kwargs = tree_unflatten(without_history(leaves), structure.spec)
         made = trace(self._model, args, kwargs, self._backend, self._memory)
         self.state = StateReader(self._model)
         return made

@@ -6,10 +6,10 @@ import os
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .accumulation import Accumulation
-from .autograd import Split, run_forward
+from .autograd import Root, Split, run_forward
 from .compat import in_transform, tree_unflatten, untraced
 from .compile import check_backend
 from .delivery import Delivery
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .integrations.partial import Partial
 
 # Gone when a split module is copied or pickled; a copy captures anew.
-_TRANSIENT = ("_graphs", "_partial", "_queue", "_deliver", "_flatten", "_anchor")
+_TRANSIENT = ("_graphs", "_partial", "_queue", "_deliver", "_flatten", "_root")
 
 
 class SplitModule(Face):
@@ -65,7 +65,7 @@ class SplitModule(Face):
     _queue: PendingQueue
     _deliver: Delivery
     _flatten: Flattening
-    _anchor: Tensor
+    _root: Root
 
     def __init__(
         self,
@@ -105,8 +105,7 @@ class SplitModule(Face):
         own["_partial"] = self._by_graphs("dynamic=True") if own["_dynamic"] else None
         own["_queue"] = PendingQueue()
         own["_deliver"] = Delivery(own["_accumulation"])
-        with torch.inference_mode(False):
-            own["_anchor"] = torch.zeros((), requires_grad=True)
+        own["_root"] = Root(own["_queue"])
 
     @untraced
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -125,9 +124,9 @@ class SplitModule(Face):
             )
         if self._partial is not None:
             return self._partial(*args, **kwargs)
-        leaves, spec = self._flatten(args, kwargs)
+        leaves, structure = self._flatten(args, kwargs)
         try:
-            functions = self._graphs.fitting(args, kwargs, leaves, spec)
+            functions = self._graphs.fitting(args, kwargs, leaves, structure)
         except BackendError:
             raise
         except (CaptureError, SplitError) as error:
@@ -136,7 +135,8 @@ class SplitModule(Face):
         if functions.updated_inputs:
             refuse_overlap(functions, leaves, state)
         if functions.tangent_specs:
-            outputs = list(Split.apply(self._queue, functions, state, self._anchor, *leaves))  # type: ignore[no-untyped-call]
+            root = self._root
+            outputs = list(Split.apply(root, functions, state, root.anchor, *leaves))  # type: ignore[no-untyped-call]
         else:
             with torch.no_grad():
                 outputs = run_forward(functions, state, list(leaves)).outputs
@@ -161,12 +161,13 @@ class SplitModule(Face):
             SplitError: nothing, or fewer than asked for, is pending; or
                 DistributedDataParallel would average only a part.
         """
-        partial, whole = self._partial, self._queue.pending
+        partial = self._partial
         if partial is None or not partial.pending:
             for works in self._queue.take(microbatches):
                 self._deliver(works)
             return
         # What whole graphs left is older: once in parts, always in parts.
+        whole = self._queue.pending
         count = whole + partial.pending if microbatches is None else microbatches
         if not 1 <= count <= whole + partial.pending:
             raise SplitError(
@@ -200,8 +201,8 @@ class SplitModule(Face):
             CaptureError: the model cannot be traced for these inputs.
             SplitError: the graph cannot be split.
         """
-        leaves, spec = self._flatten(args, kwargs)
-        functions = self._graphs.fitting(args, kwargs, leaves, spec)
+        leaves, structure = self._flatten(args, kwargs)
+        functions = self._graphs.fitting(args, kwargs, leaves, structure)
         if self._accumulation.exact:
             functions.compile()
         else:  # a second microbatch's W adds into the first's gradients

@@ -30,10 +30,11 @@ def test_flattening_is_that_of_pytrees(name: str) -> None:
     flatten = Flattening()
     leaves, spec = tree_flatten((args, kwargs))
     for _ in range(2):
-        mine, my_spec = flatten(args, kwargs)
+        mine, structure = flatten(args, kwargs)
         assert len(mine) == len(leaves)
         assert all(a is b for a, b in zip(mine, leaves, strict=True))
-        assert my_spec == spec
+        assert structure.spec == spec
+        assert flatten(args, kwargs)[1] is structure
 
 
 def test_calls_of_one_shape_share_one_structure() -> None:
