@@ -90,7 +90,7 @@ def capture(
         foreseen = _foresee(exported, args, kwargs) if shelf else None
         key = split = None
         if shelf and foreseen:
-            key = shelf.key(module, exported, (args, kwargs), foreseen, decompositions)
+            key = shelf.key(module, exported, inputs, (args, kwargs), foreseen, decompositions)
             split = shelf.find(key, exported.meta["fake_mode"]) if key else None
         if split and foreseen:
             return Capture(split.joint, inputs, foreseen.names, foreseen.spec, guards, split, key)

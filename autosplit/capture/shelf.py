@@ -70,6 +70,7 @@ class Shelf:
         self,
         module: nn.Module,
         exported: fx.GraphModule,
+        names: tuple[str, ...],
         inputs: tuple[Any, Any],
         results: Foreseen,
         decompositions: Any,
@@ -79,6 +80,7 @@ class Shelf:
         Args:
             module: that was captured.
             exported: Dynamo's graph of it.
+            names: paths of the inputs, by which the graphs know them.
             inputs: args and kwargs that it was captured for.
             results: what it returns.
             decompositions: operators to trace through.
@@ -88,7 +90,8 @@ class Shelf:
             for line in (
                 *self.options,
                 *circumstances.lines(decompositions),
-                *results.names,
+                *map("takes {}".format, names),
+                *map("returns {}".format, results.names),
                 *fingerprint.lines(module, exported, *inputs, results.leaves),
             ):
                 digest.update(f"{line}\n".encode())

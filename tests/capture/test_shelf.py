@@ -158,6 +158,18 @@ def test_another_graph_is_not_found(what: str) -> None:
     assert OTHERS[what]() == HIT
 
 
+def test_inputs_by_place_and_by_name_have_graphs_of_their_own() -> None:
+    """The graphs are equal, but each names its inputs as they were given."""
+    model, x = Model(), torch.ones(4, 8, requires_grad=True)
+    assert trace(model, x) == MISS
+    split = autosplit.split(model)
+    split(x=x)["y"].sum().backward()
+    split.backward_weight()
+    assert model.first.weight.grad is not None
+    assert [each.capture.inputs for each in split.functions] == [("x",)]
+    assert trace(model, x) == HIT
+
+
 def test_switches_of_torch_are_part_of_the_key() -> None:
     assert trace() == MISS
     torch.set_num_threads(2)  # the fixture of all tests puts it back
