@@ -13,6 +13,10 @@ class CaptureError(AutosplitError):
     """A module could not be traced into one joint forward/backward graph."""
 
 
+class FailingCallError(CaptureError):
+    """The forward fails for these inputs, traced or not: a shape that does not fit, for example."""
+
+
 class SplitError(AutosplitError):
     """A graph could not be split, or a split module was driven in a wrong order."""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +15,7 @@ from .autograd import Root, Split, run_forward
 from .compat import in_transform, tree_unflatten, untraced
 from .compile import check_backend
 from .delivery import Delivery
-from .errors import AutosplitError, BackendError, CaptureError, SplitError
+from .errors import AutosplitError, BackendError, CaptureError, FailingCallError, SplitError
 from .face import Face
 from .fitting import FittingGraphs
 from .functions import SplitFunctions
@@ -112,7 +114,7 @@ class SplitModule(Face):
         """The model's forward.
 
         Raises:
-            CaptureError: the model cannot be traced for these inputs.
+            CaptureError: the model cannot be traced for these inputs, or fails for them.
             SplitError: the graph cannot be split, or the call is inside a ``torch.func``
                 transform.
         """
@@ -127,10 +129,10 @@ class SplitModule(Face):
         leaves, structure = self._flatten(args, kwargs)
         try:
             functions = self._graphs.fitting(args, kwargs, leaves, structure)
-        except BackendError:
+        except (BackendError, FailingCallError):
             raise
         except (CaptureError, SplitError) as error:
-            return self._in_parts(error)(*args, **kwargs)
+            return self._first_in_parts(error, args, kwargs)
         state = self._graphs.state()
         if functions.updated_inputs:
             refuse_overlap(functions, leaves, state)
@@ -233,6 +235,15 @@ class SplitModule(Face):
         else:
             dump(self._graphs.latest, folder, type(self.model).__name__)
 
+    def _first_in_parts(self, error: AutosplitError, args: Any, kwargs: Any) -> Any:
+        """The forward graph by graph; a call that fails so too says nothing about later ones."""
+        partial = self._in_parts(error)
+        try:
+            return partial(*args, **kwargs)
+        except Exception:
+            self.__dict__["_partial"] = None
+            raise
+
     def _in_parts(self, error: AutosplitError) -> Partial:
         """From now on graph by graph, where whole-graph capture is not insisted on."""
         if self._fullgraph:
@@ -275,8 +286,8 @@ def _accumulation(form: str) -> Accumulation:
 
 def split(
     model: nn.Module,
-    args: tuple[Any, ...] = (),
-    kwargs: dict[str, Any] | None = None,
+    args: tuple[Any, ...] | torch.Tensor = (),
+    kwargs: Mapping[str, Any] | None = None,
     *,
     backend: str = "eager",
     memory: str | int = "balanced",
@@ -289,8 +300,8 @@ def split(
 
     Args:
         model: any ``nn.Module``.
-        args: example positional inputs. With example inputs the graph is captured here;
-            without, at the first call.
+        args: example positional inputs, a tuple or one tensor. With example inputs the graph is
+            captured here; without, at the first call.
         kwargs: example keyword inputs.
         backend: how graphs are run. ``"eager"`` runs their operators one by one, with the bits of
             plain autograd. ``"inductor"`` compiles each graph as ``torch.compile`` would: faster,
@@ -328,10 +339,20 @@ def split(
         CaptureError: ``fullgraph`` and the model cannot be traced for the example inputs; names
             the line.
         SplitError: ``fullgraph`` and the graph cannot be split; the backend, the memory
-            setting or the accumulation is unknown; a memory budget cannot be met; or
-            ``dynamic`` comes with options that need whole graphs.
+            setting or the accumulation is unknown; a memory budget cannot be met; ``dynamic``
+            comes with options that need whole graphs; or this is no module, no inputs.
+        FailingCallError: the forward fails for the example inputs, traced or not.
         BackendError: the backend cannot compile a graph.
     """
+    if not isinstance(model, nn.Module):
+        raise SplitError(f"split takes an nn.Module; got a {type(model).__name__}")
+    if isinstance(args, torch.Tensor):
+        args = (args,)
+    if not isinstance(args, tuple) or not isinstance(kwargs, Mapping | None):
+        raise SplitError(
+            "split takes example inputs as a tuple (or one tensor), and keyword inputs as a "
+            f"dictionary; got a {type(args).__name__} and a {type(kwargs).__name__}"
+        )
     module = SplitModule(
         model,
         backend=backend,
@@ -344,8 +365,20 @@ def split(
     if (args or kwargs) and not dynamic:
         try:
             module.capture(*args, **(kwargs or {}))
-        except BackendError:
+        except (BackendError, FailingCallError):
             raise
         except (CaptureError, SplitError) as error:
+            _check_arguments(model, args, kwargs or {})
             module._in_parts(error)
     return module
+
+
+def _check_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """A model in parts is not looked at before it is called; so look at what it is called with."""
+    signature = inspect.signature(model.forward)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise SplitError(
+            f"the example inputs do not fit {type(model).__name__}.forward{signature}: {error}"
+        ) from None

@@ -4,28 +4,50 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 from collections.abc import Iterator
 
 from torch import nn
 from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
 
-from ..errors import CaptureError
+from ..errors import CaptureError, FailingCallError
 
 
 @contextlib.contextmanager
 def user_errors(module: nn.Module) -> Iterator[None]:
-    """Turn what tracing raises into a CaptureError that names the user's line."""
+    """Turn what tracing raises into a CaptureError that names the user's line.
+
+    Raises:
+        FailingCallError: an operator refused its inputs.
+        CaptureError: anything else.
+    """
     try:
-        yield
+        with told_once():
+            yield
     except CaptureError:
         raise
     except Exception as error:
         where = _user_line(error) or definition(module)
-        reason = _reason(error)
-        raise CaptureError(
+        kind = FailingCallError if isinstance(error, TorchRuntimeError) else CaptureError
+        raise kind(
             f"{type(module).__name__} cannot be captured in one graph.\n"
-            f"  at {where}\n  because {reason}\n  {_advice(error)}"
+            f"  at {where}\n  because {_reason(error)}\n  {_advice(error)}"
         ) from error
+
+
+@contextlib.contextmanager
+def told_once() -> Iterator[None]:
+    """Fake tensors log an operator's error with its whole traceback, and then raise it."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log.addFilter(_below_error)
+    try:
+        yield
+    finally:
+        log.removeFilter(_below_error)
+
+
+def _below_error(record: logging.LogRecord) -> bool:
+    return record.levelno < logging.ERROR
 
 
 def _user_line(error: Exception) -> str:

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..compat import tree_flatten, tree_unflatten
 from ..errors import CaptureError
-from .reasons import definition
+from .reasons import definition, told_once
 
 _SOURCE = re.compile(r"\"([LG]\['[^\"]*)\"")
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
@@ -90,7 +90,8 @@ def first_call_differs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
     try:
         twin, mode = _without_data(module)
         before = [(part, _contents(part)) for part in twin.modules()]
-        _run(twin, args, kwargs, mode)
+        with told_once():
+            _run(twin, args, kwargs, mode)
     except Exception:
         return False
     return not all(_unchanged(contents, _contents(part)) for part, contents in before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.autograd import forward_ad
 
 import autosplit
 from autosplit import SplitError, SplitModule
+from autosplit.errors import FailingCallError
 
 
 def forward_mode(split: SplitModule, x: Tensor) -> Any:
@@ -39,6 +41,74 @@ def test_transforms(name: str, captured: bool) -> None:
         split(x)
     with pytest.raises(SplitError, match=r"inside a torch\.func transform .*transform the unsplit"):
         TRANSFORMS[name](split, x)
+
+
+class Checking(nn.Module):
+    """Has an opinion on its inputs, which no graph holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if bool(x.isnan().any()):
+            raise ValueError("not a number")
+        return self.linear(x)
+
+
+def test_a_shape_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Says so as the unsplit model would, once, and later calls go as if it had not been."""
+    logged: list[logging.LogRecord] = []
+    torchs = logging.getLogger("torch._subclasses.fake_tensor")
+    monkeypatch.setattr(torchs, "handle", lambda r: logged.append(r) if torchs.filter(r) else None)
+    split = autosplit.split(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
+    with pytest.raises(FailingCallError, match=r"\[3, 5\] X \[4, 4\](.|\n)*without autosplit"):
+        split(torch.randn(3, 5))
+    with pytest.raises(FailingCallError, match="same operator should fail"):
+        autosplit.split(nn.Linear(4, 4), torch.randn(3, 5))
+    assert not logged
+    split(torch.randn(3, 4)).sum().backward()
+    assert len(split.functions) == split.pending == 1
+
+
+@pytest.mark.parametrize("call", [(), (torch.ones(3, 4), torch.ones(3, 4))], ids=["few", "many"])
+def test_a_call_that_does_not_fit(call: tuple[Tensor, ...]) -> None:
+    split = autosplit.split(nn.Linear(4, 2))
+    with pytest.raises(TypeError, match="positional argument"):
+        split(*call)
+    split(torch.randn(3, 4)).sum().backward()
+    assert len(split.functions) == 1
+
+
+def test_a_call_that_the_forward_refuses() -> None:
+    split = autosplit.split(Checking())
+    with pytest.raises(ValueError, match="not a number"):
+        split(torch.full((3, 4), torch.nan))
+    split(torch.ones(3, 4)).sum().backward()
+    split.backward_weight()
+    assert "Deferred: the gradients of 2 of 2 parameters" in split.report()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ((torch.relu,), "split takes an nn.Module; got a builtin_function_or_method"),
+        ((nn.Linear(4, 2), [torch.ones(3, 4)]), r"as a tuple \(or one tensor\).* got a list"),
+        ((nn.Linear(4, 2), torch.ones(3, 4), torch.ones(3, 4)), "got a tuple and a Tensor"),
+    ],
+)
+def test_no_module_and_no_inputs(given: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(SplitError, match=message):
+        autosplit.split(*given)
+
+
+def test_examples_that_do_not_fit() -> None:
+    with pytest.raises(SplitError, match=r"Bilinear\.forward\(.*missing a required argument"):
+        autosplit.split(nn.Bilinear(4, 4, 2), torch.ones(3, 4))
+
+
+def test_one_tensor_as_example() -> None:
+    assert len(autosplit.split(nn.Linear(4, 2), torch.ones(3, 4)).functions) == 1
 
 
 def test_double_backward() -> None:
