@@ -31,6 +31,11 @@ def example(
     if isinstance(made, Workload):
         module, args = _stage(made, stages, stage)
         kwargs: dict[str, Any] = {}
+    elif (stages, stage) != (1, 0):
+        raise PipelineError(
+            f"{factory} returned no Workload, which alone knows stages; got stages={stages} and "
+            f"stage={stage}"
+        )
     else:
         module, args, kwargs = _unpack(made, factory)
     leaves, spec = tree_flatten((args, kwargs))

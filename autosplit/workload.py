@@ -7,7 +7,9 @@ A factory is a function that takes keyword settings (`--set dim=256`) and return
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
+import inspect
 import os
 import sys
 import traceback
@@ -99,13 +101,34 @@ def load_factory(spec: str) -> Callable[..., Any]:
     return typing.cast(Callable[..., Any], factory)
 
 
+def prepared(spec: str, overrides: Mapping[str, object]) -> Callable[[], Any]:
+    """The factory `spec` with these settings, yet to be called.
+
+    Raises:
+        PipelineError: as `load_factory`, or the factory does not take the settings.
+    """
+    factory = load_factory(spec)
+    signature = inspect.signature(factory)
+    try:
+        signature.bind(**overrides)
+    except TypeError as error:
+        raise PipelineError(
+            f"{spec}{signature} cannot be called with {_listed(overrides)}: {error}"
+        ) from None
+    return functools.partial(factory, **overrides)
+
+
+def _listed(overrides: Mapping[str, object]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in overrides.items()) or "no settings"
+
+
 def load_workload(spec: str, overrides: Mapping[str, object]) -> Workload:
     """What the factory `spec` returns for these settings.
 
     Raises:
-        PipelineError: as `load_factory`, or the factory does not return a Workload.
+        PipelineError: as `prepared`, or the factory does not return a Workload.
     """
-    made = load_factory(spec)(**overrides)
+    made = prepared(spec, overrides)()
     if not isinstance(made, Workload):
         raise PipelineError(
             f"{spec} returned a {type(made).__name__}; expected a factory that returns an "

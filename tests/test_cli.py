@@ -188,6 +188,13 @@ def test_inspect_a_model(tmp_path: pathlib.Path) -> None:
     assert (tmp_path / "d" / "backward_input.py").exists()
 
 
+def test_inspect_a_model_that_no_graph_holds() -> None:
+    result = run("inspect", "breaking:factory")
+    assert result.exit_code == 0, result.output
+    assert "is split graph by graph" in result.output
+    assert "100.0 % of the weight gradients" in result.output
+
+
 def test_inspect_a_stage() -> None:
     command = ["inspect", "examples.models:llama", *TINY, "--stages", "2", "--stage", "1"]
     with_grads = run(*command)
@@ -245,6 +252,15 @@ def test_inspect_a_stage() -> None:
         (
             ["inspect", "torch.nn:Identity"],
             "returned a module without inputs; return (model, args)",
+        ),
+        (
+            ["inspect", "planned_models:factory", "--set", "layer=2"],
+            "planned_models:factory(layers: 'str' = '4') -> 'tuple[nn.Module, Tensor]' cannot be "
+            "called with layer=2: got an unexpected keyword argument 'layer'",
+        ),
+        (
+            ["inspect", "planned_models:factory", "--stages", "2"],
+            "planned_models:factory returned no Workload, which alone knows stages",
         ),
         (
             ["inspect", "examples.models:llama", "--stage", "4"],

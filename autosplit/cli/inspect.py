@@ -47,11 +47,13 @@ def inspect(
     """
     from ..inspection import example
     from ..module import split
-    from ..workload import load_factory
+    from ..workload import prepared
 
-    made = load_factory(factory)(**overrides)
+    made = prepared(factory, overrides)()
     model, args, kwargs = example(made, factory, stages, stage, input_grads=not no_input_grads)
     module = split(model, args, kwargs, backend=backend, memory=memory)
+    if not module.functions:  # split graph by graph, as a call finds them
+        module(*args, **kwargs)
     click.echo(module.report())
     if folder:
         module.dump(folder)

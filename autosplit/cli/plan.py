@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import pathlib
 from typing import Any
@@ -87,9 +86,9 @@ def plan(
     """
     from ..planning import plan_factory, write_summary
     from ..report.plans import draw_plan, plan_table, refused_table, search_table
-    from ..workload import load_factory
+    from ..workload import prepared
 
-    build = functools.partial(load_factory(factory), **overrides)
+    build = prepared(factory, overrides)
     found = plan_factory(build, factory, _request(backend=backend, **options))
     click.echo(search_table(found.configurations, rows))
     refused = refused_table(found.configurations)

@@ -149,7 +149,10 @@ class Partial:
             SplitError: the model has not been called yet.
         """
         if not self._parts and not self._breaks and self._history is None:
-            raise SplitError("nothing captured yet: call the module")
+            because = f"; {self.reason}" if self.reason else ""
+            raise SplitError(
+                "nothing captured yet: call the module, which is split graph by graph" + because
+            )
         return partial_report(self, type(self._model).__name__)
 
     def dump(self, folder: str | os.PathLike[str]) -> None:

@@ -171,3 +171,5 @@ def test_dump(tmp_path: pathlib.Path) -> None:
 def test_nothing_captured() -> None:
     with pytest.raises(SplitError, match="nothing captured yet: call the module"):
         Partial(TwoLayers()).report()
+    with pytest.raises(SplitError, match=r"split graph by graph; for a reason$"):
+        Partial(TwoLayers(), reason="for a reason").report()
