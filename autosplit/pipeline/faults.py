@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from types import TracebackType
 from typing import NoReturn, Protocol
 
 from autosplit.errors import AutosplitError, PipelineError
@@ -165,6 +166,11 @@ class Guard:
         """Whether a fault has ended the run."""
         return self._ended is not None
 
+    def left(self, error: BaseException) -> None:
+        """End the run because the caller's own code, between two calls, raised an error."""
+        if self._ended is None:
+            self._end(self._fault("the code around the trainer", error, error.__traceback__))
+
     def check(self) -> None:
         """Raise LostPeerError if some rank has posted a fault; for loops that wait on the host."""
         if self._board is not None and self._board.first() is not None:
@@ -204,16 +210,21 @@ class Guard:
             where, cause = str(error.action), error.__cause__
             trace = cause.__traceback__
         # The first frame is the guard's or the executor's own.
-        trace = trace.tb_next if trace is not None else None
-        text = "".join(traceback.format_exception(type(cause), cause, trace))
-        fault = Fault(self._rank, where, describe(cause), text)
-        self._post(fault)
-        self._finish(fault)
+        fault = self._fault(where, cause, trace.tb_next if trace is not None else None)
+        self._end(fault)
         if not isinstance(cause, Exception) or (
             cause is error and isinstance(cause, AutosplitError)
         ):
             raise cause
         raise RankError(fault.headline, fault) from cause
+
+    def _fault(self, where: str, cause: BaseException, trace: TracebackType | None) -> Fault:
+        text = "".join(traceback.format_exception(type(cause), cause, trace))
+        return Fault(self._rank, where, describe(cause), text)
+
+    def _end(self, fault: Fault) -> None:
+        self._post(fault)
+        self._finish(fault)
 
     def _post(self, fault: Fault) -> Fault:
         return fault if self._board is None else self._board.post(fault)

@@ -321,6 +321,8 @@ class PipelineTrainer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if error is not None:
+            self._guard.left(error)
         self.close()
 
     def _run(self, batch: Batch | None) -> Agreement:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -71,7 +72,13 @@ class Update:
     def drive(
         self, parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer | None
     ) -> None:
-        """Set the optimizer and this rank's parameters, which it moves; None if there are none."""
+        """Set the optimizer and this rank's parameters, which it moves; None if there are none.
+
+        Raises:
+            PipelineError: this is no optimizer, or one of other parameters.
+        """
+        if parameters:
+            _check_moves(optimizer, parameters)
         self._parameters, self._optimizer = parameters, optimizer
 
     def step(self, norm: float | None, agree: Callable[[], None]) -> None:
@@ -185,3 +192,19 @@ class Update:
 
     def _snapshot(self) -> Snapshot | None:
         return None if self._optimizer is None else Snapshot(self._optimizer, self._device)
+
+
+def _check_moves(optimizer: Any, parameters: Sequence[nn.Parameter]) -> None:
+    """Other parameters get no gradient, and nobody would move these."""
+    if not hasattr(optimizer, "param_groups"):
+        raise PipelineError(
+            f"optimizer_fn must return a torch.optim.Optimizer; got a {type(optimizer).__name__}"
+        )
+    given = set(map(id, parameters))
+    moved = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    foreign = sum(each not in given for each in moved)
+    if foreign:
+        raise PipelineError(
+            f"optimizer_fn built an optimizer of {len(moved)} parameters, {foreign} of which it "
+            "was not given: build it of the list that it is called with, this rank's parameters"
+        )

@@ -91,6 +91,18 @@ def _optimizer_fails(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return sgd(parameters)
 
 
+def _optimizer_of_others(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return sgd([*parameters, *block(7).parameters()])
+
+
+def _code_around_fails() -> None:
+    with trainer() as engine:
+        engine.step(data(8))
+        if engine.rank == 1:
+            raise OSError("disk full")
+        engine.step(data(8))
+
+
 def _step(batch: Any = None, **options: Any) -> None:
     trainer(**options).step(data(8) if batch is None else batch)
 
@@ -128,6 +140,9 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "weight": functools.partial(_step, stage_factory=WeightTrip),
     "factory": functools.partial(_step, model=_factory_fails),
     "optimizer": functools.partial(_step, optimizer_fn=_optimizer_fails),
+    "foreign parameters": functools.partial(_step, optimizer_fn=_optimizer_of_others),
+    "no optimizer": functools.partial(_step, optimizer_fn=lambda parameters: None),
+    "code around": _code_around_fails,
     "shape between stages": functools.partial(
         _step, model=lambda index: Growing() if index == 0 else block(1)
     ),

@@ -31,6 +31,7 @@ SAID: dict[str, tuple[int | None, str]] = {
     "weight": (0, "rank 0 failed in 0W1: RuntimeError: no weight today"),
     "factory": (1, "rank 1 failed in building the model: OSError: no such checkpoint"),
     "optimizer": (0, "rank 0 failed in building the model: ValueError: negative learning rate"),
+    "code around": (1, "disk full"),
     "shape between stages": (
         0,
         "rank 0 failed in 0F2: PipelineError: output 0 of stage 0 in microbatch 2 is "
@@ -56,6 +57,11 @@ SAID: dict[str, tuple[int | None, str]] = {
         "'tied' of stage 0: [6, 6] torch.float32; 'tied' of stage 1: [8, 6] torch.float32",
     ),
     "no timeline": (None, "there is no recorded step: set record=True before a step, then ask"),
+    "foreign parameters": (
+        None,
+        "optimizer_fn built an optimizer of 4 parameters, 2 of which it was not given",
+    ),
+    "no optimizer": (None, "optimizer_fn must return a torch.optim.Optimizer; got a NoneType"),
     "no module": (None, "must be an nn.Module; got a int"),
     "world size": (None, "2 processes cannot hold 1 stages: each needs at least one stage"),
     "ranks": (None, "ranks=3 but the process group has 2 processes"),
