@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from autosplit.errors import PipelineError
 from autosplit.pipeline.assembly import StageFactory, split_stage
 from autosplit.pipeline.groups import process_count
 from autosplit.pipeline.modules import LossFunction, Stages
@@ -62,6 +63,11 @@ def _cut(
     whole: Uncut, built: Schedule, processes: int, loss_fn: LossFunction, options: Options
 ) -> tuple[Stages, Schedule]:
     """Cut a whole model for ``built``, which by name is built anew for the stages' times."""
+    if options.shapes > 1:
+        raise PipelineError(
+            f"shapes={options.shapes} has no effect on a whole model, which is cut for batches of "
+            "one shape: pad the others to it, or give stages"
+        )
     by_name = isinstance(options.schedule, str) and options.schedule != "auto"
     by_name &= built.mirror is None
     given = options.given_stage

@@ -174,7 +174,7 @@ class StageModule(nn.Module):
                 raise PlanError(
                     f"stage {self._index}: input {position} has shape {list(given.shape)}, but "
                     f"the model was captured with {list(shape)}; cut the model again for "
-                    "microbatches of this size"
+                    "microbatches of this size, or pad them"
                 )
         return program
 

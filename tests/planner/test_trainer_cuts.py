@@ -61,6 +61,8 @@ def test_the_schedule_is_built_for_the_stages_that_are_cut() -> None:
 def test_what_no_planner_takes_is_refused() -> None:
     with pytest.raises(PipelineError, match="unknown option 'cost' in planning; known: costs, sec"):
         trainer(planning={"cost": "estimate"})
+    with pytest.raises(PipelineError, match="shapes=2 has no effect on a whole model"):
+        trainer(planning={"costs": UNEVEN}, shapes=2)
     with pytest.raises(PipelineError, match="planning has no effect beside stages; it is for a wh"):
         PipelineTrainer([net()], loss, sgd, microbatches=1, ranks=1, planning={})
     other = build("1f1b", 2, 4)
