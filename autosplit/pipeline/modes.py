@@ -31,10 +31,6 @@ class Modes:
     def __init__(
         self, limit: int, groups: Groups, source: int, make: Callable[[str], Mode]
     ) -> None:
-        if limit < 1:
-            raise PipelineError(
-                f"shapes is how many shapes of batches may come, 1 or more: {limit}"
-            )
         self._limit = limit
         self._groups = groups
         self._source = source

@@ -46,6 +46,10 @@ class Options:
         check_options(
             self.autocast, self.max_grad_norm, self.timeout, self.stage, self.stage_factory
         )
+        if self.shapes < 1:
+            raise PipelineError(
+                f"shapes is how many shapes of batches may come, 1 or more: {self.shapes}"
+            )
         check_slices(self.stage.get("slices"), self.early_weights)
 
     @property

@@ -20,7 +20,7 @@ from autosplit.pipeline.holdings import Holdings
 from autosplit.pipeline.microbatch import Batch
 from autosplit.pipeline.mode import Mode
 from autosplit.pipeline.modes import Modes
-from autosplit.pipeline.options import Options, choose_order
+from autosplit.pipeline.options import Options
 from autosplit.pipeline.order import Order, as_scheduled
 from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.snapshot import ForwardState
@@ -33,11 +33,13 @@ from autosplit.pipeline.wiring import Feeds
 class Runner:
     """This rank's runs: forward and backward in training, forward only in evaluation.
 
-    Whoever calls it guards the call. ``hold`` comes before the first batch.
+    Whoever calls it guards the call.
 
     Args:
         arrangement: what there is to run.
         options: how.
+        order: in which this rank takes up its actions.
+        held: what this rank holds; its stages are built of it when the first batch is there.
         groups: the trainer's process groups.
         guard: the trainer's guard.
         update: the optimizer's steps, which tell whether weights were right.
@@ -47,28 +49,26 @@ class Runner:
         schedule: what training runs; under ``"auto"`` another one behind the measured steps.
         stages: this rank's stages of the last run in training; empty before the first.
         spans: what that run recorded.
-
-    Raises:
-        PipelineError: early weights where they cannot be, or ``shapes`` that is no count.
     """
 
     def __init__(
         self,
         arrangement: Arrangement,
         options: Options,
+        order: Order,
+        held: Holdings,
         groups: Groups,
         guard: Guard,
         update: Update,
         device: torch.device,
     ) -> None:
-        self._arrangement = arrangement
-        self._autocast = options.autocast
+        self._held = held
         self._groups = groups
         self._guard = guard
         self._update = update
         self._device = device
         self.schedule: Schedule = arrangement.schedule
-        self._order = choose_order(options.early_weights, self.schedule, device)
+        self._order = order
         self._tuner = Tuner(self.schedule, groups) if options.schedule == "auto" else None
         if self._tuner is not None:
             self.schedule = self._tuner.measured
@@ -78,21 +78,17 @@ class Runner:
         self._train = Modes(options.shapes, groups, source, make)
         make = partial(self._make_mode, "evaluate", forward_only(self.schedule), as_scheduled)
         self._evaluate = Modes(options.shapes, groups, source, make)
-        self.stages: Mapping[int, TrainableStage] = MappingProxyType({})
-        self.spans: list[Span] = []
-
-    def hold(self, held: Holdings) -> None:
-        """Set what this rank holds; its stages are built of it when the first batch is there."""
-        self._held = held
         self._builder = Builder(
             held.modules,
             self.schedule,
             self._feeds,
-            self._arrangement.loss_fn,
-            self._arrangement.factory,
-            autocast=self._autocast,
-            device=self._device,
+            arrangement.loss_fn,
+            arrangement.factory,
+            autocast=options.autocast,
+            device=device,
         )
+        self.stages: Mapping[int, TrainableStage] = MappingProxyType({})
+        self.spans: list[Span] = []
 
     def train(self, batch: Batch | None, *, clipping: bool, record: bool) -> Agreement:
         """Run the schedule and add its gradients to the parameters' ``.grad``.

@@ -19,7 +19,7 @@ from autosplit.pipeline.groups import Groups
 from autosplit.pipeline.holdings import Holdings
 from autosplit.pipeline.microbatch import Batch
 from autosplit.pipeline.modules import LossFunction, Model, Stages
-from autosplit.pipeline.options import Options, choose_device
+from autosplit.pipeline.options import Options, choose_device, choose_order
 from autosplit.pipeline.runner import Runner
 from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.shared import Holder
@@ -157,24 +157,31 @@ class PipelineTrainer:
         board = Board(self._groups.store) if arranged.processes > 1 else None
         self._update = Update(max_norm=max_grad_norm, undo=undo_steps, device=self.device)
         self._guard = Guard(self.rank, board, self._end)
-        self._runner = Runner(
-            arranged, options, self._groups, self._guard, self._update, self.device
-        )
+        order = choose_order(early_weights, arranged.schedule, self.device)
         with self._guard("building the model"):
-            self._build(arranged.stages, optimizer_fn)
-
-    def _build(self, stages: Stages, optimizer_fn: OptimizerFunction) -> None:
-        """Build what this rank holds, and its optimizer."""
-        self._held = Holdings(
-            stages, self.shared_parameters, self.schedule, self._groups, self.device
+            self._held = Holdings(
+                arranged.stages,
+                self.shared_parameters,
+                arranged.schedule,
+                self._groups,
+                self.device,
+            )
+            self.modules = self._held.modules
+            parameters = self._held.parameters
+            self.optimizer = optimizer_fn(parameters) if parameters else None
+            self._update.drive(parameters, self.optimizer)
+            # Whoever gets here knows that every other rank did.
+            self._groups.meet()
+        self._runner = Runner(
+            arranged,
+            options,
+            order,
+            self._held,
+            self._groups,
+            self._guard,
+            self._update,
+            self.device,
         )
-        self.modules = self._held.modules
-        self._runner.hold(self._held)
-        parameters = self._held.parameters
-        self.optimizer = optimizer_fn(parameters) if parameters else None
-        self._update.drive(parameters, self.optimizer)
-        # Whoever gets here knows that every other rank did.
-        self._groups.meet()
 
     @property
     def rank(self) -> int:
