@@ -155,7 +155,21 @@ class Division:
         # nevertheless runs twice.
         for operand in {maker(each) for each in node.all_input_nodes}:
             if not is_free(operand) and not (operand in self._reach.redone and layer is _first):
-                self._network.add(half, layer(self._order[operand]), self._price_again(operand))
+                price = self._price_again(operand) if self._ready(operand, layer) else None
+                self._network.add(half, layer(self._order[operand]), price)
+
+    def _ready(self, node: fx.Node, layer: Callable[[int], int]) -> bool:
+        """Whether all that the node reads is before the boundary in any case, so that running it
+        there as well as behind takes nothing else along.
+        """
+        return all(self._is_before(maker(each), layer) for each in node.all_input_nodes)
+
+    def _is_before(self, node: fx.Node, layer: Callable[[int], int]) -> bool:
+        if is_free(node) or node.op == "placeholder":
+            return True
+        if layer is _first:
+            return node in self._reach.forward and node not in self._reach.redone
+        return node in self._reach.urgent or node not in self._reach.gradient
 
     def _price(self, node: fx.Node) -> Price | None:
         """What carrying a node's value costs; None where it cannot be carried.

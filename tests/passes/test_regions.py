@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from sized import Sized, held, least_held
 
 from autosplit.passes import PassError, Role
+from autosplit.passes.cost import is_cheap
 from autosplit.passes.graph import Kind
 
 
@@ -141,6 +142,19 @@ def test_weight_gradient_is_released_where_it_may_be_early() -> None:
     assert (dear.deferred, dear.released) == ([x, g], set())
 
 
+@pytest.mark.parametrize("charge", [0.0, 0.01, 0.1, 0.3, 1.0, 3.0, 10.0])
+def test_what_is_done_again_early_takes_nothing_along_that_waits(charge: float) -> None:
+    """A reduction would save 50 in I, where it needs a sum again that reads what waits."""
+    b = Sized()
+    x, y, g = b.input(10), b.input(50), b.tangent(10)
+    late = b.costly(40, x, g)
+    summed = b.cheap(40, late)
+    b.result(Kind.PARAMETER_GRAD, b.costly(40, summed))
+    b.result(Kind.PARAMETER_GRAD, b.cheap(1, summed, y))
+    cut = b.cut(again=True, release=True, charge=charge)
+    assert late not in cut.input.runs & cut.weight.runs
+
+
 def test_value_that_cannot_be_carried() -> None:
     b = Sized()
     x, g = b.input(1), b.tangent()
@@ -153,21 +167,22 @@ def test_value_that_cannot_be_carried() -> None:
 
 
 @st.composite
-def graphs(draw: st.DrawFn) -> Sized:
-    """Up to six operators over two inputs and a gradient."""
+def graphs(draw: st.DrawFn, *, operators: int = 3, input_grad: bool = True) -> Sized:
+    """Some operators over two inputs, as many over a gradient."""
     b = Sized()
     sizes = st.integers(1, 20)
     forward = [b.input(draw(sizes)), b.input(draw(sizes))]
     kinds = st.sampled_from(["cheap", "costly"])
-    for _ in range(draw(st.integers(1, 3))):
+    for _ in range(draw(st.integers(1, operators))):
         operands = draw(st.lists(st.sampled_from(forward), min_size=1, max_size=2, unique=True))
         forward.append(getattr(b, draw(kinds))(draw(sizes), *operands))
     b.result(Kind.OUTPUT, draw(st.sampled_from(forward)))
     gradient = [b.tangent(draw(sizes))]
-    for _ in range(draw(st.integers(2, 3))):
+    for _ in range(draw(st.integers(2, operators))):
         operands = [draw(st.sampled_from(gradient)), draw(st.sampled_from(forward + gradient))]
         gradient.append(getattr(b, draw(kinds))(draw(sizes), *dict.fromkeys(operands)))
-    b.result(Kind.INPUT_GRAD, draw(st.sampled_from(gradient[1:])))
+    if input_grad:
+        b.result(Kind.INPUT_GRAD, draw(st.sampled_from(gradient[1:])))
     for node in draw(st.lists(st.sampled_from(gradient[1:]), min_size=1, max_size=2, unique=True)):
         b.result(Kind.PARAMETER_GRAD, node)
     return b
@@ -178,3 +193,17 @@ def graphs(draw: st.DrawFn) -> Sized:
 def test_no_division_holds_less(b: Sized, again: bool) -> None:
     graph = b.module().graph
     assert held(b.cut(again=again)) == least_held(graph, again=again)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.booleans().flatmap(lambda given: graphs(operators=6, input_grad=given)),
+    st.booleans(),
+    st.sampled_from([0.0, 0.01, 1.0]),
+    st.sampled_from([0.0, 0.01, 0.1, 1.0, 10.0]),
+)
+def test_costly_operators_run_once_whatever_is_early(
+    b: Sized, release: bool, rate: float, charge: float
+) -> None:
+    cut = b.cut(again=True, release=release, rate=rate, charge=charge)
+    assert all(is_cheap(n) or n.op != "call_function" for n in cut.input.runs & cut.weight.runs)

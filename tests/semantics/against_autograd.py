@@ -36,18 +36,19 @@ def assert_equals_autograd(
     loss: Loss = mean_square,
     *,
     compare: Callable[[str, Any, Any], None] | None = None,
+    **options: Any,
 ) -> autosplit.SplitModule:
     """Every output, gradient, buffer and random state is that of plain autograd.
 
     Each microbatch is a tuple of positional inputs or a dict of keyword inputs; inputs with
     ``requires_grad`` are leaves. Driven twice over: forward and backward of one after the
     other, then all forwards before all backwards, each with every microbatch pending at once
-    before ``backward_weight()``. Gradients add up over both.
+    before ``backward_weight()``. Gradients add up over both. ``options`` are those of ``split``.
     """
     compare = compare or assert_same
     model.zero_grad()
     plain = copy.deepcopy(model)
-    split = autosplit.split(model)
+    split = autosplit.split(model, **options)
     for order in (one_by_one, forwards_first):
         mine = order(split, microbatches, loss)
         assert split.pending in (0, len(microbatches))
