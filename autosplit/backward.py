@@ -9,17 +9,17 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
-from torch import fx
+from torch import Tensor, fx
 
 from .accumulation import Accumulation
-from .compile import Backend, positions
+from .compile import Backend, hand_over, positions
 from .dependence import Dependence
 from .errors import SplitError
-from .gradients import GradientGraph, forms
+from .gradients import GradientGraph, PassedOn, forms
 from .handover import Constants
 from .passes import Kind, Role, SplitGraphs
 from .passes.batch import batch, member
-from .passes.graph import STATE, inputs, outputs
+from .passes.graph import STATE, inputs, outputs, role_of
 from .passes.verify import verify_graph
 from .slices import SlicedWeight
 
@@ -31,7 +31,7 @@ class InputHalf(NamedTuple):
     """I, and where its results stand.
 
     Attributes:
-        graph: takes what F saved, the state that the backward reads, and tangents; its other
+        graph: takes tangents, what F saved, and the state that the backward reads; its other
             results are gradients of the module's inputs and then what is deferred.
         inputs: how many inputs the module has.
         handed: roles of what W gets: what I defers, then state.
@@ -40,7 +40,7 @@ class InputHalf(NamedTuple):
         constants: those that W reads.
     """
 
-    graph: GradientGraph
+    graph: GradientGraph | PassedOn
     inputs: int
     handed: Sequence[Role]
     names: tuple[str, ...]
@@ -50,6 +50,9 @@ class InputHalf(NamedTuple):
 
 class BackwardGraphs:
     """I, W and B of one traced module, each made when it is first asked for.
+
+    Where inputs get no gradient, as in the first stage of a pipeline, I has nothing to compute:
+    it passes on what it takes without running a graph, and W and B are one and the same graph.
 
     Args:
         traced: the module.
@@ -86,7 +89,8 @@ class BackwardGraphs:
         backward = graphs.backward
         self.read = [] if backward is None else list(inputs(backward.graph, *STATE))
         self.constants = self._constants_of([] if backward is None else [backward])
-        self._taken = [*saved, *self.read, *(Role(Kind.TANGENT, name) for name in tangents)]
+        self._crossing = [*(Role(Kind.TANGENT, name) for name in tangents), *saved]
+        self._taken = [*self._crossing, *self.read]
         self._wanted = [Role(Kind.INPUT_GRAD, name) for name in traced.inputs]
         self.parameter_names = _parameters(graphs.joint)
         early = {*_parameters(graphs.backward_input)}
@@ -106,7 +110,7 @@ class BackwardGraphs:
                 if self._graphs.backward is not None and (call, adds) in needed:
                     self._graph_of(call, slices).compile(accumulation if adds else None)
 
-    def _graph_of(self, call: str, slices: int) -> GradientGraph | SlicedWeight:
+    def _graph_of(self, call: str, slices: int) -> GradientGraph | SlicedWeight | PassedOn:
         match call:
             case "backward_input":
                 return self.input_half.graph
@@ -119,6 +123,8 @@ class BackwardGraphs:
         """I."""
         module = self._module("backward_input")
         weight = self._module("backward_weight")
+        if self._only_weights:
+            return self._passed_on(module, weight)
         deferred = [role for role, _ in outputs(module.graph, Kind.DEFERRED)]
         read = list(inputs(weight.graph, *STATE))
         others = [*self._wanted, *deferred]
@@ -133,12 +139,36 @@ class BackwardGraphs:
             self._constants_of([weight]),
         )
 
+    def _passed_on(self, module: fx.GraphModule, weight: fx.GraphModule) -> InputHalf:
+        """An I that computes nothing."""
+        values = {role: node.meta["val"] for role, node in outputs(module.graph, Kind.DEFERRED)}
+        hand_over({r: v.stride() for r, v in values.items() if isinstance(v, Tensor)}, weight)
+        passed = _passed(module.graph)
+        handed = (*(passed[role] for role in self._crossing), *self.read)
+        return InputHalf(
+            PassedOn(len(self._wanted), len(self._crossing)),
+            len(self._wanted),
+            handed,
+            tuple([role.name for role in handed]),
+            range(len(self.read)),
+            self._constants_of([weight]),
+        )
+
+    @cached_property
+    def _only_weights(self) -> bool:
+        """Whether I computes nothing, so that W takes what B takes and does what B does."""
+        graph, weight = self._module("backward_input").graph, self._module("backward_weight").graph
+        return (
+            _passed(graph).keys() == set(self._crossing) and [*inputs(weight, *STATE)] == self.read
+        )
+
     @cached_property
     def weight(self) -> GradientGraph:
         """W of one microbatch, in one call."""
         module = self._module("backward_weight")
+        others = self._wanted if self._only_weights else ()  # it is B too
         return self._gradient_graph(
-            "backward_weight", module, self.input_half.handed, self.late_parameters
+            "backward_weight", module, self.input_half.handed, self.late_parameters, others
         )
 
     def together(self, count: int) -> GradientGraph:
@@ -174,6 +204,8 @@ class BackwardGraphs:
     @cached_property
     def unsplit(self) -> GradientGraph:
         """B: takes what I takes; its other results are gradients of the module's inputs."""
+        if self._only_weights:
+            return self.weight
         module = self._module("backward")
         return self._gradient_graph(
             "backward", module, self._taken, self.parameter_names, self._wanted
@@ -206,6 +238,14 @@ class BackwardGraphs:
         if module is None:
             raise SplitError("this module was traced without gradients; it has no backward")
         return module
+
+
+def _passed(graph: fx.Graph) -> dict[Role, Role]:
+    """What I takes -> what it defers, where all that it does is to hand over; else nothing."""
+    pairs = [(role, value) for role, value in outputs(graph) if isinstance(value, fx.Node)]
+    if any(value.op != "placeholder" or role.kind is not Kind.DEFERRED for role, value in pairs):
+        return {}
+    return {role_of(value): role for role, value in pairs}
 
 
 def _parameters(module: fx.GraphModule | None) -> list[str]:

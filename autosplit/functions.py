@@ -285,7 +285,7 @@ class SplitFunctions:
         """The only list that holds what I or B takes, so that all of it can die inside."""
         tangents = [self._tangent(name, output_grads[at]) for name, at in self._tangents]
         output_grads.clear()
-        return [*saved.take(), *tangents]
+        return [*tangents, *saved.take()]
 
     def _tangent(self, name: str, grad: Tensor | None) -> Tensor:
         """The gradient as the graph was traced with it: its dtype and strides, never None."""

@@ -135,6 +135,30 @@ class GradientGraph:
         )
 
 
+class PassedOn:
+    """In place of a graph that computes nothing and hands over what it takes.
+
+    Args:
+        others: how many other results there would be; there are none.
+        count: how many of what is given, the first ones, are handed over.
+    """
+
+    def __init__(self, others: int, count: int) -> None:
+        self._others = others
+        self._count = count
+
+    def run(
+        self, pool: list[Any], gradients: Sequence[Tensor] | None, accumulation: Accumulation
+    ) -> tuple[list[Any], Sequence[Tensor]]:
+        """As ``GradientGraph.run``: no gradients, and no other results but what is handed over."""
+        results = [*[None] * self._others, *pool[: self._count]]
+        pool.clear()
+        return results, ()
+
+    def compile(self, accumulation: Accumulation | None = None) -> None:
+        """There is nothing to compile."""
+
+
 def forms(
     calls: Iterable[str], parameters: Mapping[str, Sequence[str]]
 ) -> dict[tuple[str, bool], None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from microbatches import reference
 from torch import Tensor, nn
 from zoo import CASES, Counter, PlainParameters, SwiGLU
 
-from autosplit import CaptureError, SplitError, Stage
+from autosplit import CaptureError, SplitError, Stage, gradients
+from autosplit.pipeline.assembly import footprint
 
 # Stages hand tensors to each other: one tensor in, one tensor out.
 NAMES = [name for name in CASES if name != "several"]
@@ -91,6 +93,58 @@ def test_output_gradient_dies_inside_the_backward() -> None:
     died = weakref.ref(grads[0])
     stage.backward(0, grads)
     assert died() is None
+
+
+@pytest.mark.parametrize("accumulation", ["exact", "fused"])
+def test_without_input_gradients_w_and_b_are_one_graph(
+    accumulation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """I runs nothing: it hands over what F saved and the gradient of the output, as they are."""
+    compiled: list[str] = []
+    compile_graph = gradients.compile_graph
+
+    def seen(name: str, *rest: Any) -> Any:
+        compiled.append(name)
+        return compile_graph(name, *rest)
+
+    monkeypatch.setattr(gradients, "compile_graph", seen)
+    model = SwiGLU()
+    twin = copy.deepcopy(model)
+    batches = [torch.randn(2, 4, 16) for _ in range(4)]
+    grads: list[Tensor] = [torch.randn(2, 4, 16) for _ in batches]
+    stage = Stage(model, [batches[0]], accumulation=accumulation)
+    for microbatch, (batch, grad) in enumerate(zip(batches, grads, strict=True)):
+        stage.forward(microbatch, [batch.clone()])
+        if microbatch % 2:
+            assert stage.backward(microbatch, [grad]) == [None]
+            continue
+        saved = [*stage._saved.tensors]
+        done = [*compiled]
+        assert stage.backward_input(microbatch, [grad]) == [None]
+        assert compiled == done
+        assert set(map(id, stage._weights.flights.tensors)) == {*map(id, saved), id(grad)}
+        assert stage.deferred_bytes == footprint(stage)[1]
+        stage.backward_weight(microbatch)
+    assert compiled == ["backward_weight", "backward_weight_accumulating"]
+    stage.publish()
+    reference(twin, batches, grads)
+    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert mine.grad is not None
+        assert theirs.grad is not None
+        if accumulation == "exact":
+            assert torch.equal(mine.grad, theirs.grad)
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+def test_lean_memory_computes_weight_gradients_in_i_of_a_first_stage() -> None:
+    """There I has something to compute, and W is not the whole backward."""
+    stage = Stage(SwiGLU(), [torch.randn(2, 4, 16)], memory="lean")
+    stage.forward(0, [torch.randn(2, 4, 16)])
+    assert stage.backward_input(0, [torch.randn(2, 4, 16)]) == [None]
+    early = set(stage.gradients)
+    assert early == set(stage.functions.early_parameters) != set()
+    stage.backward_weight(0)
+    assert set(stage.gradients) == {name for name, _ in stage.module.named_parameters()}
 
 
 def test_bytes_held() -> None:

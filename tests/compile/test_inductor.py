@@ -139,6 +139,34 @@ def test_unsplit_backward_adds_the_same_gradients() -> None:
         torch.testing.assert_close(2 * gradient, stage.gradients[name], **CLOSE, msg=name)
 
 
+@pytest.mark.parametrize("slices", [1, 2])
+def test_without_input_gradients_w_and_b_are_compiled_once(slices: int) -> None:
+    """And W, whole or in slices, takes what Inductor laid out in F, with no I in between."""
+    model = Images()
+    exact = copy.deepcopy(model).double()
+    batches = [torch.randn(2, 3, 6, 6) for _ in range(4)]
+    stage = Stage(model, [batches[0]], backend="inductor", slices=slices)
+    ((shape, _, _),) = stage.output_specs
+    grad = torch.full(shape, 0.1)
+    for microbatch, batch in enumerate(batches):
+        stage.forward(microbatch, [batch.clone()])
+        if microbatch % 2:
+            stage.backward(microbatch, [grad.clone()])
+            continue
+        stage.backward_input(microbatch, [grad.clone()])
+        for index in range(slices):
+            stage.backward_weight(microbatch, slice=index)
+    stage.publish()
+    sliced = {"backward_weight_slice", "backward_weight_slice_accumulating"}
+    found = {name for name in stage.functions.generated if not sliced & {name}}
+    assert found - {"backward_weight"} == {"forward", "backward_weight_accumulating"}
+    for batch in batches:
+        exact(batch.double()).backward(grad.double())
+    for mine, theirs in zip(model.parameters(), exact.parameters(), strict=True):
+        assert mine.grad is not None
+        torch.testing.assert_close(mine.grad.double(), theirs.grad, **CLOSE)
+
+
 def test_backward_uses_the_mask_of_its_forward() -> None:
     model = Masked()
     split = autosplit.split(model, backend="inductor", fullgraph=True)
