@@ -12,7 +12,8 @@ from .errors import (
     SplitError,
 )
 from .integrations.deferral import backward_weight
-from .module import SplitModule, split
+from .module import SplitModule
+from .splitting import split
 from .stage import Stage
 
 if TYPE_CHECKING:

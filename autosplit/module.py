@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import os
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -282,103 +280,3 @@ def _accumulation(form: str) -> Accumulation:
             "('concatenated' is for autosplit.Stage)"
         )
     return Accumulation(form)
-
-
-def split(
-    model: nn.Module,
-    args: tuple[Any, ...] | torch.Tensor = (),
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    backend: str = "eager",
-    memory: str | int = "balanced",
-    accumulation: str = "exact",
-    fullgraph: bool = False,
-    dynamic: bool = False,
-    max_graphs: int = 64,
-) -> SplitModule:
-    """Split a model's backward into input gradients and weight gradients.
-
-    Args:
-        model: any ``nn.Module``.
-        args: example positional inputs, a tuple or one tensor. With example inputs the graph is
-            captured here; without, at the first call.
-        kwargs: example keyword inputs.
-        backend: how graphs are run. ``"eager"`` runs their operators one by one, with the bits of
-            plain autograd. ``"inductor"`` compiles each graph as ``torch.compile`` would: faster,
-            rounding differently, and with random numbers of its own for a seed; what was compiled
-            is kept in torch's cache on disk.
-            ``"cudagraphs"`` replays the operators of ``"eager"`` as CUDA graphs, with memory for as
-            many microbatches as are pending at once; everything must be on one CUDA device.
-        memory: what one microbatch holds. ``"fast"`` does nothing twice. ``"balanced"`` does
-            cheap operators again where that frees memory at a fiftieth of the step's time;
-            all weight gradients wait, and between I and W only what they need is held.
-            ``"lean"`` goes below that: it computes in I the weight gradients that free the most
-            bytes for their FLOPs; at least 55% of the FLOPs still wait. A number is a budget,
-            the bytes that one microbatch may hold between I and W; what F saves, parameters
-            and gradients are not in it. ``report()`` shows what each setting would hold. A
-            model that is split in parts is split as ``"balanced"``; others raise.
-        accumulation: how a microbatch's weight gradients join those that are in ``.grad``.
-            ``"exact"`` adds whole gradients, bit for bit as autograd does; ``"fused"`` lets
-            matrix products and embeddings add into ``.grad`` themselves, which saves a pass over
-            it and rounds differently. Whole gradients are added all the same, wherever the graph's
-            parameters do not all have a ``.grad`` of the gradient's dtype, dense and laid out
-            as its parameter, in memory that nothing else of the graph lies in; where somebody
-            hooked into one of them; where calls share a backward, or not all parameters take
-            part in it; while ``torch.distributed`` is initialised, whose reducers may look on;
-            under anomaly detection; and in a model that is split in parts.
-        fullgraph: refuse what one graph cannot hold. Otherwise such a model is split graph by
-            graph under ``torch.compile``, and what no graph holds runs as ordinary autograd;
-            ``report()`` says what and why.
-        dynamic: for sizes that vary a lot (sequence lengths, say). Otherwise a graph is captured
-            for each combination of them, which takes seconds every time; with this the model is
-            split graph by graph at once, and from the second size on the graphs hold for all
-            sizes, where torch.compile finds such graphs.
-        max_graphs: how many graphs to keep (see ``SplitModule``).
-
-    Raises:
-        CaptureError: ``fullgraph`` and the model cannot be traced for the example inputs; names
-            the line.
-        SplitError: ``fullgraph`` and the graph cannot be split; the backend, the memory
-            setting or the accumulation is unknown; a memory budget cannot be met; ``dynamic``
-            comes with options that need whole graphs; or this is no module, no inputs.
-        FailingCallError: the forward fails for the example inputs, traced or not.
-        BackendError: the backend cannot compile a graph.
-    """
-    if not isinstance(model, nn.Module):
-        raise SplitError(f"split takes an nn.Module; got a {type(model).__name__}")
-    if isinstance(args, torch.Tensor):
-        args = (args,)
-    if not isinstance(args, tuple) or not isinstance(kwargs, Mapping | None):
-        raise SplitError(
-            "split takes example inputs as a tuple (or one tensor), and keyword inputs as a "
-            f"dictionary; got a {type(args).__name__} and a {type(kwargs).__name__}"
-        )
-    module = SplitModule(
-        model,
-        backend=backend,
-        memory=memory,
-        accumulation=accumulation,
-        fullgraph=fullgraph,
-        dynamic=dynamic,
-        max_graphs=max_graphs,
-    )
-    if (args or kwargs) and not dynamic:
-        try:
-            module.capture(*args, **(kwargs or {}))
-        except (BackendError, FailingCallError):
-            raise
-        except (CaptureError, SplitError) as error:
-            _check_arguments(model, args, kwargs or {})
-            module._in_parts(error)
-    return module
-
-
-def _check_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """A model in parts is not looked at before it is called; so look at what it is called with."""
-    signature = inspect.signature(model.forward)
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as error:
-        raise SplitError(
-            f"the example inputs do not fit {type(model).__name__}.forward{signature}: {error}"
-        ) from None

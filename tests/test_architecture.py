@@ -90,6 +90,7 @@ ORDER = [
     ["integrations"],
     ["autograd"],
     ["stage", "module"],
+    ["splitting"],
     ["workload", "pipeline"],
     ["planner"],
     ["inspection", "compare", "projection", "planning"],

@@ -46,7 +46,7 @@ def inspect(
     (model, args) or (model, args, kwargs).
     """
     from ..inspection import example
-    from ..module import split
+    from ..splitting import split
     from ..workload import prepared
 
     made = prepared(factory, overrides)()
