@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest.mock import patch
@@ -14,26 +13,16 @@ import torch.nn.functional as F
 from reference_stage import ReferenceStage
 from torch import Tensor, nn
 from training_workers import Tied
-from update_workers import Breaking
-from workers import WIDTH, block, data, outcomes, single_process, trainer, whole
+from two_way_endings import SCENARIOS, undone
+from workers import WIDTH, block, data, equal, outcomes, single_process, trainer, whole
 
-from autosplit.errors import PipelineError
-from autosplit.pipeline.action import Action, ActionKind
+from autosplit.pipeline.action import ActionKind
 from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.summing import Bucket
 from autosplit.pipeline.trainer import PipelineTrainer
 from autosplit.planner.checkpoint import load_checkpoint, save_checkpoint
 
 Gradients = dict[int, dict[str, Tensor]]
-
-
-def _equal(one: Any, other: Any) -> bool:
-    """Bit for bit, through dictionaries and lists."""
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    return torch.equal(one, other) if isinstance(one, Tensor) else bool(one == other)
 
 
 def _close(one: Gradients, other: Gradients) -> bool:
@@ -55,7 +44,7 @@ def _copies_equal(values: dict[int, Any]) -> bool:
     first: dict[int, Any] = {}
     rows = _everywhere(values)
     assert sum(map(len, rows)) == 2 * len({stage for row in rows for stage in row})
-    return all(_equal(first.setdefault(s, each), each) for row in rows for s, each in row.items())
+    return all(equal(first.setdefault(s, each), each) for row in rows for s, each in row.items())
 
 
 def expected_gradients(schedule: Schedule, stages: int, rows: int) -> Gradients:
@@ -96,7 +85,7 @@ def gradients(name: str, stages: int, count: int, **more: Any) -> dict[str, bool
         expected = expected_gradients(engine.schedule, stages, 2 * count)
         found = {
             "losses": torch.equal(both, losses),
-            "gradients": _equal(grads, {stage: expected[stage] for stage in grads}),
+            "gradients": equal(grads, {stage: expected[stage] for stage in grads}),
             "copies": _copies_equal(grads),
             "twice": all(
                 torch.equal(twice[s][n], 2 * g) for s, own in grads.items() for n, g in own.items()
@@ -110,7 +99,7 @@ def gradients(name: str, stages: int, count: int, **more: Any) -> dict[str, bool
         own = {stage: grads[stage] for stage in grads.keys() & mine.keys()}
         found["gradients of 1F1B"] = _close(own, mine)
         if count == 2:  # two numbers have one sum
-            found["gradients of 1F1B, bit for bit"] = _equal(own, {s: mine[s] for s in own})
+            found["gradients of 1F1B, bit for bit"] = equal(own, {s: mine[s] for s in own})
     return found
 
 
@@ -170,7 +159,7 @@ def exact_sums(stages: int) -> bool:
             engine.forward_backward(batch)
             found.append(copy.deepcopy(engine.gradients()))
     shared = found[0].keys() & found[1].keys()
-    return bool(shared) and all(_equal(found[0][stage], found[1][stage]) for stage in shared)
+    return bool(shared) and all(equal(found[0][stage], found[1][stage]) for stage in shared)
 
 
 def _adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -232,8 +221,8 @@ def training(stages: int) -> dict[str, Any]:
     return {
         "start": _copies_equal(first["start"]),
         "state": _copies_equal(first["state"]),
-        "same every time": _equal(first, again),
-        "same in flight": _equal(first, flying),
+        "same every time": equal(first, again),
+        "same in flight": equal(first, flying),
         "losses": all(
             torch.allclose(*each, rtol=1e-4)
             for each in zip(first["losses"], plain["losses"], strict=True)
@@ -310,75 +299,9 @@ def checkpoints(folder: Path) -> dict[str, bool]:
         load_checkpoint(engine, folder / "one", **names)
         two = step(engine)
     return {
-        "one": _equal(one, {stage: expected[stage] for stage in one}),
-        "two": _equal(two, expected),
+        "one": equal(one, {stage: expected[stage] for stage in one}),
+        "two": equal(two, expected),
     }
-
-
-def undone() -> bool:
-    """An optimizer that fails on one rank: both copies are as before."""
-    with trainer(schedule="chimera", optimizer_fn=Breaking, undo_steps=True) as engine:
-        engine.step(data(8))
-        before = copy.deepcopy(engine.state_dict())
-        try:
-            engine.step(data(8))
-        except PipelineError:
-            return _equal(before, engine.state_dict())
-    return False
-
-
-def _batch_norm(index: int) -> nn.Module:
-    return nn.Sequential(block(index), nn.BatchNorm1d(WIDTH)) if index else block(index)
-
-
-def _by_rank(index: int) -> nn.Module:
-    return nn.Linear(WIDTH, WIDTH, bias=dist.get_rank() == 0)
-
-
-def _one_for_both() -> list[nn.Module]:
-    return [each for each in [block(0)] for _ in range(2)]
-
-
-class Failing(nn.Module):
-    """Stage 1 on rank 0, the second copy's, fails in its first microbatch; built it runs once."""
-
-    def __init__(self, index: int) -> None:
-        super().__init__()
-        self.inner = block(index)
-        self._bad = index == 1 and dist.get_rank() == 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self._bad and bool(x.any()):
-            raise ValueError("bad weather")
-        output: Tensor = self.inner(x)
-        return output
-
-
-SCENARIOS: dict[str, Callable[[], Any]] = {
-    "written buffer": lambda: trainer(_batch_norm, schedule="chimera").step(data(8)),
-    "built differently": lambda: trainer(_by_rank, schedule="chimera"),
-    "one for both": lambda: trainer(_one_for_both(), schedule="chimera"),
-    "two batches": lambda: trainer(schedule="chimera").step(data(8 + 4 * dist.get_rank())),
-    "failing copy": lambda: trainer(Failing, schedule="chimera").step(data(8)),
-    "one microbatch": lambda: trainer(schedule=lone_microbatch(), microbatches=1),
-    "odd count": lambda: trainer(schedule="chimera", microbatches=3),
-}
-
-
-def lone_microbatch() -> Schedule:
-    """Two copies, of which one runs nothing."""
-    return Schedule(
-        "lone",
-        2,
-        1,
-        tuple(
-            tuple(Action.parse(text) for text in row.split())
-            for row in ("0F0 0I0 0W0", "1F0 1I0 1W0")
-        ),
-        (0, 1),
-        True,
-        mirror=(1, 0),
-    )
 
 
 def two_ranks(folder: Path) -> dict[str, Any]:

@@ -151,3 +151,12 @@ def outcomes(scenarios: Mapping[str, Callable[[], object]]) -> dict[str, tuple[s
             found[name] = "nothing", ""
         dist.barrier()
     return found
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Bit for bit, through dictionaries and lists."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return torch.equal(one, other) if isinstance(one, Tensor) else bool(one == other)
