@@ -151,7 +151,7 @@ def _draw_times(axes: Axes, plan: Plan) -> None:
     axes.axvline(mean, color=_INK, linewidth=0.8, linestyle=":", gid="mean")
     axes.set_xlim(0.0, 1.1 * widest)
     names = [
-        f"{stage}: {_short(first)}\nto {_short(last)}, rank {plan.placement[stage]}"
+        f"{stage}: {_span(first, last)}, rank {plan.placement[stage]}"
         for stage, (first, last) in enumerate(spans(plan))
     ]
     _finish(axes, names, f"milliseconds a microbatch; slowest stage {widest / mean:.3f}x the mean")
@@ -228,6 +228,10 @@ def _unit(size: float) -> tuple[float, str]:
         if size >= 1024.0**power:
             return 1024.0**power, name
     return 1024.0, "KiB"
+
+
+def _span(first: str, last: str) -> str:
+    return _short(first) if first == last else f"{_short(first)}\nto {_short(last)}"
 
 
 def _short(text: str) -> str:

@@ -78,6 +78,7 @@ def draw_survey(survey: Survey, path: str | Path, *, title: str | None = None) -
     """
     try:
         from matplotlib.figure import Figure
+        from matplotlib.patheffects import withStroke
     except ModuleNotFoundError as error:
         raise AutosplitError(
             f"drawing schedules needs matplotlib ({error}); run: pip install autosplit[plot]"
@@ -88,7 +89,7 @@ def draw_survey(survey: Survey, path: str | Path, *, title: str | None = None) -
     shown = [entry for entry in survey.entries if entry.timeline.step_time <= limit]
     slow = dict.fromkeys(entry.name for entry in survey.entries if entry not in shown)
     _draw_front(axes, pareto_front(shown))
-    _draw_points(axes, shown)
+    _draw_points(axes, shown, withStroke(linewidth=2.5, foreground="white"))
     note = f"\nslower than all shown: {', '.join(slow)}" if slow else ""
     axes.set_xlabel(f"peak memory of the fullest rank{note}", color=_INK)
     axes.set_ylabel("milliseconds a step", color=_INK)
@@ -112,8 +113,8 @@ def _draw_front(axes: Axes, front: Sequence[Entry]) -> None:
     )
 
 
-def _draw_points(axes: Axes, entries: Sequence[Entry]) -> None:
-    """One dot a place; what lies on one place shares its label."""
+def _draw_points(axes: Axes, entries: Sequence[Entry], halo: Any) -> None:
+    """One dot a place; what lies on one place shares its label, legible on a neighbour's dot."""
     places: dict[tuple[float, float], list[str]] = {}
     for entry in entries:
         place = round(max(entry.peaks), 6), round(1e3 * entry.timeline.step_time, 6)
@@ -133,4 +134,5 @@ def _draw_points(axes: Axes, entries: Sequence[Entry]) -> None:
             fontsize=8,
             color=_INK,
             parse_math=False,
+            path_effects=[halo],
         )
