@@ -52,11 +52,11 @@ class Arrivals:
         self.made[result] = end, rank
         if self._transfer == INSTANT:
             return
-        for parcel in self._parcels(result):
+        for parcel in self.parcels(result):
             link = rank, self._schedule.home(parcel.stage, result.microbatch)
             if link[0] == link[1]:
                 continue
-            free = max(end, self._link_free.get(link, 0.0)) + self._occupies(parcel)
+            free = max(end, self._link_free.get(link, 0.0)) + self.occupies(parcel)
             self._link_free[link] = free
             self._arrived[parcel] = free + self._transfer.latency
             self.sent[link].append(parcel)
@@ -66,15 +66,17 @@ class Arrivals:
         end, source = self.made[result]
         return end if source == rank else self._arrived.get(Parcel(result, stage), end)
 
-    def _parcels(self, result: Action) -> tuple[Parcel, ...]:
+    def parcels(self, result: Action) -> tuple[Parcel, ...]:
+        """What becomes of a result: one parcel for each stage that it goes to."""
         if self._feeds is not None:
             return parcels_of(result, self._feeds)
         target = target_of(result, self._schedule.stages)
         return () if target is None else (Parcel(result, target),)
 
-    def _occupies(self, parcel: Parcel) -> float:
+    def occupies(self, parcel: Parcel) -> float:
+        """Seconds for which a parcel keeps its link, if it goes to another rank."""
         if self._feeds is None or self._feeds.wiring is None:
             return self._transfer.occupies(parcel.result)
         positions = positions_of(parcel, self._schedule, self._feeds) or ()
         outputs = self._feeds.wiring.outputs[parcel.boundary]
-        return self._transfer.occupies_with(parcel.boundary, positions, outputs)
+        return self._transfer.occupies_with(parcel, positions, outputs)

@@ -107,6 +107,15 @@ def footprint(stage: TrainableStage) -> tuple[float, float]:
     return float(total_bytes(saved)), float(total_bytes(deferred))
 
 
+def sizes(stage: TrainableStage) -> tuple[list[float], list[float]]:
+    """Bytes of each output of a stage, and of the gradient that comes back for it."""
+    outputs, gradients = [], []
+    for shape, dtype, differentiable in stage.output_specs:
+        outputs.append(float(shape.numel() * dtype.itemsize))
+        gradients.append(outputs[-1] if differentiable else 0.0)
+    return outputs, gradients
+
+
 def build_stages(
     modules: Mapping[int, nn.Module],
     stages: int,

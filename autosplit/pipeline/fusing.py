@@ -2,41 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from autosplit.pipeline.action import Action, ActionKind
-from autosplit.pipeline.dependency import needs_of
+from autosplit.pipeline.arrivals import Arrivals
+from autosplit.pipeline.costs import Costs
+from autosplit.pipeline.dependency import result_of
 from autosplit.pipeline.schedule import Schedule
-from autosplit.pipeline.simulate import Durations, simulate
-from autosplit.pipeline.timeline import Span
-from autosplit.pipeline.transfer import Transfer
+from autosplit.pipeline.timeline import Timeline
+from autosplit.pipeline.wiring import Feeds
 
 _TOLERANCE = 1e-9  # ends that differ by rounding are equal
 
 
-def fuse_adjacent(
-    schedule: Schedule,
-    duration: Durations | None = None,
-    *,
-    transfer: Transfer | float = 0.0,
-) -> Schedule:
+def fuse_adjacent(schedule: Schedule, costs: Costs | None = None) -> Schedule:
     """Replace each I that its own W follows by one B, which costs less than both and keeps nothing.
 
     A B hands its gradient on only when it is done, later than the I would have.
 
     Args:
         schedule: a legal one.
-        duration: seconds of an action. Given, only those pairs become a B that takes no longer
-            than both and whose gradient nobody waits for before it ends, so that no other rank
-            starts anything later; None fuses all. In a mapping without a stage's B, it takes as
-            long as both.
-        transfer: the links between ranks, as for ``simulate``; has no effect without ``duration``.
+        costs: of its stages. Given, only those pairs become a B that takes no longer than both and
+            whose gradient nobody waits for before it ends, so that no other rank starts anything
+            later, and none if the step would be longer; None fuses all.
 
     Raises:
-        ScheduleError: the schedule deadlocks, or a duration is missing.
+        ScheduleError: the schedule deadlocks, or something that it needs is not known.
     """
-    urgent = frozenset() if duration is None else _urgent(schedule, duration, transfer)
+    if costs is None:
+        return _with_wholes(schedule, frozenset())
+    timeline = costs.timeline(schedule)
+    fused = _with_wholes(schedule, _urgent(schedule, costs, timeline))
+    # A message that comes later may still hold up another one behind it.
+    longest = timeline.makespan * (1 + _TOLERANCE)
+    return fused if costs.timeline(fused).makespan <= longest else schedule
+
+
+def _with_wholes(schedule: Schedule, urgent: frozenset[Action]) -> Schedule:
     return replace(schedule, ranks=tuple(tuple(_fused(row, urgent)) for row in schedule.ranks))
 
 
@@ -58,35 +61,31 @@ def _fused(row: Sequence[Action], urgent: frozenset[Action]) -> Iterator[Action]
             yield action
 
 
-def _urgent(
-    schedule: Schedule, duration: Durations, transfer: Transfer | float
-) -> frozenset[Action]:
+def _urgent(schedule: Schedule, costs: Costs, timeline: Timeline) -> frozenset[Action]:
     """Is whose gradient another rank would still wait for while a B runs, or whose B is longer."""
-    spans = {span.action: span for span in simulate(schedule, duration, transfer=transfer).spans}
-    ends: dict[Action, float] = {}
+    starts: dict[Action, float] = {}
+    ends: dict[Action, float] = {}  # a W in slices has several spans
+    for span in timeline.spans:
+        starts[span.action] = min(span.start, starts.get(span.action, span.start))
+        ends[span.action] = max(span.end, ends.get(span.action, span.end))
+    wholes: dict[Action, float] = {}
     urgent = set()
-    for action, span in spans.items():
-        weight = spans.get(replace(action, kind=ActionKind.BACKWARD_WEIGHT))
-        if action.kind is ActionKind.BACKWARD_INPUT and weight is not None:
-            ends[action] = _end_of_whole(span, weight, duration)
-            if ends[action] > weight.end * (1 + _TOLERANCE):
+    for action, start in starts.items():
+        weight = replace(action, kind=ActionKind.BACKWARD_WEIGHT)
+        if action.kind is ActionKind.BACKWARD_INPUT and weight in ends:
+            whole = replace(action, kind=ActionKind.BACKWARD)
+            wholes[action] = start + costs.seconds(whole)
+            if wholes[action] > ends[weight] * (1 + _TOLERANCE):
                 urgent.add(action)
-    for consumer, span in spans.items():
-        for need in needs_of(consumer, schedule.stages):
-            if need not in ends or spans[need].rank == span.rank:
+    takers = {result_of(action): start for action, start in starts.items()}
+    feeds = None if costs.wiring is None else Feeds(schedule.stages, costs.wiring)
+    arrivals = Arrivals(schedule, costs.transfer, feeds)
+    for made, end in wholes.items():
+        home = schedule.home(made.stage, made.microbatch)
+        for parcel in arrivals.parcels(made):
+            if schedule.home(parcel.stage, made.microbatch) == home:
                 continue
-            travel = transfer.latency if isinstance(transfer, Transfer) else transfer
-            if isinstance(transfer, Transfer):
-                travel += transfer.occupies(need)
-            if span.start < ends[need] + travel:
-                urgent.add(need)
+            travel = arrivals.occupies(parcel) + costs.transfer.latency
+            if takers[replace(made, stage=parcel.stage)] < end + travel:
+                urgent.add(made)
     return frozenset(urgent)
-
-
-def _end_of_whole(inputs: Span, weights: Span, duration: Durations) -> float:
-    """When a B in the place of an I and a W would end."""
-    whole = replace(inputs.action, kind=ActionKind.BACKWARD)
-    if not isinstance(duration, Mapping):
-        return inputs.start + duration(whole)
-    seconds = duration.get((whole.stage, whole.kind))
-    return weights.end if seconds is None else inputs.start + seconds

@@ -17,6 +17,7 @@ from autosplit.pipeline.evaluation import forward_only
 from autosplit.pipeline.faults import Guard
 from autosplit.pipeline.groups import Groups
 from autosplit.pipeline.holdings import Holdings
+from autosplit.pipeline.links import measure_transfer
 from autosplit.pipeline.microbatch import Batch
 from autosplit.pipeline.mode import Mode
 from autosplit.pipeline.modes import Modes
@@ -69,8 +70,15 @@ class Runner:
         self._device = device
         self.schedule: Schedule = arrangement.schedule
         self._order = order
-        self._tuner = Tuner(self.schedule, groups) if options.schedule == "auto" else None
-        if self._tuner is not None:
+        self._tuner: Tuner | None = None
+        if options.schedule == "auto":
+            self._tuner = Tuner(
+                self.schedule,
+                groups,
+                link=partial(measure_transfer, groups, device),
+                wiring=arrangement.stages.wiring,
+                early_weights=options.early_weights,
+            )
             self.schedule = self._tuner.measured
         self._feeds = Feeds(arrangement.stages.count, arrangement.stages.wiring)
         source = self.schedule.placement[self._feeds.first_from_batch]

@@ -13,7 +13,6 @@ from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.schedules import SCHEDULES, build
 from autosplit.pipeline.search import search
 from autosplit.pipeline.search.exact import exact
-from autosplit.pipeline.simulate import simulate
 from autosplit.pipeline.timeline import Timeline
 
 
@@ -115,5 +114,5 @@ def _searched(costs: Costs, microbatches: int, cap: float) -> Entry:
 
 
 def _entry(name: str, weights: str, schedule: Schedule, costs: Costs) -> Entry:
-    timeline = simulate(schedule, costs.seconds, transfer=costs.transfer)
+    timeline = costs.timeline(schedule)
     return Entry(name, weights, schedule, timeline, tuple(peak_memory(schedule, costs.memory)))

@@ -7,8 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.action import Action
-from autosplit.pipeline.routes import boundary_of
+from autosplit.pipeline.action import Action, ActionKind
+from autosplit.pipeline.routes import Parcel, boundary_of
+
+Bytes = float | Mapping[int, float | Sequence[float]]
+"""Of one microbatch at each boundary: one number for all, or by the stage before the boundary one
+for all that it puts out, or one for each of its outputs.
+"""
 
 
 @dataclass(frozen=True)
@@ -20,9 +25,9 @@ class Transfer:
     Attributes:
         latency: seconds.
         bandwidth: bytes in a second.
-        message_bytes: bytes of one microbatch's activations at a boundary, and of their gradient:
-            one number for all boundaries, or by the stage before the boundary one for all that it
-            puts out, or one for each of its outputs.
+        message_bytes: bytes of activations.
+        gradient_bytes: bytes of their gradients; an output that needs none, such as a mask, has 0.
+            None: as many as the activations have.
 
     Raises:
         ScheduleError: a negative number, no bandwidth, or bytes that a bandwidth does not apply to.
@@ -30,59 +35,71 @@ class Transfer:
 
     latency: float = 0.0
     bandwidth: float = math.inf
-    message_bytes: float | Mapping[int, float | Sequence[float]] = field(default=0.0)
+    message_bytes: Bytes = field(default=0.0)
+    gradient_bytes: Bytes | None = None
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.latency) and self.latency >= 0.0):
             raise ScheduleError(f"transfer must be finite seconds >= 0, got {self.latency!r}")
         if not self.bandwidth > 0.0:
             raise ScheduleError(f"bandwidth must be bytes in a second > 0, got {self.bandwidth!r}")
-        for size in self._all_sizes():
-            if not (math.isfinite(size) and size >= 0.0):
-                raise ScheduleError(f"message_bytes must be finite numbers >= 0, got {size!r}")
+        for name in ("message_bytes", "gradient_bytes"):
+            for size in _all_sizes(getattr(self, name)):
+                if not (math.isfinite(size) and size >= 0.0):
+                    raise ScheduleError(f"{name} must be finite numbers >= 0, got {size!r}")
 
     def occupies(self, result: Action) -> float:
-        """Seconds for which ``result`` keeps its link.
+        """Seconds for which ``result`` keeps its link, where each stage feeds the next.
 
         Raises:
             ScheduleError: the bytes of its boundary are not known.
         """
-        size = self._after(boundary_of(result))
+        size = self._at(boundary_of(result), forward=result.kind is ActionKind.FORWARD)
         return (sum(size) if isinstance(size, Sequence) else size) / self.bandwidth
 
-    def occupies_with(self, stage: int, positions: Sequence[int], outputs: int) -> float:
-        """Seconds for which a message keeps its link.
+    def occupies_with(self, parcel: Parcel, positions: Sequence[int], outputs: int) -> float:
+        """Seconds for which a parcel keeps its link.
 
         Args:
-            stage: whose outputs, or the gradients of whose outputs.
+            parcel: outputs of a stage, or gradients of its outputs.
             positions: which of them.
-            outputs: how many there are.
+            outputs: how many that stage has.
 
         Raises:
             ScheduleError: the bytes of these outputs are not known.
         """
-        size = self._after(stage)
+        size = self._at(parcel.boundary, forward=parcel.forward)
         if not isinstance(size, Sequence):
             size = [size] if size else [0.0] * outputs
         if len(size) != outputs:
+            name = self._name(forward=parcel.forward)
             raise ScheduleError(
-                f"stage {stage} puts out {outputs} tensors, and a wiring says which of them go "
-                f"where: expected the message_bytes of each, got {self._after(stage)!r}"
+                f"stage {parcel.boundary} puts out {outputs} tensors, and a wiring says which of "
+                f"them go where: expected the {name} of each, got "
+                f"{self._at(parcel.boundary, forward=parcel.forward)!r}"
             )
         return sum(size[position] for position in positions) / self.bandwidth
 
-    def _after(self, stage: int) -> float | Sequence[float]:
-        """The bytes of what a stage puts out."""
-        sizes = self.message_bytes
+    def _name(self, *, forward: bool) -> str:
+        """Which attribute has the bytes."""
+        return "message_bytes" if forward or self.gradient_bytes is None else "gradient_bytes"
+
+    def _at(self, boundary: int, *, forward: bool) -> float | Sequence[float]:
+        """The bytes of what goes over a boundary in one direction."""
+        name = self._name(forward=forward)
+        sizes: Bytes = getattr(self, name)
         if not isinstance(sizes, Mapping):
             return sizes
-        if stage not in sizes:
+        if boundary not in sizes:
             raise ScheduleError(
-                f"no message_bytes for the boundary after stage {stage}; known: {sorted(sizes)}"
+                f"no {name} for the boundary after stage {boundary}; known: {sorted(sizes)}"
             )
-        return sizes[stage]
+        return sizes[boundary]
 
-    def _all_sizes(self) -> Iterator[float]:
-        sizes = self.message_bytes
-        for size in sizes.values() if isinstance(sizes, Mapping) else (sizes,):
+
+def _all_sizes(sizes: Bytes | None) -> Iterator[float]:
+    if isinstance(sizes, Mapping):
+        for size in sizes.values():
             yield from size if isinstance(size, Sequence) else (size,)
+    elif sizes is not None:
+        yield sizes

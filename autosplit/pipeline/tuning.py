@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.action import Action, ActionKind
-from autosplit.pipeline.assembly import TrainableStage, footprint
+from autosplit.pipeline.assembly import TrainableStage, footprint, sizes
 from autosplit.pipeline.costs import Costs
 from autosplit.pipeline.fusing import fuse_adjacent
 from autosplit.pipeline.groups import Groups
@@ -16,7 +16,9 @@ from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.schedules import build
 from autosplit.pipeline.schedules.fill import StageTimes
 from autosplit.pipeline.search import search
-from autosplit.pipeline.timeline import Span, median_durations
+from autosplit.pipeline.timeline import Span, median_durations, median_slices
+from autosplit.pipeline.transfer import Transfer
+from autosplit.pipeline.wiring import Wiring
 
 MEASURED = 2
 """Steps that are measured, after a first one that builds the stages."""
@@ -62,21 +64,47 @@ def _with_whole(row: Sequence[Action], inputs: Action) -> tuple[Action, ...]:
     return (*before, *late, whole, *(action for action in behind if action not in late))
 
 
+@dataclass(frozen=True)
+class _Seen:
+    """What one rank measured: seconds by stage and kind, and by stage those of a W's slices, what
+    it keeps of a microbatch, and the bytes of its outputs and of their gradients.
+    """
+
+    seconds: dict[tuple[int, ActionKind], float]
+    slices: dict[int, list[float]]
+    memory: dict[int, tuple[float, float]]
+    sizes: dict[int, tuple[list[float], list[float]]]
+
+
 class Tuner:
     """Collects what the first steps took; every rank comes to the same schedule.
 
     Args:
         schedule: what those steps run, but for a few Bs. What is found keeps no more than it does.
         groups: the trainer's process groups.
+        link: measures the link between ranks; collective, and the same on all of them.
+        wiring: who feeds whom; None: each stage the next.
+        early_weights: whether the trainer runs Ws in every wait.
 
     Attributes:
         measured: what those steps run.
     """
 
-    def __init__(self, schedule: Schedule, groups: Groups) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        groups: Groups,
+        *,
+        link: Callable[[], Transfer],
+        wiring: Wiring | None = None,
+        early_weights: bool = False,
+    ) -> None:
         self.measured = with_whole(schedule)
         self._schedule = schedule
         self._groups = groups
+        self._link = link
+        self._wiring = wiring
+        self._early_weights = early_weights
         self._steps: list[list[Span]] = []
 
     def after_step(
@@ -93,17 +121,7 @@ class Tuner:
         self._steps.append(list(spans))
         if len(self._steps) <= MEASURED:
             return None
-        seconds = median_durations(self._steps[1:])
-        memory = {index: footprint(stage) for index, stage in stages.items()}
-        rows = self._groups.gather((seconds, memory))
-        every = {key: each for found, _ in rows for key, each in found.items()}
-        kept = {stage: each for _, found in rows for stage, each in found.items()}
-        stages_of_all = range(self._schedule.stages)
-        costs = Costs(
-            [_times(stage, every) for stage in stages_of_all],
-            [StageMemory(*kept[stage]) for stage in stages_of_all],
-            full=[_full(stage, every) for stage in stages_of_all],
-        )
+        costs = self._costs(stages)
         try:
             found = search(
                 costs,
@@ -113,9 +131,40 @@ class Tuner:
                 # A rank that keeps nothing at all may keep nothing more.
                 cap=[max(peak, 1.0) for peak in peak_memory(self._schedule, costs.memory)],
             )
-            return fuse_adjacent(found, costs.seconds)
+            return fuse_adjacent(found, costs)
         except ScheduleError:  # no other order keeps as little: go on with this one
             return self._schedule
+
+    def _costs(self, stages: Mapping[int, TrainableStage]) -> Costs:
+        """What a step costs by what all ranks measured; collective."""
+        link = self._link()
+        steps = self._steps[1:]
+        seen: list[_Seen] = self._groups.gather(
+            _Seen(
+                median_durations(steps),
+                median_slices(steps),
+                {index: footprint(stage) for index, stage in stages.items()},
+                {index: sizes(stage) for index, stage in stages.items()},
+            )
+        )
+        seconds = {key: took for each in seen for key, took in each.seconds.items()}
+        slices = {stage: took for each in seen for stage, took in each.slices.items()}
+        kept = {stage: found for each in seen for stage, found in each.memory.items()}
+        sent = {stage: found for each in seen for stage, found in each.sizes.items()}
+        every = range(self._schedule.stages)
+        return Costs(
+            [_times(stage, seconds) for stage in every],
+            [StageMemory(*kept[stage]) for stage in every],
+            replace(
+                link,
+                message_bytes={stage: sent[stage][0] for stage in every},
+                gradient_bytes={stage: sent[stage][1] for stage in every},
+            ),
+            full=[_full(stage, seconds) for stage in every],
+            wiring=self._wiring,
+            early_weights=self._early_weights,
+            slices=slices if self._early_weights else 1,
+        )
 
 
 def _times(stage: int, seconds: Mapping[tuple[int, ActionKind], float]) -> StageTimes:

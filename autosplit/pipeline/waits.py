@@ -38,7 +38,7 @@ def fill_waits(
     Raises:
         ScheduleError: slices that cannot be.
     """
-    cut = _cutter(duration, slices)
+    cut = cutter(duration, slices)
     rows = [_Row(rank, row, duration, cut) for rank, row in enumerate(schedule.ranks)]
     blocked: dict[Action, list[int]] = {}
     movable = list(range(len(rows)))
@@ -105,10 +105,14 @@ class _Row:
         self.spans.append(Span(self._rank, action, start, self._clock))
 
 
-def _cutter(
+def cutter(
     duration: Callable[[Action], float], slices: Slices
 ) -> Callable[[Action], Sequence[float]]:
-    """The seconds of each slice of a W."""
+    """The seconds of each slice of a W.
+
+    Raises:
+        ScheduleError: slices that cannot be.
+    """
     if isinstance(slices, int):
         if slices < 1:
             raise ScheduleError(f"slices is a count, 1 or more; got {slices}")

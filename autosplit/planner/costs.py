@@ -52,27 +52,35 @@ class ModelCosts:
 
     Attributes:
         blocks: the blocks.
-        crossing: bytes that go over the cut after each block but the last, for one microbatch;
-            their gradients are taken to be as large.
+        crossing: bytes that go over the cut after each block but the last, for one microbatch.
         call: seconds that each of F, I and W of a stage takes besides its blocks.
+        returning: bytes of the gradients that come back over each cut; None: as many as went.
 
     Raises:
-        PlanError: no block, not one ``crossing`` for each cut, or an impossible number.
+        PlanError: no block, not one ``crossing`` and ``returning`` for each cut, or an impossible
+            number.
     """
 
     blocks: tuple[BlockCost, ...]
     crossing: tuple[float, ...]
     call: float = 0.0
+    returning: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        if not self.blocks or len(self.crossing) != len(self.blocks) - 1:
-            raise PlanError(
-                f"expected one or more blocks and the bytes over each cut between them, got "
-                f"{len(self.blocks)} blocks and {len(self.crossing)} cuts"
-            )
-        for size in self.crossing:
-            _check("crossing of a cut", size)
+        for name, sizes in (("crossing", self.crossing), ("returning", self.gradients)):
+            if not self.blocks or len(sizes) != len(self.blocks) - 1:
+                raise PlanError(
+                    f"expected one or more blocks and the bytes over each cut between them, got "
+                    f"{len(self.blocks)} blocks and {len(sizes)} cuts"
+                )
+            for size in sizes:
+                _check(f"{name} of a cut", size)
         _check("call of a model", self.call)
+
+    @property
+    def gradients(self) -> tuple[float, ...]:
+        """Bytes of the gradients that come back over each cut."""
+        return self.crossing if self.returning is None else self.returning
 
     def stage(self, first: int, last: int) -> BlockCost:
         """What blocks ``first`` up to but not ``last`` cost as one stage.
@@ -90,7 +98,7 @@ class ModelCosts:
         whole = total([*self.blocks[first:last], BlockCost(call, call, call, 0, 0, 0, call)])
         if first > 0:
             return whole
-        output = self.crossing[last - 1] if last < len(self.blocks) else 0.0
+        output = self.gradients[last - 1] if last < len(self.blocks) else 0.0
         return replace(
             whole,
             backward_input=0.0,
@@ -118,11 +126,13 @@ def average(found: Sequence[ModelCosts]) -> ModelCosts:
     rows = zip(*(costs.blocks for costs in found), strict=True)
     blocks = (map(math.fsum, zip(*map(astuple, row), strict=True)) for row in rows)
     crossing = map(math.fsum, zip(*(costs.crossing for costs in found), strict=True))
+    returning = map(math.fsum, zip(*(costs.gradients for costs in found), strict=True))
     count = len(found)
     return ModelCosts(
         tuple(BlockCost(*(value / count for value in sums)) for sums in blocks),
         tuple(size / count for size in crossing),
         math.fsum(costs.call for costs in found) / count,
+        tuple(size / count for size in returning),
     )
 
 

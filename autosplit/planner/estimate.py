@@ -11,7 +11,7 @@ from autosplit.passes.cost import flops, traffic
 from autosplit.pipeline.assembly import footprint
 from autosplit.planner.costs import BlockCost, ModelCosts
 from autosplit.planner.device import Device, measure_device
-from autosplit.planner.profile import crossing_bytes
+from autosplit.planner.profile import crossing_bytes, returning_bytes
 from autosplit.planner.specimen import Blocks, Conditions, distinct, prepare
 
 
@@ -47,6 +47,7 @@ def estimate(
     return ModelCosts(
         tuple(blocks[index] for index in sorted(blocks)),
         tuple(map(crossing_bytes, whole.crossing)),
+        returning=tuple(map(returning_bytes, whole.crossing)),
     )
 
 

@@ -1,21 +1,16 @@
-"""How long a message between two ranks takes."""
+"""The link between two ranks, for a plan."""
 
 from __future__ import annotations
 
-import time
-
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from autosplit.errors import PlanError
 from autosplit.pipeline.groups import Groups
 from autosplit.pipeline.launch import launch
+from autosplit.pipeline.links import measure_transfer
 from autosplit.pipeline.transfer import Transfer
 
-_LARGE = 2**23  # bytes
-_ROUNDS = 20
-_WARMUP = 3
 _TIMEOUT = 60.0
 
 
@@ -43,30 +38,6 @@ def measure_link() -> Transfer:
     device = torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu")
     groups = Groups(dist.get_world_size(), device, _TIMEOUT)
     try:
-        small, large = (
-            _one_way(groups, torch.zeros(size, dtype=torch.uint8, device=device))
-            for size in (1, _LARGE)
-        )
-        found: tuple[float, float] = groups.gather((small, large))[0]
+        return measure_transfer(groups, device)
     finally:
         groups.destroy()
-    small, large = found
-    return Transfer(latency=small, bandwidth=_LARGE / max(large - small, 1e-9))
-
-
-def _one_way(groups: Groups, tensor: Tensor) -> float:
-    """Seconds from rank 0 to rank 1: half of the quickest way there and back."""
-    if groups.rank > 1:
-        return 0.0
-    seconds = []
-    for _ in range(_WARMUP + _ROUNDS):
-        start = time.perf_counter()
-        for sender in (0, 1):
-            send = groups.isend if groups.rank == sender else groups.irecv
-            work = send(tensor, 1 - groups.rank)
-            if work is not None:
-                work.wait()
-        if tensor.is_cuda:
-            torch.cuda.synchronize(tensor.device)
-        seconds.append(time.perf_counter() - start)
-    return min(seconds[_WARMUP:]) / 2.0

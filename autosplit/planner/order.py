@@ -89,7 +89,7 @@ class Order:
             if play.target is None:
                 continue
             if play.target != play.rank:
-                end = self._sent(play, end, links, stages.crossing)
+                end = self._sent(play, end, links, stages)
             arrived[play.result] = end
         return torch.stack(clocks).amax(0)
 
@@ -98,13 +98,15 @@ class Order:
         play: _Play,
         end: Tensor,
         links: dict[tuple[int, int | None], Tensor],
-        crossing: Tensor,
+        stages: Stages,
     ) -> Tensor:
         """When the result is on the other rank; a link carries one message after the other."""
         if self._links.bandwidth != torch.inf:
             link = play.rank, play.target
             end = torch.maximum(end, links[link]) if link in links else end
-            end = end + crossing[boundary_of(play.result)] / self._links.bandwidth
+            forward = play.action.kind is ActionKind.FORWARD
+            sizes = stages.crossing if forward else stages.returning
+            end = end + sizes[boundary_of(play.result)] / self._links.bandwidth
             links[link] = end
         return end + self._links.latency if self._links.latency else end
 

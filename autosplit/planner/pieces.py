@@ -29,12 +29,14 @@ class Stages:
         kept: bytes saved and deferred of one microbatch, shape [2, S, K].
         parameters: bytes, shape [S, K].
         crossing: bytes over each cut, shape [S - 1, K].
+        returning: bytes of the gradients that come back over it, shape [S - 1, K].
     """
 
     times: Tensor
     kept: Tensor
     parameters: Tensor
     crossing: Tensor
+    returning: Tensor
 
 
 class Pieces:
@@ -53,6 +55,7 @@ class Pieces:
         self._call = costs.call
         # Nothing crosses the end of the model.
         self._crossing = torch.tensor((*costs.crossing, 0.0), dtype=torch.float64)
+        self._returning = torch.tensor((*costs.gradients, 0.0), dtype=torch.float64)
 
     def stages(self, cuts: Tensor) -> Stages:
         """The stages of each way to cut.
@@ -66,8 +69,9 @@ class Pieces:
         sums = self._sums[:, ends]
         pieces = (sums[:, 1:] - sums[:, :-1]).clamp_(min=0.0)  # rounding may go below
         times, kept = pieces[:3] + self._call, pieces[3:5]
-        self._as_first(times[:, 0], kept[:, 0], pieces[6, 0], self._crossing[ends[1] - 1])
-        return Stages(times, kept, pieces[5], self._crossing[cuts.T])
+        self._as_first(times[:, 0], kept[:, 0], pieces[6, 0], self._returning[ends[1] - 1])
+        crossing, returning = self._crossing[cuts.T], self._returning[cuts.T]
+        return Stages(times, kept, pieces[5], crossing, returning)
 
     def table(self, *, first: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Every run of blocks as a stage: times [3, B + 1, B + 1], kept [2, B + 1, B + 1] and
@@ -81,7 +85,7 @@ class Pieces:
         pieces[:, places[:, None] >= places] = torch.nan
         times, kept = pieces[:3] + self._call, pieces[3:5]
         if first:
-            behind = torch.cat([self._crossing[-1:], self._crossing])
+            behind = torch.cat([self._returning[-1:], self._returning])
             self._as_first(times, kept, pieces[6], behind)
         return times, kept, pieces[5]
 

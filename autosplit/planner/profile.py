@@ -58,12 +58,18 @@ def profile(
         tuple(blocks[index] for index in sorted(blocks)),
         tuple(map(crossing_bytes, whole.crossing)),
         statistics.median(calls),
+        tuple(map(returning_bytes, whole.crossing)),
     )
 
 
 def crossing_bytes(tensors: Sequence[Tensor]) -> float:
     """Bytes of one message with these tensors."""
     return float(sum(map(value_bytes, tensors)))
+
+
+def returning_bytes(tensors: Sequence[Tensor]) -> float:
+    """Bytes of the message with their gradients; a mask has none."""
+    return crossing_bytes([tensor for tensor in tensors if tensor.requires_grad])
 
 
 def _groups(whole: Blocks, kinds: list[int]) -> list[list[int]]:

@@ -141,7 +141,9 @@ def _solution(task: Task, way: Way, links: Transfer) -> Solution:
     stages = task.pieces.stages(way.cuts[None])
     times = triples(stages.times[:, :, 0])
     kept = stages.kept[:, :, 0].T.tolist()
-    crossing = dict(enumerate(stages.crossing[:, 0].tolist()))
+    crossing, returning = (
+        dict(enumerate(sizes[:, 0].tolist())) for sizes in (stages.crossing, stages.returning)
+    )
     busy = task.microbatches * sum(map(sum, times))
     return Solution(
         cuts=tuple(way.cuts.tolist()),
@@ -149,7 +151,7 @@ def _solution(task: Task, way: Way, links: Transfer) -> Solution:
         costs=Costs(
             times,
             [StageMemory(*each) for each in kept],
-            replace(links, message_bytes=crossing),
+            replace(links, message_bytes=crossing, gradient_bytes=returning),
         ),
         parameters=tuple(stages.parameters[:, 0].tolist()),
         step=way.step,

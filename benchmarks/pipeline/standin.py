@@ -21,7 +21,6 @@ from autosplit.pipeline.memory import StageMemory
 from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.schedules import SCHEDULES, build
 from autosplit.pipeline.search import search
-from autosplit.pipeline.simulate import simulate
 from autosplit.pipeline.trainer import PipelineTrainer
 
 from ..results import Rows, table
@@ -46,15 +45,11 @@ class Case:
     schedule: Schedule
     times: Times
 
-    def duration(self, action: Action) -> float:
-        """Seconds of an action; a B takes I and W together."""
-        forward, backward_input, backward_weight = self.times
-        return {
-            ActionKind.FORWARD: forward,
-            ActionKind.BACKWARD_INPUT: backward_input,
-            ActionKind.BACKWARD_WEIGHT: backward_weight,
-            ActionKind.BACKWARD: backward_input + backward_weight,
-        }[action.kind]
+    @property
+    def costs(self) -> Costs:
+        """Of all stages, each of which keeps one of anything."""
+        stages = self.schedule.stages
+        return Costs([self.times] * stages, [StageMemory(1.0, 1.0)] * stages)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +73,7 @@ class Sleeping:
     def __init__(
         self, module: nn.Module, args: list[Tensor], *, index: int, case: Case, clock: Clock
     ) -> None:
-        self._case = case
+        self._seconds = case.costs.seconds
         self._clock = clock
         self._index = index
         self._last = index == case.schedule.stages - 1
@@ -115,7 +110,7 @@ class Sleeping:
 
     def _end(self, kind: ActionKind) -> float:
         """When an action that begins now is over: what it makes is part of its time."""
-        return time.perf_counter() + self._case.duration(Action(self._index, kind, 0))
+        return time.perf_counter() + self._seconds(Action(self._index, kind, 0))
 
 
 class Clock:
@@ -283,7 +278,7 @@ def _run(case: Case, steps: int) -> Found:
             marks.append(time.perf_counter())
         for each in steps_in_flight:
             each.wait()
-    ends = [simulate(repeat(schedule, number), case.duration).makespan for number in (1, steps + 1)]
+    ends = [case.costs.timeline(repeat(schedule, each)).makespan for each in (1, steps + 1)]
     return Found(
         case.name,
         len(schedule.ranks),

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tables import rows_of, schedule_of, seconds, small
 
-from autosplit.pipeline.action import ActionKind
+from autosplit.pipeline.costs import Costs
 from autosplit.pipeline.fusing import fuse_adjacent
+from autosplit.pipeline.memory import StageMemory
 from autosplit.pipeline.schedules import SCHEDULES
 from autosplit.pipeline.simulate import simulate
+from autosplit.pipeline.transfer import Transfer
 from autosplit.pipeline.validate import validate
+from autosplit.pipeline.wiring import Source, Wiring
 
 SPLIT = schedule_of("0F0 0F1 0I0 0W0 0I1 0W1", "1F0 1I0 1W0 1F1 1I1 1W1")
 
@@ -25,9 +30,15 @@ def test_only_pairs_of_one_microbatch_and_stage() -> None:
     assert rows_of(fuse_adjacent(apart)) == ["0F0 0I0 0F1 0W0 0I1 1F0 1B0 0W1 1F1 1B1"]
 
 
+def alike(stages: int, *times: float) -> Costs:
+    forward, inputs, weights = times
+    memory = [StageMemory(1.0, 1.0)] * stages
+    return Costs([(forward, inputs, weights)] * stages, memory)
+
+
 def test_nobody_waits_longer() -> None:
     """Rank 0 waits for 1I0 and 1I1, and nobody for its own Is."""
-    fused = fuse_adjacent(SPLIT, seconds(1, 1, 1))
+    fused = fuse_adjacent(SPLIT, alike(2, 1, 1, 1))
     assert rows_of(fused) == ["0F0 0F1 0B0 0B1", "1F0 1I0 1W0 1F1 1I1 1W1"]
     assert simulate(fuse_adjacent(SPLIT), seconds(1, 1, 1)).makespan == 9
     assert simulate(fused, seconds(1, 1, 1)).makespan == 8
@@ -38,15 +49,25 @@ def test_a_whole_backward_takes_its_own_time() -> None:
 
     Nobody waits for stage 0's, but a B longer than both would hold up its own rank.
     """
-    times = {(s, k): 2.0 for s in (0, 1) for k in ActionKind if k is not ActionKind.BACKWARD}
-    times[0, ActionKind.FORWARD], times[1, ActionKind.FORWARD] = 4.0, 1.0
+    costs = replace(alike(2, 2, 2, 2), times=[(4.0, 2.0, 2.0), (1.0, 2.0, 2.0)])
     halves = ["0F0 0F1 0I0 0W0 0I1 0W1", "1F0 1I0 1W0 1F1 1I1 1W1"]
     whole = ["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1I1 1W1"]
-    assert rows_of(fuse_adjacent(SPLIT, times)) == [whole[0], halves[1]]
-    short = {**times, (1, ActionKind.BACKWARD): 3.0}
+    assert rows_of(fuse_adjacent(SPLIT, costs)) == [whole[0], halves[1]]
+    short = replace(costs, full=[4.0, 3.0])
     assert rows_of(fuse_adjacent(SPLIT, short)) == whole
-    long = {**short, (0, ActionKind.BACKWARD): 6.0}
+    long = replace(costs, full=[6.0, 3.0])
     assert rows_of(fuse_adjacent(SPLIT, long)) == [halves[0], whole[1]]
+
+
+def test_the_gradient_of_a_skip_connection_is_waited_for_as_well() -> None:
+    """Stage 0 waits for 2I0; with stage 1 on its own rank, nobody else does."""
+    rows = ("0F0 1F0 1I0 0I0 1W0 0W0", "2F0 2I0 2W0")
+    schedule = schedule_of(*rows, stages=3, microbatches=1, placement=(0, 0, 1))
+    skips = ((Source(None, 0),), (Source(0, 0),), (Source(0, 0),))
+    alone = replace(alike(3, 1, 1, 1), wiring=Wiring(skips, (1, 1)))
+    assert "2B0" not in rows_of(fuse_adjacent(schedule, alone))[1]
+    longer = replace(alone, times=[(1.0, 1.0, 1.0), (1.0, 4.0, 1.0), (1.0, 1.0, 1.0)])
+    assert "2B0" in rows_of(fuse_adjacent(schedule, longer))[1]
 
 
 @settings(deadline=None, max_examples=40)
@@ -54,16 +75,17 @@ def test_a_whole_backward_takes_its_own_time() -> None:
     st.sampled_from(list(SCHEDULES)),
     st.integers(1, 4),
     st.integers(1, 8),
-    st.sampled_from([0, 0.5]),
+    st.sampled_from([0.0, 0.5]),
+    st.booleans(),
 )
 def test_every_schedule_stays_legal_and_as_short(
-    name: str, ranks: int, microbatches: int, transfer: float
+    name: str, ranks: int, microbatches: int, latency: float, early: bool
 ) -> None:
     schedule = small(name, ranks, microbatches)
     validate(fuse_adjacent(schedule))
-    durations = seconds(3, 2, 1)
-    fused = fuse_adjacent(schedule, durations, transfer=transfer)
+    costs = alike(schedule.stages, 3.0, 2.0, 1.0)
+    costs = replace(costs, transfer=Transfer(latency), early_weights=early, slices=1 + early)
+    fused = fuse_adjacent(schedule, costs)
     validate(fused)
-    before = simulate(schedule, durations, transfer=transfer)
-    after = simulate(fused, durations, transfer=transfer)
-    assert after.makespan == pytest.approx(before.makespan)
+    before, after = (costs.timeline(each).makespan for each in (schedule, fused))
+    assert after == pytest.approx(before)

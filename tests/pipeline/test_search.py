@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given, settings
@@ -11,14 +13,19 @@ from tables import rows_of, seconds, small
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.costs import Costs
+from autosplit.pipeline.fusing import fuse_adjacent
 from autosplit.pipeline.memory import StageMemory, peak_memory
 from autosplit.pipeline.schedules import SCHEDULES, build
 from autosplit.pipeline.search import search
 from autosplit.pipeline.search.improve import improve
+from autosplit.pipeline.search.late import late
+from autosplit.pipeline.search.named import named_schedules
+from autosplit.pipeline.search.play import play
 from autosplit.pipeline.search.problem import Problem
 from autosplit.pipeline.simulate import simulate
 from autosplit.pipeline.transfer import Transfer
 from autosplit.pipeline.validate import validate
+from autosplit.pipeline.wiring import Source, Wiring
 
 TIMES = st.tuples(st.integers(1, 4), st.integers(0, 4), st.integers(1, 4))
 
@@ -28,13 +35,13 @@ def alike(stages: int, times: tuple[float, float, float], transfer: float = 0.0)
 
 
 def makespan(problem: Problem, rows: list[list[int]]) -> float:
-    played = problem.play(rows)
+    played = play(problem, rows)
     assert played is not None
-    return played[0]
+    return played.makespan
 
 
 def shortest(problem: Problem) -> float:
-    """The optimum, by branch and bound over every order of one stage a rank."""
+    """The optimum, by branch and bound over every order of one stage a rank; links cost nothing."""
     ranks, count = len(problem.caps), problem.microbatches
     best = math.inf
     work = [sum(problem.costs.times[stage]) * count for stage in range(ranks)]
@@ -67,10 +74,10 @@ def shortest(problem: Problem) -> float:
             ]
             for kind in open_kinds:
                 action = (rank * 4 + kind) * count + done[rank][kind]
-                need = problem.needs[action]
-                if need >= 0 and need not in ready:
+                need = [problem.makers[parcel] for parcel in problem.needs[action]]
+                if not all(each in ready for each in need):
                     continue
-                start = max(clocks[rank], ready.get(need, 0.0))
+                start = max([clocks[rank], *(ready[each] for each in need)])
                 options.append((start, rank, kind, action))
         if not options:
             return
@@ -81,13 +88,11 @@ def shortest(problem: Problem) -> float:
                 break
             end = start + problem.seconds[action]
             counts = tuple(n + (k == kind) for k, n in enumerate(done[rank]))
-            target = problem.target[action]
-            arrival = end + (problem.costs.transfer.latency if target >= 0 else 0.0)
             visit(
                 (*done[:rank], counts, *done[rank + 1 :]),
                 (*clocks[:rank], end, *clocks[rank + 1 :]),
                 (*left[:rank], left[rank] - problem.seconds[action], *left[rank + 1 :]),
-                {**ready, action: arrival},
+                {**ready, action: end},
             )
 
     visit(((0, 0, 0),) * ranks, (0.0,) * ranks, tuple(work), {})
@@ -111,24 +116,126 @@ def test_as_short_as_the_shortest(times: list[tuple[int, int, int]], cap: int) -
     assert simulate(found, costs.seconds).makespan == shortest(problem)
 
 
-@settings(deadline=None, max_examples=10)
-@given(st.data(), st.integers(1, 3), st.integers(1, 5), st.sampled_from([0.0, 0.5]))
+@st.composite
+def wirings(draw: st.DrawFn, stages: int) -> tuple[Wiring, Transfer]:
+    """Every stage takes of earlier ones, mostly not of the next only; some send nothing back."""
+    outputs = draw(st.lists(st.integers(1, 2), min_size=stages - 1, max_size=stages - 1))
+    inputs: list[tuple[Source, ...]] = [(Source(None, 0),)]
+    for stage in range(1, stages):
+        earlier = [Source(s, p) for s in range(stage) for p in range(outputs[s])]
+        taken = draw(st.sets(st.sampled_from(earlier), min_size=1, max_size=3))
+        inputs.append(tuple(sorted(taken, key=str)))
+    sizes = {
+        s: [draw(st.sampled_from([0.5, 1.0])) for _ in range(n)] for s, n in enumerate(outputs)
+    }
+    back = {s: [size * draw(st.sampled_from([0.0, 1.0])) for size in sizes[s]] for s in sizes}
+    links = Transfer(draw(st.sampled_from([0.0, 0.5])), 2.0, sizes, back)
+    return Wiring(tuple(inputs), tuple(outputs)), links
+
+
+@st.composite
+def costs_of(draw: st.DrawFn, stages: int) -> Costs:
+    """Whatever a trainer can tell: uneven stages, links, skip connections, Ws in slices."""
+    times = draw(st.lists(TIMES, min_size=stages, max_size=stages))
+    early = draw(st.booleans())
+    cut = draw(st.integers(1, 3)) if early else 1
+    slices = {s: [times[s][2] * share for share in (0.25, 0.75)] for s in range(0, stages, 2)}
+    by_stage = early and draw(st.booleans())
+    links = Transfer(draw(st.sampled_from([0.0, 0.5])), 2.0, draw(st.sampled_from([0.0, 1.0])))
+    wiring = None
+    if draw(st.booleans()):
+        wiring, links = draw(wirings(stages))
+    return Costs(
+        [(float(f), float(i), float(w)) for f, i, w in times],
+        [StageMemory(1.0, draw(st.sampled_from([0.75, 1.25])))] * stages,
+        links,
+        full=[i + w - draw(st.sampled_from([0.0, 0.5])) * min(i, w) for _, i, w in times],
+        wiring=wiring,
+        early_weights=early,
+        slices=slices if by_stage else cut,
+    )
+
+
+@settings(deadline=None, max_examples=15)
+@given(st.data(), st.integers(1, 3), st.integers(1, 5), st.integers(1, 2))
 def test_never_worse_than_a_named_schedule(
-    data: st.DataObject, ranks: int, microbatches: int, latency: float
+    data: st.DataObject, ranks: int, microbatches: int, chunks: int
 ) -> None:
-    times = data.draw(st.lists(TIMES, min_size=2 * ranks, max_size=2 * ranks))
-    cap = data.draw(st.sampled_from([2.0 * ranks, 3.0 * ranks, math.inf]))
-    memory = [StageMemory(1.0, 0.75)] * (2 * ranks)
-    costs = Costs([tuple(map(float, each)) for each in times], memory, Transfer(latency))
+    """Legal, within the cap and as short as any, as the trainer will run it."""
+    stages = ranks * chunks
+    costs = data.draw(costs_of(stages))
+    cap = data.draw(st.sampled_from([2.5 * stages, 4.0 * stages, math.inf]))
     found = search(costs, microbatches, ranks=ranks, cap=cap)
-    validate(found)
-    assert max(peak_memory(found, memory)) <= cap
-    step = simulate(found, costs.seconds, transfer=costs.transfer).makespan
-    for name in set(SCHEDULES) - {"dualpipe-v", "dualpipe", "chimera"}:
-        named = build(name, 2 * ranks, microbatches, ranks=ranks)
-        if max(peak_memory(named, memory)) <= cap:
-            other = simulate(named, costs.seconds, transfer=costs.transfer).makespan
-            assert step <= other * (1 + 1e-9), name
+    validate(found, memory=costs.memory, caps=[cap] * ranks)
+    assert max(peak_memory(found, costs.memory)) <= cap
+    step = costs.timeline(found).makespan
+    for named in named_schedules(costs.times, microbatches, ranks):
+        if max(peak_memory(named, costs.memory)) <= cap:
+            assert step <= costs.timeline(named).makespan * (1 + 1e-9), named.name
+    fused = fuse_adjacent(found, costs)
+    validate(fused, memory=costs.memory, caps=[cap] * ranks)
+    assert costs.timeline(fused).makespan <= step * (1 + 1e-9)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.data(), st.sampled_from(list(SCHEDULES)), st.integers(1, 4), st.integers(1, 5))
+def test_plays_as_the_simulator_does(
+    data: st.DataObject, name: str, ranks: int, microbatches: int
+) -> None:
+    schedule = small(name, ranks, microbatches)
+    assume(schedule.mirror is None)
+    costs = data.draw(costs_of(schedule.stages))
+    problem = Problem(costs, schedule.placement, microbatches, (math.inf,) * ranks)
+    rows = problem.rows_of(schedule)
+    for order in (rows, late(problem, rows)):
+        timeline = costs.timeline(problem.schedule(name, order))  # some Bs as I and W
+        played = play(problem, order)
+        assert played is not None
+        assert played.makespan == pytest.approx(timeline.makespan)
+        starts: dict[int, float] = {}
+        for span in timeline.spans:
+            starts.setdefault(problem.number[span.action], span.start)
+        every = range(len(problem.actions))
+        assert played.starts == pytest.approx([starts.get(n, -1.0) for n in every])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "microbatches", "times"),
+    [(2, 2, (1, 1, 1)), (2, 4, (1, 1, 1)), (2, 8, (1, 1, 1)), (4, 4, (3, 3, 2))],
+)
+def test_more_stages_a_rank_are_never_worse_than_v_shapes_of_two(
+    ranks: int, microbatches: int, times: tuple[int, int, int]
+) -> None:
+    forward, inputs, weights = times
+    found = search(alike(4 * ranks, times), microbatches, ranks=ranks)
+    step = simulate(found, seconds(forward, inputs, weights)).makespan
+    for name in ("zb-v", "dualpipe-v"):
+        with contextlib.suppress(ScheduleError):  # dualpipe-v wants two microbatches for each rank
+            named = build(name, 2 * ranks, microbatches, ranks=ranks)
+            halves = seconds(2 * forward, 2 * inputs, 2 * weights)
+            assert step <= simulate(named, halves).makespan
+
+
+def test_weights_wait_for_a_wait() -> None:
+    """Where Ws run in waits they are put off for as long as there is memory."""
+    costs = Costs([(1.0, 1.0, 1.0)], [StageMemory(1.0, 1.0)], early_weights=True)
+    problem = Problem(costs, (0,), 3, (2.0,))
+    rows = problem.rows_of(build("1f1b", 1, 3))
+    (row,) = late(problem, rows)
+    assert " ".join(str(problem.actions[n]) for n in row) == "0F0 0I0 0F1 0I1 0W0 0F2 0I2 0W1 0W2"
+
+
+def test_a_slow_link_to_a_stage_further_on_is_part_of_the_step() -> None:
+    """Gradients of a skip connection hold up stage 0's; masks send nothing back."""
+    wiring = Wiring(
+        ((Source(None, 0),), (Source(0, 0),), (Source(1, 0), Source(0, 1))), outputs=(2, 1)
+    )
+    alone = Transfer(bandwidth=1.0, message_bytes={0: [0.0, 4.0], 1: [0.0]})
+    steps = []
+    for links in (alone, replace(alone, gradient_bytes=0.0), Transfer()):
+        costs = Costs([(1.0, 1.0, 1.0)] * 3, [StageMemory(1.0, 1.0)] * 3, links, wiring=wiring)
+        steps.append(costs.timeline(search(costs, 1)).makespan)
+    assert steps[0] > steps[1] > steps[2]
 
 
 def test_more_memory_than_1f1b_and_less_than_zb_h2() -> None:
@@ -168,30 +275,6 @@ def test_the_same_every_time() -> None:
     assert rows_of(search(costs, 5, cap=4.0)) == rows_of(search(costs, 5, cap=4.0))
 
 
-@settings(deadline=None, max_examples=40)
-@given(st.sampled_from(list(SCHEDULES)), st.integers(1, 4), st.integers(1, 6), st.data())
-def test_plays_as_the_simulator_does(
-    name: str, ranks: int, microbatches: int, data: st.DataObject
-) -> None:
-    schedule = small(name, ranks, microbatches)
-    assume(schedule.mirror is None)
-    stages = schedule.stages
-    times = data.draw(st.lists(TIMES, min_size=stages, max_size=stages))
-    transfer = Transfer(latency=0.5, bandwidth=2.0, message_bytes=3.0)
-    costs = Costs(
-        [tuple(map(float, each)) for each in times], [StageMemory(1.0, 1.0)] * stages, transfer
-    )
-    problem = Problem(costs, schedule.placement, microbatches, (math.inf,) * ranks)
-    rows = problem.rows_of(schedule)
-    schedule = problem.schedule(name, rows)  # each B as I and W
-    timeline = simulate(schedule, costs.seconds, transfer=transfer)
-    played = problem.play(rows)
-    assert played is not None
-    assert played[0] == pytest.approx(timeline.makespan)
-    starts = {problem.number[span.action]: span.start for span in timeline.spans}
-    assert played[1] == pytest.approx([starts.get(n, -1.0) for n in range(len(problem.actions))])
-
-
 def test_local_search_moves_a_weight_off_the_critical_path() -> None:
     costs = alike(2, (1.0, 1.0, 1.0))
     problem = Problem(costs, (0, 1), 2, (2.0, 2.0))
@@ -209,7 +292,7 @@ def test_orders_that_cannot_run() -> None:
     rows = problem.rows_of(build("1f1b", 2, 2))
     rows[1] = [rows[1][0], *rows[1][2:4], rows[1][1], *rows[1][4:]]
     blocked = [rows[0][:1] + rows[0][2:3] + rows[0][1:2] + rows[0][3:], rows[1]]
-    assert problem.play(blocked) is None
+    assert play(problem, blocked) is None
     assert improve(problem, blocked, plays=5) is None
 
 
@@ -225,3 +308,9 @@ def test_bad_arguments_are_refused() -> None:
         search(costs, 0)
     with pytest.raises(ScheduleError, match="expected times and memory of each stage, got 1"):
         Costs([(1.0, 1.0, 1.0)], [])
+    with pytest.raises(ScheduleError, match="expected the wiring of 2 stages, got that of 3"):
+        replace(costs, wiring=Wiring.chain((1, 1)))
+    with pytest.raises(ScheduleError, match="slices=2 has no effect without early_weights=True"):
+        replace(costs, slices=2)
+    with pytest.raises(ScheduleError, match=r"with a wiring, .* cannot be cut further"):
+        replace(costs, wiring=Wiring.chain((1,))).cut(2)

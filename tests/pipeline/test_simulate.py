@@ -111,6 +111,23 @@ def test_what_two_stages_of_a_rank_take_goes_over_the_link_once() -> None:
     ]
 
 
+def test_an_output_without_a_gradient_sends_nothing_back() -> None:
+    """Stage 2 takes 4 bytes of a mask of stage 0, of which no gradient comes back."""
+    skip = Wiring(((Source(None, 0),), (Source(0, 0),), (Source(0, 1), Source(1, 0))), (2, 1))
+    sizes = {0: (1.0, 4.0), 1: 1.0}
+    links = Transfer(0.0, 1.0, sizes, gradient_bytes={0: (1.0, 0.0), 1: 1.0})
+    assert as_text(simulate(FUSED_CHAIN, UNIT, transfer=links, wiring=skip))[-2:] == [
+        "1: 1B0 9-11",
+        "0: 0B0 12-14",
+    ]
+    late = Transfer(0.0, 1.0, sizes, gradient_bytes={0: (1.0, 9.0), 1: 1.0})
+    assert simulate(FUSED_CHAIN, UNIT, transfer=late, wiring=skip).makespan == 8 + 9 + 2
+    assert simulate(FUSED_CHAIN, UNIT, transfer=links).makespan == 9 + (5 + 1) + (1 + 1)
+    unknown = Transfer(0.0, 1.0, sizes, gradient_bytes={0: 1.0})
+    with pytest.raises(ScheduleError, match="no gradient_bytes for the boundary after stage 1"):
+        simulate(FUSED_CHAIN, UNIT, transfer=unknown)
+
+
 def test_a_stage_waits_for_those_that_feed_it_only() -> None:
     fork = Wiring(((Source(None, 0),), (Source(0, 0),), (Source(0, 0),)), (1, 1))
     assert as_text(simulate(FUSED_CHAIN, UNIT, wiring=fork)) == [
@@ -151,6 +168,7 @@ def test_a_wired_chain_is_a_chain(name: str, ranks: int, microbatches: int) -> N
         ({"bandwidth": 0.0}, "bandwidth must be bytes in a second > 0, got 0.0"),
         ({"message_bytes": math.inf}, "message_bytes must be finite numbers >= 0, got inf"),
         ({"message_bytes": {0: -2.0}}, "message_bytes must be finite numbers >= 0, got -2.0"),
+        ({"gradient_bytes": -1.0}, "gradient_bytes must be finite numbers >= 0, got -1.0"),
     ],
 )
 def test_impossible_links_are_refused(options: dict[str, Any], message: str) -> None:

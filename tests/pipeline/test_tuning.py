@@ -6,16 +6,21 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 import pytest
-from reference_stage import ReferenceStage
+import torch
 from tables import rows_of
 
+from autosplit.pipeline import tuning
 from autosplit.pipeline.action import ActionKind
+from autosplit.pipeline.costs import Costs
 from autosplit.pipeline.groups import Groups
 from autosplit.pipeline.schedule import Schedule
+from autosplit.pipeline.search import search
 from autosplit.pipeline.simulate import simulate
 from autosplit.pipeline.timeline import Span
+from autosplit.pipeline.transfer import Transfer
 from autosplit.pipeline.tuning import MEASURED, Tuner, first_schedule, with_whole
 from autosplit.pipeline.validate import validate
+from autosplit.pipeline.wiring import Source, Wiring
 
 
 class OneProcess:
@@ -25,13 +30,24 @@ class OneProcess:
         return [value]
 
 
-def tuned(whole: float, parts: int = 1) -> Schedule:
+class Puts:
+    """All that a tuner asks of a stage: here, 8 bytes with a gradient and 8 without."""
+
+    output_specs = ((torch.Size([2]), torch.float32, True), (torch.Size([1]), torch.int64, False))
+
+
+def tuned(whole: float, parts: int = 1, link: Transfer | None = None, **options: Any) -> Schedule:
     """What a tuner finds where F, I and W take a second each and a B ``whole`` seconds."""
-    tuner = Tuner(first_schedule(2, 4, 2), cast("Groups", OneProcess()))
+    tuner = Tuner(
+        first_schedule(2, 4, 2),
+        cast("Groups", OneProcess()),
+        link=lambda: link or Transfer(),
+        **options,
+    )
     seconds = dict.fromkeys(ActionKind, 1.0) | {ActionKind.BACKWARD: whole}
     timeline = simulate(tuner.measured, lambda action: seconds[action.kind])
     spans = [part for span in timeline.spans for part in cut(span, parts)]
-    stages: Any = {0: ReferenceStage, 1: ReferenceStage}
+    stages: Any = {0: Puts(), 1: Puts()}
     for _ in range(MEASURED):
         assert tuner.after_step(spans, stages) is None
     found = tuner.after_step(spans, stages)
@@ -91,3 +107,25 @@ def test_a_b_that_is_measured_longer_than_its_halves_counts_as_both() -> None:
 
 def test_slices_of_a_w_count_as_one() -> None:
     assert tuned(whole=1.75, parts=4) == tuned(whole=1.75)
+
+
+def test_the_link_and_what_goes_over_it_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bytes are those of the outputs; only the first has a gradient that comes back."""
+    asked: list[Costs] = []
+
+    def noted(costs: Costs, *args: Any, **options: Any) -> Schedule:
+        asked.append(costs)
+        return search(costs, *args, **options)
+
+    monkeypatch.setattr(tuning, "search", noted)
+    wiring = Wiring(((Source(None, 0),), (Source(0, 1), Source(0, 0))), (2,))
+    link = Transfer(latency=0.25, bandwidth=8.0)
+    tuned(2.0, parts=2, link=link, wiring=wiring, early_weights=True)
+    tuned(2.0, parts=2)
+    costs, plain = asked
+    assert costs.transfer == Transfer(
+        0.25, 8.0, {0: [8.0, 8.0], 1: [8.0, 8.0]}, {0: [8.0, 0.0], 1: [8.0, 0.0]}
+    )
+    assert (costs.wiring, costs.early_weights) == (wiring, True)
+    assert costs.slices == {0: pytest.approx([0.5, 0.5]), 1: pytest.approx([0.5, 0.5])}
+    assert (plain.wiring, plain.early_weights, plain.slices) == (None, False, 1)

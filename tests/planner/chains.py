@@ -26,7 +26,7 @@ class Chain:
         for module in modules:
             with torch.no_grad():
                 self._inputs.append(copy.deepcopy(module).to("meta")(self._inputs[-1].to("meta")))
-        self.crossing = [[x] for x in self._inputs[1:-1]]
+        self.crossing = [[x.requires_grad_()] for x in self._inputs[1:-1]]
 
     def segment(self, first: int, last: int) -> tuple[nn.Module, list[Tensor]]:
         x = self._inputs[first].detach().requires_grad_(first > 0)

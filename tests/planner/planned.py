@@ -28,7 +28,8 @@ def models(draw: st.DrawFn, least: int = 1, most: int = 7) -> ModelCosts:
     blocks = draw(st.lists(BLOCKS, min_size=least, max_size=most))
     cuts = len(blocks) - 1
     crossing = draw(st.lists(_small, min_size=cuts, max_size=cuts))
-    return ModelCosts(tuple(blocks), tuple(crossing), draw(st.integers(0, 1)) / 2)
+    returning = draw(st.one_of(st.none(), st.tuples(*[_small] * cuts)))
+    return ModelCosts(tuple(blocks), tuple(crossing), draw(st.integers(0, 1)) / 2, returning)
 
 
 def even(blocks: int, *, forward: float = 1.0, parameters: float = 1.0) -> ModelCosts:
@@ -81,11 +82,12 @@ def tried(
     saved = [sum(block.saved for block in piece) for piece in pieces]
     deferred = [sum(block.deferred for block in piece) for piece in pieces]
     # The first stage's W needs all that F saved, and the gradient of what it put out.
-    deferred[0] = saved[0] + (costs.crossing[cuts[0]] if cuts else 0.0)
+    deferred[0] = saved[0] + (costs.gradients[cuts[0]] if cuts else 0.0)
     kept = [StageMemory(*pair) for pair in zip(saved, deferred, strict=True)]
     transfer = replace(
         links or Transfer(),
         message_bytes={place: costs.crossing[cut] for place, cut in enumerate(cuts)},
+        gradient_bytes={place: costs.gradients[cut] for place, cut in enumerate(cuts)},
     )
 
     def seconds(action: Any) -> float:

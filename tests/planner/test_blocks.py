@@ -34,6 +34,7 @@ def test_layers_of_a_transformer_are_two_blocks_each() -> None:
         "model.norm",
     ]
     assert all([t.shape for t in tensors] == [(2, 8, 32)] for tensors in whole.crossing)
+    assert all(tensor.requires_grad for tensors in whole.crossing for tensor in tensors)
     assert whole.blocks[-1].parameters == ("model.embed_tokens.weight", "model.norm.weight")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -27,12 +28,13 @@ def test_a_first_stage_has_no_input_gradient_and_keeps_all_until_w() -> None:
     costs = ModelCosts((SMALL, LARGE, SMALL), (8.0, 9.0), call=0.5)
     assert costs.stage(0, 2) == BlockCost(6.5, 0.0, 12.5, 60.0, 60.0 + 9.0, 100.0, 12.5)
     assert costs.stage(0, 3).deferred == 70.0
+    assert replace(costs, returning=(8.0, 3.0)).stage(0, 2).deferred == 60.0 + 3.0
 
 
 def test_the_mean_of_what_ranks_found() -> None:
     ours, theirs = ModelCosts((SMALL,), (), call=0.5), ModelCosts((LARGE,), (), call=1.5)
     mean = BlockCost(3.0, 4.0, 5.0, 30.0, 40.0, 50.0, 6.0)
-    assert average([ours, theirs]) == ModelCosts((mean,), (), call=1.0)
+    assert average([ours, theirs]) == ModelCosts((mean,), (), call=1.0, returning=())
     with pytest.raises(PlanError, match="costs of one model, got 1, 2 blocks"):
         average([ours, ModelCosts((SMALL, SMALL), (1.0,))])
 
@@ -51,3 +53,5 @@ def test_refuses_impossible_costs() -> None:
         ModelCosts((SMALL, LARGE), (-1.0,))
     with pytest.raises(PlanError, match="2 blocks and 0 cuts"):
         ModelCosts((SMALL, LARGE), ())
+    with pytest.raises(PlanError, match="2 blocks and 2 cuts"):
+        ModelCosts((SMALL, LARGE), (1.0,), returning=(1.0, 1.0))

@@ -51,7 +51,7 @@ def test_a_call_takes_its_time_however_small_it_is() -> None:
 def test_bytes_are_those_of_a_profile() -> None:
     measured = profile(_chain(), seconds=0.02)
     estimated = estimate(_chain(), device=COMPUTING)
-    assert estimated.crossing == measured.crossing
+    assert estimated.crossing == measured.crossing == estimated.returning == measured.returning
     for ours, theirs in zip(estimated.blocks, measured.blocks, strict=True):
         assert (ours.saved, ours.deferred, ours.parameters) == (
             theirs.saved,

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from autosplit.pipeline.assembly import footprint
 from autosplit.planner.clock import Rounds
-from autosplit.planner.profile import profile
+from autosplit.planner.profile import crossing_bytes, profile, returning_bytes
 from autosplit.planner.specimen import Conditions, prepare
 
 X = torch.zeros(4, 16)
@@ -29,7 +29,7 @@ def test_one_block_of_each_kind_is_profiled() -> None:
     assert len({id(block) for block in costs.blocks}) == 3
     assert second.parameters == 4 * (32 * 64 * 2 + 64 + 32)
     assert (second.deferred, last.deferred) == (4 * 4 * (32 + 64 + 64 + 32), 4 * 4 * (32 + 8))
-    assert costs.crossing == (512.0,) * 4
+    assert costs.crossing == costs.returning == (512.0,) * 4
     assert first.backward_input == 0.0
     assert first.backward_weight == first.backward_alone > 0.0
     assert min(second.forward, second.backward_input, second.backward_weight, costs.call) > 0.0
@@ -107,3 +107,9 @@ def test_measuring_ends_when_medians_are_known_or_time_is_up() -> None:
     assert not Rounds(wild, wild, wild, wild).enough(late=False)
     assert Rounds(wild, wild, wild, wild).enough(late=True)
     assert not Rounds([1.0], [1.0], [1.0], [1.0]).enough(late=True)
+
+
+def test_a_mask_sends_no_gradient_back() -> None:
+    hidden, mask = torch.zeros(4, requires_grad=True), torch.zeros(2, dtype=torch.int64)
+    assert crossing_bytes([hidden, mask]) == 32.0
+    assert returning_bytes([hidden, mask]) == 16.0

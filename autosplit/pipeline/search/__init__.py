@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.costs import Costs
 from autosplit.pipeline.memory import peak_memory
+from autosplit.pipeline.replay import replay
 from autosplit.pipeline.schedule import Schedule
-from autosplit.pipeline.schedules import SCHEDULES, build
 from autosplit.pipeline.schedules.weights import check_counts
 from autosplit.pipeline.search.construct import Policy, construct
 from autosplit.pipeline.search.improve import improve
+from autosplit.pipeline.search.late import late
+from autosplit.pipeline.search.named import named_schedules
+from autosplit.pipeline.search.play import play
 from autosplit.pipeline.search.problem import Problem, Rows
-from autosplit.pipeline.simulate import simulate
 
 __all__ = ["caps_of", "placements", "search"]
 
@@ -41,10 +43,11 @@ def search(
 
     It begins from every named schedule that the counts admit and from list scheduling on their
     placements, all under the cap, and changes the best of them along the critical path. So it is
-    never worse than the best named schedule under the same cap.
+    never worse than the best named schedule under the same cap, with the links, the wiring and the
+    Ws in waits that ``costs`` tell of.
 
     Args:
-        costs: of every stage.
+        costs: of every stage, and how the trainer runs them.
         microbatches: M >= 1.
         ranks: number of processes; None means one for each stage.
         placement: the rank of every stage, where that is settled; None leaves it to the search,
@@ -65,11 +68,11 @@ def search(
     named = _placed(costs, microbatches, ranks, placement)
     known = sorted(
         (each for each in named if _within(peak_memory(each, costs.memory), caps)),
-        key=lambda each: _makespan(each, costs),
+        key=lambda each: costs.timeline(each).makespan,
     )
     starts = _starts(costs, microbatches, caps, named, known)
     found = _improved(starts)
-    if known and (found is None or found[0] >= _makespan(known[0], costs)):
+    if known and (found is None or found[0] >= costs.timeline(known[0]).makespan):
         return replace(known[0], name="auto")
     if found is None:
         least = min((max(peak_memory(each, costs.memory)) for each in named), default=math.inf)
@@ -98,7 +101,7 @@ def _placed(
     """The named schedules of that placement, or all."""
     named = [
         each
-        for each in _named(costs, microbatches, ranks)
+        for each in named_schedules(costs.times, microbatches, ranks)
         if placement is None or each.placement == tuple(placement)
     ]
     if not named and placement is not None:
@@ -123,32 +126,8 @@ def caps_of(cap: float | Sequence[float], ranks: int) -> tuple[float, ...]:
     return caps
 
 
-def _named(costs: Costs, microbatches: int, ranks: int) -> Iterator[Schedule]:
-    """Every named schedule with one copy of the stages, in every form, without crossing steps."""
-    for name, family in SCHEDULES.items():
-        for weights in (*(["fused"] if family.fused else []), *(family.weights or (None,))):
-            try:
-                schedule = build(
-                    name,
-                    len(costs.times),
-                    microbatches,
-                    ranks=ranks,
-                    split_backward=weights != "fused",
-                    weights=None if weights == "fused" else weights,
-                    times=costs.times if weights == "fill" else None,
-                )
-            except ScheduleError:
-                continue
-            if schedule.mirror is None:
-                yield replace(schedule, crosses_step=False)
-
-
 def _within(peaks: Sequence[float], caps: Sequence[float]) -> bool:
     return all(peak <= most * (1 + 1e-9) for peak, most in zip(peaks, caps, strict=True))
-
-
-def _makespan(schedule: Schedule, costs: Costs) -> float:
-    return simulate(schedule, costs.seconds, transfer=costs.transfer).makespan
 
 
 def _starts(
@@ -169,11 +148,13 @@ def _starts(
     for problem in problems.values():
         made = (construct(problem, policy) for policy in _POLICIES)
         candidates += [(problem, rows) for rows in made if rows is not None]
+    if costs.early_weights:
+        candidates += [(problem, late(problem, rows)) for problem, rows in candidates]
     starts = []
     for problem, rows in candidates:
-        played = problem.play(rows)
+        played = play(problem, rows)
         if played is not None and all(map(problem.fits, rows, range(len(rows)))):
-            starts.append((played[0], problem, rows))
+            starts.append((played.makespan, problem, rows))
     return _varied(starts)[:_STARTS]
 
 
@@ -199,6 +180,17 @@ def _improved(starts: Sequence[tuple[float, Problem, Rows]]) -> tuple[float, Sch
     for _, problem, rows in starts:
         share = _WORK // (len(problem.actions) * len(starts))
         found = improve(problem, rows, max(_FEWEST, min(_MOST, share)))
-        if found is not None and (best is None or found.makespan < best[0]):
-            best = found.makespan, problem.schedule("auto", found.rows)
+        if found is None or (best is not None and found.makespan >= best[0]):
+            continue
+        schedule = problem.schedule("auto", found.rows)
+        if _runs_as_chain(schedule, problem.costs):
+            best = found.makespan, schedule
     return best
+
+
+def _runs_as_chain(schedule: Schedule, costs: Costs) -> bool:
+    """Whether it is legal whoever feeds whom, as schedules have to be (see ``routes``).
+
+    Where a stage takes nothing of the one before, an order may be too free for that.
+    """
+    return costs.wiring is None or not replay(schedule, lambda action: 1.0).waits

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autosplit.pipeline.action import ActionKind
@@ -53,7 +54,7 @@ class _Ranks:
 def construct(problem: Problem, policy: Policy) -> Rows | None:
     """An order of all actions within the caps, or None if the policy runs into a dead end."""
     ranks = _Ranks(problem)
-    ready: dict[int, float] = {}
+    ready = [math.inf] * len(problem.makers)
     links: dict[tuple[int, int], float] = {}
     looks = [(0.0, rank) for rank in range(len(problem.caps))]
     left = 3 * len(problem.placement) * problem.microbatches
@@ -67,13 +68,12 @@ def construct(problem: Problem, policy: Policy) -> Rows | None:
         left -= 2 if problem.actions[action].kind is FULL else 1
         end = now + problem.seconds[action]
         _run(problem, ranks, action, end)
-        arrival, target = end, problem.target[action]
-        if target >= 0:
-            sent = max(end, links.get((rank, target), 0.0)) + problem.sending[action]
-            links[rank, target] = sent
-            arrival = sent + problem.costs.transfer.latency
-            heapq.heappush(looks, (arrival, target))
-        ready[problem.result[action]] = arrival
+        for parcel, link, took in problem.makes[action]:
+            ready[parcel] = end
+            if link is not None:
+                links[link] = max(end, links.get(link, 0.0)) + took
+                ready[parcel] = links[link] + problem.costs.transfer.latency
+                heapq.heappush(looks, (ready[parcel], link[1]))
         heapq.heappush(looks, (end, rank))
     return None if left else ranks.rows
 
@@ -95,7 +95,7 @@ def _choose(
     problem: Problem,
     policy: Policy,
     ranks: _Ranks,
-    ready: dict[int, float],
+    ready: Sequence[float],
     rank: int,
     now: float,
 ) -> int | None:
@@ -109,8 +109,7 @@ def _choose(
                 action = _whole_or_apart(problem, ranks, action)
             if action is None or not _has_room(problem, policy, ranks, action):
                 continue
-            need = problem.needs[action]
-            start = 0.0 if need < 0 else ready.get(need, math.inf)
+            start = max((ready[parcel] for parcel in problem.needs[action]), default=0.0)
             soonest = min(soonest, start)
             if start <= now:
                 is_forward = kind is FORWARD

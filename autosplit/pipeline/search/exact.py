@@ -14,7 +14,6 @@ from autosplit.pipeline.schedules.weights import check_counts
 from autosplit.pipeline.search import caps_of, placements, search
 from autosplit.pipeline.search.model import StepModel
 from autosplit.pipeline.search.problem import Problem, Rows
-from autosplit.pipeline.simulate import simulate
 from autosplit.pipeline.validate import validate
 
 _LARGEST = 400
@@ -50,8 +49,11 @@ def exact(
 ) -> Exact:
     """Prove the shortest step; for small cases (4 stages and 6 microbatches take seconds).
 
-    The problem is a job shop with memory, transfers and links as ``simulate`` and ``peak_memory``
-    have them, and OR-tools' CP-SAT solves it: https://developers.google.com/optimization/cp.
+    The problem is a job shop with memory, transfers, links and wiring as ``simulate`` and
+    ``peak_memory`` have them, and OR-tools' CP-SAT solves it:
+    https://developers.google.com/optimization/cp. It leaves out Ws that run in waits, whole or in
+    slices, so costs with ``early_weights`` are refused; two copies of the stages; steps that begin
+    before the last one has ended; and placements that no named schedule has.
 
     Args:
         costs: of every stage.
@@ -63,8 +65,8 @@ def exact(
             found, with the bound that was proved.
 
     Raises:
-        ScheduleError: OR-tools is not installed; a bad count; too many actions; no schedule
-            exists within the cap, or none was found in time.
+        ScheduleError: OR-tools is not installed; a bad count; too many actions; early weights; no
+            schedule exists within the cap, or none was found in time.
     """
     stages = len(costs.times)
     ranks = stages if ranks is None else ranks
@@ -75,6 +77,11 @@ def exact(
             f"a step of {actions} actions ({stages} stages, {microbatches} microbatches) is more "
             f"than the {_LARGEST} that the exact solver takes; use search"
         )
+    if costs.early_weights:
+        raise ScheduleError(
+            "the exact solver knows Ws in one piece, where the schedule has them: leave out "
+            "early_weights and slices, or use search"
+        )
     if not seconds > 0:
         raise ScheduleError(f"seconds must be > 0, got {seconds!r}")
     caps, solver = caps_of(cap, ranks), _solver()
@@ -84,7 +91,7 @@ def exact(
         one, bound = _solved(solver, Problem(costs, place, microbatches, caps), seconds)
         bounds.append(bound)
         if one is not None:
-            found.append(Exact(one, _makespan(one, costs), bound))
+            found.append(Exact(one, costs.timeline(one).makespan, bound))
     if not found:
         reason = "exists" if all(map(math.isinf, bounds)) else f"was found in {seconds:g} seconds"
         raise ScheduleError(
@@ -130,10 +137,6 @@ def _hint(problem: Problem) -> Rows | None:
         return None
     rows = problem.rows_of(found)
     return rows if all(map(problem.fits, rows, range(len(rows)))) else None
-
-
-def _makespan(schedule: Schedule, costs: Costs) -> float:
-    return simulate(schedule, costs.seconds, transfer=costs.transfer).makespan
 
 
 def _solver() -> ModuleType:

@@ -14,7 +14,9 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from autosplit.pipeline.search.problem import FULL, INPUT, WEIGHT, Problem, Rows
+from autosplit.pipeline.action import Action
+from autosplit.pipeline.search.play import Play, play
+from autosplit.pipeline.search.problem import FORWARD, FULL, INPUT, KINDS, WEIGHT, Problem, Rows
 
 _TOLERANCE = 1e-9
 _HEAT = 0.02  # of the makespan: by so much longer steps are kept at first
@@ -30,11 +32,15 @@ Where both are one, an I becomes a B with the W behind it, or a B becomes them.
 
 @dataclass
 class Found:
-    """An order, how long it takes, and when each action starts."""
+    """An order, and how it ran."""
 
     rows: Rows
-    makespan: float
-    starts: list[float]
+    played: Play
+
+    @property
+    def makespan(self) -> float:
+        """How long it takes."""
+        return self.played.makespan
 
 
 def improve(problem: Problem, rows: Rows, plays: int) -> Found | None:
@@ -42,10 +48,10 @@ def improve(problem: Problem, rows: Rows, plays: int) -> Found | None:
 
     Deterministic: the same arguments give the same order.
     """
-    played = problem.play(rows)
+    played = play(problem, rows)
     if played is None:
         return None
-    best, spent = _descend(problem, Found(rows, *played), plays)
+    best, spent = _descend(problem, Found(rows, played), plays)
     chance = random.Random(0)
     least = lower_bound(problem) * (1 + _TOLERANCE)
     for left in (_ROUNDS - each for each in range(_ROUNDS)):
@@ -58,19 +64,32 @@ def improve(problem: Problem, rows: Rows, plays: int) -> Found | None:
 
 def lower_bound(problem: Problem) -> float:
     """No rank can end before its first input has come and all its work is done."""
+    begins = _begins(problem)
     bounds = []
     for rank in range(len(problem.caps)):
         stages = [stage for stage, each in enumerate(problem.placement) if each == rank]
-        lead = sum(problem.costs.times[stage][0] for stage in range(min(stages, default=0)))
+        lead = min((begins[stage] for stage in stages), default=0.0)
         work = sum(_least_work(problem, stage) for stage in stages)
         bounds.append(lead + problem.microbatches * work)
     return max(bounds)
 
 
+def _begins(problem: Problem) -> list[float]:
+    """When the first F of each stage can begin, as far as the Fs before it tell."""
+    begins: list[float] = []
+    for stage in range(len(problem.placement)):
+        needs = problem.needs[problem.number[Action(stage, FORWARD, 0)]]
+        makers = [problem.makers[parcel] for parcel in needs]
+        ends = (begins[problem.actions[each].stage] + problem.seconds[each] for each in makers)
+        begins.append(max(ends, default=0.0))
+    return begins
+
+
 def _least_work(problem: Problem, stage: int) -> float:
     """Seconds of a microbatch on a stage, with the shorter of the two backwards."""
-    forward, inputs, weights = problem.costs.times[stage]
-    full = inputs + weights if problem.costs.full is None else problem.costs.full[stage]
+    forward, inputs, weights, full = (
+        problem.seconds[problem.number[Action(stage, kind, 0)]] for kind in KINDS
+    )
     return forward + min(inputs + weights, full)
 
 
@@ -85,9 +104,9 @@ def _descend(problem: Problem, here: Found, plays: int) -> tuple[Found, int]:
             if rows is None:
                 continue
             spent += 1
-            played = problem.play(rows)
-            if played is not None and played[0] < here.makespan * (1 - _TOLERANCE):
-                here = Found(rows, *played)
+            played = play(problem, rows)
+            if played is not None and played.makespan < here.makespan * (1 - _TOLERANCE):
+                here = Found(rows, played)
                 going = True
                 break
             if spent >= plays:
@@ -105,13 +124,13 @@ def _annealed(
     while spent < plays and best.makespan > least:
         rows = _random_change(problem, here, blocks, chance)
         spent += 1
-        played = None if rows is None else problem.play(rows)
+        played = None if rows is None else play(problem, rows)
         if rows is None or played is None:
             continue
         heat = hot * (1 - spent / plays)
-        longer = played[0] - here.makespan
+        longer = played.makespan - here.makespan
         if longer <= 0 or (heat > 0 and chance.random() < math.exp(-longer / heat)):
-            here = Found(rows, *played)
+            here = Found(rows, played)
             blocks = list(_blocks(problem, here))
         if here.makespan < best.makespan * (1 - _TOLERANCE):
             best = here
@@ -155,18 +174,19 @@ def _moves(problem: Problem, here: Found) -> Iterator[Move]:
 def _blocks(problem: Problem, here: Found) -> Iterator[tuple[int, int, int]]:
     """Stretches of the critical path that lie on one rank: rank, first and last place."""
     places = {action: place for row in here.rows for place, action in enumerate(row)}
-    ends = [start + took for start, took in zip(here.starts, problem.seconds, strict=True)]
-    action = max(places, key=lambda each: ends[each])
+    causes, rank = here.played.causes, here.played.last
+    last = len(here.rows[rank]) - 1
     while True:
-        rank, last = problem.rank[action], places[action]
         row, first = here.rows[rank], last
-        while first > 0 and ends[row[first - 1]] >= here.starts[row[first]] - _TOLERANCE:
+        while first > 0 and causes[row[first]] < 0:
             first -= 1
         yield rank, first, last
-        need = problem.needs[row[first]]
-        if need < 0 or here.starts[row[first]] <= 0.0:
+        parcel = causes[row[first]]
+        if parcel < 0:
             return
-        action = need if need in places else problem.part(need, FULL)
+        action = problem.makers[parcel]
+        action = action if action in places else problem.part(action, FULL)
+        rank, last = problem.rank[action], places[action]
 
 
 def _moved(problem: Problem, rows: Rows, move: Move) -> Rows | None:

@@ -12,14 +12,23 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
 
 from autosplit.pipeline.action import Action
 from autosplit.pipeline.search.improve import lower_bound
+from autosplit.pipeline.search.play import play
 from autosplit.pipeline.search.problem import FORWARD, FULL, INPUT, KINDS, WEIGHT, Problem, Rows
 from autosplit.pipeline.search.units import Units
 
 _FINEST_MEMORY = 10**9  # bytes are whole numbers
+
+
+class _Message(NamedTuple):
+    """What goes over a link: who makes it, for how long it keeps the link, and when it has gone."""
+
+    maker: int
+    takes: int
+    gone: Any
 
 
 class StepModel:
@@ -35,14 +44,15 @@ class StepModel:
         self.problem = problem
         self.model = solver.CpModel()
         transfer = problem.costs.transfer
-        self.units = Units([*problem.seconds, *problem.sending, transfer.latency])
+        sending = [took for made in problem.makes for _, _, took in made]
+        self.units = Units([*problem.seconds, *sending, transfer.latency])
         self._took = [self.units.nearest(each) for each in problem.seconds]
-        self._sending = [self.units.nearest(each) for each in problem.sending]
         self._latency = self.units.nearest(transfer.latency)
-        played = None if hint is None else problem.play(hint)
-        self._horizon = sum(self._took) + sum(self._sending) + self._latency * len(self._took)
+        played = None if hint is None else play(problem, hint)
+        self._horizon = sum(self._took) + sum(map(self.units.nearest, sending))
+        self._horizon += self._latency * len(problem.makers)
         if played is not None:
-            self._horizon = self.units.above(played[0] + self.units.slack(self._took))
+            self._horizon = self.units.above(played.makespan + self.units.slack(self._took))
         self._numbers = [n for n, action in enumerate(problem.actions) if action.kind is not FULL]
         self._starts = {number: self._moment() for number in self._numbers}
         self._ends = {number: self._moment() for number in self._numbers}
@@ -59,7 +69,7 @@ class StepModel:
             self._add_memory(rank)
         self._add_makespan()
         if hint is not None and played is not None:
-            self._add_hint(hint, played[1])
+            self._add_hint(hint, played.starts)
 
     def rows(self, value: Any) -> list[list[Action]]:
         """Per rank, its actions in the order of a solution; ``value`` gives a variable's."""
@@ -115,29 +125,36 @@ class StepModel:
     def _add_messages(self) -> None:
         """A message goes once it is made and those made before it on its link have gone."""
         problem = self.problem
-        links = defaultdict(list)
+        arrivals: list[Any] = [None] * len(problem.makers)
+        links: dict[tuple[int, int], list[_Message]] = defaultdict(list)
         for number in self._numbers:
-            need = problem.needs[number]
-            if need < 0:
-                continue
-            arrival = self._ends[need]
-            if problem.target[need] >= 0:
-                if self._sending[need]:
-                    arrival = self._moment()
-                    self.model.add(arrival >= self._ends[need] + self._sending[need])
-                    links[problem.rank[need], problem.target[need]].append((need, arrival))
-                arrival = arrival + self._latency
-            self.model.add(self._starts[number] >= arrival)
+            for parcel, link, took in problem.makes[number]:
+                arrivals[parcel] = gone = self._ends[number]
+                if link is None:
+                    continue
+                takes = self.units.nearest(took)
+                if takes:
+                    gone = self._moment()
+                    self.model.add(gone >= self._ends[number] + takes)
+                    links[link].append(_Message(number, takes, gone))
+                arrivals[parcel] = gone + self._latency
+        for number in self._numbers:
+            for parcel in problem.needs[number]:
+                self.model.add(self._starts[number] >= arrivals[parcel])
         for messages in links.values():
             for one, other in combinations(messages, 2):
                 self._add_turns(one, other)
 
-    def _add_turns(self, one: tuple[int, Any], other: tuple[int, Any]) -> None:
-        """Of two messages on one link, each a result and its end, that made first goes first."""
+    def _add_turns(self, one: _Message, other: _Message) -> None:
+        """Of two messages on one link, that made first goes first; of one result, in order."""
+        if one.maker == other.maker:
+            self.model.add(other.gone >= one.gone + other.takes)
+            return
         first = self.model.new_bool_var("")
-        for (early, gone), (late, then), case in ((one, other, first), (other, one, ~first)):
-            self.model.add(self._ends[early] <= self._ends[late]).only_enforce_if(case)
-            self.model.add(then >= gone + self._sending[late]).only_enforce_if(case)
+        for early, late, case in ((one, other, first), (other, one, ~first)):
+            earlier = self._ends[early.maker] <= self._ends[late.maker]
+            self.model.add(earlier).only_enforce_if(case)
+            self.model.add(late.gone >= early.gone + late.takes).only_enforce_if(case)
 
     def _add_memory(self, rank: int) -> None:
         """What is kept from F to W, and what more from F to I or from I to W."""

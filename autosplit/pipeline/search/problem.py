@@ -6,10 +6,13 @@ import math
 from collections.abc import Sequence
 
 from autosplit.pipeline.action import Action, ActionKind
+from autosplit.pipeline.arrivals import Arrivals
 from autosplit.pipeline.costs import Costs
-from autosplit.pipeline.dependency import needs_of, result_of
-from autosplit.pipeline.routes import target_of
+from autosplit.pipeline.dependency import result_of
+from autosplit.pipeline.routes import Parcel
 from autosplit.pipeline.schedule import Schedule
+from autosplit.pipeline.waits import cutter
+from autosplit.pipeline.wiring import Feeds
 
 KINDS = (
     ActionKind.FORWARD,
@@ -26,13 +29,24 @@ Rows = list[list[int]]
 class Problem:
     """Every F, I, W and B of a step, numbered, with what it needs, takes and keeps.
 
-    An order has either the B of a stage and a microbatch or its I and W.
+    An order has either the B of a stage and a microbatch or its I and W. What goes from one stage
+    to another is a parcel, numbered as well.
 
     Args:
         costs: of every stage.
         placement: ``placement[stage]`` is the rank that holds the stage.
         microbatches: M.
         caps: per rank, the most it may keep at once.
+
+    Attributes:
+        needs: per action, the parcels that it takes of other stages.
+        makes: per action, its parcels, each with its link (None if it stays on its rank) and the
+            seconds for which it keeps that.
+        makers: per parcel, the action that makes it: of an I and a B the I.
+        takers: per parcel, the rank that gets it.
+        placed_seconds: per action, the seconds it takes where the order has it.
+        slices: per action, the seconds of each part of a W that may run in a wait; none for other
+            actions, and none at all where Ws run as they are scheduled.
     """
 
     def __init__(
@@ -55,22 +69,52 @@ class Problem:
         ]
         self.number = {action: number for number, action in enumerate(self.actions)}
         self.rank = [placement[action.stage] for action in self.actions]
-        self.seconds = [costs.seconds(action) for action in self.actions]
+        self.slices = self._cut()
+        self.seconds = [
+            sum(parts) if parts else costs.seconds(action)
+            for action, parts in zip(self.actions, self.slices, strict=True)
+        ]
+        self.placed_seconds = [
+            0.0 if parts else took for parts, took in zip(self.slices, self.seconds, strict=True)
+        ]
         self.adds = [costs.memory[a.stage].before(a.kind) for a in self.actions]
         self.frees = [costs.memory[a.stage].after(a.kind) for a in self.actions]
-        self.needs = [self._need(action, stages) for action in self.actions]
-        self.result = [self.number[result_of(action)] for action in self.actions]
         self.whole = [self._is_better_whole(stage) for stage in range(stages)]
-        self.target = [self._target(action, stages) for action in self.actions]
-        self.sending = [
-            0.0 if target < 0 else costs.transfer.occupies(result_of(action))
-            for action, target in zip(self.actions, self.target, strict=True)
-        ]
+        self._number_parcels()
 
-    def _need(self, action: Action, stages: int) -> int:
-        """The result that comes from another stage, or -1."""
-        others = (need for need in needs_of(action, stages) if need.stage != action.stage)
-        return next((self.number[need] for need in others), -1)
+    def _cut(self) -> list[Sequence[float]]:
+        if not self.costs.early_weights:
+            return [() for _ in self.actions]
+        cut = cutter(self.costs.seconds, self.costs.slices)
+        return [cut(action) if action.kind is WEIGHT else () for action in self.actions]
+
+    def _number_parcels(self) -> None:
+        feeds = None if self.costs.wiring is None else Feeds(len(self.placement), self.costs.wiring)
+        arrivals = Arrivals(self.schedule("", []), self.costs.transfer, feeds)
+        numbers: dict[Parcel, int] = {}
+        made: dict[Action, tuple[tuple[int, tuple[int, int] | None, float], ...]] = {}
+        self.makers: list[int] = []
+        self.takers: list[int] = []
+        for number, action in enumerate(self.actions):
+            rows = []
+            for parcel in arrivals.parcels(action) if action.kind is not FULL else ():
+                numbers[parcel] = len(numbers)
+                link = self.rank[number], self.placement[parcel.stage]
+                self.makers.append(number)
+                self.takers.append(link[1])
+                local = link[0] == link[1]
+                took = 0.0 if local else arrivals.occupies(parcel)
+                rows.append((numbers[parcel], None if local else link, took))
+            made[action] = tuple(rows)
+        self.makes = [made[result_of(action)] for action in self.actions]
+        self.needs = [
+            tuple(
+                numbers[Parcel(need, action.stage)]
+                for need in arrivals.needs(action)
+                if need.stage != action.stage
+            )
+            for action in self.actions
+        ]
 
     def _is_better_whole(self, stage: int) -> bool:
         """Whether a B of ``stage`` can be better than its I and W: shorter, or keeping less.
@@ -84,56 +128,8 @@ class Problem:
 
     def part(self, action: int, kind: ActionKind) -> int:
         """The number of the same stage's ``kind`` on the same microbatch."""
-        what = self.actions[action]
-        return self.number[Action(what.stage, kind, what.microbatch)]
-
-    def _target(self, action: Action, stages: int) -> int:
-        """The other rank that gets the result, or -1."""
-        stage = target_of(result_of(action), stages)
-        if stage is None or self.placement[stage] == self.placement[action.stage]:
-            return -1
-        return self.placement[stage]
-
-    def play(self, rows: Rows) -> tuple[float, list[float]] | None:
-        """When the last action ends and when each starts, or None if the rows deadlock.
-
-        Times are those of ``simulate``; -1 for what is not in the rows. Each row must hold F before
-        I before W of a microbatch, or F before B.
-        """
-        latency, needs, seconds = self.costs.transfer.latency, self.needs, self.seconds
-        result = self.result
-        starts = [-1.0] * len(self.actions)
-        ready = [-1.0] * len(self.actions)
-        links: dict[tuple[int, int], float] = {}
-        waiting: dict[int, int] = {}
-        places, clocks = [0] * len(rows), [0.0] * len(rows)
-        movable = list(range(len(rows)))
-        left = sum(map(len, rows))
-        while movable:
-            rank = movable.pop()
-            row, place, now = rows[rank], places[rank], clocks[rank]
-            for action in row[place:]:
-                need = needs[action]
-                if need >= 0:
-                    if ready[need] < 0.0:
-                        waiting[need] = rank
-                        break
-                    now = max(now, ready[need])
-                starts[action] = now
-                now += seconds[action]
-                made = result[action]
-                ready[made] = now
-                target = self.target[action]
-                if target >= 0:
-                    sent = max(now, links.get((rank, target), 0.0)) + self.sending[action]
-                    links[rank, target] = sent
-                    ready[made] = sent + latency
-                if made in waiting:
-                    movable.append(waiting.pop(made))
-                place += 1
-                left -= 1
-            places[rank], clocks[rank] = place, now
-        return None if left else (max(clocks), starts)
+        own = action // self.microbatches % len(KINDS)
+        return action + (KINDS.index(kind) - own) * self.microbatches
 
     def fits(self, row: Sequence[int], rank: int) -> bool:
         """Whether ``rank`` stays within its cap when it runs ``row``."""

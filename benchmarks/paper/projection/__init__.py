@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from autosplit.pipeline.memory import StageMemory, peak_memory
-from autosplit.pipeline.simulate import simulate
 
 from ...pipeline.standin import Case
 from ...results import Rows, table
@@ -44,7 +43,7 @@ def project(row: Mapping[str, Any], each: PaperSchedule, ranks: int) -> dict[str
     found = {}
     for variant in ("fused", "split"):
         case: Case = case_of(each, ranks, variant, times)
-        found[variant] = simulate(case.schedule, case.duration).makespan
+        found[variant] = case.costs.timeline(case.schedule).makespan
         found[f"{variant} bytes"] = max(peak_memory(case.schedule, [memory] * ranks))
     return found
 

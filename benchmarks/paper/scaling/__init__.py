@@ -8,7 +8,6 @@ from typing import Any
 
 from autosplit.pipeline.launch import launch
 from autosplit.pipeline.schedules import build
-from autosplit.pipeline.simulate import simulate
 
 from ...pipeline.standin import Case, Times, batch_of, makespans, trainer_of
 from ...results import Rows, table
@@ -45,7 +44,7 @@ def measure(settings: Settings, stages: Rows) -> Iterator[dict[str, Any]]:
                 "variant": variant,
                 "microbatches": case.schedule.microbatches,
                 "times": case.times,
-                "simulated": simulate(case.schedule, case.duration).makespan,
+                "simulated": case.costs.timeline(case.schedule).makespan,
                 "measured": statistics.median(spans),
                 "spread": max(spans) - min(spans),
             }

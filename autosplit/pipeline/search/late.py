@@ -1,0 +1,29 @@
+"""Put off every W for as long as there is memory, so that it is there to run in any wait."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from autosplit.pipeline.search.problem import WEIGHT, Problem, Rows
+
+
+def late(problem: Problem, rows: Rows) -> Rows:
+    """The same order, but each rank runs its Ws, in their order, where it needs their memory."""
+    return [_late(problem, row, rank) for rank, row in enumerate(rows)]
+
+
+def _late(problem: Problem, row: list[int], rank: int) -> list[int]:
+    cap = problem.caps[rank] * (1 + 1e-9)
+    found: list[int] = []
+    waiting: deque[int] = deque()
+    kept = 0.0
+    for action in row:
+        if problem.actions[action].kind is WEIGHT:
+            waiting.append(action)
+            continue
+        while waiting and kept + problem.adds[action] > cap:
+            found.append(waiting.popleft())
+            kept -= problem.frees[found[-1]]
+        found.append(action)
+        kept += problem.adds[action] - problem.frees[action]
+    return [*found, *waiting]

@@ -1,0 +1,39 @@
+"""The named schedules that a search begins from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from autosplit.errors import ScheduleError
+from autosplit.pipeline.schedule import Schedule
+from autosplit.pipeline.schedules import SCHEDULES, build
+from autosplit.pipeline.schedules.fill import StageTimes
+
+
+def named_schedules(
+    times: Sequence[StageTimes], microbatches: int, ranks: int
+) -> Iterator[Schedule]:
+    """Every named schedule with one copy of the stages, in every form, without crossing steps.
+
+    Args:
+        times: per stage, seconds of F, I and W.
+        microbatches: M.
+        ranks: number of processes.
+    """
+    for name, family in SCHEDULES.items():
+        for weights in (*(["fused"] if family.fused else []), *(family.weights or (None,))):
+            try:
+                schedule = build(
+                    name,
+                    len(times),
+                    microbatches,
+                    ranks=ranks,
+                    split_backward=weights != "fused",
+                    weights=None if weights == "fused" else weights,
+                    times=times if weights == "fill" else None,
+                )
+            except ScheduleError:
+                continue
+            if schedule.mirror is None:
+                yield replace(schedule, crosses_step=False)
