@@ -20,6 +20,7 @@ from ..compat import tree_flatten
 from ..errors import CaptureError
 from .binding import Binding
 from .custom_functions import refuse_absent_gradients
+from .loops import watched
 from .observers import is_observed, unobserved
 from .random import AS_IN_EAGER, refuse_drawn
 from .reasons import definition
@@ -144,18 +145,30 @@ def _same(array: Any) -> Any:
 def export(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[fx.GraphModule, Guards]:
-    """Dynamo's full-graph export, with guards.
+    """Dynamo's full-graph export, with guards. A forward that asks is told that it is exported,
+    and where that has it unroll a long loop, that it is compiled.
 
     Raises:
         PythonStateError: the forward changes Python state.
         CaptureError: what the forward reads or draws cannot be in a graph.
     """
+    with watched() as watch, _compiling_state_context():
+        try:
+            return _export(module, args, kwargs)
+        except Exception:
+            if watch.line is None:
+                raise
+    return _export(module, args, kwargs)
+
+
+def _export(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[fx.GraphModule, Guards]:
     options = {**_DYNAMO, "ignore_logging_functions": _messages()}
     with warnings.catch_warnings(record=True) as caught, torch._dynamo.config.patch(options):
         warnings.simplefilter("always")
         # The steps of torch's dynamo_graph_capture_for_export, which drops the guards.
         with (
-            _compiling_state_context(),
             get_metrics_context(),
             dynamo_timed("fullgraph_capture"),
         ):

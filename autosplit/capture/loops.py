@@ -1,0 +1,63 @@
+"""Loops that would be unrolled too far.
+
+Models that scan over a sequence may have a closed form for compilers beside the loop, and ask
+``torch.compiler.is_exporting()`` which one to take: transformers' Mamba has
+``associative_scan``. Unrolled, a loop over a short sequence runs faster than the closed form
+and computes what eager mode does, bit for bit; over a long one its graph takes minutes to trace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+from weakref import WeakKeyDictionary
+
+from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.output_graph import OutputGraph
+
+LIMIT = 2048
+"""Operators from one line of one call: 512 steps of a state-space model."""
+
+
+class LongLoopError(TorchDynamoException):
+    """A line is in the graph too often."""
+
+
+class Watch:
+    """Attributes:
+    line: of a loop that was unrolled too far; None as long as there is none.
+    """
+
+    def __init__(self) -> None:
+        self.line: str | None = None
+        self._seen: WeakKeyDictionary[Any, Counter[int]] = WeakKeyDictionary()
+
+    def see(self, graph: OutputGraph) -> None:
+        """Count an operator of the line that is being traced.
+
+        Raises:
+            LongLoopError: there were too many.
+        """
+        frame: Any = graph.current_tx
+        seen = self._seen.setdefault(frame, Counter())
+        seen[frame.lineno] += 1
+        if seen[frame.lineno] > LIMIT:
+            self.line = f"{frame.f_code.co_filename}:{frame.lineno}"
+            raise LongLoopError(f"{self.line} is in the graph more than {LIMIT} times")
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[Watch]:
+    """Dynamo stops tracing in here where it unrolls a loop too far."""
+    watch = Watch()
+    original: Any = OutputGraph.create_proxy
+
+    def create_proxy(graph: OutputGraph, *args: Any, **kwargs: Any) -> Any:
+        watch.see(graph)
+        return original(graph, *args, **kwargs)
+
+    with patch.object(OutputGraph, "create_proxy", create_proxy):
+        yield watch

@@ -1,0 +1,83 @@
+"""A forward that is asked to unroll a long loop is told that it is compiled, not exported."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autosplit
+from autosplit.capture import loops
+
+
+class Scan(nn.Module):
+    """As transformers' Mamba: a loop, and for compilers a closed form."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x @ self.weight
+        if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+            return x.cumsum(1)
+        total, sums = torch.zeros_like(x[:, 0]), []
+        for step in range(x.shape[1]):
+            total = total + x[:, step]
+            sums.append(total)
+        return torch.stack(sums, 1)
+
+
+class Twice(nn.Module):
+    """Two calls of one loop, each of half the limit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scan = Scan()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.scan(self.scan(x))
+        return y
+
+
+def operators(module: nn.Module, x: Tensor) -> set[str]:
+    """Of the captured graph; gradients are those of eager mode, which runs the loop."""
+    plain = copy.deepcopy(module)
+    model = autosplit.split(module)
+    mine, other = x.clone().requires_grad_(), x.clone().requires_grad_()
+    model(mine).square().sum().backward()
+    model.backward_weight()
+    plain(other).square().sum().backward()
+    torch.testing.assert_close(mine.grad, other.grad)
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(module.get_parameter(name).grad, parameter.grad)
+    (functions,) = model.functions
+    return {str(node.target) for node in functions.graphs.forward.graph.nodes}
+
+
+def test_a_short_loop_is_unrolled() -> None:
+    assert "aten.cumsum.default" not in operators(Scan(), torch.randn(2, 8, 3))
+
+
+def test_a_long_loop_gives_way_to_the_closed_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loops, "LIMIT", 20)
+    assert "aten.cumsum.default" in operators(Scan(), torch.randn(2, 24, 3))
+
+
+def test_loops_of_several_calls_are_counted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loops, "LIMIT", 20)
+    assert "aten.cumsum.default" not in operators(Twice(), torch.randn(2, 9, 3))
+
+
+def test_a_long_loop_without_a_closed_form_is_unrolled(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Loop(Scan):
+        def forward(self, x: Tensor) -> Tensor:
+            total = x[:, 0] @ self.weight
+            for step in range(1, x.shape[1]):
+                total = total.tanh() + x[:, step]
+            return total
+
+    monkeypatch.setattr(loops, "LIMIT", 20)
+    assert "aten.tanh.default" in operators(Loop(), torch.randn(2, 24, 3))
