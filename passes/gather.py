@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from .emit import emit, erase
 from .graph import Program, calls, tensor_of
 from .sizes import is_fixed
 
@@ -86,13 +87,13 @@ def _rewrite(graph: fx.Graph, top: fx.Node) -> bool:
     with graph.inserting_before(top):
         result = _concatenated(graph, pieces, top)
         if others:
-            result = _emit(graph, top, aten.add.Tensor, others[0], result)
+            result = emit(graph, top, aten.add.Tensor, others[0], result)
     if result.meta["val"].stride() != top.meta["val"].stride():
-        _erase(graph, [*result.all_input_nodes, result])
+        erase(graph, [*result.all_input_nodes, result])
         return False
     top.replace_all_uses_with(result)
     zeros = [node for each in padded for node in each.all_input_nodes if _is_zeros(node)]
-    _erase(graph, [*zeros, *padded, *sums])
+    erase(graph, [*zeros, *padded, *sums])
     return True
 
 
@@ -187,30 +188,14 @@ def _concatenated(graph: fx.Graph, pieces: list[_Piece], top: fx.Node) -> fx.Nod
             gap = [*sizes[:dim], until - end, *sizes[dim + 1 :]]
             like = pieces[0].value.meta["val"]
             options = {"dtype": like.dtype, "device": like.device, "pin_memory": False}
-            parts.append(_emit(graph, top, aten.full.default, gap, 0, **options))
+            parts.append(emit(graph, top, aten.full.default, gap, 0, **options))
 
     for piece in pieces:
         pad(piece.start)
         value = piece.value
         if piece.is_selected:
-            value = _emit(graph, top, aten.unsqueeze.default, value, dim)
+            value = emit(graph, top, aten.unsqueeze.default, value, dim)
         parts.append(value)
         end = piece.stop
     pad(sizes[dim])
-    return _emit(graph, top, aten.cat.default, parts, dim)
-
-
-def _emit(graph: fx.Graph, top: fx.Node, target: Any, *args: Any, **options: Any) -> fx.Node:
-    node = graph.call_function(target, args, options)
-    node.meta = {key: value for key, value in top.meta.items() if key != "val"}
-    with top.meta["val"].fake_mode:
-        node.meta["val"] = target(*fx.node.map_arg(args, lambda each: each.meta["val"]), **options)
-    return node
-
-
-def _erase(graph: fx.Graph, nodes: list[fx.Node]) -> None:
-    """Those of the nodes that nobody reads any more, readers first."""
-    place = {node: index for index, node in enumerate(graph.nodes)}
-    for node in sorted(nodes, key=place.__getitem__, reverse=True):
-        if not node.users:
-            graph.erase_node(node)
+    return emit(graph, top, aten.cat.default, parts, dim)

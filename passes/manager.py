@@ -15,6 +15,7 @@ from .divide import divide
 from .errors import PassError
 from .gather import gather
 from .graph import Program, SplitGraphs, calls
+from .lift import lift
 from .memory import BALANCED, memory_setting
 from .partition import partition
 from .split_backward import split_backward
@@ -37,6 +38,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("divide", divide),
     Pass("dead_code", dead_code),
     Pass("gather", gather),
+    Pass("lift", lift),
     Pass("partition", partition, required=True),
     Pass("split_backward", split_backward, required=True),
 )

@@ -19,6 +19,7 @@ def test_pipeline_is_a_literal() -> None:
         "divide",
         "dead_code",
         "gather",
+        "lift",
         "partition",
         "split_backward",
     ]
@@ -35,7 +36,7 @@ def test_skip_what_cannot_be_skipped() -> None:
     with pytest.raises(
         PassError,
         match=r"cannot skip inline, partition; passes that can be: "
-        r"\['divide', 'dead_code', 'gather'\]",
+        r"\['divide', 'dead_code', 'gather', 'lift'\]",
     ):
         run(joint_of(*CONVOLUTION), skip=["partition", "inline"])
 
@@ -71,10 +72,10 @@ def test_dump_numbers_every_stage_and_counts_the_difference(tmp_path: pathlib.Pa
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "00_capture.joint.py",
         "01_divide.joint.py",
-        "04_partition.backward.py",
-        "04_partition.forward.py",
-        "05_split_backward.backward_input.py",
-        "05_split_backward.backward_weight.py",
+        "05_partition.backward.py",
+        "05_partition.forward.py",
+        "06_split_backward.backward_input.py",
+        "06_split_backward.backward_weight.py",
     ]
     divided = (tmp_path / "01_divide.joint.py").read_text()
     assert divided.startswith("# joint after divide: ")
