@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import dataclasses
+import types
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
@@ -94,7 +95,12 @@ def _draws(graph: fx.Graph) -> str:
 
 
 def compile_module(
-    module: fx.GraphModule, *, is_backward: bool, static: Collection[int], visible: Collection[int]
+    module: fx.GraphModule,
+    *,
+    is_backward: bool,
+    static: Collection[int],
+    visible: Collection[int],
+    donated: Collection[int] = (),
 ) -> Compiled:
     """Compile a graph; it is changed.
 
@@ -103,12 +109,17 @@ def compile_module(
         is_backward: as in ``torch.compile``.
         static: positions of inputs that keep their address, parameters above all.
         visible: positions of outputs that must have the strides that were traced.
+        donated: positions of inputs of a backward whose memory it may write its own values into.
+            What is compiled is found again by the text of the graph, so the names of its inputs
+            must tell which these are.
     """
     mode = _fake_mode(module.graph)
     examples = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
     module.graph.output_node().meta["user_visible_output_idxs"] = sorted(visible)
-    context = tracing(TracingContext(mode))
-    with compile_lock, V.set_fake_mode(mode), context, only_new_garbage():
+    context = TracingContext(mode)
+    # Where AOTAutograd says it, of all that it says there the one thing that Inductor reads.
+    context.fw_metadata = types.SimpleNamespace(bw_donated_idxs=sorted(donated))  # type: ignore[assignment]
+    with compile_lock, V.set_fake_mode(mode), tracing(context), only_new_garbage():
         compiled: Any = compile_fx_inner(
             module, examples, is_backward=is_backward, static_input_idxs=sorted(static)
         )

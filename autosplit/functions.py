@@ -21,6 +21,7 @@ from .dependence import Dependence
 from .errors import SplitError
 from .handover import Handover, State, TensorSpec
 from .passes import Kind, Role, SplitGraphs
+from .passes.donate import donatable, donate
 from .passes.graph import STATE, inputs, outputs
 from .slices import SlicedWeight
 
@@ -66,6 +67,8 @@ class SplitFunctions:
         self._backend = backend
         forward = compile_graph("forward", graphs.forward, backend)
         hand_over(forward.strides, graphs.backward, graphs.backward_input)
+        donated = donatable(graphs.forward.graph) if backend.reuses_memory else set()
+        donate(donated, graphs.backward, graphs.backward_input)
         read = [role for role in forward.inputs if role.kind in STATE]
         self._forward = forward.taking([*_roles(Kind.INPUT, traced.inputs), *read])
         self._forward_state = [role.name for role in read]
@@ -84,6 +87,7 @@ class SplitFunctions:
             dependence=self.dependence,
             backend=backend,
         )
+        self._donated = [at for at, role in enumerate(self._saved) if role in donated]
         self._saved_names = tuple([role.name for role in (*self._saved, *self._backward.read)])
         self.parameter_names = self._backward.parameter_names
         self.early_parameters = self._backward.early_parameters
@@ -167,7 +171,7 @@ class SplitFunctions:
         return ForwardResult(
             [results[at] for at in self._outputs_at],
             [results[at] for at in self._updates_at],
-            Handover(self._saved_names, saved, read, self._backward.constants),
+            Handover(self._saved_names, saved, read, self._backward.constants, self._donated),
         )
 
     def backward_input(

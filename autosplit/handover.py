@@ -34,7 +34,11 @@ class TensorSpec:
 
     def conform(self, tensor: Tensor) -> Tensor:
         """The tensor with these strides, copied only where they differ."""
-        return tensor if tensor.stride() == self.stride else self._empty().copy_(tensor)
+        return tensor if tensor.stride() == self.stride else self.copy(tensor)
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """A copy with these strides."""
+        return self._empty().copy_(tensor)
 
     def _empty(self) -> Tensor:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
@@ -75,7 +79,7 @@ class Handover:
     does not count as a write. ``take`` compares and refuses.
     """
 
-    __slots__ = ("_constants", "_counts", "_names", "_places", "_state", "_tensors")
+    __slots__ = ("_constants", "_counts", "_donated", "_names", "_places", "_state", "_tensors")
 
     def __init__(
         self,
@@ -83,14 +87,17 @@ class Handover:
         tensors: list[Tensor],
         state: tuple[Tensor, ...],
         constants: Constants = Constants(),  # noqa: B008 (immutable)
+        donated: Sequence[int] = (),
     ) -> None:
         """``state`` is what the next graph reads besides; ``names`` name the tensors and it.
-        ``constants`` are those that the next graph, or one after it, holds.
+        ``constants`` are those that the next graph, or one after it, holds. ``donated`` are the
+        places of tensors that the next graph may write over.
         """
         self._names = names + constants.names
         self._tensors = tensors
         self._state = state
         self._constants = constants.tensors
+        self._donated = donated
         self._counts = versions((*tensors, *state, *self._constants))
         self._places = _places((*state, *self._constants))
 
@@ -114,17 +121,29 @@ class Handover:
 
     def bring_back(self, tensors: Iterable[Tensor]) -> None:
         """The tensors that were put away, as the user's hooks unpacked them."""
-        self._tensors = list(tensors)
+        self._tensors = self._apart(tensors)  # the hooks may keep what they gave
         self._counts = versions(self._tensors) + self._counts[len(self._tensors) :]
 
     def again(self) -> Handover:
         """The same hand-over once more, for a backward that runs twice (``retain_graph=True``)."""
         twin = Handover.__new__(Handover)
         twin._names, twin._state = self._names, self._state
-        twin._constants = self._constants
-        twin._counts, twin._places = self._counts, self._places
-        twin._tensors = list(self._tensors)
+        twin._constants, twin._donated = self._constants, self._donated
+        twin._tensors = self._apart(self._tensors)
+        counts = list(self._counts)
+        for at, tensor in enumerate(twin._tensors):
+            if tensor is not self._tensors[at]:
+                (counts[at],) = versions((tensor,))
+        twin._counts, twin._places = tuple(counts), self._places
         return twin
+
+    def _apart(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """The tensors, copied where the next graph may write over them."""
+        found = list(tensors)
+        for at in self._donated if found else ():
+            if isinstance(found[at], Tensor):  # some kernels return None
+                found[at] = TensorSpec.of(found[at]).copy(found[at])
+        return found
 
     def take(self) -> list[Tensor]:
         """The tensors and the state, in one list; this object keeps none of them.

@@ -42,6 +42,10 @@ class Backend(Protocol):
         """Whether a graph may write into views of what it is given."""
 
     @property
+    def reuses_memory(self) -> bool:
+        """Whether a graph may write into the memory of what is donated to it (``donate``)."""
+
+    @property
     def compiles_slowly(self) -> bool:
         """Whether a graph takes seconds to compile, so that another form of it is to be spared."""
 

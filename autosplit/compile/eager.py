@@ -20,6 +20,7 @@ class Eager:
 
     decompositions: dict[Any, Any] | None = None
     writes_views = True
+    reuses_memory = False
     compiles_slowly = False
     generated: Mapping[str, str] = types.MappingProxyType({})
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from ..passes import codegen
+from ..passes.donate import is_donated
 from ..passes.graph import STATE, Kind, Role, calls, inputs, outputs
 from .backend import Boxed, Code, Strides
 from .eager import Eager
@@ -32,6 +33,7 @@ class Inductor:
     """
 
     writes_views = False
+    reuses_memory = True
     compiles_slowly = True
 
     def __init__(self) -> None:
@@ -62,13 +64,15 @@ class Inductor:
         copy, constants = _for_inductor(module)
         computed = [at for at, (_, value) in enumerate(returned) if isinstance(value, fx.Node)]
         results = [returned[at] for at in computed]
-        roles = list(inputs(module.graph))
+        taken = inputs(module.graph)
+        roles = list(taken)
         self._preparation.finish()
         compiled = compat_inductor.compile_module(
             copy,
             is_backward=name != "forward",
             static=[at for at, role in enumerate(roles) if role.kind in STATE],
             visible=[at for at, (role, _) in enumerate(results) if role.kind not in _CROSSING],
+            donated=[at for at, node in enumerate(taken.values()) if is_donated(node)],
         )
         self.generated[name] = compiled.source
         given = {at: value for at, (_, value) in enumerate(returned) if at not in set(computed)}
@@ -96,7 +100,9 @@ def _for_inductor(module: fx.GraphModule) -> tuple[fx.GraphModule, list[Tensor]]
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for at, node in enumerate(inputs(module.graph).values()):
-        copies[node] = _placeholder(graph, f"input_{at}", node.meta["val"])
+        # Inductor finds compiled graphs again by their text, which must say what is donated.
+        kind = "donated" if is_donated(node) else "input"
+        copies[node] = _placeholder(graph, f"{kind}_{at}", node.meta["val"])
     constants = codegen.constants(module)
     tensors = {name: value for name, value in constants.items() if isinstance(value, Tensor)}
     entered = {

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import re
 import weakref
 from functools import partial
 from typing import Any
@@ -25,6 +27,8 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
 _MIXED = "0F0 0F1 1F0 1F1 1B0 0B0 1I1 1W1 0I1 0W1"
 MIXED = Schedule("mixed", 2, 2, (tuple(map(Action.parse, _MIXED.split())),), (0, 0), True)
+
+WRITTEN_OVER = re.compile(r"buf\d+ = donated_\d+; del donated_\d+ +# reuse")
 
 
 class Block(nn.Module):
@@ -297,3 +301,41 @@ def test_compiling_for_a_call_that_there_is_not() -> None:
     stage = Stage(Block(), [torch.randn(5, 12, requires_grad=True)])
     with pytest.raises(SplitError, match="unknown call 'weight'; known ones: 'backward_input'"):
         stage.compile(["weight"])
+
+
+def test_backward_writes_over_what_the_forward_saved_for_it() -> None:
+    module = nn.Sequential(nn.Linear(12, 24), nn.GELU())
+    stage = Stage(module, [torch.randn(5, 12, requires_grad=True)], backend="inductor")
+    stage.compile(["backward_input", "backward"])
+    for graph in ("backward_input", "backward"):
+        assert WRITTEN_OVER.search(stage.functions.generated[graph]), graph
+
+
+def test_retained_and_hooked_values_survive_the_backward() -> None:
+    """I writes over what was saved; a second backward, and hooks, find it as it was."""
+    module = nn.Sequential(nn.Linear(12, 24), nn.GELU())
+    plain = copy.deepcopy(module)
+    split = autosplit.split(module, backend="inductor")
+    x = torch.randn(5, 12, requires_grad=True)
+    seen: list[tuple[Tensor, Tensor]] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        seen.append((tensor, tensor.clone()))
+        return tensor
+
+    for hooked in (False, True):
+        found = []
+        for each in (split, plain):
+            with contextlib.ExitStack() as stack:
+                if hooked and each is split:
+                    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept)
+                    stack.enter_context(hooks)
+                y = each(x)
+            twice = [
+                torch.autograd.grad(y.sum(), x, retain_graph=keep)[0] for keep in (True, False)
+            ]
+            assert torch.equal(*twice)
+            found.append(twice[0])
+        torch.testing.assert_close(*found, **CLOSE)
+    assert seen
+    assert all(torch.equal(tensor, before) for tensor, before in seen)
