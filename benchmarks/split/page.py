@@ -52,7 +52,10 @@ the first contender's, relative to each gradient's largest element.""",
     ),
     "inductor": Part(
         "Time, compiled by Inductor",
-        "As above, against the same module under `torch.compile`.",
+        """\
+As above, against the same module under `torch.compile`. Of Mamba's scan transformers has two
+forms: `torch.compile` takes the one for compilers (`associative_scan`), autosplit the loop over
+the sequence, as eager mode does. They compute the same function by different algorithms.""",
         steps.measure_inductor,
         lambda rows: steps.render(rows, steps.INDUCTOR_TARGET),
     ),
@@ -119,7 +122,8 @@ nothing else, the least that any autograd face costs. All ask their guards at ev
         "Time to compile",
         """\
 Seconds from the module to the end of its first microbatch, each in a process of its own: cold
-with an empty cache directory, warm in a second process with the same one.""",
+with an empty cache directory, warm in a second process with the same one. Mamba's columns are of
+different algorithms, as above: autosplit unrolls a loop, `torch.compile` has none.""",
         compilation.measure,
         compilation.render,
     ),
