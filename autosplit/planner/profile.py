@@ -16,8 +16,6 @@ from autosplit.planner.costs import BlockCost, ModelCosts
 from autosplit.planner.specimen import Blocks, Conditions, Specimen, distinct, prepare
 from autosplit.stage import Stage
 
-_SHARE_OF_CALL = 0.05  # of the time allowed: it is short, so it is soon known
-
 
 def profile(
     whole: Blocks, conditions: Conditions | None = None, *, seconds: float = 60.0
