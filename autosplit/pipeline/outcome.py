@@ -56,7 +56,14 @@ class Failure:
         """For a rank whose process died without a word."""
         if status is not None and status < 0:
             return cls(f"rank {rank} was killed by {_signal_name(-status)}", time.time(), False)
-        return cls(f"rank {rank} exited with status {status} and no result", time.time(), False)
+        report = f"rank {rank} exited with status {status} and no result"
+        if status == 1:  # Python's own, before there was anybody to report
+            report += (
+                ", for the reason that it printed; if that is about bootstrapping: each rank "
+                "imports the script that calls launch(), which must do so under "
+                "if __name__ == '__main__':"
+            )
+        return cls(report, time.time(), False)
 
 
 def first_cause(failures: Sequence[Failure]) -> Failure:

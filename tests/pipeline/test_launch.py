@@ -123,6 +123,7 @@ def test_first_cause_is_the_earliest_that_is_no_consequence() -> None:
     assert not Failure.of_error(0, RuntimeError("out of memory")).consequence
     assert Failure.of_death(1, -signal.SIGSEGV).report == "rank 1 was killed by SIGSEGV"
     assert Failure.of_death(1, 3).report == "rank 1 exited with status 3 and no result"
+    assert "must do so under if __name__ == '__main__':" in Failure.of_death(1, 1).report
 
 
 def _environment() -> dict[str, str]:
