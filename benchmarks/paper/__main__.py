@@ -66,9 +66,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=7, help="timed steps of each contender")
     parser.add_argument("--rounds", type=int, default=9, help="timed microbatches of a stage alone")
     parser.add_argument("--scaling-steps", type=int, default=3, help="timed, of each stand-in")
-    parser.add_argument("--ranks", nargs="+", type=int, default=[4, 8], help="of stand-ins")
+    parser.add_argument("--ranks", nargs="+", type=int, default=[4, 8, 16], help="of stand-ins")
     parser.add_argument(
-        "--unit", type=float, default=0.06, help="seconds of F + I + W of a stand-in at N = 4"
+        "--unit", type=float, default=0.06, help="seconds of F + I + W of a stand-in"
     )
     parser.add_argument(
         "--profiling", type=float, default=10.0, help="seconds of profiling a model to cut it"

@@ -30,7 +30,8 @@ class Settings:
     rounds: timed microbatches of a stage by itself.
     scaling_steps: timed steps of each schedule over stand-in stages.
     ranks: numbers of ranks of stand-in stages.
-    unit: seconds of F + I + W of a stand-in stage, by four ranks; with more it takes less.
+    unit: seconds of F + I + W of a stand-in stage, whatever the ranks: shorter ones would measure
+        how fast two cores hand on the messages of many ranks.
     profiling: seconds of measuring what a model's blocks cost, to cut it by.
     training_steps: steps of the training with and without split.
     """

@@ -26,7 +26,7 @@ def measure(settings: Settings, stages: Rows) -> Iterator[dict[str, Any]]:
     for row in (row for row in stages if row["name"] in settings.families):
         ratios[row["name"]] = (row["ms"]["F"], row["ms"]["I"], row["ms"]["W"])
     for ranks in settings.ranks:
-        scaled = {family: _times(ratio, settings, ranks) for family, ratio in ratios.items()}
+        scaled = {family: _times(ratio, settings.unit) for family, ratio in ratios.items()}
         cases = {
             (family, each.label, variant): case_of(each, ranks, variant, times)
             for family, times in scaled.items()
@@ -68,8 +68,7 @@ def bubble_of(row: Mapping[str, Any]) -> float:
     return 1.0 - float(row["microbatches"] * sum(row["times"]) / row["measured"])
 
 
-def _times(ratio: Times, settings: Settings, ranks: int) -> Times:
-    unit = settings.unit * 4 / ranks
+def _times(ratio: Times, unit: float) -> Times:
     forward, backward_input, backward_weight = (unit * part / sum(ratio) for part in ratio)
     return (forward, backward_input, backward_weight)
 
@@ -97,14 +96,16 @@ def render(rows: Mapping[str, Rows]) -> str:
         cells.append([family, label, *ratios])
     worst = max(row["measured"] / row["simulated"] for row in mine)
     spread = max(row["spread"] / row["measured"] for row in mine)
+    units = sorted({round(1e3 * sum(row["times"])) for row in mine})
     headers = [f"{kind}N={count}" for kind in ("", "simulated, ") for count in counts]
     ideal = BY_LABEL["1F1B-1"].ideal_speedup(PUBLISHED_RANKS)
     return f"""\
 {table(["times of", "schedule", *headers], cells)}
 
-Measured steps take {worst:.3f} times their simulation at most; the largest spread of a median is
-{spread:.1%}. The paper's {PUBLISHED_THROUGHPUT[1]:.2f}x at N = {PUBLISHED_RANKS} under 1F1B-1 has \
-{float(ideal):.2f}x as its ideal with Ws where the paper puts them."""
+F + I + W of a stage takes {" or ".join(map(str, units))} ms. Measured steps take {worst:.3f} times
+their simulation at most; the largest spread of a median is {spread:.1%}. The paper's
+{PUBLISHED_THROUGHPUT[1]:.2f}x at N = {PUBLISHED_RANKS} under 1F1B-1 has {float(ideal):.2f}x as its
+ideal with Ws where the paper puts them."""
 
 
 def _ratio(fused: Mapping[str, Any] | None, split: Mapping[str, Any] | None, key: str) -> str:
