@@ -22,6 +22,7 @@ from .binding import Binding
 from .custom_functions import refuse_absent_gradients
 from .loops import watched
 from .observers import is_observed, unobserved
+from .output_hooks import install_output_hooks
 from .random import AS_IN_EAGER, refuse_drawn
 from .reasons import definition
 from .side_effects import Setter, setters
@@ -152,6 +153,18 @@ def export(
         PythonStateError: the forward changes Python state.
         CaptureError: what the forward reads or draws cannot be in a graph.
     """
+    try:
+        return _export_short(module, args, kwargs)
+    except Exception as error:
+        if not install_output_hooks(module, error):
+            raise
+    return _export_short(module, args, kwargs)
+
+
+def _export_short(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[fx.GraphModule, Guards]:
+    """Without a loop that is unrolled too far, where the forward knows another way."""
     with watched() as watch, _compiling_state_context():
         try:
             return _export(module, args, kwargs)

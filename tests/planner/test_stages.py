@@ -15,6 +15,7 @@ from whole_models import (
     checkpointed,
     gpt2,
     llama,
+    llama_with_hidden_states,
     loss_of,
     mamba,
     mixed,
@@ -31,7 +32,7 @@ from autosplit.planner import Partition, WholeModel, cut
 
 # Mamba asks through a cached function which torch it runs on.
 pytestmark = pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache")
-CASES = [llama, bert, gpt2, mamba, resnet, unet, mixed, checkpointed]
+CASES = [llama, llama_with_hidden_states, bert, gpt2, mamba, resnet, unet, mixed, checkpointed]
 
 
 def split_of(case: Case, stages: int) -> Partition:
@@ -81,7 +82,7 @@ def test_stages_in_a_row_are_the_model(make: Callable[[], Case]) -> None:
             torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("make", [llama, resnet, unet, checkpointed])
+@pytest.mark.parametrize("make", [llama, llama_with_hidden_states, resnet, unet, checkpointed])
 def test_through_stage_every_gradient_is_autograds(make: Callable[[], Case]) -> None:
     torch.manual_seed(0)
     case = make()

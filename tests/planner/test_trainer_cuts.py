@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from planned_models import UNEVEN, cut_by_trainers, loss, net, sgd, tokens
+from whole_models import llama_with_hidden_states
 
 from autosplit import partition
 from autosplit.errors import PipelineError, ScheduleError
@@ -56,6 +58,37 @@ def test_the_schedule_is_built_for_the_stages_that_are_cut() -> None:
         assert engine.schedule == plan.built_schedule()
     with trainer(planning={"costs": UNEVEN}, schedule="auto") as engine:
         assert engine.schedule.name == "zb-v"
+
+
+@pytest.mark.parametrize("deep", [True, False])
+def test_a_model_that_puts_out_its_hidden_states(deep: bool) -> None:
+    """They go from their stages to the last, and gradients back, whether the loss reads them or
+    not.
+    """
+    torch.manual_seed(0)
+    case = llama_with_hidden_states()
+    inputs = {name: value for name, value in case.kwargs.items() if torch.is_tensor(value)}
+
+    def loss_fn(output: Any, targets: Any) -> torch.Tensor:
+        states = output.hidden_states if deep else ()
+        return torch.stack([output.loss, *(state.square().mean() for state in states)]).sum()
+
+    expected = copy.deepcopy(case.model)
+    loss_fn(expected(**case.kwargs), ()).backward()
+    with PipelineTrainer(
+        case.model,
+        loss_fn,
+        sgd,
+        stages=2,
+        example=case.kwargs,
+        microbatches=1,
+        ranks=1,
+        planning={"costs": "estimate"},
+    ) as engine:
+        engine.forward_backward((inputs, ()))
+        for module in engine.modules.values():
+            for name, parameter in module.named_parameters():
+                assert torch.equal(parameter.grad, expected.get_parameter(name).grad), name
 
 
 def test_what_no_planner_takes_is_refused() -> None:

@@ -52,6 +52,12 @@ def llama(layers: int = 2) -> Case:
     return Case(transformers.LlamaForCausalLM(config), (), inputs)
 
 
+def llama_with_hidden_states() -> Case:
+    """What every layer puts out is put out by the model."""
+    case = llama()
+    return Case(case.model, (), {**case.kwargs, "output_hidden_states": True})
+
+
 def bert() -> Case:
     config = transformers.BertConfig(
         hidden_size=32,
