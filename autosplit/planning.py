@@ -23,7 +23,6 @@ from .planner.configuration import Configuration
 from .planner.costs import ModelCosts
 from .planner.device import Device, measure_device
 from .planner.estimate import estimate
-from .planner.form import Fixed, Form
 from .planner.limits import Limits
 from .planner.links import measure_link, profile_transfer
 from .planner.made_for import MadeFor
@@ -33,8 +32,9 @@ from .planner.plan import Plan, made_for
 from .planner.rehearsal import can_rehearse
 from .planner.search import Wishes, search, settings_of
 from .planner.skeleton import skeleton
-from .planner.solve import Solution, solve, weigh
+from .planner.solve import Solution
 from .planner.specimen import Conditions
+from .planner.wanted import Wanted
 from .planner.whole import WholeModel
 
 _TIMEOUT = 24 * 3600.0  # a model may take long to capture; a rank that dies ends all at once
@@ -184,28 +184,21 @@ class _Costs:
         whole = self._whole(best.microbatch_size)
         if not can_rehearse(whole, solution.schedule):
             return None
-        form = Form(best.schedule, best.ranks, not best.fused)
+        # A schedule that was searched for suits the cuts that it was searched for.
         own = best.schedule not in SCHEDULES
-
-        def find(costs: ModelCosts) -> Solution:
-            if own:
-                fixed = Fixed(solution.schedule)
-                return weigh(costs, solution.cuts, best.microbatches, fixed, limits)
-            return solve(
-                costs,
-                best.stages,
-                best.microbatches,
-                form.name,
-                ranks=form.ranks,
-                split_backward=form.split_backward,
-                cap=limits.cap,
-                links=limits.links,
-                optimizer_state=limits.optimizer_state,
-            )
-
+        wanted = Wanted(
+            best.stages,
+            [cut + 1 for cut in solution.cuts] if own else None,
+            best.microbatches,
+            solution.schedule if own else best.schedule,
+            ranks=best.ranks,
+            split_backward=own or not best.fused,
+            weights=None,
+            limits=limits,
+        )
         costs = self(best.microbatch_size, str(best.memory))
         conditions = self._conditions(best.memory)
-        return rehearsed(whole, costs, find, conditions, self._request.seconds)
+        return rehearsed(whole, costs, wanted.best, conditions, self._request.seconds)
 
     def _conditions(self, memory: str | int) -> Conditions:
         return Conditions(backend=self._request.backend, memory=memory)

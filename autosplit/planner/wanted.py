@@ -87,7 +87,7 @@ class Wanted:
 
 def _fitting(found: Solution, limits: Limits) -> Solution:
     least = max(found.peaks)
-    if least > limits.cap:
+    if least > limits.cap * (1 + 1e-9):
         raise CapError(
             f"the stages that cut_at gives do not fit under a cap of {limits.cap:,.0f} bytes a "
             f"rank; the least cap for them is {least:,.0f}: raise the cap, cut elsewhere, or leave "
