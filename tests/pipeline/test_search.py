@@ -216,6 +216,15 @@ def test_more_stages_a_rank_are_never_worse_than_v_shapes_of_two(
             assert step <= simulate(named, halves).makespan
 
 
+def test_knowing_of_links_and_waits_is_no_disadvantage() -> None:
+    """What is found without them is a start as well."""
+    plain = alike(6, (18.5, 18.1, 9.3))
+    links = Transfer(0.5, 1.0, 1.0, 0.5)
+    costs = replace(plain, transfer=links, early_weights=True, slices=4)
+    blind, found = (search(each, 12, cap=8.0) for each in (plain, costs))
+    assert costs.timeline(found).makespan <= costs.timeline(blind).makespan
+
+
 def test_weights_wait_for_a_wait() -> None:
     """Where Ws run in waits they are put off for as long as there is memory."""
     costs = Costs([(1.0, 1.0, 1.0)], [StageMemory(1.0, 1.0)], early_weights=True)

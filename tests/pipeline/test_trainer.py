@@ -143,9 +143,10 @@ def test_steps_in_flight_give_the_same_losses_and_weights(reference: Results, ca
     assert [found[case] for found in reference] == [expected] * 2
 
 
-def test_auto_measures_then_changes_the_schedule(split: Results) -> None:
+@pytest.mark.parametrize("name", ["auto", "auto early"])
+def test_auto_measures_then_changes_the_schedule(split: Results, name: str) -> None:
     for found in split:
-        auto = found["auto"]
+        auto = found[name]
         assert auto.pop("names") == ["zb-v"] * 2 + ["auto"] * 4
         assert auto.pop("wholes") == 4, "one to measure at each stage"
         assert auto == {"losses": True, "states": True, "same": True}

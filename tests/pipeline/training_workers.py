@@ -213,13 +213,13 @@ def recorded(stages: int) -> tuple[list[str], list[str], bool]:
     return rows[0], rows[1], ordered
 
 
-def automatic() -> dict[str, Any]:
+def automatic(**options: Any) -> dict[str, Any]:
     """Six steps under a schedule that changes after the third, against a single process."""
     found: dict[str, Any] = {"losses": True, "states": True}
     model = whole(4)
     optimizer = sgd(list(model.parameters()))
     names = []
-    with trainer(stages=4, schedule="auto", stage_factory=None) as engine:
+    with trainer(stages=4, schedule="auto", stage_factory=None, **options) as engine:
         kinds = [action.kind for row in engine.schedule.ranks for action in row]
         found["wholes"] = kinds.count(ActionKind.BACKWARD)
         for step in range(6):
@@ -317,6 +317,7 @@ def with_split_stage() -> dict[str, Any]:
         "frozen 1": frozen(1, stage_factory=None),
         "autocast": autocast(),
         "auto": automatic(),
+        "auto early": automatic(early_weights=True),
         "shapes": several_shapes(2),
         "sliced": early_weights(sliced_first),
     }
