@@ -55,6 +55,8 @@ class ModelCosts:
         crossing: bytes that go over the cut after each block but the last, for one microbatch.
         call: seconds that each of F, I and W of a stage takes besides its blocks.
         returning: bytes of the gradients that come back over each cut; None: as many as went.
+        noise: by what share the seconds of all may be off: cuts whose steps differ by less are
+            equally good.
 
     Raises:
         PlanError: no block, not one ``crossing`` and ``returning`` for each cut, or an impossible
@@ -65,6 +67,7 @@ class ModelCosts:
     crossing: tuple[float, ...]
     call: float = 0.0
     returning: tuple[float, ...] | None = None
+    noise: float = 0.0
 
     def __post_init__(self) -> None:
         for name, sizes in (("crossing", self.crossing), ("returning", self.gradients)):
@@ -76,6 +79,7 @@ class ModelCosts:
             for size in sizes:
                 _check(f"{name} of a cut", size)
         _check("call of a model", self.call)
+        _check("noise of a model", self.noise)
 
     @property
     def gradients(self) -> tuple[float, ...]:
@@ -133,6 +137,7 @@ def average(found: Sequence[ModelCosts]) -> ModelCosts:
         tuple(size / count for size in crossing),
         math.fsum(costs.call for costs in found) / count,
         tuple(size / count for size in returning),
+        max(costs.noise for costs in found),
     )
 
 

@@ -27,13 +27,19 @@ _SAME = 1 + 1e-9
 
 @dataclass(frozen=True)
 class Way:
-    """One way to cut, with the schedule built for it; ``overflow`` is in bytes over all ranks."""
+    """One way to cut, with the schedule built for it.
+
+    Attributes:
+        overflow: bytes above the cap, over all ranks.
+        uneven: seconds of the slowest stage over those of the mean stage.
+    """
 
     cuts: Tensor
     order: Order
     overflow: float
     step: float
     peaks: Tensor
+    uneven: float
 
     @property
     def key(self) -> tuple[float, float]:
@@ -67,6 +73,7 @@ class Task:
         self.microbatches = microbatches
         self._form = form
         self._limits = limits
+        self._noise = costs.noise
 
     def evaluate(self, cuts: Tensor) -> Way:
         """One way to cut, shape [S - 1]."""
@@ -76,7 +83,9 @@ class Task:
         order = Order(schedule, self._limits.links, self._limits.factor)
         peaks = order.peaks(stages)
         overflow = float(self._overflow(peaks))
-        return Way(cuts, order, overflow, float(order.steps(stages)), peaks[:, 0])
+        seconds = stages.times[:, :, 0].sum(0)
+        uneven = float(seconds.max() / seconds.mean()) if seconds.any() else 1.0
+        return Way(cuts, order, overflow, float(order.steps(stages)), peaks[:, 0], uneven)
 
     def starts(self) -> Iterator[Tensor]:
         """Cuts to begin from, by dynamic programming."""
@@ -119,7 +128,9 @@ class Task:
         return cost
 
     def best(self, starts: Sequence[Tensor], *, refine: bool) -> Way:
-        """The best of the starts and of what is reached from them."""
+        """The best of the starts and of what is reached from them: the most even of those whose
+        steps are within the noise of the shortest.
+        """
         known = {tuple(cuts.tolist()): self.evaluate(cuts) for cuts in starts}
         tried: set[int] = set()
         for _ in range(_ROUNDS if refine and self.stages > 1 else 0):
@@ -132,7 +143,10 @@ class Task:
             for cuts in found:
                 if tuple(cuts.tolist()) not in known:
                     known[tuple(cuts.tolist())] = self.evaluate(cuts)
-        return min(known.values(), key=lambda way: way.key)
+        best = min(known.values(), key=lambda way: way.key)
+        bound = best.step * (1.0 + self._noise)
+        near = [w for w in known.values() if w.overflow <= best.overflow and w.step <= bound]
+        return min(near, key=lambda way: (way.uneven, way.step)) if self._noise else best
 
     def _improved(self, way: Way, starts: Sequence[Way]) -> list[Tensor]:
         """Better cuts under the order of ``way``."""

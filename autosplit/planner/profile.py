@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from autosplit.passes.cost import value_bytes
 from autosplit.pipeline.assembly import footprint
-from autosplit.planner.clock import Rounds, run
+from autosplit.planner.clock import Rounds, error, run
 from autosplit.planner.costs import BlockCost, ModelCosts
 from autosplit.planner.specimen import Blocks, Conditions, Specimen, distinct, prepare
 from autosplit.stage import Stage
@@ -22,19 +22,20 @@ def profile(
 ) -> ModelCosts:
     """Time F, I and W of a block of each kind, warm, by medians.
 
-    Kinds of blocks take turns, so that what else the machine does meets them all alike; those
-    whose parameters are on the meta device are made, timed and forgotten one after another. The
+    One block of each kind runs, one after the other as in a stage, see ``clock.run``; those whose
+    parameters are on the meta device are made, timed and forgotten one after another. The
     model's state, the random number generators and ``.grad`` stay as they are. Progress is shown
     on a terminal.
 
     Args:
         whole: the model in blocks, for one microbatch.
         conditions: how stages are made of blocks; None for a trainer's defaults.
-        seconds: how long to measure, all kinds of blocks together; tracing is not counted. A kind
-            whose medians are known sooner is not measured longer.
+        seconds: how long to measure, all kinds of blocks together; tracing is not counted. It ends
+            sooner where the medians are known sooner.
 
     Returns:
         Seconds of blocks without what a call takes whatever the stage holds; that is ``call``.
+        ``noise`` is by what share their sum may be off.
 
     Raises:
         CaptureError: a block cannot be traced.
@@ -44,19 +45,22 @@ def profile(
     kinds = list(distinct(whole, conditions).values())
     costs: dict[int, BlockCost] = {}
     calls: list[float] = []
+    noise = 0.0
     # None: shown on a terminal, not in a log file.
     with torch.random.fork_rng(), tqdm(total=seconds, unit="s", disable=None) as bar:
         for group in _groups(whole, [members[0] for members in kinds]):
             share = seconds * len(group) / len(kinds)
-            found, call = _measure(whole, group, conditions, share, bar.update)
+            found, call, off = _measure(whole, group, conditions, share, bar.update)
             costs |= found
             calls.append(call)
+            noise = max(noise, off)
     blocks = {index: costs[members[0]] for members in kinds for index in members}
     return ModelCosts(
         tuple(blocks[index] for index in sorted(blocks)),
         tuple(map(crossing_bytes, whole.crossing)),
         statistics.median(calls),
         tuple(map(returning_bytes, whole.crossing)),
+        noise,
     )
 
 
@@ -85,8 +89,10 @@ def _measure(
     conditions: Conditions,
     seconds: float,
     progress: Callable[[float], object],
-) -> tuple[dict[int, BlockCost], float]:
-    """The costs of some blocks, and the seconds of a call with next to nothing to compute."""
+) -> tuple[dict[int, BlockCost], float, float]:
+    """The costs of some blocks, the seconds of a call with next to nothing to compute, and by what
+    share the blocks' sum may be off.
+    """
     specimens = [prepare(whole, first, first + 1, conditions) for first in group]
     device = specimens[0].inputs[0].device
     nothing = [torch.ones(1, device=device)]
@@ -96,7 +102,7 @@ def _measure(
     parts = (least.forward, least.backward_input, least.backward_weight)
     call = statistics.fmean(map(statistics.median, parts))
     pairs = zip(group, specimens, rounds, strict=True)
-    return {first: _cost(each, found, call) for first, each, found in pairs}, call
+    return {first: _cost(each, found, call) for first, each, found in pairs}, call, error(rounds)
 
 
 class _Scale(nn.Module):

@@ -17,6 +17,7 @@ from autosplit.pipeline.action import ActionKind
 from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.timeline import Span, median_durations
 from autosplit.pipeline.trainer import PipelineTrainer
+from autosplit.planner.clock import median_error
 from autosplit.planner.specimen import Conditions, own_state
 from autosplit.planner.stages import Partition, cut
 from autosplit.planner.whole import WholeModel
@@ -34,10 +35,12 @@ class Rehearsal:
     Attributes:
         times: per stage, median seconds of F, I and W.
         step: median seconds of a step with its gradients, without the optimizer's update.
+        noise: by what share that median may be off.
     """
 
     times: tuple[Times, ...]
     step: float
+    noise: float = 0.0
 
 
 def can_rehearse(whole: WholeModel, schedule: Schedule) -> bool:
@@ -89,7 +92,8 @@ def rehearse(
         while len(took) < _LEAST or (len(took) < _MOST and sum(took) < seconds):
             took.append(_slowest(_step(run, batch), len(schedule.ranks)))
             steps.append(run.timeline().spans)
-    return Rehearsal(_times(steps, planned), statistics.median(took))
+    step = statistics.median(took)
+    return Rehearsal(_times(steps, planned), step, median_error(took) / step)
 
 
 class _Stages:

@@ -19,8 +19,8 @@ class Settled:
     """What came of it.
 
     Attributes:
-        solution: the stages with the shortest step that was rehearsed; their times and the step are
-            those of the rehearsal.
+        solution: the stages with the shortest step that was rehearsed, or more even ones whose
+            step is as short but for noise; their times and the step are those of the rehearsal.
         costs: of the blocks, as corrected by all rehearsals.
     """
 
@@ -51,8 +51,10 @@ def settle(
     Raises:
         PlanError: no rounds.
     """
+    if rounds < 1:
+        raise PlanError(f"rounds must be at least 1, got {rounds}")
     tried: list[object] = []
-    best: Solution | None = None
+    known: list[tuple[Solution, float]] = []
     while len(tried) < rounds:
         found = find(costs)
         key = found.cuts, found.schedule.ranks
@@ -61,10 +63,8 @@ def settle(
         tried.append(key)
         seen = rehearse(found)
         costs = corrected(costs, [cut + 1 for cut in found.cuts], seen.times)
-        one = _as_seen(found, seen)
-        best = one if best is None or one.step < best.step else best
-    if best is None:
-        raise PlanError(f"rounds must be at least 1, got {rounds}")
+        known.append((_as_seen(found, seen), seen.noise))
+    best = _best(known)
     if len(tried) > 1:
         best = _as_seen(best, rehearse(best))
     return Settled(best, costs)
@@ -102,6 +102,13 @@ def _scaled(block: BlockCost, forward: float, inputs: float, weights: float) -> 
     before = block.backward_input + block.backward_weight
     after = scaled.backward_input + scaled.backward_weight
     return replace(scaled, backward_alone=block.backward_alone * _factor(after, before))
+
+
+def _best(known: Sequence[tuple[Solution, float]]) -> Solution:
+    """The most even of those that are no slower than the fastest, as far as that can be told."""
+    fastest, noise = min(known, key=lambda each: each[0].step)
+    near = [one for one, own in known if one.step <= fastest.step * (1.0 + max(own, noise))]
+    return min(near, key=lambda one: (one.uneven, one.step)) if len(near) > 1 else fastest
 
 
 def _factor(seen: float, planned: float) -> float:

@@ -51,6 +51,12 @@ class Solution:
     bubble: float
     peaks: tuple[float, ...]
 
+    @property
+    def uneven(self) -> float:
+        """Seconds of the slowest stage over those of the mean stage."""
+        seconds = list(map(sum, self.costs.times))
+        return max(seconds) * len(seconds) / math.fsum(seconds) if any(seconds) else 1.0
+
 
 def solve(
     costs: ModelCosts,
@@ -66,7 +72,8 @@ def solve(
     optimizer_state: float = 2.0,
     refine: bool = True,
 ) -> Solution:
-    """The cuts with the shortest simulated step that were found; deterministic.
+    """The cuts with the shortest simulated step that were found, or the most even of those whose
+    steps differ from it by less than the noise of the costs; deterministic.
 
     Dynamic programming gives cuts whose slowest stage is as fast as can be (under the cap, where
     each rank holds one stage). From there, cuts are shifted while that makes the simulated step

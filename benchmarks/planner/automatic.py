@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -86,7 +85,7 @@ def _compare(case: str, amount: Amount) -> dict[str, Any]:
         "blocks": len(whole.blocks),
         "kinds": len(distinct(whole, conditions)),
         "planning": planning,
-        "even": _most_even(plans["automatic"].costs),
+        **planner.most_even(plans["automatic"]),
         "estimated": [whole.blocks[index].name for index in guessed],
         "latency": links.latency,
         "bandwidth": links.bandwidth,
@@ -121,6 +120,15 @@ class _Planner:
 
     def given(self, firsts: list[int]) -> _Planned:
         return self._settled(lambda costs: self._weighed(costs, firsts))
+
+    def most_even(self, plan: _Planned) -> dict[str, float]:
+        """The least that the slowest of two stages takes over the mean of both, for any cut, and
+        that cut's predicted step over that of the plan's own, by the same costs.
+        """
+        ways = [self._weighed(plan.costs, [first]) for first in range(1, len(self.whole.blocks))]
+        even = min(ways, key=lambda way: way.uneven)
+        own = self._weighed(plan.costs, plan.firsts)
+        return {"even": even.uneven, "even_step": even.step / own.step}
 
     def _settled(self, find: Callable[[ModelCosts], Solution]) -> _Planned:
         found = settle(self.costs, find, self._rehearse)
@@ -195,16 +203,6 @@ class _Run:
 def _clear(modules: Any) -> None:
     for module in modules:
         module.zero_grad(set_to_none=True)
-
-
-def _most_even(costs: ModelCosts) -> float:
-    """The least that the slowest of two stages takes over the mean of both."""
-    count = len(costs.blocks)
-    found = []
-    for index in range(1, count):
-        pair = [sum(costs.stage(*ends).times) for ends in ((0, index), (index, count))]
-        found.append(max(pair) / statistics.fmean(pair))
-    return min(found)
 
 
 def _gather(value: Any) -> list[Any]:

@@ -47,12 +47,15 @@ def render_predictions(rows: Rows) -> str:
         "predicted / measured",
         "slowest / mean stage",
         "most even cut",
+        "its step",
     ]
     errors = [abs(_predicted(row[way]) - 1.0) for row in rows for way in WAYS if way in row]
     about = f"""\
 Median error of the prediction: {statistics.median(errors):.1%}, largest {max(errors):.1%}; target
 {NEAR:.0%}. Target for the automatic cuts' slowest / mean stage: {EVEN}, where the blocks allow it:
-the last column is the least that any cut of these blocks is predicted to have."""
+*most even cut* is the least that any cut of these blocks is predicted to have, and *its step* what
+such a step is predicted to take over one of the cut in the row: the shortest step is what is looked
+for, and the more even cut is taken where that costs less than can be told from noise."""
     return f"{table(headers, cells)}\n\n{about}"
 
 
@@ -118,6 +121,7 @@ def _prediction(row: dict[str, Any], way: str) -> list[str]:
         _mark(f"{ratio:.3f}", abs(ratio - 1.0) <= NEAR),
         _mark(f"{uneven:.3f}", fine),
         f"{row['even']:.3f}",
+        f"{row['even_step']:.3f}" if way == "automatic" and "even_step" in row else "",
     ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +19,9 @@ from autosplit.pipeline.transfer import Transfer
 from autosplit.pipeline.validate import validate
 from autosplit.planner import cutting
 from autosplit.planner.costs import BlockCost, ModelCosts
-from autosplit.planner.solve import CapError, Solution, solve
+from autosplit.planner.form import Form
+from autosplit.planner.limits import Limits
+from autosplit.planner.solve import CapError, Solution, solve, weigh
 
 # Schedules whose order is the same whatever the stages take.
 FIXED = [
@@ -112,6 +115,18 @@ def test_equal_blocks_are_dealt_out_evenly() -> None:
     assert found.parameters == (4.0,) * 4
     assert found.costs.times[1] == (4.0, 4.0, 4.0)
     assert found.costs.times[0] == (4.0, 0.0, 4 * 2.0)
+
+
+def test_of_steps_that_noise_makes_equal_the_most_even_wins() -> None:
+    blocks = tuple(BlockCost(1, 1, 1, 1, 1, 1, 2.2 if k else 1.2) for k in range(9))
+    costs = ModelCosts(blocks, (1.0,) * 8)
+    exact = solve(costs, 2, 4)
+    rough = solve(replace(costs, noise=0.2), 2, 4)
+    assert rough.uneven <= exact.uneven
+    assert exact.step <= rough.step <= 1.2 * exact.step
+    every = [weigh(costs, [k], 4, Form("1f1b"), Limits()) for k in range(8)]
+    near = [way for way in every if way.step <= 1.2 * exact.step]
+    assert rough.uneven == pytest.approx(min(way.uneven for way in near))
 
 
 def test_several_stages_of_a_rank_count_against_its_cap_together() -> None:
