@@ -22,10 +22,14 @@ _ARGUMENTS = (
     "bidirectional",
     "batch_first",
 )
+# torch 2.11's decomposition returns the last states of an LSTM with a dimension too many
+# ([layers, 1, batch, feature]); 2.13's does not.
+_STATES_ARE_SHAPED = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
 
 def divide_layers(module: fx.GraphModule) -> None:
-    """Make a call of several layers with dropout between them one call a layer.
+    """Make a call of several layers with dropout between them one call a layer, and have an LSTM
+    return states of the shape that they go in with.
 
     torch's decomposition of such a call leaves the dropout out, without a word.
     """
@@ -33,6 +37,10 @@ def divide_layers(module: fx.GraphModule) -> None:
         given: dict[str, Any] = dict(zip(_ARGUMENTS, node.args, strict=False)) | node.kwargs
         if given["train"] and given["dropout"] != 0 and given["num_layers"] > 1:
             _divide(node, given)
+            node.graph.owning_module.recompile()  # type: ignore[union-attr]
+    for node in () if _STATES_ARE_SHAPED else _calls(module):
+        if node.target is torch.lstm:
+            _shape_states(node)
             node.graph.owning_module.recompile()  # type: ignore[union-attr]
 
 
@@ -89,3 +97,16 @@ def _divide(node: fx.Node, given: dict[str, Any]) -> None:
         results = [sequence, *(call(torch.cat, each) for each in finals)]
         node.replace_all_uses_with(call(tuple, results))
     graph.erase_node(node)
+
+
+def _shape_states(node: fx.Node) -> None:
+    graph = node.graph
+    given: dict[str, Any] = dict(zip(_ARGUMENTS, node.args, strict=False)) | node.kwargs
+    with graph.inserting_before(node.next):
+        found = [graph.call_function(operator.getitem, (node, at)) for at in range(3)]
+        states = [
+            graph.call_function(torch.Tensor.reshape_as, (state, like))
+            for state, like in zip(found[1:], given["hx"], strict=True)
+        ]
+        results = graph.call_function(tuple, ([found[0], *states],))
+    node.replace_all_uses_with(results, delete_user_cb=lambda user: user not in found)

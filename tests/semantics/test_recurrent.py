@@ -34,6 +34,19 @@ def test_equals_autograd(name: str, training: bool) -> None:
     assert len(split.functions) == 1  # a whole graph, no parts
 
 
+@pytest.mark.parametrize("bidirectional", [False, True])
+@both_modes
+def test_states_of_an_lstm(bidirectional: bool, training: bool) -> None:
+    """torch 2.11's decomposition returns them with a dimension too many."""
+    layer = nn.LSTM(4, 5, 2, bidirectional=bidirectional).train(training)
+    x = torch.randn(3, 2, 4)
+    expected = layer(x)[1]
+    found = autosplit.split(layer, fullgraph=True)(x)[1]
+    for state, other in zip(found, expected, strict=True):
+        assert state.shape == other.shape
+        torch.testing.assert_close(state, other)
+
+
 class WithState(nn.Module):
     def __init__(self) -> None:
         super().__init__()
