@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Iterator
 
@@ -20,6 +21,16 @@ def _one_thread_and_seed() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _own_recompilations() -> Iterator[None]:
+    """Before torch 2.13, which has ``isolate_recompiles``, all models of a class have one limit of
+    recompilations, beyond which they run as ordinary Python.
+    """
+    yield
+    if "isolate_recompiles" not in inspect.signature(torch.compile).parameters:
+        torch._dynamo.reset()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -177,13 +177,14 @@ def _export_short(
 def _export(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[fx.GraphModule, Guards]:
-    options = {**_DYNAMO, "ignore_logging_functions": _messages()}
-    with warnings.catch_warnings(record=True) as caught, torch._dynamo.config.patch(options):
+    with warnings.catch_warnings(record=True) as caught, torch._dynamo.config.patch(_DYNAMO):
         warnings.simplefilter("always")
         # The steps of torch's dynamo_graph_capture_for_export, which drops the guards.
         with (
             get_metrics_context(),
             dynamo_timed("fullgraph_capture"),
+            # Inside: what torch 2.11 notes of a capture when it ends cannot hold functions.
+            torch._dynamo.config.patch(ignore_logging_functions=_messages()),
         ):
             captured = fullgraph_capture(module, args, kwargs)
             guards = Guards(module, args, kwargs, captured)
