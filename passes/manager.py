@@ -12,6 +12,7 @@ from torch import fx
 from . import codegen
 from .dead_code import dead_code
 from .divide import divide
+from .dropout import dropout
 from .errors import PassError
 from .gather import gather
 from .graph import Program, SplitGraphs, calls
@@ -36,6 +37,7 @@ class Pass:
 
 PASSES: tuple[Pass, ...] = (
     Pass("divide", divide),
+    Pass("dropout", dropout),
     Pass("dead_code", dead_code),
     Pass("gather", gather),
     Pass("lift", lift),

@@ -17,6 +17,7 @@ CONVOLUTION = (nn.Conv2d(2, 3, 3), torch.randn(1, 2, 5, 5, requires_grad=True))
 def test_pipeline_is_a_literal() -> None:
     assert [each.name for each in PASSES] == [
         "divide",
+        "dropout",
         "dead_code",
         "gather",
         "lift",
@@ -36,7 +37,7 @@ def test_skip_what_cannot_be_skipped() -> None:
     with pytest.raises(
         PassError,
         match=r"cannot skip inline, partition; passes that can be: "
-        r"\['divide', 'dead_code', 'gather', 'lift'\]",
+        r"\['divide', 'dropout', 'dead_code', 'gather', 'lift'\]",
     ):
         run(joint_of(*CONVOLUTION), skip=["partition", "inline"])
 
@@ -72,10 +73,10 @@ def test_dump_numbers_every_stage_and_counts_the_difference(tmp_path: pathlib.Pa
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "00_capture.joint.py",
         "01_divide.joint.py",
-        "05_partition.backward.py",
-        "05_partition.forward.py",
-        "06_split_backward.backward_input.py",
-        "06_split_backward.backward_weight.py",
+        "06_partition.backward.py",
+        "06_partition.forward.py",
+        "07_split_backward.backward_input.py",
+        "07_split_backward.backward_weight.py",
     ]
     divided = (tmp_path / "01_divide.joint.py").read_text()
     assert divided.startswith("# joint after divide: ")

@@ -68,6 +68,13 @@ def test_equals_autograd(name: str, training: bool) -> None:
     assert_equals_autograd(model, [(torch.randn(20, 4).requires_grad_(),) for _ in range(3)])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_dropout_rounds_its_noise(dtype: torch.dtype) -> None:
+    """1 / (1 - 0.1) is no number of half precision."""
+    model = Noisy(lambda m, x: F.dropout(m.linear(x), 0.1, m.training)).to(dtype)
+    assert_equals_autograd(model, [(torch.randn(20, 4, dtype=dtype).requires_grad_(),)] * 2)
+
+
 class NoisyGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
