@@ -32,6 +32,7 @@ from torch.utils._pytree import (
 __all__ = [
     "StateReader",
     "TreeSpec",
+    "csv_has_send_waits",
     "current_backward",
     "data_parallel",
     "flatten_named",
@@ -215,3 +216,11 @@ def share_state(face: nn.Module, module: nn.Module) -> None:
     for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
         face.__dict__[name] = module.__dict__[name]
     face.training = module.training
+
+
+def csv_has_send_waits() -> bool:
+    """Whether a schedule that torch reads must say where sends are waited for, as from 2.15 on."""
+    # Here, as importing autosplit imports nothing distributed.
+    from torch.distributed.pipelining import schedules
+
+    return hasattr(schedules, "WAIT_SEND_F")

@@ -2,7 +2,8 @@
 
 A line is a rank, a cell an action in the text form of ``Action``. In the form ``"compute_only"``
 empty cells are waits; ``"compute_comms"`` lists sends and receives as well. Torch's
-``_PipelineScheduleRuntime._load_csv`` reads both.
+``_PipelineScheduleRuntime._load_csv`` reads both; from 2.15 on it wants ``0WAIT_SEND_F1`` for
+``0SEND_F1`` in the latter, where the rank may wait for the send to end.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from autosplit.compat import csv_has_send_waits
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.action import Action, ActionKind
 from autosplit.pipeline.communication import add_communication
@@ -20,14 +23,31 @@ from autosplit.pipeline.validate import validate
 
 FORMATS = ("compute_only", "compute_comms")
 
-# Actions that belong to FSDP; a schedule of ours has no part in them.
-_SHARDING = re.compile(r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD)")
+_SENDS = (ActionKind.SEND_F, ActionKind.SEND_B)
+_BACKWARDS = (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD)
+
+# Actions of FSDP, in which a schedule of ours has no part, and the ends of sends, which an engine
+# of ours waits for by itself.
+_LEFT_OUT = re.compile(r"[0-9]+(UNSHARD|RESHARD|(WAIT_)?REDUCE_GRAD|WAIT_SEND_[FB][0-9]+)")
 # A forward and a backward that torch may run at the same time.
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
-def write_csv(schedule: Schedule, path: str | Path, form: str = "compute_only") -> None:
+def write_csv(
+    schedule: Schedule,
+    path: str | Path,
+    form: str = "compute_only",
+    *,
+    send_waits: bool | None = None,
+) -> None:
     """Write a schedule for torch's ``_load_csv(path, format=form)``.
+
+    Args:
+        schedule: what to write.
+        path: the file.
+        form: ``"compute_only"`` or ``"compute_comms"``.
+        send_waits: whether ``"compute_comms"`` lists where sends are waited for, as torch 2.15
+            wants it and 2.14 cannot read it; None: as the torch at hand has it.
 
     Raises:
         ScheduleError: an unknown form, or two copies of the stages, which the file cannot say.
@@ -37,9 +57,34 @@ def write_csv(schedule: Schedule, path: str | Path, form: str = "compute_only") 
         raise ScheduleError(
             f"{schedule.name!r} runs two copies of its stages; a CSV file has one rank a stage"
         )
-    rows = schedule.ranks if form == "compute_only" else add_communication(schedule)
+    if form == "compute_only":
+        rows = [[*map(str, row)] for row in schedule.ranks]
+    else:
+        waits = csv_has_send_waits() if send_waits is None else send_waits
+        listed = add_communication(schedule)
+        rows = [[*(_with_waits(row) if waits else map(str, row))] for row in listed]
     with Path(path).open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([str(action) for action in row] for row in rows)
+        csv.writer(file).writerows(rows)
+
+
+def _with_waits(row: Sequence[Action]) -> Iterator[str]:
+    """The actions, and a wait for every send where the other rank has surely received: behind the
+    stage's own backward, which needs what came back, or at the end.
+    """
+    pending: dict[Action, None] = {}
+    for action in row:
+        yield str(action)
+        if action.kind in _SENDS:
+            pending[action] = None
+        sent = replace(action, kind=ActionKind.SEND_F)
+        if action.kind in _BACKWARDS and sent in pending:
+            del pending[sent]
+            yield _wait(sent)
+    yield from map(_wait, pending)
+
+
+def _wait(send: Action) -> str:
+    return f"{send.stage}WAIT_{send.kind.value}{send.microbatch}"
 
 
 def read_csv(path: str | Path, form: str = "compute_only", *, name: str | None = None) -> Schedule:
@@ -77,7 +122,7 @@ def _actions(cell: str) -> Iterator[Action]:
     text = cell.strip()
     overlap = _OVERLAP.fullmatch(text)
     for part in overlap[1].split(";") if overlap else [text]:
-        if part.strip() and not _SHARDING.fullmatch(part.strip()):
+        if part.strip() and not _LEFT_OUT.fullmatch(part.strip()):
             yield Action.parse(part.strip())
 
 

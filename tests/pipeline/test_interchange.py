@@ -53,6 +53,21 @@ def test_there_and_back(name: str, form: str, tmp_path: Path) -> None:
     assert back.placement == schedule.placement
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_sends_are_waited_for_where_they_have_ended(waits: bool, tmp_path: Path) -> None:
+    schedule = build("1f1b", 2, 2, split_backward=False)
+    write_csv(schedule, tmp_path / "file.csv", "compute_comms", send_waits=waits)
+    first, last = (tmp_path / "file.csv").read_text().splitlines()
+    listed = [part for part in f"{first},{last}".split(",") if "WAIT" in part]
+    expected = ["0WAIT_SEND_F0", "0WAIT_SEND_F1", "1WAIT_SEND_B0", "1WAIT_SEND_B1"]
+    assert listed == (expected if waits else [])
+    if waits:
+        assert "0B0,0WAIT_SEND_F0" in first
+        assert last.endswith("1WAIT_SEND_B0,1WAIT_SEND_B1")
+    back = read_csv(tmp_path / "file.csv", "compute_comms", name=schedule.name)
+    assert rows_of(back) == rows_of(schedule)
+
+
 @pytest.mark.parametrize("name", ONE_COPY)
 def test_torch_takes_ours(name: str, tmp_path: Path) -> None:
     """Its validation, its lowering and its simulation of sends and receives."""
