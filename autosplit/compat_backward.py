@@ -45,8 +45,8 @@ def running_backward(is_ours: Callable[[Tensor], bool]) -> RunningBackward:
         if leaf is not None and is_ours(leaf)
     ]
     # create_graph=True runs this inside another autograd function's forward, and only there
-    # is forward-mode differentiation off.
-    again = not torch._C._is_fwd_grad_enabled()
+    # is forward-mode differentiation off; torch 2.11 does so only where it gives input gradients.
+    again = not torch._C._is_fwd_grad_enabled() or torch.is_grad_enabled()
     number = torch._C._current_graph_task_id()
     return RunningBackward(number, -1 if node is None else node._sequence_nr(), leaves, again)
 
