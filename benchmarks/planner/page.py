@@ -56,10 +56,10 @@ built for its own stages. By hand: equal counts of layers, the embedding before 
 head after the last. The automatic cut is found as `autosplit.partition` finds it: both ranks
 profile the model's blocks at once, a few steps of the stages that this leads to are rehearsed, the
 blocks' costs are corrected by them, and so on until they lead to what was rehearsed; the fastest of
-these is kept. Both ways then train in one run, alternating step by step; a step is
-`forward_backward`, without the optimizer's update. Ratios are medians over pairs of steps, the
-spread is their interquartile range. The last column is where a plan from FLOPs and bytes would cut,
-without any profile.""",
+these is kept, or a more even one that is as fast but for noise. Both ways then train in one run,
+alternating step by step; a step is `forward_backward`, without the optimizer's update. Ratios are
+medians over pairs of steps, the spread is their interquartile range. The last column is where a
+plan from FLOPs and bytes would cut, without any profile.""",
         lambda amount: measure(amount),
         _render,
     ),

@@ -6,6 +6,8 @@ output once into the cache for both. Divided, the second call reads it again.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,21 +23,24 @@ from .settings import Settings
 _MODEL = "resnet"
 _BOTH, _INPUT, _WEIGHT = [True, True, False], [True, False, False], [False, True, False]
 
+LAYOUTS = {"": torch.contiguous_format, ", channels last": torch.channels_last}
+
 Call = Callable[[list[bool]], object]
 
 
 def measure(settings: Settings) -> Iterator[dict[str, Any]]:
-    """A row for each number of threads."""
+    """A row for each layout of tensors and number of threads."""
     subject = settings.subject(_MODEL)
-    calls = _backward_calls(subject)
-    for threads in settings.threads:
+    for threads, (layout, form) in itertools.product(settings.threads, LAYOUTS.items()):
         torch.set_num_threads(threads)
+        calls = _backward_calls(subject, form)
         found: dict[str, list[float]] = {name: [] for name in WAYS}
         for _ in range(settings.rounds + 2):
             for name, way in WAYS.items():
-                found[name].append(elapsed(lambda way=way: way(calls), subject.x.device))  # type: ignore[misc]
+                found[name].append(elapsed(functools.partial(way, calls), subject.x.device))
         ms = {name: statistics.median(each[2:]) for name, each in found.items()}
-        yield {"name": f"{_MODEL}, {threads} thread{'s' if threads > 1 else ''}", "ms": ms}
+        plural = "s" if threads > 1 else ""
+        yield {"name": f"{_MODEL}{layout}, {threads} thread{plural}", "ms": ms}
 
 
 def render(rows: Rows) -> str:
@@ -52,7 +57,7 @@ def render(rows: Rows) -> str:
     return table(["ms", *WAYS, f"{apart} / {one}"], lines)
 
 
-def _backward_calls(subject: Subject) -> list[Call]:
+def _backward_calls(subject: Subject, layout: torch.memory_format) -> list[Call]:
     """Every convolution's backward operator on the model's own tensors, in backward order."""
     seen: list[tuple[nn.Conv2d, Tensor, Tensor]] = []
     hooks = [
@@ -66,11 +71,14 @@ def _backward_calls(subject: Subject) -> list[Call]:
         subject.module(subject.x)
     for hook in hooks:
         hook.remove()
-    return [_call(*each) for each in reversed(seen)]
+    return [
+        _call(part, *(each.contiguous(memory_format=layout) for each in (x, grad, part.weight)))
+        for part, x, grad in reversed(seen)
+    ]
 
 
-def _call(part: nn.Conv2d, x: Tensor, grad: Tensor) -> Call:
-    weight, form = part.weight.detach(), (part.stride, part.padding, part.dilation)
+def _call(part: nn.Conv2d, x: Tensor, grad: Tensor, weight: Tensor) -> Call:
+    weight, form = weight.detach(), (part.stride, part.padding, part.dilation)
 
     def call(mask: list[bool]) -> object:
         return torch.ops.aten.convolution_backward(

@@ -64,7 +64,8 @@ the sequence, as eager mode does. They compute the same function by different al
         """\
 The backward operator of every convolution of ResNet by itself: both gradients in one call, as
 autograd asks for them; in two calls; and all gradients of inputs before all gradients of
-weights. What is left in the last column above 1 is in the kernels, and no split saves it.""",
+weights. Tensors lie as eager has them, and channels last as Inductor lays them. What is left in the
+last column above 1 is in the kernels, and no split saves it.""",
         convolutions.measure,
         convolutions.render,
     ),
