@@ -32,6 +32,7 @@ def main() -> None:
         threads=tuple(options.threads),
         rounds=options.rounds,
     )
+    options.output.mkdir(parents=True, exist_ok=True)
     results = Results.read(options.output / "results.json")
     for name in options.parts or PARTS:
         # One row at a time: what was found is kept, whatever ends the run.

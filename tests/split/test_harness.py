@@ -207,11 +207,11 @@ def test_contender_that_fails_is_a_result(subject: Subject) -> None:
 
 def test_command_writes_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = "split eager flops memory --models resnet --threads 1 --rounds 2 --size tiny --output"
-    monkeypatch.setattr(sys, "argv", [*words.split(), str(tmp_path)])
+    monkeypatch.setattr(sys, "argv", [*words.split(), str(tmp_path / "new")])
     command.main()
-    found = Results.read(tmp_path / "results.json")
+    found = Results.read(tmp_path / "new" / "results.json")
     assert list(found.parts) == ["eager", "flops", "memory"]
-    text = (tmp_path / "README.md").read_text()
+    text = (tmp_path / "new" / "README.md").read_text()
     assert text == page(found)
     assert "| resnet, 1 thread" in text
     assert "python -m benchmarks.split flops --rounds 2" in text
