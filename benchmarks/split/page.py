@@ -112,10 +112,10 @@ the same. *MiB on top*: the most alive inside W above what was alive before.""",
         """\
 Microseconds of a microbatch of four rows through layers of eight features, where next to
 nothing is computed; contenders take turns of several microbatches, of which the fastest counts;
-medians over the turns, and of the difference in each turn. `SplitModule` is called and goes back through autograd's engine, `Stage` is called
-action by action; *bare Function* calls the same stage from an `autograd.Function` that does
-nothing else, the least that any autograd face costs. All ask their guards at every forward, which
-*guards* shows alone.""",
+medians over the turns, and of the difference in each turn. `SplitModule` is called and goes back
+through autograd's engine, `Stage` is called action by action; *bare Function* calls the same stage
+from an `autograd.Function` that does nothing else, the least that any autograd face costs. All ask
+their guards at every forward, which *guards* shows alone.""",
         face.measure,
         face.render,
     ),
