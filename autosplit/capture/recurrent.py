@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..compat import TORCH
+
 _CELLS = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 _ARGUMENTS = (
     "input",
@@ -24,7 +26,7 @@ _ARGUMENTS = (
 )
 # torch 2.11's decomposition returns the last states of an LSTM with a dimension too many
 # ([layers, 1, batch, feature]); 2.13's does not.
-_STATES_ARE_SHAPED = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+_STATES_ARE_SHAPED = TORCH >= (2, 13)
 
 
 def divide_layers(module: fx.GraphModule) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 
 import torch
 from torch import Tensor, fx, nn
 
+import autosplit
 from autosplit.capture import capture
 from autosplit.passes import Program, Role
 from autosplit.passes.graph import Kind, calls, inputs, outputs
@@ -35,6 +37,21 @@ def names_in(module: fx.GraphModule | None, kind: Kind) -> list[str]:
 
 def names_out(module: fx.GraphModule | None, kind: Kind) -> list[str]:
     return [] if module is None else [role.name for role, _ in outputs(module.graph, kind)]
+
+
+def assert_gradients_are_autograds(module: nn.Module, x: Tensor) -> None:
+    """To the last bit, of the input and of every parameter, over two microbatches."""
+    plain = copy.deepcopy(module)
+    model = autosplit.split(module)
+    for microbatch in x, x * 2:
+        mine, theirs = microbatch.clone().requires_grad_(), microbatch.clone().requires_grad_()
+        model(mine).sum().backward()
+        plain(theirs).sum().backward()
+        assert mine.grad is not None
+        assert torch.equal(mine.grad, theirs.grad)
+    model.backward_weight()
+    for ours, expected in zip(module.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, expected.grad)
 
 
 def hand_made() -> tuple[fx.GraphModule, dict[str, fx.Node]]:

@@ -6,10 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from graphs import ops, program_of
+from graphs import assert_gradients_are_autograds, ops, program_of
 from torch import Tensor, fx, nn
 
-import autosplit
 from autosplit.capture import capture
 from autosplit.compile import backend_named
 from autosplit.passes import Program
@@ -128,18 +127,7 @@ def test_sums_that_would_differ_or_cost_more_stay(function: Callable[[Tensor], T
 
 @pytest.mark.parametrize("function", REWRITTEN + LEFT_ALONE)
 def test_gradients_are_those_of_autograd(function: Callable[[Tensor], Tensor]) -> None:
-    module = Call(function)
-    plain = Call(function)
-    plain.load_state_dict(module.state_dict())
-    model = autosplit.split(module)
-    for microbatch in X, X * 2:
-        x, y = microbatch.clone().requires_grad_(), microbatch.clone().requires_grad_()
-        model(x).sum().backward()
-        plain(y).sum().backward()
-        assert x.grad is not None
-        assert torch.equal(x.grad, y.grad)
-    model.backward_weight()
-    assert torch.equal(module.weight.grad, plain.weight.grad)
+    assert_gradients_are_autograds(Call(function), X)
 
 
 def test_piece_that_is_read_elsewhere_stays() -> None:
