@@ -61,14 +61,16 @@ against F, I and W of the `eager` backend, interleaved.""",
     ),
     "standin": Part(
         "Every schedule against its own ideal",
-        """\
+        f"""\
 The real engine, its messages and its clock, over stages that sleep for F, I and W, so that 4 and 8
 ranks run on any two cores. A system wakes a sleeper late, so a stage sleeps that much less than its
 time, as far as it can be foreseen. A rank's share of the model takes F + I + W as given, also where
 it is cut into several stages. *Simulated* is the ideal of the schedule; *in flight* is the time
 from one `step_async` to the next. Speed-ups are over the fused 1F1B of the same run; the ceiling of
 any schedule at M = N is (2N-1)/N for F = I = W (Qi et al.). A message's latency counts against
-every action it delays, so short actions (many stages on a rank) come off worst.""",
+every action it delays, so short actions (many stages on a rank) come off worst. None takes less
+than {1e3 * standin.SHORTEST:.0f} ms: a rank of many stages has a larger share, and speed-ups are
+for the same work.""",
         lambda settings: standin.measure_all(settings.ranks),
         standin.render,
     ),

@@ -8,6 +8,7 @@ import functools
 import statistics
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,8 @@ from ..results import Rows, table
 
 Times = tuple[float, float, float]
 
-UNITS = {4: 0.24, 8: 0.12}  # ranks -> seconds of an F that is not cut further
+UNITS = {4: 0.24, 8: 0.12}  # ranks -> seconds of an F that is not cut further, at least
+SHORTEST = 0.03  # seconds of an action: a message and two awakenings take a millisecond of it
 RATIOS = ((1.0, 1.0, 1.0), (1.0, 1.0, 2 / 3))
 TARGET = 1.05
 BASELINE = "1f1b, fused"
@@ -46,6 +48,11 @@ class Case:
     times: Times
 
     @property
+    def unit(self) -> float:
+        """Seconds of a rank's F, which its stages share."""
+        return self.times[0] * self.schedule.stages / len(self.schedule.ranks)
+
+    @property
     def costs(self) -> Costs:
         """Of all stages, each of which keeps one of anything."""
         stages = self.schedule.stages
@@ -55,12 +62,13 @@ class Case:
 @dataclasses.dataclass(frozen=True)
 class Found:
     """Seconds of one step, from the first action to the last; of ``step_async``, from one step
-    to the next.
+    to the next. ``unit`` is as of its case.
     """
 
     name: str
     ranks: int
     microbatches: int
+    unit: float
     simulated: float
     measured: float
     simulated_async: float
@@ -157,14 +165,19 @@ def _setting(setting: str, rows: Rows) -> str:
             f"{1e3 * row['simulated']:.0f}",
             f"{1e3 * row['measured']:.0f}",
             _judged(row["measured"] / row["simulated"]),
-            f"{base['measured'] / row['measured']:.3f}x",
-            f"{base['simulated'] / row['simulated']:.3f}x",
+            _speed_up(base, row, "measured"),
+            _speed_up(base, row, "simulated"),
             _judged(row["measured_async"] / row["simulated_async"]),
-            f"{base['measured_async'] / row['measured_async']:.3f}x",
+            _speed_up(base, row, "measured_async"),
         ]
         for row in mine
     ]
     return table([*headers, "in flight: ratio", "in flight: speed-up"], cells)
+
+
+def _speed_up(base: dict[str, Any], row: dict[str, Any], column: str) -> str:
+    """For the same work: a rank's F takes ``unit``, which is not the same in every row."""
+    return f"{base[column] / base['unit'] / (row[column] / row['unit']):.3f}x"
 
 
 def _judged(ratio: float) -> str:
@@ -184,8 +197,7 @@ def _cases(ranks: int, ratio: Times) -> list[Case]:
 
 
 def _auto(ranks: int, chunks: int, ratio: Times) -> Case:
-    forward, backward_input, backward_weight = (UNITS[ranks] * part / chunks for part in ratio)
-    times = (forward, backward_input, backward_weight)
+    times = _times(ranks, chunks, ratio)
     stages = ranks * chunks
     costs = Costs([times] * stages, [StageMemory(1.0, 1.0)] * stages)
     plural = "stage" if chunks == 1 else "stages"
@@ -195,8 +207,7 @@ def _auto(ranks: int, chunks: int, ratio: Times) -> Case:
 def _case(
     name: str, schedule: str, ranks: int, chunks: int, ratio: Times, *, split: bool = True
 ) -> Case:
-    forward, backward_input, backward_weight = (UNITS[ranks] * part / chunks for part in ratio)
-    times = (forward, backward_input, backward_weight)
+    times = _times(ranks, chunks, ratio)
     built = build(
         schedule,
         ranks * chunks,
@@ -206,6 +217,13 @@ def _case(
         times=times if split and SCHEDULES[schedule].weights else None,
     )
     return Case(name, built, times)
+
+
+def _times(ranks: int, chunks: int, ratio: Times) -> Times:
+    """Seconds of F, I and W of each of a rank's stages."""
+    unit = max(UNITS[ranks], SHORTEST * chunks / min(ratio))
+    forward, backward_input, backward_weight = (unit * part / chunks for part in ratio)
+    return forward, backward_input, backward_weight
 
 
 def measure(cases: Sequence[Case], steps: int, timeout: float = 600.0) -> list[Found]:
@@ -283,6 +301,7 @@ def _run(case: Case, steps: int) -> Found:
         case.name,
         len(schedule.ranks),
         schedule.microbatches,
+        case.unit,
         ends[0],
         statistics.median(spans),
         (ends[1] - ends[0]) / steps,
