@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from .compat import tree_flatten, tree_unflatten
 from .errors import AutosplitError, PlanError
-from .pipeline.launch import launch
+from .pipeline.processes.launch import launch
 from .pipeline.schedules import SCHEDULES
-from .pipeline.transfer import Transfer
+from .pipeline.simulation.transfer import Transfer
 from .planner.configuration import Configuration
 from .planner.costs import ModelCosts
 from .planner.device import Device, measure_device

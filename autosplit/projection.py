@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .errors import ScheduleError
-from .pipeline.costs import Costs
-from .pipeline.memory import StageMemory
+from .pipeline.simulation.costs import Costs
+from .pipeline.simulation.memory import StageMemory
+from .pipeline.simulation.transfer import Transfer
 from .pipeline.survey import Entry, Survey, survey
-from .pipeline.transfer import Transfer
 from .report.survey import draw_survey, survey_rows
 from .report.timeline import draw_timelines
 from .report.trace import write_chrome_trace

@@ -126,6 +126,35 @@ def test_no_module_reaches_back() -> None:
     assert wrong == []
 
 
+PIPELINE = [
+    ["action", "wiring"],
+    ["schedule", "dependency", "timeline"],
+    ["routes"],
+    ["simulation", "sends"],
+    ["grid", "schedules"],
+    ["validate"],
+    ["search", "interchange"],
+    ["survey", "communication"],
+    ["processes", "execution"],
+    ["training"],
+]
+
+
+def test_no_part_of_the_pipeline_reaches_back() -> None:
+    """Schedules know nothing of processes and tensors; what drives them knows of schedules."""
+    level = {name: row for row, names in enumerate(PIPELINE) for name in names}
+    folder = ROOT / "autosplit/pipeline"
+    assert {path.stem for path in folder.iterdir() if path.stem[0] != "_"} == level.keys()
+    wrong = []
+    for path in folder.rglob("*.py"):
+        own = path.relative_to(folder).with_suffix("").parts[0]
+        names = r"^from autosplit\.pipeline\.(\w+)"
+        for target in re.findall(names, path.read_text(), re.MULTILINE):
+            if target != own and level[target] >= level[own]:
+                wrong.append(f"{path.relative_to(folder)} imports {target}")
+    assert wrong == []
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_private_torch_only_where_allowed(path: pathlib.Path) -> None:
     if path.name.startswith("compat") or path.parent.name == "capture":

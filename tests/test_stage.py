@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from zoo import CASES, Counter, PlainParameters, SwiGLU
 
 from autosplit import CaptureError, SplitError, Stage, gradients
-from autosplit.pipeline.assembly import footprint
+from autosplit.pipeline.execution.assembly import footprint
 
 # Stages hand tensors to each other: one tensor in, one tensor out.
 NAMES = [name for name in CASES if name != "several"]

@@ -124,7 +124,7 @@ def _request(
     bandwidth: float | None,
     optimizer_state: float,
 ) -> Any:
-    from ..pipeline.transfer import Transfer
+    from ..pipeline.simulation.transfer import Transfer
     from ..planner.limits import Limits
     from ..planner.search import Wishes
     from ..planning import Request

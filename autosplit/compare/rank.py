@@ -14,12 +14,12 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from ..pipeline.action import ActionKind
-from ..pipeline.assembly import footprint
-from ..pipeline.memory import StageMemory
+from ..pipeline.execution.assembly import footprint
 from ..pipeline.schedules import SCHEDULES
-from ..pipeline.simulate import simulate
+from ..pipeline.simulation.memory import StageMemory
+from ..pipeline.simulation.simulate import simulate
 from ..pipeline.timeline import Timeline, median_durations
-from ..pipeline.trainer import PipelineTrainer
+from ..pipeline.training.trainer import PipelineTrainer
 from ..planner.costs import ModelCosts
 from ..report.dump import dump
 from ..stage import Stage

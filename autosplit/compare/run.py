@@ -9,9 +9,9 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any
 
-from ..pipeline.launch import launch
-from ..pipeline.memory import memory_over_time
-from ..pipeline.worker import process_group
+from ..pipeline.processes.launch import launch
+from ..pipeline.processes.worker import process_group
+from ..pipeline.simulation.memory import memory_over_time
 from ..report.page import Panel, write_page
 from ..report.timeline import draw_timelines
 from ..report.trace import write_chrome_trace

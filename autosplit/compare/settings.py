@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from ..errors import PipelineError
-from ..pipeline.memory import StageMemory
+from ..pipeline.simulation.memory import StageMemory
 from ..pipeline.timeline import Timeline
 
 

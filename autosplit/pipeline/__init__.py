@@ -1,19 +1,19 @@
 """Schedules and the engine that drives split stages through them over several processes."""
 
-from .costs import Costs
-from .critical import critical_path
-from .launch import launch
-from .memory import StageMemory, peak_memory
+from .processes.launch import launch
+from .processes.worker import process_group
 from .schedule import Schedule
 from .schedules import SCHEDULES, WEIGHTS, build
 from .search import search
 from .search.exact import Exact, exact
-from .simulate import simulate
+from .simulation.costs import Costs
+from .simulation.critical import critical_path
+from .simulation.memory import StageMemory, peak_memory
+from .simulation.simulate import simulate
+from .simulation.transfer import Transfer
 from .timeline import Span, Timeline
-from .trainer import PipelineTrainer
-from .transfer import Transfer
+from .training.trainer import PipelineTrainer
 from .validate import validate
-from .worker import process_group
 
 __all__ = [
     "SCHEDULES",

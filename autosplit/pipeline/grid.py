@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 
-from autosplit.pipeline.replay import replay, unmade
 from autosplit.pipeline.schedule import Schedule
+from autosplit.pipeline.simulation.replay import replay, unmade
 
 Cell = tuple[int, int]
 """A place in a grid: row and column."""

@@ -17,8 +17,8 @@ from pathlib import Path
 from autosplit.compat import csv_has_send_waits
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.action import Action, ActionKind
-from autosplit.pipeline.communication import add_communication
 from autosplit.pipeline.schedule import Schedule
+from autosplit.pipeline.sends import add_communication
 from autosplit.pipeline.validate import validate
 
 FORMATS = ("compute_only", "compute_comms")

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.costs import Costs
-from autosplit.pipeline.memory import peak_memory
 from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.schedules import SCHEDULES, build
 from autosplit.pipeline.search import search
 from autosplit.pipeline.search.exact import exact
+from autosplit.pipeline.simulation.costs import Costs
+from autosplit.pipeline.simulation.memory import peak_memory
 from autosplit.pipeline.timeline import Timeline
 
 

@@ -10,10 +10,10 @@ from autosplit.errors import ScheduleError
 from autosplit.pipeline.action import Action, ActionKind
 from autosplit.pipeline.dependency import needs_of, result_of
 from autosplit.pipeline.grid import Cell, describe, format_grid, lay_out
-from autosplit.pipeline.memory import StageMemory
-from autosplit.pipeline.replay import Wait, replay, unmade
 from autosplit.pipeline.routes import Channel, channel_of
 from autosplit.pipeline.schedule import Schedule
+from autosplit.pipeline.simulation.memory import StageMemory
+from autosplit.pipeline.simulation.replay import Wait, replay, unmade
 
 _WIDEST = 60  # slots in an error's grid; of a longer one only the parts near a fault are shown
 _ROUNDING = 1e-9  # of sums of bytes

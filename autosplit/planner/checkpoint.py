@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from autosplit.errors import CheckpointError
-from autosplit.pipeline.shared import Holder
-from autosplit.pipeline.trainer import PipelineTrainer
+from autosplit.pipeline.training.shared import Holder
+from autosplit.pipeline.training.trainer import PipelineTrainer
 from autosplit.planner import optimizer_state
 from autosplit.planner.formats import DistributedFolder, Reader, open_checkpoint, unworried
 from autosplit.planner.initialise import Init, Initialiser

@@ -8,7 +8,7 @@ from torch import fx
 from tqdm import tqdm
 
 from autosplit.passes.cost import flops, traffic
-from autosplit.pipeline.assembly import footprint
+from autosplit.pipeline.execution.assembly import footprint
 from autosplit.planner.costs import BlockCost, ModelCosts
 from autosplit.planner.device import Device, measure_device
 from autosplit.planner.profile import crossing_bytes, returning_bytes

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from autosplit.errors import PlanError
-from autosplit.pipeline.transfer import Transfer
+from autosplit.pipeline.simulation.transfer import Transfer
 
 
 @dataclass(frozen=True)

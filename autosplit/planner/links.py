@@ -6,10 +6,10 @@ import torch
 import torch.distributed as dist
 
 from autosplit.errors import PlanError
-from autosplit.pipeline.groups import Groups
-from autosplit.pipeline.launch import launch
-from autosplit.pipeline.links import measure_transfer
-from autosplit.pipeline.transfer import Transfer
+from autosplit.pipeline.communication.groups import Groups
+from autosplit.pipeline.communication.links import measure_transfer
+from autosplit.pipeline.processes.launch import launch
+from autosplit.pipeline.simulation.transfer import Transfer
 
 _TIMEOUT = 60.0
 

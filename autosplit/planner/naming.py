@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autosplit.errors import CheckpointError
-from autosplit.pipeline.shared import Holder
-from autosplit.pipeline.trainer import PipelineTrainer
+from autosplit.pipeline.training.shared import Holder
+from autosplit.pipeline.training.trainer import PipelineTrainer
 
 Names: TypeAlias = "Callable[[int, str], str]"
 """The name in the whole model of what stage ``index`` calls ``name``."""

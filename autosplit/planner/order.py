@@ -14,10 +14,10 @@ from torch import Tensor
 
 from autosplit.pipeline.action import Action, ActionKind
 from autosplit.pipeline.dependency import needs_of, result_of
-from autosplit.pipeline.replay import replay
 from autosplit.pipeline.routes import boundary_of, target_of
 from autosplit.pipeline.schedule import Schedule
-from autosplit.pipeline.transfer import Transfer
+from autosplit.pipeline.simulation.replay import replay
+from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.planner.pieces import Stages
 
 _CHANGES = {

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from autosplit.compat import tree_flatten
 from autosplit.errors import PlanError
-from autosplit.pipeline.microbatch import Part
-from autosplit.pipeline.modules import LossFunction
+from autosplit.pipeline.execution.microbatch import Part
 from autosplit.pipeline.schedule import Schedule
+from autosplit.pipeline.training.modules import LossFunction
 from autosplit.planner.configuration import Configuration
 from autosplit.planner.costs import ModelCosts
 from autosplit.planner.estimate import estimate

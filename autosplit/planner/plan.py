@@ -11,10 +11,10 @@ from torch import nn
 
 from autosplit.errors import PlanError
 from autosplit.pipeline.action import Action, ActionKind
-from autosplit.pipeline.modules import LossFunction
 from autosplit.pipeline.schedule import Schedule
-from autosplit.pipeline.shared import Holder
-from autosplit.pipeline.trainer import OptimizerFunction, PipelineTrainer
+from autosplit.pipeline.training.modules import LossFunction
+from autosplit.pipeline.training.shared import Holder
+from autosplit.pipeline.training.trainer import OptimizerFunction, PipelineTrainer
 from autosplit.pipeline.validate import validate
 from autosplit.pipeline.wiring import Wiring
 from autosplit.planner.initialise import Init

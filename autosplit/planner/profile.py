@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from autosplit.passes.cost import value_bytes
-from autosplit.pipeline.assembly import footprint
+from autosplit.pipeline.execution.assembly import footprint
 from autosplit.planner.clock import Rounds, error, run
 from autosplit.planner.costs import BlockCost, ModelCosts
 from autosplit.planner.specimen import Blocks, Conditions, Specimen, distinct, prepare

@@ -16,7 +16,7 @@ from autosplit.compat import tree_flatten
 from autosplit.pipeline.action import ActionKind
 from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.timeline import Span, median_durations
-from autosplit.pipeline.trainer import PipelineTrainer
+from autosplit.pipeline.training.trainer import PipelineTrainer
 from autosplit.planner.clock import median_error
 from autosplit.planner.specimen import Conditions, own_state
 from autosplit.planner.stages import Partition, cut

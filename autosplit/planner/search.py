@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autosplit.errors import PlanError, ScheduleError
-from autosplit.pipeline.memory import peak_memory
 from autosplit.pipeline.schedules import SCHEDULES
 from autosplit.pipeline.search import search as search_schedule
-from autosplit.pipeline.simulate import simulate
-from autosplit.pipeline.transfer import Transfer
+from autosplit.pipeline.simulation.memory import peak_memory
+from autosplit.pipeline.simulation.simulate import simulate
+from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.planner.configuration import Configuration, ranked
 from autosplit.planner.costs import ModelCosts
 from autosplit.planner.solve import CapError, solve

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from autosplit.errors import PlanError
-from autosplit.pipeline.costs import Costs
-from autosplit.pipeline.memory import StageMemory
 from autosplit.pipeline.schedule import Schedule
-from autosplit.pipeline.transfer import Transfer
+from autosplit.pipeline.simulation.costs import Costs
+from autosplit.pipeline.simulation.memory import StageMemory
+from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.planner.costs import ModelCosts
 from autosplit.planner.cutting import Task, Way, triples
 from autosplit.planner.form import Fixed, Form, form_of

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from autosplit.handover import TensorSpec
-from autosplit.pipeline.microbatch import Part
-from autosplit.pipeline.modules import LossFunction, WithAutocast, WithLoss
+from autosplit.pipeline.execution.microbatch import Part
+from autosplit.pipeline.training.modules import LossFunction, WithAutocast, WithLoss
 from autosplit.stage import Stage
 
 _SMALL = 2**16  # bytes below which a tensor may as well have memory

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 from autosplit.pipeline.action import Action, ActionKind
-from autosplit.pipeline.launch import launch
+from autosplit.pipeline.processes.launch import launch
 from autosplit.pipeline.schedules import SCHEDULES
-from autosplit.pipeline.simulate import simulate
+from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.pipeline.timeline import Timeline, median_durations
-from autosplit.pipeline.trainer import PipelineTrainer
+from autosplit.pipeline.training.trainer import PipelineTrainer
 from autosplit.workload import Workload, load_workload
 
 from ..results import Rows, table

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autosplit.pipeline.launch import launch
+from autosplit.pipeline.processes.launch import launch
 from autosplit.pipeline.schedules import build
-from autosplit.pipeline.trainer import PipelineTrainer
+from autosplit.pipeline.training.trainer import PipelineTrainer
 
 from ..results import Rows, table
 

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autosplit.compare.memory import peak_bytes
-from autosplit.pipeline.assembly import footprint
-from autosplit.pipeline.launch import launch
-from autosplit.pipeline.memory import StageMemory, peak_memory
+from autosplit.pipeline.execution.assembly import footprint
+from autosplit.pipeline.processes.launch import launch
 from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.schedules import SCHEDULES, build
-from autosplit.pipeline.trainer import PipelineTrainer
+from autosplit.pipeline.simulation.memory import StageMemory, peak_memory
+from autosplit.pipeline.training.trainer import PipelineTrainer
 from autosplit.stage import Stage
 from examples.decoder import Block, LlamaConfig, Rotary
 

@@ -24,8 +24,8 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from autosplit.compare.memory import peak_bytes
-from autosplit.pipeline.launch import launch
-from autosplit.pipeline.trainer import PipelineTrainer
+from autosplit.pipeline.processes.launch import launch
+from autosplit.pipeline.training.trainer import PipelineTrainer
 from autosplit.workload import Workload, load_workload
 
 from ..results import Rows, table

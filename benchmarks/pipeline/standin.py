@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.action import Action, ActionKind
-from autosplit.pipeline.costs import Costs
-from autosplit.pipeline.launch import launch
-from autosplit.pipeline.memory import StageMemory
+from autosplit.pipeline.processes.launch import launch
 from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.schedules import SCHEDULES, build
 from autosplit.pipeline.search import search
-from autosplit.pipeline.trainer import PipelineTrainer
+from autosplit.pipeline.simulation.costs import Costs
+from autosplit.pipeline.simulation.memory import StageMemory
+from autosplit.pipeline.training.trainer import PipelineTrainer
 
 from ..results import Rows, table
 

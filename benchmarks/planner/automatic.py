@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline.action import ActionKind
-from autosplit.pipeline.launch import launch
+from autosplit.pipeline.processes.launch import launch
+from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.pipeline.timeline import Span, median_durations
-from autosplit.pipeline.trainer import PipelineTrainer
-from autosplit.pipeline.transfer import Transfer
+from autosplit.pipeline.training.trainer import PipelineTrainer
 from autosplit.planner.costs import ModelCosts, average
 from autosplit.planner.device import measure_device
 from autosplit.planner.estimate import estimate

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from autosplit.pipeline.simulate import simulate
+from autosplit.pipeline.simulation.simulate import simulate
 from benchmarks.paper import __main__ as command
 from benchmarks.paper import projection, scaling, theory, training
 from benchmarks.paper.overview import overview

@@ -18,9 +18,9 @@ import autosplit
 from autosplit import SplitError, Stage
 from autosplit.integrations.deferral import backward_weight
 from autosplit.pipeline.action import Action
-from autosplit.pipeline.executor import Executor
+from autosplit.pipeline.execution.executor import Executor
 from autosplit.pipeline.schedule import Schedule
-from autosplit.pipeline.trainer import PipelineTrainer
+from autosplit.pipeline.training.trainer import PipelineTrainer
 
 # Float32 against float64; what torch.compile meets on the same models.
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}

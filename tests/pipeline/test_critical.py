@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tables import schedule_of, seconds, small
 
-from autosplit.pipeline.critical import critical_path
 from autosplit.pipeline.schedules import SCHEDULES, build
-from autosplit.pipeline.simulate import simulate
+from autosplit.pipeline.simulation.critical import critical_path
+from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.pipeline.timeline import Timeline
 
 

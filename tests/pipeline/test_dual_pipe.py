@@ -7,7 +7,7 @@ from tables import most_alive, rows_of, seconds
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.schedules import build
-from autosplit.pipeline.simulate import simulate
+from autosplit.pipeline.simulation.simulate import simulate
 
 
 def test_one_copy_in_a_v() -> None:

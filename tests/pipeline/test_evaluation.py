@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from autosplit.pipeline.evaluation import forward_only
+from autosplit.pipeline.execution.evaluation import forward_only
 from autosplit.pipeline.schedules import build
-from autosplit.pipeline.simulate import simulate
+from autosplit.pipeline.simulation.simulate import simulate
 
 
 def _rows(name: str, stages: int, microbatches: int, ranks: int) -> list[str]:

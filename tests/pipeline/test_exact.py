@@ -8,15 +8,15 @@ import sys
 import pytest
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.costs import Costs
-from autosplit.pipeline.memory import StageMemory, peak_memory
 from autosplit.pipeline.schedules import build
 from autosplit.pipeline.search import search
 from autosplit.pipeline.search.exact import exact
 from autosplit.pipeline.search.problem import Problem
 from autosplit.pipeline.search.units import Units
-from autosplit.pipeline.simulate import simulate
-from autosplit.pipeline.transfer import Transfer
+from autosplit.pipeline.simulation.costs import Costs
+from autosplit.pipeline.simulation.memory import StageMemory, peak_memory
+from autosplit.pipeline.simulation.simulate import simulate
+from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.pipeline.validate import validate
 
 pytest.importorskip("ortools")

@@ -13,8 +13,15 @@ from processes import assert_gone
 
 from autosplit.errors import PipelineError, SplitError
 from autosplit.pipeline.action import Action
-from autosplit.pipeline.faults import ActionError, Board, Fault, Guard, LostPeerError, RankError
-from autosplit.pipeline.launch import launch
+from autosplit.pipeline.communication.faults import (
+    ActionError,
+    Board,
+    Fault,
+    Guard,
+    LostPeerError,
+    RankError,
+)
+from autosplit.pipeline.processes.launch import launch
 
 Texts = list[tuple[dict[str, tuple[str, str]], dict[str, Any]]]
 TIMEOUT = 120.0  # of the trainers in failing_workers it is 30

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tables import rows_of, schedule_of, seconds, small
 
-from autosplit.pipeline.costs import Costs
-from autosplit.pipeline.fusing import fuse_adjacent
-from autosplit.pipeline.memory import StageMemory
 from autosplit.pipeline.schedules import SCHEDULES
-from autosplit.pipeline.simulate import simulate
-from autosplit.pipeline.transfer import Transfer
+from autosplit.pipeline.schedules.fusing import fuse_adjacent
+from autosplit.pipeline.simulation.costs import Costs
+from autosplit.pipeline.simulation.memory import StageMemory
+from autosplit.pipeline.simulation.simulate import simulate
+from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.pipeline.validate import validate
 from autosplit.pipeline.wiring import Source, Wiring
 

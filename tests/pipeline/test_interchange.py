@@ -13,10 +13,10 @@ from tables import rows_of, schedule_of, seconds
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline import launch
-from autosplit.pipeline.communication import add_communication
 from autosplit.pipeline.interchange import FORMATS, read_csv, write_csv
 from autosplit.pipeline.schedules import SCHEDULES, build
-from autosplit.pipeline.simulate import simulate
+from autosplit.pipeline.sends import add_communication
+from autosplit.pipeline.simulation.simulate import simulate
 
 ONE_COPY = [name for name in SCHEDULES if name not in ("dualpipe", "chimera")]
 

@@ -6,7 +6,7 @@ import pytest
 from tables import most_alive, rows_of, seconds
 
 from autosplit.pipeline.schedules import build
-from autosplit.pipeline.simulate import simulate
+from autosplit.pipeline.simulation.simulate import simulate
 
 
 def test_two_stages_a_rank() -> None:

@@ -16,15 +16,15 @@ import workers
 from processes import alive, assert_gone, pids_in
 
 from autosplit.errors import PipelineError
-from autosplit.pipeline.launch import launch
-from autosplit.pipeline.outcome import Failure, first_cause
-from autosplit.pipeline.worker import process_group
+from autosplit.pipeline.processes.launch import launch
+from autosplit.pipeline.processes.outcome import Failure, first_cause
+from autosplit.pipeline.processes.worker import process_group
 
 PARENT = """
 import sys
 from pathlib import Path
 import workers
-from autosplit.pipeline.launch import launch
+from autosplit.pipeline.processes.launch import launch
 if __name__ == "__main__":
     launch(workers.fail, 2, (Path(sys.argv[1]), "sleep"), timeout=300)
 """
@@ -34,7 +34,7 @@ import json
 import sys
 from pathlib import Path
 import workers
-from autosplit.pipeline.worker import process_group
+from autosplit.pipeline.processes.worker import process_group
 if __name__ == "__main__":
     with process_group(timeout=60):
         found = workers.identify(3)[:3]
@@ -127,7 +127,8 @@ def test_first_cause_is_the_earliest_that_is_no_consequence() -> None:
 
 
 def _environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
+    path = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
 
 
 def _wait(condition: Callable[[], bool]) -> None:

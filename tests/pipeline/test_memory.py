@@ -11,9 +11,9 @@ from tables import most_alive, schedule_of, seconds, small
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.action import Action
-from autosplit.pipeline.memory import StageMemory, memory_over_time, peak_memory
 from autosplit.pipeline.schedules import SCHEDULES, build
-from autosplit.pipeline.simulate import simulate
+from autosplit.pipeline.simulation.memory import StageMemory, memory_over_time, peak_memory
+from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.pipeline.timeline import Span, Timeline
 
 

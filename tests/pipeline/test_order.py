@@ -7,7 +7,7 @@ import random
 import pytest
 
 from autosplit.pipeline.action import Action, ActionKind
-from autosplit.pipeline.order import Order, Step, as_scheduled, early_weights
+from autosplit.pipeline.execution.order import Order, Step, as_scheduled, early_weights
 from autosplit.pipeline.schedules import build
 
 

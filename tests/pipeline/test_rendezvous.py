@@ -14,14 +14,14 @@ from torch import Tensor
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline.action import Action
-from autosplit.pipeline.executor import Executor
-from autosplit.pipeline.groups import Groups
-from autosplit.pipeline.negotiation import Negotiation, TensorMeta
-from autosplit.pipeline.order import Order, as_scheduled, early_weights
+from autosplit.pipeline.communication.groups import Groups
+from autosplit.pipeline.communication.negotiation import Negotiation, TensorMeta
+from autosplit.pipeline.communication.transport import Transport
+from autosplit.pipeline.execution.executor import Executor
+from autosplit.pipeline.execution.order import Order, as_scheduled, early_weights
 from autosplit.pipeline.routes import routes_of
 from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.schedules import SCHEDULES, build
-from autosplit.pipeline.transport import Transport
 
 CPU = torch.device("cpu")
 META = TensorMeta(torch.Size([2]), torch.float32, True)

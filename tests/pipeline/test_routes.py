@@ -6,7 +6,6 @@ import pytest
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.action import Action
-from autosplit.pipeline.replay import replay
 from autosplit.pipeline.routes import (
     Channel,
     Parcel,
@@ -18,7 +17,8 @@ from autosplit.pipeline.routes import (
 )
 from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.schedules import build
-from autosplit.pipeline.transfer import Transfer
+from autosplit.pipeline.simulation.replay import replay
+from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.pipeline.wiring import Feeds, Source, Wiring
 
 SKIPS = Wiring(

@@ -13,7 +13,7 @@ from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.schedules import SCHEDULES, WEIGHTS, build
 from autosplit.pipeline.schedules.fill import fill
 from autosplit.pipeline.schedules.skeleton import Skeleton
-from autosplit.pipeline.simulate import simulate
+from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.pipeline.validate import validate
 
 FUSED: dict[str, Any] = {"split_backward": False}

@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 from tables import rows_of, seconds, small
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.costs import Costs
-from autosplit.pipeline.fusing import fuse_adjacent
-from autosplit.pipeline.memory import StageMemory, peak_memory
 from autosplit.pipeline.schedules import SCHEDULES, build
+from autosplit.pipeline.schedules.fusing import fuse_adjacent
 from autosplit.pipeline.search import search
 from autosplit.pipeline.search.improve import improve
 from autosplit.pipeline.search.late import late
 from autosplit.pipeline.search.named import named_schedules
 from autosplit.pipeline.search.play import play
 from autosplit.pipeline.search.problem import Problem
-from autosplit.pipeline.simulate import simulate
-from autosplit.pipeline.transfer import Transfer
+from autosplit.pipeline.simulation.costs import Costs
+from autosplit.pipeline.simulation.memory import StageMemory, peak_memory
+from autosplit.pipeline.simulation.simulate import simulate
+from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.pipeline.validate import validate
 from autosplit.pipeline.wiring import Source, Wiring
 

@@ -12,9 +12,9 @@ from tables import schedule_of, seconds, small
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.action import Action, ActionKind
 from autosplit.pipeline.schedules import SCHEDULES, build
-from autosplit.pipeline.simulate import simulate
+from autosplit.pipeline.simulation.simulate import simulate
+from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.pipeline.timeline import Timeline
-from autosplit.pipeline.transfer import Transfer
 from autosplit.pipeline.wiring import Source, Wiring
 
 UNIT = seconds(1, 1, 1)

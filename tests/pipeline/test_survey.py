@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.costs import Costs
-from autosplit.pipeline.memory import StageMemory
 from autosplit.pipeline.schedules import SCHEDULES
+from autosplit.pipeline.simulation.costs import Costs
+from autosplit.pipeline.simulation.memory import StageMemory
 from autosplit.pipeline.survey import survey
 from autosplit.report.survey import pareto_front
 

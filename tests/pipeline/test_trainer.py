@@ -15,9 +15,9 @@ from torch import nn
 
 from autosplit.errors import PipelineError, ScheduleError, SplitError
 from autosplit.pipeline.action import Action
-from autosplit.pipeline.launch import launch
+from autosplit.pipeline.processes.launch import launch
 from autosplit.pipeline.schedule import Schedule
-from autosplit.pipeline.trainer import PipelineTrainer
+from autosplit.pipeline.training.trainer import PipelineTrainer
 
 ROW = tuple(map(Action.parse, ["0F0", "1F0", "1I0", "1W0", "0I0", "0W0"]))
 WHOLE = Schedule("mine", 2, 1, (ROW,), (0, 0), True)

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline.action import Action
-from autosplit.pipeline.groups import Groups
-from autosplit.pipeline.launch import launch
-from autosplit.pipeline.negotiation import Negotiation, TensorMeta
+from autosplit.pipeline.communication.groups import Groups
+from autosplit.pipeline.communication.negotiation import Negotiation, TensorMeta
+from autosplit.pipeline.communication.transport import Transport
+from autosplit.pipeline.processes.launch import launch
 from autosplit.pipeline.routes import Parcel, routes_of
 from autosplit.pipeline.schedules import build
-from autosplit.pipeline.transport import Transport
 
 CPU = torch.device("cpu")
 F0, I0 = Action.parse("0F0"), Action.parse("1I0")

@@ -9,16 +9,16 @@ import pytest
 import torch
 from tables import rows_of
 
-from autosplit.pipeline import tuning
 from autosplit.pipeline.action import ActionKind
-from autosplit.pipeline.costs import Costs
-from autosplit.pipeline.groups import Groups
+from autosplit.pipeline.communication.groups import Groups
 from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.search import search
-from autosplit.pipeline.simulate import simulate
+from autosplit.pipeline.simulation.costs import Costs
+from autosplit.pipeline.simulation.simulate import simulate
+from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.pipeline.timeline import Span
-from autosplit.pipeline.transfer import Transfer
-from autosplit.pipeline.tuning import MEASURED, Tuner, first_schedule, with_whole
+from autosplit.pipeline.training import tuning
+from autosplit.pipeline.training.tuning import MEASURED, Tuner, first_schedule, with_whole
 from autosplit.pipeline.validate import validate
 from autosplit.pipeline.wiring import Source, Wiring
 

@@ -9,9 +9,9 @@ import torch
 import update_workers
 from torch import nn
 
-from autosplit.pipeline.clip import clip_gradients, leaves_alone
-from autosplit.pipeline.launch import launch
-from autosplit.pipeline.snapshot import Snapshot
+from autosplit.pipeline.processes.launch import launch
+from autosplit.pipeline.training.clip import clip_gradients, leaves_alone
+from autosplit.pipeline.training.snapshot import Snapshot
 
 CPU = torch.device("cpu")
 

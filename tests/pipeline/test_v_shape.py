@@ -8,7 +8,7 @@ from tables import most_alive, rows_of, seconds
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.schedules import build
 from autosplit.pipeline.schedules.v_shape import v_shape
-from autosplit.pipeline.simulate import simulate
+from autosplit.pipeline.simulation.simulate import simulate
 
 
 def test_zb_v() -> None:

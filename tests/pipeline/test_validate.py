@@ -13,10 +13,10 @@ from tables import schedule_of, seconds
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.action import Action, ActionKind
 from autosplit.pipeline.grid import format_grid, format_schedule
-from autosplit.pipeline.memory import StageMemory, peak_memory
 from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.schedules import build
-from autosplit.pipeline.simulate import simulate
+from autosplit.pipeline.simulation.memory import StageMemory, peak_memory
+from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.pipeline.validate import validate
 
 

@@ -19,16 +19,16 @@ from rendezvous import Port, Wire
 from torch import Tensor, nn
 
 from autosplit.errors import PipelineError
-from autosplit.pipeline.executor import Executor
-from autosplit.pipeline.groups import Groups
-from autosplit.pipeline.launch import launch
-from autosplit.pipeline.negotiation import Negotiation, TensorMeta
-from autosplit.pipeline.order import as_scheduled, early_weights
+from autosplit.pipeline.communication.groups import Groups
+from autosplit.pipeline.communication.negotiation import Negotiation, TensorMeta
+from autosplit.pipeline.communication.transport import Transport
+from autosplit.pipeline.execution.executor import Executor
+from autosplit.pipeline.execution.order import as_scheduled, early_weights
+from autosplit.pipeline.processes.launch import launch
 from autosplit.pipeline.routes import routes_of
 from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.schedules import build
-from autosplit.pipeline.trainer import PipelineTrainer
-from autosplit.pipeline.transport import Transport
+from autosplit.pipeline.training.trainer import PipelineTrainer
 from autosplit.pipeline.wiring import Feeds, Source, Wiring
 
 CPU = torch.device("cpu")

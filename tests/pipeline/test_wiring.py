@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from autosplit.errors import PipelineError
-from autosplit.pipeline.modules import Partitioned, Stages
+from autosplit.pipeline.training.modules import Partitioned, Stages
 from autosplit.pipeline.wiring import Feeds, Source, Wiring
 
 SKIP = Wiring(

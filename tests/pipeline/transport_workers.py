@@ -12,13 +12,13 @@ from torch import Tensor
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline.action import Action
-from autosplit.pipeline.executor import Executor
-from autosplit.pipeline.faults import LostPeerError
-from autosplit.pipeline.groups import Groups
-from autosplit.pipeline.negotiation import Negotiation, TensorMeta
+from autosplit.pipeline.communication.faults import LostPeerError
+from autosplit.pipeline.communication.groups import Groups
+from autosplit.pipeline.communication.negotiation import Negotiation, TensorMeta
+from autosplit.pipeline.communication.transport import Transport
+from autosplit.pipeline.execution.executor import Executor
 from autosplit.pipeline.routes import Parcel, routes_of
 from autosplit.pipeline.schedules import build
-from autosplit.pipeline.transport import Transport
 
 CPU = torch.device("cpu")
 WIDE = TensorMeta(torch.Size([100_000]), torch.float32, True)

@@ -17,9 +17,9 @@ from two_way_endings import SCENARIOS, undone
 from workers import WIDTH, block, data, equal, outcomes, single_process, trainer, whole
 
 from autosplit.pipeline.action import ActionKind
+from autosplit.pipeline.communication.summing import Bucket
 from autosplit.pipeline.schedule import Schedule
-from autosplit.pipeline.summing import Bucket
-from autosplit.pipeline.trainer import PipelineTrainer
+from autosplit.pipeline.training.trainer import PipelineTrainer
 from autosplit.planner.checkpoint import load_checkpoint, save_checkpoint
 
 Gradients = dict[int, dict[str, Tensor]]

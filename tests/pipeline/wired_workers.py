@@ -10,7 +10,7 @@ import workers
 from reference_stage import ReferenceStage
 from torch import Tensor, nn
 
-from autosplit.pipeline.trainer import PipelineTrainer
+from autosplit.pipeline.training.trainer import PipelineTrainer
 from autosplit.pipeline.wiring import Source, Wiring
 
 CASES: dict[str, dict[str, Any]] = {

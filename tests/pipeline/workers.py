@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from reference_stage import ReferenceStage
 from torch import Tensor, nn
 
-from autosplit.pipeline.trainer import PipelineTrainer
+from autosplit.pipeline.training.trainer import PipelineTrainer
 
 WIDTH = 6
 

@@ -10,11 +10,11 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from autosplit.pipeline.memory import StageMemory, peak_memory
 from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.schedules import build
-from autosplit.pipeline.simulate import simulate
-from autosplit.pipeline.transfer import Transfer
+from autosplit.pipeline.simulation.memory import StageMemory, peak_memory
+from autosplit.pipeline.simulation.simulate import simulate
+from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.planner.costs import BlockCost, ModelCosts
 
 _small = st.integers(0, 6).map(float)

@@ -6,7 +6,7 @@ import torch
 from chains import Chain, Mlp
 from torch import Tensor, nn
 
-from autosplit.pipeline.assembly import footprint
+from autosplit.pipeline.execution.assembly import footprint
 from autosplit.planner.clock import Rounds, error
 from autosplit.planner.profile import profile
 from autosplit.planner.specimen import Conditions, prepare

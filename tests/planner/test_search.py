@@ -10,7 +10,7 @@ from planned import even
 
 from autosplit.errors import PlanError, ScheduleError
 from autosplit.pipeline.schedules import SCHEDULES
-from autosplit.pipeline.transfer import Transfer
+from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.pipeline.validate import validate
 from autosplit.planner.configuration import Configuration
 from autosplit.planner.costs import ModelCosts

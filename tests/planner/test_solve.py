@@ -15,7 +15,7 @@ from planned import all_tried, even, models, stage_times, tried
 
 from autosplit.errors import PlanError, ScheduleError
 from autosplit.pipeline.schedules import build
-from autosplit.pipeline.transfer import Transfer
+from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.pipeline.validate import validate
 from autosplit.planner import cutting
 from autosplit.planner.costs import BlockCost, ModelCosts

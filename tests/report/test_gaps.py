@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autosplit.pipeline.action import Action, ActionKind
 from autosplit.pipeline.schedules import build
-from autosplit.pipeline.simulate import simulate
+from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.pipeline.timeline import Span, Timeline
 from autosplit.report.gaps import Gap, gaps
 

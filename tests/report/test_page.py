@@ -13,7 +13,7 @@ import pytest
 
 from autosplit.errors import AutosplitError
 from autosplit.pipeline.schedules import build
-from autosplit.pipeline.simulate import simulate
+from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.pipeline.timeline import Timeline
 from autosplit.report.page import Panel, write_page
 

@@ -11,7 +11,7 @@ import pytest
 from autosplit.errors import AutosplitError
 from autosplit.pipeline.action import Action
 from autosplit.pipeline.schedules import build
-from autosplit.pipeline.simulate import simulate
+from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.pipeline.timeline import Span, Timeline
 from autosplit.report.trace import write_chrome_trace
 

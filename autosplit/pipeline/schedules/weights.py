@@ -16,7 +16,7 @@ from autosplit.pipeline.action import Action, ActionKind
 from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.schedules.fill import StageTimes, fill
 from autosplit.pipeline.schedules.skeleton import Row, Skeleton
-from autosplit.pipeline.simulate import simulate
+from autosplit.pipeline.simulation.simulate import simulate
 
 WEIGHTS = ("2bp", "fill")
 """Known placements of W."""

@@ -7,9 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.costs import Costs
-from autosplit.pipeline.memory import peak_memory
-from autosplit.pipeline.replay import replay
 from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.schedules.weights import check_counts
 from autosplit.pipeline.search.construct import Policy, construct
@@ -18,7 +15,10 @@ from autosplit.pipeline.search.late import late
 from autosplit.pipeline.search.named import named_schedules
 from autosplit.pipeline.search.play import play
 from autosplit.pipeline.search.problem import Problem, Rows
-from autosplit.pipeline.transfer import Transfer
+from autosplit.pipeline.simulation.costs import Costs
+from autosplit.pipeline.simulation.memory import peak_memory
+from autosplit.pipeline.simulation.replay import replay
+from autosplit.pipeline.simulation.transfer import Transfer
 
 __all__ = ["caps_of", "placements", "search"]
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.costs import Costs
 from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.schedules.weights import check_counts
 from autosplit.pipeline.search import caps_of, placements, search
 from autosplit.pipeline.search.model import StepModel
 from autosplit.pipeline.search.problem import Problem, Rows
+from autosplit.pipeline.simulation.costs import Costs
 from autosplit.pipeline.validate import validate
 
 _LARGEST = 400

@@ -6,12 +6,12 @@ import math
 from collections.abc import Sequence
 
 from autosplit.pipeline.action import Action, ActionKind
-from autosplit.pipeline.arrivals import Arrivals
-from autosplit.pipeline.costs import Costs
 from autosplit.pipeline.dependency import result_of
 from autosplit.pipeline.routes import Parcel
 from autosplit.pipeline.schedule import Schedule
-from autosplit.pipeline.waits import cutter
+from autosplit.pipeline.simulation.arrivals import Arrivals
+from autosplit.pipeline.simulation.costs import Costs
+from autosplit.pipeline.simulation.waits import cutter
 from autosplit.pipeline.wiring import Feeds
 
 KINDS = (

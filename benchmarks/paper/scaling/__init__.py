@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from autosplit.pipeline.launch import launch
+from autosplit.pipeline.processes.launch import launch
 from autosplit.pipeline.schedules import build
 
 from ...pipeline.standin import Case, Times, batch_of, makespans, trainer_of

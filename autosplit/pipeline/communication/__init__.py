@@ -1,0 +1,1 @@
+"""Tensors, errors and agreements between ranks."""

@@ -1,0 +1,278 @@
+"""The process groups that one trainer owns, and how to end every wait on them.
+
+Gloo as it is (torch 2.13, seen running): neither ``abort()`` nor ``destroy_process_group`` ends
+a wait of a peer while anything still refers to the group, so a rank that failed but lives on
+would leave its peers waiting until the timeout. A receive that times out, however, closes its
+connection at once, on both ends and for everything else under way on it. ``close`` uses that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autosplit.errors import PipelineError
+from autosplit.pipeline.communication.faults import LostPeerError, Store
+
+# Tags keep the closing receives apart from real messages: a message that met a buffer of another
+# size would end the whole process.
+_TAG, _CLOSING_TAG = 0, 2**31 - 1
+_AT_ONCE = timedelta(milliseconds=1)
+
+
+class PointToPoint(Protocol):
+    """Messages between two ranks, in the order in which each end starts them.
+
+    A send may not complete before the other end has started to receive it.
+    """
+
+    rank: int
+    timeout: float
+
+    def isend(self, tensor: Tensor, peer: int) -> dist.Work | None:
+        """Start sending a contiguous tensor; None if there is nothing to wait for."""
+        ...
+
+    def irecv(self, buffer: Tensor, peer: int) -> dist.Work | None:
+        """Start filling ``buffer``; None if there is nothing to wait for."""
+        ...
+
+
+class Sum:
+    """A sum over all ranks that is under way."""
+
+    def __init__(self, tensor: Tensor, work: dist.Work | None, timeout: float) -> None:
+        self._tensor = tensor
+        self._work = work
+        self._timeout = timeout
+
+    def wait(self) -> Tensor:
+        """The sum, once every rank has taken part.
+
+        Raises:
+            LostPeerError: some rank did not.
+        """
+        if self._work is not None:
+            with losing("the other ranks", self._timeout):
+                self._work.wait()
+            self._work = None
+        return self._tensor
+
+
+class Groups:
+    """Groups over all ranks: one for control, and one for each direction of travel.
+
+    ``up`` carries messages to higher ranks, ``down`` to lower ones. NCCL runs the operations of
+    one pair in the order in which they were enqueued and may not complete a send before its
+    receive is posted, so a receive posted early would hold up a send if the two directions shared
+    a communicator. ``control`` is Gloo on every device: its few numbers are needed on the host.
+
+    Creating one is collective: every rank of the default group must do so, in the same order.
+    With ``ranks`` = 1 there are no groups and nothing here communicates.
+
+    Args:
+        ranks: 1, or the size of the default process group.
+        device: where the messages live; decides between Gloo and NCCL.
+        timeout: seconds after which a wait fails.
+    """
+
+    def __init__(self, ranks: int, device: torch.device, timeout: float) -> None:
+        self.ranks = ranks
+        self.rank = dist.get_rank() if ranks > 1 else 0
+        self.timeout = timeout
+        self._backend = "nccl" if device.type == "cuda" else "gloo"
+        self._owned: list[dist.ProcessGroup] = []
+        self._lanes: dict[str, dist.ProcessGroup] = {}
+        if ranks > 1:
+            for lane, backend in (("control", "gloo"), ("up", None), ("down", None)):
+                self._lanes[lane] = self._new(range(ranks), backend or self._backend)
+
+    @property
+    def control(self) -> dist.ProcessGroup:
+        """The group for the few numbers that all ranks agree on."""
+        return self._lane("control")
+
+    @property
+    def store(self) -> Store:
+        """A key-value store that the ranks share and nobody else writes to."""
+        return self.control.get_group_store()
+
+    def isend(self, tensor: Tensor, peer: int) -> dist.Work | None:
+        """Start sending a contiguous tensor; None if there is nothing to wait for."""
+        # As dist.isend does, without its checks: all ranks are in each group, under their number.
+        return self._towards(self.rank, peer).send([_real(tensor)], peer, _TAG)
+
+    def irecv(self, buffer: Tensor, peer: int) -> dist.Work | None:
+        """Start filling ``buffer``; None if there is nothing to wait for."""
+        return self._towards(peer, self.rank).recv([_real(buffer)], peer, _TAG)
+
+    def _towards(self, source: int, target: int) -> dist.ProcessGroup:
+        """The group for messages from rank ``source`` to rank ``target``."""
+        return self._lane("up" if source < target else "down")
+
+    def _lane(self, name: str) -> dist.ProcessGroup:
+        group = self._lanes.get(name)
+        if group is None:
+            raise PipelineError("this trainer was closed: build a new one")
+        return group
+
+    def among(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
+        """A new group of some ranks; collective over all of them. None if this rank is not in."""
+        group = self._new(ranks, self._backend)
+        return group if self.rank in ranks else None
+
+    def _new(self, ranks: Sequence[int], backend: str) -> dist.ProcessGroup:
+        limit = timedelta(seconds=self.timeout)
+        group = cast(
+            "dist.ProcessGroup", dist.new_group(list(ranks), timeout=limit, backend=backend)
+        )
+        if self.rank in ranks:
+            self._owned.append(group)
+        return group
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Sum ``tensor`` (CPU) over all ranks, in place; it comes back only if all took part.
+
+        Raises:
+            LostPeerError: some rank did not.
+        """
+        return self.start_sum(tensor).wait()
+
+    def meet(self) -> None:
+        """Wait until every rank is here.
+
+        Raises:
+            LostPeerError: some rank did not come.
+        """
+        self.sum(torch.zeros(1))
+
+    def start_sum(self, tensor: Tensor) -> Sum:
+        """Start to sum ``tensor`` (CPU) over all ranks, in place.
+
+        Raises:
+            LostPeerError: a rank is known to be gone.
+        """
+        if self.ranks == 1:
+            return Sum(tensor, None, self.timeout)
+        with losing("the other ranks", self.timeout):
+            work = dist.all_reduce(tensor, group=self.control, async_op=True)
+        return Sum(tensor, work, self.timeout)
+
+    def announce(self, value: str | None, source: int) -> str:
+        """``value`` of rank ``source``, on every rank.
+
+        Raises:
+            LostPeerError: some rank did not take part.
+        """
+        values = [value]
+        if self.ranks > 1:
+            with losing(f"rank {source}", self.timeout):
+                dist.broadcast_object_list(values, source, group=self.control)
+        return values[0] or ""
+
+    def gather(self, value: Any) -> list[Any]:
+        """``value`` of every rank, by rank.
+
+        Raises:
+            LostPeerError: some rank did not take part.
+        """
+        if self.ranks == 1:
+            return [value]
+        values: list[Any] = [None] * self.ranks
+        with losing("the other ranks", self.timeout):
+            dist.all_gather_object(values, value, group=self.control)
+        return values
+
+    def close(self) -> None:
+        """Let go of the groups and end every wait on them at once, here and on the peers."""
+        for group in self._release():
+            if dist.get_backend(group) == "nccl":
+                group.abort()
+                continue
+            for peer in dist.get_process_group_ranks(group):
+                if peer != self.rank:
+                    _disconnect(group, peer)
+            dist.destroy_process_group(group)
+
+    def destroy(self) -> None:
+        """Let go of the groups after a run that went well.
+
+        Their connections end here. Left to the garbage collector, which comes when it likes, they
+        have held up a step of the next trainer for a second (eight ranks on two cores).
+        """
+        for group in self._release():
+            dist.destroy_process_group(group)
+        self._lanes.clear()
+
+    def _release(self) -> list[dist.ProcessGroup]:
+        owned, self._owned = self._owned, []
+        # Destroying the default group has destroyed these as well.
+        return owned if dist.is_initialized() else []
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """Backends know no complex numbers."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _disconnect(group: dist.ProcessGroup, peer: int) -> None:
+    with contextlib.suppress(RuntimeError):
+        work = dist.irecv(torch.empty(1), src=peer, group=group, tag=_CLOSING_TAG)
+        if work is not None:
+            work.wait(_AT_ONCE)
+
+
+@contextlib.contextmanager
+def losing(what: str, timeout: float) -> Iterator[None]:
+    """Turn a failed communication into a LostPeerError that says ``what`` this rank waited for."""
+    started = time.perf_counter()
+    try:
+        yield
+    except RuntimeError as error:
+        raise lost(what, time.perf_counter() - started, timeout, error) from error
+
+
+def lost(what: str, waited: float, timeout: float, error: RuntimeError) -> LostPeerError:
+    """The LostPeerError for a wait that failed with ``error`` after ``waited`` seconds."""
+    if waited >= 0.99 * timeout:  # the backend measures by another clock
+        return LostPeerError(f"waited {waited:.3g} s for {what}: is it stuck, or waiting itself?")
+    # Gloo goes on with guesses and good wishes after the first sentence.
+    reason = str(error).partition(". ")[0].partition("\n")[0]
+    return LostPeerError(f"lost {what} (was a process killed?): {reason}")
+
+
+def process_count(ranks: int | None, stages: int) -> int:
+    """How many processes hold the ``stages`` stages.
+
+    Args:
+        ranks: what the user asked for; None takes the size of the default process group.
+
+    Raises:
+        PipelineError: no process group where one is needed, or a count that does not fit.
+    """
+    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else None
+    if ranks is None and world is None and stages > 1:
+        raise PipelineError(
+            f"{stages} stages need a process group and there is none: run under "
+            f"'torchrun --nproc-per-node {stages}' inside autosplit.pipeline.process_group(), or "
+            "through autosplit.pipeline.launch; ranks=1 holds all stages in this one process"
+        )
+    count = (world or 1) if ranks is None else ranks
+    if not 1 <= count <= stages:
+        raise PipelineError(
+            f"{count} processes cannot hold {stages} stages: each needs at least one stage; "
+            f"start at most {stages} or cut the model into more stages"
+        )
+    if count > 1 and count != world:
+        raise PipelineError(
+            f"ranks={ranks} but the process group has {world or 'no'} processes: "
+            "leave ranks out to use them all, or say ranks=1 for one process"
+        )
+    return count

@@ -1,0 +1,1 @@
+"""Ranks as processes of one machine: how they start, end and report."""

@@ -1,0 +1,78 @@
+"""How a rank's process ended, and which of several ends is the cause of the others."""
+
+from __future__ import annotations
+
+import signal
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autosplit.pipeline.communication.faults import RankError, describe
+
+# What Gloo says when the other end is gone; a rank that says so suffers from another's failure.
+_CONSEQUENCES = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Application timeout caused pair closure",
+    "Broken pipe",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Success:
+    """What a rank's function returned."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The end of a rank that gave no result.
+
+    Attributes:
+        report: the whole story, naming the rank.
+        when: seconds since the epoch.
+        consequence: True when the rank failed because another one had.
+    """
+
+    report: str
+    when: float
+    consequence: bool
+
+    @classmethod
+    def of_error(cls, rank: int, error: BaseException) -> Failure:
+        """For a rank whose function raised."""
+        if isinstance(error, RankError):
+            # The same text on all ranks, so it does not matter whose is shown.
+            return cls(error.fault.report, time.time(), error.fault.lost)
+        text = "".join(traceback.format_exception(error)).rstrip()
+        consequence = any(each in str(error) for each in _CONSEQUENCES)
+        return cls(f"rank {rank} failed: {describe(error)}\n{text}", time.time(), consequence)
+
+    @classmethod
+    def of_death(cls, rank: int, status: int | None) -> Failure:
+        """For a rank whose process died without a word."""
+        if status is not None and status < 0:
+            return cls(f"rank {rank} was killed by {_signal_name(-status)}", time.time(), False)
+        report = f"rank {rank} exited with status {status} and no result"
+        if status == 1:  # Python's own, before there was anybody to report
+            report += (
+                ", for the reason that it printed; if that is about bootstrapping: each rank "
+                "imports the script that calls launch(), which must do so under "
+                "if __name__ == '__main__':"
+            )
+        return cls(report, time.time(), False)
+
+
+def first_cause(failures: Sequence[Failure]) -> Failure:
+    """The earliest failure that is not the consequence of another one; else the earliest."""
+    return min(failures, key=lambda failure: (failure.consequence, failure.when))
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,73 @@
+"""What one rank holds of the model that is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor, nn
+
+from autosplit.pipeline.communication.groups import Groups
+from autosplit.pipeline.schedule import Schedule
+from autosplit.pipeline.training.clip import squared_norm
+from autosplit.pipeline.training.copies import Copies
+from autosplit.pipeline.training.modules import Stages, own_modules
+from autosplit.pipeline.training.shared import Holder, SharedParameters
+
+
+class Holdings:
+    """The modules of this rank's stages, kept equal with what other ranks hold of the same.
+
+    Creating one is collective over all ranks.
+
+    Args:
+        stages: all stages.
+        shared: groups of (stage, parameter name); every group is one parameter of the model.
+        schedule: says which rank holds which stage.
+        groups: the trainer's process groups.
+        device: where the stages go.
+
+    Attributes:
+        modules: by stage.
+        parameters: those that need a gradient, each once.
+        shared: sums the gradients of what several hold.
+
+    Raises:
+        PipelineError: a stage that is no module, or what ``Copies`` and ``SharedParameters``
+            refuse.
+    """
+
+    def __init__(
+        self,
+        stages: Stages,
+        shared: Sequence[Sequence[Holder]],
+        schedule: Schedule,
+        groups: Groups,
+        device: torch.device,
+    ) -> None:
+        self.modules = own_modules(stages, schedule.held(groups.rank), device)
+        self._copies = Copies(self.modules, schedule, groups)
+        self.shared = SharedParameters(shared, self.modules, schedule, groups)
+        self.parameters = _trainable(self.modules.values())
+
+    def steady(self) -> AbstractContextManager[None]:
+        """Refuse what would set the copies of a stage apart; see ``Copies``."""
+        return self._copies.steady()
+
+    def squared_norm(self) -> float:
+        """This rank's share of the square of the norm of the model's gradient."""
+        return squared_norm(p for p in self.parameters if not self.shared.is_duplicate(p))
+
+    def gradients(self) -> dict[int, dict[str, Tensor]]:
+        """The gradients, by stage and by parameter name within the stage."""
+        return {
+            index: {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+            for index, module in self.modules.items()
+        }
+
+
+def _trainable(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """Parameters that need a gradient, each once."""
+    found = {id(p): p for module in modules for p in module.parameters() if p.requires_grad}
+    return list(found.values())

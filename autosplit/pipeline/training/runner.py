@@ -1,0 +1,209 @@
+"""Runs one batch after another through the schedule of a trainer, on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from autosplit.pipeline.communication.agreement import Agreement
+from autosplit.pipeline.communication.faults import Guard
+from autosplit.pipeline.communication.groups import Groups
+from autosplit.pipeline.communication.links import measure_transfer
+from autosplit.pipeline.execution.assembly import TrainableStage
+from autosplit.pipeline.execution.evaluation import forward_only
+from autosplit.pipeline.execution.microbatch import Batch
+from autosplit.pipeline.execution.mode import Mode
+from autosplit.pipeline.execution.modes import Modes
+from autosplit.pipeline.execution.order import Order, as_scheduled
+from autosplit.pipeline.schedule import Schedule
+from autosplit.pipeline.timeline import Span
+from autosplit.pipeline.training.arrangement import Arrangement
+from autosplit.pipeline.training.builder import Builder
+from autosplit.pipeline.training.holdings import Holdings
+from autosplit.pipeline.training.options import Options
+from autosplit.pipeline.training.snapshot import ForwardState
+from autosplit.pipeline.training.tuning import Tuner
+from autosplit.pipeline.training.update import Update
+from autosplit.pipeline.wiring import Feeds
+
+
+class Runner:
+    """This rank's runs: forward and backward in training, forward only in evaluation.
+
+    Whoever calls it guards the call.
+
+    Args:
+        arrangement: what there is to run.
+        options: how.
+        order: in which this rank takes up its actions.
+        held: what this rank holds; its stages are built of it when the first batch is there.
+        groups: the trainer's process groups.
+        guard: the trainer's guard.
+        update: the optimizer's steps, which tell whether weights were right.
+        device: where the stages run.
+
+    Attributes:
+        schedule: what training runs; under ``"auto"`` another one behind the measured steps.
+        stages: this rank's stages of the last run in training; empty before the first.
+        spans: what that run recorded.
+    """
+
+    def __init__(
+        self,
+        arrangement: Arrangement,
+        options: Options,
+        order: Order,
+        held: Holdings,
+        groups: Groups,
+        guard: Guard,
+        update: Update,
+        device: torch.device,
+    ) -> None:
+        self._held = held
+        self._groups = groups
+        self._guard = guard
+        self._update = update
+        self._device = device
+        self.schedule: Schedule = arrangement.schedule
+        self._order = order
+        self._tuner: Tuner | None = None
+        if options.schedule == "auto":
+            self._tuner = Tuner(
+                self.schedule,
+                groups,
+                link=partial(measure_transfer, groups, device),
+                wiring=arrangement.stages.wiring,
+                early_weights=options.early_weights,
+            )
+            self.schedule = self._tuner.measured
+        self._feeds = Feeds(arrangement.stages.count, arrangement.stages.wiring)
+        source = self.schedule.placement[self._feeds.first_from_batch]
+        make = partial(self._make_mode, "train", self.schedule, self._order)
+        self._train = Modes(options.shapes, groups, source, make)
+        make = partial(self._make_mode, "evaluate", forward_only(self.schedule), as_scheduled)
+        self._evaluate = Modes(options.shapes, groups, source, make)
+        self._builder = Builder(
+            held.modules,
+            self.schedule,
+            self._feeds,
+            arrangement.loss_fn,
+            arrangement.factory,
+            autocast=options.autocast,
+            device=device,
+        )
+        self.stages: Mapping[int, TrainableStage] = MappingProxyType({})
+        self.spans: list[Span] = []
+
+    def train(self, batch: Batch | None, *, clipping: bool, record: bool) -> Agreement:
+        """Run the schedule and add its gradients to the parameters' ``.grad``.
+
+        Args:
+            batch: see ``PipelineTrainer.step``.
+            clipping: whether the norm of the gradient will be asked for.
+            record: whether to record ``spans``; the steps that ``"auto"`` measures always are.
+
+        Returns:
+            Losses and norm on their way.
+        """
+        mode = self._train.of(batch)
+        inputs, targets = mode.split(batch)
+        executor = mode.executor or self._builder.train(mode, batch, inputs, targets)
+        self.stages = mode.stages
+        self.spans = []
+        spans = self.spans if record or self._tuner is not None else None
+
+        def run() -> dict[int, Tensor]:
+            with self._held.steady():
+                return executor.run(inputs, targets, spans)
+
+        losses = self._run_again(run) if self._update.expects_more else self._run_once(run)
+        if self._tuner is not None:
+            self._tune(self._tuner)
+        return self._agree(mode, losses, clipping=clipping)
+
+    def evaluate(self, batch: Batch | None) -> Agreement:
+        """Run the forwards only, on the modules as they are; the losses on their way."""
+        mode = self._evaluate.of(batch)
+        inputs, targets = mode.split(batch)
+        executor = mode.executor or self._builder.evaluate(mode, batch)
+        with self._held.steady():
+            losses = executor.run(inputs, targets)
+        mode.announce_loss(losses)
+        return self._agree(mode, losses, clipping=False)
+
+    def _run_once(self, run: Callable[[], dict[int, Tensor]]) -> dict[int, Tensor]:
+        with self._held.shared.summing():
+            losses = run()
+            self._publish()
+        return losses
+
+    def _run_again(self, run: Callable[[], dict[int, Tensor]]) -> dict[int, Tensor]:
+        """Run behind an optimizer step that may have been wrong, and again if it was."""
+        before = ForwardState(self._held.modules.values(), self._device)
+        losses = run()
+        if self._update.confirm():
+            self._discard()
+            before.restore()
+            losses = run()
+        with self._held.shared.summing():
+            self._publish()
+        return losses
+
+    def _publish(self) -> None:
+        for stage in self.stages.values():
+            stage.publish()
+
+    def _finished(self, stage: int) -> None:
+        """What follows the last weight gradient of a stage that another rank holds too."""
+        if self._held.shared.open:
+            self.stages[stage].publish()
+            self._held.shared.complete(stage)
+
+    def _discard(self) -> None:
+        """Forget the gradients of a run, which was on wrong weights."""
+        self.spans.clear()
+        before = [p.grad for p in self._held.parameters]
+        self._publish()
+        for parameter, gradient in zip(self._held.parameters, before, strict=True):
+            parameter.grad = gradient
+
+    def _make_mode(self, name: str, schedule: Schedule, order: Order, shape: str) -> Mode:
+        # Sums beside other messages have run over Gloo only.
+        early = schedule.mirror is not None and self._device.type == "cpu"
+        return Mode(
+            f"{name} {shape}",
+            schedule,
+            self._feeds,
+            self._groups,
+            self._guard.check,
+            self._device,
+            order,
+            finished=self._finished if early else None,
+        )
+
+    def _tune(self, tuner: Tuner) -> None:
+        """Measure one of the first steps; after the last, change the schedule."""
+        found = tuner.after_step(self.spans, self.stages)
+        if found is not None:
+            self._tuner, self.schedule = None, found
+            make = partial(self._make_mode, "train", found, self._order)
+            self._train.reschedule(found, make)
+
+    def _agree(self, mode: Mode, losses: Mapping[int, Tensor], *, clipping: bool) -> Agreement:
+        """Start to make losses and gradient norm known to all."""
+        squares = self._held.squared_norm() if clipping else 0.0
+        if self._device.type == "cuda":
+            stream = torch.cuda.current_stream(self._device)
+            self._guard.wait(stream.query, self._groups.timeout)
+        return Agreement(
+            self._groups,
+            self._guard,
+            losses,
+            count=self.schedule.microbatches,
+            squares=squares,
+            dtype=mode.loss_dtype,
+        )
