@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
+from .compat_leaves import hooked, hooked_late
 from .errors import SplitError
 
 FORMS = ("exact", "fused", "concatenated")
@@ -67,10 +68,11 @@ class GradientSums:
 
     def into(self, names: Sequence[str], parameters: Sequence[Tensor]) -> list[Tensor] | None:
         """The sums that gradients of these parameters are to be added into; None where one of
-        them has none yet.
+        them has none yet, or has hooks, which are to see each microbatch's gradient.
 
         Raises:
-            SplitError: a parameter is not the one whose gradients were added up so far.
+            SplitError: a parameter is not the one whose gradients were added up so far, or
+                somebody waits for the end of its accumulation.
         """
         for name, parameter in zip(names, parameters, strict=True):
             if self._parameters.setdefault(name, parameter) is not parameter:
@@ -78,6 +80,15 @@ class GradientSums:
                     f"parameter {name} was replaced between two microbatches whose gradients "
                     "are gathered; call publish() before replacing it"
                 )
+        if hooked_late(parameters):
+            name = next(n for n, p in zip(names, parameters, strict=True) if hooked_late([p]))
+            raise SplitError(
+                f"parameter {name} has a hook of register_post_accumulate_grad_hook, which nothing "
+                "calls here: gradients reach .grad when all microbatches are done. Let "
+                "optimizer.register_step_pre_hook do what it does"
+            )
+        if hooked(parameters):
+            return None
         sums = [self.tensors.get(name) for name in names]
         found = [each for each in sums if each is not None]
         return found if len(found) == len(names) else None
@@ -85,7 +96,8 @@ class GradientSums:
     def add(
         self, names: Sequence[str], gradients: Sequence[Tensor], borrowed: Collection[str]
     ) -> None:
-        """Take gradients as sums, and add those that have a sum already.
+        """Take gradients as sums, and add those that have a sum already, as the parameters' hooks
+        give them back.
 
         Args:
             names: of the parameters, for which ``into`` gave no sums.
@@ -93,10 +105,15 @@ class GradientSums:
             borrowed: which of them are not tensors of their own and must be copied.
         """
         for name, gradient in zip(names, gradients, strict=True):
+            copied, parameter = name in borrowed, self._parameters[name]
+            if hooked([parameter]):
+                # A hook may keep what it sees, and give back what it likes.
+                (gradient,) = torch.autograd.grad(parameter, parameter, gradient)
+                copied = True
             if name in self.tensors:
                 self.tensors[name].add_(gradient)
             else:
-                self.tensors[name] = self._own(gradient, name in borrowed)
+                self.tensors[name] = self._own(gradient, copied)
 
     def publish(self) -> None:
         """Move the sums into the parameters' ``.grad``, adding to what is there.

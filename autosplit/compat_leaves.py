@@ -7,7 +7,7 @@ that node. Where nobody did, adding here is the same and takes a tenth of the en
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import attrgetter, is_not
 from typing import Any, cast
 
@@ -68,14 +68,20 @@ class Leaves:
     def _unhooked(self) -> bool:
         latest = RemovableHandle.next_id  # counts every hook that is put on anything
         if latest != self._checked:
-            if (
-                any(self._hooks)
-                or any(map(_TENSOR_HOOKS, self.parameters))
-                or any(map(_LATE_HOOKS, self.parameters))
-            ):
+            if any(self._hooks) or hooked(self.parameters) or hooked_late(self.parameters):
                 return False
             self._checked = latest
         return True
+
+
+def hooked(parameters: Iterable[Tensor]) -> bool:
+    """Whether a hook of ``register_hook`` wants to see the gradient of one of them."""
+    return any(map(_TENSOR_HOOKS, parameters))
+
+
+def hooked_late(parameters: Iterable[Tensor]) -> bool:
+    """Whether a hook waits for one of them to have its gradient."""
+    return any(map(_LATE_HOOKS, parameters))
 
 
 def add_gradients(

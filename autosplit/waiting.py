@@ -9,6 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from .accumulation import Accumulation, GradientSums
+from .compat_leaves import hooked
 from .errors import SplitError
 from .functions import SplitFunctions
 from .handover import Handover, State, distinct_bytes
@@ -150,6 +151,7 @@ class WaitingWeights:
             and one.functions is other.functions
             and self._begun.keys().isdisjoint((first, second))
             and all(map(operator.is_, one.handover.state, other.handover.state))
+            and not hooked(one.state[name] for name in one.functions.late_parameters)
         )
 
     def _run_together(self, microbatches: list[int]) -> None:

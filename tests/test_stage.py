@@ -50,6 +50,46 @@ def test_equals_autograd(name: str, fused: bool) -> None:
         assert mine.grad is None or torch.equal(mine.grad, theirs.grad), key
 
 
+@pytest.mark.parametrize("run", ["W", "B", "together", "slices"])
+@pytest.mark.parametrize("accumulation", ["exact", "fused", "concatenated"])
+def test_hooks_of_parameters_see_each_microbatch(run: str, accumulation: str) -> None:
+    """A clamp of the sum would be another thing than the sum of what was clamped."""
+    model = nn.Sequential(nn.LayerNorm(3), nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    twin = copy.deepcopy(model)
+    for each in (model, twin):
+        for name in ("0.weight", "1.weight", "3.bias"):
+            each.get_parameter(name).register_hook(lambda grad: grad.clamp(-0.5, 0.5))
+    batches = [torch.randn(8, 3) for _ in range(3)]
+    grads = [torch.randn(8, 2) for _ in range(3)]
+    reference(twin, batches, grads)
+    slices = 2 if run == "slices" else 1
+    stage = Stage(
+        model, [batches[0].clone().requires_grad_()], accumulation=accumulation, slices=slices
+    )
+    for m, (batch, grad) in enumerate(zip(batches, grads, strict=True)):
+        stage.forward(m, [batch])
+        (stage.backward if run == "B" else stage.backward_input)(m, [grad])
+        for at in range(slices) if run in ("W", "slices") else ():
+            stage.backward_weight(m, at if run == "slices" else None)
+    if run == "together":
+        stage.backward_weight([0, 1, 2])
+    stage.publish()
+    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert mine.grad is not None
+        assert theirs.grad is not None
+        torch.testing.assert_close(mine.grad, theirs.grad)
+        assert accumulation != "exact" or torch.equal(mine.grad, theirs.grad)
+
+
+def test_a_hook_that_waits_for_a_gradient_is_refused() -> None:
+    model = nn.Linear(3, 2)
+    model.bias.register_post_accumulate_grad_hook(lambda parameter: None)
+    stage = Stage(model, [torch.randn(4, 3)])
+    stage.forward(0, [torch.randn(4, 3)])
+    with pytest.raises(SplitError, match="parameter bias has a hook of register_post_accumulate_"):
+        stage.backward(0, [torch.randn(4, 2)])
+
+
 def test_lists_are_handed_over() -> None:
     stage = Stage(nn.Linear(3, 2), [torch.randn(4, 3, requires_grad=True)])
     inputs: list[Tensor] = [torch.randn(4, 3)]

@@ -128,6 +128,20 @@ def _tied(names: list[tuple[int, str]], width: int = WIDTH) -> None:
     trainer(lambda index: Tied(index, WIDTH + index * (width - WIDTH)), shared_parameters=[names])
 
 
+def _tied_with_hook() -> None:
+    with trainer(Tied, shared_parameters=[[(0, "tied"), (1, "tied")]]) as engine:
+        if 1 in engine.modules:
+            engine.modules[1].get_parameter("tied").register_hook(lambda grad: 0 * grad)
+        engine.step(data(8))
+
+
+def _late_hook(index: int) -> nn.Module:
+    module = block(index)
+    if index == 0:
+        module.get_parameter("0.weight").register_post_accumulate_grad_hook(lambda _: None)
+    return module
+
+
 SCENARIOS: dict[str, Callable[[], None]] = {
     "forward": functools.partial(_step, model=trip_stage),
     "memory": functools.partial(
@@ -165,6 +179,8 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "tied alone": lambda: _tied([(0, "tied")]),
     "tied twice": lambda: _tied([(0, "tied"), (1, "tied"), (0, "tied")]),
     "tied shapes": lambda: _tied([(0, "tied"), (1, "tied")], width=8),
+    "tied with a hook": lambda: _tied_with_hook(),
+    "late hook": functools.partial(_step, model=_late_hook, stage_factory=None),
     "no timeline": lambda: print(trainer().timeline()),
     "no module": functools.partial(_step, model=lambda index: index),
     "world size": functools.partial(_step, model=[block(0)]),

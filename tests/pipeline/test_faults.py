@@ -63,6 +63,8 @@ SAID: dict[str, tuple[int | None, str]] = {
         "shared parameters must have one shape and dtype and be all trained or all frozen; got "
         "'tied' of stage 0: [6, 6] torch.float32; 'tied' of stage 1: [8, 6] torch.float32",
     ),
+    "tied with a hook": (1, "parameter 'tied' of stage 1 has a hook of register_hook, and other "),
+    "late hook": (0, "parameter 0.weight has a hook of register_post_accumulate_grad_hook, which"),
     "no timeline": (None, "there is no recorded step: set record=True before a step, then ask"),
     "foreign parameters": (
         None,

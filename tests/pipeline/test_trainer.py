@@ -84,6 +84,10 @@ def test_frozen_stage(reference: Results, stage: int) -> None:
     assert [found[f"frozen {stage}"] for found in reference] == [expected] * 2
 
 
+def test_hooks_of_parameters_change_gradients_of_microbatches(split: Results) -> None:
+    assert [found["hooked"] for found in split] == [[True, True]] * 2
+
+
 def test_evaluate_runs_in_eval_mode_and_leaves_everything_as_it_was(reference: Results) -> None:
     first, second = (found["evaluate"] for found in reference)
     inputs, targets = workers.data(8)

@@ -202,6 +202,18 @@ def frozen(stage: int, **more: Any) -> dict[str, Any]:
     }
 
 
+def hooked(**more: Any) -> bool:
+    """Clamps the gradients of weights, each microbatch's by itself."""
+    model, stages = whole(2), [block(0), block(1)]
+    for module in (*model, *stages):
+        module.get_parameter("0.weight").register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+    inputs, targets = data(8)
+    single_process(model, inputs, targets, 4)
+    with trainer(stages, stage_factory=None, **more) as engine:
+        engine.forward_backward((inputs, targets))
+        return gradients_equal(engine.gradients(), model)
+
+
 def recorded(stages: int) -> tuple[list[str], list[str], bool]:
     """The timeline's actions on either rank, in order, and whether each starts before it ends."""
     inputs, targets = data(8)
@@ -315,6 +327,7 @@ def with_split_stage() -> dict[str, Any]:
         "several": several_tensors(stage_factory=None),
         "frozen 0": frozen(0, stage_factory=None),
         "frozen 1": frozen(1, stage_factory=None),
+        "hooked": [hooked(), hooked(split_backward=False)],
         "autocast": autocast(),
         "auto": automatic(),
         "auto early": automatic(early_weights=True),

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from autosplit.compat_leaves import hooked
 from autosplit.errors import PipelineError
 from autosplit.pipeline.communication.groups import Groups, losing
 from autosplit.pipeline.communication.summing import Member, buckets_of
@@ -56,7 +57,7 @@ class SharedParameters:
         _check_holders(shared, schedule.stages)
         self._timeout = groups.timeout
         self._rank = groups.rank
-        found = _find(shared, modules)
+        found = self._named = _find(shared, modules)
         _check_alike(shared, found, groups)
         links = _links(shared, schedule, groups)
         members = []
@@ -98,8 +99,10 @@ class SharedParameters:
 
         Raises:
             LostPeerError: a rank that holds a copy did not take part.
+            PipelineError: a parameter of several stages has a hook.
         """
         self._started, self._complete, self.open = 0, set(), True
+        _refuse_hooks(self._named)
         for bucket in self._buckets:
             bucket.begin()
         try:
@@ -230,6 +233,17 @@ def _check_alike(
             raise PipelineError(
                 "shared parameters must have one shape and dtype and be all trained or all frozen; "
                 f"got {listed}"
+            )
+
+
+def _refuse_hooks(named: Mapping[Holder, nn.Parameter]) -> None:
+    """A hook would see the share of one stage where autograd shows it the sum."""
+    for (stage, name), parameter in named.items():
+        if hooked([parameter]):
+            raise PipelineError(
+                f"parameter {name!r} of stage {stage} has a hook of register_hook, and other "
+                "stages hold it too: no stage has the gradient that it should see. Let "
+                "optimizer.register_step_pre_hook change the gradient, on each rank that holds it"
             )
 
 
