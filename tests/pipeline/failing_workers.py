@@ -124,6 +124,37 @@ def trip_stage(index: int) -> nn.Module:
     return Trip(2, ENDS["raise"]) if index == 1 else block(index)
 
 
+class Weighted(nn.Module):
+    """A loss with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return (self.scale * (output - target) ** 2).mean()
+
+
+def _unfrozen() -> None:
+    with trainer([block(0).requires_grad_(False), block(1)]) as engine:
+        engine.step(data(8))
+        if 0 in engine.modules:
+            engine.modules[0].get_parameter("0.bias").requires_grad_()
+        engine.step(data(8))
+
+
+def _replaced() -> None:
+    with trainer() as engine:
+        engine.step(data(8))
+        for index, module in engine.modules.items():
+            module.load_state_dict(block(index).state_dict(), assign=True)
+        engine.step(data(8))
+
+
+def _different(**options: tuple[Any, Any]) -> None:
+    _step(**{name: values[dist.get_rank()] for name, values in options.items()})
+
+
 def _tied(names: list[tuple[int, str]], width: int = WIDTH) -> None:
     trainer(lambda index: Tied(index, WIDTH + index * (width - WIDTH)), shared_parameters=[names])
 
@@ -181,6 +212,16 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "tied shapes": lambda: _tied([(0, "tied"), (1, "tied")], width=8),
     "tied with a hook": lambda: _tied_with_hook(),
     "late hook": functools.partial(_step, model=_late_hook, stage_factory=None),
+    "loss with a parameter": functools.partial(_step, loss_fn=Weighted()),
+    "unfrozen": lambda: _unfrozen(),
+    "replaced": lambda: _replaced(),
+    "other norm": functools.partial(_different, max_grad_norm=(None, 1.0)),
+    "other count": functools.partial(_different, microbatches=(2, 4)),
+    "other schedule": functools.partial(_different, schedule=("1f1b", "gpipe")),
+    "other shapes": functools.partial(_different, shapes=(1, 2)),
+    "other tied": functools.partial(
+        _different, shared_parameters=([], [[(0, "0.bias"), (1, "0.bias")]])
+    ),
     "no timeline": lambda: print(trainer().timeline()),
     "no module": functools.partial(_step, model=lambda index: index),
     "world size": functools.partial(_step, model=[block(0)]),

@@ -65,6 +65,17 @@ SAID: dict[str, tuple[int | None, str]] = {
     ),
     "tied with a hook": (1, "parameter 'tied' of stage 1 has a hook of register_hook, and other "),
     "late hook": (0, "parameter 0.weight has a hook of register_post_accumulate_grad_hook, which"),
+    "loss with a parameter": (1, "loss_fn (Weighted) has a parameter 'scale', which no optimizer"),
+    "unfrozen": (0, "parameter '0.bias' of stage 0 was unfrozen, added or replaced after the tr"),
+    "replaced": (None, "was unfrozen, added or replaced after the trainer was built, and its opt"),
+    "other norm": (None, "but max_grad_norm is None on rank 0 and 1.0 on rank 1"),
+    "other count": (None, "but microbatches is 2 on rank 0 and 4 on rank 1"),
+    "other schedule": (None, "but schedule is '1f1b' (split_backward=True, order "),
+    "other shapes": (None, "but shapes is 1 on rank 0 and 2 on rank 1"),
+    "other tied": (
+        None,
+        "but shared_parameters is [] on rank 0 and [[(0, '0.bias'), (1, ",
+    ),
     "no timeline": (None, "there is no recorded step: set record=True before a step, then ask"),
     "foreign parameters": (
         None,

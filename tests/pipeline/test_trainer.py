@@ -72,6 +72,17 @@ def test_same_as_one_process(reference: Results, case: str) -> None:
     assert {"losses", "losses 0"} & set(names)
 
 
+def test_modules_of_a_list_may_have_a_parameter_in_common(reference: Results) -> None:
+    for found in reference:
+        assert found["tied in a list"] == dict.fromkeys(found["tied in a list"], True)
+
+
+def test_gradients_of_what_no_optimizer_moves_do_not_add_up(reference: Results) -> None:
+    for found in reference:
+        norms, expected = found["not moved"]
+        assert norms == pytest.approx(expected, rel=1e-4)
+
+
 @pytest.mark.parametrize("case", ["clip 0.1", "shared 3", "several", "frozen 0", "frozen 1"])
 def test_same_as_one_process_with_split_stages(split: Results, case: str) -> None:
     for found in split:

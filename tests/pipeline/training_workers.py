@@ -158,6 +158,54 @@ class Joined(nn.Module):
         return F.linear(left.t(), self.last.weight, self.last.bias) * (chosen[:, None] + 1)
 
 
+def tied_in_a_list(**more: Any) -> dict[str, bool]:
+    """Three modules of which the ends have one parameter; nobody says so."""
+
+    def build() -> list[nn.Module]:
+        ends = Tied(0), Tied(2)
+        ends[1].tied = ends[0].tied
+        return [ends[0], block(1), ends[1]]
+
+    stages = build()
+    model = nn.Sequential(*stages)
+    optimizer = sgd(list(model.parameters()))
+    found = {}
+    with trainer(build(), **more) as engine:
+        for step in range(2):
+            inputs, targets = data(8, seed=step)
+            expected = single_process(model, inputs, targets, 4)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses = engine.step((inputs, targets))
+            found[f"losses {step}"] = torch.allclose(losses, expected, rtol=1e-5)
+        for index, module in engine.modules.items():
+            for name, value in module.named_parameters():
+                same = torch.allclose(value, stages[index].get_parameter(name), atol=1e-6)
+                found[f"{index}.{name}"] = same
+    return found
+
+
+def some_are_not_moved() -> tuple[list[float], list[float]]:
+    """The norms of three clipped steps whose optimizer leaves biases alone, and those expected."""
+
+    def matrices(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return sgd([p for p in parameters if p.dim() > 1])
+
+    model = whole(2)
+    optimizer = matrices(list(model.parameters()))
+    found, expected = [], []
+    with trainer(optimizer_fn=matrices, max_grad_norm=0.1) as engine:
+        for step in range(3):
+            inputs, targets = data(8, seed=step)
+            single_process(model, inputs, targets, 4)
+            expected.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
+            optimizer.step()
+            model.zero_grad()
+            engine.step((inputs, targets))
+            found.append(engine.grad_norm or 0.0)
+    return found, expected
+
+
 def several_tensors(**more: Any) -> dict[str, bool]:
     torch.manual_seed(0)
     first, second = TwoWays(), Joined()
@@ -304,6 +352,8 @@ def with_reference_stage() -> dict[str, Any]:
         "evaluate": evaluate(2),
         "shared 2": shared(2),
         "shared 4": shared(4),
+        "tied in a list": tied_in_a_list(),
+        "not moved": some_are_not_moved(),
         "several": several_tensors(),
         "frozen 0": frozen(0),
         "frozen 1": frozen(1),

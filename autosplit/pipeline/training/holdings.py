@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor, nn
 
+from autosplit.errors import PipelineError
 from autosplit.pipeline.communication.groups import Groups
 from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.training.clip import squared_norm
@@ -50,10 +51,28 @@ class Holdings:
         self._copies = Copies(self.modules, schedule, groups)
         self.shared = SharedParameters(shared, self.modules, schedule, groups)
         self.parameters = _trainable(self.modules.values())
+        self._known = frozenset(map(id, self.parameters))
 
     def steady(self) -> AbstractContextManager[None]:
         """Refuse what would set the copies of a stage apart; see ``Copies``."""
         return self._copies.steady()
+
+    def check(self) -> None:
+        """Refuse parameters that are trained now and were not when this was made: no optimizer
+        moves them, no norm counts them and no copies are kept equal.
+
+        Raises:
+            PipelineError: names one.
+        """
+        for stage, module in self.modules.items():
+            for name, parameter in module.named_parameters():
+                if parameter.requires_grad and id(parameter) not in self._known:
+                    raise PipelineError(
+                        f"parameter {name!r} of stage {stage} was unfrozen, added or replaced "
+                        "after the trainer was built, and its optimizer does not know it: build a "
+                        "new trainer, or put values into the parameters that are there "
+                        "(load_state_dict without assign=True)"
+                    )
 
     def squared_norm(self) -> float:
         """This rank's share of the square of the norm of the model's gradient."""

@@ -93,10 +93,20 @@ def _stages_of(model: Any, count: int | None) -> Stages:
         return Stages(model.stages, model.build, model.wiring, model.shared)
     if not callable(model) or isinstance(model, nn.ModuleList):
         modules = list(model)
-        return Stages(len(modules), modules.__getitem__)
+        return Stages(len(modules), modules.__getitem__, shared=_tied(modules))
     if count is None:
         raise PipelineError("with a function for stages, say how many: stages=N")
     return Stages(count, model)
+
+
+def _tied(modules: Sequence[Any]) -> Sequence[Sequence[Holder]]:
+    """Parameters that several of the modules hold, each of which may go to a rank of its own."""
+    holders: dict[int, list[Holder]] = {}
+    for stage, module in enumerate(modules):
+        if isinstance(module, nn.Module):
+            for name, parameter in module.named_parameters():
+                holders.setdefault(id(parameter), []).append((stage, name))
+    return [held for held in holders.values() if len(held) > 1]
 
 
 def own_modules(stages: Stages, own: Iterable[int], device: torch.device) -> dict[int, nn.Module]:
@@ -128,16 +138,33 @@ def complete(
     """The modules with what the trainer adds: the loss on stage ``last``, autocast on all.
 
     ``targets`` is an example: it tells whether ``loss_fn`` takes a tensor or a tuple.
+
+    Raises:
+        PipelineError: the loss has parameters of its own, which nobody would train.
     """
     whole: dict[int, nn.Module] = {}
     for index, module in modules.items():
         whole[index] = module
         if index == last:
+            _check_trained(loss_fn, module)
             count = None if isinstance(targets, Tensor) else len(targets or ())
             whole[index] = WithLoss(whole[index], loss_fn, count)
         if autocast is not None:
             whole[index] = WithAutocast(whole[index], device, autocast)
     return whole
+
+
+def _check_trained(loss_fn: LossFunction, module: nn.Module) -> None:
+    if not isinstance(loss_fn, nn.Module):
+        return
+    known = set(map(id, module.parameters()))
+    for name, parameter in loss_fn.named_parameters():
+        if parameter.requires_grad and id(parameter) not in known:
+            raise PipelineError(
+                f"loss_fn ({type(loss_fn).__name__}) has a parameter {name!r}, which no optimizer "
+                "of the trainer moves: let the last stage hold it and put it out beside the "
+                "output, or freeze it (requires_grad_(False))"
+            )
 
 
 class WithLoss(nn.Module):

@@ -109,6 +109,7 @@ class Runner:
         Returns:
             Losses and norm on their way.
         """
+        self._held.check()
         mode = self._train.of(batch)
         inputs, targets = mode.split(batch)
         executor = mode.executor or self._builder.train(mode, batch, inputs, targets)

@@ -143,6 +143,14 @@ class SharedParameters:
             copy.copy_(values)
 
 
+def joined(
+    found: Sequence[Sequence[Holder]], given: Sequence[Sequence[Holder]]
+) -> tuple[Sequence[Holder], ...]:
+    """The groups that were found in the model and those that the user gave, equal ones once."""
+    said = [set(map(tuple, holders)) for holders in given]
+    return (*(holders for holders in found if set(holders) not in said), *given)
+
+
 def _ranks_of(holders: Sequence[Holder], schedule: Schedule) -> tuple[int, ...]:
     return tuple(sorted({rank for stage, _ in holders for rank in schedule.holders(stage)}))
 

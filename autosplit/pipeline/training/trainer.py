@@ -23,7 +23,8 @@ from autosplit.pipeline.training.holdings import Holdings
 from autosplit.pipeline.training.modules import LossFunction, Model, Stages
 from autosplit.pipeline.training.options import Options, choose_device, choose_order
 from autosplit.pipeline.training.runner import Runner
-from autosplit.pipeline.training.shared import Holder
+from autosplit.pipeline.training.shared import Holder, joined
+from autosplit.pipeline.training.unanimous import check_unanimous
 from autosplit.pipeline.training.uncut import Example
 from autosplit.pipeline.training.update import Update
 
@@ -78,7 +79,8 @@ class PipelineTrainer:
         undo_steps: if an optimizer fails in ``step``, take the step back on every rank. Keeps a
             copy of parameters and optimizer state while the optimizers move.
         shared_parameters: groups of (stage, name) that are one parameter of the model. They start
-            with the values of the first holder, and each gets the sum of the gradients.
+            with the values of the first holder, and each gets the sum of the gradients. Those that
+            modules of a list, or a model that is cut, have in common are found.
         device: where this process's stages go; None means the current CUDA device if the default
             process group has NCCL, else the CPU.
         ranks: how many processes take part; None means all. 1 keeps all stages in this process
@@ -149,7 +151,7 @@ class PipelineTrainer:
         )
         whole = Stages.of(model, stages, example, planning)
         arranged = Arrangement.of(whole, loss_fn, options)
-        self.shared_parameters = (*arranged.stages.shared, *shared_parameters)
+        self.shared_parameters = joined(arranged.stages.shared, shared_parameters)
         self.record = record
         self.device = choose_device(device, arranged.processes)
         self._clipping = max_grad_norm is not None
@@ -159,6 +161,20 @@ class PipelineTrainer:
         self._guard = Guard(self.rank, board, self._end)
         order = choose_order(early_weights, arranged.schedule, self.device)
         with self._guard("building the model"):
+            check_unanimous(
+                {
+                    "stages": arranged.stages.count,
+                    "microbatches": microbatches,
+                    "schedule": arranged.schedule,
+                    "schedule='auto'": schedule == "auto",
+                    "shapes": shapes,
+                    "autocast": autocast,
+                    "max_grad_norm": max_grad_norm,
+                    "undo_steps": undo_steps,
+                    "shared_parameters": [*map(list, self.shared_parameters)],
+                },
+                self._groups,
+            )
             self._held = Holdings(
                 arranged.stages,
                 self.shared_parameters,

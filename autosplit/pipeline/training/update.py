@@ -189,6 +189,9 @@ class Update:
     def _clear(self) -> None:
         if self._optimizer is not None:
             self._optimizer.zero_grad(set_to_none=True)
+        # Those that it does not move would add up for ever, and count in the norm.
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def _snapshot(self) -> Snapshot | None:
         return None if self._optimizer is None else Snapshot(self._optimizer, self._device)
