@@ -141,7 +141,7 @@ def _run(schedule: Schedule, *, keeps: bool = False) -> tuple[list[list[int]], d
         transport = Transport(routes_of(schedule, port.rank), port, negotiation, device=CPU)
         own = {i: stage for i, stage in stages.items() if schedule.placement[i] == port.rank}
         grad = torch.tensor(1.0)
-        executor = Executor(own, schedule, port.rank, transport, loss_grad=grad, device=CPU)
+        executor = Executor(own, schedule, port.rank, transport, loss_grad=grad)
         made = []
         for step in range(STEPS):
             inputs = [[torch.full(META.shape, float(step + m))] for m in range(count)]

@@ -16,10 +16,10 @@ from autosplit.pipeline.communication.groups import Groups
 from autosplit.pipeline.communication.negotiation import Negotiation, TensorMeta
 from autosplit.pipeline.communication.transport import Transport
 from autosplit.pipeline.execution.executor import Executor
+from autosplit.pipeline.execution.recorder import HostRecorder
 from autosplit.pipeline.routes import routes_of
 from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.schedules import build
-from autosplit.pipeline.timeline import Span
 
 CPU = torch.device("cpu")
 META = TensorMeta(torch.Size([2]), torch.float32, True)
@@ -68,7 +68,7 @@ def _executor(
         stages = {index: Adding(index, log, index == last) for index in range(schedule.stages)}
     transport = Transport(routes_of(schedule, 0), groups, negotiation, device=CPU)
     loss_grad = torch.tensor(0.5)
-    return Executor(stages, schedule, 0, transport, loss_grad=loss_grad, device=CPU)
+    return Executor(stages, schedule, 0, transport, loss_grad=loss_grad)
 
 
 def _batch(count: int) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
@@ -118,9 +118,12 @@ def test_one_stage_gets_inputs_and_targets() -> None:
 
 
 def test_spans_hold_the_computation_of_every_action_in_order() -> None:
-    spans: list[Span] = []
+    recorder = HostRecorder(0)
     schedule = build("1f1b", 2, 2, ranks=1)
-    _executor(schedule, []).run(*_batch(2), spans)
+    executor = _executor(schedule, [])
+    for _ in range(2):
+        executor.run(*_batch(2), recorder)
+    spans = recorder.spans()
     assert [span.action for span in spans] == list(schedule.ranks[0])
     times = [time for span in spans for time in (span.start, span.end)]
     assert times == sorted(times)

@@ -90,7 +90,6 @@ def _run(
             port.rank,
             transport,
             loss_grad=grad,
-            device=CPU,
             order=order,
         )
         return executor.run(inputs, [[] for _ in range(count)])

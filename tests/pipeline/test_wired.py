@@ -113,7 +113,6 @@ def _run(model: wired.Wired, schedule: Schedule, prefetch: int, early: bool) -> 
                 watch=early,
             ),
             loss_grad=torch.tensor(1.0),
-            device=CPU,
             order=early_weights if early else as_scheduled,
         )
         executor.run(inputs, [[] for _ in inputs])

@@ -60,7 +60,7 @@ def _alive() -> list[int]:
     stage = Sending(last=rank == 1)
     transport = Transport(routes_of(schedule, rank), groups, negotiation, device=CPU)
     grad = torch.tensor(1.0)
-    executor = Executor({rank: stage}, schedule, rank, transport, loss_grad=grad, device=CPU)
+    executor = Executor({rank: stage}, schedule, rank, transport, loss_grad=grad)
     executor.run([[torch.zeros(1)]] * 8, [[]] * 8)
     groups.destroy()
     return stage.alive

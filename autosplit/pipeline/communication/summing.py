@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -94,8 +94,11 @@ class Bucket:
             with losing("a rank that shares a parameter", self._timeout):
                 self._work = dist.all_reduce(flat, group=first.link, async_op=True)
 
-    def finish(self) -> None:
+    def finish(self, settled: Callable[[], None]) -> None:
         """Give every copy the sum, added to what was put aside.
+
+        Args:
+            settled: waits until the device has done what it was given.
 
         Raises:
             LostPeerError: a rank that holds a copy did not take part.
@@ -103,6 +106,7 @@ class Bucket:
         if self._work is not None:
             with losing("a rank that shares a parameter", self._timeout):
                 self._work.wait()
+            settled()
         flat, self._flat, self._work = self._flat, None, None
         if flat is None:
             return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -18,9 +17,9 @@ from autosplit.pipeline.communication.ports import Probe, Receive, arguments, ou
 from autosplit.pipeline.communication.transport import Transport
 from autosplit.pipeline.dependency import result_of
 from autosplit.pipeline.execution.order import Order, Step, Values, as_scheduled
+from autosplit.pipeline.execution.recorder import Recorder
 from autosplit.pipeline.routes import parcels_for
 from autosplit.pipeline.schedule import Schedule
-from autosplit.pipeline.timeline import Span
 
 __all__ = ["BackwardStage", "Executor", "ForwardStage"]
 
@@ -87,7 +86,6 @@ class Executor:
         transport: carries tensors between stages.
         loss_grad: the gradient of each microbatch's loss, a scalar tensor; None if the schedule
             only runs forward.
-        device: where the stages run.
         order: in which order the rank takes up its actions.
         finished: called with a stage when the last of its weight gradients of the step is there.
 
@@ -104,7 +102,6 @@ class Executor:
         transport: Transport,
         *,
         loss_grad: Tensor | None,
-        device: torch.device,
         order: Order = as_scheduled,
         finished: Callable[[int], None] | None = None,
     ) -> None:
@@ -113,7 +110,6 @@ class Executor:
         self._rank = rank
         self._transport = transport
         self._loss_grad = loss_grad
-        self._device = device
         self._order = order
         self._inputs: Sequence[Sequence[Tensor]] = ()
         self._targets: Sequence[Sequence[Tensor]] = ()
@@ -128,15 +124,14 @@ class Executor:
         self,
         inputs: Sequence[Sequence[Tensor]],
         targets: Sequence[Sequence[Tensor]],
-        spans: list[Span] | None = None,
+        recorder: Recorder | None = None,
     ) -> dict[int, Tensor]:
         """Run the schedule once.
 
         Args:
             inputs: per microbatch, the batch's inputs; not used without a stage that takes them.
             targets: per microbatch, what comes after the last stage's inputs; likewise.
-            spans: where to add what ran when, in seconds of ``time.perf_counter``. On CUDA this
-                waits for the device after every action; without it nothing does.
+            recorder: notes what ran when.
 
         Returns:
             The losses of the microbatches that went through the last stage here, in order.
@@ -149,13 +144,16 @@ class Executor:
         self._left = self._parts.copy()
         action: Action | None = None
         try:
+            if recorder is not None:
+                recorder.begin()
             self._transport.begin()
             for step in self._order(self._steps):
                 action = step.action
-                if spans is None:
+                if recorder is None:
                     step.deliver(step.compute(step.fetch()))
                 else:
-                    step.deliver(self._timed(action, step.compute, step.fetch(), spans))
+                    compute = partial(step.compute, step.fetch())
+                    step.deliver(recorder.run(action, compute))
             self._transport.finish()
             return dict(sorted(self._losses.items()))
         except LostPeerError:
@@ -166,18 +164,6 @@ class Executor:
             raise ActionError(action) from error
         finally:
             self._inputs, self._targets, self._losses = (), (), {}
-
-    def _timed(self, action: Action, compute: Compute, values: Values, spans: list[Span]) -> Values:
-        self._synchronize()
-        start = time.perf_counter()
-        results = compute(values)
-        self._synchronize()
-        spans.append(Span(self._rank, action, start, time.perf_counter()))
-        return results
-
-    def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
 
     def _prepare(self, action: Action) -> Iterator[Step]:
         """The action's step; of a W that comes in slices, one for each."""

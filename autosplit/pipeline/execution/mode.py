@@ -88,7 +88,6 @@ class Mode:
             self._rank,
             self._transport,
             loss_grad=loss_grad,
-            device=self._device,
             order=self._order,
             finished=self._finished,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -28,6 +28,7 @@ class Holdings:
         schedule: says which rank holds which stage.
         groups: the trainer's process groups.
         device: where the stages go.
+        settled: waits until the device has done what it was given.
 
     Attributes:
         modules: by stage.
@@ -46,10 +47,11 @@ class Holdings:
         schedule: Schedule,
         groups: Groups,
         device: torch.device,
+        settled: Callable[[], None],
     ) -> None:
         self.modules = own_modules(stages, schedule.held(groups.rank), device)
         self._copies = Copies(self.modules, schedule, groups)
-        self.shared = SharedParameters(shared, self.modules, schedule, groups)
+        self.shared = SharedParameters(shared, self.modules, schedule, groups, settled)
         self.parameters = _trainable(self.modules.values())
         self._known = frozenset(map(id, self.parameters))
 

@@ -19,6 +19,7 @@ from autosplit.pipeline.execution.microbatch import Batch
 from autosplit.pipeline.execution.mode import Mode
 from autosplit.pipeline.execution.modes import Modes
 from autosplit.pipeline.execution.order import Order, as_scheduled
+from autosplit.pipeline.execution.recorder import recorder_on
 from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.timeline import Span
 from autosplit.pipeline.training.arrangement import Arrangement
@@ -45,6 +46,7 @@ class Runner:
         guard: the trainer's guard.
         update: the optimizer's steps, which tell whether weights were right.
         device: where the stages run.
+        settled: waits until the device has done what it was given.
 
     Attributes:
         schedule: what training runs; under ``"auto"`` another one behind the measured steps.
@@ -62,8 +64,11 @@ class Runner:
         guard: Guard,
         update: Update,
         device: torch.device,
+        settled: Callable[[], None],
     ) -> None:
         self._held = held
+        self._settled = settled
+        self._recorder = recorder_on(groups.rank, device)
         self._groups = groups
         self._guard = guard
         self._update = update
@@ -114,14 +119,15 @@ class Runner:
         inputs, targets = mode.split(batch)
         executor = mode.executor or self._builder.train(mode, batch, inputs, targets)
         self.stages = mode.stages
-        self.spans = []
-        spans = self.spans if record or self._tuner is not None else None
+        recorder = self._recorder if record or self._tuner is not None else None
 
         def run() -> dict[int, Tensor]:
             with self._held.steady():
-                return executor.run(inputs, targets, spans)
+                return executor.run(inputs, targets, recorder)
 
         losses = self._run_again(run) if self._update.expects_more else self._run_once(run)
+        self._settled()
+        self.spans = recorder.spans() if recorder is not None else []
         if self._tuner is not None:
             self._tune(self._tuner)
         return self._agree(mode, losses, clipping=clipping)
@@ -133,6 +139,7 @@ class Runner:
         executor = mode.executor or self._builder.evaluate(mode, batch)
         with self._held.steady():
             losses = executor.run(inputs, targets)
+        self._settled()
         mode.announce_loss(losses)
         return self._agree(mode, losses, clipping=False)
 
@@ -166,7 +173,6 @@ class Runner:
 
     def _discard(self) -> None:
         """Forget the gradients of a run, which was on wrong weights."""
-        self.spans.clear()
         before = [p.grad for p in self._held.parameters]
         self._publish()
         for parameter, gradient in zip(self._held.parameters, before, strict=True):
@@ -197,9 +203,6 @@ class Runner:
     def _agree(self, mode: Mode, losses: Mapping[int, Tensor], *, clipping: bool) -> Agreement:
         """Start to make losses and gradient norm known to all."""
         squares = self._held.squared_norm() if clipping else 0.0
-        if self._device.type == "cuda":
-            stream = torch.cuda.current_stream(self._device)
-            self._guard.wait(stream.query, self._groups.timeout)
         return Agreement(
             self._groups,
             self._guard,

@@ -7,7 +7,7 @@ stages, every parameter is on two ranks.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import torch
@@ -37,6 +37,7 @@ class SharedParameters:
         modules: this rank's stages by index.
         schedule: says which ranks hold which stage.
         groups: the trainer's process groups.
+        settled: waits until the device has done what it was given.
 
     Attributes:
         open: whether this is inside ``summing``.
@@ -53,9 +54,11 @@ class SharedParameters:
         modules: Mapping[int, nn.Module],
         schedule: Schedule,
         groups: Groups,
+        settled: Callable[[], None],
     ) -> None:
         _check_holders(shared, schedule.stages)
         self._timeout = groups.timeout
+        self._settled = settled
         self._rank = groups.rank
         found = self._named = _find(shared, modules)
         _check_alike(shared, found, groups)
@@ -116,7 +119,7 @@ class SharedParameters:
         for bucket in self._buckets[self._started :]:
             bucket.start()
         for bucket in self._buckets:
-            bucket.finish()
+            bucket.finish(self._settled)
 
     def complete(self, stage: int) -> None:
         """Start to add up the gradients of ``stage`` before the end of ``summing``: all are there.

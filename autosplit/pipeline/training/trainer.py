@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline.communication.agreement import Agreement
+from autosplit.pipeline.communication.communicators import await_device
 from autosplit.pipeline.communication.faults import Board, Guard
 from autosplit.pipeline.communication.groups import Groups
 from autosplit.pipeline.execution.assembly import StageFactory, TrainableStage
@@ -159,6 +161,7 @@ class PipelineTrainer:
         board = Board(self._groups.store) if arranged.processes > 1 else None
         self._update = Update(max_norm=max_grad_norm, undo=undo_steps, device=self.device)
         self._guard = Guard(self.rank, board, self._end)
+        settled = partial(await_device, self.device, self._guard, timeout)
         order = choose_order(early_weights, arranged.schedule, self.device)
         with self._guard("building the model"):
             check_unanimous(
@@ -181,6 +184,7 @@ class PipelineTrainer:
                 arranged.schedule,
                 self._groups,
                 self.device,
+                settled,
             )
             self.modules = self._held.modules
             parameters = self._held.parameters
@@ -197,6 +201,7 @@ class PipelineTrainer:
             self._guard,
             self._update,
             self.device,
+            settled,
         )
 
     @property
