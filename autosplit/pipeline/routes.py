@@ -154,6 +154,17 @@ def routes_of(schedule: Schedule, rank: int, feeds: Feeds | None = None) -> Rout
     )
 
 
+def pairs_of(schedule: Schedule, feeds: Feeds) -> set[tuple[int, int]]:
+    """The pairs of ranks, the lower one first, between which something travels."""
+    found = set()
+    for microbatch in range(schedule.microbatches):
+        for stage in range(schedule.stages):
+            for taker in feeds.targets(stage):
+                ends = schedule.home(stage, microbatch), schedule.home(taker, microbatch)
+                found.add((min(ends), max(ends)))
+    return {(low, high) for low, high in found if low != high}
+
+
 def parcels_of(result: Action, feeds: Feeds) -> tuple[Parcel, ...]:
     """What becomes of a result: one parcel for each stage that it goes to."""
     if result.kind is ActionKind.FORWARD:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
 
 from autosplit.errors import PlanError
-from autosplit.pipeline.communication.groups import Groups
+from autosplit.pipeline.communication.groups import Groups, device_of_group
 from autosplit.pipeline.communication.links import measure_transfer
 from autosplit.pipeline.processes.launch import launch
 from autosplit.pipeline.simulation.transfer import Transfer
@@ -35,7 +34,7 @@ def measure_link() -> Transfer:
     """
     if dist.get_world_size() < 2:
         raise PlanError("a link joins two ranks, and the default process group has one")
-    device = torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu")
+    device = device_of_group()
     groups = Groups(dist.get_world_size(), device, _TIMEOUT)
     try:
         return measure_transfer(groups, device)

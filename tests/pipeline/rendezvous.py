@@ -1,8 +1,9 @@
 """Point-to-point messages with the rules of NCCL, between threads of one process.
 
 Operations of one communicator run in the order in which they were started, and a send is over
-only when its receive has been started. Where every rank waits and nothing can move, all raise;
-a wait on any other thread ends by the clock.
+only when its receive has been started. Without ``connected``, the first operation of a communicator
+returns when the other end has started one too. Where every rank waits and nothing can move, all
+raise; a wait on any other thread ends by the clock.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -54,25 +55,45 @@ class Wire:
     """What connects ``ranks`` threads."""
 
     def __init__(
-        self, ranks: int, communicator: Callable[[int, int], Hashable] = by_direction
+        self,
+        ranks: int,
+        communicator: Callable[[int, int], Hashable] = by_direction,
+        *,
+        connected: bool = True,
     ) -> None:
+        self._connected = connected
         self._communicator = communicator
         self._changed = threading.Condition()
         self._queues: dict[Hashable, dict[int, deque[_Operation]]] = defaultdict(
             lambda: defaultdict(deque)
         )
+        self._meetings: dict[Hashable, dict[int, _Operation]] = defaultdict(dict)
         self._running = ranks
         self._threads: set[int] = set()
         self._waiting: dict[int, _Operation] = {}
         self._stuck = False
 
     def start(self, source: int, target: int, operation: _Operation) -> _Operation:
+        communicator = self._communicator(source, target)
+        if not self._connected:
+            self._meet(communicator, operation)
         with self._changed:
-            ends = self._queues[self._communicator(source, target)]
+            ends = self._queues[communicator]
             ends[operation.rank].append(operation)
             self._move(ends[source], ends[target])
             self._changed.notify_all()
         return operation
+
+    def _meet(self, communicator: Hashable, operation: _Operation) -> None:
+        """Wait until both ends of a communicator have begun."""
+        with self._changed:
+            begun = self._meetings[communicator]
+            mine = begun.setdefault(operation.rank, replace(operation))
+            if len(begun) == 2:
+                for each in begun.values():
+                    each.done = True
+                self._changed.notify_all()
+        self.await_(mine)
 
     def await_(self, operation: _Operation) -> None:
         thread = threading.get_ident()

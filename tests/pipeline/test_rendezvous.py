@@ -14,14 +14,16 @@ from torch import Tensor
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline.action import Action
+from autosplit.pipeline.communication.communicators import greet
 from autosplit.pipeline.communication.groups import Groups
 from autosplit.pipeline.communication.negotiation import Negotiation, TensorMeta
 from autosplit.pipeline.communication.transport import Transport
 from autosplit.pipeline.execution.executor import Executor
 from autosplit.pipeline.execution.order import Order, as_scheduled, early_weights
-from autosplit.pipeline.routes import routes_of
+from autosplit.pipeline.routes import pairs_of, routes_of
 from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.schedules import SCHEDULES, build
+from autosplit.pipeline.wiring import Feeds
 
 CPU = torch.device("cpu")
 META = TensorMeta(torch.Size([2]), torch.float32, True)
@@ -62,6 +64,7 @@ def _run(
     communicator: Callable[[int, int], Hashable] = rendezvous.by_direction,
     prefetch: int = 2,
     order: Order = as_scheduled,
+    greeted: bool = True,
 ) -> tuple[list[float], dict[int, dict[int, float]]]:
     """Losses by microbatch, and per stage the gradient that each W found."""
     stages = [
@@ -83,6 +86,8 @@ def _run(
             prefetch=prefetch,
             watch=order is not as_scheduled,
         )
+        if greeted:
+            greet(port, sorted(pairs_of(schedule, Feeds(schedule.stages))), CPU)
         grad = torch.tensor(1.0)
         executor = Executor(
             stages[port.rank],
@@ -95,7 +100,7 @@ def _run(
         return executor.run(inputs, [[] for _ in range(count)])
 
     ranks = len(schedule.ranks)
-    rows = rendezvous.on_every_rank(ranks, Wire(ranks, communicator), rank)
+    rows = rendezvous.on_every_rank(ranks, Wire(ranks, communicator, connected=False), rank)
     losses = {m: float(loss) for row in rows for m, loss in row.items()}
     weights: dict[int, dict[int, float]] = defaultdict(dict)
     for i, stage in (each for own in stages for each in own.items()):
@@ -143,6 +148,12 @@ def test_both_directions_on_one_communicator_would_hang() -> None:
     """What the two groups of ``Groups`` are for, and that this transport can tell."""
     with pytest.raises(PipelineError, match=r"rank \d waits for ever"):
         _run(build("1f1b", 4, 8), rendezvous.by_pair)
+
+
+def test_without_a_first_message_two_ranks_would_wait_for_each_other() -> None:
+    """Each where it posts its first receive."""
+    with pytest.raises(PipelineError, match=r"rank \d waits for ever"):
+        _run(build("1f1b", 2, 2), greeted=False)
 
 
 def test_a_circle_of_waiting_ranks_raises_here() -> None:

@@ -141,6 +141,23 @@ def _ended() -> tuple[bool, str]:
     return group() is None, ""
 
 
+def pairwise() -> list[float]:
+    """What each other rank sent, over a group for each direction of each pair, as under NCCL."""
+    groups, rank = Groups(3, CPU, 30.0), dist.get_rank()
+    groups._pairwise = True
+    groups.connect([(0, 1), (1, 2)])
+    groups.connect([(0, 1), (0, 2)])
+    others = [peer for peer in range(3) if peer != rank]
+    buffers = [torch.zeros(1) for _ in others]
+    works = [groups.irecv(buffer, peer) for buffer, peer in zip(buffers, others, strict=True)]
+    works += [groups.isend(torch.tensor([10.0 * rank + peer]), peer) for peer in others]
+    for each in works:
+        assert each is not None
+        each.wait()
+    groups.destroy()
+    return [float(buffer) for buffer in buffers]
+
+
 def _never() -> str:
     groups = Groups(2, CPU, 30.0)
     groups.timeout = 0.2

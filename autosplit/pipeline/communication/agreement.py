@@ -42,7 +42,7 @@ class Agreement:
     ) -> None:
         self._guard = guard
         self._dtype = dtype
-        numbers = torch.zeros(count + 1, dtype=torch.float64)
+        numbers = torch.zeros(count + 1, dtype=torch.float64, device="cpu")
         if losses:
             own = torch.stack(tuple(losses.values())).to(numbers)
             numbers[list(losses)] = own

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Protocol, cast
 
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autosplit.errors import PipelineError
+from autosplit.pipeline.communication.communicators import abort, greet
 from autosplit.pipeline.communication.faults import LostPeerError, Store
 
 # Tags keep the closing receives apart from real messages: a message that met a buffer of another
@@ -67,12 +68,15 @@ class Sum:
 
 
 class Groups:
-    """Groups over all ranks: one for control, and one for each direction of travel.
+    """Groups over all ranks for control, and one for each direction of travel.
 
-    ``up`` carries messages to higher ranks, ``down`` to lower ones. NCCL runs the operations of
-    one pair in the order in which they were enqueued and may not complete a send before its
-    receive is posted, so a receive posted early would hold up a send if the two directions shared
-    a communicator. ``control`` is Gloo on every device: its few numbers are needed on the host.
+    NCCL runs the operations of one communicator in the order in which they were enqueued and may
+    not complete a send before its receive is posted, so a receive posted early would hold up a
+    send if the two directions shared a communicator, or two peers. So each direction of each pair
+    has a group of its own, which ``connect`` makes: one of all ranks would be a single
+    communicator where the default group is bound to a device. Over Gloo, a group of all ranks
+    carries messages to higher ranks, ``up``, and another to lower ones, ``down``. ``control`` is
+    Gloo on every device: its few numbers are needed on the host.
 
     Creating one is collective: every rank of the default group must do so, in the same order.
     With ``ranks`` = 1 there are no groups and nothing here communicates.
@@ -87,12 +91,15 @@ class Groups:
         self.ranks = ranks
         self.rank = dist.get_rank() if ranks > 1 else 0
         self.timeout = timeout
+        self._device = device
         self._backend = "nccl" if device.type == "cuda" else "gloo"
+        self._pairwise = self._backend == "nccl"
+        self._connected: set[tuple[int, int]] = set()
         self._owned: list[dist.ProcessGroup] = []
         self._lanes: dict[str, dist.ProcessGroup] = {}
         if ranks > 1:
-            for lane, backend in (("control", "gloo"), ("up", None), ("down", None)):
-                self._lanes[lane] = self._new(range(ranks), backend or self._backend)
+            for lane in ("control",) if self._pairwise else ("control", "up", "down"):
+                self._lanes[lane] = self._new(range(ranks), "gloo")
 
     @property
     def control(self) -> dist.ProcessGroup:
@@ -104,17 +111,44 @@ class Groups:
         """A key-value store that the ranks share and nobody else writes to."""
         return self.control.get_group_store()
 
+    def connect(self, pairs: Collection[tuple[int, int]]) -> None:
+        """Make ready for messages between these pairs of ranks, the lower one first.
+
+        Collective over all ranks, which all name the same pairs; they may name some again. Over
+        Gloo all ranks are connected from the start.
+
+        Raises:
+            LostPeerError: some rank did not take part.
+        """
+        new = sorted({*pairs} - self._connected) if self._pairwise else []
+        self._connected.update(new)
+        with losing("the other ranks", self.timeout):
+            for pair in new:
+                for lane in (_lane_of(*pair), _lane_of(*reversed(pair))):
+                    group = self._new(pair, self._backend)
+                    if self.rank in pair:
+                        self._lanes[lane] = group
+            greet(self, new, self._device)
+
     def isend(self, tensor: Tensor, peer: int) -> dist.Work | None:
         """Start sending a contiguous tensor; None if there is nothing to wait for."""
-        # As dist.isend does, without its checks: all ranks are in each group, under their number.
-        return self._towards(self.rank, peer).send([_real(tensor)], peer, _TAG)
+        # As dist.isend does, without its checks.
+        lane, number = self._towards(self.rank, peer), self._number(peer)
+        return lane.send([_real(tensor)], number, _TAG)
 
     def irecv(self, buffer: Tensor, peer: int) -> dist.Work | None:
         """Start filling ``buffer``; None if there is nothing to wait for."""
-        return self._towards(peer, self.rank).recv([_real(buffer)], peer, _TAG)
+        lane, number = self._towards(peer, self.rank), self._number(peer)
+        return lane.recv([_real(buffer)], number, _TAG)
+
+    def _number(self, peer: int) -> int:
+        """A rank's number in the group that messages to and from it go over."""
+        return int(peer > self.rank) if self._pairwise else peer
 
     def _towards(self, source: int, target: int) -> dist.ProcessGroup:
         """The group for messages from rank ``source`` to rank ``target``."""
+        if self._pairwise:
+            return self._lane(_lane_of(source, target))
         return self._lane("up" if source < target else "down")
 
     def _lane(self, name: str) -> dist.ProcessGroup:
@@ -151,7 +185,7 @@ class Groups:
         Raises:
             LostPeerError: some rank did not come.
         """
-        self.sum(torch.zeros(1))
+        self.sum(torch.zeros(1, device="cpu"))
 
     def start_sum(self, tensor: Tensor) -> Sum:
         """Start to sum ``tensor`` (CPU) over all ranks, in place.
@@ -192,14 +226,16 @@ class Groups:
 
     def close(self) -> None:
         """Let go of the groups and end every wait on them at once, here and on the peers."""
-        for group in self._release():
-            if dist.get_backend(group) == "nccl":
-                group.abort()
+        groups = self._release()
+        devices = [group for group in groups if dist.get_backend(group) == "nccl"]
+        for group in groups:
+            if group in devices:
                 continue
             for peer in dist.get_process_group_ranks(group):
                 if peer != self.rank:
                     _disconnect(group, peer)
             dist.destroy_process_group(group)
+        abort(devices)
 
     def destroy(self) -> None:
         """Let go of the groups after a run that went well.
@@ -217,6 +253,10 @@ class Groups:
         return owned if dist.is_initialized() else []
 
 
+def _lane_of(source: int, target: int) -> str:
+    return f"{source} to {target}"
+
+
 def _real(tensor: Tensor) -> Tensor:
     """Backends know no complex numbers."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
@@ -224,7 +264,7 @@ def _real(tensor: Tensor) -> Tensor:
 
 def _disconnect(group: dist.ProcessGroup, peer: int) -> None:
     with contextlib.suppress(RuntimeError):
-        work = dist.irecv(torch.empty(1), src=peer, group=group, tag=_CLOSING_TAG)
+        work = dist.irecv(torch.empty(1, device="cpu"), src=peer, group=group, tag=_CLOSING_TAG)
         if work is not None:
             work.wait(_AT_ONCE)
 
@@ -246,6 +286,16 @@ def lost(what: str, waited: float, timeout: float, error: RuntimeError) -> LostP
     # Gloo goes on with guesses and good wishes after the first sentence.
     reason = str(error).partition(". ")[0].partition("\n")[0]
     return LostPeerError(f"lost {what} (was a process killed?): {reason}")
+
+
+def device_of_group() -> torch.device:
+    """Where the default process group's tensors are: this process's GPU if the group has NCCL,
+    else the CPU.
+    """
+    # The backend has another name where it was left to torch, or given for each kind of device.
+    if "nccl" in dist.get_backend_config() and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def process_count(ranks: int | None, stages: int) -> int:

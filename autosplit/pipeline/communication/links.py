@@ -29,6 +29,7 @@ def measure_transfer(groups: Groups, device: torch.device) -> Transfer:
     """
     if groups.ranks == 1:
         return Transfer()
+    groups.connect([(0, 1)])
     small, large = (
         _one_way(groups, torch.zeros(size, dtype=torch.uint8, device=device))
         for size in (1, _LARGE)

@@ -15,7 +15,7 @@ from autosplit.pipeline.execution.assembly import TrainableStage, compile_stages
 from autosplit.pipeline.execution.executor import Executor, ForwardStage
 from autosplit.pipeline.execution.microbatch import BatchSplitter
 from autosplit.pipeline.execution.order import Order, as_scheduled
-from autosplit.pipeline.routes import routes_of
+from autosplit.pipeline.routes import pairs_of, routes_of
 from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.wiring import Feeds
 
@@ -80,7 +80,8 @@ class Mode:
     def prepare(
         self, stages: Mapping[int, ForwardStage], loss_grad: Tensor | None = None
     ) -> Executor:
-        """Set the executor of this mode, which runs ``stages``."""
+        """Set the executor of this mode, which runs ``stages``; collective over all ranks."""
+        self._groups.connect(pairs_of(self._schedule, self._feeds))
         self._loss_grad = loss_grad
         self.executor = Executor(
             stages,

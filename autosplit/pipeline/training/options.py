@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from autosplit.errors import PipelineError
+from autosplit.pipeline.communication.groups import device_of_group
 from autosplit.pipeline.execution.assembly import StageFactory
 from autosplit.pipeline.execution.order import Order, as_scheduled, early_weights
 from autosplit.pipeline.schedule import Schedule
@@ -120,10 +120,12 @@ def _check_both_run(schedule: Schedule) -> None:
 def choose_device(device: torch.device | str | None, processes: int) -> torch.device:
     """The device that the user named, else this process's GPU if the process group has NCCL."""
     if device is not None:
-        return torch.device(device)
-    if processes > 1 and "nccl" in str(dist.get_backend()):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+        found = torch.device(device)
+        # Tensors have a number there, and are compared with this.
+        if found.type == "cuda" and found.index is None:
+            found = torch.device("cuda", torch.cuda.current_device())
+        return found
+    return device_of_group() if processes > 1 else torch.device("cpu")
 
 
 def check_options(
