@@ -17,6 +17,7 @@ gradients, are copied out; sums of gradients are copied in and out.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -54,7 +55,10 @@ class CudaGraphs(Eager):
         """Capture what ``function`` launches; it is called more than once.
 
         A memory pool of its own: in a shared one, a graph's replay would write its intermediate
-        values over results that another graph left there and that are pending.
+        values over results that another graph left there and that are pending. ``torch.cuda.graph``
+        would wait for the whole device first, and in a pipeline's step a receive may stand there
+        until another rank has what this graph makes. Other threads (NCCL's, a data loader's) may
+        do meanwhile what this one must not.
         """
         with torch.cuda.device(device):
             current, side = torch.cuda.current_stream(), torch.cuda.Stream()
@@ -63,8 +67,15 @@ class CudaGraphs(Eager):
                 function()  # libraries set themselves up at a first call
             current.wait_stream(side)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
-                results = function()
+            with torch.cuda.stream(torch.cuda.Stream()):
+                graph.capture_begin(capture_error_mode="thread_local")
+                try:
+                    results = function()
+                except BaseException:
+                    with contextlib.suppress(RuntimeError):  # says only that it was broken off
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
         return Recording(graph.replay, results)
 
     def stream(self, device: torch.device) -> int:

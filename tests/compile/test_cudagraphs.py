@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -293,6 +294,65 @@ def test_failed_capture_names_the_graph(
     split = autosplit.split(nn.Linear(2, 2), backend="cudagraphs")
     with pytest.raises(BackendError, match=r"cannot capture the forward graph \(operation not"):
         split(torch.randn(1, 2))
+
+
+class Device:
+    """Notes what is asked of torch.cuda; whoever waits for the whole device fails."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[str] = []
+        for name in ("synchronize", "empty_cache"):
+            monkeypatch.setattr(torch.cuda, name, self._refuse)
+        for name in ("device", "stream"):
+            monkeypatch.setattr(torch.cuda, name, lambda each: contextlib.nullcontext())
+        for name in ("Stream", "current_stream", "CUDAGraph"):
+            monkeypatch.setattr(torch.cuda, name, lambda: self)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.random, "fork_rng", lambda devices: contextlib.nullcontext())
+
+    def _refuse(self) -> None:
+        pytest.fail("a wait for the device while a receive is posted would never end")
+
+    def wait_stream(self, stream: Device) -> None:
+        pass
+
+    def capture_begin(self, *, capture_error_mode: str) -> None:
+        self.log.append(f"begin {capture_error_mode}")
+
+    def capture_end(self) -> None:
+        self.log.append("end")
+        if "broken" in self.log:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    def replay(self) -> None:
+        self.log.append("replay")
+
+
+def test_capture_waits_for_nothing_but_its_own_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, value = Device(monkeypatch), torch.ones(1)
+
+    def function() -> list[Any]:
+        device.log.append("run")
+        return [value]
+
+    recording = CudaGraphs().record(function, torch.device("cuda"))
+    recording.replay()
+    assert recording.results[0] is value
+    assert device.log == ["run", "begin thread_local", "run", "end", "replay"]
+
+
+def test_a_capture_that_fails_is_ended_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch)
+
+    def function() -> list[Any]:
+        if device.log:
+            device.log.append("broken")
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return []
+
+    with pytest.raises(RuntimeError, match="not permitted"):
+        CudaGraphs().record(function, torch.device("cuda"))
+    assert device.log == ["begin thread_local", "broken", "end"]
 
 
 @pytest.mark.gpu
