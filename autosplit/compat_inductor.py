@@ -119,7 +119,10 @@ def compile_module(
     context = TracingContext(mode)
     # Where AOTAutograd says it, of all that it says there the one thing that Inductor reads.
     context.fw_metadata = types.SimpleNamespace(bw_donated_idxs=sorted(donated))  # type: ignore[assignment]
-    with compile_lock, V.set_fake_mode(mode), tracing(context), only_new_garbage():
+    # Its CUDA graphs write every call's results where those of the last call were, and a next
+    # microbatch comes before the last one's are used up; backend="cudagraphs" knows how to wait.
+    eager_launch = torch._inductor.config.patch({"triton.cudagraphs": False})
+    with compile_lock, V.set_fake_mode(mode), tracing(context), only_new_garbage(), eager_launch:
         compiled: Any = compile_fx_inner(
             module, examples, is_backward=is_backward, static_input_idxs=sorted(static)
         )

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import autosplit
-from autosplit import SplitError, Stage
+from autosplit import SplitError, Stage, compat_inductor
 from autosplit.integrations.deferral import backward_weight
 from autosplit.pipeline.action import Action
 from autosplit.pipeline.execution.executor import Executor
@@ -339,3 +339,21 @@ def test_retained_and_hooked_values_survive_the_backward() -> None:
         torch.testing.assert_close(*found, **CLOSE)
     assert seen
     assert all(torch.equal(tensor, before) for tensor, before in seen)
+
+
+def test_cuda_graphs_of_its_own_are_never_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would write one microbatch's results over the last one's, which are pending."""
+    switched: list[bool] = []
+    compile_fx_inner: Any = compat_inductor.compile_fx_inner
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        switched.append(torch._inductor.config.triton.cudagraphs)
+        return compile_fx_inner(*args, **kwargs)
+
+    monkeypatch.setattr(compat_inductor, "compile_fx_inner", spy)
+    with torch._inductor.config.patch({"triton.cudagraphs": True}):
+        autosplit.split(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), backend="inductor").capture(
+            torch.randn(2, 3)
+        )
+    assert switched
+    assert not any(switched)
