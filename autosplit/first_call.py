@@ -12,11 +12,12 @@ from torch.nn.parameter import is_lazy
 
 from .compat import tree_flatten, tree_unflatten
 from .errors import CaptureError
+from .generators import kept
 
 
 def settle(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Let the module fill its caches and settings; the random number generator is put back."""
-    with torch.random.fork_rng():
+    with kept():
         _run(module, args, kwargs)
 
 

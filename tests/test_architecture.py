@@ -73,7 +73,7 @@ def test_passes_know_nothing_of_autosplit() -> None:
 
 
 ORDER = [
-    ["errors", "passes", "compat", "compat_leaves", "garbage"],
+    ["errors", "passes", "compat", "compat_leaves", "garbage", "generators"],
     ["structures", "first_call", "face", "store", "compat_inductor"],
     ["capture"],
     ["autocast", "compile", "handover", "accumulation"],

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from autosplit.errors import PlanError
+from autosplit.generators import kept
 from autosplit.planner.skeleton import (
     Recipe,
     model_of,
@@ -65,7 +66,7 @@ class Initialiser:
         if unknown := [name for name in names if name not in known]:
             raise PlanError(f"the model has no parameter or buffer {', '.join(unknown)}")
         recipe = recipe_of(self._model)
-        with torch.random.fork_rng(devices=_devices()):
+        with kept():
             model = self._model if recipe is None else self._rebuild(recipe, names)
             found = named_tensors(model)
             own = {id(found[name]) for name in names}
@@ -153,10 +154,6 @@ class Numbered(TorchFunctionMode):
 def transient_buffers(model: nn.Module) -> set[str]:
     """Names of the buffers that ``model.state_dict()`` leaves out."""
     return named_buffers(model).keys() - model.state_dict().keys()
-
-
-def _devices() -> list[int]:
-    return list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
 
 
 def _shapes(model: nn.Module) -> dict[str, torch.Size]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from autosplit.generators import kept
 from autosplit.passes.cost import value_bytes
 from autosplit.pipeline.execution.assembly import footprint
 from autosplit.planner.clock import Rounds, error, run
@@ -47,7 +48,7 @@ def profile(
     calls: list[float] = []
     noise = 0.0
     # None: shown on a terminal, not in a log file.
-    with torch.random.fork_rng(), tqdm(total=seconds, unit="s", disable=None) as bar:
+    with kept(), tqdm(total=seconds, unit="s", disable=None) as bar:
         for group in _groups(whole, [members[0] for members in kinds]):
             share = seconds * len(group) / len(kinds)
             found, call, off = _measure(whole, group, conditions, share, bar.update)
