@@ -26,7 +26,13 @@ from ..stage import Stage
 from ..workload import Workload, load_workload
 from .cutting import measured_costs, stages_for
 from .memory import peak_bytes
-from .reference import Gradients, largest_difference, single_process_gradients, united
+from .reference import (
+    Gradients,
+    largest_difference,
+    on_cpu,
+    single_process_gradients,
+    united,
+)
 from .settings import Comparison, Row, Settings
 
 _Summary = tuple[Row, Timeline, Timeline, list[StageMemory]]
@@ -140,10 +146,13 @@ class _Case:
         if _rank() == 0:
             whole = self.workload.model_fn is not None
             stages = 1 if whole else self.settings.stages
-            reference = single_process_gradients(self.workload, stages, self.microbatches, batch)
+            device = runs[0].trainer.device
+            reference = single_process_gradients(
+                self.workload, stages, self.microbatches, batch, device
+            )
         for run in runs:
             run.trainer.forward_backward(batch)
-            gathered = _gather(run.trainer.gradients())
+            gathered = _gather(on_cpu(run.trainer.gradients()))
             if reference is not None:
                 mine: Gradients = {stage: g for part in gathered for stage, g in part.items()}
                 mine = united(mine, reference[0]) if len(reference) == 1 else mine

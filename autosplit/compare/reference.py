@@ -14,15 +14,19 @@ Gradients = dict[int, dict[str, Tensor]]
 
 
 def single_process_gradients(
-    workload: Workload, stages: int, microbatches: int, batch: tuple[Any, Any]
+    workload: Workload,
+    stages: int,
+    microbatches: int,
+    batch: tuple[Any, Any],
+    device: torch.device,
 ) -> Gradients:
-    """Gradients of the mean loss over the microbatches, by stage and parameter name.
+    """Gradients of the mean loss over the microbatches, by stage and parameter name, on the CPU.
 
-    The stages run one after another in this process; gradients of shared parameters are
-    summed over their holders.
+    The stages run one after another in this process, on ``device``; gradients of shared parameters
+    are summed over their holders.
     """
-    modules = [workload.stage_fn(index, stages) for index in range(stages)]
-    inputs, targets = (part.chunk(microbatches) for part in batch)
+    modules = [workload.stage_fn(index, stages).to(device) for index in range(stages)]
+    inputs, targets = (part.to(device).chunk(microbatches) for part in batch)
     for value, target in zip(inputs, targets, strict=True):
         for module in modules:
             value = module(*value) if isinstance(value, tuple) else module(value)
@@ -33,7 +37,15 @@ def single_process_gradients(
         for index, module in enumerate(modules)
     }
     _sum_shared(found, workload.shared_parameters(stages))
-    return found
+    return on_cpu(found)
+
+
+def on_cpu(gradients: Gradients) -> Gradients:
+    """As they can be sent to another rank and compared there."""
+    return {
+        index: {name: grad.cpu() for name, grad in named.items()}
+        for index, named in gradients.items()
+    }
 
 
 def united(mine: Gradients, names: Iterable[str]) -> Gradients:
