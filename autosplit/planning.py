@@ -27,7 +27,7 @@ from .planner.limits import Limits
 from .planner.links import measure_link, profile_transfer
 from .planner.made_for import MadeFor
 from .planner.making import make_plan
-from .planner.measuring import grouped, profile_together, rehearsed
+from .planner.measuring import device_of_trainer, grouped, profile_together, rehearsed
 from .planner.plan import Plan, made_for
 from .planner.rehearsal import can_rehearse
 from .planner.search import Wishes, search, settings_of
@@ -201,7 +201,8 @@ class _Costs:
         return rehearsed(whole, costs, wanted.best, conditions, self._request.seconds)
 
     def _conditions(self, memory: str | int) -> Conditions:
-        return Conditions(backend=self._request.backend, memory=memory)
+        device = device_of_trainer(alone=False)
+        return Conditions(backend=self._request.backend, memory=memory, device=device)
 
     def _whole(self, size: int) -> WholeModel:
         if size not in self._wholes:

@@ -49,6 +49,11 @@ def settings(graph: fx.Graph) -> dict[fx.Node, Setting | None]:
     return found
 
 
+def enters_autocast(node: fx.Node) -> bool:
+    """Whether the node enters a region of autocast; its first argument is a type of device."""
+    return node.target is _enter_autocast
+
+
 class Switches:
     """Writes into a new graph what its nodes need to be switched."""
 

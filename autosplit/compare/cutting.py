@@ -7,6 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from autosplit.planner.costs import ModelCosts, average
+from autosplit.planner.measuring import device_of_trainer
 from autosplit.planner.profile import profile
 from autosplit.planner.specimen import Conditions
 from autosplit.planner.whole import WholeModel
@@ -23,7 +24,12 @@ def measured_costs(workload: Workload, settings: Settings) -> ModelCosts | None:
         return None
     inputs, targets = workload.batch_fn(0, workload.microbatch_size)
     whole = WholeModel.capture(workload.model_fn(), inputs)
-    conditions = Conditions(backend=settings.backend, loss_fn=workload.loss_fn, targets=targets)
+    conditions = Conditions(
+        backend=settings.backend,
+        loss_fn=workload.loss_fn,
+        targets=targets,
+        device=device_of_trainer(alone=False),
+    )
     costs = profile(whole, conditions, seconds=settings.profiling)
     if not dist.is_initialized():
         return costs

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from autosplit.capture.forward import Forward
@@ -63,6 +64,12 @@ class Line:
         before = [w for storage in touched for w in self.writers.get(storage, ())]
         own = self._order[node]
         return [*node.all_input_nodes, *(w for w in before if self._order[w] < own)]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the forward was captured: where the last operation that makes a tensor was."""
+        values = (self.value(node) for node in reversed(self.body))
+        return next((v.device for v in values if isinstance(v, Tensor)), torch.device("cpu"))
 
     @property
     def results(self) -> list[fx.Node]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from autosplit.errors import AutosplitError, PlanError
+from autosplit.pipeline.communication.groups import device_of_group
 from autosplit.pipeline.schedule import Schedule
 from autosplit.planner.costs import ModelCosts, average
 from autosplit.planner.profile import profile
@@ -120,6 +122,16 @@ def _value(outcome: Any) -> Any:
 def grouped() -> bool:
     """Whether there are other ranks, in the default process group."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def device_of_trainer(*, alone: bool) -> torch.device | None:
+    """Where a trainer puts its stages, if that is not where the model is.
+
+    Args:
+        alone: whether it has one process, whatever group that is in.
+    """
+    device = None if alone or not grouped() else device_of_group()
+    return None if device is None or device.type == "cpu" else device
 
 
 def _cannot(schedule: Schedule) -> PlanError:

@@ -18,7 +18,7 @@ from autosplit.planner.costs import ModelCosts
 from autosplit.planner.estimate import estimate
 from autosplit.planner.limits import Limits
 from autosplit.planner.making import make_plan
-from autosplit.planner.measuring import profile_together, rehearsed
+from autosplit.planner.measuring import device_of_trainer, profile_together, rehearsed
 from autosplit.planner.plan import Plan, made_for
 from autosplit.planner.solve import Solution
 from autosplit.planner.specimen import Conditions
@@ -114,6 +114,7 @@ def partition(
         autocast=autocast,
         loss_fn=None if targets is None else loss_fn,
         targets=targets,
+        device=device_of_trainer(alone=wanted.alone),
     )
     known = _known(costs, whole, conditions, seconds, alone=wanted.alone)
     if rehearse or (rehearse is None and costs == "profile"):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
+from torch.fx.node import map_aggregate
 from torch.utils.checkpoint import checkpoint
 
-from autosplit.capture.settings import Switches
+from autosplit.capture.settings import Switches, enters_autocast
 from autosplit.compat import TreeSpec, tree_unflatten
 from autosplit.errors import PlanError
 from autosplit.planner.line import Line
@@ -48,12 +51,28 @@ class Program:
         state: names of the parameters and buffers.
         shapes: of the inputs; None for one that this mode does not read.
         structure: of the model's result, in the last stage.
+        device: where the model was captured.
     """
 
     graph: fx.GraphModule
     state: tuple[str, ...]
     shapes: tuple[tuple[int, ...] | None, ...]
     structure: Structure | None
+    device: torch.device
+
+    def moved(self, device: torch.device) -> Program:
+        """The same for another device: ``x.device`` is written into the graph as where the model
+        was captured, ``autocast(x.device.type)`` likewise, and constants are there.
+        """
+        if device == self.device:
+            return self
+        graph = copy.deepcopy(self.graph).to(device)
+        for part in graph.modules():
+            if isinstance(part, fx.GraphModule):
+                for node in part.graph.nodes:
+                    _move(node, self.device, device)
+                part.recompile()
+        return replace(self, graph=graph, device=device)
 
 
 def make_program(
@@ -99,7 +118,19 @@ def make_program(
     structure = _structure(line) if outputs is None else None
     shapes = tuple(None if n is None else tuple(line.value(n).shape) for n in inputs)
     module = fx.GraphModule(root, graph, "Program")
-    return Program(module, names, shapes, structure)
+    return Program(module, names, shapes, structure, line.device)
+
+
+def _move(node: fx.Node, old: torch.device, new: torch.device) -> None:
+    def moved(value: Any) -> Any:
+        same = isinstance(value, torch.device) and value.type == old.type
+        return new if same and value.index in (None, old.index) else value
+
+    node.args = map_aggregate(node.args, moved)
+    node.kwargs = map_aggregate(node.kwargs, moved)
+    knows = torch.amp.is_autocast_available(new.type)
+    if knows and enters_autocast(node) and node.args[0] == old.type:
+        node.update_arg(0, new.type)
 
 
 def _copy(graph: fx.Graph, node: fx.Node, new: dict[fx.Node, fx.Node]) -> fx.Node:
@@ -155,6 +186,19 @@ class StageModule(nn.Module):
         program = self.check_inputs(inputs)
         results = program.graph(*[_find(self, name) for name in program.state], *inputs)
         return results if program.structure is None else program.structure(results)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> StageModule:
+        """What ``to`` and the like do to parameters and buffers; programs go where those go."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+        def along(program: Program | PlanError) -> Program | PlanError:
+            if isinstance(program, PlanError):
+                return program
+            return program.moved(fn(torch.empty(0, device=program.device)).device)
+
+        evaluation, training = self._programs
+        self._programs = (along(evaluation), along(training))
+        return self
 
     def check_inputs(self, inputs: Sequence[Tensor]) -> Program:
         """What runs on these inputs.

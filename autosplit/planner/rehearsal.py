@@ -13,12 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autosplit.compat import tree_flatten
+from autosplit.generators import kept
 from autosplit.pipeline.action import ActionKind
 from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.timeline import Span, median_durations
 from autosplit.pipeline.training.trainer import PipelineTrainer
 from autosplit.planner.clock import median_error
-from autosplit.planner.specimen import Conditions, own_state
+from autosplit.planner.specimen import Conditions, device_of, own_state
 from autosplit.planner.stages import Partition, cut
 from autosplit.planner.whole import WholeModel
 
@@ -82,8 +83,9 @@ def rehearse(
     Raises:
         AutosplitError: a stage cannot be built or run, on this rank or another.
     """
-    stages = _Stages(cut(whole, firsts), conditions.device)
-    with torch.random.fork_rng(), _trainer(stages, schedule, conditions) as run:
+    device = conditions.device or device_of(whole.model)
+    stages = _Stages(cut(whole, firsts), device)
+    with kept(), _trainer(stages, schedule, conditions, device) as run:
         batch = _batch(whole, conditions, schedule.microbatches)
         for _ in range(_WARMUP):
             _step(run, batch)
@@ -99,7 +101,7 @@ def rehearse(
 class _Stages:
     """The stages of a partition with state of their own."""
 
-    def __init__(self, partition: Partition, device: torch.device | None) -> None:
+    def __init__(self, partition: Partition, device: torch.device) -> None:
         self.wiring = partition.wiring
         self.shared = partition.shared
         self.stages = partition.stages
@@ -108,13 +110,13 @@ class _Stages:
 
     def build(self, index: int) -> nn.Module:
         module = self._partition.sketch(index)
-        real = (p.device for p in module.parameters() if not p.is_meta)
-        device = self._device or next(real, torch.device("cpu"))
-        own_state(module, device, blank=False, gradients=True)
+        own_state(module, self._device, blank=False, gradients=True)
         return module
 
 
-def _trainer(stages: _Stages, schedule: Schedule, conditions: Conditions) -> PipelineTrainer:
+def _trainer(
+    stages: _Stages, schedule: Schedule, conditions: Conditions, device: torch.device
+) -> PipelineTrainer:
     return PipelineTrainer(
         stages,
         conditions.loss_fn or _stand_in,
@@ -122,7 +124,7 @@ def _trainer(stages: _Stages, schedule: Schedule, conditions: Conditions) -> Pip
         microbatches=schedule.microbatches,
         schedule=schedule,
         ranks=len(schedule.ranks),
-        device=conditions.device,
+        device=device,
         autocast=conditions.autocast,
         backend=conditions.backend,
         memory=conditions.memory,

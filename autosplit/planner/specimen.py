@@ -124,8 +124,9 @@ def prepare(
         SplitError: their graph cannot be split, or a bad option.
     """
     module, examples = whole.segment(first, last)
-    device = conditions.device or _device_of(module)
+    device = conditions.device or device_of(module)
     own_state(module, device, blank=blank)
+    module.to(device)  # what it makes itself, too
     size = sum(math.prod(p.shape) * p.element_size() for p in module.parameters())
     inputs = [_make(example, device, blank, scale=1.0) for example in examples]
     if last == len(whole.blocks) and conditions.loss_fn is not None:
@@ -173,7 +174,7 @@ def own_state(
             setattr(owner, name, made[id(buffer)])
 
 
-def _device_of(module: nn.Module) -> torch.device:
+def device_of(module: nn.Module) -> torch.device:
     """Where the module runs: where its first real parameter is, or the CPU."""
     real = (parameter.device for parameter in module.parameters() if not parameter.is_meta)
     return next(real, torch.device("cpu"))

@@ -205,3 +205,48 @@ def test_cuts_that_are_none_are_refused() -> None:
             cut(whole, cuts)
     with pytest.raises(PlanError, match="stages 0 to 1, got 2"):
         cut(whole, [1]).build(2)
+
+
+class Placed(nn.Module):
+    """Asks where its input is, under autocast for that kind of device; holds a plain tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.scale: Tensor | float = torch.full((4,), 2.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            with torch.autocast(x.device.type, enabled=False):
+                steps = torch.arange(x.shape[1], device=x.device)
+                x = layer(x) * self.scale + steps
+        return x
+
+
+def test_stages_that_are_moved_make_their_tensors_where_they_are() -> None:
+    whole = WholeModel.capture(Placed(), (torch.randn(2, 4),)).divided(["layers.1"])
+    stages = cut(whole, [whole.start("layers.1")])
+    for index in range(2):
+        stage = stages.build(index).double()
+        program = stage._programs[1]
+        assert program.device == torch.device("cpu")
+        assert "device(type='cpu')" in program.graph.code
+        stage.to("meta")
+        program = stage._programs[1]
+        assert program.device == torch.device("meta")
+        constants = [*program.graph.buffers()]
+        assert constants
+        assert all(each.is_meta and each.dtype is torch.float32 for each in constants)
+        assert "device(type='cpu')" not in program.graph.code
+
+
+def test_autocast_of_a_stage_is_that_of_the_device_to_which_it_is_moved() -> None:
+    model = Placed()
+    model.scale = 1.0
+    program = cut(WholeModel.capture(model, (torch.randn(2, 4),)), []).build(0)._programs[1]
+    assert "autocast('cpu'" in program.graph.code
+    code = program.moved(torch.device("cuda", 1)).graph.code
+    assert "autocast('cuda'" in code
+    assert "device(type='cuda', index=1)" in code
+    assert "cpu" not in code
+    assert "autocast('cpu'" in program.graph.code

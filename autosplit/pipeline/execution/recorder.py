@@ -92,4 +92,5 @@ class DeviceRecorder:
         return event
 
     def _seconds(self, event: torch.cuda.Event) -> float:
-        return self._started + self._origin.elapsed_time(event) / 1000.0
+        milliseconds: float = self._origin.elapsed_time(event)
+        return self._started + milliseconds / 1000.0
