@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -10,12 +11,14 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import workers
 from processes import alive, assert_gone, pids_in
 
 from autosplit.errors import PipelineError
+from autosplit.pipeline.processes import launch as launching
 from autosplit.pipeline.processes.launch import launch
 from autosplit.pipeline.processes.outcome import Failure, first_cause
 from autosplit.pipeline.processes.worker import process_group
@@ -68,9 +71,20 @@ def test_the_first_cause_is_raised_and_nobody_is_left(tmp_path: Path) -> None:
     assert_gone(tmp_path, 2)
 
 
-def test_timeout_names_the_ranks_that_are_not_done(tmp_path: Path) -> None:
-    with pytest.raises(PipelineError, match=r"^ranks 0, 1 did not end within 6 s$"):
-        launch(workers.fail, 2, (tmp_path, "sleep"), timeout=6)
+def test_timeout_names_the_ranks_that_are_not_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time is up when both ranks sleep, however long they take to start."""
+    calls = itertools.count()
+
+    def monotonic() -> float:
+        if next(calls) == 0:
+            return 0.0
+        return 60.0 if len(pids_in(tmp_path)) == 2 else 59.9
+
+    monkeypatch.setattr(launching, "time", SimpleNamespace(monotonic=monotonic))
+    with pytest.raises(PipelineError, match=r"^ranks 0, 1 did not end within 60 s$"):
+        launch(workers.fail, 2, (tmp_path, "sleep"), timeout=60)
     assert_gone(tmp_path, 2)
 
 
