@@ -129,8 +129,14 @@ class BackwardGraphs:
         read = list(inputs(weight.graph, *STATE))
         others = [*self._wanted, *deferred]
         return InputHalf(
-            self._gradient_graph(
-                "backward_input", module, self._taken, self.early_parameters, others, weight
+            GradientGraph(
+                "backward_input",
+                module,
+                self._taken,
+                parameters=self.early_parameters,
+                others=others,
+                takers=[weight],
+                backend=self._backend,
             ),
             len(self._wanted),
             (*deferred, *read),
@@ -167,8 +173,13 @@ class BackwardGraphs:
         """W of one microbatch, in one call."""
         module = self._module("backward_weight")
         others = self._wanted if self._only_weights else ()  # it is B too
-        return self._gradient_graph(
-            "backward_weight", module, self.input_half.handed, self.late_parameters, others
+        return GradientGraph(
+            "backward_weight",
+            module,
+            self.input_half.handed,
+            parameters=self.late_parameters,
+            others=others,
+            backend=self._backend,
         )
 
     def together(self, count: int) -> GradientGraph:
@@ -178,8 +189,12 @@ class BackwardGraphs:
             module = batch(self._module("backward_weight"), count)
             verify_graph("backward_weight", module, "batch")
             given = [member(role, index) for index in range(count) for role in handed]
-            self._together[count] = self._gradient_graph(
-                "backward_weight", module, given, self.late_parameters
+            self._together[count] = GradientGraph(
+                "backward_weight",
+                module,
+                given,
+                parameters=self.late_parameters,
+                backend=self._backend,
             )
         return self._together[count]
 
@@ -207,26 +222,12 @@ class BackwardGraphs:
         if self._only_weights:
             return self.weight
         module = self._module("backward")
-        return self._gradient_graph(
-            "backward", module, self._taken, self.parameter_names, self._wanted
-        )
-
-    def _gradient_graph(
-        self,
-        name: str,
-        module: fx.GraphModule,
-        given: Sequence[Role],
-        parameters: Sequence[str],
-        others: Sequence[Role] = (),
-        *takers: fx.GraphModule,
-    ) -> GradientGraph:
         return GradientGraph(
-            name,
+            "backward",
             module,
-            given,
-            parameters=parameters,
-            others=others,
-            takers=takers,
+            self._taken,
+            parameters=self.parameter_names,
+            others=self._wanted,
             backend=self._backend,
         )
 

@@ -145,9 +145,7 @@ def _plan(build: Callable[[], Any], name: str, request: Request) -> Planned:
         request.devices,
         request.batch,
         wishes=request.wishes,
-        cap=limits.cap,
-        links=limits.links,
-        optimizer_state=limits.optimizer_state,
+        limits=limits,
     )
     best = found[0]
     seen = source.rehearsed(best, limits) if request.rehearse and not request.estimated else None

@@ -87,12 +87,6 @@ class Wiring:
         """How many stages there are."""
         return len(self.inputs)
 
-    @property
-    def batch_inputs(self) -> int:
-        """How many tensors the inputs of a batch are, as far as any stage takes them."""
-        taken = (s.position + 1 for sources in self.inputs for s in sources if s.stage is None)
-        return len(self.names) or max(taken, default=0)
-
     def _problem(self, stage: int, source: Source) -> str | None:
         if source.stage is None:
             count, what = len(self.names), "named inputs"

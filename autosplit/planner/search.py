@@ -12,9 +12,9 @@ from autosplit.pipeline.schedules import SCHEDULES
 from autosplit.pipeline.search import search as search_schedule
 from autosplit.pipeline.simulation.memory import peak_memory
 from autosplit.pipeline.simulation.simulate import simulate
-from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.planner.configuration import Configuration, ranked
 from autosplit.planner.costs import ModelCosts
+from autosplit.planner.limits import Limits
 from autosplit.planner.solve import CapError, solve
 from autosplit.report.tables import size_text
 
@@ -52,9 +52,7 @@ def search(
     batch: int,
     *,
     wishes: Wishes | None = None,
-    cap: float | None = None,
-    links: Transfer | None = None,
-    optimizer_state: float = 2.0,
+    limits: Limits | None = None,
 ) -> list[Configuration]:
     """All configurations, the shortest predicted step first; those that cannot run come last.
 
@@ -66,9 +64,7 @@ def search(
         devices: one rank each.
         batch: samples in a step.
         wishes: what is settled.
-        cap: bytes that each rank may hold; None: any.
-        links: see ``solve``.
-        optimizer_state: see ``solve``.
+        limits: memory of a rank and links; None: as much as is needed, and transfers take no time.
 
     Raises:
         PlanError: a batch that M does not divide, more stages than blocks, an unknown memory
@@ -77,7 +73,7 @@ def search(
         ScheduleError: an unknown schedule.
     """
     wishes = wishes or Wishes()
-    machine = _Machine(cap, links, optimizer_state)
+    limits = limits or Limits()
     _check(wishes, devices, batch)
     found: list[Configuration] = []
     for memory, count in itertools.product(
@@ -92,8 +88,8 @@ def search(
             blank = Configuration(
                 form.stages, devices, count, batch // count, form.schedule, form.fused, memory
             )
-            found.append(machine.fill(blank, costs, refine=False))
-    return ranked(_refined(found, costs_of, machine, wishes))
+            found.append(_filled(blank, costs, limits, refine=False))
+    return ranked(_refined(found, costs_of, limits, wishes))
 
 
 @dataclass(frozen=True)
@@ -103,70 +99,61 @@ class _Form:
     fused: bool
 
 
-@dataclass(frozen=True)
-class _Machine:
-    """What every configuration has to live with."""
-
-    cap: float | None
-    links: Transfer | None
-    optimizer_state: float
-
-    def fill(self, blank: Configuration, costs: ModelCosts, *, refine: bool) -> Configuration:
-        """The configuration with its stages, or with why it has none."""
-        try:
-            solution = solve(
-                costs,
-                blank.stages,
-                blank.microbatches,
-                blank.schedule,
-                ranks=blank.ranks,
-                split_backward=not blank.fused,
-                cap=self.cap,
-                links=self.links,
-                optimizer_state=self.optimizer_state,
-                refine=refine,
-            )
-        except CapError as error:
-            over, needs = map(math.ceil, (error.least - (self.cap or 0.0), error.least))
-            return replace(
-                blank,
-                least=error.least,
-                lost=f"over the cap by {size_text(over)}: needs {size_text(needs)} a rank",
-            )
-        except (PlanError, ScheduleError) as error:
-            return replace(blank, lost=str(error))
-        return replace(blank, solution=solution)
-
-    def searched(self, one: Configuration) -> Configuration | None:
-        """The same stages under a schedule of their own, if one is found."""
-        solution = one.solution
-        if solution is None:
-            return None
-        factor = 2.0 + self.optimizer_state
-        still = [0.0] * one.ranks
-        for stage, rank in enumerate(solution.schedule.placement):
-            still[rank] += factor * solution.parameters[stage]
-        cap = math.inf if self.cap is None else self.cap
-        try:
-            schedule = search_schedule(
-                solution.costs,
-                one.microbatches,
-                ranks=one.ranks,
-                placement=solution.schedule.placement,
-                cap=[max(cap - each, 1.0) for each in still],
-            )
-        except ScheduleError:
-            return None
-        timeline = simulate(schedule, solution.costs.seconds, transfer=solution.costs.transfer)
-        moving = peak_memory(schedule, solution.costs.memory)
-        better = replace(
-            solution,
-            schedule=schedule,
-            step=timeline.makespan,
-            bubble=max(0.0, timeline.bubble_ratio()),
-            peaks=tuple(map(sum, zip(moving, still, strict=True))),
+def _filled(
+    blank: Configuration, costs: ModelCosts, limits: Limits, *, refine: bool
+) -> Configuration:
+    """The configuration with its stages, or with why it has none."""
+    try:
+        solution = solve(
+            costs,
+            blank.stages,
+            blank.microbatches,
+            blank.schedule,
+            ranks=blank.ranks,
+            split_backward=not blank.fused,
+            limits=limits,
+            refine=refine,
         )
-        return replace(one, schedule=AUTO, fused=False, solution=better)
+    except CapError as error:
+        over, needs = map(math.ceil, (error.least - limits.cap, error.least))
+        return replace(
+            blank,
+            least=error.least,
+            lost=f"over the cap by {size_text(over)}: needs {size_text(needs)} a rank",
+        )
+    except (PlanError, ScheduleError) as error:
+        return replace(blank, lost=str(error))
+    return replace(blank, solution=solution)
+
+
+def _searched(one: Configuration, limits: Limits) -> Configuration | None:
+    """The same stages under a schedule of their own, if one is found."""
+    solution = one.solution
+    if solution is None:
+        return None
+    still = [0.0] * one.ranks
+    for stage, rank in enumerate(solution.schedule.placement):
+        still[rank] += limits.factor * solution.parameters[stage]
+    try:
+        schedule = search_schedule(
+            solution.costs,
+            one.microbatches,
+            ranks=one.ranks,
+            placement=solution.schedule.placement,
+            cap=[max(limits.cap - each, 1.0) for each in still],
+        )
+    except ScheduleError:
+        return None
+    timeline = simulate(schedule, solution.costs.seconds, transfer=solution.costs.transfer)
+    moving = peak_memory(schedule, solution.costs.memory)
+    better = replace(
+        solution,
+        schedule=schedule,
+        step=timeline.makespan,
+        bubble=max(0.0, timeline.bubble_ratio()),
+        peaks=tuple(map(sum, zip(moving, still, strict=True))),
+    )
+    return replace(one, schedule=AUTO, fused=False, solution=better)
 
 
 def _check(wishes: Wishes, devices: int, batch: int) -> None:
@@ -221,21 +208,24 @@ def _forms(wishes: Wishes, devices: int) -> Iterator[_Form]:
 
 
 def _refined(
-    found: list[Configuration], costs_of: CostsOf, machine: _Machine, wishes: Wishes
+    found: list[Configuration], costs_of: CostsOf, limits: Limits, wishes: Wishes
 ) -> list[Configuration]:
     """The best ones worked on, and their like with a schedule of their own."""
     ordered = sorted((each for each in found if each.solution), key=lambda each: each.key)
     rest = [each for each in found if each not in ordered[:_REFINED]]
     best = [
-        machine.fill(
-            replace(each, solution=None), costs_of(each.microbatch_size, each.memory), refine=True
+        _filled(
+            replace(each, solution=None),
+            costs_of(each.microbatch_size, each.memory),
+            limits,
+            refine=True,
         )
         for each in ordered[:_REFINED]
     ]
     names = wishes.schedules
     if names is not None and AUTO not in names:
         return best + rest
-    own = [machine.searched(each) for each in sorted(best, key=lambda each: each.key)[:_SEARCHED]]
+    own = [_searched(each, limits) for each in sorted(best, key=lambda each: each.key)[:_SEARCHED]]
     made = [each for each in own if each is not None]
     if names is not None and set(names) == {AUTO} and made:
         return made

@@ -67,9 +67,7 @@ def solve(
     ranks: int | None = None,
     split_backward: bool = True,
     weights: str | None = None,
-    cap: float | None = None,
-    links: Transfer | None = None,
-    optimizer_state: float = 2.0,
+    limits: Limits | None = None,
     refine: bool = True,
 ) -> Solution:
     """The cuts with the shortest simulated step that were found, or the most even of those whose
@@ -88,20 +86,17 @@ def solve(
         ranks: processes, see ``pipeline.build``.
         split_backward: False for full backwards.
         weights: where the weight gradients go, see ``pipeline.build``.
-        cap: bytes that each rank may hold; None: any.
-        links: latency and bandwidth between ranks; the bytes are those over the cuts. None:
-            transfers take no time.
-        optimizer_state: bytes for each byte of parameters; 2 for Adam, 0 for plain SGD.
+        limits: memory of a rank and links; None: as much as is needed, and transfers take no time.
         refine: False stops after the dynamic programming.
 
     Raises:
-        PlanError: more stages than blocks, or a bad number.
+        PlanError: more stages than blocks.
         CapError: no cuts were found that fit under the cap; says the least cap that would do.
         ScheduleError: an unknown schedule, one that refuses the counts, or one that runs two
             copies of the stages.
     """
     form = form_of(schedule, ranks, split_backward=split_backward, weights=weights)
-    limits = Limits(math.inf if cap is None else cap, optimizer_state, links or Transfer())
+    limits = limits or Limits()
     task = Task(costs, stages, microbatches, form, limits)
     best = task.best(list(task.starts()), refine=refine)
     if best.overflow > 0.0:
@@ -111,9 +106,9 @@ def solve(
         least = float(best.peaks.max())
         raise CapError(
             f"no cuts into {stages} stages for {form.name!r} with {microbatches} microbatches fit "
-            f"under a cap of {cap:,.0f} bytes a rank; the least cap that does is {least:,.0f}: "
-            "raise the cap, or use more ranks, smaller microbatches, another memory setting, or "
-            "a schedule that keeps fewer microbatches",
+            f"under a cap of {limits.cap:,.0f} bytes a rank; the least cap that does is "
+            f"{least:,.0f}: raise the cap, or use more ranks, smaller microbatches, another memory "
+            "setting, or a schedule that keeps fewer microbatches",
             least,
         )
     return _solution(task, best, limits.links)

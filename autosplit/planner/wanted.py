@@ -79,9 +79,7 @@ class Wanted:
             ranks=self._ranks,
             split_backward=self._split_backward,
             weights=self._weights,
-            cap=limits.cap,
-            links=limits.links,
-            optimizer_state=limits.optimizer_state,
+            limits=limits,
         )
 
 

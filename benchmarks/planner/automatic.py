@@ -115,7 +115,9 @@ class _Planner:
 
     def automatic(self) -> _Planned:
         return self._settled(
-            lambda costs: solve(costs, STAGES, MICROBATCHES, SCHEDULE, links=self.links)
+            lambda costs: solve(
+                costs, STAGES, MICROBATCHES, SCHEDULE, limits=Limits(links=self.links)
+            )
         )
 
     def given(self, firsts: list[int]) -> _Planned:

@@ -14,6 +14,7 @@ from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.pipeline.validate import validate
 from autosplit.planner.configuration import Configuration
 from autosplit.planner.costs import ModelCosts
+from autosplit.planner.limits import Limits
 from autosplit.planner.search import Wishes, search
 from autosplit.planner.solve import CapError
 
@@ -66,7 +67,7 @@ def test_a_cap_makes_others_win() -> None:
     free = search(costs_of, 4, 32, wishes=wishes)
     assert free[0].solution is not None
     most = max(free[0].solution.peaks)
-    capped = search(costs_of, 4, 32, wishes=wishes, cap=0.75 * most)
+    capped = search(costs_of, 4, 32, wishes=wishes, limits=Limits(cap=0.75 * most))
     assert capped[0].solution is not None
     assert max(capped[0].solution.peaks) <= 0.75 * most
     assert capped[0].memory != "fast"
@@ -74,12 +75,12 @@ def test_a_cap_makes_others_win() -> None:
     assert over.solution is None
     assert over.lost.startswith("over the cap by ")
     with pytest.raises(CapError, match="nothing fits: the least cap is") as caught:
-        search(costs_of, 4, 32, wishes=wishes, cap=10.0)
+        search(costs_of, 4, 32, wishes=wishes, limits=Limits(cap=10.0))
     least = caught.value.least
-    fits = search(costs_of, 4, 32, wishes=wishes, cap=least)
+    fits = search(costs_of, 4, 32, wishes=wishes, limits=Limits(cap=least))
     assert [each.lost for each in fits if each.solution] == [""]
     with pytest.raises(CapError):
-        search(costs_of, 4, 32, wishes=wishes, cap=0.999 * least)
+        search(costs_of, 4, 32, wishes=wishes, limits=Limits(cap=0.999 * least))
 
 
 def test_what_is_settled_stays() -> None:
@@ -98,9 +99,9 @@ def test_what_is_settled_stays() -> None:
     assert "expected a multiple of 4 stages for 4 ranks, got 10" in lost.lost
     own = search(costs_of, 4, 32, wishes=replace(wishes, schedules=["auto"], stages=None))
     assert {each.schedule for each in own} == {"auto"}
-    slow = search(costs_of, 4, 32, wishes=wishes, links=Transfer(5.0))
+    slow = search(costs_of, 4, 32, wishes=wishes, limits=Limits(links=Transfer(5.0)))
     assert slow[0].key > found[0].key
-    light = search(costs_of, 4, 32, wishes=wishes, optimizer_state=0.0)
+    light = search(costs_of, 4, 32, wishes=wishes, limits=Limits(optimizer_state=0.0))
     assert light[0].key[1] < found[0].key[1]
 
 

@@ -48,7 +48,9 @@ def test_no_cuts_are_better_than_those_found(data: st.DataObject) -> None:
     costs, stages, microbatches, name, form = cases(data)
     links = data.draw(LINKS)
     every = list(all_tried(costs, stages, microbatches, name, form, links=links))
-    found = solve(costs, stages, microbatches, name, links=links, **form)
+    found = solve(
+        costs, stages, microbatches, name, limits=Limits(links=links or Transfer()), **form
+    )
     assert found.step == pytest.approx(min(each.step for each in every))
     own = next(each for each in every if each.cuts == found.cuts)
     assert found.step == pytest.approx(own.step)
@@ -64,16 +66,16 @@ def test_a_cap_is_kept_or_the_least_one_is_named(data: st.DataObject) -> None:
     every = list(all_tried(costs, stages, microbatches, name, form, **memory))
     within = [each.step for each in every if each.overflow == 0.0]
     if within:
-        found = solve(costs, stages, microbatches, name, **memory, **form)
+        found = solve(costs, stages, microbatches, name, limits=Limits(**memory), **form)
         assert found.step == pytest.approx(min(within))
         assert max(found.peaks) <= cap * (1 + 1e-9)
         return
     with pytest.raises(CapError) as caught:
-        solve(costs, stages, microbatches, name, **memory, **form)
+        solve(costs, stages, microbatches, name, limits=Limits(**memory), **form)
     least = caught.value.least
     assert least == pytest.approx(min(max(each.peaks) for each in every))
     memory["cap"] = least
-    found = solve(costs, stages, microbatches, name, **memory, **form)
+    found = solve(costs, stages, microbatches, name, limits=Limits(**memory), **form)
     assert max(found.peaks) == pytest.approx(least)
 
 
@@ -82,14 +84,14 @@ def test_a_cap_is_kept_or_the_least_one_is_named(data: st.DataObject) -> None:
 def test_local_search_finds_nearly_the_best(data: st.DataObject) -> None:
     """What runs where the ways to cut are too many to try, here where they are not."""
     costs, stages, microbatches, name, form = cases(data)
-    cap = data.draw(st.sampled_from([None, 60.0]))
+    cap = data.draw(st.sampled_from([math.inf, 60.0]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cutting, "_EXHAUSTIVE", 0)
         try:
-            found = solve(costs, stages, microbatches, name, cap=cap, **form)
+            found = solve(costs, stages, microbatches, name, limits=Limits(cap), **form)
         except CapError:
             return
-    every = all_tried(costs, stages, microbatches, name, form, cap=cap or math.inf)
+    every = all_tried(costs, stages, microbatches, name, form, cap=cap)
     best = min(each.step for each in every if each.overflow == 0.0)
     assert best * (1 - 1e-9) <= found.step <= 1.1 * best
 
@@ -138,10 +140,10 @@ def test_several_stages_of_a_rank_count_against_its_cap_together() -> None:
     free = solve(costs, 4, 4, "zb-v", ranks=2)
     assert free.schedule.placement == (0, 1, 1, 0)
     with pytest.raises(CapError) as caught:
-        solve(costs, 4, 4, "zb-v", ranks=2, cap=1.0)
+        solve(costs, 4, 4, "zb-v", ranks=2, limits=Limits(cap=1.0))
     cap = (caught.value.least + max(free.peaks)) / 2
     assert cap < max(free.peaks)
-    capped = solve(costs, 4, 4, "zb-v", ranks=2, cap=cap)
+    capped = solve(costs, 4, 4, "zb-v", ranks=2, limits=Limits(cap=cap))
     assert max(capped.peaks) <= cap
 
 
@@ -151,12 +153,12 @@ def test_options_change_the_result() -> None:
         tuple(10.0 if k % 3 else 1.0 for k in range(11)),
     )
     plain = solve(costs, 4, 8)
-    assert solve(costs, 4, 8, links=Transfer(1.0)).step > plain.step + 6.0
-    narrow = solve(costs, 4, 8, links=Transfer(0.0, 5.0))
+    assert solve(costs, 4, 8, limits=Limits(links=Transfer(1.0))).step > plain.step + 6.0
+    narrow = solve(costs, 4, 8, limits=Limits(links=Transfer(0.0, 5.0)))
     assert narrow.step > plain.step
     assert {costs.crossing[cut] for cut in narrow.cuts} == {1.0}
     assert narrow.costs.transfer.message_bytes == {0: 1.0, 1: 1.0, 2: 1.0}
-    assert max(solve(costs, 4, 8, optimizer_state=0.0).peaks) < max(plain.peaks)
+    assert max(solve(costs, 4, 8, limits=Limits(optimizer_state=0.0)).peaks) < max(plain.peaks)
     fused = solve(costs, 4, 8, split_backward=False)
     assert not fused.schedule.split_backward
     assert fused.step > plain.step
@@ -172,7 +174,7 @@ def test_a_hundred_blocks_in_seconds() -> None:
         BlockCost(1 + k % 3, 1 + k % 2, 1 + k % 5, 4, 3, 1 + k % 4, 1) for k in range(100)
     )
     began = time.process_time()
-    found = solve(ModelCosts(blocks, (1.0,) * 99), 8, 32, cap=1000.0)
+    found = solve(ModelCosts(blocks, (1.0,) * 99), 8, 32, limits=Limits(cap=1000.0))
     assert time.process_time() - began < 20.0
     assert found.bubble < 0.2
 
@@ -195,8 +197,9 @@ def test_bad_input(options: dict[str, Any], error: type[Exception], message: str
     given: dict[str, Any] = {"stages": 2, "microbatches": 2, "schedule": "1f1b", **options}
     if given["schedule"] == "dualpipe":
         given["microbatches"] = 4
+    offered = {name: given.pop(name) for name in ("cap", "optimizer_state") if name in given}
     with pytest.raises(error, match=message):
-        solve(even(4), **given)
+        solve(even(4), limits=Limits(**offered), **given)
 
 
 def test_a_solution_says_what_it_is_made_of() -> None:
