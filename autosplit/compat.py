@@ -1,7 +1,7 @@
 """torch internals that several parts need, under stable names.
 
-With ``capture.py`` this is the only file that touches torch's private API; supporting a new
-torch release means looking here and there, and nowhere else.
+With ``capture/`` and the other ``compat`` files this is the only place that touches torch's private
+API; supporting a new torch release means looking here and there, and nowhere else.
 """
 
 from __future__ import annotations

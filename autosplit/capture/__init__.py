@@ -2,7 +2,7 @@
 
 Dynamo's full-graph export turns the module's Python into one FX graph; AOTAutograd then
 traces forward and backward together and labels every input and output with a descriptor.
-With ``compat.py`` this package is the only place that uses torch's private API.
+With the ``compat`` files beside it this package is the only place that uses torch's private API.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from parameter_workers import Tied
 from reference_stage import ReferenceStage
 from torch import Tensor, nn
-from training_workers import Tied
 from workers import ENDS, WIDTH, block, data, note_pid, outcomes, sgd, trainer
 
 from autosplit.errors import PipelineError

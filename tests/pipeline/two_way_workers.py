@@ -10,9 +10,9 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from parameter_workers import Tied
 from reference_stage import ReferenceStage
 from torch import Tensor, nn
-from training_workers import Tied
 from two_way_endings import SCENARIOS, undone
 from workers import WIDTH, block, data, equal, outcomes, single_process, trainer, whole
 
