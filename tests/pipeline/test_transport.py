@@ -46,6 +46,13 @@ def test_shapes_are_learned_from_the_first_message(found: list[Any]) -> None:
     assert found[1]["values"] == [[0.0, 0.0, 0.0], [7, 7]]
 
 
+def test_tensors_travel_as_bytes_whatever_they_hold(found: list[Any]) -> None:
+    """NCCL (of torch 2.13) sends neither int16 nor complex64."""
+    assert all(found[0]["kinds"])
+    assert all(found[1]["kinds"])
+    assert len(found[1]["kinds"]) == 16
+
+
 def test_negotiation_brings_everything_that_matters(found: list[Any]) -> None:
     meta = TensorMeta(torch.Size([4, 0]), torch.bfloat16, True)
     assert found[0]["negotiated"] == found[1]["negotiated"] == (meta, meta)

@@ -158,6 +158,27 @@ def pairwise() -> list[float]:
     return [float(buffer) for buffer in buffers]
 
 
+def _kinds() -> list[bool]:
+    """Whether tensors of all kinds arrive as they were; and what the backend is given of them."""
+    groups, rank = Groups(2, CPU, 30.0), dist.get_rank()
+    lane = mock.Mock()
+    with mock.patch.object(groups, "_towards", return_value=lane):
+        groups.isend(torch.ones(2, dtype=torch.int16), 1 - rank)
+    (given,), *_ = lane.send.call_args.args
+    found = [given.dtype is torch.uint8]
+    for dtype in (torch.int16, torch.uint16, torch.complex64, torch.bool, torch.float8_e5m2):
+        for shape in ([3, 2], [], [0, 4]):
+            tensor = torch.ones(shape).to(dtype)
+            buffer = torch.zeros(shape).to(dtype)
+            work = groups.isend(tensor, 1) if rank == 0 else groups.irecv(buffer, 0)
+            assert work is not None
+            work.wait()
+            expected, came = (each.to(torch.complex64) for each in (tensor, buffer))
+            found.append(rank == 0 or torch.equal(came, expected))
+    groups.destroy()
+    return found
+
+
 def _never() -> str:
     groups = Groups(2, CPU, 30.0)
     groups.timeout = 0.2
@@ -182,4 +203,5 @@ def everything() -> dict[str, Any]:
         "negotiated": _negotiated(),
         "never": _never(),
         "ended": _ended(),
+        "kinds": _kinds(),
     }

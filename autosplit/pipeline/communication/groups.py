@@ -134,12 +134,12 @@ class Groups:
         """Start sending a contiguous tensor; None if there is nothing to wait for."""
         # As dist.isend does, without its checks.
         lane, number = self._towards(self.rank, peer), self._number(peer)
-        return lane.send([_real(tensor)], number, _TAG)
+        return lane.send([_bytes(tensor)], number, _TAG)
 
     def irecv(self, buffer: Tensor, peer: int) -> dist.Work | None:
         """Start filling ``buffer``; None if there is nothing to wait for."""
         lane, number = self._towards(peer, self.rank), self._number(peer)
-        return lane.recv([_real(buffer)], number, _TAG)
+        return lane.recv([_bytes(buffer)], number, _TAG)
 
     def _number(self, peer: int) -> int:
         """A rank's number in the group that messages to and from it go over."""
@@ -257,9 +257,9 @@ def _lane_of(source: int, target: int) -> str:
     return f"{source} to {target}"
 
 
-def _real(tensor: Tensor) -> Tensor:
-    """Backends know no complex numbers."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+def _bytes(tensor: Tensor) -> Tensor:
+    """Not every backend knows every dtype: none has complex numbers, NCCL no short integers."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 def _disconnect(group: dist.ProcessGroup, peer: int) -> None:
