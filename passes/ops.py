@@ -21,11 +21,14 @@ def overload(node: fx.Node) -> Any | None:
 def is_random(node: fx.Node) -> bool:
     """Whether the node draws from a random number generator.
 
-    Attention is tagged as drawing because it may; without dropout it does not.
+    Attention is tagged as drawing because it may; without dropout it does not. Its backward, which
+    is tagged too, makes dropout's mask again from the seed that the forward put out.
     """
     # A custom operator that writes into its arguments is the argument of one that does not.
     ops = [each for each in (node.target, *node.args[:1]) if isinstance(each, OVERLOAD)]
     if not any(torch.Tag.nondeterministic_seeded in op.tags for op in ops):
+        return False
+    if node.target in _SEEDED:
         return False
     return not is_attention(node) or _argument(node, "dropout_p") != 0.0
 
@@ -33,7 +36,21 @@ def is_random(node: fx.Node) -> bool:
 def is_attention(node: fx.Node) -> bool:
     """Whether the node is the forward of a fused attention operator."""
     name = str(overload(node) or "")
-    return "scaled_dot_product" in name and "backward" not in name
+    return ("scaled_dot_product" in name and "backward" not in name) or node.target in _KERNELS
+
+
+_SEEDED = frozenset(
+    {
+        torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention_backward.default,
+    }
+)
+_KERNELS = frozenset(
+    {
+        torch.ops.aten._efficient_attention_forward.default,
+        torch.ops.aten._flash_attention_forward.default,
+    }
+)
 
 
 def is_recomputed(node: fx.Node) -> bool:
