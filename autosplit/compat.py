@@ -192,8 +192,9 @@ class StateReader:
         slots: dict[str, tuple[dict[str, Any], str]] = {}
         children: list[tuple[dict[str, Any], str]] = []
         for prefix, child in self._module.named_modules(remove_duplicate=False):
-            children += [(child._modules, name) for name in child._modules]
-            for space in (child._parameters, child._buffers):
+            modules, *spaces = map(_table, (child._modules, child._parameters, child._buffers))
+            children += [(modules, name) for name in modules]
+            for space in spaces:
                 for name in space:
                     slots[f"{prefix}.{name}" if prefix else name] = (space, name)
         self._names, self._slots, self._children = list(slots), list(slots.values()), children
@@ -208,6 +209,11 @@ class StateReader:
         tensors = [space[name] for space, name in self._slots]
         pairs = zip(self._names, tensors, strict=True)
         return {name: tensor for name, tensor in pairs if tensor is not None}
+
+
+def _table(names: Any) -> dict[str, Any]:
+    """The dictionary in which a module keeps its own; TorchScript keeps them elsewhere."""
+    return names if isinstance(names, dict) else dict(names.items())
 
 
 def share_state(face: nn.Module, module: nn.Module) -> None:

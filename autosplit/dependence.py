@@ -5,27 +5,43 @@ it is a tensor of its own.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 
 import torch
 from torch import Tensor, fx
 
 from .handover import TensorSpec
-from .passes import Kind, SplitGraphs
+from .passes import Kind, Role, SplitGraphs
 from .passes.aliasing import is_whole, storage_root
 from .passes.graph import descendants, inputs, outputs
 
+_GRADIENT_OF = {Kind.PARAMETER_GRAD: Kind.PARAMETER, Kind.INPUT_GRAD: Kind.INPUT}
+
 
 def gradient_sources(joint: fx.Graph, *kinds: Kind) -> dict[str, frozenset[str]]:
-    """Name of a gradient of these kinds -> outputs whose gradients it depends on."""
+    """Name of a gradient of these kinds -> outputs whose gradients it depends on. One that is the
+    same whatever they are (of ``round``, or of no element) is there with the outputs that are
+    computed from what it is the gradient of.
+    """
     tangents = inputs(joint, Kind.TANGENT)
     reached = {role.name: descendants([node]) for role, node in tangents.items()}
-    return {
-        role.name: frozenset(name for name, nodes in reached.items() if value in nodes)
+    found = {
+        role: frozenset(name for name, nodes in reached.items() if value in nodes)
         for role, value in outputs(joint, *kinds)
         if isinstance(value, fx.Node)
     }
+    return {r.name: names or _computed_from(joint, r, reached) for r, names in found.items()}
+
+
+def _computed_from(joint: fx.Graph, gradient: Role, known: Collection[str]) -> frozenset[str]:
+    """Those of the known outputs that what this is a gradient of has a part in."""
+    kind = _GRADIENT_OF[gradient.kind]
+    source = inputs(joint, kind).get(Role(kind, gradient.name))
+    users = descendants([source]) if source else frozenset()
+    made = outputs(joint, Kind.OUTPUT, Kind.UPDATE)
+    names = {role.name for role, value in made if value in users}
+    return frozenset(known) & names or frozenset(known)
 
 
 class Dependence:
@@ -51,7 +67,7 @@ class Dependence:
     def without_gradient(self, absent: frozenset[str]) -> frozenset[str]:
         """Parameters that get no gradient, because none of their outputs has one."""
         if not absent:
-            return self._unused
+            return frozenset()
         sources = self._parameter_sources.items()
         return frozenset([name for name, outputs in sources if outputs <= absent])
 
@@ -101,8 +117,3 @@ class Dependence:
     @cached_property
     def _input_sources(self) -> dict[str, frozenset[str]]:
         return gradient_sources(self._graphs.joint.graph, Kind.INPUT_GRAD)
-
-    @cached_property
-    def _unused(self) -> frozenset[str]:
-        """Parameters that no output depends on."""
-        return frozenset([name for name, outputs in self._parameter_sources.items() if not outputs])

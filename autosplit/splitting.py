@@ -75,6 +75,7 @@ def split(
     """
     if not isinstance(model, nn.Module):
         raise SplitError(f"split takes an nn.Module; got a {type(model).__name__}")
+    _check_kind(model)
     if isinstance(args, torch.Tensor):
         args = (args,)
     if not isinstance(args, tuple) or not isinstance(kwargs, Mapping | None):
@@ -100,6 +101,17 @@ def split(
             _check_arguments(model, args, kwargs or {})
             module._in_parts(error)
     return module
+
+
+def _check_kind(model: nn.Module) -> None:
+    """Refuse modules whose forward cannot be looked into."""
+    if isinstance(model, SplitModule):
+        raise SplitError("this module is split already; split the model, which is its .model")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise SplitError(
+            f"{type(model).__name__} is TorchScript, which cannot be traced into a graph of "
+            "forward and backward; split the nn.Module that it was made from"
+        )
 
 
 def _check_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

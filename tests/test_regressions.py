@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
+
+import pytest
 import torch
+from semantics.against_autograd import assert_equals_autograd, within
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
 
 import autosplit
+from autosplit import SplitError
 
 
 def backward_twice(model: nn.Module, *shapes: tuple[int, ...]) -> None:
@@ -137,3 +143,52 @@ def test_lstm_whose_input_needs_no_gradient() -> None:
     for _ in range(2):
         model(torch.ones(3, 4))[0].square().sum().backward()
     torch.testing.assert_close(mine, model.weight_hh_l1.grad)
+
+
+class Rounded(nn.Module):
+    """Parameters whose gradient is the same whatever the output's is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.cut, self.power, self.rounded = (nn.Parameter(torch.randn(4)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + torch.cat([self.cut[:0], self.power**0]) + self.rounded.round()
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_gradient_that_does_not_depend_on_the_outputs(backend: str) -> None:
+    """They were taken for gradients of what no output is computed from, and were None where
+    autograd has zeros, with which an optimizer goes on decaying weights.
+    """
+    batches = [(torch.randn(3, 4).requires_grad_(),) for _ in range(2)]
+    assert_equals_autograd(Rounded(), batches, compare=within(1e-5), backend=backend)
+
+
+def test_module_that_holds_torchscript() -> None:
+    """TorchScript keeps submodules in tables that cannot be iterated over: a KeyError."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scripted = torch.jit.script(nn.Linear(4, 4))
+        split = autosplit.split(nn.Sequential(scripted, nn.Linear(4, 4)))
+    assert len(list(split.parameters())) == 4
+    with pytest.raises(SplitError, match=r"RecursiveScriptModule is TorchScript.*made from"):
+        autosplit.split(scripted)
+
+
+class CachesParametrizations(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = parametrizations.weight_norm(nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with parametrize.cached():
+            return self.linear(self.linear(x).relu())
+
+
+def test_global_cache_that_a_forward_fills() -> None:
+    """The forward was tried on a copy without data, and the module that holds the cache was put
+    back, but not what the cache held: the first real call read tensors without data from it.
+    """
+    backward_twice(CachesParametrizations(), (2, 4))

@@ -136,8 +136,13 @@ class _Effects:
         return eval(source, {"L": {self._me: root}})
 
     def _left_behind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-        """Which of the objects a call leaves changed. Globals are put back."""
+        """Which of the objects a call leaves changed. Globals are put back; those that cannot be,
+        because they are containers, are not risked.
+        """
         outside = {s: vars(v) for s, v in self._globals.items() if hasattr(v, "__dict__")}
+        containers = [source for source in self._globals if source not in outside]
+        if containers:
+            return containers
         earlier = {source: dict(space) for source, space in outside.items()}
         twin, mode = _without_data(self.module)
         written = {source: self._find(source, twin) for source in self._below}
@@ -150,7 +155,7 @@ class _Effects:
             outside[source].update(earlier[source])
         self._refuse_replaced(buffers, dict(twin.named_buffers()))
         changed += [s for s, each in written.items() if not _unchanged(before[s], _contents(each))]
-        return [source for source in self._globals if source not in outside] + changed
+        return changed
 
     def _refuse_replaced(self, before: dict[str, Any], after: dict[str, Any]) -> None:
         replaced = [name for name, tensor in after.items() if before.get(name) is not tensor]
