@@ -74,8 +74,9 @@ def _leaf(leaf: Any) -> Hashable:
         strides = leaf.stride() if leaf.layout is torch.strided else leaf.layout
         return (leaf.shape, strides, leaf.dtype, leaf.device, leaf.requires_grad)
     kind: Any = type(leaf)
-    # 1, 1.0 and True are equal but trace to different graphs.
-    return (kind, leaf) if isinstance(leaf, _VALUES) else kind
+    # 1, 1.0 and True are equal but trace to different graphs, and so do 0.0 and -0.0.
+    value = repr(leaf) if isinstance(leaf, (float, complex)) else leaf
+    return (kind, value) if isinstance(leaf, _VALUES) else kind
 
 
 def _modes() -> tuple[Hashable, ...]:

@@ -49,6 +49,12 @@ def test_values_that_are_equal_but_differ_in_type_are_told_apart() -> None:
     assert len({Signature.of([value], None) for value in (1, 1.0, True)}) == 3
 
 
+def test_zeros_of_two_signs_are_told_apart() -> None:
+    """They are equal, but ``math.copysign`` of them is not."""
+    assert len({Signature.of([value], None) for value in (0.0, -0.0)}) == 2
+    assert len({Signature.of([value], None) for value in (0j, -0j, 0j.conjugate())}) == 3
+
+
 def test_modes_are_told_apart() -> None:
     signatures = {Signature.of([X], None)}
     with torch.no_grad():
