@@ -95,7 +95,8 @@ class Split(torch.autograd.Function):
         skipped = functions.dependence.without_gradient(absent)
         idle = functions.dependence.idle_inputs(absent)
         saved = ctx.saved
-        ctx.saved = saved.again() if graph_is_kept() else None
+        kept = graph_is_kept()
+        ctx.saved = saved.again() if kept else None
         if ctx.packed:
             saved.bring_back(ctx.saved_tensors)
         with without_autocast():
@@ -103,7 +104,8 @@ class Split(torch.autograd.Function):
         for at in idle:  # autograd knows no gradient from a gradient of zeros
             grads[at] = None
         if will_run(root.node):
-            work = Deferred(functions, handover, early, ctx.state, skipped, current_backward())
+            number = current_backward()
+            work = Deferred(functions, handover, early, ctx.state, skipped, number, kept)
             root.queue.add(work)
         root.queue.reducer.backward(ctx.ticket)
         return (None, None, None, None, *grads)

@@ -15,6 +15,7 @@ from .addable import addable
 from .compat import without_autocast
 from .compat_leaves import Leaves, add_gradients
 from .functions import SplitFunctions
+from .guard import refuse_frozen
 from .pending import Deferred
 
 
@@ -40,7 +41,7 @@ class Delivery:
         """Compute and deliver what one ``backward()`` left, or several as one sum.
 
         Raises:
-            SplitError: something deferred was written in place since I.
+            SplitError: something deferred was written in place since I, or a parameter was frozen.
         """
         work = works[0]
         if len(works) == 1 and not work.skipped and work.functions.dependence.dense:
@@ -101,6 +102,7 @@ def _through_autograd(works: Sequence[Deferred]) -> None:
     """In one pass of the engine: a parameter that several of the works have a gradient for gets
     one sum, and its hooks fire once.
     """
+    refuse_frozen(pair for work in works for pair in work.named_parameters())
     roots = []
     with torch.enable_grad():
         # The engine runs the newest node first: gradients add up in the order of the works.
@@ -109,7 +111,7 @@ def _through_autograd(works: Sequence[Deferred]) -> None:
             if parameters:
                 roots.append(_Deliver.apply(work, *parameters))  # type: ignore[no-untyped-call]
     if roots:
-        torch.autograd.backward(roots)
+        torch.autograd.backward(roots, retain_graph=any(work.retained for work in works))
 
 
 class _Deliver(torch.autograd.Function):

@@ -7,6 +7,7 @@ from typing import Any, Self
 from torch import nn
 
 from .compat import share_state
+from .errors import SplitError
 
 _SHARED_HOOKS = (
     "_state_dict_hooks",
@@ -66,6 +67,12 @@ class Face(nn.Module):
             return getattr(self.model, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name == "__class__":
+            raise SplitError(
+                f"{type(self).__name__} cannot become a {value.__name__}: what takes modules over "
+                "in this way (torch.distributed's fully_shard, for example) expects the weights' "
+                "gradients in backward(). Apply it to the model, and split that"
+            )
         if name in self.__dict__ or "model" not in self.__dict__:
             super().__setattr__(name, value)
         else:

@@ -1,4 +1,4 @@
-"""Refuse an optimizer step while weight gradients of its parameters are still pending."""
+"""Refuse what would lose weight gradients that are still pending: an optimizer's step, freezing."""
 
 from __future__ import annotations
 
@@ -21,6 +21,25 @@ class Waiting(Protocol):
 
     def named_parameters(self) -> Iterable[tuple[str, Tensor]]:
         """The parameters that they are for."""
+
+
+def refuse_frozen(waiting: Iterable[tuple[str, Tensor]]) -> None:
+    """Stand before a delivery: autograd drops the gradient of what does not require one.
+
+    Args:
+        waiting: name -> parameter that has a gradient coming.
+
+    Raises:
+        SplitError: one of them was frozen meanwhile.
+    """
+    frozen = [name for name, parameter in waiting if not parameter.requires_grad]
+    if frozen:
+        more = f" and {len(frozen) - 1} more" if len(frozen) > 1 else ""
+        raise SplitError(
+            f"requires_grad of {frozen[0]}{more} was switched off between the forward and "
+            "backward_weight(), whose gradient would be lost; call backward_weight() before "
+            "freezing, and start this step again"
+        )
 
 
 class StepGuard:

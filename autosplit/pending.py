@@ -26,6 +26,8 @@ class Deferred:
         state: parameters and buffers as they were in the forward.
         skipped: parameters that get no gradient: no output that they are in took part.
         backward: number of the backward, told by the autograd engine.
+        retained: whether that backward has ``retain_graph=True``: parameters that are computed
+            (``torch.func.functional_call``) have a graph of their own.
     """
 
     functions: SplitFunctions
@@ -34,6 +36,7 @@ class Deferred:
     state: State
     skipped: frozenset[str]
     backward: int
+    retained: bool
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """The parameters that get a gradient: those of the forward, wherever they are now."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .compile import Backend, backend_named, prepare
-from .errors import CaptureError, SplitError
+from .errors import CaptureError, FailingCallError, SplitError
 from .first_call import materialise, settle
 from .functions import SplitFunctions
 from .garbage import only_new_garbage
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 _TRACING = threading.RLock()
 
 DUMP_VARIABLE = "AUTOSPLIT_DUMP"
+
+_KINDS = {Tensor, nn.Parameter}
 
 
 def trace(
@@ -141,6 +143,7 @@ def without_history(leaves: list[Any]) -> list[Any]:
 
     Raises:
         CaptureError: a tensor is not strided (sparse, for example).
+        FailingCallError: a tensor is of a class that torch cannot trace.
     """
     return [_detached(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
@@ -148,6 +151,12 @@ def without_history(leaves: list[Any]) -> list[Any]:
 def _detached(tensor: Tensor) -> Tensor:
     if tensor.layout is not torch.strided:
         raise CaptureError(f"an input has layout {tensor.layout}; only strided inputs are split")
+    kind = type(tensor)
+    if kind not in _KINDS and kind.__torch_dispatch__ is Tensor.__torch_dispatch__:
+        raise FailingCallError(
+            f"an input is a {kind.__name__}, a subclass of Tensor that torch cannot trace; pass "
+            "it.as_subclass(torch.Tensor)"
+        )
     leaf = tensor.detach().requires_grad_(tensor.requires_grad)
     # Autograd lets a module write into an input that an earlier module computed, never into a
     # leaf: tracing must see the one or the other.

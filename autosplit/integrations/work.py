@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 from ..compat import without_autocast
 from ..compile import Backend, compile_graph
 from ..errors import SplitError
+from ..guard import refuse_frozen
 from ..handover import Handover, distinct_bytes
 from ..passes import Kind, Role
 from ..passes.aliasing import storage_root
@@ -152,8 +153,9 @@ def deliver(works: Sequence[Work]) -> None:
         works: in the order in which the backward left them.
 
     Raises:
-        SplitError: something deferred was written in place since I.
+        SplitError: something deferred was written in place since I, or a parameter was frozen.
     """
+    refuse_frozen(pair for work in works for pair in work.named_parameters())
     roots = []
     with torch.enable_grad():
         # The engine runs the newest node first: gradients add up in the order of the backward.

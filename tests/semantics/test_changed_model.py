@@ -184,6 +184,28 @@ def test_functional_call() -> None:
         torch.testing.assert_close(grad, theirs)
 
 
+def test_computed_parameters_of_several_calls() -> None:
+    """They have a graph of their own, which the microbatches share: ``retain_graph=True``."""
+    model = nn.Linear(4, 2, bias=False)
+    x, base = torch.randn(3, 4), torch.randn(2, 4, requires_grad=True)
+    found = []
+    for module in (autosplit.split(model), model):
+        given = {"weight": base.sin()}
+        losses = [
+            torch.func.functional_call(module, given, (k * x,)).square().sum() for k in (1, 2)
+        ]
+        losses[0].backward(retain_graph=True)
+        losses[1].backward()
+        if module is not model:
+            assert isinstance(module, autosplit.SplitModule)
+            module.backward_weight()
+        found.append(base.grad)
+        base.grad = None
+    mine, theirs = found
+    assert mine is not None
+    assert torch.equal(mine, theirs)
+
+
 def test_constant_that_requires_a_gradient_is_refused() -> None:
     model = Model()
     model.shifts[0].requires_grad_()

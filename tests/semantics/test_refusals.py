@@ -15,12 +15,15 @@ from torch.autograd import forward_ad
 import autosplit
 from autosplit import SplitError, SplitModule
 from autosplit.errors import FailingCallError
+from autosplit.integrations.partial import Partial
 
 
 def forward_mode(split: SplitModule, x: Tensor) -> Any:
     with forward_ad.dual_level():
         return split(forward_ad.make_dual(x, torch.ones_like(x)))
 
+
+FACES: dict[str, Callable[[nn.Module], Any]] = {"whole": autosplit.split, "parts": Partial}
 
 TRANSFORMS: dict[str, Callable[[SplitModule, Tensor], Any]] = {
     "vmap": lambda split, x: torch.func.vmap(split)(x),
@@ -95,6 +98,10 @@ def test_a_call_that_the_forward_refuses() -> None:
         ((torch.relu,), "split takes an nn.Module; got a builtin_function_or_method"),
         ((nn.Linear(4, 2), [torch.ones(3, 4)]), r"as a tuple \(or one tensor\).* got a list"),
         ((nn.Linear(4, 2), torch.ones(3, 4), torch.ones(3, 4)), "got a tuple and a Tensor"),
+        (
+            (autosplit.split(nn.Linear(4, 2)),),
+            "split already; split the model, which is its .model",
+        ),
     ],
 )
 def test_no_module_and_no_inputs(given: tuple[Any, ...], message: str) -> None:
@@ -231,3 +238,36 @@ def test_torch_compile_leaves_it_alone() -> None:
     outer.inner.backward_weight()
     for mine, theirs in zip(outer.parameters(), plain.parameters(), strict=True):
         assert torch.equal(mine.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_parameter_frozen_while_its_gradient_is_pending(face: str) -> None:
+    """Its gradient would be lost without a word, which the plain model has had by then."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    split = FACES[face](model)
+    split(torch.randn(3, 4)).sum().backward()
+    model[0].requires_grad_(False)
+    expected = r"requires_grad of 0\.(weight|bias) and 1 more was switched off .* before freezing"
+    with pytest.raises(SplitError, match=expected):
+        split.backward_weight()
+
+
+class Image(Tensor):
+    """A tensor by another name, as torchvision's are."""
+
+
+def test_input_of_a_subclass() -> None:
+    """torch.compile fails for it in the middle of torch."""
+    split = autosplit.split(nn.Linear(4, 2))
+    x = torch.randn(3, 4)
+    with pytest.raises(FailingCallError, match=r"is a Image, a subclass of Tensor.*as_subclass"):
+        split(x.as_subclass(Image))
+    assert type(split(x)) is Tensor
+
+
+def test_class_that_is_replaced() -> None:
+    """It would have been that of the model, without a word, as fully_shard replaces it."""
+    split = autosplit.split(nn.Linear(4, 2))
+    with pytest.raises(SplitError, match=r"cannot become a Linear: .*fully_shard.* split that"):
+        split.__class__ = nn.Linear
+    assert type(split.model) is nn.Linear
