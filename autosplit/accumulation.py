@@ -135,6 +135,8 @@ class GradientSums:
 
     def _own(self, gradient: Tensor, borrowed: bool) -> Tensor:
         dtype = self.accumulation.dtype or gradient.dtype
-        if borrowed:
-            return gradient.to(dtype, copy=True, memory_format=torch.contiguous_format)
-        return gradient.to(dtype)
+        if not borrowed:
+            return gradient.to(dtype)
+        if gradient.layout is not torch.strided:  # of a sparse embedding
+            return gradient.to(dtype, copy=True)
+        return gradient.to(dtype, copy=True, memory_format=torch.contiguous_format)

@@ -222,6 +222,25 @@ def test_gradients_that_share_a_tensor_are_accumulated_apart() -> None:
     }
 
 
+@pytest.mark.parametrize("accumulation", ["exact", "concatenated"])
+def test_sparse_embedding_gradients(accumulation: str) -> None:
+    model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 4))
+    indices = [torch.randint(10, (3, 5)) for _ in range(3)]
+    grads = [torch.randn(3, 5, 4) for _ in indices]
+    plain = copy.deepcopy(model)
+    stage = Stage(model, [indices[0]], accumulation=accumulation)
+    for microbatch, (each, grad) in enumerate(zip(indices, grads, strict=True)):
+        stage.forward(microbatch, [each])
+        stage.backward_input(microbatch, [grad])
+        plain(each).backward(grad)
+    stage.backward_weight(range(len(indices)))
+    stage.publish()
+    mine, theirs = model[0].weight.grad, plain[0].weight.grad
+    assert mine.is_sparse
+    assert theirs.is_sparse
+    torch.testing.assert_close(mine.to_dense(), theirs.to_dense())
+
+
 def test_publish_adds_to_what_is_there() -> None:
     stage = Stage(nn.Linear(2, 1, bias=False), [torch.ones(1, 2)])
     for _ in range(2):
