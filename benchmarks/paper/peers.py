@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..pipeline import peers
+from ..pipeline.contenders import GPIPE, OURS, THEIRS
 from .cells import RANKS
 from .settings import Settings
 from .theory import BY_LABEL
@@ -15,11 +16,11 @@ NAMES = ("gpipe", "1f1b", "GPipe", "1F1B")  # ours, split; theirs, which cannot 
 
 
 def measure(settings: Settings) -> Iterator[dict[str, Any]]:
-    """A row for each family, M and contender; alternating in one run of a family.
+    """A row for each family, M and contender; taking turns in one run of a family.
 
     Weights are not tied here: torch's stages have no way to share a parameter.
     """
-    contenders = [each for each in (*peers.OURS, *peers.THEIRS) if each.name in NAMES]
+    contenders = [each for each in (GPIPE, *OURS, *THEIRS) if each.name in NAMES]
     chosen = (BY_LABEL[label] for label in settings.schedules)
     counts = sorted({each.microbatches(RANKS) for each in chosen if each.torch})
     for family in settings.families:
@@ -34,10 +35,10 @@ def measure(settings: Settings) -> Iterator[dict[str, Any]]:
             contenders=contenders,
         )
         for row in found:
-            name = f"{family}, M={row.microbatches}, {row.name}"
             yield {
                 **dataclasses.asdict(row),
-                "name": name,
+                "name": f"{family}, M={row.microbatches}, {row.schedule}",
                 "family": family,
-                "schedule": row.name,
+                "seconds": row.seconds,
+                "spread": row.spread,
             }

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import pathlib
 import shlex
 
 from ..command import parse
 from ..environment import describe
 from ..results import Results
-from .page import PARTS, Settings, page
+from .page import PARTS, Settings, write
 from .peers import BACKENDS, COUNTS
 from .standin import UNITS
 
@@ -37,15 +38,6 @@ def main() -> None:
     parser.add_argument("--output", type=pathlib.Path, default=HERE, help="folder to write to")
     options = parse(parser, PARTS)
     options.output.mkdir(parents=True, exist_ok=True)
-    settings = Settings(
-        options.steps,
-        options.rounds,
-        options.soak,
-        tuple(options.backends),
-        tuple(options.microbatches),
-        tuple(options.ranks),
-        options.output,
-    )
     results = Results.read(options.output / "results.json")
     for name in options.parts or PARTS:
         words = ["python", "-m", "benchmarks.pipeline", name]
@@ -54,9 +46,20 @@ def main() -> None:
         for option in ("backends", "microbatches", "ranks"):
             if getattr(options, option) != parser.get_default(option):
                 words += [f"--{option}", *map(str, getattr(options, option))]
-        rows = [*PARTS[name].measure(settings)]
-        results.update(name, rows, shlex.join(words), describe(threads=1))
-        (options.output / "README.md").write_text(page(results))
+        deliver = functools.partial(
+            write, results, name, command=shlex.join(words), environment=describe(threads=1)
+        )
+        settings = Settings(
+            options.steps,
+            options.rounds,
+            options.soak,
+            tuple(options.backends),
+            tuple(options.microbatches),
+            tuple(options.ranks),
+            options.output,
+            deliver,
+        )
+        deliver([*PARTS[name].measure(settings)])
         print(f"\n{PARTS[name].title}\n\n{PARTS[name].render(results.rows(name))}", flush=True)
 
 

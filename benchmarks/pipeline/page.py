@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+from collections.abc import Callable
 
 from ..part import Part, fill
-from ..results import Results
+from ..results import Results, Rows
 from . import compute, engine, fused, memory, overhead, peers, standin, yardstick
 
 TEMPLATE = """\
@@ -27,7 +28,7 @@ their target.
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How much to measure, and where pictures go."""
+    """How much to measure, where pictures go, and who takes rows that cannot wait for the rest."""
 
     steps: int
     rounds: int
@@ -36,6 +37,7 @@ class Settings:
     microbatches: tuple[int, ...]
     ranks: tuple[int, ...]
     folder: pathlib.Path
+    deliver: Callable[[Rows], None]
 
 
 PARTS: dict[str, Part[Settings]] = {
@@ -109,12 +111,15 @@ the docstring of each schedule.""",
     "peers": Part(
         "Beside torch.distributed.pipelining",
         """\
-The same decoder, two ranks with one thread each, the same batches; forward and backward of a whole
-step, contenders alternating step by step in one run. *Peak* is what the larger rank allocates in
-a step, parameters excluded. Sums of weight gradients are exact, bit for bit those of autograd, but
-for *fused sums* (`accumulation="fused"`).""",
+The same decoder, two ranks with one thread each, the same batches, in one run: forward and backward
+of a whole step, until both ranks are done. Contenders take turns, in another order in each round; a
+ratio is the median of those of the same round, with its quartiles. *In flight* has the optimizer,
+too, and is the time from one step to the next, without a meeting of the ranks between them
+(`step_async`; torch's `step` waits for the other rank no more than its messages need).
+*Peak* is what the larger rank allocates in a step, parameters excluded. Sums of weight gradients
+are exact, bit for bit those of autograd, but for *fused sums* (`accumulation="fused"`).""",
         lambda settings: peers.measure_all(
-            settings.steps, settings.backends, settings.microbatches
+            settings.steps, settings.backends, settings.microbatches, settings.deliver
         ),
         peers.render,
     ),
@@ -132,3 +137,9 @@ one rank and with messages between two; and a soak of steps that watches the mem
 def page(results: Results) -> str:
     """``README.md``."""
     return fill(TEMPLATE, PARTS, results)
+
+
+def write(results: Results, part: str, rows: Rows, command: str, environment: str) -> None:
+    """Add a part's rows to ``results`` and make the page beside it anew."""
+    results.update(part, rows, command, environment)
+    (results.path.parent / "README.md").write_text(page(results))

@@ -3,210 +3,103 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
+import random
 import statistics
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import (
-    Schedule1F1B,
-    ScheduleDualPipeV,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
 
 from autosplit.compare.memory import peak_bytes
 from autosplit.pipeline.processes.launch import launch
-from autosplit.pipeline.training.trainer import PipelineTrainer
-from autosplit.workload import Workload, load_workload
+from autosplit.workload import load_workload
 
 from ..results import Rows, table
+from .contenders import IN_FLIGHT, OURS, THEIRS, Contender
+from .turns import RANKS, Turn, Turns, gather
 
-RANKS = 2
 COUNTS = (2, 4, 8)
 BACKENDS = ("eager", "inductor")
 FACTORY = "examples.models:llama"
 OVERRIDES = {"seq": "128"}  # actions of 20 ms and more
 TARGET = {2: 1.05, 4: 1.05, 8: 1.0}  # our best over their best
-TIMEOUT = 120.0
 
-_WARM_UP = 2  # steps
-_WARM_UP_AUTO = 4  # "auto" measures three before it has its schedule
+Deliver = Callable[[Rows], None]
 
-
-@dataclasses.dataclass(frozen=True)
-class Contender:
-    """One way to run a step.
-
-    Attributes:
-        name: as in the table.
-        ours: by autosplit, or by torch.
-        schedule: its name with autosplit, or the class with torch.
-        chunks: stages on each rank.
-        v_shaped: rank r holds stages r and 2P - 1 - r, rather than every P-th one.
-        split_backward: whether I and W are separate actions.
-        match: of one by torch, the name of the same schedule by autosplit.
-        accumulation: how autosplit adds up weight gradients.
-        compiled: whether it also runs compiled, which takes minutes to build.
-    """
-
-    name: str
-    ours: bool
-    schedule: Any
-    chunks: int = 1
-    v_shaped: bool = False
-    split_backward: bool = True
-    match: str = ""
-    accumulation: str = "exact"
-    compiled: bool = True
-
-
-OURS = (
-    Contender("1f1b, fused", True, "1f1b", split_backward=False),
-    Contender("1f1b", True, "1f1b"),
-    Contender("gpipe, fused", True, "gpipe", split_backward=False),
-    Contender("gpipe", True, "gpipe", compiled=False),
-    Contender("interleaved, fused", True, "interleaved", 2, split_backward=False),
-    Contender("interleaved", True, "interleaved", 2),
-    Contender("interleaved, 4 stages a rank", True, "interleaved", 4),
-    Contender(
-        "interleaved, 4 stages a rank, fused sums",
-        True,
-        "interleaved",
-        4,
-        accumulation="fused",
-        compiled=False,
-    ),
-    Contender("zb-v", True, "zb-v", 2, v_shaped=True),
-    Contender("dualpipe-v", True, "dualpipe-v", 2, v_shaped=True, compiled=False),
-    Contender("auto, 4 stages a rank", True, "auto", 4, compiled=False),
-    Contender(
-        "auto, 4 stages a rank, fused sums",
-        True,
-        "auto",
-        4,
-        accumulation="fused",
-        compiled=False,
-    ),
-)
-_ZERO_BUBBLE = Contender(
-    "InterleavedZeroBubble", False, ScheduleInterleavedZeroBubble, 2, match="interleaved"
-)
-THEIRS = (
-    Contender("1F1B", False, Schedule1F1B, split_backward=False, match="1f1b, fused"),
-    Contender("GPipe", False, ScheduleGPipe, split_backward=False, match="gpipe, fused"),
-    Contender(
-        "Interleaved1F1B",
-        False,
-        ScheduleInterleaved1F1B,
-        2,
-        split_backward=False,
-        match="interleaved, fused",
-    ),
-    _ZERO_BUBBLE,
-    dataclasses.replace(
-        _ZERO_BUBBLE,
-        name="InterleavedZeroBubble, 4 stages a rank",
-        chunks=4,
-        match="interleaved, 4 stages a rank",
-        compiled=False,
-    ),
-    Contender("ZBVZeroBubble", False, ScheduleZBVZeroBubble, 2, v_shaped=True, match="zb-v"),
-    Contender("DualPipeV", False, ScheduleDualPipeV, 2, v_shaped=True, match="dualpipe-v"),
-)
+_HEADERS = ("by", "schedule", "step ms", "spread ms", "peak MiB", "over ours of the same schedule")
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Seconds of forward and backward of a step, and the largest peak of a rank in bytes."""
+    """What one contender took.
 
-    name: str
+    Attributes:
+        schedule: the contender's name.
+        ours: by autosplit, or by torch.
+        microbatches: M.
+        rounds: seconds of its step in each round, those of the slower rank.
+        peak: the larger peak of a rank, in bytes.
+        error: why it did not run.
+        match: of one by torch, the name of the same schedule by autosplit.
+    """
+
+    schedule: str
     ours: bool
     microbatches: int
-    seconds: float
-    spread: float
-    peak: int
+    rounds: Sequence[float] = ()
+    peak: int = 0
     error: str = ""
     match: str = ""
 
+    @property
+    def seconds(self) -> float:
+        """The median; 0 if it did not run."""
+        return statistics.median(self.rounds or [0.0])
 
-def measure_all(steps: int, backends: Sequence[str], counts: Sequence[int]) -> Rows:
-    """Each of the backends at each M."""
-    rows: Rows = []
+    @property
+    def spread(self) -> float:
+        """Between the quartiles."""
+        return _spread(self.rounds)
+
+
+def _nowhere(rows: Rows) -> None:
+    pass
+
+
+def measure_all(
+    rounds: int, backends: Sequence[str], counts: Sequence[int], deliver: Deliver
+) -> Rows:
+    """Each of the backends at each M, delivered as soon as it is measured; what is left: none."""
     for backend in backends:
         chosen = [each for each in (*OURS, *THEIRS) if each.compiled or backend == "eager"]
-        for row in measure(FACTORY, counts, steps, backend, contenders=chosen):
-            whose = "ours" if row.ours else "torch"
-            name = f"{backend}, M={row.microbatches}: {whose} {row.name}"
-            rows.append({**dataclasses.asdict(row), "name": name, "schedule": row.name})
-    return rows
-
-
-def render(rows: Rows) -> str:
-    """A table for each backend and M, ours above torch's, and who is ahead."""
-    settings = list(dict.fromkeys(row["name"].partition(": ")[0] for row in rows))
-    return "\n\n".join(_setting(each, rows) for each in settings)
-
-
-def _setting(setting: str, rows: Rows) -> str:
-    mine = [row for row in rows if row["name"].startswith(f"{setting}: ")]
-    cells = [
-        [
-            "autosplit" if row["ours"] else "torch",
-            row["schedule"],
-            f"{1e3 * row['seconds']:.0f}" if not row["error"] else "fails",
-            f"{1e3 * row['spread']:.0f}" if not row["error"] else "",
-            f"{row['peak'] / 2**20:.0f}" if not row["error"] else "",
-            _over_match(row, mine),
-        ]
-        for row in mine
-    ]
-    text = table(
-        ["by", "schedule", "step ms", "spread ms", "peak MiB", "over ours of the same schedule"],
-        cells,
-    )
-    errors = [f"{row['schedule']}: {row['error']}" for row in mine if row["error"]]
-    if errors:
-        text += "\n\n" + "\n".join(f"- {each}" for each in errors)
-    best = {
-        ours: min((r["seconds"] for r in mine if r["ours"] is ours and not r["error"]), default=0.0)
-        for ours in (True, False)
-    }
-    if not all(best.values()):
-        return f"### {setting}\n\n{text}"
-    ratio, target = best[False] / best[True], TARGET[mine[0]["microbatches"]]
-    figure = f"{ratio:.3f}x" if ratio >= target else f"**{ratio:.3f}x**"
-    return f"### {setting}\n\n{text}\n\nTheir best over ours: {figure} (target {target:.2f}x)."
-
-
-def _over_match(row: dict[str, Any], mine: Rows) -> str:
-    """Torch's time over ours of the same schedule."""
-    ours = [each for each in mine if each["ours"] and each["schedule"] == row["match"]]
-    if row["error"] or not ours or ours[0]["error"]:
-        return ""
-    ratio = row["seconds"] / ours[0]["seconds"]
-    return f"{ratio:.3f}x" if ratio >= 1.0 else f"**{ratio:.3f}x**"
+        measure(FACTORY, counts, rounds, backend, contenders=chosen, deliver=deliver)
+    return []
 
 
 def measure(
     factory: str,
     microbatches: Sequence[int],
-    steps: int,
+    rounds: int,
     backend: str = "eager",
     overrides: Mapping[str, object] = OVERRIDES,
     contenders: Sequence[Contender] = (*OURS, *THEIRS),
+    *,
+    deliver: Deliver = _nowhere,
 ) -> list[Row]:
-    """Every contender at every M, alternating step by step; one launch."""
-    args = (factory, overrides, tuple(contenders), tuple(microbatches), steps, backend)
-    return launch(_on_rank, RANKS, args, timeout=1800.0)[0]
+    """Every contender at every M, taking turns in an order of its own in each round; one launch.
+
+    Args:
+        factory: of the workload.
+        microbatches: the Ms, one after another.
+        rounds: turns of each contender.
+        backend: how stages are run.
+        overrides: settings of the workload.
+        contenders: who takes part.
+        deliver: takes the rows of each M once they are there, in another process.
+    """
+    args = (factory, overrides, tuple(contenders), tuple(microbatches), rounds, backend, deliver)
+    return launch(_on_rank, RANKS, args, timeout=3600.0)[0]
 
 
 def _on_rank(
@@ -214,142 +107,114 @@ def _on_rank(
     overrides: Mapping[str, object],
     contenders: Sequence[Contender],
     microbatches: Sequence[int],
-    steps: int,
+    rounds: int,
     backend: str,
+    deliver: Deliver,
 ) -> list[Row]:
     warnings.filterwarnings("ignore")
-    workload = load_workload(factory, overrides)
+    turns = Turns(load_workload(factory, overrides), backend)
+    rows: list[Row] = []
+    for count in microbatches:
+        found = _compare(turns, contenders, count, rounds)
+        if turns.rank == 0:
+            deliver([_with_name(backend, row) for row in found])
+        rows += found
+    return rows
+
+
+def _with_name(backend: str, row: Row) -> dict[str, Any]:
+    whose = "ours" if row.ours else "torch"
+    name = f"{backend}, M={row.microbatches}: {whose} {row.schedule}"
+    return {"name": name, **dataclasses.asdict(row)}
+
+
+def _compare(turns: Turns, contenders: Sequence[Contender], count: int, rounds: int) -> list[Row]:
+    made = {each: turns.make(each, count) for each in contenders}
+    ready = {each: turn for each, turn in made.items() if isinstance(turn, Turn)}
+    seconds: dict[Contender, list[float]] = {each: [] for each in ready}
+    order, generator = list(ready), random.Random(0)  # the same on every rank
+    for _ in range(rounds):
+        generator.shuffle(order)
+        for contender in order:
+            seconds[contender].append(ready[contender].run())
+    rows = [_row(each, made[each], count, seconds.get(each, [])) for each in contenders]
+    turns.close()
+    return rows
+
+
+def _row(contender: Contender, turn: Turn | str, count: int, seconds: list[float]) -> Row:
+    row = Row(contender.name, contender.ours, count, match=contender.match)
+    if isinstance(turn, str):
+        return dataclasses.replace(row, error=turn)
+    slower = [max(each) for each in zip(*gather(seconds), strict=True)]
+    peak = max(gather(peak_bytes(turn.run, [], torch.device("cpu"))))
+    return dataclasses.replace(row, rounds=slower, peak=peak)
+
+
+def render(rows: Rows) -> str:
+    """A table for each backend and M, ours above torch's, and who is ahead."""
+    settings = list(dict.fromkeys(row["name"].partition(": ")[0] for row in rows))
+    return "\n\n".join(f"### {each}\n\n{_setting(each, rows)}" for each in settings)
+
+
+def _setting(setting: str, rows: Rows) -> str:
+    mine = [row for row in rows if row["name"].startswith(f"{setting}: ")]
+    parts = [table(list(_HEADERS), [_cells(row, mine) for row in mine])]
+    errors = [f"- {row['schedule']}: {row['error']}" for row in mine if row["error"]]
+    if errors:
+        parts.append("\n".join(errors))
+    parts += [_verdict(mine, in_flight) for in_flight in (False, True)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _cells(row: dict[str, Any], mine: Rows) -> list[str]:
+    by = "autosplit" if row["ours"] else "torch"
+    if row["error"]:
+        return [by, row["schedule"], "fails", "", "", ""]
+    same = [each for each in mine if each["ours"] and each["schedule"] == row["match"]]
     return [
-        row
-        for count in microbatches
-        for row in _compare(workload, contenders, count, steps, backend)
+        by,
+        row["schedule"],
+        f"{1e3 * statistics.median(row['rounds']):.0f}",
+        f"{1e3 * _spread(row['rounds']):.0f}" if len(row["rounds"]) > 1 else "",
+        f"{row['peak'] / 2**20:.0f}",
+        _over(row, same[0], 1.0) if same and not same[0]["error"] else "",
     ]
 
 
-def _compare(
-    workload: Workload, contenders: Sequence[Contender], count: int, steps: int, backend: str
-) -> list[Row]:
-    batch = workload.batch_fn(0, count * workload.microbatch_size)
-    calls: dict[Contender, Callable[[], Any]] = {}
-    errors: dict[Contender, str] = {}
-    trainers: list[PipelineTrainer] = []
-    for contender in contenders:
-        make = functools.partial(_ours, trainers) if contender.ours else _theirs
-        try:
-            call = make(contender, workload, count, backend, batch)
-            for _ in range(_WARM_UP_AUTO if contender.schedule == "auto" else _WARM_UP):
-                call()
-        except Exception as error:
-            errors[contender] = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
-            call = None
-        failed = _gather(contender in errors)
-        if call is not None and not any(failed):
-            calls[contender] = call
-    seconds: dict[Contender, list[float]] = {contender: [] for contender in calls}
-    for _ in range(steps):
-        for contender, call in calls.items():
-            dist.barrier()
-            start = time.perf_counter()
-            call()
-            dist.barrier()
-            seconds[contender].append(time.perf_counter() - start)
-    device = torch.device("cpu")
-    peaks = {each: max(_gather(peak_bytes(call, [], device))) for each, call in calls.items()}
-    for trainer in trainers:
-        trainer.close()
-    return [
-        Row(
-            contender.name,
-            contender.ours,
-            count,
-            statistics.median(seconds.get(contender, [float("nan")])),
-            _spread(seconds.get(contender, [])),
-            peaks.get(contender, 0),
-            errors.get(contender, ""),
-            contender.match,
-        )
-        for contender in contenders
-    ]
+def _verdict(mine: Rows, in_flight: bool) -> str:
+    """Their best over ours, of steps that end together or of steps in flight."""
+    chosen = [row for row in mine if row["schedule"].startswith(IN_FLIGHT) is in_flight]
+    ran = [row for row in chosen if not row["error"]]
+    ours = [row for row in ran if row["ours"]]
+    theirs = [row for row in ran if not row["ours"]]
+    if not ours or not theirs:
+        return ""
+    target = 1.0 if in_flight else TARGET[mine[0]["microbatches"]]
+    best, other = (min(each, key=_median) for each in (ours, theirs))
+    which = "In flight, their best" if in_flight else "Their best"
+    names = f"{other['schedule']} over {best['schedule']}".replace(IN_FLIGHT, "")
+    return f"{which} over ours: {_over(other, best, target)}, {names} (target {target:.2f}x)."
 
 
-def _ours(
-    trainers: list[PipelineTrainer],
-    contender: Contender,
-    workload: Workload,
-    count: int,
-    backend: str,
-    batch: tuple[Any, Any],
-) -> Callable[[], Any]:
-    stages = RANKS * contender.chunks
-    trainer = PipelineTrainer(
-        lambda index: workload.stage_fn(index, stages),
-        workload.loss_fn,
-        torch.optim.SGD,
-        stages=stages,
-        microbatches=count,
-        schedule=contender.schedule,
-        split_backward=contender.split_backward,
-        backend=backend,
-        accumulation=contender.accumulation,
-        timeout=TIMEOUT,
-    )
-    trainers.append(trainer)
-
-    def call() -> None:
-        trainer.forward_backward(batch)
-        _forget(trainer.modules.values())
-
-    return call
+def _over(theirs: dict[str, Any], ours: dict[str, Any], target: float) -> str:
+    """The median ratio of turns in the same round, and its quartiles."""
+    ratios = [a / b for a, b in zip(theirs["rounds"], ours["rounds"], strict=True)]
+    middle = statistics.median(ratios)
+    figure = f"{middle:.3f}x" if middle >= target else f"**{middle:.3f}x**"
+    if len(ratios) < 2:
+        return figure
+    low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return f"{figure} ({low:.2f}-{high:.2f})"
 
 
-def _theirs(
-    contender: Contender,
-    workload: Workload,
-    count: int,
-    backend: str,
-    batch: tuple[Any, Any],
-) -> Callable[[], Any]:
-    rank, total = dist.get_rank(), RANKS * contender.chunks
-    held = [rank + chunk * RANKS for chunk in range(contender.chunks)]
-    if contender.v_shaped:
-        held = [rank, total - 1 - rank]
-    modules = [workload.stage_fn(index, total) for index in held]
-    if backend != "eager":
-        for module in modules:
-            module.compile(backend=backend)
-    cpu = torch.device("cpu")
-    stages = [
-        PipelineStage(module, index, total, cpu)
-        for module, index in zip(modules, held, strict=True)
-    ]
-    schedule = contender.schedule(
-        stages if contender.chunks > 1 else stages[0], count, loss_fn=workload.loss_fn
-    )
-    inputs, targets = batch
-
-    def call() -> None:
-        args = (inputs,) if 0 in held else ()
-        more = {"target": targets, "losses": []} if total - 1 in held else {}
-        schedule.step(*args, **more)
-        _forget(modules)
-
-    return call
+def _median(row: dict[str, Any]) -> float:
+    rounds: Sequence[float] = row["rounds"]
+    return statistics.median(rounds)
 
 
-def _forget(modules: Any) -> None:
-    module: nn.Module
-    for module in modules:
-        module.zero_grad(set_to_none=True)
-
-
-def _gather(value: Any) -> list[Any]:
-    values: list[Any] = [None] * RANKS
-    dist.all_gather_object(values, value)
-    return values
-
-
-def _spread(values: list[float]) -> float:
+def _spread(values: Sequence[float]) -> float:
     if len(values) < 2:
         return 0.0
-    quarters = statistics.quantiles(values, n=4)
-    return quarters[2] - quarters[0]
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return high - low

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
+from typing import Any
+
+from torch.distributed.pipelining.schedules import Schedule1F1B
 
 from autosplit.pipeline.schedules import build
 from benchmarks.pipeline import compute, engine, memory, page, peers, standin
+from benchmarks.pipeline.contenders import Contender
 from benchmarks.results import Results
 from examples.decoder import LlamaConfig
 
@@ -51,32 +56,59 @@ def test_engine_page(tmp_path: Path) -> None:
     assert "Soak: 10 steps" in text
 
 
-def test_peers_say_who_is_ahead_and_what_fails() -> None:
-    common = {"microbatches": 2, "spread": 0.1, "peak": 2**20, "error": "", "match": ""}
+def _row(schedule: str, ours: bool, rounds: list[float], **more: object) -> dict[str, object]:
+    row = peers.Row(schedule, ours, 2, rounds, 2**20)
+    name = f"eager, M=2: {'ours' if ours else 'torch'} {schedule}"
+    return {"name": name, **dataclasses.asdict(row), **more}
+
+
+def test_peers_say_who_is_ahead_in_the_same_rounds_and_what_fails() -> None:
     rows = [
-        {**common, "name": "eager, M=2: ours a", "schedule": "a", "ours": True, "seconds": 1.0},
-        {**common, "name": "eager, M=2: ours d", "schedule": "d", "ours": True, "seconds": 1.3},
-        {
-            **common,
-            "name": "eager, M=2: torch b",
-            "schedule": "b",
-            "ours": False,
-            "seconds": 1.04,
-            "match": "d",
-        },
-        {
-            **common,
-            "name": "eager, M=2: torch c",
-            "schedule": "c",
-            "ours": False,
-            "seconds": float("nan"),
-            "error": "ValueError: no",
-        },
+        _row("a", True, [1.0, 2.0, 1.0]),
+        _row("d", True, [1.3, 1.3, 1.3]),
+        _row("in flight: a", True, [0.5, 0.5, 0.5]),
+        _row("b", False, [1.04, 2.08, 1.04], match="d"),
+        _row("c", False, [], error="ValueError: no"),
+        _row("in flight: b", False, [1.0, 1.0, 1.0]),
     ]
     text = peers.render(rows)
-    assert "**1.040x** (target 1.05x)" in text
+    assert "Their best over ours: **1.040x** (1.04-1.04), b over a (target 1.05x)" in text
+    assert "In flight, their best over ours: 2.000x (2.00-2.00), b over a (target 1.00x)" in text
     assert "**0.800x**" in text  # the same schedule, behind
     assert "- c: ValueError: no" in text
+
+
+TINY = {"dim": "16", "heads": "2", "kv_heads": "2", "hidden": "16", "layers": "4", "seq": "8"}
+
+
+def fails_on_the_last_rank(stage: Any, microbatches: int, loss_fn: Any) -> Schedule1F1B:
+    def fail(output: Any, target: Any) -> Any:
+        raise ValueError("this rank only")
+
+    return Schedule1F1B(stage, microbatches, loss_fn=fail)
+
+
+def test_peers_take_turns_and_one_that_fails_on_one_rank_is_a_row(tmp_path: Path) -> None:
+    chosen = [
+        Contender("1f1b", True, "1f1b"),
+        Contender("in flight: 1f1b", True, "1f1b", in_flight=True),
+        Contender("fails", False, fails_on_the_last_rank),
+        Contender("1F1B", False, Schedule1F1B, split_backward=False, match="1f1b"),
+        Contender("in flight: 1F1B", False, Schedule1F1B, match="in flight: 1f1b", in_flight=True),
+    ]
+    results = Results.read(tmp_path / "results.json")
+    deliver = functools.partial(page.write, results, "peers", command="c", environment="e")
+    factory = "examples.models:llama"
+    found = peers.measure(factory, (2, 4), 2, "eager", TINY, chosen, deliver=deliver)
+    assert all((row.seconds > 0) is not bool(row.error) for row in found)
+    rows = Results.read(tmp_path / "results.json").rows("peers")
+    assert [row["schedule"] for row in rows] == [each.name for each in chosen] * 2
+    for row in rows:
+        assert len(row["rounds"]) == (0 if row["schedule"] == "fails" else 2)
+        assert ("this rank only" in row["error"]) is (row["schedule"] == "fails")
+    text = (tmp_path / "README.md").read_text()
+    assert "### eager, M=2" in text
+    assert "### eager, M=4" in text
 
 
 def test_ranks_are_weighed_while_they_run_and_counted_where_they_are_many() -> None:
@@ -94,8 +126,7 @@ def test_ranks_are_weighed_while_they_run_and_counted_where_they_are_many() -> N
 
 
 def test_the_engine_takes_no_less_than_its_replay() -> None:
-    tiny = {"dim": "16", "heads": "2", "kv_heads": "2", "hidden": "16", "layers": "2", "seq": "8"}
-    (row,) = compute.measure([compute.Case("1f1b", "1f1b", 1)], tiny, steps=2)
+    (row,) = compute.measure([compute.Case("1f1b", "1f1b", 1)], TINY, steps=2)
     assert row.replayed >= 1.0
     late = {**dataclasses.asdict(row), "simulated": 1.2, "shortest": 0.02}
     assert "**1.200**" in compute.render([late])

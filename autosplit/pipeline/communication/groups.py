@@ -233,7 +233,7 @@ class Groups:
                 continue
             for peer in dist.get_process_group_ranks(group):
                 if peer != self.rank:
-                    _disconnect(group, peer)
+                    disconnect(group, peer)
             dist.destroy_process_group(group)
         abort(devices)
 
@@ -262,7 +262,8 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def _disconnect(group: dist.ProcessGroup, peer: int) -> None:
+def disconnect(group: dist.ProcessGroup, peer: int) -> None:
+    """End every wait on a Gloo group between this rank and ``peer``, on both."""
     with contextlib.suppress(RuntimeError):
         work = dist.irecv(torch.empty(1, device="cpu"), src=peer, group=group, tag=_CLOSING_TAG)
         if work is not None:

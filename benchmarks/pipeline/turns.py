@@ -1,0 +1,209 @@
+"""One rank's contenders, ready to take turns; stages that are alike are built and compiled once."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+
+from autosplit.pipeline.communication.groups import disconnect
+from autosplit.pipeline.execution.assembly import StageFactory, TrainableStage, split_stage
+from autosplit.pipeline.training.trainer import PipelineTrainer
+from autosplit.workload import Workload
+
+from .contenders import Contender
+
+RANKS = 2
+TIMEOUT = 300.0  # seconds; the other rank may be compiling
+STEPS = 2  # in flight that a turn counts
+
+_WARM_UP = 2  # steps
+_WARM_UP_AUTO = 4  # "auto" measures three before it has its schedule
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """What one contender does on this rank.
+
+    Attributes:
+        step: one step; in flight, without waiting for the other rank.
+        settle: waits for the steps in flight.
+        in_flight: whether steps are.
+    """
+
+    step: Callable[[], None]
+    settle: Callable[[], None]
+    in_flight: bool
+
+    def run(self) -> float:
+        """Seconds of a step: until both ranks are done, or of this rank from one to the next."""
+        dist.barrier()
+        if not self.in_flight:
+            start = time.perf_counter()
+            self.step()
+            dist.barrier()
+            return time.perf_counter() - start
+        self.step()
+        start = time.perf_counter()
+        for _ in range(STEPS):
+            self.step()
+        seconds = (time.perf_counter() - start) / STEPS
+        self.settle()
+        return seconds
+
+
+class Turns:
+    """Makes contenders' turns, whatever M is.
+
+    Args:
+        workload: the model and its data.
+        backend: how stages are run.
+
+    Attributes:
+        rank: this process's.
+    """
+
+    def __init__(self, workload: Workload, backend: str) -> None:
+        self._workload = workload
+        self._backend = backend
+        self._modules: dict[tuple[bool, int, int], nn.Module] = {}
+        self._stages: dict[tuple[str, int, int], TrainableStage] = {}
+        self._trainers: list[PipelineTrainer] = []
+        self.rank = dist.get_rank()
+
+    def make(self, contender: Contender, microbatches: int) -> Turn | str:
+        """A turn that has run its first steps, or on both ranks the error that it ended with."""
+        batch = self._workload.batch_fn(0, microbatches * self._workload.microbatch_size)
+        # Of its own, so that a rank that fails can leave the other one nothing to wait for.
+        group = dist.new_group(timeout=timedelta(seconds=TIMEOUT))
+        failure = None
+        try:
+            turn = self._made(contender, microbatches, batch, group)
+            for _ in range(_WARM_UP_AUTO if contender.schedule == "auto" else _WARM_UP):
+                turn.step()
+            turn.settle()
+        except Exception as error:
+            failure = (time.time(), _told(error))
+            disconnect(group, RANKS - 1 - self.rank)
+            _forget(self._modules.values())
+        failures = [each for each in gather(failure) if each is not None]
+        return min(failures)[1] if failures else turn
+
+    def close(self) -> None:
+        """Give back what the turns so far have of process groups."""
+        for trainer in self._trainers:
+            trainer.close()
+        self._trainers.clear()
+
+    def _made(self, contender: Contender, microbatches: int, batch: Any, group: Any) -> Turn:
+        if contender.ours:
+            return self._ours(contender, microbatches, batch)
+        return self._theirs(contender, microbatches, batch, group)
+
+    def _ours(self, contender: Contender, microbatches: int, batch: Any) -> Turn:
+        total = RANKS * contender.chunks
+        trainer = PipelineTrainer(
+            lambda index: self._module(True, total, index),
+            self._workload.loss_fn,
+            torch.optim.SGD,
+            stages=total,
+            microbatches=microbatches,
+            schedule=contender.schedule,
+            split_backward=contender.split_backward,
+            timeout=TIMEOUT,
+            stage_factory=self._factory(contender.accumulation, total),
+        )
+        self._trainers.append(trainer)
+        if contender.in_flight:
+            flying: list[Any] = []
+
+            def settle() -> None:
+                while flying:
+                    flying.pop(0).wait()
+
+            return Turn(lambda: flying.append(trainer.step_async(batch)), settle, True)
+
+        def step() -> None:
+            trainer.forward_backward(batch)
+            _forget(trainer.modules.values())
+
+        return Turn(step, _nothing, False)
+
+    def _theirs(self, contender: Contender, microbatches: int, batch: Any, group: Any) -> Turn:
+        rank, total = self.rank, RANKS * contender.chunks
+        held = [rank + chunk * RANKS for chunk in range(contender.chunks)]
+        if contender.v_shaped:
+            held = [rank, total - 1 - rank]
+        modules = [self._module(False, total, index) for index in held]
+        stages = [
+            PipelineStage(module, index, total, torch.device("cpu"), group=group)
+            for module, index in zip(modules, held, strict=True)
+        ]
+        schedule = contender.schedule(
+            stages if contender.chunks > 1 else stages[0],
+            microbatches,
+            loss_fn=self._workload.loss_fn,
+        )
+        optimizer = torch.optim.SGD([p for module in modules for p in module.parameters()])
+        inputs, targets = batch
+
+        def step() -> None:
+            args = (inputs,) if 0 in held else ()
+            more = {"target": targets, "losses": []} if total - 1 in held else {}
+            schedule.step(*args, **more)
+            if contender.in_flight:
+                optimizer.step()
+            _forget(modules)
+
+        return Turn(step, _nothing, contender.in_flight)
+
+    def _module(self, ours: bool, total: int, index: int) -> nn.Module:
+        key = (ours, total, index)
+        if key not in self._modules:
+            module = self._modules[key] = self._workload.stage_fn(index, total)
+            if not ours and self._backend != "eager":
+                module.compile(backend=self._backend)
+        return self._modules[key]
+
+    def _factory(self, accumulation: str, total: int) -> StageFactory:
+        """Makes a stage of a module or finds the one that was made of it before."""
+        make = split_stage(self._backend, accumulation=accumulation)
+
+        def factory(module: nn.Module, args: list[Tensor], *, index: int) -> TrainableStage:
+            key = (accumulation, total, index)
+            if key not in self._stages:
+                self._stages[key] = make(module, args, index=index)
+            return self._stages[key]
+
+        return factory
+
+
+def gather(value: Any) -> list[Any]:
+    """Every rank's value, by rank."""
+    values: list[Any] = [None] * RANKS
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _forget(modules: Iterable[nn.Module]) -> None:
+    for module in modules:
+        module.zero_grad(set_to_none=True)
+
+
+def _told(error: BaseException) -> str:
+    """The first line of what was behind it all."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {line[:160]}"
+
+
+def _nothing() -> None:
+    pass
