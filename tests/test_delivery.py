@@ -182,15 +182,6 @@ def test_sparse_sum() -> None:
     assert torch.equal(model.weight.grad, plain.weight.grad)
 
 
-def test_parameter_frozen_between_backward_and_its_weights() -> None:
-    split = autosplit.split(nn.Linear(3, 2))
-    backward(split, torch.randn(4, 3))
-    split.weight.requires_grad_(False)
-    split.backward_weight()
-    assert split.weight.grad is None
-    assert split.bias.grad is not None
-
-
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch without grad_dtype")
 def test_gradients_of_another_dtype() -> None:
     model = nn.Linear(3, 2).bfloat16()
