@@ -78,7 +78,7 @@ class Order:
         times = torch.cat([stages.times, stages.times[1:2] + stages.times[2:3]])
         zero = torch.zeros(stages.times.shape[2], dtype=torch.float64)
         clocks = [zero] * self.ranks
-        links: dict[tuple[int, int | None], Tensor] = {}
+        links: dict[tuple[int, int], Tensor] = {}
         arrived: dict[Action, Tensor] = {}
         for play in self._plays:
             start = clocks[play.rank]
@@ -89,26 +89,28 @@ class Order:
             if play.target is None:
                 continue
             if play.target != play.rank:
-                end = self._sent(play, end, links, stages)
+                end = self._sent(play, play.target, end, links, stages)
             arrived[play.result] = end
         return torch.stack(clocks).amax(0)
 
     def _sent(
         self,
         play: _Play,
+        target: int,
         end: Tensor,
-        links: dict[tuple[int, int | None], Tensor],
+        links: dict[tuple[int, int], Tensor],
         stages: Stages,
     ) -> Tensor:
         """When the result is on the other rank; a link carries one message after the other."""
-        if self._links.bandwidth != torch.inf:
-            link = play.rank, play.target
+        link = play.rank, target
+        latency, bandwidth = self._links.link(*link)
+        if bandwidth != torch.inf:
             end = torch.maximum(end, links[link]) if link in links else end
             forward = play.action.kind is ActionKind.FORWARD
             sizes = stages.crossing if forward else stages.returning
-            end = end + sizes[boundary_of(play.result)] / self._links.bandwidth
+            end = end + sizes[boundary_of(play.result)] / bandwidth
             links[link] = end
-        return end + self._links.latency if self._links.latency else end
+        return end + latency if latency else end
 
     def peaks(self, stages: Stages) -> Tensor:
         """The most that each rank holds at once, parameters and all; shape [P, K]."""

@@ -16,7 +16,7 @@ from autosplit.pipeline.search.units import Units
 from autosplit.pipeline.simulation.costs import Costs
 from autosplit.pipeline.simulation.memory import StageMemory, peak_memory
 from autosplit.pipeline.simulation.simulate import simulate
-from autosplit.pipeline.simulation.transfer import Transfer
+from autosplit.pipeline.simulation.transfer import Link, Transfer
 from autosplit.pipeline.validate import validate
 
 pytest.importorskip("ortools")
@@ -46,6 +46,7 @@ def costs_of(
         (costs_of([(2.0, 2.0, 6.0), (7.0, 4.0, 2.0), (1.0, 8.0, 1.0)], 1.3), 3, 3, 2.0),
         (costs_of([(3.0, 9.0, 1.0), (9.0, 2.0, 5.0), (2.0, 5.0, 2.0)], 0.75), 4, 3, 2.5),
         (costs_of(UNEVEN, 0.75, Transfer(0.5, 2.0, 1.0)), 2, 2, 4.0),
+        (costs_of(UNEVEN, 0.75, Transfer(0.5, 2.0, 1.0, pairs={(1, 2): Link(2.0)})), 4, 4, 4.0),
     ],
 )
 def test_the_search_is_near_the_optimum(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.schedules import SCHEDULES, WEIGHTS, build
 from autosplit.pipeline.schedules.fill import fill
 from autosplit.pipeline.schedules.skeleton import Skeleton
+from autosplit.pipeline.schedules.weights import schedule_of
 from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.pipeline.validate import validate
 
@@ -370,3 +372,34 @@ def test_an_order_that_deadlocks_cannot_be_filled() -> None:
         "no place for the backward weights within 2 microbatches in flight: nothing can run while "
         "0I0, 1F1 wait"
     )
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.sampled_from([name for name, family in SCHEDULES.items() if "fill" in family.weights]),
+    st.integers(1, 4),
+    st.integers(1, 6),
+    st.tuples(*(st.integers(0, 4),) * 3),
+    st.sampled_from([0.0, 0.5, 1.0]),
+)
+def test_filling_tells_the_simulated_step(
+    name: str, ranks: int, microbatches: int, times: tuple[int, int, int], patience: float
+) -> None:
+    chunks = SCHEDULES[name].chunks
+    try:
+        skeleton = SCHEDULES[name].make(ranks, microbatches, *(() if chunks else (2,)))
+    except ScheduleError:
+        reject()
+    rows = tuple(
+        tuple(
+            replace(each, kind=ActionKind.BACKWARD_INPUT)
+            if each.kind is ActionKind.BACKWARD
+            else each
+            for each in row
+        )
+        for row in skeleton.rows
+    )
+    triples = [tuple(map(float, times))] * len(skeleton.placement)
+    found = fill(replace(skeleton, rows=rows), triples, patience=patience)
+    schedule = schedule_of(name, skeleton, found.rows)
+    assert simulate(schedule, seconds(*map(float, times))).step_time == found.step

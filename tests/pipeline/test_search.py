@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import assume, given, settings
@@ -15,6 +16,7 @@ from autosplit.errors import ScheduleError
 from autosplit.pipeline.schedules import SCHEDULES, build
 from autosplit.pipeline.schedules.fusing import fuse_adjacent
 from autosplit.pipeline.search import search
+from autosplit.pipeline.search.bound import lower_bound
 from autosplit.pipeline.search.improve import improve
 from autosplit.pipeline.search.late import late
 from autosplit.pipeline.search.named import named_schedules
@@ -23,7 +25,7 @@ from autosplit.pipeline.search.problem import Problem
 from autosplit.pipeline.simulation.costs import Costs
 from autosplit.pipeline.simulation.memory import StageMemory, peak_memory
 from autosplit.pipeline.simulation.simulate import simulate
-from autosplit.pipeline.simulation.transfer import Transfer
+from autosplit.pipeline.simulation.transfer import Link, Transfer
 from autosplit.pipeline.validate import validate
 from autosplit.pipeline.wiring import Source, Wiring
 
@@ -145,6 +147,8 @@ def costs_of(draw: st.DrawFn, stages: int) -> Costs:
     wiring = None
     if draw(st.booleans()):
         wiring, links = draw(wirings(stages))
+    if draw(st.booleans()):
+        links = replace(links, pairs={(0, 1): Link(1.0, 0.5), (1, 2): Link(0.25)})
     return Costs(
         [(float(f), float(i), float(w)) for f, i, w in times],
         [StageMemory(1.0, draw(st.sampled_from([0.75, 1.25])))] * stages,
@@ -223,6 +227,17 @@ def test_knowing_of_links_and_waits_is_no_disadvantage() -> None:
     costs = replace(plain, transfer=links, early_weights=True, slices=4)
     blind, found = (search(each, 12, cap=8.0) for each in (plain, costs))
     assert costs.timeline(found).makespan <= costs.timeline(blind).makespan
+
+
+@pytest.mark.parametrize("options", [{}, {"early_weights": True, "slices": 4}])
+def test_the_bound_knows_of_links_and_is_reached(options: dict[str, Any]) -> None:
+    """A rank that is busy from its first message to the end of the step: no order is shorter."""
+    links = Transfer(0.5, 1.0, 1.0, pairs={(2, 3): Link(2.0, 2.0)})
+    costs = replace(alike(8, (9.0, 9.0, 5.0)), transfer=links, **options)
+    problem = Problem(costs, (0, 1, 2, 3, 3, 2, 1, 0), 16, (math.inf,) * 4)
+    assert lower_bound(problem) == 2 * 16 * 23.0 + 3 * 9.0 + 1.5 + 1.5 + 2.5
+    found = search(costs, 16, ranks=4)
+    assert costs.timeline(found).makespan == pytest.approx(lower_bound(problem))
 
 
 def test_weights_wait_for_a_wait() -> None:

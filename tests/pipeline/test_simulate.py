@@ -13,7 +13,7 @@ from autosplit.errors import ScheduleError
 from autosplit.pipeline.action import Action, ActionKind
 from autosplit.pipeline.schedules import SCHEDULES, build
 from autosplit.pipeline.simulation.simulate import simulate
-from autosplit.pipeline.simulation.transfer import Transfer
+from autosplit.pipeline.simulation.transfer import Link, Transfer
 from autosplit.pipeline.timeline import Timeline
 from autosplit.pipeline.wiring import Source, Wiring
 
@@ -161,6 +161,20 @@ def test_a_wired_chain_is_a_chain(name: str, ranks: int, microbatches: int) -> N
     assert wired == simulate(schedule, seconds(3, 2, 1), transfer=links)
 
 
+def test_a_pair_of_ranks_may_have_a_link_of_its_own() -> None:
+    """In both directions; other pairs have the common one."""
+    schedule = build("1f1b", 3, 1, split_backward=False)
+    links = Transfer(0.25, 4.0, 4.0, pairs={(1, 2): Link(3.0, 2.0)})
+    assert as_text(simulate(schedule, UNIT, transfer=links)) == [
+        "0: 0F0 0-1",
+        "1: 1F0 2.25-3.25",
+        "2: 2F0 8.25-9.25",
+        "2: 2B0 9.25-11.25",
+        "1: 1B0 16.25-18.25",
+        "0: 0B0 19.5-21.5",
+    ]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -168,6 +182,8 @@ def test_a_wired_chain_is_a_chain(name: str, ranks: int, microbatches: int) -> N
         ({"bandwidth": 0.0}, "bandwidth must be bytes in a second > 0, got 0.0"),
         ({"message_bytes": math.inf}, "message_bytes must be finite numbers >= 0, got inf"),
         ({"message_bytes": {0: -2.0}}, "message_bytes must be finite numbers >= 0, got -2.0"),
+        ({"pairs": {(0, 1): Link(math.nan)}}, "transfer must be finite seconds >= 0, got nan"),
+        ({"pairs": {(1, 0): Link()}}, r"two ranks, the lower one first; got \(1, 0\)"),
         ({"gradient_bytes": -1.0}, "gradient_bytes must be finite numbers >= 0, got -1.0"),
     ],
 )

@@ -15,7 +15,7 @@ from planned import all_tried, even, models, stage_times, tried
 
 from autosplit.errors import PlanError, ScheduleError
 from autosplit.pipeline.schedules import build
-from autosplit.pipeline.simulation.transfer import Transfer
+from autosplit.pipeline.simulation.transfer import Link, Transfer
 from autosplit.pipeline.validate import validate
 from autosplit.planner import cutting
 from autosplit.planner.costs import BlockCost, ModelCosts
@@ -31,7 +31,14 @@ FIXED = [
     ("gpipe", {"weights": "2bp"}),
     ("interleaved", {"split_backward": False, "ranks": 2}),
 ]
-LINKS = st.sampled_from([None, Transfer(0.5), Transfer(0.25, 2.0)])
+LINKS = st.sampled_from(
+    [
+        None,
+        Transfer(0.5),
+        Transfer(0.25, 2.0),
+        Transfer(0.25, pairs={(0, 1): Link(1.0, 0.5)}),
+    ]
+)
 
 
 def cases(data: st.DataObject) -> tuple[ModelCosts, int, int, str, dict[str, Any]]:

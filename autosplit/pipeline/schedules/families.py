@@ -31,12 +31,14 @@ class Family:
         chunks: how many stages each rank holds apart from each other; None: any number from 2 on.
         weights: the placements of W that it admits, the default last; () if it places its own.
         fused: whether it can also run with full backwards.
+        copies: of every stage.
     """
 
     make: Callable[..., Skeleton]
     chunks: int | None = 1
     weights: tuple[str, ...] = WEIGHTS
     fused: bool = True
+    copies: int = 1
 
 
 SCHEDULES: Mapping[str, Family] = MappingProxyType(
@@ -51,8 +53,8 @@ SCHEDULES: Mapping[str, Family] = MappingProxyType(
         "v-half": Family(v_half, chunks=2, weights=("fill",), fused=False),
         "v-min": Family(v_min, chunks=2, weights=("fill",), fused=False),
         "dualpipe-v": Family(dual_pipe_v, chunks=2, weights=(), fused=False),
-        "dualpipe": Family(dual_pipe, weights=(), fused=False),
-        "chimera": Family(chimera, weights=("fill",)),
+        "dualpipe": Family(dual_pipe, weights=(), fused=False, copies=2),
+        "chimera": Family(chimera, weights=("fill",), copies=2),
     }
 )
 """Every known schedule by name."""

@@ -11,6 +11,7 @@ import heapq
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.action import Action, ActionKind
@@ -27,6 +28,13 @@ _PLACE = {
 }
 
 
+class Filled(NamedTuple):
+    """Rows with their Ws, and what a step of them takes under the times that they were made for."""
+
+    rows: tuple[Row, ...]
+    step: float
+
+
 @dataclass
 class _Rank:
     """What one rank still has to run, and what it has run."""
@@ -35,11 +43,13 @@ class _Rank:
     budget: int
     pending: deque[Action] = field(default_factory=deque)
     in_flight: int = 0
+    begun: float | None = None
     free_at: float = 0.0
     done: list[Action] = field(default_factory=list)
 
-    def run(self, action: Action, end: float) -> None:
+    def run(self, action: Action, now: float, end: float) -> None:
         """Take ``action`` from where it waits and occupy the rank with it until ``end``."""
+        self.begun = now if self.begun is None else self.begun
         self.done.append(action)
         self.free_at = end
         if action.kind is ActionKind.BACKWARD_WEIGHT:
@@ -58,7 +68,7 @@ def fill(
     times: Sequence[StageTimes],
     *,
     patience: float = 0.0,
-) -> tuple[Row, ...]:
+) -> Filled:
     """Add each rank's Ws to its order of F and I, in the order of the Is.
 
     Args:
@@ -87,7 +97,7 @@ def fill(
         if action is None:
             continue
         end = now + times[action.stage][_PLACE[action.kind]]
-        rank.run(action, end)
+        rank.run(action, now, end)
         there[action] = end
         neighbours = range(max(action.stage - 1, 0), min(action.stage + 2, stages))
         for other in {index, *(skeleton.home(each, action.microbatch) for each in neighbours)}:
@@ -98,7 +108,12 @@ def fill(
             f"no place for the backward weights within {max(skeleton.budgets)} microbatches in "
             f"flight: nothing can run while {', '.join(stuck)} wait"
         )
-    return tuple(tuple(rank.done) for rank in ranks)
+    # Links cost nothing here and no action starts later than it can: so this is the simulated step.
+    starts = [rank.begun or 0.0 for rank in ranks]
+    if not skeleton.crosses_step:
+        starts = [min(starts)] * len(ranks)
+    step = max(rank.free_at - start for rank, start in zip(ranks, starts, strict=True))
+    return Filled(tuple(tuple(rank.done) for rank in ranks), step)
 
 
 def _choose(

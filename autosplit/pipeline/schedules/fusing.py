@@ -83,9 +83,10 @@ def _urgent(schedule: Schedule, costs: Costs, timeline: Timeline) -> frozenset[A
     for made, end in wholes.items():
         home = schedule.home(made.stage, made.microbatch)
         for parcel in arrivals.parcels(made):
-            if schedule.home(parcel.stage, made.microbatch) == home:
+            target = schedule.home(parcel.stage, made.microbatch)
+            if target == home:
                 continue
-            travel = arrivals.occupies(parcel) + costs.transfer.latency
+            travel = sum(arrivals.travel(parcel, home, target))
             if takers[replace(made, stage=parcel.stage)] < end + travel:
                 urgent.add(made)
     return frozenset(urgent)

@@ -95,7 +95,7 @@ def _fill_best(name: str, skeleton: Skeleton, times: Times | None) -> tuple[Row,
     """
     skeleton = replace(skeleton, rows=tuple(map(_inputs_only, skeleton.rows)))
     stages = len(skeleton.placement)
-    best = fill(skeleton, [(1.0, 1.0, 1.0)] * stages)
+    best = fill(skeleton, [(1.0, 1.0, 1.0)] * stages).rows
     if times is None:
         return best
     triples = per_stage(times, stages)
@@ -104,11 +104,11 @@ def _fill_best(name: str, skeleton: Skeleton, times: Times | None) -> tuple[Row,
         for stage, triple in enumerate(triples)
         for kind, seconds in zip(_SPLIT_KINDS, triple, strict=True)
     }
-    candidates = [best, *(fill(skeleton, triples, patience=each) for each in _PATIENCE)]
-    return min(
-        candidates,
-        key=lambda ranks: simulate(schedule_of(name, skeleton, ranks), duration).step_time,
+    step = simulate(schedule_of(name, skeleton, best), duration).step_time
+    greedy = min(
+        (fill(skeleton, triples, patience=each) for each in _PATIENCE), key=lambda each: each.step
     )
+    return best if step <= greedy.step else greedy.rows
 
 
 def schedule_of(name: str, skeleton: Skeleton, ranks: tuple[Row, ...]) -> Schedule:

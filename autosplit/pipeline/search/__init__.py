@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.schedules.weights import check_counts
+from autosplit.pipeline.search.bound import lower_bound
 from autosplit.pipeline.search.construct import Policy, construct
 from autosplit.pipeline.search.improve import improve
 from autosplit.pipeline.search.late import late
@@ -30,6 +31,10 @@ _POLICIES = [
 _STARTS = 3  # orders that local search begins from
 _WORK = 450_000  # actions played through in all: about a second
 _FEWEST, _MOST = 20, 4000  # plays from each start
+_TOLERANCE = 1e-9  # of a step: lengths that differ by rounding are equal
+
+Start = tuple[float, Problem, Rows]
+"""An order of a problem that runs within the caps, with its length first."""
 
 
 def search(
@@ -68,18 +73,15 @@ def search(
     check_counts(ranks=ranks, microbatches=microbatches)
     caps = caps_of(cap, ranks)
     named = _placed(costs, microbatches, ranks, placement)
-    known = sorted(
-        (each for each in named if _within(peak_memory(each, costs.memory), caps)),
-        key=lambda each: costs.timeline(each).makespan,
-    )
+    problems = _problems(costs, microbatches, caps, named)
+    known = _known(problems, named)
     work = _WORK
     easy = replace(costs, transfer=Transfer(), early_weights=False, slices=1)
     if easy != costs:  # where messages take no time good orders are easier to find
         work //= 2
-        found = _improved(_starts(easy, microbatches, caps, named, known), work)
-        known += [] if found is None else [found[1]]
-        known.sort(key=lambda each: costs.timeline(each).makespan)
-    found = _improved(_starts(costs, microbatches, caps, named, known), work)
+        found = _improved(_starts(_problems(easy, microbatches, caps, named), known), work)
+        known = _known(problems, [*known, *([] if found is None else [found[1]])])
+    found = _improved(_starts(problems, known), work)
     if known and (found is None or found[0] >= costs.timeline(known[0]).makespan):
         return replace(known[0], name="auto")
     if found is None:
@@ -134,39 +136,69 @@ def caps_of(cap: float | Sequence[float], ranks: int) -> tuple[float, ...]:
     return caps
 
 
-def _within(peaks: Sequence[float], caps: Sequence[float]) -> bool:
-    return all(peak <= most * (1 + 1e-9) for peak, most in zip(peaks, caps, strict=True))
-
-
-def _starts(
-    costs: Costs,
-    microbatches: int,
-    caps: Sequence[float],
-    named: Sequence[Schedule],
-    known: Sequence[Schedule],
-) -> list[tuple[float, Problem, Rows]]:
-    """The shortest orders to begin from, named or constructed, with their lengths."""
-    problems = {
+def _problems(
+    costs: Costs, microbatches: int, caps: Sequence[float], named: Sequence[Schedule]
+) -> dict[tuple[int, ...], Problem]:
+    """By placement."""
+    return {
         placement: Problem(costs, placement, microbatches, caps)
         for placement in dict.fromkeys(each.placement for each in named)
     }
-    candidates = [
-        (problems[each.placement], problems[each.placement].rows_of(each)) for each in known
-    ]
-    for problem in problems.values():
-        made = (construct(problem, policy) for policy in _POLICIES)
-        candidates += [(problem, rows) for rows in made if rows is not None]
-    if costs.early_weights:
-        candidates += [(problem, late(problem, rows)) for problem, rows in candidates]
-    starts = []
-    for problem, rows in candidates:
+
+
+def _known(
+    problems: Mapping[tuple[int, ...], Problem], schedules: Sequence[Schedule]
+) -> list[Schedule]:
+    """Those within the caps, the shortest first."""
+    steps = []
+    for schedule in schedules:
+        problem = problems[schedule.placement]
+        for makespan, *_ in _played(problem, problem.numbers_of(schedule)):
+            steps.append((makespan, schedule))
+    return [schedule for _, schedule in sorted(steps, key=lambda each: each[0])]
+
+
+def _played(problem: Problem, rows: Rows) -> Iterator[Start]:
+    """The order with its length, if it runs within the caps."""
+    if all(map(problem.fits, rows, range(len(rows)))):
         played = play(problem, rows)
-        if played is not None and all(map(problem.fits, rows, range(len(rows)))):
-            starts.append((played.makespan, problem, rows))
-    return _varied(starts)[:_STARTS]
+        if played is not None:
+            yield played.makespan, problem, rows
 
 
-def _varied(starts: Sequence[tuple[float, Problem, Rows]]) -> list[tuple[float, Problem, Rows]]:
+def _starts(problems: Mapping[tuple[int, ...], Problem], known: Sequence[Schedule]) -> list[Start]:
+    """The shortest orders to begin from, named or constructed.
+
+    Where stages are placed so that no order can be shorter than one that is known, none is looked
+    for.
+    """
+    bounds = {placement: lower_bound(problem) for placement, problem in problems.items()}
+    starts: list[Start] = []
+    for each in known:
+        starts += _begun(problems[each.placement], problems[each.placement].rows_of(each))
+    for placement, problem in problems.items():
+        if bounds[placement] < _shortest(starts):
+            for policy in _POLICIES:
+                starts += _begun(problem, construct(problem, policy))
+    varied, shortest = _varied(starts), _shortest(starts)
+    worth = (start for start in varied[1:] if bounds[start[1].placement] < shortest)
+    return [*varied[:1], *worth][:_STARTS]
+
+
+def _begun(problem: Problem, rows: Rows | None) -> Iterator[Start]:
+    """An order to begin from; where Ws run in waits, the same with its Ws put off, too."""
+    if rows is not None:
+        yield from _played(problem, rows)
+        if problem.costs.early_weights:
+            yield from _played(problem, late(problem, rows))
+
+
+def _shortest(starts: Sequence[Start]) -> float:
+    """Less than this is shorter than all of them by more than rounding."""
+    return min((start[0] for start in starts), default=math.inf) * (1 - _TOLERANCE)
+
+
+def _varied(starts: Sequence[Start]) -> list[Start]:
     """The shortest of each placement, then the rest, the shortest first; each order once."""
     leaders, rest = [], []
     seen: set[tuple[int, ...]] = set()
@@ -182,9 +214,7 @@ def _varied(starts: Sequence[tuple[float, Problem, Rows]]) -> list[tuple[float, 
     return leaders + rest
 
 
-def _improved(
-    starts: Sequence[tuple[float, Problem, Rows]], work: int
-) -> tuple[float, Schedule] | None:
+def _improved(starts: Sequence[Start], work: int) -> tuple[float, Schedule] | None:
     """The shortest schedule that local search reaches from the starts."""
     best: tuple[float, Schedule] | None = None
     for _, problem, rows in starts:

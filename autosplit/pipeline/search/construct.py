@@ -68,11 +68,11 @@ def construct(problem: Problem, policy: Policy) -> Rows | None:
         left -= 2 if problem.actions[action].kind is FULL else 1
         end = now + problem.seconds[action]
         _run(problem, ranks, action, end)
-        for parcel, link, took in problem.makes[action]:
+        for parcel, link, took, latency in problem.makes[action]:
             ready[parcel] = end
             if link is not None:
                 links[link] = max(end, links.get(link, 0.0)) + took
-                ready[parcel] = links[link] + problem.costs.transfer.latency
+                ready[parcel] = links[link] + latency
                 heapq.heappush(looks, (ready[parcel], link[1]))
         heapq.heappush(looks, (end, rank))
     return None if left else ranks.rows

@@ -14,9 +14,9 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from autosplit.pipeline.action import Action
+from autosplit.pipeline.search.bound import lower_bound
 from autosplit.pipeline.search.play import Play, play
-from autosplit.pipeline.search.problem import FORWARD, FULL, INPUT, KINDS, WEIGHT, Problem, Rows
+from autosplit.pipeline.search.problem import FULL, INPUT, WEIGHT, Problem, Rows
 
 _TOLERANCE = 1e-9
 _HEAT = 0.02  # of the makespan: by so much longer steps are kept at first
@@ -51,9 +51,9 @@ def improve(problem: Problem, rows: Rows, plays: int) -> Found | None:
     played = play(problem, rows)
     if played is None:
         return None
-    best, spent = _descend(problem, Found(rows, played), plays)
     chance = random.Random(0)
     least = lower_bound(problem) * (1 + _TOLERANCE)
+    best, spent = _descend(problem, Found(rows, played), plays, least)
     for left in (_ROUNDS - each for each in range(_ROUNDS)):
         if spent >= plays or best.makespan <= least:
             break
@@ -62,42 +62,11 @@ def improve(problem: Problem, rows: Rows, plays: int) -> Found | None:
     return best
 
 
-def lower_bound(problem: Problem) -> float:
-    """No rank can end before its first input has come and all its work is done."""
-    begins = _begins(problem)
-    bounds = []
-    for rank in range(len(problem.caps)):
-        stages = [stage for stage, each in enumerate(problem.placement) if each == rank]
-        lead = min((begins[stage] for stage in stages), default=0.0)
-        work = sum(_least_work(problem, stage) for stage in stages)
-        bounds.append(lead + problem.microbatches * work)
-    return max(bounds)
-
-
-def _begins(problem: Problem) -> list[float]:
-    """When the first F of each stage can begin, as far as the Fs before it tell."""
-    begins: list[float] = []
-    for stage in range(len(problem.placement)):
-        needs = problem.needs[problem.number[Action(stage, FORWARD, 0)]]
-        makers = [problem.makers[parcel] for parcel in needs]
-        ends = (begins[problem.actions[each].stage] + problem.seconds[each] for each in makers)
-        begins.append(max(ends, default=0.0))
-    return begins
-
-
-def _least_work(problem: Problem, stage: int) -> float:
-    """Seconds of a microbatch on a stage, with the shorter of the two backwards."""
-    forward, inputs, weights, full = (
-        problem.seconds[problem.number[Action(stage, kind, 0)]] for kind in KINDS
-    )
-    return forward + min(inputs + weights, full)
-
-
-def _descend(problem: Problem, here: Found, plays: int) -> tuple[Found, int]:
+def _descend(problem: Problem, here: Found, plays: int, least: float) -> tuple[Found, int]:
     """Take the first move that helps until none does."""
     spent = 0
     going = True
-    while going and spent < plays:
+    while going and spent < plays and here.makespan > least:
         going = False
         for move in _moves(problem, here):
             rows = _moved(problem, here.rows, move)

@@ -15,7 +15,7 @@ from itertools import combinations
 from typing import Any, NamedTuple
 
 from autosplit.pipeline.action import Action
-from autosplit.pipeline.search.improve import lower_bound
+from autosplit.pipeline.search.bound import lower_bound
 from autosplit.pipeline.search.play import play
 from autosplit.pipeline.search.problem import FORWARD, FULL, INPUT, KINDS, WEIGHT, Problem, Rows
 from autosplit.pipeline.search.units import Units
@@ -23,7 +23,7 @@ from autosplit.pipeline.search.units import Units
 _FINEST_MEMORY = 10**9  # bytes are whole numbers
 
 
-class _Message(NamedTuple):
+class _Sending(NamedTuple):
     """What goes over a link: who makes it, for how long it keeps the link, and when it has gone."""
 
     maker: int
@@ -43,14 +43,11 @@ class StepModel:
     def __init__(self, solver: Any, problem: Problem, hint: Rows | None) -> None:
         self.problem = problem
         self.model = solver.CpModel()
-        transfer = problem.costs.transfer
-        sending = [took for made in problem.makes for _, _, took in made]
-        self.units = Units([*problem.seconds, *sending, transfer.latency])
+        travels = [each for made in problem.makes for _, _, *travel in made for each in travel]
+        self.units = Units([*problem.seconds, *travels])
         self._took = [self.units.nearest(each) for each in problem.seconds]
-        self._latency = self.units.nearest(transfer.latency)
         played = None if hint is None else play(problem, hint)
-        self._horizon = sum(self._took) + sum(map(self.units.nearest, sending))
-        self._horizon += self._latency * len(problem.makers)
+        self._horizon = sum(self._took) + sum(map(self.units.nearest, travels))
         if played is not None:
             self._horizon = self.units.above(played.makespan + self.units.slack(self._took))
         self._numbers = [n for n, action in enumerate(problem.actions) if action.kind is not FULL]
@@ -126,9 +123,9 @@ class StepModel:
         """A message goes once it is made and those made before it on its link have gone."""
         problem = self.problem
         arrivals: list[Any] = [None] * len(problem.makers)
-        links: dict[tuple[int, int], list[_Message]] = defaultdict(list)
+        links: dict[tuple[int, int], list[_Sending]] = defaultdict(list)
         for number in self._numbers:
-            for parcel, link, took in problem.makes[number]:
+            for parcel, link, took, latency in problem.makes[number]:
                 arrivals[parcel] = gone = self._ends[number]
                 if link is None:
                     continue
@@ -136,8 +133,8 @@ class StepModel:
                 if takes:
                     gone = self._moment()
                     self.model.add(gone >= self._ends[number] + takes)
-                    links[link].append(_Message(number, takes, gone))
-                arrivals[parcel] = gone + self._latency
+                    links[link].append(_Sending(number, takes, gone))
+                arrivals[parcel] = gone + self.units.nearest(latency)
         for number in self._numbers:
             for parcel in problem.needs[number]:
                 self.model.add(self._starts[number] >= arrivals[parcel])
@@ -145,7 +142,7 @@ class StepModel:
             for one, other in combinations(messages, 2):
                 self._add_turns(one, other)
 
-    def _add_turns(self, one: _Message, other: _Message) -> None:
+    def _add_turns(self, one: _Sending, other: _Sending) -> None:
         """Of two messages on one link, that made first goes first; of one result, in order."""
         if one.maker == other.maker:
             self.model.add(other.gone >= one.gone + other.takes)

@@ -22,6 +22,8 @@ def named_schedules(
         ranks: number of processes.
     """
     for name, family in SCHEDULES.items():
+        if family.copies > 1:
+            continue
         for weights in (*(["fused"] if family.fused else []), *(family.weights or (None,))):
             try:
                 schedule = build(
@@ -35,5 +37,4 @@ def named_schedules(
                 )
             except ScheduleError:
                 continue
-            if schedule.mirror is None:
-                yield replace(schedule, crosses_step=False)
+            yield replace(schedule, crosses_step=False)

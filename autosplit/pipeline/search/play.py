@@ -31,7 +31,7 @@ def play(problem: Problem, rows: Rows) -> Play | None:
 
     Each row must hold F before I before W of a microbatch, or F before B.
     """
-    latency, needs, makes = problem.costs.transfer.latency, problem.needs, problem.makes
+    needs, makes = problem.needs, problem.makes
     seconds = problem.placed_seconds
     starts, causes = [-1.0] * len(seconds), [-1] * len(seconds)
     ready = [-1.0] * len(problem.makers)
@@ -65,7 +65,7 @@ def play(problem: Problem, rows: Rows) -> Play | None:
                 now = start + seconds[action]
                 place += 1
                 left -= 1
-                for parcel, link, took in makes[action]:
+                for parcel, link, took, latency in makes[action]:
                     if link is None:
                         ready[parcel] = now
                     else:

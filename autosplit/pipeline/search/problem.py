@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from autosplit.pipeline.action import Action, ActionKind
 from autosplit.pipeline.dependency import result_of
@@ -26,6 +27,22 @@ Rows = list[list[int]]
 """Per rank, the numbers of its actions in order."""
 
 
+class Message(NamedTuple):
+    """A parcel on its way.
+
+    Attributes:
+        parcel: its number.
+        link: the ranks at both ends; None if it stays on its rank.
+        took: seconds for which it keeps the link.
+        latency: seconds from then to its arrival.
+    """
+
+    parcel: int
+    link: tuple[int, int] | None
+    took: float
+    latency: float
+
+
 class Problem:
     """Every F, I, W and B of a step, numbered, with what it needs, takes and keeps.
 
@@ -40,10 +57,8 @@ class Problem:
 
     Attributes:
         needs: per action, the parcels that it takes of other stages.
-        makes: per action, its parcels, each with its link (None if it stays on its rank) and the
-            seconds for which it keeps that.
+        makes: per action, its parcels and how they travel.
         makers: per parcel, the action that makes it: of an I and a B the I.
-        takers: per parcel, the rank that gets it.
         placed_seconds: per action, the seconds it takes where the order has it.
         slices: per action, the seconds of each part of a W that may run in a wait; none for other
             actions, and none at all where Ws run as they are scheduled.
@@ -92,19 +107,16 @@ class Problem:
         feeds = None if self.costs.wiring is None else Feeds(len(self.placement), self.costs.wiring)
         arrivals = Arrivals(self.schedule("", []), self.costs.transfer, feeds)
         numbers: dict[Parcel, int] = {}
-        made: dict[Action, tuple[tuple[int, tuple[int, int] | None, float], ...]] = {}
+        made: dict[Action, tuple[Message, ...]] = {}
         self.makers: list[int] = []
-        self.takers: list[int] = []
         for number, action in enumerate(self.actions):
             rows = []
             for parcel in arrivals.parcels(action) if action.kind is not FULL else ():
                 numbers[parcel] = len(numbers)
                 link = self.rank[number], self.placement[parcel.stage]
                 self.makers.append(number)
-                self.takers.append(link[1])
-                local = link[0] == link[1]
-                took = 0.0 if local else arrivals.occupies(parcel)
-                rows.append((numbers[parcel], None if local else link, took))
+                travel = arrivals.travel(parcel, *link)
+                rows.append(Message(numbers[parcel], None if link[0] == link[1] else link, *travel))
             made[action] = tuple(rows)
         self.makes = [made[result_of(action)] for action in self.actions]
         self.needs = [
@@ -143,6 +155,10 @@ class Problem:
                 return False
             now -= self.frees[action]
         return True
+
+    def numbers_of(self, schedule: Schedule) -> Rows:
+        """A schedule's rows as numbers."""
+        return [[self.number[action] for action in row] for row in schedule.ranks]
 
     def rows_of(self, schedule: Schedule) -> Rows:
         """A schedule's rows as numbers, each B as its I and W where it is no better whole."""

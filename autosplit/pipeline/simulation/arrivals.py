@@ -56,9 +56,10 @@ class Arrivals:
             link = rank, self._schedule.home(parcel.stage, result.microbatch)
             if link[0] == link[1]:
                 continue
-            free = max(end, self._link_free.get(link, 0.0)) + self.occupies(parcel)
+            took, latency = self.travel(parcel, *link)
+            free = max(end, self._link_free.get(link, 0.0)) + took
             self._link_free[link] = free
-            self._arrived[parcel] = free + self._transfer.latency
+            self._arrived[parcel] = free + latency
             self.sent[link].append(parcel)
 
     def at(self, result: Action, stage: int, rank: int) -> float:
@@ -73,10 +74,18 @@ class Arrivals:
         target = target_of(result, self._schedule.stages)
         return () if target is None else (Parcel(result, target),)
 
-    def occupies(self, parcel: Parcel) -> float:
-        """Seconds for which a parcel keeps its link, if it goes to another rank."""
+    def travel(self, parcel: Parcel, source: int, target: int) -> tuple[float, float]:
+        """Seconds for which a parcel keeps the link between two ranks, and then to its arrival;
+        none on one rank.
+        """
+        if source == target:
+            return 0.0, 0.0
+        latency, bandwidth = self._transfer.link(source, target)
+        return self._bytes(parcel) / bandwidth, latency
+
+    def _bytes(self, parcel: Parcel) -> float:
         if self._feeds is None or self._feeds.wiring is None:
-            return self._transfer.occupies(parcel.result)
+            return self._transfer.bytes_of(parcel.result)
         positions = positions_of(parcel, self._schedule, self._feeds) or ()
         outputs = self._feeds.wiring.outputs[parcel.boundary]
-        return self._transfer.occupies_with(parcel, positions, outputs)
+        return self._transfer.bytes_with(parcel, positions, outputs)

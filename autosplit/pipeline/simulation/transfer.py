@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.action import Action, ActionKind
@@ -14,6 +15,13 @@ Bytes = float | Mapping[int, float | Sequence[float]]
 """Of one microbatch at each boundary: one number for all, or by the stage before the boundary one
 for all that it puts out, or one for each of its outputs.
 """
+
+
+class Link(NamedTuple):
+    """One link: seconds that a message is under way, and bytes that it carries in a second."""
+
+    latency: float = 0.0
+    bandwidth: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -28,6 +36,7 @@ class Transfer:
         message_bytes: bytes of activations.
         gradient_bytes: bytes of their gradients; an output that needs none, such as a mask, has 0.
             None: as many as the activations have.
+        pairs: links that differ from that, by the two ranks that they join, the lower one first.
 
     Raises:
         ScheduleError: a negative number, no bandwidth, or bytes that a bandwidth does not apply to.
@@ -37,28 +46,40 @@ class Transfer:
     bandwidth: float = math.inf
     message_bytes: Bytes = field(default=0.0)
     gradient_bytes: Bytes | None = None
+    pairs: Mapping[tuple[int, int], Link] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.latency) and self.latency >= 0.0):
-            raise ScheduleError(f"transfer must be finite seconds >= 0, got {self.latency!r}")
-        if not self.bandwidth > 0.0:
-            raise ScheduleError(f"bandwidth must be bytes in a second > 0, got {self.bandwidth!r}")
+        for latency, bandwidth in (Link(self.latency, self.bandwidth), *self.pairs.values()):
+            if not (math.isfinite(latency) and latency >= 0.0):
+                raise ScheduleError(f"transfer must be finite seconds >= 0, got {latency!r}")
+            if not bandwidth > 0.0:
+                raise ScheduleError(f"bandwidth must be bytes in a second > 0, got {bandwidth!r}")
+        for one, other in self.pairs:
+            if not 0 <= one < other:
+                raise ScheduleError(
+                    f"a link joins two ranks, the lower one first; got ({one}, {other})"
+                )
         for name in ("message_bytes", "gradient_bytes"):
             for size in _all_sizes(getattr(self, name)):
                 if not (math.isfinite(size) and size >= 0.0):
                     raise ScheduleError(f"{name} must be finite numbers >= 0, got {size!r}")
 
-    def occupies(self, result: Action) -> float:
-        """Seconds for which ``result`` keeps its link, where each stage feeds the next.
+    def link(self, one: int, other: int) -> Link:
+        """The link between two ranks."""
+        pair = (one, other) if one < other else (other, one)
+        return self.pairs.get(pair) or Link(self.latency, self.bandwidth)
+
+    def bytes_of(self, result: Action) -> float:
+        """The bytes of ``result``, where each stage feeds the next.
 
         Raises:
             ScheduleError: the bytes of its boundary are not known.
         """
         size = self._at(boundary_of(result), forward=result.kind is ActionKind.FORWARD)
-        return (sum(size) if isinstance(size, Sequence) else size) / self.bandwidth
+        return sum(size) if isinstance(size, Sequence) else size
 
-    def occupies_with(self, parcel: Parcel, positions: Sequence[int], outputs: int) -> float:
-        """Seconds for which a parcel keeps its link.
+    def bytes_with(self, parcel: Parcel, positions: Sequence[int], outputs: int) -> float:
+        """The bytes of a parcel.
 
         Args:
             parcel: outputs of a stage, or gradients of its outputs.
@@ -78,7 +99,7 @@ class Transfer:
                 f"them go where: expected the {name} of each, got "
                 f"{self._at(parcel.boundary, forward=parcel.forward)!r}"
             )
-        return sum(size[position] for position in positions) / self.bandwidth
+        return sum(size[position] for position in positions)
 
     def _name(self, *, forward: bool) -> str:
         """Which attribute has the bytes."""
