@@ -71,7 +71,12 @@ def _nothing(ordered: Sequence[Configuration]) -> PlanError:
             f"{first.memory!r}: raise the cap, or use more devices or smaller microbatches",
             first.least,
         )
-    reasons = dict.fromkeys(f"{each.schedule}: {each.lost}" for each in ordered)
+    schedules: dict[str, dict[str, None]] = {}
+    for each in ordered:
+        schedules.setdefault(each.lost, {})[each.schedule] = None
+    if len(schedules) == 1:
+        return PlanError(f"nothing can run: {first.lost}")
+    reasons = (f"{lost} ({', '.join(names)})" for lost, names in schedules.items())
     return PlanError("nothing can run: " + "; ".join(reasons))
 
 

@@ -128,7 +128,7 @@ def test_what_is_settled_stays() -> None:
             Wishes(schedules=["dualpipe-v"], microbatches=[2]),
             32,
             PlanError,
-            "nothing can run: dualpipe-v: 'dualpipe-v' needs at least 2P microbatches",
+            "nothing can run: 'dualpipe-v' needs at least 2P microbatches",
         ),
     ],
     ids=str,
@@ -136,3 +136,10 @@ def test_what_is_settled_stays() -> None:
 def test_bad_input(wishes: Wishes, batch: int, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         search(costs_of, 4, batch, wishes=wishes)
+
+
+def test_one_reason_for_all_is_said_once() -> None:
+    wishes = Wishes(schedules=["gpipe", "1f1b"])
+    with pytest.raises(PlanError, match="cannot cut 16 blocks into 20 stages") as caught:
+        search(costs_of, 20, 20, wishes=wishes)
+    assert str(caught.value).count("cannot cut") == 1
