@@ -85,7 +85,7 @@ class Stage:
         self._saved = Flights(owner, "forward")
         self._weights = WaitingWeights(owner, Accumulation(accumulation, grad_dtype), slices)
         self._graphs = Graphs(owner, _MAX_GRAPHS)
-        self.functions = self._trace(without_history(list(args)))
+        self.functions = self._trace(without_history(args, computed=True))
         self._outputs = self.functions.capture.outputs
         missing = [name for name in self._outputs if name not in self.functions.output_specs]
         if missing:
@@ -247,13 +247,19 @@ class Stage:
                 spec.zeros().requires_grad_(blank.requires_grad)
                 for spec, blank in zip(self._specs, self._blanks, strict=True)
             ]
-            found = self._trace(examples)
+            found = self._trace(without_history(examples, computed=True))
         before, self.functions = self.functions, found
         if found.capture.outputs != self._outputs or self.output_specs != specs:
             self.functions = before
+            now = [
+                (spec.shape, spec.dtype, name in found.tangent_specs)
+                for name, spec in found.output_specs.items()
+            ]
             raise SplitError(
-                f"stage {self.index} ({type(self.module).__name__}) was changed so that it "
-                "returns something else than it was set up with; build a new Stage"
+                f"stage {self.index} ({type(self.module).__name__}) returned {_described(specs)} "
+                f"when it was set up, and would now return {_described(now)}: what its forward "
+                "reads was changed, such as parameters, their dtype or whether they are trained, "
+                "or autocast; build a new Stage, or a new trainer"
             )
         return found
 
@@ -295,6 +301,13 @@ def _drain(items: list[Any]) -> list[Any]:
     taken = list(items)
     items.clear()
     return taken
+
+
+def _described(specs: Sequence[tuple[torch.Size, torch.dtype, bool]]) -> str:
+    return ", ".join(
+        f"{str(dtype).removeprefix('torch.')}{list(shape)}{'' if trained else ' without gradient'}"
+        for shape, dtype, trained in specs
+    )
 
 
 def _blank(example: Tensor) -> Tensor:

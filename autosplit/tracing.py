@@ -9,7 +9,7 @@ import pathlib
 import random
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -138,17 +138,22 @@ def _undrawn() -> Iterator[None]:
             numpy.random.set_state(before[1])
 
 
-def without_history(leaves: list[Any]) -> list[Any]:
+def without_history(leaves: Sequence[Any], *, computed: bool = False) -> list[Any]:
     """Leaves fit for tracing: same shapes and ``requires_grad``, no autograd history.
+
+    Args:
+        leaves: the inputs' leaves; tensors may have no memory.
+        computed: whether those with a gradient stand for what an earlier module computes, also
+            where they are leaves of autograd's graph.
 
     Raises:
         CaptureError: a tensor is not strided (sparse, for example).
         FailingCallError: a tensor is of a class that torch cannot trace.
     """
-    return [_detached(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return [_detached(leaf, computed) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
-def _detached(tensor: Tensor) -> Tensor:
+def _detached(tensor: Tensor, computed: bool) -> Tensor:
     if tensor.layout is not torch.strided:
         raise CaptureError(f"an input has layout {tensor.layout}; only strided inputs are split")
     kind = type(tensor)
@@ -160,11 +165,11 @@ def _detached(tensor: Tensor) -> Tensor:
     leaf = tensor.detach().requires_grad_(tensor.requires_grad)
     # Autograd lets a module write into an input that an earlier module computed, never into a
     # leaf: tracing must see the one or the other.
-    if tensor.is_leaf:
+    if tensor.is_leaf and not (computed and tensor.requires_grad):
         return leaf
     with torch.enable_grad():
-        computed: Tensor = _Computed.apply(leaf)  # type: ignore[no-untyped-call]
-    return computed
+        result: Tensor = _Computed.apply(leaf)  # type: ignore[no-untyped-call]
+    return result
 
 
 class _Computed(torch.autograd.Function):

@@ -90,6 +90,37 @@ def test_a_hook_that_waits_for_a_gradient_is_refused() -> None:
         stage.backward(0, [torch.randn(4, 2)])
 
 
+def test_a_module_may_write_into_what_an_earlier_stage_computed() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 2), nn.ReLU(inplace=True))
+    batches, grads = [torch.randn(4, 3) for _ in range(2)], [torch.randn(4, 2) for _ in range(2)]
+    blank = batches[0].clone().requires_grad_()
+    blank.untyped_storage().resize_(0)  # an example's values mean nothing
+    stage = Stage(copy.deepcopy(model), [blank])
+    stage.module.eval()  # traces once more
+    for m, (batch, grad) in enumerate(zip(batches, grads, strict=True)):
+        leaf = batch.clone().requires_grad_()
+        expected = model(leaf.clone())
+        expected.backward(grad)
+        assert torch.equal(stage.forward(m, [batch.clone()])[0], expected)
+        assert torch.equal(stage.backward_input(m, [grad.clone()])[0], leaf.grad)
+        stage.backward_weight(m)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(stage.gradients[name], parameter.grad)
+
+
+def test_a_change_that_reaches_the_outputs_is_refused() -> None:
+    model = nn.Linear(3, 2).requires_grad_(False)
+    stage = Stage(model, [torch.randn(4, 3)])
+    model.requires_grad_()
+    with pytest.raises(SplitError) as caught:
+        stage.forward(0, [torch.randn(4, 3)])
+    assert (
+        "stage 0 (Linear) returned float32[4, 2] without gradient when it was set up, and would "
+        "now return float32[4, 2]: what its forward reads was changed"
+    ) in str(caught.value)
+
+
 def test_lists_are_handed_over() -> None:
     stage = Stage(nn.Linear(3, 2), [torch.randn(4, 3, requires_grad=True)])
     inputs: list[Tensor] = [torch.randn(4, 3)]
