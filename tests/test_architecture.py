@@ -65,6 +65,12 @@ def test_the_oldest_torch_is_that_of_the_dependencies() -> None:
     assert "Python 3.11 or later" in (ROOT / "README.md").read_text()
 
 
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_pages_are_no_wider_than_sources(page: str) -> None:
+    lines = (ROOT / page).read_text().splitlines()
+    assert not [f"{page}:{at}" for at, line in enumerate(lines, 1) if len(line) > 100]
+
+
 def test_passes_know_nothing_of_autosplit() -> None:
     for path in ROOT.glob("passes/*.py"):
         imports = re.findall(r"^\s*(?:from|import) (\S+)", path.read_text(), re.MULTILINE)

@@ -91,7 +91,7 @@ def save_checkpoint(
 
     The folder is one of torch.distributed.checkpoint, as for the model that is not cut:
     ``{"model": ..., "optimizer": ...}``, the latter flattened. Each rank writes its own stages;
-    tied parameters are written once.
+    tied parameters are there under each of their names, as in the model's ``state_dict``.
 
     Args:
         trainer: between two steps.
@@ -106,14 +106,15 @@ def save_checkpoint(
     from torch.distributed.checkpoint.state_dict_saver import save
 
     naming = Naming.of_trainer(trainer, names)
-    # Not every holder of a tied parameter writes it, only its home; of two copies of a stage the
-    # first.
+    # Not every holder of a tied parameter writes it, only its home, under all its names; of two
+    # copies of a stage the first.
     first = [stage for stage, at in enumerate(trainer.schedule.placement) if at == trainer.rank]
     homes = {
         at: entry for at, entry in naming.own.items() if at[0] == entry.home and at[0] in first
     }
     tensors = _tensors(trainer, homes)
-    state: dict[str, Any] = {"model": {e.name: tensors[at] for at, e in homes.items()}}
+    named = {name: tensors[at] for at, entry in homes.items() for name in entry.names}
+    state: dict[str, Any] = {"model": named}
     if trainer.optimizer is not None:
         called = {id(tensors[at]): entry.name for at, entry in homes.items()}
         state["optimizer"] = optimizer_state.flatten(trainer.optimizer, called)
