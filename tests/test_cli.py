@@ -241,6 +241,10 @@ def test_inspect_a_stage() -> None:
         ([*PLAN, "--microbatches", "3"], "a batch of 8 cannot be cut into 3 equal microbatches"),
         ([*PLAN, "--stages", "9"], "9 stages are more than the model has blocks, 6"),
         ([*PLAN, "--schedule", "zigzag"], "unknown schedule 'zigzag'; known: naive,"),
+        ([*PLAN, "--backend", "tpu"], "unknown backend 'tpu'; known backends: 'eager', "),
+        ([*PLAN, "--output", "nowhere/plan.json"], "there is no folder nowhere to write plan.json"),
+        ([*PLAN, "--picture", "plan.odd"], "no picture format 'odd' of plan.odd; known: "),
+        ([*PIPELINE, "--json", "nowhere/rows.json"], "there is no folder nowhere to write rows"),
         (
             [*PLAN, "--setting", "huge"],
             "unknown memory setting 'huge'; known: balanced, fast, lean",

@@ -82,9 +82,19 @@ setting = click.option(
 )
 
 
-json_option = click.option(
-    "--json",
-    "json_file",
-    type=click.Path(path_type=pathlib.Path, dir_okay=False),
-    help="Write the rows to this file.",
-)
+def _in_a_folder(
+    context: click.Context, parameter: click.Parameter, value: pathlib.Path | None
+) -> pathlib.Path | None:
+    """Refused before anything is measured that would then be lost."""
+    if value is not None and not value.parent.is_dir():
+        raise click.BadParameter(f"there is no folder {value.parent} to write {value.name} into")
+    return value
+
+
+def file_to_write(*names: str, **more: Any) -> Callable[[Any], Any]:
+    """An option for a file that the command writes."""
+    kind = click.Path(path_type=pathlib.Path, dir_okay=False, writable=True)
+    return click.option(*names, type=kind, callback=_in_a_folder, **more)
+
+
+json_option = file_to_write("--json", "json_file", help="Write the rows to this file.")

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from .options import backend, counts, json_option, names, setting, typed_errors
+from .options import backend, counts, file_to_write, json_option, names, setting, typed_errors
 
 
 def _size(context: click.Context, parameter: click.Parameter, value: str | None) -> float:
@@ -57,18 +57,8 @@ def _size(context: click.Context, parameter: click.Parameter, value: str | None)
     help="Bytes for each byte of parameters; Adam has 2.",
 )
 @click.option("--rows", default=10, show_default=True, help="Configurations to show.")
-@click.option(
-    "--output",
-    type=click.Path(path_type=pathlib.Path, dir_okay=False),
-    default="plan.json",
-    show_default=True,
-    help="The plan file.",
-)
-@click.option(
-    "--picture",
-    type=click.Path(path_type=pathlib.Path, dir_okay=False),
-    help="Draw the plan into this file.",
-)
+@file_to_write("--output", default="plan.json", show_default=True, help="The plan file.")
+@file_to_write("--picture", help="Draw the plan into this file.")
 @json_option
 @typed_errors
 def plan(
@@ -85,9 +75,11 @@ def plan(
     returns (model, args) or (model, args, kwargs). Parameters get memory only in a rehearsal.
     """
     from ..planning import plan_factory, write_summary
-    from ..report.plans import draw_plan, plan_table, refused_table, search_table
+    from ..report.plans import check_picture, draw_plan, plan_table, refused_table, search_table
     from ..workload import prepared
 
+    if picture:
+        check_picture(picture)
     build = prepared(factory, overrides)
     found = plan_factory(build, factory, _request(backend=backend, **options))
     click.echo(search_table(found.configurations, rows))

@@ -10,10 +10,12 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from autosplit.compile import check_backend
 from autosplit.handover import TensorSpec
 from autosplit.pipeline.execution.microbatch import Part
 from autosplit.pipeline.training.modules import LossFunction, WithAutocast, WithLoss
 from autosplit.stage import Stage
+from autosplit.tracing import check_memory
 
 _SMALL = 2**16  # bytes below which a tensor may as well have memory
 _SCALE = 0.02  # of random parameters: small enough that no block overflows
@@ -65,6 +67,9 @@ class Conditions:
         loss_fn: belongs to the last block where it is given; it needs ``targets``.
         targets: of one microbatch.
         device: where blocks run; None for where their parameters are, or the CPU.
+
+    Raises:
+        SplitError: an unknown backend or memory setting; lists the known ones.
     """
 
     backend: str = "eager"
@@ -73,6 +78,10 @@ class Conditions:
     loss_fn: LossFunction | None = None
     targets: Part | None = None
     device: torch.device | None = None
+
+    def __post_init__(self) -> None:
+        check_backend(self.backend)  # an estimate runs no graph, and would not ask
+        check_memory(self.memory)
 
 
 @dataclass

@@ -98,14 +98,11 @@ def draw_plan(plan: Plan, path: str | Path, *, title: str | None = None) -> None
     The suffix of the file names the format.
 
     Raises:
-        AutosplitError: no matplotlib.
+        AutosplitError: no matplotlib, or a suffix that it has no format for.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise AutosplitError(
-            f"drawing a plan needs matplotlib ({error}); run: pip install autosplit[plot]"
-        ) from error
+    check_picture(path)
+    from matplotlib.figure import Figure
+
     height = 1.7 + 0.55 * max(plan.stages, plan.ranks)
     figure = Figure(figsize=(13.0, height), facecolor="white", layout="constrained")
     times, memory = figure.subplots(1, 2, width_ratios=(2.2, 1.0))
@@ -113,6 +110,24 @@ def draw_plan(plan: Plan, path: str | Path, *, title: str | None = None) -> None
     _draw_memory(memory, plan)
     figure.suptitle(title or _title(plan), x=0.01, ha="left", color=_INK, fontsize=11)
     figure.savefig(path, dpi=150)
+
+
+def check_picture(path: str | Path) -> None:
+    """Refuse a file that ``draw_plan`` could not draw into.
+
+    Raises:
+        AutosplitError: no matplotlib, or a suffix that it has no format for.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise AutosplitError(
+            f"drawing a plan needs matplotlib ({error}); run: pip install autosplit[plot]"
+        ) from error
+    known = Figure().canvas.get_supported_filetypes()
+    suffix = Path(path).suffix.removeprefix(".")
+    if suffix and suffix.lower() not in known:
+        raise AutosplitError(f"no picture format {suffix!r} of {path}; known: {', '.join(known)}")
 
 
 def _draw_times(axes: Axes, plan: Plan) -> None:
