@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from autosplit.errors import PlanError
@@ -170,7 +171,18 @@ class Plan:
             loss_fn: see ``PipelineTrainer``.
             optimizer_fn: see ``PipelineTrainer``.
             options: further ones of ``PipelineTrainer``.
+
+        Raises:
+            PlanError: there are not as many processes as the plan has ranks.
         """
+        world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        if "ranks" not in options and self.ranks not in (1, world):
+            raise PlanError(
+                f"the plan is for {self.ranks} processes and there "
+                f"{'is one' if world == 1 else f'are {world}'}: run under 'torchrun "
+                f"--nproc-per-node {self.ranks}' inside autosplit.pipeline.process_group(), or "
+                f"through autosplit.pipeline.launch; or partition the model with ranks={world}"
+            )
         given = {
             "microbatches": self.microbatches,
             "schedule": self.built_schedule(),

@@ -248,6 +248,12 @@ def test_failures_in_one_process_name_the_action() -> None:
         engine.step(workers.data(8))
 
 
+def test_training_without_gradients_is_refused() -> None:
+    engine = workers.trainer(ranks=1, stage_factory=None)
+    with torch.no_grad(), pytest.raises(PipelineError, match=r"outside torch.no_grad\(\)"):
+        engine.step(workers.data(8))
+
+
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [

@@ -62,6 +62,13 @@ def test_another_model_or_batch_is_refused(plan: Plan) -> None:
         plan.bind(net(), tokens(3))
 
 
+def test_a_plan_for_other_processes_says_for_how_many(plan: Plan) -> None:
+    with pytest.raises(PlanError) as caught:
+        plan.trainer(loss, sgd)
+    assert str(caught.value).startswith("the plan is for 2 processes and there is one: run under ")
+    assert "--nproc-per-node 2" in str(caught.value)
+
+
 def test_one_process_trains_as_without_a_plan(plan: Plan) -> None:
     model, own = net(), net()
     one = partition(own, tokens(), stages=2, ranks=1, microbatches=2, costs=costs(own))

@@ -286,7 +286,9 @@ def lost(what: str, waited: float, timeout: float, error: RuntimeError) -> LostP
         return LostPeerError(f"waited {waited:.3g} s for {what}: is it stuck, or waiting itself?")
     # Gloo goes on with guesses and good wishes after the first sentence.
     reason = str(error).partition(". ")[0].partition("\n")[0]
-    return LostPeerError(f"lost {what} (was a process killed?): {reason}")
+    return LostPeerError(
+        f"lost {what} (was a process killed, or has it closed its trainer?): {reason}"
+    )
 
 
 def device_of_group() -> torch.device:

@@ -240,6 +240,8 @@ def check_loss(metas: Sequence[TensorMeta]) -> None:
     """
     if len(metas) == 1 and not metas[0].shape and metas[0].requires_grad:
         return
+    if not torch.is_grad_enabled():
+        raise PipelineError("training needs gradients: call the trainer outside torch.no_grad()")
     came = ", ".join(f"{meta}{'' if meta.requires_grad else ' without gradient'}" for meta in metas)
     raise PipelineError(
         f"loss_fn(output, target) must give one scalar that depends on the parameters, such as "
