@@ -115,14 +115,17 @@ class Partition:
         the meta device is here on the CPU, with the values that ``initialise`` or
         ``load_checkpoint`` chose.
 
-        It runs the forward as it is in training and as it is in evaluation; the mode in which
-        the model was not captured is captured now, the first time that a stage is built.
+        It runs the forward as it is in training and as it is in evaluation, and is in the mode that
+        the model is in now; the mode in which the model was not captured is captured now, the first
+        time that a stage is built.
 
         Raises:
             PlanError: there is no such stage, or something on the meta device has no values.
         """
         self._check(index)
-        return materialise(self._module(index, self._other(index)), self._values)
+        module = self._module(index, self._other(index))
+        module.training = self.whole.model.training  # what is inside has that of the model already
+        return materialise(module, self._values)
 
     def sketch(self, index: int) -> nn.Module:
         """The module of a stage in the mode of the capture only, with the model's own parameters
@@ -139,7 +142,7 @@ class Partition:
             raise PlanError(f"there are stages 0 to {self.stages - 1}, got {index}")
 
     def _module(self, index: int, other: Program | PlanError) -> StageModule:
-        training = self.whole.model.training
+        training = self.whole.training
         own = self._program(index)
         module = StageModule(index, *((own, other) if training else (other, own)))
         module.train(training)
@@ -151,7 +154,7 @@ class Partition:
         return self._state.renamed(index, program)
 
     def _other(self, index: int) -> Program | PlanError:
-        mode = "evaluation" if self.whole.model.training else "training"
+        mode = "evaluation" if self.whole.training else "training"
         try:
             twin = self.whole.twin
         except AutosplitError as error:

@@ -29,6 +29,7 @@ class WholeModel:
         model: the user's module itself.
         args: example positional inputs.
         kwargs: example keyword inputs.
+        training: whether it was captured in training mode, whatever mode it is in by now.
         names: of the tensors among the inputs in order; empty where all are positional.
         line: the operations.
         blocks: what lies between the cuts that can be made.
@@ -41,8 +42,11 @@ class WholeModel:
         kwargs: dict[str, Any],
         line: Line,
         wanted: Sequence[int] = (),
+        *,
+        training: bool,
     ) -> None:
         self.model = model
+        self.training = training
         self.args = args
         self.kwargs = kwargs
         self.names = _input_names(model, args, kwargs) if kwargs else ()
@@ -79,7 +83,7 @@ class WholeModel:
         line = Line(forward)
         if not line.body:
             raise PlanError(f"{type(model).__name__} computes nothing that could be a stage")
-        return cls(model, args, given, line)
+        return cls(model, args, given, line, training=model.training)
 
     @cached_property
     def crossing(self) -> tuple[tuple[Tensor, ...], ...]:
@@ -97,7 +101,7 @@ class WholeModel:
         Raises:
             CaptureError: in that mode it cannot be captured.
         """
-        with _switched(self.model):
+        with _in_mode(self.model, training=not self.training):
             return WholeModel.capture(self.model, self.args, self.kwargs)
 
     def index(self, name: str) -> int:
@@ -121,7 +125,9 @@ class WholeModel:
             PlanError: a name is unknown, or there can be no cut before it.
         """
         wanted = [self._place(name) for name in cut_at]
-        return WholeModel(self.model, self.args, self.kwargs, self.line, wanted)
+        return WholeModel(
+            self.model, self.args, self.kwargs, self.line, wanted, training=self.training
+        )
 
     def start(self, name: str) -> int:
         """Which block begins where a module begins, or has this name.
@@ -155,10 +161,9 @@ class WholeModel:
         sent = [n for n in line.body[start:end] if line.last_use[n] >= end]
         program = make_program(line, nodes, given, None if end == len(line.body) else sent)
         other = PlanError("blocks can be run only in the mode in which they were captured")
-        training = self.model.training
-        pair = (program, other) if training else (other, program)
+        pair = (program, other) if self.training else (other, program)
         module = StageModule(first, *pair)
-        module.train(training)
+        module.train(self.training)
         hold_state(module, self.model, program.state)
         return module, [line.value(node) for node in given]
 
@@ -224,10 +229,11 @@ def _apart(inputs: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _switched(model: nn.Module) -> Iterator[None]:
-    """The model in the other mode for a while."""
+def _in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
+    """The model in training or evaluation for a while; as it is where that is its mode."""
     before = {module: module.training for module in model.modules()}
-    model.train(not model.training)
+    if model.training is not training:
+        model.train(training)
     try:
         yield
     finally:

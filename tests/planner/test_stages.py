@@ -181,6 +181,23 @@ def test_a_mode_that_is_cut_otherwise_is_refused_when_it_runs() -> None:
         modules[0].eval()(*case.args)
 
 
+def test_stages_run_in_the_mode_that_the_model_is_in_when_they_are_built() -> None:
+    """As those of models that come in evaluation mode and are put into training before a loop."""
+    layers = (nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(3))
+    case = Case(nn.Sequential(*layers).eval(), (torch.randn(6, 4),))
+    split = split_of(case, 2)
+    case.model.train()
+    modules = [split.build(index) for index in range(2)]
+    for training in (True, False):
+        for module in (case.model, *modules):
+            module.train(training)
+        whole = outcome(case.model, lambda: case.model(*case.args))
+        parts = outcome(case.model, lambda: run_modules(split, modules, case.tensors()))
+        for a, b in zip(tensors_of(parts), tensors_of(whole), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0)
+    assert split.build(0).training is False
+
+
 def test_a_stage_refuses_another_batch_size() -> None:
     case = Case(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), (torch.randn(6, 4),))
     stage = split_of(case, 2).build(1)
