@@ -59,6 +59,9 @@ def partition(
     blocks' costs by what these took, cut again, and keep the fastest. ``predicted_step`` and
     ``stage_times`` are then those of the rehearsal. The model stays as it is.
 
+    Training and evaluation are captured each. What the forward reads besides, such as an attribute
+    or the rate of a dropout, stays in the stages as it was: cut the model again after changing it.
+
     Args:
         model: what to cut; its parameters may be on the meta device.
         args: example positional inputs of one microbatch, a tuple or one tensor.
