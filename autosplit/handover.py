@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from .compat import versions
 from .errors import SplitError
 from .passes import codegen
+from .streams import follow, stream_under
 
 State = Mapping[str, Tensor]
 
@@ -79,7 +80,16 @@ class Handover:
     does not count as a write. ``take`` compares and refuses.
     """
 
-    __slots__ = ("_constants", "_counts", "_donated", "_names", "_places", "_state", "_tensors")
+    __slots__ = (
+        "_constants",
+        "_counts",
+        "_donated",
+        "_names",
+        "_places",
+        "_state",
+        "_stream",
+        "_tensors",
+    )
 
     def __init__(
         self,
@@ -100,6 +110,7 @@ class Handover:
         self._donated = donated
         self._counts = versions((*tensors, *state, *self._constants))
         self._places = _places((*state, *self._constants))
+        self._stream = stream_under(tensors)
 
     @property
     def tensors(self) -> Sequence[Tensor]:
@@ -135,6 +146,7 @@ class Handover:
             if tensor is not self._tensors[at]:
                 (counts[at],) = versions((tensor,))
         twin._counts, twin._places = tuple(counts), self._places
+        twin._stream = self._stream
         return twin
 
     def _apart(self, tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -167,6 +179,7 @@ class Handover:
                 f"{moved}. Run the backward and backward_weight() before that."
             )
         tensors, self._tensors = self._tensors, []
+        follow(self._stream, tensors)
         tensors += self._state
         self._state = ()
         return tensors
