@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ from autosplit.planner.stages import Partition, cut
 from autosplit.planner.whole import WholeModel
 
 Times = tuple[float, float, float]
+Step = Callable[[], tuple[float, Sequence[Span]]]
 
 _WARMUP = 4  # the first steps also find memory that later ones use again
 _LEAST, _MOST = 5, 40  # timed steps
@@ -35,7 +37,8 @@ class Rehearsal:
 
     Attributes:
         times: per stage, median seconds of F, I and W.
-        step: median seconds of a step with its gradients, without the optimizer's update.
+        step: median seconds of a step with its gradients, the messages between ranks and the
+            waits for them; without the optimizer's update.
         noise: by what share that median may be off.
     """
 
@@ -83,19 +86,41 @@ def rehearse(
     Raises:
         AutosplitError: a stage cannot be built or run, on this rank or another.
     """
+    took: list[float] = []
+    recorded: list[Sequence[Span]] = []
+    with rehearsing(whole, firsts, schedule, conditions) as step:
+        while len(took) < _LEAST or (len(took) < _MOST and sum(took) < seconds):
+            slowest, spans = step()
+            took.append(slowest)
+            recorded.append(spans)
+    middle = statistics.median(took)
+    return Rehearsal(stage_times(recorded, planned), middle, median_error(took) / middle)
+
+
+@contextmanager
+def rehearsing(
+    whole: WholeModel, firsts: Sequence[int], schedule: Schedule, conditions: Conditions
+) -> Iterator[Step]:
+    """What ``rehearse`` times, warm: each call runs one step on all ranks.
+
+    Arguments and errors are those of ``rehearse``. A step is a training step but for the
+    optimizer's update: its batch and its gradients are tensors of its own, made anew.
+
+    Yields:
+        What gives the seconds of a step, those of the slowest rank, and what the stages did when.
+    """
+    ranks = len(schedule.ranks)
     device = conditions.device or device_of(whole.model)
     stages = _Stages(cut(whole, firsts), device)
     with kept(), _trainer(stages, schedule, conditions, device) as run:
-        batch = _batch(whole, conditions, schedule.microbatches)
+
+        def step() -> tuple[float, Sequence[Span]]:
+            batch = _batch(whole, conditions, schedule.microbatches)
+            return _slowest(_step(run, batch), ranks), run.timeline().spans
+
         for _ in range(_WARMUP):
-            _step(run, batch)
-        took: list[float] = []
-        steps: list[tuple[Span, ...]] = []
-        while len(took) < _LEAST or (len(took) < _MOST and sum(took) < seconds):
-            took.append(_slowest(_step(run, batch), len(schedule.ranks)))
-            steps.append(run.timeline().spans)
-    step = statistics.median(took)
-    return Rehearsal(_times(steps, planned), step, median_error(took) / step)
+            step()
+        yield step
 
 
 class _Stages:
@@ -180,7 +205,10 @@ def _batch(whole: WholeModel, conditions: Conditions, microbatches: int) -> Any:
     return inputs, tuple(map(repeated, targets))
 
 
-def _times(steps: Sequence[Sequence[Span]], planned: Sequence[Times]) -> tuple[Times, ...]:
+def stage_times(steps: Sequence[Sequence[Span]], planned: Sequence[Times]) -> tuple[Times, ...]:
+    """Per stage, median seconds of F, I and W of recorded steps; where a schedule runs I and W in
+    one, they have the shares that are planned.
+    """
     found = median_durations(steps)
     times = []
     for stage, (_, inputs, weights) in enumerate(planned):

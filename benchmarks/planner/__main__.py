@@ -8,6 +8,7 @@ import shlex
 
 from ..command import parse
 from ..environment import describe
+from ..malloc import restart_keeping
 from ..results import Results
 from .automatic import Amount
 from .page import PARTS, page
@@ -17,7 +18,9 @@ HERE = pathlib.Path(__file__).parent
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=20, help="timed steps of each way to cut")
+    parser.add_argument(
+        "--steps", type=int, default=20, help="timed steps of each of two ways to cut"
+    )
     parser.add_argument("--seconds", type=float, default=12.0, help="of profiling, for each model")
     parser.add_argument("--tiny", action="store_true", help="tiny models: only that it works")
     parser.add_argument("--output", type=pathlib.Path, default=HERE, help="folder to write to")
@@ -36,4 +39,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    restart_keeping("benchmarks.planner")
     main()

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from autosplit.errors import PipelineError
-from autosplit.pipeline.action import ActionKind
 from autosplit.pipeline.processes.launch import launch
 from autosplit.pipeline.simulation.transfer import Transfer
-from autosplit.pipeline.timeline import Span, median_durations
-from autosplit.pipeline.training.trainer import PipelineTrainer
 from autosplit.planner.costs import ModelCosts, average
 from autosplit.planner.device import measure_device
 from autosplit.planner.estimate import estimate
@@ -27,16 +24,16 @@ from autosplit.planner.rehearsal import Rehearsal, rehearse
 from autosplit.planner.settle import settle
 from autosplit.planner.solve import Solution, solve, weigh
 from autosplit.planner.specimen import Conditions, distinct
-from autosplit.planner.stages import Partition, cut
 from autosplit.planner.whole import WholeModel
 
-from .models import CASES, Subject
+from .models import CASES
+from .training import Training, alternate
 
 STAGES = 2
 MICROBATCHES = 4
 SCHEDULE = "1f1b"
 
-_WARMUP = 2
+_LEAST = 5  # training steps in a turn
 _TIMEOUT = 600.0
 
 
@@ -47,6 +44,8 @@ class Amount:
     steps: int = 20
     seconds: float = 12.0  # of profiling
     rehearsal: float = 3.0  # seconds of timed steps of each way that is rehearsed
+    turns: int = 3  # rehearsals beside training
+    turn: float = 2.0  # seconds of training in each, if they are enough for a few steps
     tiny: bool = False
 
 
@@ -75,11 +74,17 @@ def _compare(case: str, amount: Amount) -> dict[str, Any]:
         del plans["by hand"]
     guess = estimate(whole, conditions, device=_gather(measure_device())[0])
     guessed = [index + 1 for index in solve(guess, STAGES, MICROBATCHES, SCHEDULE).cuts]
-    runs = {way: _Run(subject, whole, plan) for way, plan in plans.items()}
-    for step in range(_WARMUP + amount.steps):
-        for run in runs.values():
-            run.step(step, counted=step >= _WARMUP)
-    rows = {way: run.row() for way, run in runs.items()}
+    rows = {}
+    with ExitStack() as stack:
+        trained = {
+            way: stack.enter_context(Training(subject, whole, plan.rehearsed, MICROBATCHES))
+            for way, plan in plans.items()
+        }
+        for way, training in trained.items():
+            steps = max(_LEAST, math.ceil(amount.turn / plans[way].rehearsed.step))
+            beside = training.beside_rehearsals(conditions, turns=amount.turns, steps=steps)
+            rows[way] = {**plans[way].row(), "cuts": training.cuts, **beside}
+        alternating = alternate(trained, steps=amount.steps) if len(trained) > 1 else None
     return {
         "name": case,
         "blocks": len(whole.blocks),
@@ -89,6 +94,7 @@ def _compare(case: str, amount: Amount) -> dict[str, Any]:
         "estimated": [whole.blocks[index].name for index in guessed],
         "latency": links.latency,
         "bandwidth": links.bandwidth,
+        "alternating": alternating,
         **rows,
     }
 
@@ -101,6 +107,13 @@ class _Planned:
     profiled: Solution
     rehearsed: Solution
     costs: ModelCosts
+
+    def row(self) -> dict[str, Any]:
+        return {
+            "predicted": self.rehearsed.step,
+            "profiled": self.profiled.step,
+            "profiled_times": self.profiled.costs.times,
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,60 +164,6 @@ class _Planner:
             planned=found.costs.times,
             seconds=self.seconds,
         )
-
-
-class _Run:
-    """A trainer over one way to cut, and what was measured of it."""
-
-    def __init__(self, subject: Subject, whole: WholeModel, plan: _Planned) -> None:
-        self._subject = subject
-        self._plan = plan
-        self._partition: Partition = cut(whole, plan.firsts)
-        self._trainer = PipelineTrainer(
-            self._partition,
-            subject.loss_fn,
-            lambda parameters: torch.optim.SGD(parameters, lr=0.0),
-            microbatches=MICROBATCHES,
-            schedule=plan.rehearsed.schedule,
-            record=True,
-        )
-        self._seconds: list[float] = []
-        self._steps: list[tuple[Span, ...]] = []
-
-    def step(self, step: int, *, counted: bool) -> None:
-        """One step with its gradients, without the optimizer's update."""
-        batch = self._subject.batch_fn(step, MICROBATCHES * self._subject.microbatch_size)
-        dist.barrier()
-        start = time.perf_counter()
-        losses = self._trainer.forward_backward(batch)
-        seconds = time.perf_counter() - start
-        _clear(self._trainer.modules.values())
-        if not torch.isfinite(losses).all():
-            raise PipelineError(f"a loss of {losses.tolist()}")
-        if counted:
-            self._seconds.append(seconds)
-            self._steps.append(self._trainer.timeline().spans)
-
-    def row(self) -> dict[str, Any]:
-        found = median_durations(self._steps)
-        self._trainer.close()
-        return {
-            "cuts": list(self._partition.names),
-            "seconds": self._seconds,
-            "predicted": self._plan.rehearsed.step,
-            "predicted_times": self._plan.rehearsed.costs.times,
-            "profiled": self._plan.profiled.step,
-            "profiled_times": self._plan.profiled.costs.times,
-            "times": [
-                [found.get((stage, ActionKind(kind)), 0.0) for kind in "FIW"]
-                for stage in range(STAGES)
-            ],
-        }
-
-
-def _clear(modules: Any) -> None:
-    for module in modules:
-        module.zero_grad(set_to_none=True)
 
 
 def _gather(value: Any) -> list[Any]:

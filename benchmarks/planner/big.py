@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from autosplit.planner.specimen import Conditions
 from autosplit.planner.whole import WholeModel
 from examples.families import FAMILIES, PAPER, TINY
 
+from ..malloc import KEEPING
 from ..results import Rows, table
 
 TARGET_SECONDS = 120.0
@@ -32,10 +34,13 @@ _TIMEOUT = 600.0
 
 
 def measure(*, tiny: bool = False) -> Iterator[dict[str, Any]]:
-    """The plan for an accelerator and that for this machine."""
+    """The plan for an accelerator and that for this machine, in processes with malloc as it is."""
+    environment = {name: value for name, value in os.environ.items() if name not in KEEPING}
     for device in ("h100", "this CPU"):
         words = [sys.executable, "-m", __name__, device, *(["--tiny"] if tiny else [])]
-        done = subprocess.run(words, check=True, capture_output=True, text=True, timeout=_TIMEOUT)
+        done = subprocess.run(
+            words, check=True, capture_output=True, text=True, timeout=_TIMEOUT, env=environment
+        )
         yield {"name": device, **json.loads(done.stdout.splitlines()[-1])}
 
 

@@ -32,16 +32,21 @@ def _render(rows: Rows) -> str:
 
 *From blocks* is the step simulated from the profiled blocks and the measured link. *Predicted* is
 what the plan says: the median of the steps that were rehearsed, before training. *Measured* is the
-median of later training steps, with trainers of their own; *spread* is their interquartile range
-over it. Stage times are medians of the recorded steps.
+median of training steps, with a trainer of their own and new batches.
+Between the two, a machine that others use as well comes to run faster or slower, for seconds or
+minutes, by more than the target. So the rehearsal is held again beside the training, as the planner
+holds it: in each of {Amount.turns} turns another one is built, and when it is warm, its steps and
+training steps alternate one to one. *Rehearsed* is the median of its steps; the ratio is the median
+over pairs, *spread* the interquartile range of that. Whatever slows only one of the two shows in
+the ratio, and what the machine does meets both. Stage times are medians of the recorded steps.
 
 {render_predictions(rows)}
 
 ### Whether blocks add up
 
 F, I and W of the automatic stages: the sum of their blocks as profiled one by one, with one call's
-overhead; what the rehearsal recorded; and what the trainer then recorded (medians). The last
-columns are the first two, F + I + W, over the third.
+overhead, before; what the rehearsals beside training recorded; and what the trainer recorded
+(medians). The last columns are the first two, F + I + W, over the third.
 
 {render_stages(rows)}"""
 
@@ -59,7 +64,10 @@ blocks' costs are corrected by them, and so on until they lead to what was rehea
 these is kept, or a more even one that is as fast but for noise. Both ways then train in one run,
 alternating step by step; a step is `forward_backward`, without the optimizer's update. Ratios are
 medians over pairs of steps, the spread is their interquartile range. The last column is where a
-plan from FLOPs and bytes would cut, without any profile.""",
+plan from FLOPs and bytes would cut, without any profile. Processes keep what was freed
+(`MALLOC_TRIM_THRESHOLD_` and its like, see [malloc.py](../malloc.py)), as allocators made for
+training do: how much malloc would else give back and take anew in each step is a matter of chance,
+another in each trainer.""",
         lambda amount: measure(amount),
         _render,
     ),

@@ -42,20 +42,25 @@ def render_predictions(rows: Rows) -> str:
         "cut",
         "from blocks ms",
         "predicted ms",
+        "rehearsed ms",
         "measured ms",
+        "rehearsed / measured",
         "spread",
         "predicted / measured",
         "slowest / mean stage",
         "most even cut",
         "its step",
     ]
-    errors = [abs(_predicted(row[way]) - 1.0) for row in rows for way in WAYS if way in row]
+    found = [row[way] for row in rows for way in WAYS if way in row]
+    beside, before = ([abs(each(way) - 1.0) for way in found] for each in (_beside, _before))
     about = f"""\
-Median error of the prediction: {statistics.median(errors):.1%}, largest {max(errors):.1%}; target
-{NEAR:.0%}. Target for the automatic cuts' slowest / mean stage: {EVEN}, where the blocks allow it:
-*most even cut* is the least that any cut of these blocks is predicted to have, and *its step* what
-such a step is predicted to take over one of the cut in the row: the shortest step is what is looked
-for, and the more even cut is taken where that costs less than can be told from noise."""
+Error of what was rehearsed beside training: median {statistics.median(beside):.1%}, largest
+{max(beside):.1%}; target {NEAR:.0%} for each. Of what was predicted before, with what the machine
+did otherwise since: median {statistics.median(before):.1%}, largest {max(before):.1%}. Target for
+the automatic cuts' slowest / mean stage: {EVEN}, where the blocks allow it: *most even cut* is the
+least that any cut of these blocks is predicted to have, and *its step* what such a step is
+predicted to take over one of the cut in the row: the shortest step is what is looked for, and the
+more even cut is taken where that costs less than can be told from noise."""
     return f"{table(headers, cells)}\n\n{about}"
 
 
@@ -65,7 +70,7 @@ def render_stages(rows: Rows) -> str:
     for row in rows:
         found = row["automatic"]
         for stage, measured in enumerate(found["times"]):
-            three = [found[key][stage] for key in ("profiled_times", "predicted_times", "times")]
+            three = [found[key][stage] for key in ("profiled_times", "rehearsed_times", "times")]
             parts = zip(*three, strict=True)
             cells.append(
                 [
@@ -81,23 +86,21 @@ def render_stages(rows: Rows) -> str:
 def _step(row: dict[str, Any]) -> list[str]:
     automatic = row["automatic"]
     names = f"`{automatic['cuts'][0]}`"
-    median = f"{1e3 * statistics.median(automatic['seconds']):.0f}"
     guess = f"`{row['estimated'][0]}`"
     start = [row["name"], f"{row['blocks']} ({row['kinds']} kinds)"]
     if "by hand" not in row:
+        median = _ms(automatic["seconds"])
         same = _mark("same", row["name"] not in CASES or not CASES[row["name"]].lopsided)
         return [*start, names, names, median, median, same, "", guess]
-    by_hand = row["by hand"]
-    pairs = zip(automatic["seconds"], by_hand["seconds"], strict=True)
-    ratios = [ours / theirs for ours, theirs in pairs]
-    low, middle, high = statistics.quantiles(ratios, n=4)
+    ours, theirs = (row["alternating"][way] for way in WAYS)
+    low, middle, high = _ratios(ours, theirs)
     most = 1 / LOPSIDED if CASES[row["name"]].lopsided else 1.0
     return [
         *start,
-        f"`{by_hand['cuts'][0]}`",
+        f"`{row['by hand']['cuts'][0]}`",
         names,
-        f"{1e3 * statistics.median(by_hand['seconds']):.0f}",
-        median,
+        _ms(theirs),
+        _ms(ours),
         _mark(f"{middle:.2f}", round(middle, 2) <= round(most, 2)),
         f"{high - low:.2f}",
         guess,
@@ -106,28 +109,44 @@ def _step(row: dict[str, Any]) -> list[str]:
 
 def _prediction(row: dict[str, Any], way: str) -> list[str]:
     found = row[way]
-    ratio = _predicted(found)
+    ratio = _beside(found)
     stages = [sum(times) for times in found["times"]]
     uneven = max(stages) / statistics.fmean(stages)
-    low, middle, high = statistics.quantiles(found["seconds"], n=4)
+    low, _, high = _ratios(found["rehearsed"], found["seconds"])
     fine = way != "automatic" or uneven <= EVEN or row["even"] > EVEN
     return [
         row["name"],
         way,
         f"{1e3 * found['profiled']:.0f}",
         f"{1e3 * found['predicted']:.0f}",
-        f"{1e3 * middle:.0f}",
-        f"{(high - low) / middle:.0%}",
+        _ms(found["rehearsed"]),
+        _ms(found["seconds"]),
         _mark(f"{ratio:.3f}", abs(ratio - 1.0) <= NEAR),
+        f"{high - low:.2f}",
+        f"{_before(found):.3f}",
         _mark(f"{uneven:.3f}", fine),
         f"{row['even']:.3f}",
         f"{row['even_step']:.3f}" if way == "automatic" and "even_step" in row else "",
     ]
 
 
-def _predicted(found: dict[str, Any]) -> float:
+def _beside(found: dict[str, Any]) -> float:
+    """Rehearsed over measured step, by pairs."""
+    return _ratios(found["rehearsed"], found["seconds"])[1]
+
+
+def _before(found: dict[str, Any]) -> float:
     """Predicted over measured step."""
     return float(found["predicted"] / statistics.median(found["seconds"]))
+
+
+def _ratios(ours: list[float], theirs: list[float]) -> list[float]:
+    """Quartiles over pairs."""
+    return statistics.quantiles([a / b for a, b in zip(ours, theirs, strict=True)], n=4)
+
+
+def _ms(seconds: list[float]) -> str:
+    return f"{1e3 * statistics.median(seconds):.0f}"
 
 
 def _mark(text: str, met: bool) -> str:

@@ -12,8 +12,8 @@ from tqdm import tqdm
 
 from ..command import parse
 from ..environment import describe
+from ..malloc import restart_keeping
 from ..results import Results
-from .allocator import restart_keeping
 from .models import SIZES
 from .page import PARTS, page
 from .settings import Settings

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ..malloc import KEEPING
 from ..results import Rows, table
 from .clock import interleave, ratio
 from .contenders import Contender, eager
@@ -24,23 +25,9 @@ from .models import SIZES, Subject
 from .run import microbatch
 from .settings import Settings
 
-KEEPING = {
-    "MALLOC_TRIM_THRESHOLD_": "4000000000",
-    "MALLOC_MMAP_THRESHOLD_": "4000000000",
-    "MALLOC_TOP_PAD_": "268435456",
-}
-"""Under which glibc's malloc gives nothing back to the system, as allocators made for training."""
-
 WAYS: Mapping[str, dict[str, str]] = {"as it comes": {}, "keeping": KEEPING}
 _CONTENDERS = ("autograd", "autosplit")
 _COUNTED = 5
-
-
-def restart_keeping(module: str) -> None:
-    """Start this program anew with ``KEEPING``, which malloc reads only at the start."""
-    if any(name not in os.environ for name in KEEPING):
-        command = [sys.executable, "-m", module, *sys.argv[1:]]
-        os.execve(sys.executable, command, os.environ | KEEPING)
 
 
 def measure(settings: Settings) -> Iterator[dict[str, Any]]:

@@ -26,7 +26,7 @@ of its output are made inside, as if just received. **Bold** figures miss their 
   ([deferral.py](deferral.py)), as Megatron-style code does.
 
 On the CPU, processes keep what was freed (`MALLOC_TRIM_THRESHOLD_` and its like, see
-[allocator.py](allocator.py)), as allocators made for training do; `--as-it-comes` leaves malloc
+[malloc.py](../malloc.py)), as allocators made for training do; `--as-it-comes` leaves malloc
 as it is.
 {sections}
 ## To reproduce

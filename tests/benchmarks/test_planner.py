@@ -16,11 +16,12 @@ from benchmarks.results import Results
 
 
 def test_a_model_is_cut_both_ways_and_measured(tmp_path: Path) -> None:
-    amount = Amount(steps=2, seconds=0.2, rehearsal=0.1, tiny=True)
+    amount = Amount(steps=2, seconds=0.2, rehearsal=0.1, turns=2, turn=0.0, tiny=True)
     (row,) = measure(amount, ["convolutional pyramid"])
     found = row["automatic"]
     assert len(found["cuts"]) == 1
-    assert len(found["seconds"]) == 2
+    assert len(found["rehearsed"]) == len(found["seconds"]) == 2 * 5  # turns of the least steps
+    assert ("by hand" in row) is (row["alternating"] is not None)
     assert found["times"][0][1] < found["times"][1][1]  # a first stage has no I
     assert row["blocks"] == row["kinds"] == 3
     results = Results.read(tmp_path / "results.json")
@@ -44,14 +45,17 @@ def _row(**changes: Any) -> dict[str, Any]:
     way = {
         "cuts": ["b"],
         "seconds": [12.0, 12.0, 12.0],
+        "rehearsed": [12.0, 12.0, 12.0],
+        "rehearsed_times": times,
         "predicted": 12.0,
-        "predicted_times": times,
         "profiled": 12.0,
         "profiled_times": times,
         "times": times,
     }
     common = {"name": "llama", "blocks": 4, "kinds": 3, "even": 1.0, "estimated": ["b"]}
-    return {**common, "automatic": way, "by hand": {**way, "cuts": ["c"]}, **changes}
+    alternating = dict.fromkeys(tables.WAYS, way["seconds"])
+    ways = {"automatic": way, "by hand": {**way, "cuts": ["c"]}, "alternating": alternating}
+    return {**common, **ways, **changes}
 
 
 @pytest.mark.parametrize(
@@ -60,7 +64,7 @@ def _row(**changes: Any) -> dict[str, Any]:
 )
 def test_steps_that_miss_their_target_are_bold(name: str, seconds: float, missed: bool) -> None:
     row = _row(name=name)
-    row["by hand"] = {**row["by hand"], "seconds": [seconds] * 3}
+    row["alternating"]["by hand"] = [seconds] * 3
     assert ("**" in tables.render_steps([row])) is missed
 
 
@@ -74,6 +78,10 @@ def test_predictions_and_uneven_stages_that_miss_are_bold() -> None:
     assert "**" not in tables.render_predictions([_row()])
     late = {**_row()["automatic"], "seconds": [13.0] * 3}
     assert "**0.923**" in tables.render_predictions([_row(automatic=late)])
+    drifted = {**_row()["automatic"], "predicted": 11.0}
+    text = tables.render_predictions([_row(automatic=drifted)])
+    assert "0.917" in text  # told, but it says nothing of the rehearsal
+    assert "**" not in text
     uneven = {**_row()["automatic"], "times": [[2.0, 0.0, 2.0], [1.0, 1.0, 1.0]]}
     assert "**1.143**" in tables.render_predictions([_row(automatic=uneven)])
     assert "**" not in tables.render_predictions([_row(automatic=uneven, even=1.1)])

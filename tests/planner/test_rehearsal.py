@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from planned import even
@@ -9,9 +11,9 @@ from planned_models import loss, net, tokens
 from torch import nn
 
 from autosplit.errors import CaptureError
-from autosplit.pipeline import build
+from autosplit.pipeline import PipelineTrainer, build
 from autosplit.planner.costs import BlockCost, ModelCosts
-from autosplit.planner.rehearsal import Rehearsal, can_rehearse, rehearse
+from autosplit.planner.rehearsal import Rehearsal, can_rehearse, rehearse, rehearsing
 from autosplit.planner.settle import corrected, settle
 from autosplit.planner.solve import Solution, solve
 from autosplit.planner.specimen import Conditions
@@ -70,6 +72,27 @@ def test_the_loss_and_its_targets_are_run() -> None:
     short = Conditions(loss_fn=loss, targets=tokens()[:, 1:])
     with pytest.raises(CaptureError, match="batch_size"):
         _rehearsed(net(), tokens(), short)
+
+
+def test_each_step_has_a_batch_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in training: what was read in the step before is in no cache."""
+    batches: list[torch.Tensor] = []
+
+    def trained(self: PipelineTrainer, batch: Any) -> torch.Tensor:
+        batches.append(batch[0][0])
+        assert all(p.grad is None for m in self.modules.values() for p in m.parameters())
+        return run(self, batch)
+
+    run = PipelineTrainer.forward_backward
+    monkeypatch.setattr(PipelineTrainer, "forward_backward", trained)
+    whole = WholeModel.capture(net(), tokens())
+    with rehearsing(whole, [1], build("1f1b", 2, 2, ranks=1), Conditions()) as step:
+        warm = len(batches)
+        seconds, spans = step()
+    assert len(batches) == warm + 1 > 1
+    assert len({batch.data_ptr() for batch in batches}) == len(batches)
+    assert seconds > 0.0
+    assert {span.action.stage for span in spans} == {0, 1}
 
 
 def test_full_backwards_are_shared_out_as_planned() -> None:

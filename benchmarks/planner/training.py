@@ -1,0 +1,106 @@
+"""Training steps of a way to cut: beside rehearsals of the same, and beside another way."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+from autosplit.errors import PipelineError
+from autosplit.pipeline.training.trainer import PipelineTrainer
+from autosplit.planner.rehearsal import rehearsing, stage_times
+from autosplit.planner.solve import Solution
+from autosplit.planner.specimen import Conditions
+from autosplit.planner.stages import cut
+from autosplit.planner.whole import WholeModel
+
+from .models import Subject
+
+_WARMUP = 2
+
+
+class Training:
+    """A trainer over one way to cut."""
+
+    def __init__(
+        self, subject: Subject, whole: WholeModel, plan: Solution, microbatches: int
+    ) -> None:
+        self._subject = subject
+        self._whole = whole
+        self._plan = plan
+        self._size = microbatches * subject.microbatch_size
+        self._firsts = [each + 1 for each in plan.cuts]
+        self._steps = 0
+        self._trainer = PipelineTrainer(
+            cut(whole, self._firsts),
+            subject.loss_fn,
+            lambda parameters: torch.optim.SGD(parameters, lr=0.0),
+            microbatches=microbatches,
+            schedule=plan.schedule,
+            record=True,
+        )
+
+    @property
+    def cuts(self) -> list[str]:
+        """The name of the first block of every stage but the first."""
+        return [self._whole.blocks[first].name for first in self._firsts]
+
+    def step(self) -> float:
+        """Seconds of one step with its gradients, without the optimizer's update."""
+        batch = self._subject.batch_fn(self._steps, self._size)
+        self._steps += 1
+        dist.barrier()
+        start = time.perf_counter()
+        losses = self._trainer.forward_backward(batch)
+        seconds = time.perf_counter() - start
+        for module in self._trainer.modules.values():
+            module.zero_grad(set_to_none=True)
+        if not torch.isfinite(losses).all():
+            raise PipelineError(f"a loss of {losses.tolist()}")
+        return seconds
+
+    def beside_rehearsals(
+        self, conditions: Conditions, *, turns: int, steps: int
+    ) -> dict[str, Any]:
+        """Steps alternate with those of a rehearsal, another one in each turn."""
+        seconds: dict[str, list[float]] = {"rehearsed": [], "seconds": []}
+        spans: dict[str, list[Any]] = {"rehearsed_times": [], "times": []}
+        for _ in range(turns):
+            with rehearsing(self._whole, self._firsts, self._plan.schedule, conditions) as rehearse:
+                for _ in range(_WARMUP):
+                    self.step()
+                for _ in range(steps):
+                    slowest, recorded = rehearse()
+                    seconds["rehearsed"].append(slowest)
+                    spans["rehearsed_times"].append(recorded)
+                    seconds["seconds"].append(self.step())
+                    spans["times"].append(self._trainer.timeline().spans)
+        planned = self._plan.costs.times
+        return {**seconds, **{key: stage_times(each, planned) for key, each in spans.items()}}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._trainer.__exit__(kind, error, trace)
+
+
+def alternate(ways: Mapping[str, Training], *, steps: int) -> dict[str, list[float]]:
+    """Seconds of the steps of several trainers, which take turns step by step."""
+    found: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(_WARMUP):
+        for training in ways.values():
+            training.step()
+    for _ in range(steps):
+        for way, training in ways.items():
+            found[way].append(training.step())
+    return found
