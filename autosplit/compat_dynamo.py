@@ -25,9 +25,9 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._functorch.partitioners import default_partition
 from torch._guards import TracingContext
 
-from .capture.as_eager import as_eager
+from .capture.as_eager import AS_IN_EAGER, as_eager
 from .capture.custom_functions import refuse_absent_gradients
-from .capture.random import AS_IN_EAGER, refuse_own_generators
+from .capture.random import refuse_own_generators
 from .capture.recurrent import divide_layers
 from .compat_convention import AotGraphs, assemble, copy_graph, label, without_deferred
 from .errors import CaptureError

@@ -1,9 +1,10 @@
-"""Settings under which AOTAutograd traces what eager mode runs."""
+"""Settings under which Dynamo and AOTAutograd trace what eager mode runs."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch._functorch.config
@@ -11,6 +12,15 @@ import torch._inductor.config
 from torch import fx
 
 from .recurrent import without_fused_recurrence
+
+AS_IN_EAGER: dict[str, Any] = {
+    # numpy.random draws what it draws in eager; torch's generator would draw instead.
+    "use_numpy_random_stream": True,
+    # A parameter that is frozen or thawed is noticed; torch 2.11 by itself keeps to the graph of
+    # before, in which its gradient may be missing.
+    "use_recursive_dict_tags_for_guards": False,
+}
+"""Settings of Dynamo."""
 
 
 @contextlib.contextmanager

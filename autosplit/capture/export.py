@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import builtins
 import logging
 import re
 import warnings
+from collections import ChainMap
 from types import CodeType
 from typing import Any
 
@@ -16,14 +18,15 @@ from torch._dynamo.functional_export import create_fx_graph_from_captured_output
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
 from torch._export.utils import _compiling_state_context
 
-from ..compat import tree_flatten
+from ..compat import TORCH, tree_flatten
 from ..errors import CaptureError
+from .as_eager import AS_IN_EAGER
 from .binding import Binding
 from .custom_functions import refuse_absent_gradients
 from .loops import watched
 from .observers import is_observed, unobserved
 from .output_hooks import install_output_hooks
-from .random import AS_IN_EAGER, refuse_drawn
+from .random import refuse_drawn
 from .reasons import definition
 from .side_effects import Setter, setters
 
@@ -191,6 +194,8 @@ def _export(
         exported = create_fx_graph_from_captured_output(captured, module, args, kwargs)
         refuse_absent_gradients(exported, captured.graph_capture_output.traced_code)
     _find_class_tensors(module, exported)
+    if TORCH < (2, 12):
+        _find_builtins(exported)
     refuse_drawn(module, exported)
     # Dynamo put the graph into the globals of the forward's module, from where it would keep
     # the model and its example inputs alive for ever.
@@ -211,6 +216,15 @@ def _find_class_tensors(module: nn.Module, exported: Any) -> None:
         isinstance(value, Tensor) for kind in type(root).__mro__ for value in vars(kind).values()
     ):
         exported.graph._codegen.dynamo_bytecode_flatten.input_processor.root = root
+
+
+def _find_builtins(exported: Any) -> None:
+    """What unpacks inputs and packs results calls builtins, which torch 2.11 looks for among the
+    globals of the forward.
+    """
+    codegen = exported.graph._codegen
+    for half in (codegen.dynamo_bytecode_flatten, codegen.dynamo_bytecode_unflatten):
+        half.f_globals = ChainMap(half.f_globals, vars(builtins))
 
 
 def _messages() -> set[Any]:

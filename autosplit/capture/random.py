@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 from torch import fx, nn
 from torch._dynamo.source import RandomValueSource
 
 from ..errors import CaptureError
 from .reasons import definition
-
-AS_IN_EAGER: dict[str, Any] = {"use_numpy_random_stream": True}
-"""Settings of Dynamo under which ``numpy.random`` draws what it draws in eager; without them
-torch's generator would draw instead."""
 
 
 def refuse_drawn(module: nn.Module, exported: fx.GraphModule) -> None:

@@ -180,6 +180,19 @@ def test_changes_of_mode_recompile() -> None:
     assert_same_state(model, reference)
 
 
+def test_parameters_frozen_and_thawed() -> None:
+    model = TwoLayers()
+    reference = copy.deepcopy(model)
+    for forward, module in ((Partial(model), model), (reference, reference)):
+        for frozen in (True, False, True):
+            module.a.weight.requires_grad_(not frozen)
+            train(forward, [torch.ones(3, 4)])
+            if isinstance(forward, Partial):
+                forward.backward_weight()
+    assert model.a.weight.grad is not None
+    assert_same_state(model, reference)
+
+
 def test_recomputation_in_the_backward() -> None:
     class Checkpointed(TwoLayers):
         use_reentrant = False
