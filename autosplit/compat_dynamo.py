@@ -30,7 +30,7 @@ from .capture.custom_functions import refuse_absent_gradients
 from .capture.random import refuse_own_generators
 from .capture.recurrent import divide_layers
 from .compat_convention import AotGraphs, assemble, copy_graph, label, without_deferred
-from .errors import CaptureError
+from .errors import CaptureError, SplitError
 from .passes import Kind, PassError, Role
 from .passes.graph import placeholders
 from .passes.ops import is_effect
@@ -110,6 +110,29 @@ def compile_model(
             return compiled(*args, **kwargs)
 
     return call
+
+
+def frozen_parameters(example_inputs: Sequence[Any]) -> list[int]:
+    """Positions of parameters that a graph has no gradient for."""
+    return [
+        index
+        for index, value in enumerate(example_inputs)
+        if isinstance(value, nn.Parameter) and not value.requires_grad
+    ]
+
+
+def refuse_thawed(args: Sequence[Any], frozen: Sequence[int]) -> None:
+    """Raise where a graph is called with a parameter that needs a gradient by now.
+
+    Dynamo compiles another graph for it, but for torch 2.11 under the settings it comes with.
+    """
+    if frozen and torch.is_grad_enabled() and any(args[index].requires_grad for index in frozen):
+        raise SplitError(
+            "a parameter that was frozen when torch.compile compiled this graph needs a gradient "
+            "now, which torch 2.11 overlooks; set use_recursive_dict_tags_for_guards and "
+            "skip_tensor_guards_with_matching_dict_tags of torch._dynamo.config to False before "
+            "compiling, or use torch 2.12 or later"
+        )
 
 
 def _skip_what_is_traced_wrongly(module: fx.GraphModule) -> None:

@@ -11,16 +11,19 @@ import torch._functorch.config
 import torch._inductor.config
 from torch import fx
 
+from ..compat import TORCH
 from .recurrent import without_fused_recurrence
 
-AS_IN_EAGER: dict[str, Any] = {
-    # numpy.random draws what it draws in eager; torch's generator would draw instead.
-    "use_numpy_random_stream": True,
-    # A parameter that is frozen or thawed is noticed; torch 2.11 by itself keeps to the graph of
-    # before, in which its gradient may be missing.
-    "use_recursive_dict_tags_for_guards": False,
-}
+# numpy.random draws what it draws in eager; torch's generator would draw instead.
+AS_IN_EAGER: dict[str, Any] = {"use_numpy_random_stream": True}
 """Settings of Dynamo."""
+
+if TORCH < (2, 12):
+    # A parameter that is frozen or thawed is noticed, though it stays where it was in its module.
+    AS_IN_EAGER |= {
+        "use_recursive_dict_tags_for_guards": False,
+        "skip_tensor_guards_with_matching_dict_tags": False,
+    }
 
 
 @contextlib.contextmanager

@@ -13,7 +13,13 @@ from torch import Tensor, fx, nn
 from ..autocast import AutocastGuard
 from ..compat_backward import RunningBackward, running_backward, watch_gradients
 from ..compat_convention import AotGraphs
-from ..compat_dynamo import Splitter, compile_graph, input_sources
+from ..compat_dynamo import (
+    Splitter,
+    compile_graph,
+    frozen_parameters,
+    input_sources,
+    refuse_thawed,
+)
 from ..compile import Boxed, backend_named, hand_over, prepare
 from ..compile import compile_graph as compile_split
 from ..dependence import gradient_sources
@@ -53,6 +59,7 @@ class Compilation:
     ) -> None:
         self._owner = owner
         self._backend = backend_named(graphs)
+        self._frozen = frozen_parameters(example_inputs)
         self._split: _SplitBackward | None = None
         roles = _roles(input_sources(module), example_inputs, owner)
         self._part = Part(module, [role.name for role in roles if role.kind is Kind.PARAMETER])
@@ -67,6 +74,7 @@ class Compilation:
         owner.compiled(self._part)
 
     def __call__(self, *args: Any) -> Any:
+        refuse_thawed(args, self._frozen)
         token = self._owner.entered(self._part)
         if self._split is None:
             return self._run(*args)

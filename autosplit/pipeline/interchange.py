@@ -3,7 +3,8 @@
 A line is a rank, a cell an action in the text form of ``Action``. In the form ``"compute_only"``
 empty cells are waits; ``"compute_comms"`` lists sends and receives as well. Torch's
 ``_PipelineScheduleRuntime._load_csv`` reads both; from 2.15 on it wants ``0WAIT_SEND_F1`` for
-``0SEND_F1`` in the latter, where the rank may wait for the send to end.
+``0SEND_F1`` in the latter, where the rank may wait for the send to end. The runtime of torch 2.11
+runs no schedule over gloo in which neighbouring stages lie on one rank, whoever made it.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 from autosplit import SplitError
+from autosplit.compat import TORCH
 from autosplit.integrations.deferral import Deferral, backward_weight
 from autosplit.integrations.dynamo import backend
 
@@ -159,6 +160,22 @@ def test_gradient_that_two_parameters_share_is_not_added_twice() -> None:
     backward_weight(model)
     assert model.a.grad.tolist() == [3.0, 3.0, 3.0]
     assert model.b.grad.tolist() == [[3.0, 3.0, 3.0]]
+
+
+def test_thawed_parameters_are_noticed() -> None:
+    model = TwoLayers()
+    model.a.weight.requires_grad_(False)
+    forward = compiled(model)
+    forward(torch.ones(3, 4)).sum().backward()
+    model.a.weight.requires_grad_(True)
+    if TORCH < (2, 12):
+        with pytest.raises(SplitError, match=r"was frozen .*_for_guards"):
+            forward(torch.ones(3, 4))
+    else:
+        forward(torch.ones(3, 4)).sum().backward()
+        backward_weight(model)
+        expected = torch.autograd.grad(model(torch.ones(3, 4)).sum(), model.a.weight)
+        assert torch.equal(model.a.weight.grad, expected[0])
 
 
 def test_graphs_without_anything_to_defer() -> None:

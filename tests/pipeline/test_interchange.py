@@ -11,6 +11,7 @@ import torch.distributed.pipelining.schedules as torch_schedules
 from interchange_workers import step_with_torch
 from tables import rows_of, schedule_of, seconds
 
+from autosplit.compat import TORCH
 from autosplit.errors import ScheduleError
 from autosplit.pipeline import launch
 from autosplit.pipeline.interchange import FORMATS, read_csv, write_csv
@@ -108,6 +109,10 @@ def test_dual_pipe_v_is_torchs(tmp_path: Path) -> None:
     assert read_csv(tmp_path / "torch.csv").ranks == build("dualpipe-v", 8, 10).ranks
 
 
+@pytest.mark.skipif(
+    TORCH < (2, 12),
+    reason="torch 2.11's own runtime sends between two stages of one rank, which gloo cannot",
+)
 def test_torchs_runtime_trains_with_ours(tmp_path: Path) -> None:
     """Two processes; gradients as from plain autograd."""
     write_csv(build("zb-v", 4, 4), tmp_path / "zb_v.csv")
