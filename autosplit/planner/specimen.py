@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from autosplit.compat import tree_flatten
 from autosplit.compile import check_backend
 from autosplit.handover import TensorSpec
 from autosplit.pipeline.execution.microbatch import Part
@@ -144,10 +145,24 @@ def prepare(
         count = None if isinstance(targets, Tensor) else len(parts)
         module = WithLoss(module, conditions.loss_fn, count)
         inputs += [part.detach().to(device) for part in parts]
+    elif last == len(whole.blocks):
+        module = _TensorsOnly(module)
     if conditions.autocast is not None:
         module = WithAutocast(module, device, conditions.autocast)
     stage = Stage(module, inputs, index=first, backend=conditions.backend, memory=conditions.memory)
     return Specimen(stage, inputs, size)
+
+
+class _TensorsOnly(nn.Module):
+    """A model's last blocks without what else the model puts out, such as None for a loss."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Tensor) -> tuple[Tensor, ...]:
+        leaves, _ = tree_flatten(self.module(*args))
+        return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
 
 
 def own_state(

@@ -10,6 +10,7 @@ from autosplit.pipeline.execution.assembly import footprint
 from autosplit.planner.clock import Rounds, error
 from autosplit.planner.profile import profile
 from autosplit.planner.specimen import Conditions, prepare
+from autosplit.planner.whole import WholeModel
 
 X = torch.zeros(4, 16)
 
@@ -68,6 +69,24 @@ def test_options_reach_the_stages() -> None:
     assert half.output_specs[0][1] is torch.bfloat16
 
 
+class Mixed(nn.Module):
+    """Puts out more than tensors, as models do that return no loss without labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 8)])
+
+    def forward(self, x: Tensor) -> dict[str, object]:
+        hidden = self.layers[0](x)
+        return {"loss": None, "count": 3, "outputs": (self.layers[1](hidden), hidden)}
+
+
+def test_what_is_no_tensor_in_a_models_result_costs_nothing() -> None:
+    whole = WholeModel.capture(Mixed(), X)
+    stage = prepare(whole, 0, len(whole.blocks), Conditions()).stage
+    assert [tuple(shape) for shape, _, _ in stage.output_specs] == [(4, 8), (4, 16)]
+
+
 def test_the_model_stays_as_it_is() -> None:
     norm = nn.BatchNorm1d(32)
     chain = Chain([nn.Linear(16, 32), norm, nn.Dropout(0.5), nn.Linear(32, 8)], X)
@@ -96,7 +115,7 @@ def test_what_is_tied_stays_tied() -> None:
     with torch.device("meta"):
         tied = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
         tied[1].weight = tied[0].weight
-        chain = Chain([tied], X)
+        chain = Chain([tied, nn.Linear(16, 16)], X)
     module = prepare(chain, 0, 1, Conditions()).stage.module
     assert module.get_parameter("0.0.weight") is module.get_parameter("0.1.weight")
 
