@@ -24,7 +24,7 @@ from .planner.costs import ModelCosts
 from .planner.device import Device, measure_device
 from .planner.estimate import estimate
 from .planner.limits import Limits
-from .planner.links import measure_link, profile_transfer
+from .planner.links import measure_links, profile_transfer
 from .planner.made_for import MadeFor
 from .planner.making import make_plan
 from .planner.measuring import device_of_trainer, grouped, profile_together, rehearsed
@@ -137,7 +137,7 @@ def _plan(build: Callable[[], Any], name: str, request: Request) -> Planned:
     model, args, kwargs = _example(skeleton(build), name)
     limits = request.limits
     if not request.estimated and limits.links == Transfer():
-        links = measure_link() if grouped() else profile_transfer()
+        links = measure_links() if grouped() else profile_transfer()
         limits = replace(limits, links=links)
     source = _Costs(model, args, kwargs, request)
     found = search(

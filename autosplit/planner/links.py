@@ -1,12 +1,14 @@
-"""The link between two ranks, for a plan."""
+"""The links between ranks, for a plan."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch.distributed as dist
 
 from autosplit.errors import PlanError
 from autosplit.pipeline.communication.groups import Groups, device_of_group
-from autosplit.pipeline.communication.links import measure_transfer
+from autosplit.pipeline.communication.links import measure_transfer, ring
 from autosplit.pipeline.processes.launch import launch
 from autosplit.pipeline.simulation.transfer import Transfer
 
@@ -14,18 +16,19 @@ _TIMEOUT = 60.0
 
 
 def profile_transfer() -> Transfer:
-    """The link between two processes of this machine, over gloo.
+    """The link between two processes of this machine, over gloo; for any two ranks.
 
-    Starting them takes seconds; ranks that are there already can call ``measure_link``.
+    Starting them takes seconds; ranks that are there already can call ``measure_links``.
 
     Returns:
         Latency and bandwidth, with no ``message_bytes``.
     """
-    return launch(measure_link, 2, timeout=_TIMEOUT)[0]
+    return replace(launch(measure_links, 2, timeout=_TIMEOUT)[0], pairs={})
 
 
-def measure_link() -> Transfer:
-    """The link between ranks 0 and 1, with the messages that a trainer's stages send.
+def measure_links() -> Transfer:
+    """The links of each rank to the next and from the last to the first, with the messages that a
+    trainer's stages send.
 
     Collective over the default process group; all ranks get the same.
 
@@ -37,6 +40,6 @@ def measure_link() -> Transfer:
     device = device_of_group()
     groups = Groups(dist.get_world_size(), device, _TIMEOUT)
     try:
-        return measure_transfer(groups, device)
+        return measure_transfer(groups, device, ring(groups.ranks))
     finally:
         groups.destroy()

@@ -18,7 +18,7 @@ from autosplit.planner.device import measure_device
 from autosplit.planner.estimate import estimate
 from autosplit.planner.form import Form
 from autosplit.planner.limits import Limits
-from autosplit.planner.links import measure_link
+from autosplit.planner.links import measure_links
 from autosplit.planner.profile import profile
 from autosplit.planner.rehearsal import Rehearsal, rehearse
 from autosplit.planner.settle import settle
@@ -65,7 +65,7 @@ def _compare(case: str, amount: Amount) -> dict[str, Any]:
     conditions = Conditions(loss_fn=subject.loss_fn, targets=targets)
     start = time.perf_counter()
     costs = average(_gather(profile(whole, conditions, seconds=amount.seconds)))
-    links = measure_link()
+    links = measure_links()
     planner = _Planner(whole, conditions, costs, links, amount.rehearsal)
     by_hand = [whole.start(name) for name in names]
     plans = {"automatic": planner.automatic(), "by hand": planner.given(by_hand)}

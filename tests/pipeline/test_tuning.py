@@ -41,7 +41,7 @@ def tuned(whole: float, parts: int = 1, link: Transfer | None = None, **options:
     tuner = Tuner(
         first_schedule(2, 4, 2),
         cast("Groups", OneProcess()),
-        link=lambda: link or Transfer(),
+        links=lambda: link or Transfer(),
         **options,
     )
     seconds = dict.fromkeys(ActionKind, 1.0) | {ActionKind.BACKWARD: whole}

@@ -1,56 +1,93 @@
-"""How long a message between two ranks takes."""
+"""How long messages between ranks take."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
 
 from autosplit.pipeline.communication.groups import Groups, losing
-from autosplit.pipeline.simulation.transfer import Transfer
+from autosplit.pipeline.simulation.transfer import Link, Transfer
+
+Pair = tuple[int, int]
 
 _LARGE = 2**23  # bytes
 _ROUNDS = 20
 _WARMUP = 3
 
 
-def measure_transfer(groups: Groups, device: torch.device) -> Transfer:
-    """The link between ranks 0 and 1, with the messages that a trainer's stages send.
+def ring(ranks: int) -> set[Pair]:
+    """Each rank and the next, the last and the first; the lower one first."""
+    steps = ((rank, (rank + 1) % ranks) for rank in range(ranks))
+    return {(min(step), max(step)) for step in steps if ranks > 1}
 
-    Collective, between steps; all ranks get the same.
+
+def measure_transfer(groups: Groups, device: torch.device, pairs: Collection[Pair]) -> Transfer:
+    """The links between these pairs of ranks, with the messages that a trainer's stages send.
+
+    Pairs that have no rank in common are measured at once. Collective, between steps; all ranks
+    get the same.
 
     Args:
-        groups: of two ranks or more; with one, nothing is measured and nothing takes time.
+        groups: of all ranks.
         device: where the messages live.
+        pairs: of ranks, the lower one first, the same on every rank; without any, nothing is
+            measured and nothing takes time.
 
     Returns:
-        Latency and bandwidth, with no ``message_bytes``.
+        A link for each pair, the slowest latency and bandwidth for all others, no
+        ``message_bytes``.
+
+    Raises:
+        LostPeerError: some rank did not take part.
     """
-    if groups.ranks == 1:
+    if not pairs:
         return Transfer()
-    groups.connect([(0, 1)])
+    groups.connect(pairs)
+    links: dict[Pair, Link] = {}
+    for at_once in _apart(pairs):
+        mine = {pair: _link(groups, device, pair) for pair in at_once if groups.rank in pair}
+        for found in groups.gather(mine):
+            links = found | links  # of a pair's two ranks the lower one says
+    latency = max(link.latency for link in links.values())
+    bandwidth = min(link.bandwidth for link in links.values())
+    return Transfer(latency, bandwidth, pairs=links)
+
+
+def _apart(pairs: Collection[Pair]) -> list[list[Pair]]:
+    """The pairs in few groups, in none of which two have a rank in common."""
+    found: list[list[Pair]] = []
+    for pair in sorted(pairs):
+        for group in found:
+            if not any({*pair} & {*other} for other in group):
+                group.append(pair)
+                break
+        else:
+            found.append([pair])
+    return found
+
+
+def _link(groups: Groups, device: torch.device, pair: Pair) -> Link:
     small, large = (
-        _one_way(groups, torch.zeros(size, dtype=torch.uint8, device=device))
+        _one_way(groups, pair, torch.zeros(size, dtype=torch.uint8, device=device))
         for size in (1, _LARGE)
     )
-    found: tuple[float, float] = groups.gather((small, large))[0]
-    small, large = found
-    return Transfer(latency=small, bandwidth=_LARGE / max(large - small, 1e-9))
+    return Link(small, _LARGE / max(large - small, 1e-9))
 
 
-def _one_way(groups: Groups, tensor: Tensor) -> float:
-    """Seconds from rank 0 to rank 1: half of the quickest way there and back."""
-    if groups.rank > 1:
-        return 0.0
+def _one_way(groups: Groups, pair: Pair, tensor: Tensor) -> float:
+    """Seconds from one rank of the pair to the other: half of the quickest way there and back."""
+    (peer,) = {*pair} - {groups.rank}
     seconds = []
     for _ in range(_WARMUP + _ROUNDS):
         start = time.perf_counter()
-        for sender in (0, 1):
+        for sender in pair:
             send = groups.isend if groups.rank == sender else groups.irecv
-            work = send(tensor, 1 - groups.rank)
+            work = send(tensor, peer)
             if work is not None:
-                with losing(f"rank {1 - groups.rank}", groups.timeout):
+                with losing(f"rank {peer}", groups.timeout):
                     work.wait()
         if tensor.is_cuda:
             torch.cuda.synchronize(tensor.device)

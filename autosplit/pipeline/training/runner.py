@@ -20,6 +20,7 @@ from autosplit.pipeline.execution.mode import Mode
 from autosplit.pipeline.execution.modes import Modes
 from autosplit.pipeline.execution.order import Order, as_scheduled
 from autosplit.pipeline.execution.recorder import recorder_on
+from autosplit.pipeline.routes import pairs_of
 from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.timeline import Span
 from autosplit.pipeline.training.arrangement import Arrangement
@@ -75,17 +76,19 @@ class Runner:
         self._device = device
         self.schedule: Schedule = arrangement.schedule
         self._order = order
+        self._feeds = Feeds(arrangement.stages.count, arrangement.stages.wiring)
         self._tuner: Tuner | None = None
         if options.schedule == "auto":
             self._tuner = Tuner(
                 self.schedule,
                 groups,
-                link=partial(measure_transfer, groups, device),
+                links=partial(
+                    measure_transfer, groups, device, pairs_of(self.schedule, self._feeds)
+                ),
                 wiring=arrangement.stages.wiring,
                 early_weights=options.early_weights,
             )
             self.schedule = self._tuner.measured
-        self._feeds = Feeds(arrangement.stages.count, arrangement.stages.wiring)
         source = self.schedule.placement[self._feeds.first_from_batch]
         make = partial(self._make_mode, "train", self.schedule, self._order)
         self._train = Modes(options.shapes, groups, source, make)

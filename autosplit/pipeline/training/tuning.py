@@ -82,7 +82,7 @@ class Tuner:
     Args:
         schedule: what those steps run, but for a few Bs. What is found keeps no more than it does.
         groups: the trainer's process groups.
-        link: measures the link between ranks; collective, and the same on all of them.
+        links: measures the links between ranks; collective, and the same on all of them.
         wiring: who feeds whom; None: each stage the next.
         early_weights: whether the trainer runs Ws in every wait.
 
@@ -95,14 +95,14 @@ class Tuner:
         schedule: Schedule,
         groups: Groups,
         *,
-        link: Callable[[], Transfer],
+        links: Callable[[], Transfer],
         wiring: Wiring | None = None,
         early_weights: bool = False,
     ) -> None:
         self.measured = with_whole(schedule)
         self._schedule = schedule
         self._groups = groups
-        self._link = link
+        self._links = links
         self._wiring = wiring
         self._early_weights = early_weights
         self._steps: list[list[Span]] = []
@@ -137,7 +137,7 @@ class Tuner:
 
     def _costs(self, stages: Mapping[int, TrainableStage]) -> Costs:
         """What a step costs by what all ranks measured; collective."""
-        link = self._link()
+        links = self._links()
         steps = self._steps[1:]
         seen: list[_Seen] = self._groups.gather(
             _Seen(
@@ -156,7 +156,7 @@ class Tuner:
             [_times(stage, seconds) for stage in every],
             [StageMemory(*kept[stage]) for stage in every],
             replace(
-                link,
+                links,
                 message_bytes={stage: sent[stage][0] for stage in every},
                 gradient_bytes={stage: sent[stage][1] for stage in every},
             ),
