@@ -179,10 +179,6 @@ def late_hook(model: Pair, x: Tensor) -> None:
     )
 
 
-def frozen(model: Pair, x: Tensor) -> None:
-    model.one.bias.requires_grad_(False)
-
-
 FALLBACKS = [
     no_gradient,
     pytest.param(
@@ -199,7 +195,6 @@ FALLBACKS = [
     parameter_as_gradient,
     hook,
     late_hook,
-    frozen,
 ]
 
 
