@@ -7,8 +7,9 @@ from dataclasses import replace
 import torch.distributed as dist
 
 from autosplit.errors import PlanError
-from autosplit.pipeline.communication.groups import Groups, device_of_group
+from autosplit.pipeline.communication.groups import Groups
 from autosplit.pipeline.communication.links import measure_transfer, ring
+from autosplit.pipeline.communication.world import device_of_group
 from autosplit.pipeline.processes.launch import launch
 from autosplit.pipeline.simulation.transfer import Transfer
 

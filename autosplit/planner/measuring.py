@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from autosplit.errors import AutosplitError, PlanError
-from autosplit.pipeline.communication.groups import device_of_group
+from autosplit.pipeline.communication.world import device_of_group
 from autosplit.pipeline.schedule import Schedule
 from autosplit.planner.costs import ModelCosts, average
 from autosplit.planner.profile import profile

@@ -11,7 +11,8 @@ import transport_workers
 
 from autosplit.pipeline.communication.communicators import abort, await_device
 from autosplit.pipeline.communication.faults import Board, Fault, Guard, LostPeerError
-from autosplit.pipeline.communication.groups import Groups, device_of_group
+from autosplit.pipeline.communication.groups import Groups
+from autosplit.pipeline.communication.world import device_of_group
 from autosplit.pipeline.processes.launch import launch
 from autosplit.pipeline.routes import pairs_of
 from autosplit.pipeline.schedules import build

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autosplit.errors import PipelineError
-from autosplit.pipeline.communication.groups import process_count
+from autosplit.pipeline.communication.world import process_count
 from autosplit.pipeline.execution.assembly import StageFactory, split_stage
 from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.training.modules import LossFunction, Stages

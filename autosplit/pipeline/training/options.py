@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from autosplit.errors import PipelineError
-from autosplit.pipeline.communication.groups import device_of_group
+from autosplit.pipeline.communication.world import device_of_group
 from autosplit.pipeline.execution.assembly import StageFactory
 from autosplit.pipeline.execution.order import Order, as_scheduled, early_weights
 from autosplit.pipeline.schedule import Schedule
