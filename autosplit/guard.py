@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from .errors import SplitError
+from .listing import few
 
 
 class Waiting(Protocol):
@@ -34,9 +35,8 @@ def refuse_frozen(waiting: Iterable[tuple[str, Tensor]]) -> None:
     """
     frozen = [name for name, parameter in waiting if not parameter.requires_grad]
     if frozen:
-        more = f" and {len(frozen) - 1} more" if len(frozen) > 1 else ""
         raise SplitError(
-            f"requires_grad of {frozen[0]}{more} was switched off between the forward and "
+            f"requires_grad of {few(frozen)} was switched off between the forward and "
             "backward_weight(), whose gradient would be lost; call backward_weight() before "
             "freezing, and start this step again"
         )
@@ -72,8 +72,7 @@ class StepGuard:
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         waiting = [name for name, parameter in owner.named_parameters() if id(parameter) in stepped]
         if waiting:
-            more = f" and {len(waiting) - 1} more" if len(waiting) > 1 else ""
             raise SplitError(
                 f"optimizer.step() while {owner.pending} microbatch(es) of weight gradients are "
-                f"pending for {waiting[0]}{more}; call {self._advice} first"
+                f"pending for {few(waiting)}; call {self._advice} first"
             )

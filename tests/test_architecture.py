@@ -79,7 +79,7 @@ def test_passes_know_nothing_of_autosplit() -> None:
 
 
 ORDER = [
-    ["errors", "passes", "compat", "compat_leaves", "garbage", "generators", "streams"],
+    ["errors", "listing", "passes", "compat", "compat_leaves", "garbage", "generators", "streams"],
     ["structures", "first_call", "face", "store", "compat_inductor"],
     ["capture"],
     ["autocast", "compile", "handover", "accumulation"],

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from tabulate import tabulate
 
+from ..listing import few
 from ..report.tables import short_source
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def _parts(partial: Partial) -> str:
         [
             index,
             part.lines,
-            _few(part.parameters),
+            few(part.parameters, 4),
             partial.calls[part],
             f"{part.deferred_flops / 1e9:.3f}",
             part.state,
@@ -77,8 +78,3 @@ def _share(partial: Partial) -> str:
 
 def _table(rows: Sequence[Sequence[object]], headers: list[str]) -> str:
     return tabulate(rows, headers, tablefmt="simple", disable_numparse=True)
-
-
-def _few(names: tuple[str, ...]) -> str:
-    shown = ", ".join(names[:4])
-    return shown + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tabulate import tabulate
 
 from autosplit.errors import AutosplitError
+from autosplit.listing import few
 from autosplit.planner.configuration import Configuration
 from autosplit.planner.plan import Plan
 from autosplit.report.tables import size_text
@@ -49,7 +50,7 @@ def refused_table(found: Sequence[Configuration]) -> str:
             where = f"M={each.microbatches} {each.memory}" + (" fused" if each.fused else "")
             reasons.setdefault((f"{each.schedule} N={each.stages}", each.lost), []).append(where)
     return "\n".join(
-        f"not {what} ({_some(where)}): {lost}" for (what, lost), where in reasons.items()
+        f"not {what} ({few(where, 3)}): {lost}" for (what, lost), where in reasons.items()
     )
 
 
@@ -251,7 +252,3 @@ def _span(first: str, last: str) -> str:
 
 def _short(text: str) -> str:
     return text if len(text) <= _LONGEST else f"...{text[3 - _LONGEST :]}"
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

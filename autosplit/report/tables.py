@@ -8,6 +8,7 @@ from tabulate import tabulate
 from torch import fx
 
 from ..functions import SplitFunctions
+from ..listing import few
 from ..passes import MEMORY
 from ..passes.aliasing import distinct_bytes, is_view
 from ..passes.cost import graph_flops
@@ -71,7 +72,7 @@ def boundary_table(rows: list[Crossing], style: str) -> str:
     """A row a tensor, the largest first."""
     ordered = sorted(rows, key=lambda row: -row.bytes)
     table = [
-        [row.name, row.shape, size_text(row.bytes), short_source(row.source), _few(row.consumers)]
+        [row.name, row.shape, size_text(row.bytes), short_source(row.source), few(row.consumers)]
         for row in ordered
     ]
     headers = ["tensor", "shape", "bytes", "made at", "for the gradient of"]
@@ -124,7 +125,3 @@ def _trade_row(found: Trade, used: bool) -> list[str]:
         str(found.again),
         f"{found.time:.1%}",
     ]
-
-
-def _few(names: tuple[str, ...]) -> str:
-    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "") if names else ""
