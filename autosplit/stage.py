@@ -49,6 +49,7 @@ class Stage:
         accumulation: str = "exact",
         grad_dtype: torch.dtype | None = None,
         slices: int = 1,
+        late_input: bool = False,
     ) -> None:
         """Trace ``module(*args)``; inputs with ``requires_grad`` get a gradient from I.
 
@@ -68,6 +69,9 @@ class Stage:
                 ``publish`` rounds it once, to the parameter's ``grad_dtype``.
             slices: into how many parts of near-equal FLOPs W can be run; at most as many as it
                 has matrix products and convolutions.
+            late_input: for a stage whose I nobody waits for, the first of a pipeline: where no
+                input needs a gradient, I only passes on what it takes and W is the whole
+                backward. Without it I is the chain of derivatives down to the earliest parameters.
 
         Raises:
             CaptureError: the module cannot be traced, or returns something besides tensors.
@@ -78,6 +82,7 @@ class Stage:
         self.module = module
         self._backend = backend
         self._memory = memory
+        self._late_input = late_input
         self._specs = [TensorSpec.of(example) for example in args]
         self._blanks = tuple(map(_blank, args))
         self._grad_mode = torch.is_grad_enabled()
@@ -264,7 +269,14 @@ class Stage:
         return found
 
     def _trace(self, args: list[Tensor]) -> SplitFunctions:
-        functions = trace(self.module, tuple(args), {}, self._backend, self._memory)
+        functions = trace(
+            self.module,
+            tuple(args),
+            {},
+            self._backend,
+            self._memory,
+            late_input=self._late_input,
+        )
         if functions.has_backward and self._weights.slices != 1:
             functions.sliced(self._weights.slices)  # now is the time to hear that it cannot be
         self._graphs.add(Signature.of(list(self._blanks), None), functions)

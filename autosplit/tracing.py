@@ -20,7 +20,7 @@ from .errors import CaptureError, FailingCallError, SplitError
 from .first_call import materialise, settle
 from .functions import SplitFunctions
 from .garbage import only_new_garbage
-from .passes import PassError, SplitGraphs, memory_setting, run
+from .passes import Memory, PassError, SplitGraphs, memory_setting, run
 
 if TYPE_CHECKING:
     from .capture import Capture, Shelf
@@ -40,12 +40,15 @@ def trace(
     kwargs: dict[str, Any],
     backend: str,
     memory: str | int,
+    *,
+    late_input: bool = False,
 ) -> SplitFunctions:
     """Capture, split and compile a module for inputs like these.
 
     With ``AUTOSPLIT_DUMP=dir`` in the environment every stage of the pass pipeline is
     written below ``dir``, a numbered folder for each traced module. Otherwise what was made of
-    an equal graph before, in any process, is taken from disk (``capture.shelf``).
+    an equal graph before, in any process, is taken from disk (``capture.shelf``). ``late_input``:
+    see ``passes.memory``.
 
     Raises:
         CaptureError: the module cannot be traced.
@@ -55,27 +58,28 @@ def trace(
     """
     compiler = backend_named(backend)
     check_memory(memory)
+    setting = memory_setting(memory, late_input=late_input)
     with _TRACING, _undrawn(), only_new_garbage():
         dump = _dump_folder(module)
-        shelf = None if dump else _shelf(backend, memory)
+        shelf = None if dump else _shelf(backend, setting)
         traced = _capture(module, args, kwargs, compiler, shelf)
         try:
-            return SplitFunctions(traced, _split(traced, compiler, memory, dump, shelf), compiler)
+            return SplitFunctions(traced, _split(traced, compiler, setting, dump, shelf), compiler)
         except PassError as error:
             name = type(module).__name__
             raise SplitError(f"{name} was captured but cannot be split: {error}") from error
 
 
-def _shelf(backend: str, memory: str | int) -> Shelf | None:
+def _shelf(backend: str, memory: Memory) -> Shelf | None:
     from .capture import Shelf
 
-    return Shelf.open(backend, repr(memory_setting(memory)))
+    return Shelf.open(backend, repr(memory))
 
 
 def _split(
     traced: Capture,
     compiler: Backend,
-    memory: str | int,
+    memory: Memory,
     dump: pathlib.Path | None,
     shelf: Shelf | None,
 ) -> SplitGraphs:

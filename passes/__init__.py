@@ -6,12 +6,13 @@ Imports torch and networkx and nothing of autosplit.
 from .errors import PassError
 from .graph import Kind, Program, Role, SplitGraphs
 from .manager import PASSES, Pass, run
-from .memory import MEMORY, memory_setting
+from .memory import MEMORY, Memory, memory_setting
 
 __all__ = [
     "MEMORY",
     "PASSES",
     "Kind",
+    "Memory",
     "Pass",
     "PassError",
     "Program",

@@ -17,7 +17,7 @@ from .errors import PassError
 from .gather import gather
 from .graph import Program, SplitGraphs, calls
 from .lift import lift
-from .memory import BALANCED, memory_setting
+from .memory import BALANCED, Memory, memory_setting
 from .partition import partition
 from .split_backward import split_backward
 from .verify import verify
@@ -49,7 +49,7 @@ PASSES: tuple[Pass, ...] = (
 def run(
     joint: fx.GraphModule,
     *,
-    memory: str | int = BALANCED.name,
+    memory: str | int | Memory = BALANCED.name,
     passes: tuple[Pass, ...] = PASSES,
     skip: Collection[str] = (),
     dump: pathlib.Path | None = None,
@@ -58,8 +58,8 @@ def run(
 
     Args:
         joint: a joint forward/backward graph with roles; it is changed in place.
-        memory: how bytes, time and waiting weight gradients are traded: a name of ``MEMORY``
-            or a budget in bytes, see ``memory_setting``.
+        memory: how bytes, time and waiting weight gradients are traded: a setting, a name of
+            ``MEMORY`` or a budget in bytes, see ``memory_setting``.
         passes: what to run, in order.
         skip: names of optional passes to leave out (to bisect a wrong result).
         dump: folder that gets every stage of the pipeline as numbered readable files.
@@ -70,7 +70,8 @@ def run(
             unknown or required, or ``memory`` is unknown or cannot be met.
     """
     _check_skip(passes, skip)
-    program = Program(joint, memory_setting(memory))
+    setting = memory if isinstance(memory, Memory) else memory_setting(memory)
+    program = Program(joint, setting)
     verify(program, "capture")
     step = _Dump(dump)
     step.write("capture", program)

@@ -20,12 +20,15 @@ class Memory:
             the weight gradients that free the most bytes for their FLOPs.
         budget: bytes to hold between I and W for one microbatch; None asks for as few as
             ``waiting`` lets it.
+        late_input: whether I computes nothing where no input needs a gradient, and W does all of
+            the backward in one graph: a pipeline's other stages wait for no such I.
     """
 
     name: str
     recompute: float
     waiting: float = 1.0
     budget: int | None = None
+    late_input: bool = False
 
     @property
     def releases_weights(self) -> bool:
@@ -40,7 +43,7 @@ LEAN = Memory("lean", recompute=0.02, waiting=0.55)
 MEMORY: Mapping[str, Memory] = {each.name: each for each in (FAST, BALANCED, LEAN)}
 
 
-def memory_setting(memory: str | int) -> Memory:
+def memory_setting(memory: str | int, *, late_input: bool = False) -> Memory:
     """The setting of that name; a number is a budget in bytes.
 
     A budget bounds the distinct storage that one microbatch holds between I and W, that is
@@ -52,9 +55,10 @@ def memory_setting(memory: str | int) -> Memory:
     """
     if isinstance(memory, str):
         if memory in MEMORY:
-            return MEMORY[memory]
+            return dataclasses.replace(MEMORY[memory], late_input=late_input)
     elif isinstance(memory, int) and not isinstance(memory, bool) and memory >= 0:
-        return Memory(f"{memory} bytes", BALANCED.recompute, waiting=0.0, budget=memory)
+        name = f"{memory} bytes"
+        return Memory(name, BALANCED.recompute, 0.0, memory, late_input)
     known = ", ".join(map(repr, MEMORY))
     raise PassError(
         f"memory is one of {known}, or the bytes that one microbatch may hold between I and W; "

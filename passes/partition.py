@@ -45,7 +45,7 @@ def partition(program: Program) -> bool:
     """
     graph = program.joint.graph
     _refuse_draws_in_backward(graph)
-    reach = Reach.of(graph)
+    reach = Reach.of(graph, late_input=program.memory.late_input)
     saved = _fill_backward(program, reach) if outputs(graph, *GRADIENT) else []
     program.forward = extract(
         program.joint,

@@ -6,6 +6,7 @@ import dataclasses
 
 from torch import fx
 
+from .chain import chain
 from .errors import PassError
 from .graph import (
     FORWARD_OUTPUT,
@@ -27,7 +28,8 @@ class Reach:
     Attributes:
         forward: what the outputs of the forward need, its effects and its random numbers.
         gradient: what depends on the gradient of an output.
-        urgent: what the input gradients need.
+        urgent: what I must compute, and what that needs: the input gradients, or where no input
+            needs one the chain of derivatives down to the earliest parameters, see ``chain``.
         redone: nodes of ``forward`` that the user wants recomputed and not saved.
         overwritten: buffers and inputs that the forward overwrites when it is done.
         input_grads: the gradients that I returns.
@@ -43,8 +45,12 @@ class Reach:
     weight_grads: list[fx.Node]
 
     @classmethod
-    def of(cls, graph: fx.Graph) -> Reach:
+    def of(cls, graph: fx.Graph, *, late_input: bool = False) -> Reach:
         """Look at a joint graph.
+
+        Args:
+            graph: the graph.
+            late_input: see ``Memory``.
 
         Raises:
             PassError: an output of the forward depends on an output's gradient.
@@ -59,14 +65,18 @@ class Reach:
             names = ", ".join(sorted(node.name for node in forward & gradient)[:5])
             raise PassError(f"forward values depend on output gradients: {names}")
         input_grads = _values(graph, Kind.INPUT_GRAD)
+        weight_grads = _values(graph, Kind.PARAMETER_GRAD)
+        urgent = ancestors(input_grads)
+        if not (input_grads or late_input):
+            urgent = chain(graph, gradient, weight_grads)
         return cls(
             forward=forward,
             gradient=gradient,
-            urgent=ancestors(input_grads),
+            urgent=urgent,
             redone={node for node in forward if _is_inside_checkpoint(node, gradient)},
             overwritten=_overwritten(graph),
             input_grads=input_grads,
-            weight_grads=_values(graph, Kind.PARAMETER_GRAD),
+            weight_grads=weight_grads,
         )
 
     def is_kept(self, node: fx.Node) -> bool:

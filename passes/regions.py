@@ -132,7 +132,7 @@ class Division:
                 continue
             if node not in reach.gradient | reach.redone:
                 self._network.add(_first(index), half, self._price_again(node))
-            if not reach.input_grads or not is_cheap(node):
+            if not reach.urgent or not is_cheap(node):
                 # To run in F is for the first layer to decide.
                 beyond = SINK if node in reach.gradient else _first(index)
                 self._network.add(half, beyond, self._price_early(node))

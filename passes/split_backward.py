@@ -1,6 +1,7 @@
 """The halves of the backward: backward_input | backward_weight, as the graph was divided.
 
-The input-gradient graph I is what the input gradients need. Everything else may wait. Of
+The input-gradient graph I is what the input gradients need, or where no input needs one the chain
+of derivatives down to the earliest parameters. Everything else may wait. Of
 that, matrix products, convolutions and scatters do wait; views, pointwise work and reductions
 go wherever fewer bytes cross. So the gradient of a norm's weight or of a bias is computed in I
 when nobody else keeps the tensors it reduces (a vector crosses in place of [batch, sequence,
@@ -17,14 +18,14 @@ from .reach import Reach
 def split_backward(program: Program) -> bool:
     """Fill in ``backward_input`` and ``backward_weight``; False where there is no backward.
 
-    A stage whose inputs need no gradient (usually the first) has nothing for I to compute:
-    I then only hands over what W needs.
+    Where no input needs a gradient and there is no chain of derivatives either (see ``chain``), I
+    only hands over what W needs.
     """
     regions = program.regions
     if regions is None:
         return False
     graph = program.joint.graph
-    reach = Reach.of(graph)
+    reach = Reach.of(graph, late_input=program.memory.late_input)
     saved = {node: Role(Kind.SAVED, node.name) for node in regions.saved}
     deferred = {node: Role(Kind.DEFERRED, node.name) for node in regions.deferred}
     gradients = outputs(graph, Kind.PARAMETER_GRAD)

@@ -43,7 +43,7 @@ def trade(graph: fx.Graph, memory: Memory) -> Trade:
     Raises:
         BudgetError: a budget cannot be met.
     """
-    reach = Reach.of(graph)
+    reach = Reach.of(graph, late_input=memory.late_input)
     regions = choose(graph, reach, memory)
     work = weight_work(reach)
     late = sum(map(flops, work & regions.weight.runs))

@@ -149,7 +149,14 @@ def prepare(
         module = _TensorsOnly(module)
     if conditions.autocast is not None:
         module = WithAutocast(module, device, conditions.autocast)
-    stage = Stage(module, inputs, index=first, backend=conditions.backend, memory=conditions.memory)
+    stage = Stage(
+        module,
+        inputs,
+        index=first,
+        backend=conditions.backend,
+        memory=conditions.memory,
+        late_input=True,  # as a trainer's
+    )
     return Specimen(stage, inputs, size)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 
 from tabulate import tabulate
@@ -60,7 +61,9 @@ def trade_table(functions: SplitFunctions, style: str = "simple") -> str:
     of the step's time.
     """
     graphs = functions.graphs
-    settings = {each.name: each for each in (*MEMORY.values(), graphs.memory)}
+    late = graphs.memory.late_input
+    known = [dataclasses.replace(each, late_input=late) for each in MEMORY.values()]
+    settings = {each.name: each for each in (*known, graphs.memory)}
     trades = [trade(graphs.joint.graph, setting) for setting in settings.values()]
     rows = [_trade_row(each, each.name == graphs.memory.name) for each in trades]
     headers = ["memory", "after F", "I to W", "weight FLOPs in I", "ops again", "time again"]

@@ -94,7 +94,7 @@ class Weighed:
     """A stage that is weighed, with the others of its rank, after each action."""
 
     def __init__(self, module: nn.Module, args: list[Tensor], *, index: int, scale: Scale) -> None:
-        self._stage = Stage(module, args, index=index)
+        self._stage = Stage(module, args, index=index, late_input=True)  # as a trainer does
         self._scale = scale
         self.output_specs = self._stage.output_specs
         self.publish = self._stage.publish

@@ -11,7 +11,7 @@ from zoo import CASES, PlainParameters, RepeatedLayer, TiedEmbedding
 
 from autosplit.compile import compile_graph
 from autosplit.compile.eager import Eager
-from autosplit.passes import run
+from autosplit.passes import memory_setting, run
 from autosplit.passes.accumulate import accumulate
 from autosplit.passes.batch import batch, member
 from autosplit.passes.cost import graph_flops
@@ -20,8 +20,9 @@ from autosplit.passes.graph import STATE, Kind, inputs
 from autosplit.passes.verify import verify_graph
 
 
-def weight(model: nn.Module, *args: Tensor) -> fx.GraphModule:
-    module = run(program_of(model, *args).joint).backward_weight
+def weight(model: nn.Module, *args: Tensor, late_input: bool = False) -> fx.GraphModule:
+    setting = memory_setting("balanced", late_input=late_input)
+    module = run(program_of(model, *args).joint, memory=setting).backward_weight
     assert module is not None
     return module
 
@@ -103,9 +104,9 @@ def test_contributions_are_added_once() -> None:
 
 
 def test_work_before_the_products_stays_each_microbatchs_own() -> None:
-    """All of a first stage's backward is W, with the statistics of each microbatch."""
+    """All of the backward is W where I is late, with the statistics of each microbatch."""
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 6))
-    plain = weight(model, torch.randn(5, 6))
+    plain = weight(model, torch.randn(5, 6), late_input=True)
     together = batch(plain, 2)
     counts = ops(together)
     assert counts["native_batch_norm_backward"] == 2

@@ -7,7 +7,7 @@ from graphs import names_in, names_out, ops, program_of
 from torch import Tensor, nn
 from zoo import RepeatedLayer, SwiGLU, convolutions
 
-from autosplit.passes import SplitGraphs, run
+from autosplit.passes import SplitGraphs, memory_setting, run
 from autosplit.passes.aliasing import distinct_bytes
 from autosplit.passes.cost import graph_flops
 from autosplit.passes.graph import Kind, outputs
@@ -61,8 +61,10 @@ def test_floor_of_what_crosses() -> None:
     assert distinct_bytes(crossing) == 4 * (batch * (x + dy) + dim)
 
 
-def test_stage_whose_input_needs_no_gradient_defers_everything() -> None:
-    graphs = split(nn.Sequential(nn.Embedding(11, 8), nn.RMSNorm(8)), torch.randint(0, 11, (3, 5)))
+def test_all_is_deferred_where_nobody_waits_for_i() -> None:
+    model, tokens = nn.Sequential(nn.Embedding(11, 8), nn.RMSNorm(8)), torch.randint(0, 11, (3, 5))
+    setting = memory_setting("balanced", late_input=True)
+    graphs = run(program_of(model, tokens).joint, memory=setting)
     assert ops(graphs.backward_input) == {}
     assert names_out(graphs.backward_input, Kind.INPUT_GRAD) == []
     assert ops(graphs.backward_weight) == ops(graphs.backward)

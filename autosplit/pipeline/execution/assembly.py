@@ -70,6 +70,9 @@ def split_stage(
 ) -> StageFactory:
     """The factory of ``autosplit.stage.Stage`` with these options.
 
+    Where a stage's inputs need no gradient no other stage waits for its I, which would only put
+    off the forwards behind it: its W is the whole backward, for a rank's waits.
+
     Raises:
         SplitError: an unknown backend, memory setting or accumulation (lists the known ones),
             or a ``grad_dtype`` that is not floating-point.
@@ -89,6 +92,7 @@ def split_stage(
         accumulation=accumulation,
         grad_dtype=grad_dtype,
         slices=slices,
+        late_input=True,
     )
 
 
