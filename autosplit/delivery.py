@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -28,7 +30,8 @@ class Delivery:
 
     Args:
         accumulation: how they are added. In any form but the exact one W adds into ``.grad``
-            itself where it may (see ``addable``), one thread at a time.
+            itself where it may (see ``addable``), one thread at a time. In the concatenated one,
+            W of several microbatches runs in one call.
     """
 
     def __init__(self, accumulation: Accumulation) -> None:
@@ -43,13 +46,49 @@ class Delivery:
         Raises:
             SplitError: something deferred was written in place since I, or a parameter was frozen.
         """
+        leaves = self._unnoticed(works)
+        if leaves is None:
+            _through_autograd(works)
+        else:
+            self._add(works, leaves)
+
+    def all(self, microbatches: Iterable[Sequence[Deferred]]) -> None:
+        """Compute and deliver what several ``backward()`` left, in their order.
+
+        Where factors are to be concatenated, those that follow each other and ran the same graph
+        on the same parameters and buffers go through one W, unless anybody would notice that their
+        gradients arrive as one.
+
+        Raises:
+            SplitError: as for one.
+        """
+        for together in self._groups(microbatches):
+            leaves = self._unnoticed(together[0])
+            if leaves is None or len(together) == 1:
+                for works in together:
+                    self(works)
+            else:
+                self._add([work for (work,) in together], leaves)
+
+    def _groups(
+        self, microbatches: Iterable[Sequence[Deferred]]
+    ) -> Iterator[list[Sequence[Deferred]]]:
+        group: list[Sequence[Deferred]] = []
+        for works in microbatches:
+            if group and not (self._accumulation.concatenated and _fit(group[0], works)):
+                yield group
+                group = []
+            group.append(works)
+        if group:
+            yield group
+
+    def _unnoticed(self, works: Sequence[Deferred]) -> Leaves | None:
+        """The parameters, where their gradients may be added to ``.grad`` directly."""
         work = works[0]
-        if len(works) == 1 and not work.skipped and work.functions.dependence.dense:
-            leaves = self._leaves_of(work)
-            if leaves.unnoticed():
-                self._add(work, leaves)
-                return
-        _through_autograd(works)
+        if len(works) > 1 or work.skipped or not work.functions.dependence.dense:
+            return None
+        leaves = self._leaves_of(work)
+        return leaves if leaves.unnoticed() else None
 
     def _leaves_of(self, work: Deferred) -> Leaves:
         parameters = [work.state[name] for name in work.functions.parameter_names]
@@ -58,42 +97,64 @@ class Delivery:
             leaves = self._leaves[work.functions] = Leaves(parameters)
         return leaves
 
-    def _add(self, work: Deferred, leaves: Leaves) -> None:
+    def _add(self, works: Sequence[Deferred], leaves: Leaves) -> None:
+        """One microbatch, or several in one W."""
         with torch.set_grad_enabled(False), without_autocast():
-            if not self._accumulation.exact and self._add_inside(work):
+            if not self._accumulation.exact and self._add_inside(works):
                 return
-            grads = _gradients(work)
+            grads = _gradients(works)
             with self._lock:
-                add_gradients(leaves.parameters, grads, work.functions.borrowed)
+                add_gradients(leaves.parameters, grads, works[0].functions.borrowed)
 
-    def _add_inside(self, work: Deferred) -> bool:
+    def _add_inside(self, works: Sequence[Deferred]) -> bool:
         """Let W add into ``.grad``, and add what I made already; False where W must not."""
-        functions, state = work.functions, work.state
+        functions, state = works[0].functions, works[0].state
         late, early = functions.late_parameters, functions.early_parameters
         specs, borrowed = functions.dependence.gradient_specs, functions.dependence.borrowed
         with self._lock:
             sums = addable(
                 [state[name] for name in late],
                 [specs[name] for name in late],
-                (*work.handover.read, *work.early),  # not held while W lets go of it
+                # Not held while W lets go of it.
+                (tensor for work in works for tensor in (*work.handover.read, *work.early)),
             )
             if sums is None:
                 return False
-            functions.backward_weight(work.handover, sums, self._accumulation)
+            handed = [work.handover for work in works]
+            functions.backward_weight_together(handed, sums, self._accumulation)
             increment_version(sums)  # compiled graphs do not
-            if early:
+            for work in works if early else ():
                 parameters = [state[name] for name in early]
                 add_gradients(parameters, work.early, [name in borrowed for name in early])
         return True
 
 
-def _gradients(work: Deferred) -> Sequence[Tensor]:
-    """W, and what I made already, in the order of ``parameter_names``."""
-    functions = work.functions
-    late = functions.backward_weight(work.handover)
-    if not work.early:
+def _fit(one: Sequence[Deferred], other: Sequence[Deferred]) -> bool:
+    """Whether W of two microbatches can run in one call."""
+    if len(one) > 1 or len(other) > 1 or other[0].skipped:
+        return False
+    (first,), (second,) = one, other
+    if first.functions is not second.functions:
+        return False
+    names = first.functions.parameter_names
+    pairs = ((first.state[name], second.state[name]) for name in names)
+    return all(mine is theirs for mine, theirs in pairs) and all(
+        map(operator.is_, first.handover.state, second.handover.state)
+    )
+
+
+def _gradients(works: Sequence[Deferred]) -> Sequence[Tensor]:
+    """W of one microbatch, or of several in one call, and what I made already, in the order of
+    ``parameter_names``.
+    """
+    functions = works[0].functions
+    late = functions.backward_weight_together([work.handover for work in works])
+    if not functions.early_parameters:
         return late
-    found = dict(zip(functions.early_parameters, work.early, strict=True))
+    early = zip(*(work.early for work in works), strict=True)
+    found = dict(
+        zip(functions.early_parameters, (reduce(torch.add, e) for e in early), strict=True)
+    )
     found |= zip(functions.late_parameters, late, strict=True)
     return [found[name] for name in functions.parameter_names]
 
@@ -126,6 +187,6 @@ class _Deliver(torch.autograd.Function):
     def backward(ctx: torch.autograd.function.FunctionCtx, _: Tensor) -> tuple[Tensor | None, ...]:
         work: Deferred = ctx.work  # type: ignore[attr-defined]
         with without_autocast():
-            grads = _gradients(work)
+            grads = _gradients([work])
         pairs = zip(work.functions.parameter_names, grads, strict=True)
         return (None, *(grad for name, grad in pairs if name not in work.skipped))

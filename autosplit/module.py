@@ -90,7 +90,7 @@ class SplitModule(Face):
             )
         self.__dict__["_backend"] = backend
         self.__dict__["_memory"] = memory
-        self.__dict__["_accumulation"] = _accumulation(accumulation)
+        self.__dict__["_accumulation"] = Accumulation(accumulation)
         self.__dict__["_fullgraph"] = fullgraph
         self.__dict__["_dynamic"] = dynamic
         self.__dict__["_max_graphs"] = max_graphs
@@ -149,8 +149,8 @@ class SplitModule(Face):
         """Compute pending weight gradients and accumulate them into ``.grad``.
 
         They arrive as from an ordinary ``backward()``: hooks on parameters fire, and gradients
-        add up one microbatch after the other, bit for bit unless ``accumulation="fused"``
-        lets W round differently. A parameter that was replaced since
+        add up one microbatch after the other, bit for bit unless another ``accumulation`` than
+        ``"exact"`` lets W round differently. A parameter that was replaced since
         the forward gets its gradient all the same; the new one none. Where this raises while it
         computes, the microbatches that were asked for are gone: start the step again.
 
@@ -163,8 +163,7 @@ class SplitModule(Face):
         """
         partial = self._partial
         if partial is None or not partial.pending:
-            for works in self._queue.take(microbatches):
-                self._deliver(works)
+            self._deliver.all(self._queue.take(microbatches))
             return
         # What whole graphs left is older: once in parts, always in parts.
         whole = self._queue.pending
@@ -174,8 +173,7 @@ class SplitModule(Face):
                 f"backward_weight(microbatches={count}): {whole + partial.pending} pending; "
                 f"ask for 1 to {whole + partial.pending}"
             )
-        for works in self._queue.take(min(count, whole)) if whole else ():
-            self._deliver(works)
+        self._deliver.all(self._queue.take(min(count, whole)) if whole else ())
         if count > whole:
             partial.backward_weight(count - whole)
 
@@ -271,12 +269,3 @@ class SplitModule(Face):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._attach()
-
-
-def _accumulation(form: str) -> Accumulation:
-    if form not in ("exact", "fused"):
-        raise SplitError(
-            f"unknown accumulation {form!r} for a split module; known ones: 'exact', 'fused' "
-            "('concatenated' is for autosplit.Stage)"
-        )
-    return Accumulation(form)

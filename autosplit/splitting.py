@@ -49,7 +49,10 @@ def split(
         accumulation: how a microbatch's weight gradients join those that are in ``.grad``.
             ``"exact"`` adds whole gradients, bit for bit as autograd does; ``"fused"`` lets
             matrix products and embeddings add into ``.grad`` themselves, which saves a pass over
-            it and rounds differently. Whole gradients are added all the same, wherever the graph's
+            it and rounds differently; ``"concatenated"`` is that, and makes one product for each
+            parameter over all the microbatches that one ``backward_weight()`` takes, where they
+            follow each other in one graph. Whole gradients are added, microbatch by microbatch,
+            all the same, wherever the graph's
             parameters do not all have a ``.grad`` of the gradient's dtype, dense and laid out
             as its parameter, in memory that nothing else of the graph lies in; where somebody
             hooked into one of them; where calls share a backward, or not all parameters take

@@ -167,7 +167,7 @@ def test_output_gradient_dies_inside_the_backward() -> None:
 
 
 @pytest.mark.parametrize("accumulation", ["exact", "fused"])
-def test_without_input_gradients_w_and_b_are_one_graph(
+def test_where_i_is_late_w_and_b_are_one_graph(
     accumulation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """I runs nothing: it hands over what F saved and the gradient of the output, as they are."""
@@ -183,7 +183,7 @@ def test_without_input_gradients_w_and_b_are_one_graph(
     twin = copy.deepcopy(model)
     batches = [torch.randn(2, 4, 16) for _ in range(4)]
     grads: list[Tensor] = [torch.randn(2, 4, 16) for _ in batches]
-    stage = Stage(model, [batches[0]], accumulation=accumulation)
+    stage = Stage(model, [batches[0]], accumulation=accumulation, late_input=True)
     for microbatch, (batch, grad) in enumerate(zip(batches, grads, strict=True)):
         stage.forward(microbatch, [batch.clone()])
         if microbatch % 2:
@@ -209,11 +209,23 @@ def test_without_input_gradients_w_and_b_are_one_graph(
 
 def test_lean_memory_computes_weight_gradients_in_i_of_a_first_stage() -> None:
     """There I has something to compute, and W is not the whole backward."""
-    stage = Stage(SwiGLU(), [torch.randn(2, 4, 16)], memory="lean")
+    stage = Stage(SwiGLU(), [torch.randn(2, 4, 16)], memory="lean", late_input=True)
     stage.forward(0, [torch.randn(2, 4, 16)])
     assert stage.backward_input(0, [torch.randn(2, 4, 16)]) == [None]
     early = set(stage.gradients)
     assert early == set(stage.functions.early_parameters) != set()
+    stage.backward_weight(0)
+    assert set(stage.gradients) == {name for name, _ in stage.module.named_parameters()}
+
+
+def test_without_input_gradients_i_is_the_chain() -> None:
+    """Down to the first product; what is left holds no more than X and dY of the products."""
+    stage = Stage(
+        nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), [torch.randn(32, 8)]
+    )
+    stage.forward(0, [torch.randn(32, 8)])
+    assert stage.backward_input(0, [torch.randn(32, 4)]) == [None]
+    assert stage.deferred_bytes == 4 * 32 * (8 + 16 + 16 + 4)
     stage.backward_weight(0)
     assert set(stage.gradients) == {name for name, _ in stage.module.named_parameters()}
 

@@ -20,14 +20,15 @@ from autosplit import SplitError, Stage
 )
 def test_slices_equal_autograd(name: str, slices: int) -> None:
     """Slices of two microbatches in turns, and a third microbatch's W whole."""
-    if name == "embedding":  # nothing for I: one chain of everything
+    late = name == "embedding"  # nothing for I: one chain of everything
+    if late:
         model: nn.Module = nn.Sequential(nn.Embedding(11, 16), SwiGLU(), nn.LayerNorm(16))
         batches = [torch.randint(0, 11, (2, 4)) for _ in range(3)]
     else:
         model, batches = CASES[name].build(), [CASES[name].batch() for _ in range(3)]
     twin = copy.deepcopy(model)
     example = batches[0].clone().requires_grad_(batches[0].is_floating_point())
-    stage = Stage(model, [example], slices=slices)
+    stage = Stage(model, [example], slices=slices, late_input=late)
     assert sorted(n for part in stage.slices for n in part) == sorted(
         stage.functions.parameter_names
     )

@@ -144,12 +144,12 @@ def test_unsplit_backward_adds_the_same_gradients() -> None:
 
 
 @pytest.mark.parametrize("slices", [1, 2])
-def test_without_input_gradients_w_and_b_are_compiled_once(slices: int) -> None:
+def test_where_i_is_late_w_and_b_are_compiled_once(slices: int) -> None:
     """And W, whole or in slices, takes what Inductor laid out in F, with no I in between."""
     model = Images()
     exact = copy.deepcopy(model).double()
     batches = [torch.randn(2, 3, 6, 6) for _ in range(4)]
-    stage = Stage(model, [batches[0]], backend="inductor", slices=slices)
+    stage = Stage(model, [batches[0]], backend="inductor", slices=slices, late_input=True)
     ((shape, _, _),) = stage.output_specs
     grad = torch.full(shape, 0.1)
     for microbatch, batch in enumerate(batches):
