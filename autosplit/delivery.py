@@ -151,10 +151,8 @@ def _gradients(works: Sequence[Deferred]) -> Sequence[Tensor]:
     late = functions.backward_weight_together([work.handover for work in works])
     if not functions.early_parameters:
         return late
-    early = zip(*(work.early for work in works), strict=True)
-    found = dict(
-        zip(functions.early_parameters, (reduce(torch.add, e) for e in early), strict=True)
-    )
+    early = [reduce(torch.add, each) for each in zip(*(w.early for w in works), strict=True)]
+    found = dict(zip(functions.early_parameters, early, strict=True))
     found |= zip(functions.late_parameters, late, strict=True)
     return [found[name] for name in functions.parameter_names]
 

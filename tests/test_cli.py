@@ -200,9 +200,12 @@ def test_inspect_a_stage() -> None:
     with_grads = run(*command)
     without = run(*command, "--no-input-grads")
     assert with_grads.exit_code == without.exit_code == 0
-    row = next(row for row in without.output.splitlines() if row.startswith("I  "))
-    assert row.split()[2:4] == ["0", "0"]
-    assert row not in with_grads.output
+    rows = [
+        next(row for row in result.output.splitlines() if row.startswith("I  ")).split()
+        for result in (with_grads, without)
+    ]
+    # Without, the chain ends at the first parameters: not all that leads to the input is computed.
+    assert int(rows[0][2]) > int(rows[1][2]) > 0
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,12 @@ from tables import schedule_of, seconds, small
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.action import Action, ActionKind
 from autosplit.pipeline.schedules import SCHEDULES, build
+from autosplit.pipeline.simulation.costs import Costs
+from autosplit.pipeline.simulation.memory import StageMemory
 from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.pipeline.simulation.transfer import Link, Transfer
 from autosplit.pipeline.timeline import Timeline
+from autosplit.pipeline.training.tuning import usual_times
 from autosplit.pipeline.wiring import Source, Wiring
 
 UNIT = seconds(1, 1, 1)
@@ -264,6 +267,34 @@ def test_1f1b_with_too_few_microbatches(weights: str, stages: int, microbatches:
 def test_naive_fill_leaves_one_weight_over(stages: int, microbatches: int) -> None:
     schedule = build("naive", stages, microbatches, weights="fill")
     assert simulate(schedule, UNIT).makespan == 2 * stages * microbatches + 1
+
+
+@pytest.mark.parametrize("name", [n for n, family in SCHEDULES.items() if "fill" in family.weights])
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 2), (2, 4), (4, 4), (4, 8)])
+def test_a_first_stage_without_an_i_makes_no_step_longer(
+    name: str, ranks: int, microbatches: int
+) -> None:
+    """Its backward is as long as any other's, and nobody waits for any of it."""
+    stages = ranks * (SCHEDULES[name].chunks or (2 if name == "interleaved" else 1))
+    times = usual_times(stages)
+    schedule = build(name, stages, microbatches, ranks=ranks, times=times)
+    found = []
+    for first in (times[0], times[1]):
+        places = [first, *times[1:]]
+        costs = Costs(places, [StageMemory(0.0, 0.0)] * stages)
+        found.append(simulate(schedule, costs.seconds).step_time)
+    assert found[0] <= found[1]
+
+
+@pytest.mark.parametrize(("name", "without", "own"), [("1f1b", 31, 27), ("gpipe", 37, 30)])
+def test_a_first_stage_has_an_i_of_its_own_in_2bps_placement(
+    name: str, without: float, own: float
+) -> None:
+    """Which puts Ws at the end, whatever they take."""
+    schedule = build(name, 4, 8, weights="2bp")
+    for first, expected in (((1, 0, 2), without), ((1, 1, 1), own)):
+        costs = Costs([first, *[(1, 1, 1)] * 3], [StageMemory(0.0, 0.0)] * 4)
+        assert simulate(schedule, costs.seconds).makespan == expected
 
 
 def test_each_action_is_timed_once() -> None:

@@ -14,10 +14,13 @@ from failing_workers import trip_stage
 from torch import nn
 
 from autosplit.errors import PipelineError, ScheduleError, SplitError
+from autosplit.passes.graph import calls
 from autosplit.pipeline.action import Action
+from autosplit.pipeline.execution import assembly
 from autosplit.pipeline.processes.launch import launch
 from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.training.trainer import PipelineTrainer
+from autosplit.stage import Stage
 
 ROW = tuple(map(Action.parse, ["0F0", "1F0", "1I0", "1W0", "0I0", "0W0"]))
 WHOLE = Schedule("mine", 2, 1, (ROW,), (0, 0), True)
@@ -191,6 +194,30 @@ def test_one_process_without_a_process_group() -> None:
     assert workers.gradients_equal(engine.gradients(), model)
     one = workers.trainer(stages=1)
     assert one.step((inputs, targets)).shape == (4,)
+
+
+@pytest.mark.parametrize(("weights", "computes"), [("fill", False), ("2bp", True)])
+def test_whether_a_first_stage_has_an_input_half(
+    weights: str, computes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where Ws fill waits nobody waits for its I, and W is all; 2BP places both by itself."""
+    made: list[Stage] = []
+
+    class Seen(Stage):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            made.append(self)
+
+    monkeypatch.setattr(assembly, "Stage", Seen)
+    inputs, targets = workers.data(8)
+    model = workers.whole(2)
+    workers.single_process(model, inputs, targets, 4)
+    with workers.trainer(ranks=1, stage_factory=None, weights=weights) as engine:
+        engine.forward_backward((inputs, targets))
+        assert workers.gradients_equal(engine.gradients(), model)
+    assert [each.index for each in made] == [0, 1]
+    found = [any(calls(each.functions.graphs.backward_input.graph)) for each in made]
+    assert found == [computes, True]
 
 
 def test_how_weight_gradients_are_added_up() -> None:

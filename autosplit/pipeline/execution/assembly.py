@@ -67,11 +67,13 @@ def split_stage(
     accumulation: str = "exact",
     grad_dtype: torch.dtype | None = None,
     slices: int = 1,
+    *,
+    late_input: bool = True,
 ) -> StageFactory:
     """The factory of ``autosplit.stage.Stage`` with these options.
 
-    Where a stage's inputs need no gradient no other stage waits for its I, which would only put
-    off the forwards behind it: its W is the whole backward, for a rank's waits.
+    Where a stage's inputs need no gradient, no other stage waits for its I, which would put off the
+    forwards behind it: with ``late_input`` its W is the whole backward.
 
     Raises:
         SplitError: an unknown backend, memory setting or accumulation (lists the known ones),
@@ -92,7 +94,7 @@ def split_stage(
         accumulation=accumulation,
         grad_dtype=grad_dtype,
         slices=slices,
-        late_input=True,
+        late_input=late_input,
     )
 
 

@@ -51,7 +51,9 @@ class Arrangement:
             weights=options.weights,
             ranks=processes,
         )
-        factory = options.stage_factory or split_stage(**options.given_stage)
+        # Stages of an uncut model are balanced for that.
+        late = options.late_input or isinstance(whole, Uncut)
+        factory = options.stage_factory or split_stage(**options.given_stage, late_input=late)
         if isinstance(whole, Uncut):
             stages, schedule = _cut(whole, schedule, processes, loss_fn, options)
         else:

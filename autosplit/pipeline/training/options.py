@@ -53,6 +53,16 @@ class Options:
         check_slices(self.stage.get("slices"), self.early_weights)
 
     @property
+    def late_input(self) -> bool:
+        """Whether a stage that nobody waits for does all of its backward in W.
+
+        Where Ws fill waits, the step is never longer for that, and forwards come earlier. 2BP's
+        own placement has most Ws at the end, whatever they take: there the stage has an I of its
+        own, as in the paper.
+        """
+        return self.weights != "2bp" or self.early_weights
+
+    @property
     def given_stage(self) -> dict[str, Any]:
         """The stage options that the user gave."""
         return {name: value for name, value in self.stage.items() if value is not None}
