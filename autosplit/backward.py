@@ -51,8 +51,9 @@ class InputHalf(NamedTuple):
 class BackwardGraphs:
     """I, W and B of one traced module, each made when it is first asked for.
 
-    Where inputs get no gradient, as in the first stage of a pipeline, I has nothing to compute:
-    it passes on what it takes without running a graph, and W and B are one and the same graph.
+    Where I has nothing to compute (no input needs a gradient, and either nobody waits for I, see
+    ``passes.memory``, or there is but one product with data), it passes on what it takes without
+    running a graph, and W and B are one and the same graph.
 
     Args:
         traced: the module.

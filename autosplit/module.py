@@ -37,9 +37,10 @@ class SplitModule(Face):
     Calls, attributes, parameters, ``state_dict`` and ``train()``/``eval()`` are those of
     ``model``: the very same tensors under the same names, and an attribute that is set here is
     set there. After ``loss.backward()`` the weight gradients of that microbatch are pending;
-    ``backward_weight()`` computes them. ``torch.autograd.grad`` and ``backward(inputs=...)``
-    leave nothing pending: they ask for input gradients only, and parameters cannot be asked
-    for in this way.
+    ``backward_weight()`` computes them. Where no input needs a gradient, ``backward()`` computes
+    the derivatives down to the earliest parameters. ``torch.autograd.grad`` and
+    ``backward(inputs=...)`` leave nothing pending: they ask for input gradients only, and
+    parameters cannot be asked for in this way.
 
     A graph is captured for each combination of input structure, shapes, dtypes, devices and
     ``requires_grad``, of values of numbers and strings, and of everything else that the forward

@@ -1,4 +1,4 @@
-"""Gradient accumulation of whole models on one device: k microbatches, and their sum in ``.grad``."""
+"""Gradient accumulation of whole models on one device: k microbatches, their sum in ``.grad``."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def measure_whole(
 ) -> Iterator[dict[str, Any]]:
     """A row for each number of microbatches."""
     ways = _ways(subject)
-    expected = {}
+    expected: dict[str, Tensor] = {}
     for count in counts:
         differences = {}
         for name, way in ways.items():
