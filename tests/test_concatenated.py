@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -95,6 +96,72 @@ def test_one_product_for_each_weight_over_all_pending(name: str) -> None:
     # Images are added up: concatenating them takes longer.
     assert operators.counts["convolution_backward"] == 3 * late["convolution_backward"]
     assert_close(run.split, run.plain)
+
+
+class Adapted(nn.Module):
+    """A frozen layer beside which a product of two small ones trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(8, 8).requires_grad_(False)
+        self.a, self.b = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.b(self.a(x)).tanh()
+
+
+class Skipping(nn.Module):
+    """Token ids, and numbers that may need a gradient; puts out what skips later layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(11, 8), nn.LayerNorm(8)
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, tokens: Tensor, prompt: Tensor) -> tuple[Tensor, Tensor]:
+        low = self.one(self.norm(self.embed(tokens)))
+        return low, self.two(low.relu() + prompt)
+
+
+def adapters() -> nn.Module:
+    return nn.Sequential(nn.Embedding(11, 8).requires_grad_(False), Adapted(), Adapted())
+
+
+def frozen_bottom() -> nn.Module:
+    model = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+    model[:2].requires_grad_(False)
+    model[1].bias.requires_grad_(True)
+    return model
+
+
+@pytest.mark.parametrize("memory", ["fast", "balanced", "lean", 4096])
+@pytest.mark.parametrize("build", [adapters, frozen_bottom])
+def test_frozen_parts(build: Callable[[], nn.Module], memory: str | int) -> None:
+    model = build()
+    split, plain = autosplit.split(model, memory=memory), copy.deepcopy(model)
+    for _ in range(2):
+        tokens = torch.randint(0, 11, (3, 5))
+        for each in (split, plain):
+            each(tokens).square().sum().backward()
+    split.backward_weight()
+    assert_equal(split, plain)
+
+
+@pytest.mark.parametrize("prompted", [False, True])
+@pytest.mark.parametrize("memory", ["balanced", "lean"])
+def test_some_inputs_need_a_gradient(prompted: bool, memory: str) -> None:
+    model = Skipping()
+    split, plain = autosplit.split(model, memory=memory), copy.deepcopy(model)
+    for _ in range(2):
+        tokens, prompt = torch.randint(0, 11, (3, 5)), torch.randn(3, 5, 8)
+        grads = []
+        for each in (split, plain):
+            leaf = prompt.clone().requires_grad_(prompted)
+            sum(out.square().sum() for out in each(tokens, leaf)).backward()
+            grads.append(leaf.grad)
+        assert not prompted or torch.equal(*grads)
+    split.backward_weight()
+    assert_equal(split, plain)
 
 
 def pair(model: nn.Module, **options: Any) -> tuple[SplitModule, nn.Module]:
