@@ -40,6 +40,7 @@ __all__ = [
     "has_saved_tensors_hooks",
     "in_transform",
     "is_gone",
+    "is_tracing",
     "register_node",
     "share_state",
     "storage_users",
@@ -106,6 +107,11 @@ def will_run(node: Node) -> bool:
 def in_transform() -> bool:
     """Whether this runs inside a ``torch.func`` transform or forward-mode differentiation."""
     return bool(torch._C._are_functorch_transforms_active()) or forward_ad._current_level >= 0
+
+
+def is_tracing() -> bool:
+    """Whether torch.compile, or something like it, traces on this thread."""
+    return torch._guards.TracingContext.try_get() is not None
 
 
 def data_parallel() -> DistributedDataParallel | None:

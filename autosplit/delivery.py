@@ -51,6 +51,10 @@ class Delivery:
                 return
         _through_autograd(works)
 
+    def forget(self) -> None:
+        """Hold no parameters and no nodes of theirs any more."""
+        self._leaves.clear()
+
     def _leaves_of(self, work: Deferred) -> Leaves:
         parameters = [work.state[name] for name in work.functions.parameter_names]
         leaves = self._leaves.get(work.functions)
@@ -85,6 +89,20 @@ class Delivery:
                 parameters = [state[name] for name in early]
                 add_gradients(parameters, work.early, [name in borrowed for name in early])
         return True
+
+
+def weight_gradients(work: Deferred) -> list[Tensor | None]:
+    """A gradient for each of ``parameter_names``, to be handed to autograd: None where there is
+    none, and each a tensor of its own.
+    """
+    with without_autocast():
+        grads = _gradients(work)
+    functions = work.functions
+    found = zip(functions.parameter_names, grads, functions.borrowed, strict=True)
+    return [
+        None if name in work.skipped else grad.clone() if borrowed else grad
+        for name, grad, borrowed in found
+    ]
 
 
 def _gradients(work: Deferred) -> Sequence[Tensor]:

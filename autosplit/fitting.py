@@ -11,6 +11,7 @@ from .compat import StateReader, tree_unflatten
 from .errors import CaptureError, SplitError
 from .functions import SplitFunctions
 from .graphs import Graphs
+from .runtime.lazy_gradient import hidden
 from .signature import Signature, Structure
 from .tracing import trace, without_history
 
@@ -98,6 +99,7 @@ class FittingGraphs:
 
     def _capture(self, leaves: list[Any], structure: Structure) -> SplitFunctions:
         args, kwargs = tree_unflatten(without_history(leaves), structure.spec)
-        made = trace(self._model, args, kwargs, self._backend, self._memory)
+        with hidden(self._model.parameters()):
+            made = trace(self._model, args, kwargs, self._backend, self._memory)
         self.state = StateReader(self._model)
         return made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,9 +19,11 @@ from .face import Face
 from .fitting import FittingGraphs
 from .functions import SplitFunctions
 from .overlap import refuse_overlap
-from .pending import PendingQueue
+from .pending import Deferred
+from .reducer import synchronises
 from .report.dump import dump
 from .report.tables import report
+from .runtime.backlog import Backlog, checked
 from .signature import Flattening
 from .tracing import check_memory
 
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
     from .integrations.partial import Partial
 
 # Gone when a split module is copied or pickled; a copy captures anew.
-_TRANSIENT = ("_graphs", "_partial", "_queue", "_deliver", "_flatten", "_root")
+_TRANSIENT = ("_graphs", "_partial", "_queue", "_flatten", "_root")
 
 
 class SplitModule(Face):
@@ -62,8 +65,7 @@ class SplitModule(Face):
     _fullgraph: bool
     _dynamic: bool
     _partial: Partial | None
-    _queue: PendingQueue
-    _deliver: Delivery
+    _queue: Backlog[Deferred]
     _flatten: Flattening
     _root: Root
 
@@ -103,9 +105,12 @@ class SplitModule(Face):
         own["_graphs"] = FittingGraphs(self.model, own["_backend"], own["_memory"], limit)
         own["_flatten"] = Flattening()
         own["_partial"] = self._by_graphs("dynamic=True") if own["_dynamic"] else None
-        own["_queue"] = PendingQueue()
-        own["_deliver"] = Delivery(own["_accumulation"])
-        own["_root"] = Root(own["_queue"])
+        deliver = Delivery(own["_accumulation"])
+        own["_queue"] = Backlog(deliver)
+        own["_root"] = Root(own["_queue"], deliver)
+        # Parameters hold what is pending for them, also when this is gone, and may go with it only
+        # if no node of autograd's holds them.
+        weakref.finalize(self, deliver.forget)
 
     @untraced
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -122,6 +127,9 @@ class SplitModule(Face):
                 "forward-mode differentiation: its backward leaves out the weights, which these "
                 "would not notice; transform the unsplit model, which is .model of this one"
             )
+        together = synchronises()
+        if together:
+            self.backward_weight()
         if self._partial is not None:
             return self._partial(*args, **kwargs)
         leaves, structure = self._flatten(args, kwargs)
@@ -136,7 +144,10 @@ class SplitModule(Face):
             refuse_overlap(functions, leaves, state)
         if functions.tangent_specs:
             root = self._root
-            outputs = list(Split.apply(root, functions, state, root.anchor, *leaves))  # type: ignore[no-untyped-call]
+            given = [functions, state, root.anchor, *leaves]
+            if together:
+                given += [state[name] for name in functions.parameter_names]
+            outputs = list(Split.apply(root, *given))  # type: ignore[no-untyped-call]
         else:
             with torch.no_grad():
                 outputs = run_forward(functions, state, list(leaves)).outputs
@@ -162,22 +173,26 @@ class SplitModule(Face):
                 DistributedDataParallel would average only a part.
         """
         partial = self._partial
-        if partial is None or not partial.pending:
-            for works in self._queue.take(microbatches):
-                self._deliver(works)
+        if microbatches is None:
+            self._queue.compute()
+            if partial is not None:
+                partial.backward_weight()
             return
         # What whole graphs left is older: once in parts, always in parts.
         whole = self._queue.pending
-        count = whole + partial.pending if microbatches is None else microbatches
-        if not 1 <= count <= whole + partial.pending:
-            raise SplitError(
-                f"backward_weight(microbatches={count}): {whole + partial.pending} pending; "
-                f"ask for 1 to {whole + partial.pending}"
-            )
-        for works in self._queue.take(min(count, whole)) if whole else ():
-            self._deliver(works)
-        if count > whole:
+        count = checked(microbatches, self.pending)
+        if whole:
+            self._queue.compute(min(count, whole))
+        if partial is not None and count > whole:
             partial.backward_weight(count - whole)
+
+    def discard(self) -> None:
+        """Forget what is pending, as if its ``backward()`` had not been: ``.grad`` of each
+        parameter is what it was before, and holds what came from elsewhere meanwhile.
+        """
+        self._queue.discard()
+        if self._partial is not None:
+            self._partial.discard()
 
     @property
     def pending(self) -> int:
@@ -260,12 +275,6 @@ class SplitModule(Face):
         return Partial(self.model, self._backend, reason)
 
     def __getstate__(self) -> dict[str, Any]:
-        if self.pending:
-            raise SplitError(
-                f"a split module with {self.pending} pending microbatch(es) cannot be copied or "
-                "pickled: it is not clear whose gradients they would be; call backward_weight() "
-                "first"
-            )
         return {key: value for key, value in self.__dict__.items() if key not in _TRANSIENT}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

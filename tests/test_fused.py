@@ -267,11 +267,11 @@ def test_what_w_has_read_dies_while_it_runs() -> None:
 
     for _ in range(2):
         split(torch.randn(5, 8)).square().sum().backward()
-        (works,) = split._queue.take(None)
+        (works,) = split._queue._take(None)
         references = [weakref.ref(each) for each in works[0].handover.tensors]
         alive.clear()
         with Watch():
-            split._deliver(works)
+            split._queue._deliver(works)
     assert alive[-1] < alive[0] == len(references)
 
 

@@ -11,7 +11,7 @@ import os
 import pathlib
 import threading
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,23 +22,28 @@ from ..compat import tree_flatten
 from ..compat_breaks import BreakReason, BreakWatch
 from ..compat_dynamo import compile_model
 from ..errors import SplitError
-from ..guard import StepGuard
 from ..passes import codegen
-from ..reducer import ReducerWatch, Ticket
+from ..reducer import synchronises
+from ..runtime.backlog import Backlog
+from ..runtime.lazy_gradient import hidden
 from .dynamo import Backend
 from .history import History
 from .part import Part
 from .partial_report import partial_report
-from .work import Work, deliver, how_many, total_bytes
+from .work import Work, deliver
 
 
 class Microbatch:
-    """One forward call of the model: the graphs it ran, and what its backward has left."""
+    """One forward call of the model: the graphs it ran, and what its backward has left.
 
-    def __init__(self, ticket: Ticket | None = None) -> None:
+    Attributes:
+        calls: how often it ran each graph.
+        whole: whether its backward computes weight gradients too.
+    """
+
+    def __init__(self, whole: bool = False) -> None:
         self.calls: Counter[Part] = Counter()
-        self.works: list[Work] = []
-        self.ticket = ticket
+        self.whole = whole
 
 
 class Partial:
@@ -66,17 +71,18 @@ class Partial:
         self._names: dict[nn.Parameter, str] = {}
         self._running = threading.local()
         self._latest = Microbatch()
-        self._waiting: deque[Microbatch] = deque()
-        self._guard = StepGuard(self)
-        self._reducer = ReducerWatch()
+        self._queue: Backlog[Work] = Backlog(deliver)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
         known, watch = self._known(), BreakWatch()
-        ticket = self._reducer.forward() if torch.is_grad_enabled() else None
-        microbatch = self._running.microbatch = Microbatch(ticket)
+        whole = synchronises()
+        if whole:
+            self.backward_weight()
+        microbatch = self._running.microbatch = Microbatch(whole)
         try:
-            result = self._compiled(*args, **kwargs)
+            with hidden(self._model.parameters() if self._queue.pending else ()):
+                result = self._compiled(*args, **kwargs)
         finally:
             self._running.microbatch = None
             self._breaks |= dict.fromkeys(watch.found())
@@ -99,26 +105,23 @@ class Partial:
             microbatches: how many, the oldest ``backward()`` first; all where None.
 
         Raises:
-            SplitError: nothing, or fewer than asked for, is pending; or
-                DistributedDataParallel would average only a part.
+            SplitError: fewer than asked for are pending.
         """
-        taken = list(self._waiting)[: how_many(self.pending, microbatches)]
-        together = self._reducer.delivers_together(len(taken), self.pending)
-        for group in [taken] if together else [[each] for each in taken]:
-            deliver([work for microbatch in group for work in microbatch.works])
-            for microbatch in group:
-                microbatch.works.clear()
-                self._waiting.remove(microbatch)
+        self._queue.compute(microbatches)
+
+    def discard(self) -> None:
+        """Forget what is pending, as ``SplitModule.discard`` does."""
+        self._queue.discard()
 
     @property
     def pending(self) -> int:
         """Microbatches whose weight gradients have not been computed."""
-        return len(self._waiting)
+        return self._queue.pending
 
     @property
     def pending_bytes(self) -> int:
         """Bytes of distinct storage that pending microbatches hold."""
-        return total_bytes(work for microbatch in self._waiting for work in microbatch.works)
+        return self._queue.bytes
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -184,23 +187,14 @@ class Partial:
         return microbatch
 
     def deferred(self, work: Work, token: Microbatch) -> None:
-        token.works.append(work)
         self.begin(token)
+        self._queue.add(token, work)
 
     def begin(self, microbatch: Microbatch) -> None:
         """A backward has reached the forward call."""
         self._latest = microbatch
-        self._reducer.backward(microbatch.ticket)
-        if microbatch not in self._waiting:
-            self._waiting.append(microbatch)
-            self._guard.stand()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if self._waiting:
-            raise SplitError(
-                f"{self.pending} microbatch(es) of weight gradients are pending, which cannot be "
-                "pickled or copied; call backward_weight() first"
-            )
         return Partial, (self._model, self._graphs, self.reason)
 
 
