@@ -24,9 +24,10 @@ def test_threads_share_one_queue() -> None:
 
     with ThreadPoolExecutor(4) as pool:
         grads = list(pool.map(work, batches))
-        assert split.pending == len(batches)
+        # While one thread captures, others may arrive at lazy gradients, which tracing uses.
+        assert 0 < split.pending <= len(batches)
         assert len(split.functions) == 2
-        list(pool.map(lambda _: split.backward_weight(microbatches=1), batches))
+        list(pool.map(lambda _: split.backward_weight(), batches))
     assert split.pending == 0
     for batch, grad in zip(batches, grads, strict=True):
         x = batch.clone().requires_grad_()
