@@ -96,9 +96,12 @@ class Backlog(Generic[W]):
         """
         with self.computing():
             with self._lock:
-                self.lazies.sweep()
-                taken = self._take(microbatches)
-                lifted = self.lazies.lift() if taken else []
+                lifted = self.lazies.lift()
+                try:
+                    taken = self._take(microbatches)
+                except SplitError:
+                    self.lazies.settle(lifted)
+                    raise
             with self.settling(lifted):
                 for works in taken:
                     self._deliver(works)

@@ -10,7 +10,6 @@ import contextlib
 import enum
 import sys
 import weakref
-from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -31,7 +30,6 @@ from ..compat_leaves import (
 )
 from ..errors import SplitError
 
-_ATTRIBUTE = "_autosplit_gradient"
 
 
 class Source(Protocol):
@@ -55,12 +53,14 @@ class State(enum.Enum):
     COMPUTING = enum.auto()  # ``.grad`` is the sum so far
 
 
+IDLE, ARMED, COMPUTING = State  # looked up in an enumeration, they take longer than all the rest
+
+
 class Slot:
     """The gradient of one parameter, of which a part is pending.
 
-    A parameter with something pending holds its slot, so that gradients outlive the module that
-    they are from. The lazy gradient must not hold it: what ``.grad`` refers to is hidden from
-    Python's garbage collector.
+    The lazy gradient must not hold its slot, which holds what is pending: what ``.grad`` refers to
+    is hidden from Python's garbage collector.
 
     Attributes:
         parameter: whose, while it lives.
@@ -95,7 +95,7 @@ class Slot:
     def __init__(self, parameter: Tensor) -> None:
         self.parameter = weakref.ref(parameter)
         self.key = id(parameter)
-        self.state = State.IDLE
+        self.state = IDLE
         self.lazy: LazyGradient | None = None
         self.ref: Any = _nobody
         self.base: Tensor | None = None
@@ -107,9 +107,10 @@ class Slot:
 
     @staticmethod
     def of(parameter: Tensor) -> Slot | None:
-        """The slot of a parameter with something pending."""
-        found = parameter.__dict__.get(_ATTRIBUTE)
-        return found if isinstance(found, Slot) else None
+        """The slot behind what is in the parameter's ``.grad``."""
+        lazy = parameter.grad
+        found = _pending(lazy) if type(lazy) is LazyGradient else None
+        return found[0] if found is not None and found[1] is parameter else None
 
     def current(self) -> LazyGradient | None:
         """The lazy gradient, while it lives."""
@@ -117,38 +118,29 @@ class Slot:
 
     def installed(self, parameter: Tensor) -> bool:
         """Whether the lazy gradient is in ``.grad``."""
-        lazy = self.current()
-        return self.hidden or (lazy is not None and parameter.grad is lazy)
+        lazy = self.ref() if self.lazy is None else self.lazy
+        return (lazy is not None and parameter.grad is lazy) or self.hidden
 
     def arm(self, parameter: Tensor, base: Tensor | None) -> None:
         """Put the lazy gradient in the place of what is in ``.grad``."""
         lazy = self.current()
-        self.base = base
-        self.state = State.ARMED
-        parameter.__dict__[_ATTRIBUTE] = self
+        self.base, self.state = base, ARMED
         if lazy is not None:
             try:
                 parameter.grad = lazy
                 return
-            except RuntimeError:  # the parameter has another dtype or device by now
+            except RuntimeError:  # the parameter has another shape, dtype or device by now
                 self.lazy = None
-        parameter.grad = self._make(parameter)
-
-    def _make(self, parameter: Tensor) -> LazyGradient:
         dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
         lazy = self.lazy = wrapper(LazyGradient, parameter, dtype)
         lazy._slot = weakref.ref(self)
         self.ref = weakref.ref(lazy, partial(_gone, lazy._slot))
-        return lazy
+        parameter.grad = lazy
 
-    def disarm(self, parameter: Tensor | None) -> None:
+    def disarm(self) -> None:
         """Nothing is pending any more."""
-        self.state = State.IDLE
+        self.state = IDLE
         self.base = self.failure = None
-        self.sources = ()
-        self.dense = True
-        if parameter is not None and parameter.__dict__.get(_ATTRIBUTE) is self:
-            del parameter.__dict__[_ATTRIBUTE]
 
     def held(self) -> bool:
         """Whether somebody holds the lazy gradient, which is not in ``.grad``."""
@@ -178,14 +170,14 @@ class Slot:
 
     def add(self, parameter: Tensor, gradient: Tensor, **how: Any) -> None:
         """Add to the gradient what did not wait."""
-        base = self.base if self.state is State.ARMED else parameter.grad
+        base = self.base if self.state is ARMED else parameter.grad
         if base is not None:
             base.add_(gradient, **how)
             return
         gradient = gradient.mul(how["alpha"]) if "alpha" in how else gradient
         strided = gradient.layout is torch.strided
         found = own_gradient(parameter, gradient, True) if strided else gradient.clone()
-        if self.state is State.ARMED:
+        if self.state is ARMED:
             self.base = found
         else:
             parameter.grad = found
@@ -193,8 +185,8 @@ class Slot:
     def zero(self, parameter: Tensor, lazy: LazyGradient) -> Tensor:
         """The gradient as zeros, without anything being computed."""
         base = self.base
-        sources, self.lazy = self.sources, None
-        self.disarm(parameter)
+        sources, self.sources, self.lazy = self.sources, (), None
+        self.disarm()
         for source in sources:
             source.drop({self.key})
         with torch.no_grad():
@@ -203,10 +195,6 @@ class Slot:
         if parameter.grad is lazy:
             parameter.grad = zeros
         return zeros
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A copy of a parameter has no gradient."""
-        return OrderedDict, ()
 
 
 class LazyGradient(Tensor):
@@ -304,7 +292,7 @@ def hidden(parameters: Iterable[Tensor]) -> Iterator[None]:
     finally:
         for slot, parameter, lazy in ours:
             slot.hidden = False
-            if slot.current() is lazy and slot.state is State.ARMED and parameter.grad is None:
+            if slot.current() is lazy and slot.state is ARMED and parameter.grad is None:
                 parameter.grad = lazy
 
 
@@ -322,7 +310,7 @@ def _pending(lazy: LazyGradient) -> tuple[Slot, Tensor] | None:
     if lazy._real is not None or slot is None or slot.current() is not lazy:
         return None
     parameter = slot.parameter()
-    if parameter is None or slot.state is State.IDLE:
+    if parameter is None or slot.state is IDLE:
         return None
     return slot, parameter
 
@@ -345,7 +333,7 @@ def _is_dense(lazy: Any) -> bool:
     slot, _ = found
     return (
         slot.dense
-        and slot.state is State.ARMED
+        and slot.state is ARMED
         and slot.failure is None
         and (slot.base is None or slot.base.layout is torch.strided)
     )
@@ -366,7 +354,7 @@ def _computed(tree: Any) -> Any:
 def _gone(slot: weakref.ref[Slot], _: Any) -> None:
     """The lazy gradient is not in ``.grad`` any more, nor anywhere else."""
     found = slot()
-    if found is not None and found.state is State.ARMED:
+    if found is not None and found.state is ARMED:
         for source in found.sources:
             source.sweep()
 

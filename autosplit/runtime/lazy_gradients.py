@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from .lazy_gradient import LazyGradient, Slot, Source, State
+from .lazy_gradient import ARMED, COMPUTING, IDLE, LazyGradient, Slot, Source
 
+_ATTRIBUTE = "_autosplit_pending"
 _FEW = 64
 
 
@@ -40,7 +42,8 @@ class LazyGradients:
     everything else here together. So its end would go unnoticed; but for each work one is not
     kept, and where that one ends, all are looked at.
 
-    The caller guards every call but ``reclaim`` by one lock, which the owner's ``sweep`` takes too.
+    The caller guards every call but ``reclaim`` by one lock, which the owner's ``sweep`` and
+    ``drop`` take too.
 
     Args:
         owner: whose work waits.
@@ -51,6 +54,7 @@ class LazyGradients:
         self._slots: dict[int, Slot] = {}
         self._limit = _FEW
         self._used: list[tuple[Slot, LazyGradient]] = []
+        self._keepers: list[weakref.ref[Tensor]] = []
 
     def promise(self, parameters: Sequence[Tensor], *, dense: bool) -> Slot | None:
         """Gradients of these are pending from now on.
@@ -64,56 +68,57 @@ class LazyGradients:
             gradient that was pending before, and ``.grad`` does not.
         """
         owner = self._owner()
+        if owner is None:
+            return None
         self.reclaim()
-        slots = self._slots
+        slots, sources = self._slots, (owner,)
         slot: Slot | None = None
         for parameter in parameters:
             slot = slots.get(id(parameter))
-            if slot is None or slot.state is State.IDLE or slot.parameter() is not parameter:
-                slot = self._arm(parameter)
-            if slot.state is State.ARMED and not slot.installed(parameter):
+            if slot is None or slot.parameter() is not parameter:
+                slot = self._slot(parameter)
+            if slot.state is ARMED and not slot.installed(parameter):
                 self.sweep()
-                if slot.state is State.ARMED:
+                if slot.state is ARMED:
                     return slot
-                slot = self._arm(parameter)
-            if owner not in slot.sources:
-                slot.sources = (*slot.sources, owner)  # type: ignore[arg-type]
-            slot.dense = slot.dense and dense
+            if slot.state is IDLE:
+                grad = parameter.grad
+                if type(grad) is LazyGradient:
+                    slot = self._joined(slot, parameter, grad)
+                else:
+                    slot.sources, slot.dense = sources, dense
+                    slot.arm(parameter, grad)
+                    continue
+            if owner not in slot.sources or slot.dense > dense:
+                slot.sources = tuple(dict.fromkeys((*slot.sources, *sources)))
+                slot.dense = slot.dense and dense
         if slot is not None:
             slot.lazy = None  # its end is noticed
+            self._keep(parameters[-1], owner)
         return None
 
-    def _arm(self, parameter: Tensor) -> Slot:
-        """The parameter's slot, where it is idle with the lazy gradient put into ``.grad``."""
-        slot = Slot.of(parameter)  # another owner's, perhaps
-        if slot is None:
-            slot = self._slots.get(id(parameter))
-            if slot is None or slot.parameter() is not parameter:
-                slot = self._new(parameter)
-        self._slots[id(parameter)] = slot
-        if slot.state is State.IDLE:
-            grad = parameter.grad
-            # Another parameter's gradient may be here.
-            slot.arm(parameter, grad.value() if type(grad) is LazyGradient else grad)
-        return slot
-
-    def _new(self, parameter: Tensor) -> Slot:
-        if len(self._slots) >= self._limit:
-            live = {key: each for key, each in self._slots.items() if each.parameter() is not None}
-            self._slots, self._limit = live, 2 * len(live) + _FEW
-        return Slot(parameter)
-
     def lift(self) -> list[Slot]:
-        """Let ``.grad`` be what gradients are added to, wherever one is pending."""
-        lifted = []
-        for slot in self._pending():
-            parameter = slot.parameter()
-            if parameter is None:
+        """Drop what is pending for every gradient that is gone, and let ``.grad`` of the others be
+        what gradients are added to.
+        """
+        lifted: list[Slot] = []
+        gone: list[Slot] = []
+        for slot in self._slots.values():
+            if slot.state is not ARMED:
                 continue
-            slot.state = State.COMPUTING
+            parameter = slot.parameter()
+            if parameter is not None and slot.installed(parameter):
+                slot.aside = None
+            elif parameter is not None and slot.held():
+                slot.aside = [parameter.grad]
+            else:
+                gone.append(slot)
+                continue
+            slot.state = COMPUTING
             lifted.append(slot)
-            slot.aside = None if slot.installed(parameter) else [parameter.grad]
-            parameter.grad, slot.base = slot.base, None
+            parameter.grad = slot.base
+            slot.base = None
+        _drop(gone)
         return lifted
 
     def settle(self, lifted: Iterable[Slot], failure: BaseException | None = None) -> None:
@@ -126,41 +131,28 @@ class LazyGradients:
         owner = self._owner()
         works = () if owner is None else owner.works()
         left = {id(parameter) for work in works for _, parameter in work.named_parameters()}
+        simply = not left and failure is None
         for slot in lifted:
-            parameter = slot.parameter()
-            if parameter is None:
+            if simply and len(slot.sources) == 1 and slot.aside is None and slot.failure is None:
+                slot.sources, slot.state = (), IDLE
+                if slot.held():
+                    self._hand_over(slot)
                 continue
-            slot.failure = slot.failure or failure
+            if failure is not None:
+                slot.failure = failure
             if slot.key not in left:
                 slot.sources = tuple([each for each in slot.sources if each is not owner])
-            real, aside = parameter.grad, slot.aside
-            slot.aside = None
-            if slot.sources or slot.failure:
-                slot.arm(parameter, real)
-            else:
-                slot.disarm(parameter)
-                self._hand_over(slot, real)
-            if aside is not None:
-                (parameter.grad,) = aside
+            self._settle_kept(slot)
         if works:
             self._watch(works)
-
-    def _hand_over(self, slot: Slot, real: Tensor | None) -> None:
-        """Who took the lazy gradient out of ``.grad`` gets the real one from it."""
-        if slot.held():
-            lazy = slot.current()
-            if lazy is None:
-                return
-            lazy._real = real
-            if slot.lazy is not None and real is not None:
-                self._used.append((slot, lazy))
-            slot.lazy = None
+        else:
+            self._let_go()
 
     def reclaim(self) -> None:
         """Keep lazy gradients that were used and that nobody holds any more."""
         while self._used:
             slot, lazy = self._used.pop()
-            if slot.state is State.IDLE and slot.lazy is None:
+            if slot.state is IDLE and slot.lazy is None:
                 slot.lazy = lazy
                 del lazy
                 if slot.held():
@@ -170,23 +162,18 @@ class LazyGradients:
 
     def sweep(self) -> None:
         """Drop what is pending for every gradient that is gone."""
-        owner = self._owner()
-        gone: set[int] = set()
-        for slot in self._pending():
+        gone: list[Slot] = []
+        for slot in self._slots.values():
+            if slot.state is not ARMED:
+                continue
             parameter = slot.parameter()
             if parameter is not None and slot.installed(parameter):
                 continue
             if parameter is not None and slot.held():
                 slot.lazy = None  # its end is noticed
-                continue
-            sources = slot.sources
-            slot.disarm(parameter)
-            gone.add(slot.key)
-            for source in sources:
-                if source is not owner:
-                    source.drop({slot.key})
-        if gone:
-            self.drop(gone)
+            else:
+                gone.append(slot)
+        _drop(gone)
 
     def drop(self, parameters: Collection[int]) -> None:
         """Nobody wants the gradients of these any more."""
@@ -199,21 +186,101 @@ class LazyGradients:
             if not any(True for _ in work.named_parameters()):
                 empty.append(work)
         owner.forget(empty)
-        self._watch(owner.works())
+        works = owner.works()
+        self._watch(works)
+        if not works:
+            self._let_go()
+
+    def _slot(self, parameter: Tensor) -> Slot:
+        """Another owner's slot, or a new one."""
+        if len(self._slots) >= self._limit:
+            live = {key: each for key, each in self._slots.items() if each.parameter() is not None}
+            self._slots, self._limit = live, 2 * len(live) + _FEW
+        slot = self._slots[id(parameter)] = Slot.of(parameter) or Slot(parameter)
+        return slot
+
+    def _joined(self, slot: Slot, parameter: Tensor, grad: LazyGradient) -> Slot:
+        """The slot to use where ``.grad`` holds a lazy gradient that is not from here."""
+        found = Slot.of(parameter)
+        if found is not None:  # another owner's
+            self._slots[id(parameter)] = found
+            return found
+        slot.sources, slot.dense = (), True
+        slot.arm(parameter, grad.value())  # another parameter's, or one that was put back
+        return slot
+
+    def _settle_kept(self, slot: Slot) -> None:
+        """Of a slot that is pending still, or whose gradient is not in ``.grad``."""
+        parameter = slot.parameter()
+        if parameter is None:
+            return
+        aside, slot.aside = slot.aside, None
+        if slot.sources or slot.failure:
+            slot.arm(parameter, parameter.grad)
+        else:
+            slot.disarm()
+            if slot.held():
+                self._hand_over(slot)
+        if aside is not None:
+            (parameter.grad,) = aside
+
+    def _hand_over(self, slot: Slot) -> None:
+        """Who took the lazy gradient out of ``.grad`` gets the real one from it."""
+        parameter, lazy = slot.parameter(), slot.current()
+        if parameter is None or lazy is None:
+            return
+        lazy._real = parameter.grad
+        if slot.lazy is not None and lazy._real is not None:
+            self._used.append((slot, lazy))
+        slot.lazy = None
 
     def _watch(self, works: Iterable[Work]) -> None:
         """See that of each work the end of one lazy gradient is noticed."""
         for work in works:
             slots = [self._slots.get(id(parameter)) for _, parameter in work.named_parameters()]
-            armed = [slot for slot in slots if slot is not None and slot.state is State.ARMED]
+            armed = [slot for slot in slots if slot is not None and slot.state is ARMED]
             if armed and all(slot.lazy is not None for slot in armed):
-                # The next to end may be any of them: half of the others are behind it, on average.
+                # Whatever order they end in, half of them are then behind it, on average.
                 armed[len(armed) // 2].lazy = None
 
-    def _pending(self) -> list[Slot]:
-        owner = self._owner()
-        return [
-            slot
-            for slot in self._slots.values()
-            if slot.state is State.ARMED and (owner in slot.sources or slot.failure is not None)
-        ]
+    def _keep(self, parameter: Tensor, owner: Owner) -> None:
+        """Let what is pending live with a parameter, also when the module it is from is gone."""
+        kept = parameter.__dict__.get(_ATTRIBUTE)
+        if not isinstance(kept, _Kept):
+            kept = parameter.__dict__[_ATTRIBUTE] = _Kept()
+        if self not in kept.owners:
+            kept.owners[self] = owner
+            self._keepers.append(weakref.ref(parameter))
+
+    def _let_go(self) -> None:
+        for keeper in self._keepers:
+            parameter = keeper()
+            kept = None if parameter is None else parameter.__dict__.get(_ATTRIBUTE)
+            if parameter is not None and isinstance(kept, _Kept):
+                kept.owners.pop(self, None)
+                if not kept.owners:
+                    del parameter.__dict__[_ATTRIBUTE]
+        self._keepers.clear()
+
+
+class _Kept:
+    """What is pending and lives with a parameter."""
+
+    def __init__(self) -> None:
+        self.owners: dict[LazyGradients, Owner] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of a parameter has no gradient; this is what any unpickler may load."""
+        return OrderedDict, ()
+
+
+def _drop(gone: Iterable[Slot]) -> None:
+    """What is pending for these slots."""
+    dropped: dict[Source, set[int]] = {}
+    for slot in gone:
+        for source in slot.sources:
+            dropped.setdefault(source, set()).add(slot.key)
+        slot.sources = ()
+        slot.disarm()
+    for source, keys in dropped.items():
+        source.drop(keys)
