@@ -9,6 +9,7 @@ parameter, until the graph's backward runs.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -26,7 +27,7 @@ class Call:
     """
 
     parameters: dict[int, nn.Parameter]
-    token: object
+    token: Any
     absent: frozenset[str] = frozenset()
 
     def leaf(self, index: int) -> Tensor:
