@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import warnings
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from .integrations.partial import Partial
 
 # Gone when a split module is copied or pickled; a copy captures anew.
-_TRANSIENT = ("_graphs", "_partial", "_queue", "_flatten", "_root")
+_TRANSIENT = ("_eager", "_graphs", "_partial", "_queue", "_flatten", "_root")
 
 
 class SplitModule(Face):
@@ -64,6 +65,7 @@ class SplitModule(Face):
     _graphs: FittingGraphs
     _fullgraph: bool
     _dynamic: bool
+    _eager: dict[str, int]
     _partial: Partial | None
     _queue: Backlog[Deferred]
     _flatten: Flattening
@@ -104,6 +106,7 @@ class SplitModule(Face):
         limit = own["_max_graphs"]
         own["_graphs"] = FittingGraphs(self.model, own["_backend"], own["_memory"], limit)
         own["_flatten"] = Flattening()
+        own["_eager"] = {}
         own["_partial"] = self._by_graphs("dynamic=True") if own["_dynamic"] else None
         deliver = Delivery(own["_accumulation"])
         own["_queue"] = Backlog(deliver)
@@ -117,7 +120,7 @@ class SplitModule(Face):
         """The model's forward.
 
         Raises:
-            CaptureError: the model cannot be traced for these inputs, or fails for them.
+            CaptureError: with ``fullgraph``, the model cannot be traced for these inputs.
             SplitError: the graph cannot be split, or the call is inside a ``torch.func``
                 transform.
         """
@@ -133,13 +136,18 @@ class SplitModule(Face):
         if self._partial is not None:
             return self._partial(*args, **kwargs)
         leaves, structure = self._flatten(args, kwargs)
+        failing = None
         try:
             functions = self._graphs.fitting(args, kwargs, leaves, structure)
-        except (BackendError, FailingCallError):
+        except BackendError:
             raise
+        except FailingCallError as error:
+            failing = error
         except (CaptureError, SplitError) as error:
             return self._first_in_parts(error, args, kwargs)
         state = self._graphs.state()
+        if failing is not None:  # here, so that the user's own error comes alone
+            return self._eagerly(failing, args, kwargs)
         if functions.updated_inputs:
             refuse_overlap(functions, leaves, state)
         if functions.tangent_specs:
@@ -154,6 +162,20 @@ class SplitModule(Face):
         for name in reversed(functions.updated_inputs):
             leaves[functions.capture.inputs.index(name)].copy_(outputs.pop())
         return tree_unflatten(outputs, functions.capture.output_spec)
+
+    def _eagerly(self, error: FailingCallError, args: Any, kwargs: Any) -> Any:
+        """The call by plain autograd: where that fails too, with the user's own error."""
+        if self._fullgraph:
+            raise error
+        result = self.model(*args, **kwargs)
+        if not self._eager:
+            warnings.warn(
+                f"{type(self.model).__name__} runs calls like this one unsplit, by plain autograd, "
+                f"as they fail where they are traced. report() says so too. {error}",
+                stacklevel=3,
+            )
+        self._eager[str(error)] = self._eager.get(str(error), 0) + 1
+        return result
 
     @untraced
     def backward_weight(self, microbatches: int | None = None) -> None:
@@ -235,7 +257,14 @@ class SplitModule(Face):
         """
         if self._partial is not None:
             return self._partial.report()
-        return report(self._graphs.latest, type(self.model).__name__)
+        name = type(self.model).__name__
+        unsplit = [
+            f"{count} call(s) of {name} ran unsplit, by plain autograd: {reason}"
+            for reason, count in self._eager.items()
+        ]
+        if unsplit and not self._graphs.captured:
+            return "\n\n".join(unsplit)
+        return "\n\n".join([report(self._graphs.latest, name), *unsplit])
 
     def dump(self, folder: str | os.PathLike[str]) -> None:
         """Write the latest graphs as readable, runnable code, with boundary and drawing.
@@ -247,6 +276,11 @@ class SplitModule(Face):
             self._partial.dump(folder)
         else:
             dump(self._graphs.latest, folder, type(self.model).__name__)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """Gradients are moved and converted with their parameters, so they must be there."""
+        self.backward_weight()
+        return super()._apply(fn, recurse)
 
     def _first_in_parts(self, error: AutosplitError, args: Any, kwargs: Any) -> Any:
         """The forward graph by graph; a call that fails so too says nothing about later ones."""

@@ -140,9 +140,8 @@ class Backlog(Generic[W]):
     def discard(self) -> None:
         """Forget everything; ``.grad`` is what it was before."""
         with self._lock:
-            lifted = self.lazies.lift()
             self._microbatches.clear()
-            self.lazies.settle(lifted)
+            self.lazies.discard()
 
     def sweep(self) -> None:
         """Drop what is pending for every gradient that is gone."""

@@ -131,11 +131,18 @@ class Slot:
                 return
             except RuntimeError:  # the parameter has another shape, dtype or device by now
                 self.lazy = None
-        dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
-        lazy = self.lazy = wrapper(LazyGradient, parameter, dtype)
+        lazy = self.lazy = wrapper(LazyGradient, parameter, _dtype(parameter))
         lazy._slot = weakref.ref(self)
-        self.ref = weakref.ref(lazy, partial(_gone, lazy._slot))
+        self.watch(lazy)
         parameter.grad = lazy
+
+    def watch(self, lazy: LazyGradient) -> None:
+        """Notice its end, unless it is kept."""
+        self.ref = weakref.ref(lazy, partial(_gone, lazy._slot))
+
+    def forget(self) -> None:
+        """Whoever holds the lazy gradient keeps it; the next one is another."""
+        self.lazy, self.ref = None, _nobody
 
     def disarm(self) -> None:
         """Nothing is pending any more."""
@@ -185,12 +192,13 @@ class Slot:
     def zero(self, parameter: Tensor, lazy: LazyGradient) -> Tensor:
         """The gradient as zeros, without anything being computed."""
         base = self.base
-        sources, self.sources, self.lazy = self.sources, (), None
+        sources, self.sources = self.sources, ()
+        self.forget()
         self.disarm()
         for source in sources:
             source.drop({self.key})
         with torch.no_grad():
-            zeros = torch.zeros_like(parameter, dtype=lazy.dtype) if base is None else base.zero_()
+            zeros = torch.zeros_like(parameter, dtype=_dtype(parameter)) if base is None else base.zero_()
         lazy._real = zeros
         if parameter.grad is lazy:
             parameter.grad = zeros
@@ -215,8 +223,6 @@ class LazyGradient(Tensor):
         if func in _KNOWN and all(map(_is_known, args[:1])):
             with as_it_is():
                 return func(*args, **kwargs)
-        if func in _IF_DENSE and _is_dense(args[0]):
-            return False
         if func is Tensor.zero_ and _is_dense(args[0]):
             return _zeroed(args[0])
         if func is ZERO_ALL:
@@ -359,6 +365,11 @@ def _gone(slot: weakref.ref[Slot], _: Any) -> None:
             source.sweep()
 
 
+def _dtype(parameter: Tensor) -> torch.dtype:
+    """Of a parameter's gradient."""
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
+
+
 def _nobody() -> None:
     return None
 
@@ -376,4 +387,3 @@ _KNOWN = {
     Tensor.dim,
     Tensor.numel,
 }
-_IF_DENSE = {Tensor.is_sparse.__get__}  # type: ignore[attr-defined]

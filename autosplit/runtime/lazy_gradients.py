@@ -121,6 +121,13 @@ class LazyGradients:
         _drop(gone)
         return lifted
 
+    def discard(self) -> None:
+        """Let ``.grad`` be what it was before; the owner has forgotten all works."""
+        lifted = self.lift()
+        for slot in lifted:
+            slot.forget()
+        self.settle(lifted)
+
     def settle(self, lifted: Iterable[Slot], failure: BaseException | None = None) -> None:
         """What was lifted has been computed.
 
@@ -156,9 +163,10 @@ class LazyGradients:
                 slot.lazy = lazy
                 del lazy
                 if slot.held():
-                    slot.lazy = None
+                    slot.forget()
                 else:
                     slot.lazy._real = None
+                    slot.watch(slot.lazy)
 
     def sweep(self) -> None:
         """Drop what is pending for every gradient that is gone."""
@@ -232,7 +240,7 @@ class LazyGradients:
         lazy._real = parameter.grad
         if slot.lazy is not None and lazy._real is not None:
             self._used.append((slot, lazy))
-        slot.lazy = None
+        slot.forget()
 
     def _watch(self, works: Iterable[Work]) -> None:
         """See that of each work the end of one lazy gradient is noticed."""
