@@ -24,6 +24,7 @@ SOURCES = sorted([*ROOT.glob("passes/**/*.py"), *ROOT.glob("autosplit/*.py")]) +
         "report",
         "compare",
         "integrations",
+        "runtime",
     )
     for path in (ROOT / "autosplit" / folder).rglob("*.py")
 )
@@ -88,7 +89,7 @@ ORDER = [
     ["slices"],
     ["backward"],
     ["functions"],
-    ["tracing", "signature", "guard", "reducer"],
+    ["tracing", "signature", "guard", "reducer", "runtime"],
     ["report", "graphs", "overlap", "pending", "waiting", "addable"],
     ["delivery", "fitting"],
     ["compat_convention"],

@@ -13,6 +13,7 @@ from zoo import CASES, Case, SwiGLU
 import autosplit
 from autosplit import SplitError
 
+
 def gradients(
     module: nn.Module, case: Case, batches: list[Tensor]
 ) -> tuple[list[Tensor], list[Tensor | None]]:

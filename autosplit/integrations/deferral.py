@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from .part import Part
 
 
-
 class OnParameters(Backlog[Work]):
     """The owner of one graph's work, which no model collects: it waits on the parameters."""
 

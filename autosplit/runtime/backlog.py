@@ -137,6 +137,10 @@ class Backlog(Generic[W]):
         """Compute everything: hooks and sums then see microbatches in their order."""
         self.compute()
 
+    def waiting(self) -> set[int]:
+        """The parameters (their ``id``) that something is pending for."""
+        return {id(parameter) for work in self.works() for parameter in work.parameters}
+
     def discard(self) -> None:
         """Forget everything; ``.grad`` is what it was before."""
         with self._lock:

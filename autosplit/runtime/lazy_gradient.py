@@ -31,12 +31,14 @@ from ..compat_leaves import (
 from ..errors import SplitError
 
 
-
 class Source(Protocol):
     """Whoever can compute pending weight gradients."""
 
     def compute_for(self, parameter: Tensor) -> None:
         """Compute all that is pending and that this parameter waits for."""
+
+    def waiting(self) -> Collection[int]:
+        """The parameters (their ``id``) that something is pending for."""
 
     def drop(self, parameters: Collection[int]) -> None:
         """Nobody wants what is pending for these (their ``id``) any more."""
@@ -198,7 +200,11 @@ class Slot:
         for source in sources:
             source.drop({self.key})
         with torch.no_grad():
-            zeros = torch.zeros_like(parameter, dtype=_dtype(parameter)) if base is None else base.zero_()
+            zeros = (
+                torch.zeros_like(parameter, dtype=_dtype(parameter))
+                if base is None
+                else base.zero_()
+            )
         lazy._real = zeros
         if parameter.grad is lazy:
             parameter.grad = zeros
@@ -227,9 +233,9 @@ class LazyGradient(Tensor):
             return _zeroed(args[0])
         if func is ZERO_ALL:
             args = ([_zeroed(t) if _is_dense(t) else t for t in args[0]],)
-        if func is Tensor.requires_grad_ and not any((*args[1:], *kwargs.values())):
-            if _is_known(args[0]):
-                return args[0]
+        off = func is Tensor.requires_grad_ and not any((*args[1:], *kwargs.values()))
+        if off and _is_known(args[0]):
+            return args[0]
         args, kwargs = _computed((args, kwargs))
         return func(*args, **kwargs)
 
@@ -287,7 +293,7 @@ _OURS = _references(SimpleNamespace(lazy=object()))
 
 @contextlib.contextmanager
 def hidden(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Take lazy gradients out of ``.grad`` while the parameters are traced, which would use them."""
+    """Take lazy gradients out of ``.grad`` while parameters are traced, which would use them."""
     found = [(each, each.grad) for each in parameters if type(each.grad) is LazyGradient]
     slots = [(parameter, lazy, _pending(lazy)) for parameter, lazy in found]
     ours = [(slot[0], parameter, lazy) for parameter, lazy, slot in slots if slot is not None]

@@ -109,7 +109,7 @@ class LazyGradients:
             parameter = slot.parameter()
             if parameter is not None and slot.installed(parameter):
                 slot.aside = None
-            elif parameter is not None and slot.held():
+            elif parameter is not None and slot.failure is None and slot.held():
                 slot.aside = [parameter.grad]
             else:
                 gone.append(slot)
@@ -137,8 +137,8 @@ class LazyGradients:
         """
         owner = self._owner()
         works = () if owner is None else owner.works()
-        left = {id(parameter) for work in works for _, parameter in work.named_parameters()}
-        simply = not left and failure is None
+        simply = not works and failure is None
+        waiting: dict[Source, Collection[int]] = {}
         for slot in lifted:
             if simply and len(slot.sources) == 1 and slot.aside is None and slot.failure is None:
                 slot.sources, slot.state = (), IDLE
@@ -147,8 +147,10 @@ class LazyGradients:
                 continue
             if failure is not None:
                 slot.failure = failure
-            if slot.key not in left:
-                slot.sources = tuple([each for each in slot.sources if each is not owner])
+            for source in slot.sources:
+                if source not in waiting:
+                    waiting[source] = source.waiting()
+            slot.sources = tuple([each for each in slot.sources if slot.key in waiting[each]])
             self._settle_kept(slot)
         if works:
             self._watch(works)
@@ -177,7 +179,7 @@ class LazyGradients:
             parameter = slot.parameter()
             if parameter is not None and slot.installed(parameter):
                 continue
-            if parameter is not None and slot.held():
+            if parameter is not None and slot.failure is None and slot.held():
                 slot.lazy = None  # its end is noticed
             else:
                 gone.append(slot)
@@ -290,5 +292,7 @@ def _drop(gone: Iterable[Slot]) -> None:
             dropped.setdefault(source, set()).add(slot.key)
         slot.sources = ()
         slot.disarm()
+        if slot.held():
+            slot.forget()
     for source, keys in dropped.items():
         source.drop(keys)

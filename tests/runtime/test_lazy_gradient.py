@@ -235,7 +235,6 @@ def test_optimizers(face: str) -> None:
             assert torch.equal(a, b), name
 
 
-
 def test_compiled_optimizer_step(pair: tuple[Net, Net]) -> None:
     model, plain = pair
     split = autosplit.split(model)
