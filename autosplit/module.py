@@ -40,10 +40,16 @@ class SplitModule(Face):
 
     Calls, attributes, parameters, ``state_dict`` and ``train()``/``eval()`` are those of
     ``model``: the very same tensors under the same names, and an attribute that is set here is
-    set there. After ``loss.backward()`` the weight gradients of that microbatch are pending;
-    ``backward_weight()`` computes them. ``torch.autograd.grad`` and ``backward(inputs=...)``
-    leave nothing pending: they ask for input gradients only, and parameters cannot be asked
-    for in this way.
+    set there. After ``loss.backward()`` the weight gradients of that microbatch are pending, and
+    ``.grad`` of each parameter holds a lazy gradient. Whatever first uses one (clipping, a
+    scaler, an optimizer's step) has everything computed that is pending; ``backward_weight()``
+    is for choosing when. Where ``.grad`` is set to None, zeroed or replaced, what was pending for
+    it is dropped, and with the last one of a microbatch its memory. Hooks on parameters fire when
+    gradients are computed. A step compiled with ``fullgraph=True`` cannot wait for that: call
+    ``backward_weight()`` before it, and before what reads memory that ``.grad`` shares.
+    ``torch.autograd.grad`` and ``backward(inputs=...)`` leave nothing pending: they ask for input
+    gradients only, and parameters cannot be asked for in this way. Parameters that are computed
+    (``torch.func.functional_call``) get their gradients at once.
 
     A graph is captured for each combination of input structure, shapes, dtypes, devices and
     ``requires_grad``, of values of numbers and strings, and of everything else that the forward
@@ -51,11 +57,15 @@ class SplitModule(Face):
     changes, the next call finds another graph that fits or captures one. At most ``max_graphs``
     are kept; beyond that the one unused for longest is dropped, with a warning.
 
-    Inside ``DistributedDataParallel`` the reducer runs in ``backward_weight()``; after a forward
-    outside ``no_sync()`` everything pending is delivered to it as one sum.
+    Inside ``DistributedDataParallel``, a forward outside ``no_sync()`` computes what is pending,
+    and its ``backward()`` computes weight gradients too: ranks average them there, not where each
+    happens to use them first.
+
+    A call that fails where it is traced, though not otherwise, runs by plain autograd, with a
+    warning; ``report()`` counts such calls.
 
     Several threads may call one split module. A copy, by ``copy`` or ``pickle``, captures its
-    own graphs; one with pending microbatches cannot be copied.
+    own graphs; what is pending stays with the original, as ``.grad`` does.
     """
 
     _backend: str
@@ -145,9 +155,9 @@ class SplitModule(Face):
             failing = error
         except (CaptureError, SplitError) as error:
             return self._first_in_parts(error, args, kwargs)
-        state = self._graphs.state()
         if failing is not None:  # here, so that the user's own error comes alone
             return self._eagerly(failing, args, kwargs)
+        state = self._graphs.state()
         if functions.updated_inputs:
             refuse_overlap(functions, leaves, state)
         if functions.tangent_specs:
@@ -185,14 +195,16 @@ class SplitModule(Face):
         add up one microbatch after the other, bit for bit unless ``accumulation="fused"``
         lets W round differently. A parameter that was replaced since
         the forward gets its gradient all the same; the new one none. Where this raises while it
-        computes, the microbatches that were asked for are gone: start the step again.
+        computes, the microbatches that were asked for are gone, and ``.grad`` raises when it is
+        used: call ``zero_grad()`` and start the step again.
 
         Args:
             microbatches: how many, the oldest ``backward()`` first; all where None.
 
         Raises:
-            SplitError: nothing, or fewer than asked for, is pending; or
-                DistributedDataParallel would average only a part.
+            SplitError: fewer than asked for are pending; something that W needs was written in
+                place since; a parameter was frozen; or another thread computes them, and this is
+                inside a ``backward()``.
         """
         partial = self._partial
         if microbatches is None:

@@ -70,7 +70,8 @@ class Entry(NamedTuple):
 class Deferral:
     """Weight gradients that ``torch.compile(model, backend="autosplit")`` has deferred.
 
-    The face is that of ``SplitModule``. One microbatch is what one ``backward()`` left.
+    The face is that of ``SplitModule``, lazy gradients included. One microbatch is what one
+    ``backward()`` left.
 
     Args:
         model_or_parameters: the model, compiled or not, or some of its parameters.

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..part import Part
 from ..results import Results
-from . import ablation, allocator, compilation, convolutions, face, memory, operations, steps
+from . import ablation, allocator, compilation, convolutions, face, lazy, memory, operations, steps
 from .settings import Settings
 
 TEMPLATE = """\
@@ -118,6 +118,14 @@ from an `autograd.Function` that does nothing else, the least that any autograd 
 their guards at every forward, which *guards* shows alone.""",
         face.measure,
         face.render,
+    ),
+    "lazy": Part(
+        "Lazy gradients",
+        """\
+What it adds to a step that `.grad` holds a lazy gradient while its weight gradient is pending: the
+time in everything that puts lazy gradients there and takes them out again, medians.""",
+        lazy.measure,
+        lazy.render,
     ),
     "compile": Part(
         "Time to compile",
