@@ -152,7 +152,8 @@ def wrapper(kind: type[T], like: Tensor, dtype: torch.dtype) -> T:
         like: the other tensor.
         dtype: of the new one.
     """
-    made: T = Tensor._make_wrapper_subclass(kind, like.shape, dtype=dtype, device=like.device)  # type: ignore[attr-defined]
+    make: Any = Tensor._make_wrapper_subclass
+    made: T = make(kind, like.shape, dtype=dtype, device=like.device)
     return made
 
 

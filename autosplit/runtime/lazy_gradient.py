@@ -125,7 +125,7 @@ class Slot:
 
     def arm(self, parameter: Tensor, base: Tensor | None) -> None:
         """Put the lazy gradient in the place of what is in ``.grad``."""
-        lazy = self.current()
+        lazy = self.ref() if self.lazy is None else self.lazy
         self.base, self.state = base, ARMED
         if lazy is not None:
             try:
@@ -219,7 +219,7 @@ class LazyGradient(Tensor):
     _slot: weakref.ref[Slot]
     _real: Tensor | None = None
 
-    __hash__ = object.__hash__  # type: ignore[assignment]
+    __hash__ = object.__hash__
 
     @classmethod
     def __torch_function__(
@@ -240,7 +240,7 @@ class LazyGradient(Tensor):
         return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """What comes from C++: autograd that accumulates a gradient that did not wait, a
@@ -382,13 +382,12 @@ def _nobody() -> None:
 
 # What is asked of gradients that are then replaced, or before they are used; everything else
 # computes them, as its answer may differ.
+_ANY: Any = Tensor
 _KNOWN = {
-    Tensor.shape.__get__,  # type: ignore[attr-defined]
-    Tensor.dtype.__get__,  # type: ignore[attr-defined]
-    Tensor.device.__get__,  # type: ignore[attr-defined]
-    Tensor.grad_fn.__get__,  # type: ignore[attr-defined]
-    Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
-    Tensor.is_leaf.__get__,  # type: ignore[attr-defined]
+    *[
+        getattr(_ANY, name).__get__
+        for name in ("shape", "dtype", "device", "grad_fn", "requires_grad", "is_leaf")
+    ],
     Tensor.size,
     Tensor.dim,
     Tensor.numel,

@@ -83,12 +83,11 @@ class LazyGradients:
                     return slot
             if slot.state is IDLE:
                 grad = parameter.grad
-                if type(grad) is LazyGradient:
-                    slot = self._joined(slot, parameter, grad)
-                else:
+                if type(grad) is not LazyGradient:
                     slot.sources, slot.dense = sources, dense
                     slot.arm(parameter, grad)
                     continue
+                slot = self._joined(slot, parameter, grad)
             if owner not in slot.sources or slot.dense > dense:
                 slot.sources = tuple(dict.fromkeys((*slot.sources, *sources)))
                 slot.dense = slot.dense and dense

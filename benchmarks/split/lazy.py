@@ -25,7 +25,7 @@ _WARMUP = 5
 
 
 def measure(settings: Settings) -> Iterator[dict[str, Any]]:
-    """A row for each way in which a step comes to its gradients, with the first number of threads."""
+    """A row for each way in which gradients are used, with the first number of threads."""
     torch.set_num_threads(settings.threads[0])
     for name, use in _USES.items():
         yield {"name": name, **_cost(use, settings.device)}
