@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from .compat import (
+    asked_by_pipelining,
     current_backward,
     graph_is_kept,
     has_saved_tensors_hooks,
@@ -122,6 +123,12 @@ class Split(torch.autograd.Function):
                 root.queue.add(number, work)
             else:  # computed (torch.func.functional_call): no .grad is to come here
                 root.deliver([work])
+        elif kept and asked_by_pipelining():
+            raise SplitError(
+                "a schedule of torch.distributed.pipelining asks for input gradients now and for "
+                "weight gradients later, which it looks for where those of a split module are "
+                "not; pass dw_builder=lambda: module.backward_weight to its PipelineStage"
+            )
         return (None, None, None, None, *grads, *weights)
 
 

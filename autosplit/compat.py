@@ -32,6 +32,7 @@ from torch.utils._pytree import (
 __all__ = [
     "StateReader",
     "TreeSpec",
+    "asked_by_pipelining",
     "csv_has_send_waits",
     "current_backward",
     "data_parallel",
@@ -107,6 +108,18 @@ def will_run(node: Node) -> bool:
 def in_transform() -> bool:
     """Whether this runs inside a ``torch.func`` transform or forward-mode differentiation."""
     return bool(torch._C._are_functorch_transforms_active()) or forward_ad._current_level >= 0
+
+
+def asked_by_pipelining() -> bool:
+    """Whether a schedule of torch.distributed.pipelining that runs I and W apart is asking this
+    thread for input gradients; weights it then looks for in autograd's graph.
+    """
+    module = sys.modules.get("torch.distributed.pipelining._backward")
+    code = getattr(getattr(module, "stage_backward_input", None), "__code__", None)
+    frame = sys._getframe() if code is not None else None
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
 
 
 def is_tracing() -> bool:

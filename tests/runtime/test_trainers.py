@@ -8,8 +8,10 @@ import pytest
 import torch
 from runtime.pipelining_workers import SCHEDULES, all_errors
 from torch import nn
+from torch.distributed.pipelining._backward import stage_backward_input
 
 import autosplit
+from autosplit import SplitError
 from autosplit.pipeline import launch
 
 transformers = pytest.importorskip("transformers")
@@ -59,3 +61,13 @@ def test_torchs_pipelines() -> None:
         assert list(rank) == list(SCHEDULES)
         for name, worst in rank.items():
             assert worst < 1e-6, name
+
+
+def test_torchs_own_split_backward_says_what_it_wants() -> None:
+    """It would find no weight, and leave every gradient out."""
+    split = autosplit.split(nn.Linear(4, 4))
+    x = torch.randn(3, 4, requires_grad=True)
+    with pytest.raises(RuntimeError) as caught:
+        stage_backward_input([split(x)], [torch.ones(3, 4)], [x], iter(split.parameters()))
+    assert isinstance(caught.value.__cause__, SplitError)
+    assert "pass dw_builder=lambda: module.backward_weight" in str(caught.value.__cause__)
