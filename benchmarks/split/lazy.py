@@ -37,7 +37,7 @@ def _call(split: autosplit.SplitModule) -> None:
 
 def _clip(split: autosplit.SplitModule) -> None:
     """Holds the lazy gradients in a list while they are computed."""
-    grads = [parameter.grad for parameter in split.parameters()]
+    grads = [each.grad for each in split.parameters() if each.grad is not None]
     torch._foreach_norm(grads)
 
 
