@@ -132,7 +132,7 @@ class Slot:
                 parameter.grad = lazy
                 return
             except RuntimeError:  # the parameter has another shape, dtype or device by now
-                self.lazy = None
+                self.forget()
         lazy = self.lazy = wrapper(LazyGradient, parameter, _dtype(parameter))
         lazy._slot = weakref.ref(self)
         self.watch(lazy)
