@@ -39,3 +39,7 @@ class PlanError(AutosplitError):
 
 class CheckpointError(AutosplitError):
     """A checkpoint cannot be read, or does not fit the model."""
+
+
+class OutputError(AutosplitError):
+    """A file or folder that was asked for cannot be written."""

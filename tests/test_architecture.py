@@ -19,6 +19,7 @@ SOURCES = sorted([*ROOT.glob("passes/**/*.py"), *ROOT.glob("autosplit/*.py")]) +
         "capture",
         "cli",
         "compile",
+        "files",
         "pipeline",
         "planner",
         "report",
@@ -80,7 +81,7 @@ def test_passes_know_nothing_of_autosplit() -> None:
 
 ORDER = [
     ["errors", "listing", "passes", "compat", "compat_leaves", "garbage", "generators", "streams"],
-    ["structures", "first_call", "face", "store", "compat_inductor"],
+    ["structures", "first_call", "face", "store", "files", "compat_inductor"],
     ["capture"],
     ["autocast", "compile", "handover", "accumulation"],
     ["dependence"],

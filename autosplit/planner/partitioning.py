@@ -64,7 +64,8 @@ def partition(
 
     Args:
         model: what to cut; its parameters may be on the meta device.
-        args: example positional inputs of one microbatch, a tuple or one tensor.
+        args: example positional inputs of one microbatch, a tuple or one tensor; a dictionary is
+            keyword inputs.
         kwargs: example keyword inputs.
         stages: how many stages.
         cut_at: the modules with which the stages after the first begin, as ``model.layers.8``.
@@ -104,7 +105,7 @@ def partition(
     wanted = Wanted(
         count,
         firsts,
-        microbatches or 2 * count,
+        2 * count if microbatches is None else microbatches,
         schedule,
         ranks=ranks,
         split_backward=split_backward,
