@@ -227,6 +227,7 @@ class SplitModule(Face):
 
         Raises:
             SplitError: nothing has been captured yet.
+            OutputError: the folder cannot be written.
         """
         if self._partial is not None:
             self._partial.dump(folder)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from .compile import Backend, backend_named, prepare
 from .errors import CaptureError, FailingCallError, SplitError
+from .files.writing import check_folder, writing
 from .first_call import materialise, settle
 from .functions import SplitFunctions
 from .garbage import only_new_garbage
@@ -52,6 +53,7 @@ def trace(
         SplitError: the graph cannot be split, the backend or the memory setting is unknown, or
             a memory budget cannot be met.
         BackendError: the backend cannot compile the graph.
+        OutputError: the folder that ``AUTOSPLIT_DUMP`` names cannot be written.
     """
     compiler = backend_named(backend)
     check_memory(memory)
@@ -82,7 +84,8 @@ def _split(
     if traced.split is not None:
         return traced.split
     prepare(traced.joint, compiler)
-    graphs = run(traced.joint, memory=memory, dump=dump)
+    with writing(dump) if dump else contextlib.nullcontext():
+        graphs = run(traced.joint, memory=memory, dump=dump)
     if shelf and traced.key:
         shelf.keep(traced.key, graphs)
     return graphs
@@ -191,6 +194,7 @@ def _dump_folder(module: nn.Module) -> pathlib.Path | None:
     if not folder:
         return None
     root = pathlib.Path(folder)
+    check_folder(root)
     number = len(list(root.iterdir())) if root.exists() else 0
     rank = f"rank{os.environ['RANK']}_" if "RANK" in os.environ else ""
     return root / f"{rank}{number:02d}_{type(module).__name__}"

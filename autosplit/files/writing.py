@@ -68,7 +68,7 @@ def check_folder(path: str | os.PathLike[str]) -> None:
 
 
 def _check_place(folder: Path) -> None:
-    """Only an attempt tells: what the permissions say is nothing to root, or on a read-only disk."""
+    """Only an attempt tells: permissions are nothing to root, nor on a read-only disk."""
     with tempfile.TemporaryFile(dir=folder):
         pass
 

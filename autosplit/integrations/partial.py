@@ -22,6 +22,7 @@ from ..compat import tree_flatten
 from ..compat_breaks import BreakReason, BreakWatch
 from ..compat_dynamo import compile_model
 from ..errors import SplitError
+from ..files.writing import writing
 from ..guard import StepGuard
 from ..passes import codegen
 from ..reducer import ReducerWatch, Ticket
@@ -156,11 +157,19 @@ class Partial:
         return partial_report(self, type(self._model).__name__)
 
     def dump(self, folder: str | os.PathLike[str]) -> None:
-        """Write the graphs of every part as readable, runnable code, a folder each."""
+        """Write the graphs of every part as readable, runnable code, a folder each.
+
+        Raises:
+            OutputError: the folder cannot be written.
+        """
+        with writing(folder):
+            self._dump(pathlib.Path(folder))
+
+    def _dump(self, folder: pathlib.Path) -> None:
         for index, part in enumerate(self._parts):
             if part.graphs is None:
                 continue
-            root = pathlib.Path(folder) / f"part{index}"
+            root = folder / f"part{index}"
             root.mkdir(parents=True, exist_ok=True)
             for name, module in part.graphs.graphs().items():
                 text = f"{codegen.HEADER}\n\n{codegen.generate(name, module)}"

@@ -123,7 +123,5 @@ def _with_gaps(wanted: Sequence[int], count: int) -> list[int | None]:
     return shown if wanted and wanted[-1] == count - 1 else [*shown, None]
 
 
-def _pick(
-    columns: Sequence[int | None], text: Callable[[int], str], gap: str = "..."
-) -> list[str]:
+def _pick(columns: Sequence[int | None], text: Callable[[int], str], gap: str = "...") -> list[str]:
     return [gap if column is None else text(column) for column in columns]

@@ -25,6 +25,19 @@ Find = Callable[[ModelCosts], Solution]
 
 # For the timed steps of each rehearsal: of the seconds of profiling, and at the most.
 _SHARE, _MOST = 0.3, 5.0
+_DAY = 86_400
+
+
+def check_seconds(seconds: float) -> None:
+    """Refuse what is no time to measure for.
+
+    Raises:
+        PlanError: negative, not finite, or more than a day.
+    """
+    if not 0.0 <= seconds <= _DAY:
+        raise PlanError(
+            f"seconds to measure for must be from 0 to {_DAY:,} (a day), got {seconds!r}"
+        )
 
 
 def profile_together(

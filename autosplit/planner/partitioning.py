@@ -18,7 +18,12 @@ from autosplit.planner.costs import ModelCosts
 from autosplit.planner.estimate import estimate
 from autosplit.planner.limits import Limits
 from autosplit.planner.making import make_plan
-from autosplit.planner.measuring import device_of_trainer, profile_together, rehearsed
+from autosplit.planner.measuring import (
+    check_seconds,
+    device_of_trainer,
+    profile_together,
+    rehearsed,
+)
 from autosplit.planner.plan import Plan, made_for
 from autosplit.planner.solve import Solution
 from autosplit.planner.specimen import Conditions
@@ -99,6 +104,7 @@ def partition(
         ScheduleError: an unknown schedule, or one that refuses the counts.
     """
     count = _count(stages, cut_at)
+    check_seconds(seconds)
     if not isinstance(costs, ModelCosts) and costs not in COSTS:
         raise PlanError(f"unknown costs {costs!r}; known: {', '.join(COSTS)}, or a ModelCosts")
     whole, firsts = _captured(model, args, kwargs, count, cut_at)

@@ -27,7 +27,9 @@ def name_modules(captured: fx.GraphModule, model: nn.Module) -> None:
         for node in graph.graph.nodes:
             stack = node.meta.get("nn_module_stack")
             if stack:
-                named = {key: (_named(names, key, path), kind) for key, (path, kind) in stack.items()}
+                named = {
+                    key: (_named(names, key, path), kind) for key, (path, kind) in stack.items()
+                }
                 node.meta["nn_module_stack"] = named
 
 

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from autosplit.compile import check_backend
 from autosplit.errors import PlanError, SplitError
-from autosplit.passes.errors import PassError
-from autosplit.passes.memory import memory_setting
+from autosplit.tracing import check_memory
 
 if TYPE_CHECKING:
     from autosplit.planner.plan import Plan
@@ -71,8 +70,8 @@ def check_plan(plan: Plan) -> None:
         )
     try:
         check_backend(plan.backend)
-        memory_setting(plan.memory)
-    except (SplitError, PassError) as error:
+        check_memory(plan.memory)
+    except SplitError as error:
         raise PlanError(str(error)) from error
 
 
