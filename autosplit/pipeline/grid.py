@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise, zip_longest
 
 from autosplit.pipeline.schedule import Schedule
@@ -42,17 +42,17 @@ def format_grid(
         under.setdefault(number, {})[slot] = mark
     ends = [max(row) + 1 for row in (*rows, *under.values()) if row]
     columns = _columns(max(ends, default=0), marks, widest)
-    table: list[list[str]] = [["slot", *_pick(columns, str)]]
+    table: list[list[str]] = [
+        ["slot", *_pick(columns, {at: str(at) for at in columns if at is not None})]
+    ]
     for number in _shown(len(rows), under, widest):
         if number is None:
             table.append(["..."])
             continue
-        row = rows[number]
-        table.append([f"rank {number}", *_pick(columns, lambda at, row=row: row.get(at) or IDLE)])
+        texts = {slot: text or IDLE for slot, text in rows[number].items()}
+        table.append([f"rank {number}", *_pick(columns, texts, idle=IDLE)])
         if number in under:
-            below = under[number]
-            cells = _pick(columns, lambda at, below=below: below.get(at, ""), gap="")
-            table.append(["", *cells, ERROR])
+            table.append(["", *_pick(columns, under[number], gap=""), ERROR])
     widths = [  # ERROR hangs over the edge and must not widen a column
         max(len(cell) for cell in column if cell != ERROR)
         for column in zip_longest(*table, fillvalue="")
@@ -123,5 +123,5 @@ def _with_gaps(wanted: Sequence[int], count: int) -> list[int | None]:
     return shown if wanted and wanted[-1] == count - 1 else [*shown, None]
 
 
-def _pick(columns: Sequence[int | None], text: Callable[[int], str], gap: str = "...") -> list[str]:
-    return [gap if column is None else text(column) for column in columns]
+def _pick(columns: Sequence[int | None], texts: Row, idle: str = "", gap: str = "...") -> list[str]:
+    return [gap if column is None else texts.get(column, idle) for column in columns]

@@ -11,6 +11,7 @@ from tqdm import tqdm
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.schedule import Schedule, check_size
 from autosplit.pipeline.schedules import SCHEDULES, build
+from autosplit.pipeline.schedules.weights import check_counts
 from autosplit.pipeline.search import caps_of, search
 from autosplit.pipeline.search.exact import check_provable, exact
 from autosplit.pipeline.simulation.costs import Costs
@@ -97,6 +98,7 @@ def _check(
 ) -> None:
     """Refuse, before anything is simulated, what would take too long or come to nothing."""
     ranks = len(costs.times)
+    check_counts(microbatches=microbatches)
     check_size(ranks * chunks, microbatches, MOST)
     if proved:
         check_provable(ranks, microbatches)

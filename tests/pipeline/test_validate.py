@@ -15,6 +15,8 @@ from autosplit.pipeline.action import Action, ActionKind
 from autosplit.pipeline.grid import format_grid, format_schedule
 from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.schedules import build
+from autosplit.pipeline.search import search
+from autosplit.pipeline.simulation.costs import Costs
 from autosplit.pipeline.simulation.memory import StageMemory, peak_memory
 from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.pipeline.validate import validate
@@ -226,6 +228,27 @@ def test_grid_cells_widen_with_their_text() -> None:
             "        ^1,2     ^3    <-- ERROR HERE",
         ]
     )
+
+
+def test_of_a_billion_microbatches_the_first_faults_are_told() -> None:
+    schedule = dataclasses.replace(build("1f1b", 2, 2), microbatches=10**9)
+    text = refusal(schedule)
+    assert "1000000000 microbatches, 2 ranks), more than 50 faults:" in text
+    assert "\n50. stage 0 never runs" in text
+    assert "\n51. " not in text
+    with pytest.raises(ScheduleError, match="make a step of 6,000,000,000 actions, more than the"):
+        build("1f1b", 2, 10**9)
+    with pytest.raises(ScheduleError, match="make a step of 3,000,000,000 actions, more than the"):
+        search(Costs([(1.0, 1.0, 1.0)], [StageMemory(1.0, 1.0)]), 10**9)
+
+
+def test_a_grid_of_many_late_ranks_takes_no_more_than_their_actions() -> None:
+    """Rank by slot, this one would have 400 million cells."""
+    ranks = 20_000
+    rows = tuple((Action(stage, ActionKind.FORWARD, 0),) for stage in range(ranks))
+    text = refusal(Schedule("long", ranks, 1, rows, tuple(range(ranks)), split_backward=False))
+    assert "more than 50 faults" in text
+    assert len(text) < 30_000
 
 
 def test_a_grid_can_be_cut() -> None:
