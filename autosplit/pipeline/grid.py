@@ -42,9 +42,8 @@ def format_grid(
         under.setdefault(number, {})[slot] = mark
     ends = [max(row) + 1 for row in (*rows, *under.values()) if row]
     columns = _columns(max(ends, default=0), marks, widest)
-    table: list[list[str]] = [
-        ["slot", *_pick(columns, {at: str(at) for at in columns if at is not None})]
-    ]
+    slots = {column: str(column) for column in columns if column is not None}
+    table: list[list[str]] = [["slot", *_pick(columns, slots)]]
     for number in _shown(len(rows), under, widest):
         if number is None:
             table.append(["..."])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from typing import Any
@@ -82,7 +83,7 @@ def damaged_json(draw: st.DrawFn, sound: bytes) -> bytes:
 def _changed(draw: st.DrawFn, data: Any) -> Any:
     """The same with one value changed, anywhere."""
     if not isinstance(data, (dict, list)) or not data or draw(st.integers(0, 5)) == 0:
-        return draw(st.sampled_from(_VALUES))
+        return copy.deepcopy(draw(st.sampled_from(_VALUES)))
     keys = list(data) if isinstance(data, dict) else range(len(data))
     key = draw(st.sampled_from(keys))
     change = draw(st.sampled_from(["within", "delete", "repeat", "exchange"]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from collections import Counter
 from dataclasses import dataclass, field
@@ -56,8 +57,6 @@ def sweep(subject: Subject, examples: int, *, seed: int = 0) -> Sweep:
             suppress_health_check=list(HealthCheck),
             report_multiple_bugs=False,
         )(given(each))
-        try:
+        with contextlib.suppress(FailedError):
             hypothesis.seed(seed)(test)()
-        except FailedError:
-            pass
     return found

@@ -46,7 +46,7 @@ def test_what_cannot_be_written_is_a_typed_error(
 def test_the_folder_of_dumped_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("AUTOSPLIT_DUMP", str(tmp_path / "file"))
-    with pytest.raises(OutputError, match="cannot write into a folder .*file is a file"):
+    with pytest.raises(OutputError, match=r"cannot write into a folder .*file is a file"):
         dump(tmp_path / "graphs")
 
 
@@ -66,5 +66,5 @@ def test_a_place_that_nothing_can_be_written_to(
     check: Callable[[Path], None], place: str, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(OutputError, match="cannot write|there is no folder"):
+    with pytest.raises(OutputError, match=r"cannot write|there is no folder"):
         check(tmp_path / place)

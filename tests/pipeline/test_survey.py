@@ -58,7 +58,7 @@ def test_bad_counts_are_refused() -> None:
         (
             pipeline(4),
             {"microbatches": 10**9},
-            "8 stages and 1,000,000,000 microbatches make a step",
+            "8 stages and 1,000,000,000 microbatches",
         ),
         (pipeline(4), {"microbatches": 8, "chunks": 10**6}, "4,000,000 stages and 8 microbatches"),
         (pipeline(64), {"microbatches": 512, "proved": True}, "more than the 400 that the exact"),
