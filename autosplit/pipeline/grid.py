@@ -38,8 +38,8 @@ def format_grid(
     """
     marks = marks or {}
     under: dict[int, dict[int, str]] = {}
-    for (number, slot), mark in marks.items():
-        under.setdefault(number, {})[slot] = mark
+    for (rank, slot), mark in marks.items():
+        under.setdefault(rank, {})[slot] = mark
     ends = [max(row) + 1 for row in (*rows, *under.values()) if row]
     columns = _columns(max(ends, default=0), marks, widest)
     slots = {column: str(column) for column in columns if column is not None}
