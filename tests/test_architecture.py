@@ -17,6 +17,7 @@ SOURCES = sorted([*ROOT.glob("passes/**/*.py"), *ROOT.glob("autosplit/*.py")]) +
     path
     for folder in (
         "capture",
+        "checkpoint",
         "cli",
         "compile",
         "files",
@@ -99,6 +100,7 @@ ORDER = [
     ["stage", "module"],
     ["splitting"],
     ["workload", "pipeline"],
+    ["checkpoint"],
     ["planner"],
     ["inspection", "compare", "projection", "planning"],
     ["cli"],

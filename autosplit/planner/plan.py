@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from autosplit.checkpoint.naming import Mismatch
 from autosplit.errors import PlanError
 from autosplit.pipeline.action import Action, ActionKind
 from autosplit.pipeline.schedule import Schedule
@@ -20,7 +21,6 @@ from autosplit.pipeline.validate import validate
 from autosplit.pipeline.wiring import Wiring
 from autosplit.planner.initialise import Init
 from autosplit.planner.made_for import MadeFor, inputs_of
-from autosplit.planner.naming import Mismatch
 from autosplit.planner.planfile import read, write
 from autosplit.planner.sound import check_plan
 from autosplit.planner.stages import Partition, cut

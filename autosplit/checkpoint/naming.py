@@ -150,6 +150,11 @@ def check(mismatches: Sequence[Mismatch], path: object, *, strict: bool) -> None
         raise CheckpointError(f"the checkpoint {path} does not fit the model:\n  {listed}{advice}")
 
 
+def source(entry: Entry, shapes: Mapping[str, torch.Size]) -> str | None:
+    """The name under which a checkpoint has a tensor."""
+    return next((name for name in entry.names if name in shapes), None)
+
+
 def persistent(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers, themselves, under all their names."""
     state = module.state_dict(keep_vars=True)

@@ -19,9 +19,10 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from autosplit import CheckpointError, PlanError
+from autosplit.checkpoint import load_checkpoint, save_checkpoint
+from autosplit.checkpoint.formats import open_checkpoint, read_checkpoint, unworried
 from autosplit.pipeline import launch
-from autosplit.planner.checkpoint import Loader, load_checkpoint, save_checkpoint
-from autosplit.planner.formats import open_checkpoint, read_checkpoint, unworried
+from autosplit.planner.loader import Loader
 from autosplit.planner.materialise import materialise
 from autosplit.planner.skeleton import skeleton
 

@@ -12,10 +12,10 @@ from reference_stage import ReferenceStage
 from torch import Tensor, nn
 
 from autosplit import CheckpointError
+from autosplit.checkpoint import load_checkpoint, save_checkpoint
 from autosplit.pipeline.training.shared import Holder
 from autosplit.pipeline.training.trainer import PipelineTrainer
 from autosplit.pipeline.wiring import Wiring
-from autosplit.planner.checkpoint import load_checkpoint, save_checkpoint
 from autosplit.planner.materialise import Values, materialise
 
 VOCABULARY, WIDTH, LAYERS = 13, 8, 6
