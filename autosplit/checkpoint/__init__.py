@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from autosplit.checkpoint.formats import open_checkpoint, read_checkpoint
-from autosplit.checkpoint.loading import load_checkpoint, save_checkpoint
+from autosplit.checkpoint.loading import Loaded, load_checkpoint
+from autosplit.checkpoint.saving import save_checkpoint
 
-__all__ = ["load_checkpoint", "open_checkpoint", "read_checkpoint", "save_checkpoint"]
+__all__ = ["Loaded", "load_checkpoint", "open_checkpoint", "read_checkpoint", "save_checkpoint"]

@@ -60,6 +60,24 @@ def wanted(names: Sequence[str], keys: Iterable[str]) -> tuple[str, list[str]] |
     return None
 
 
+def is_option(key: str) -> bool:
+    """Whether this is a setting of a group, and not a parameter's state."""
+    return key.startswith("param_groups.")
+
+
+def check_groups(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str], flat: Mapping[str, Any]
+) -> None:
+    """Refuse options that the groups of ``optimizer`` cannot have; arguments as for ``restore``.
+
+    Raises:
+        CheckpointError: parameters of one group had different options.
+    """
+    for group in optimizer.param_groups:
+        called = [names[id(parameter)] for parameter in group["params"]]
+        _check_alike([(name, _under(flat, f"param_groups.{name}.")) for name in called])
+
+
 def restore(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str], flat: Mapping[str, Any]
 ) -> None:
@@ -69,26 +87,23 @@ def restore(
         optimizer: of the same kind, with any grouping in which parameters of one group had the
             same options.
         names: by ``id`` of the parameter, the name under which ``flat`` has it.
-        flat: by ``state.PARAMETER.KEY`` and so on; may have more parameters.
-
-    Raises:
-        CheckpointError: parameters of one group had different options.
+        flat: by ``state.PARAMETER.KEY`` and so on; may have more parameters, and is one that
+            ``check_groups`` lets pass.
     """
     state: dict[int, dict[str, Any]] = {}
     groups = []
     number = 0
     for group in optimizer.param_groups:
-        options: list[tuple[str, dict[str, Any]]] = []
+        options: dict[str, Any] = {}
         numbers = []
         for parameter in group["params"]:
             name = names[id(parameter)]
             # Copies of a tied parameter have one name, and each needs a state of its own.
             state[number] = copy.deepcopy(_under(flat, f"state.{name}."))
-            options.append((name, _under(flat, f"param_groups.{name}.")))
+            options = options or _under(flat, f"param_groups.{name}.")
             numbers.append(number)
             number += 1
-        _check_alike(options)
-        groups.append({**group, **(options[0][1] if options else {}), "params": numbers})
+        groups.append({**group, **options, "params": numbers})
     kept = {number: values for number, values in state.items() if values}
     optimizer.load_state_dict({"state": kept, "param_groups": groups})
 

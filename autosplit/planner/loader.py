@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from autosplit.checkpoint.formats import open_checkpoint
-from autosplit.checkpoint.naming import Naming, check, source
+from autosplit.checkpoint.naming import Naming, check, check_kinds, source
 from autosplit.planner.initialise import Init, Initialiser
 
 
@@ -46,6 +46,8 @@ class Loader:
         self._initialiser = Initialiser(model, init, seed=seed)
         self.mismatches = tuple(self._naming.mismatches(self._reader.shapes))
         check(self.mismatches, path, strict=strict)
+        wanted = ((source(e, self._reader.shapes), e.dtype) for e in self._naming.entries)
+        check_kinds(((n, d) for n, d in wanted if n is not None), self._reader.kinds, path)
 
     def replaces(self, name: str) -> bool:
         """Whether the checkpoint has what the model calls ``name``."""
@@ -57,9 +59,11 @@ class Loader:
 
         Raises:
             PlanError: nothing gives one of them a value.
+            CheckpointError: what has them is damaged.
         """
         entries = {n: self._naming.own[0, n] for n in names if self.replaces(n)}
         sources = {n: source(entry, self._reader.shapes) or "" for n, entry in entries.items()}
+        self._reader.verify(dict.fromkeys(sources.values()))
         read = self._reader.read(dict.fromkeys(sources.values()))
         values = {name: read[there] for name, there in sources.items()}
         if lacking := [name for name in names if name not in entries]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -334,6 +335,22 @@ class PipelineTrainer:
                 )
             rows = self._groups.gather(self._runner.spans)
         return Timeline(len(rows), tuple(span for row in rows for span in row))
+
+    @contextlib.contextmanager
+    def together(self, where: str) -> Iterator[Groups]:
+        """Let all ranks do something between two steps; gives what they talk through.
+
+        Weights are final inside. Whatever is raised inside ends the trainer on every rank.
+
+        Args:
+            where: what that is, for errors: "saving a checkpoint".
+
+        Raises:
+            PipelineError: an error on any rank, a lost peer, or a timeout.
+        """
+        with self._guard(where):
+            self._update.confirm()
+            yield self._groups
 
     def close(self) -> None:
         """Give back the process groups. All ranks should be done."""
