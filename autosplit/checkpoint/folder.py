@@ -46,6 +46,7 @@ class DistributedFolder:
         self.identity = hashlib.sha256(content).hexdigest()
         self._entries = contents.entries
         self._prefix = "model." if contents.wrapped else ""
+        self._check_lengths()
         self._manifest = self._find_manifest()
         tensors = {
             key.removeprefix(self._prefix): entry
@@ -92,7 +93,23 @@ class DistributedFolder:
             self._manifest.verify(dict.fromkeys((METADATA, *(chunk.file for _, chunk in chunks))))
             return
         for key, chunk in chunks:
-            check_archive(io.BytesIO(self._bytes(key, chunk)), f"{key} in {self.path / chunk.file}")
+            check_archive(io.BytesIO(self._bytes(chunk)), f"{key} in {self.path / chunk.file}")
+            self._loaded(key, self._entries[key], chunk)
+
+    def _check_lengths(self) -> None:
+        """Refuse a folder that cannot have all that its metadata names."""
+        ends: dict[str, int] = {}
+        for entry in self._entries.values():
+            for chunk in entry.chunks:
+                ends[chunk.file] = max(chunk.start + chunk.length, ends.get(chunk.file, 0))
+        for file, end in ends.items():
+            path = self.path / file
+            if not path.is_file():
+                raise CheckpointError(f"{path} is missing")
+            if path.stat().st_size < end:
+                raise CheckpointError(
+                    f"{path} is cut off: expected {end} bytes, there are {path.stat().st_size}"
+                )
 
     def _find_manifest(self) -> Manifest | None:
         """The manifest of the save that wrote this; None if ``save_checkpoint`` did not."""
@@ -126,7 +143,7 @@ class DistributedFolder:
 
     def _loaded(self, key: str, entry: Stored, chunk: Chunk) -> Any:
         what = f"{key} in {self.path / chunk.file}"
-        value = load_plain(self._bytes(key, chunk), what)
+        value = load_plain(self._bytes(chunk), what)
         if entry.shape is None:
             return value
         if not isinstance(value, Tensor):
@@ -139,21 +156,14 @@ class DistributedFolder:
             )
         return value
 
-    def _bytes(self, key: str, chunk: Chunk) -> bytes:
+    def _bytes(self, chunk: Chunk) -> bytes:
         path = self.path / chunk.file
-        if not path.is_file():
-            raise CheckpointError(f"{path}, which has {key}, is missing")
         try:
             with path.open("rb") as file:
                 file.seek(chunk.start)
-                content = file.read(min(chunk.length, path.stat().st_size))
+                return file.read(chunk.length)
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {error}") from error
-        if len(content) != chunk.length:
-            raise CheckpointError(
-                f"{path} is cut off: {key} needs {chunk.length} bytes from {chunk.start}"
-            )
-        return content
 
 
 def folders_in_use(path: Path) -> Mapping[str, None]:

@@ -13,6 +13,7 @@ import pickle
 import pickletools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import PurePosixPath
 from typing import Any, TypeVar
 
@@ -172,6 +173,7 @@ def _contents(found: Any) -> Contents:
         _a(name, str): _stored(name, entry, places)
         for name, entry in _dict(fields["state_dict_metadata"]).items()
     }
+    _check_apart(entries)
     return Contents(entries, wrapped)
 
 
@@ -213,6 +215,14 @@ def _check_cover(name: str, shape: torch.Size, chunks: list[Chunk]) -> None:
         covered += math.prod(chunk.sizes)
     if covered != math.prod(shape) or len({chunk.offsets for chunk in chunks}) != len(chunks):
         raise CheckpointError(f"the parts of {name} are not its shape {list(shape)}")
+
+
+def _check_apart(entries: Mapping[str, Stored]) -> None:
+    """No two parts share bytes: torch writes each by itself."""
+    parts = [(c.file, c.start, c.length, n) for n, e in entries.items() for c in e.chunks]
+    for (file, start, length, name), (other, later, _, second) in pairwise(sorted(parts)):
+        if file == other and start + length > later:
+            raise CheckpointError(f"it is damaged: {name} and {second} are in one place of {file}")
 
 
 def _record(found: Any, kind: str) -> _Record:

@@ -35,6 +35,14 @@ def whole(seed: int = 0) -> nn.Sequential:
     return model
 
 
+def dropping(seed: int = 0) -> nn.Sequential:
+    """The same with random layers."""
+    model = whole(seed)
+    for index in range(1, LAYERS - 2):
+        model[index].append(nn.Dropout(0.3))
+    return model
+
+
 class Part(nn.Module):
     """Copies of some modules of the chain, under the names that they have in the whole."""
 
