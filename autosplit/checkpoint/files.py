@@ -27,8 +27,9 @@ class StateDictFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         _check_is_file(path)
-        self._zip = zipfile.is_zipfile(path)
+        self._verified = False
         try:
+            self._zip = _starts_as_zip(path)
             found = torch.load(path, map_location="cpu", mmap=self._zip, weights_only=True)
         except Exception as error:
             raise CheckpointError(f"cannot read {path} as a state dict: {error}") from error
@@ -41,8 +42,9 @@ class StateDictFile:
         return _summary((name, *shape) for name, shape in self.shapes.items())
 
     def verify(self, names: Iterable[str]) -> None:
-        if self._zip:
+        if self._zip and not self._verified:
             check_archive(self.path, str(self.path))
+        self._verified = True
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         return {name: self._tensors[name] for name in names}
@@ -139,6 +141,11 @@ def _kind_called(dtype: str) -> str:
     if dtype.startswith("C"):
         return "complex"
     return "floating point" if dtype.startswith(("F", "BF")) else "integer"
+
+
+def _starts_as_zip(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(4) == b"PK\x03\x04"  # as torch.load looks for it
 
 
 def _check_is_file(path: Path) -> None:
