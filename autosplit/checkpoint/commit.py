@@ -37,6 +37,7 @@ class Staging:
         self._path = path
         self._root = _beside(path) if fresh else path
         self.folder = self._root / f"{SAVE}{number}"
+        self._committed = False
 
     def prepare(self) -> None:
         """Remove what killed saves have left, and make the folder.
@@ -79,17 +80,18 @@ class Staging:
             os.fsync(file.fileno())
         _sync(self.folder)
         (self.folder / METADATA).replace(self._root / METADATA)
+        self._committed = self._root == self._path
         _sync(self._root)
         if self._root != self._path:
             self._root.rename(self._path)
-            _sync(self._path.parent)
+            self._committed = True
+            _sync(self._path.absolute().parent)
         _clear(self._path, {name})
 
     def abandon(self) -> None:
-        """Remove what was written, after a save that failed."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-        if self._root != self._path:
-            shutil.rmtree(self._root, ignore_errors=True)
+        """Remove what was written, after a save that failed before it was the checkpoint."""
+        if not self._committed:
+            shutil.rmtree(self.folder if self._root == self._path else self._root, True)
 
 
 def new_number() -> str:

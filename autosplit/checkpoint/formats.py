@@ -64,6 +64,13 @@ def open_checkpoint(path: str | Path) -> Reader:
         CheckpointError: there is none, or of another kind.
     """
     path = Path(path)
+    try:
+        return _open(path)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from error
+
+
+def _open(path: Path) -> Reader:
     if not path.is_dir():
         if not path.exists():
             raise CheckpointError(f"there is no checkpoint at {path}")

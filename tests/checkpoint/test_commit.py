@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import resource
@@ -47,6 +48,27 @@ def killed_after(count: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         for name in CHANGING:
             patch.setattr(os, name, dying(getattr(os, name)))
         yield
+
+
+@contextmanager
+def failing_at(count: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Refuse the change of the file system behind ``count`` others; gives what was refused."""
+    numbers = itertools.count()
+    refused: list[str] = []
+
+    def failing(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            if next(numbers) == count:
+                refused.append(name)
+                raise OSError(errno.EIO, "Input/output error")
+            return real(*arguments, **options)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        for name in CHANGING:
+            patch.setattr(os, name, failing(name, getattr(os, name)))
+        yield refused
 
 
 def saves(path: Path) -> list[str]:
@@ -103,6 +125,31 @@ def test_whenever_a_save_is_killed(
     assert count > 8
     assert outcomes == sorted(outcomes)
     assert set(outcomes) == ({1.0, 2.0} if there else {2.0})
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_whatever_a_save_fails_at(
+    there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the new one is there already, and only removing the old one fails."""
+    with trainer(whole(0), 1, ranks=1) as engine:
+        for count in itertools.count():
+            path = tmp_path / str(count) / "it"
+            set_all(engine, 1.0)
+            if there:
+                save_checkpoint(engine, path)
+            set_all(engine, 2.0)
+            told = False
+            with failing_at(count, monkeypatch) as refused:
+                try:
+                    save_checkpoint(engine, path)
+                except CheckpointError:
+                    told = True
+            if there or path.exists():
+                assert values(path) in ([{1.0}, {2.0}] if told else [{2.0}])
+            if not refused:
+                break
+    assert count > 8
 
 
 @contextmanager
