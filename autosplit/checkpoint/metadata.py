@@ -23,19 +23,8 @@ from autosplit.errors import CheckpointError
 
 T = TypeVar("T")
 
-_TORCHS = {
-    "BytesStorageMetadata",
-    "ChunkStorageMetadata",
-    "MEM_FORMAT_ENCODING",
-    "Metadata",
-    "MetadataIndex",
-    "StorageMeta",
-    "TensorProperties",
-    "TensorStorageMetadata",
-    "_MEM_FORMAT_ENCODING",
-    "_StorageInfo",
-    "_get_layout",
-}
+# What of torch besides its checkpoints such a file names.
+_TORCHS = {("torch.serialization", "_get_layout")}
 _PATHS = {"Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath", "WindowsPath"}
 # They look things up outside the file, or call what they find without its name being asked for.
 _REFUSED = {
@@ -131,7 +120,7 @@ class _Unpickler(pickle.Unpickler):
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
         # Classes of this reading alone: a pickle can set attributes of a class that it is given.
-        self._records = {name: type(name, (_Record,), {}) for name in _TORCHS | _PATHS}
+        self._records: dict[str, type[_Record]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch", "Size"):
@@ -140,9 +129,9 @@ class _Unpickler(pickle.Unpickler):
             return dict
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
-        torchs = module.partition(".")[0] == "torch" and name in _TORCHS
+        torchs = module.startswith("torch.distributed.") or (module, name) in _TORCHS
         if torchs or (module.partition(".")[0] == "pathlib" and name in _PATHS):
-            return self._records[name]
+            return self._records.setdefault(name, type(name, (_Record,), {}))
         raise CheckpointError(
             f"it asks for {module}.{name}, which torch.distributed.checkpoint never writes there: "
             "reading it as a pickle could run code. Nothing was run"

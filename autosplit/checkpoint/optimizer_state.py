@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autosplit.checkpoint.plain import packed, plain
 from autosplit.errors import CheckpointError
 
 _PER_GROUP = ("params", "param_names")
@@ -36,11 +37,10 @@ def flatten(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[
     for number, values in state["state"].items():
         name = known.get(number)
         for key, value in values.items() if name is not None else ():
-            _check_plain(value, f"{key} of {name}")
-            flat[f"state.{name}.{key}"] = value
+            flat[f"state.{name}.{key}"] = _plain(value, f"{key} of {name}")
     for group in state["param_groups"]:
+        options = {k: _plain(v, k) for k, v in group.items() if k not in _PER_GROUP}
         for name in (known[number] for number in group["params"] if known[number] is not None):
-            options = {key: value for key, value in group.items() if key not in _PER_GROUP}
             flat |= {f"param_groups.{name}.{key}": value for key, value in options.items()}
     return flat
 
@@ -123,10 +123,15 @@ def _check_alike(options: Collection[tuple[str, dict[str, Any]]]) -> None:
             )
 
 
-def _check_plain(value: Any, what: str) -> None:
-    if not isinstance(value, Tensor | int | float | str | bool | None | tuple):
+def _plain(value: Any, what: str) -> Any:
+    if value is None or isinstance(value, Tensor) or type(value) in (bool, int, float, str):
+        return value
+    try:
+        packed(value, what)
+    except CheckpointError as error:
         raise CheckpointError(
             f"the optimizer's {what} is a {type(value).__name__}; only tensors and plain values "
             "can go from one cut of a model to another: save trainer.optimizer.state_dict() of "
             "each rank instead"
-        )
+        ) from error
+    return plain(value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from autosplit.checkpoint import random_state, scheduler_state
 from autosplit.checkpoint.files import load_plain
+from autosplit.checkpoint.plain import packed
 from autosplit.checkpoint.ranks import Ranks
 from autosplit.errors import CheckpointError
 
@@ -150,13 +150,4 @@ def _value(found: Mapping[str, Any], name: str) -> Any:
 
 
 def _bytes(value: Any, what: str) -> Tensor:
-    buffer = io.BytesIO()
-    try:
-        torch.save(value, buffer)
-        load_plain(buffer.getvalue(), what)
-    except Exception as error:
-        raise CheckpointError(
-            f"{what} has something that a checkpoint cannot have, only tensors and plain values "
-            f"can be read back: {error}"
-        ) from error
-    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(packed(value, what)), dtype=torch.uint8)

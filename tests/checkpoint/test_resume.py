@@ -137,6 +137,41 @@ def test_what_cannot_be_read_back_is_not_saved(tmp_path: Path) -> None:
     assert not (tmp_path / "it").exists()
 
 
+def test_numpys_numbers_can_be_read_back(tmp_path: Path) -> None:
+    """Rates that a function of numpy's gives are some, and so is the optimizer's then."""
+    numpy = pytest.importorskip("numpy")
+
+    def build(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=numpy.float64(0.01), eps=numpy.float32(1e-8))
+
+    def cosine(optimizer: Any) -> lr_scheduler.LRScheduler:
+        return lr_scheduler.LambdaLR(optimizer, lambda step: numpy.cos(step / 9))
+
+    with trainer(whole(0), 2, ranks=1, optimizer_fn=build) as engine:
+        scheduler = cosine(engine.optimizer)
+        steps(engine, scheduler, 0, 2)
+        extra = {"best": numpy.float32(0.5), "at": numpy.int64(3)}
+        save_checkpoint(engine, tmp_path, scheduler=scheduler, extra=extra)
+        expected = steps(engine, scheduler, 2, 4)
+    with trainer(whole(1), 2, ranks=1, optimizer_fn=build) as engine:
+        scheduler = cosine(engine.optimizer)
+        loaded = load_checkpoint(engine, tmp_path, scheduler=scheduler, optimizer=True)
+        assert loaded.extra == {"best": 0.5, "at": 3}
+        assert torch.equal(steps(engine, scheduler, 2, 4), expected)
+
+
+def test_an_optimizer_that_could_not_be_read_back_is_not_saved(tmp_path: Path) -> None:
+    def build(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{"params": parameters, "kind": nn.Linear(1, 1)}], lr=0.1)
+
+    with (
+        trainer(whole(0), 2, ranks=1, optimizer_fn=build) as engine,
+        pytest.raises(CheckpointError, match="the optimizer's kind is a Linear; only tensors and"),
+    ):
+        save_checkpoint(engine, tmp_path / "it")
+    assert not (tmp_path / "it").exists()
+
+
 def test_a_checkpoint_without_a_scheduler_is_refused_for_one(tmp_path: Path) -> None:
     with trainer(whole(0), 2, ranks=1) as engine:
         save_checkpoint(engine, tmp_path)
