@@ -73,9 +73,10 @@ def check_groups(
     Raises:
         CheckpointError: parameters of one group had different options.
     """
+    known = _by_parameter(flat, set(names.values()))
     for group in optimizer.param_groups:
         called = [names[id(parameter)] for parameter in group["params"]]
-        _check_alike([(name, _under(flat, f"param_groups.{name}.")) for name in called])
+        _check_alike([(name, known.get(f"param_groups.{name}", {})) for name in called])
 
 
 def restore(
@@ -90,6 +91,7 @@ def restore(
         flat: by ``state.PARAMETER.KEY`` and so on; may have more parameters, and is one that
             ``check_groups`` lets pass.
     """
+    known = _by_parameter(flat, set(names.values()))
     state: dict[int, dict[str, Any]] = {}
     groups = []
     number = 0
@@ -99,8 +101,8 @@ def restore(
         for parameter in group["params"]:
             name = names[id(parameter)]
             # Copies of a tied parameter have one name, and each needs a state of its own.
-            state[number] = copy.deepcopy(_under(flat, f"state.{name}."))
-            options = options or _under(flat, f"param_groups.{name}.")
+            state[number] = copy.deepcopy(known.get(f"state.{name}", {}))
+            options = options or known.get(f"param_groups.{name}", {})
             numbers.append(number)
             number += 1
         groups.append({**group, **options, "params": numbers})
@@ -108,9 +110,17 @@ def restore(
     optimizer.load_state_dict({"state": kept, "param_groups": groups})
 
 
-def _under(flat: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    found = {key: value for key, value in flat.items() if key.startswith(prefix)}
-    return {key.removeprefix(prefix): value for key, value in found.items()}
+def _by_parameter(flat: Mapping[str, Any], names: Collection[str]) -> dict[str, dict[str, Any]]:
+    """By ``state.PARAMETER`` and ``param_groups.PARAMETER``, what there is by KEY."""
+    found: dict[str, dict[str, Any]] = {}
+    for path, value in flat.items():
+        kind, _, rest = path.partition(".")
+        name = rest.rpartition(".")[0]
+        while name and name not in names:
+            name = name.rpartition(".")[0]
+        if name:
+            found.setdefault(f"{kind}.{name}", {})[rest[len(name) + 1 :]] = value
+    return found
 
 
 def _check_alike(options: Collection[tuple[str, dict[str, Any]]]) -> None:
