@@ -14,6 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
+from torch._guards import TracingContext
 from torch.autograd import forward_ad
 from torch.autograd.graph import Node
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -38,6 +39,7 @@ __all__ = [
     "flatten_named",
     "graph_is_kept",
     "has_saved_tensors_hooks",
+    "in_compiler",
     "in_transform",
     "is_gone",
     "register_node",
@@ -106,6 +108,11 @@ def will_run(node: Node) -> bool:
 def in_transform() -> bool:
     """Whether this runs inside a ``torch.func`` transform or forward-mode differentiation."""
     return bool(torch._C._are_functorch_transforms_active()) or forward_ad._current_level >= 0
+
+
+def in_compiler() -> bool:
+    """Whether this is asked by torch.compile, or by what it traces, while it makes a graph."""
+    return TracingContext.try_get() is not None
 
 
 def data_parallel() -> DistributedDataParallel | None:

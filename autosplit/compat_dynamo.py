@@ -20,7 +20,7 @@ import torch._dynamo
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
-from torch._dynamo.exc import SkipFrame
+from torch._dynamo.exc import InternalTorchDynamoError, SkipFrame
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._functorch.partitioners import default_partition
 from torch._guards import TracingContext
@@ -107,7 +107,12 @@ def compile_model(
     def call(*args: Any, **kwargs: Any) -> Any:
         # As in a whole-graph capture, recurrent layers are traced into.
         with torch._dynamo.config.patch(allow_rnn=True, **AS_IN_EAGER):
-            return compiled(*args, **kwargs)
+            try:
+                return compiled(*args, **kwargs)
+            except InternalTorchDynamoError as error:
+                if str(error).startswith("RecursionError"):
+                    raise RecursionError(str(error)) from error
+                raise
 
     return call
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .compat import StateReader, tree_unflatten
-from .errors import CaptureError, SplitError
+from .errors import CaptureError, FailingCallError
 from .functions import SplitFunctions
 from .graphs import Graphs
 from .signature import Signature, Structure
@@ -36,6 +36,7 @@ class FittingGraphs:
         self._memory = memory
         self._graphs = Graphs(type(model).__name__, limit)
         self._capturing = threading.RLock()
+        self._busy = False
         self.state = StateReader(model)
 
     @property
@@ -97,7 +98,22 @@ class FittingGraphs:
         return found
 
     def _capture(self, leaves: list[Any], structure: Structure) -> SplitFunctions:
+        if self._busy:  # only the thread that captures comes here meanwhile
+            raise calls_itself(self._model)
         args, kwargs = tree_unflatten(without_history(leaves), structure.spec)
-        made = trace(self._model, args, kwargs, self._backend, self._memory)
+        self._busy = True
+        try:
+            made = trace(self._model, args, kwargs, self._backend, self._memory)
+        finally:
+            self._busy = False
         self.state = StateReader(self._model)
         return made
+
+
+def calls_itself(model: nn.Module) -> FailingCallError:
+    """What to raise where the forward of a model comes to the split module of that model."""
+    return FailingCallError(
+        f"the forward of {type(model).__name__} calls the split module that is made of it, which "
+        "calls the model: this would never end. To put something around the forward, set "
+        "forward of the split module; on the model (.model), call what was its forward before"
+    )

@@ -14,7 +14,7 @@ from .compat import in_transform, tree_unflatten, untraced
 from .compile import check_backend
 from .delivery import Delivery
 from .errors import AutosplitError, BackendError, CaptureError, FailingCallError, SplitError
-from .face import Face
+from .face import Face, Forward
 from .fitting import FittingGraphs
 from .functions import SplitFunctions
 from .overlap import refuse_overlap
@@ -107,6 +107,7 @@ class SplitModule(Face):
         own["_deliver"] = Delivery(own["_accumulation"])
         own["_root"] = Root(own["_queue"])
 
+    @Forward
     @untraced
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward.

@@ -23,6 +23,7 @@ from ..compat_breaks import BreakReason, BreakWatch
 from ..compat_dynamo import compile_model
 from ..errors import SplitError
 from ..files.writing import writing
+from ..fitting import calls_itself
 from ..guard import StepGuard
 from ..passes import codegen
 from ..reducer import ReducerWatch, Ticket
@@ -72,7 +73,13 @@ class Partial:
         self._reducer = ReducerWatch()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward."""
+        """The model's forward.
+
+        Raises:
+            FailingCallError: the forward calls the split module itself.
+        """
+        if getattr(self._running, "microbatch", None) is not None:
+            raise calls_itself(self._model)
         known, watch = self._known(), BreakWatch()
         ticket = self._reducer.forward() if torch.is_grad_enabled() else None
         microbatch = self._running.microbatch = Microbatch(ticket)
