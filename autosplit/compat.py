@@ -37,10 +37,12 @@ __all__ = [
     "current_backward",
     "data_parallel",
     "flatten_named",
+    "fsdp_part",
     "graph_is_kept",
     "has_saved_tensors_hooks",
     "in_compiler",
     "in_transform",
+    "is_fsdp_managed",
     "is_gone",
     "register_node",
     "share_state",
@@ -119,6 +121,29 @@ def data_parallel() -> DistributedDataParallel | None:
     """The DistributedDataParallel whose forward calls this."""
     active: DistributedDataParallel | None = DistributedDataParallel._get_active_ddp_module()
     return active
+
+
+_FSDP_MARK = "_is_fsdp_managed_module"
+"""What FSDP leaves, for Dynamo, on every module that it manages."""
+
+
+def is_fsdp_managed(module: nn.Module) -> bool:
+    """Whether FSDP manages the module itself; cheap enough to be asked at every call."""
+    return _FSDP_MARK in module.__dict__
+
+
+def fsdp_part(module: nn.Module) -> tuple[str, str] | None:
+    """Name and class of the first submodule, or the module itself, that FSDP manages: by
+    ``fully_shard`` (with any mesh, replicated too) or inside ``FullyShardedDataParallel``.
+    """
+    library = sys.modules.get("torch.distributed.fsdp")  # nothing can be sharded without it
+    if library is None:
+        return None
+    kinds = (library.FSDPModule, library.FullyShardedDataParallel)
+    for name, part in module.named_modules():
+        if isinstance(part, kinds) or is_fsdp_managed(part):
+            return name, type(part).__name__
+    return None
 
 
 def flatten_named(root: str, tree: Any) -> list[tuple[str, Any]]:

@@ -21,6 +21,10 @@ class SplitError(AutosplitError):
     """A graph could not be split, or a split module was driven in a wrong order."""
 
 
+class ShardedError(SplitError):
+    """A model is sharded in a way that takes weight gradients in ``backward()``: FSDP."""
+
+
 class BackendError(SplitError):
     """A backend cannot compile a graph, or not for this machine."""
 

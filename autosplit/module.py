@@ -10,15 +10,23 @@ from torch import nn
 
 from .accumulation import Accumulation
 from .autograd import Root, Split, run_forward
-from .compat import in_transform, tree_unflatten, untraced
+from .compat import in_transform, is_fsdp_managed, tree_unflatten, untraced
 from .compile import check_backend
 from .delivery import Delivery
-from .errors import AutosplitError, BackendError, CaptureError, FailingCallError, SplitError
+from .errors import (
+    AutosplitError,
+    BackendError,
+    CaptureError,
+    FailingCallError,
+    ShardedError,
+    SplitError,
+)
 from .face import Face, Forward
 from .fitting import FittingGraphs
 from .functions import SplitFunctions
 from .overlap import refuse_overlap
 from .pending import PendingQueue
+from .reducer import refuse_sharded
 from .report.dump import dump
 from .report.tables import report
 from .signature import Flattening
@@ -116,6 +124,7 @@ class SplitModule(Face):
             CaptureError: the model cannot be traced for these inputs, or fails for them.
             SplitError: the graph cannot be split, or the call is inside a ``torch.func``
                 transform.
+            ShardedError: FSDP manages the model or a part of it.
         """
         if in_transform():
             raise SplitError(
@@ -123,12 +132,14 @@ class SplitModule(Face):
                 "forward-mode differentiation: its backward leaves out the weights, which these "
                 "would not notice; transform the unsplit model, which is .model of this one"
             )
+        if is_fsdp_managed(self.model):  # by now; guards of graphs do not look for it
+            refuse_sharded(self.model)
         if self._partial is not None:
             return self._partial(*args, **kwargs)
         leaves, structure = self._flatten(args, kwargs)
         try:
             functions = self._graphs.fitting(args, kwargs, leaves, structure)
-        except (BackendError, FailingCallError):
+        except (BackendError, FailingCallError, ShardedError):
             raise
         except (CaptureError, SplitError) as error:
             return self._first_in_parts(error, args, kwargs)

@@ -1,4 +1,4 @@
-"""DistributedDataParallel around a split module: when its reducer may see gradients.
+"""torch.distributed around a model and its split module: when a reducer may see gradients.
 
 A forward outside ``no_sync()`` arms the reducer: the next gradient that arrives at every
 parameter is averaged over the ranks, once. With weight gradients deferred, those of earlier
@@ -10,8 +10,29 @@ from __future__ import annotations
 import threading
 import weakref
 
-from .compat import data_parallel
-from .errors import SplitError
+from torch import nn
+
+from .compat import data_parallel, fsdp_part
+from .errors import ShardedError, SplitError
+
+
+def refuse_sharded(module: nn.Module) -> None:
+    """FSDP reduces and frees weight gradients in ``backward()``; later ones would be left over
+    for the next step.
+
+    Raises:
+        ShardedError: FSDP manages the module or a part of it.
+    """
+    found = fsdp_part(module)
+    if found is not None:
+        name, kind = found
+        where = f"{name} ({kind})" if name else kind
+        raise ShardedError(
+            f"FSDP (fully_shard or FullyShardedDataParallel) manages {where}: it reduces weight "
+            "gradients in backward(), where those of a split model are not there yet. Build the "
+            "model without FSDP, and wrap the split module in DistributedDataParallel; where no "
+            "rank has room for the whole model, cut it with autosplit.partition or PipelineTrainer"
+        )
 
 
 class Ticket:

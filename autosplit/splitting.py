@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .errors import BackendError, CaptureError, FailingCallError, SplitError
+from .errors import BackendError, CaptureError, FailingCallError, ShardedError, SplitError
 from .module import SplitModule
+from .reducer import refuse_sharded
 
 
 def split(
@@ -70,12 +71,14 @@ def split(
         SplitError: ``fullgraph`` and the graph cannot be split; the backend, the memory
             setting or the accumulation is unknown; a memory budget cannot be met; ``dynamic``
             comes with options that need whole graphs; or this is no module, no inputs.
+        ShardedError: FSDP manages the model or a part of it.
         FailingCallError: the forward fails for the example inputs, traced or not.
         BackendError: the backend cannot compile a graph.
     """
     if not isinstance(model, nn.Module):
         raise SplitError(f"split takes an nn.Module; got a {type(model).__name__}")
     _check_kind(model)
+    refuse_sharded(model)
     if isinstance(args, torch.Tensor):
         args = (args,)
     if not isinstance(args, tuple) or not isinstance(kwargs, Mapping | None):
@@ -95,7 +98,7 @@ def split(
     if (args or kwargs) and not dynamic:
         try:
             module.capture(*args, **(kwargs or {}))
-        except (BackendError, FailingCallError):
+        except (BackendError, FailingCallError, ShardedError):
             raise
         except (CaptureError, SplitError) as error:
             _check_arguments(model, args, kwargs or {})

@@ -22,6 +22,7 @@ from .first_call import materialise, settle
 from .functions import SplitFunctions
 from .garbage import only_new_garbage
 from .passes import PassError, SplitGraphs, memory_setting, run
+from .reducer import refuse_sharded
 
 if TYPE_CHECKING:
     from .capture import Capture, Shelf
@@ -52,9 +53,11 @@ def trace(
         CaptureError: the module cannot be traced.
         SplitError: the graph cannot be split, the backend or the memory setting is unknown, or
             a memory budget cannot be met.
+        ShardedError: FSDP manages the module or a part of it.
         BackendError: the backend cannot compile the graph.
         OutputError: the folder that ``AUTOSPLIT_DUMP`` names cannot be written.
     """
+    refuse_sharded(module)
     compiler = backend_named(backend)
     check_memory(memory)
     with _TRACING, _undrawn(), only_new_garbage():

@@ -82,7 +82,7 @@ def test_passes_know_nothing_of_autosplit() -> None:
 
 ORDER = [
     ["errors", "listing", "passes", "compat", "compat_leaves", "garbage", "generators", "streams"],
-    ["structures", "first_call", "face", "store", "files", "compat_inductor"],
+    ["structures", "first_call", "face", "store", "files", "compat_inductor", "reducer"],
     ["capture"],
     ["autocast", "compile", "handover", "accumulation"],
     ["dependence"],
@@ -90,7 +90,7 @@ ORDER = [
     ["slices"],
     ["backward"],
     ["functions"],
-    ["tracing", "signature", "guard", "reducer"],
+    ["tracing", "signature", "guard"],
     ["report", "graphs", "overlap", "pending", "waiting", "addable"],
     ["delivery", "fitting"],
     ["compat_convention"],
