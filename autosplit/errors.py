@@ -17,6 +17,10 @@ class FailingCallError(CaptureError):
     """The forward fails for these inputs, traced or not: a shape that does not fit, for example."""
 
 
+class FirstCallError(CaptureError):
+    """A first call is to be run as it is, for what it does once; the next can be traced."""
+
+
 class SplitError(AutosplitError):
     """A graph could not be split, or a split module was driven in a wrong order."""
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .compat import StateReader, tree_unflatten
-from .errors import CaptureError, FailingCallError
+from .errors import CaptureError, FailingCallError, FirstCallError
 from .functions import SplitFunctions
 from .graphs import Graphs
 from .signature import Signature, Structure
@@ -25,16 +25,21 @@ class FittingGraphs:
         backend: how graphs are run, see ``autosplit.split``.
         memory: what is held between the calls, see ``autosplit.split``.
         limit: how many graphs to keep.
+        insist: whether nothing but a graph will do for a call either, see ``tracing.trace``.
 
     Attributes:
         state: reads the model's parameters and buffers, those of its latest capture.
     """
 
-    def __init__(self, model: nn.Module, backend: str, memory: str | int, limit: int) -> None:
+    def __init__(
+        self, model: nn.Module, backend: str, memory: str | int, limit: int, insist: bool
+    ) -> None:
         self._model = model
         self._backend = backend
         self._memory = memory
         self._graphs = Graphs(type(model).__name__, limit)
+        self._insist = insist
+        self._first: set[Signature] = set()
         self._capturing = threading.RLock()
         self._busy = False
         self.state = StateReader(model)
@@ -61,7 +66,13 @@ class FittingGraphs:
         return (with_backward or captured)[-1]
 
     def fitting(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], structure: Structure
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        leaves: list[Any],
+        structure: Structure,
+        *,
+        called: bool = False,
     ) -> SplitFunctions:
         """The graph that fits the inputs and the model as they are now; captured if need be.
 
@@ -70,8 +81,10 @@ class FittingGraphs:
             kwargs: keyword inputs.
             leaves: those of ``(args, kwargs)``, flattened.
             structure: how they make it up.
+            called: whether they are those of a call that is to be run.
 
         Raises:
+            FirstCallError: ``called``, and the call is to be run without a graph.
             CaptureError: the model cannot be traced for these inputs.
             SplitError: the graph cannot be split.
             BackendError: the backend cannot compile it.
@@ -87,7 +100,7 @@ class FittingGraphs:
         with self._capturing:
             found = self._graphs.find(signature, fits)
             if found is None:
-                found = self._capture(leaves, structure)
+                found = self._capture(signature, leaves, structure, called)
                 if not fits(found):
                     raise CaptureError(
                         f"the graph of {type(self._model).__name__} does not fit the very call it "
@@ -97,15 +110,24 @@ class FittingGraphs:
                 self._graphs.add(signature, found)
         return found
 
-    def _capture(self, leaves: list[Any], structure: Structure) -> SplitFunctions:
+    def _capture(
+        self, signature: Signature, leaves: list[Any], structure: Structure, called: bool
+    ) -> SplitFunctions:
         if self._busy:  # only the thread that captures comes here meanwhile
             raise calls_itself(self._model)
         args, kwargs = tree_unflatten(without_history(leaves), structure.spec)
         self._busy = True
         try:
-            made = trace(self._model, args, kwargs, self._backend, self._memory)
+            options: dict[str, Any] = {"called": called, "insist": self._insist or not called}
+            made = trace(self._model, args, kwargs, self._backend, self._memory, **options)
+        except FirstCallError as error:
+            if signature in self._first:  # a second one of this kind: it will not be the last
+                raise CaptureError(str(error)) from error
+            self._first.add(signature)
+            raise
         finally:
             self._busy = False
+        self._first.discard(signature)
         self.state = StateReader(self._model)
         return made
 

@@ -18,6 +18,7 @@ from .errors import (
     BackendError,
     CaptureError,
     FailingCallError,
+    FirstCallError,
     ShardedError,
     SplitError,
 )
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from .integrations.partial import Partial
 
 # Gone when a split module is copied or pickled; a copy captures anew.
-_TRANSIENT = ("_graphs", "_partial", "_queue", "_deliver", "_flatten", "_root")
+_TRANSIENT = ("_graphs", "_partial", "_tries_again", "_doubt", "_queue", "_deliver", "_flatten", "_root")
 
 
 class SplitModule(Face):
@@ -70,6 +71,8 @@ class SplitModule(Face):
     _fullgraph: bool
     _dynamic: bool
     _partial: Partial | None
+    _tries_again: bool
+    _doubt: AutosplitError | None
     _queue: PendingQueue
     _deliver: Delivery
     _flatten: Flattening
@@ -108,9 +111,12 @@ class SplitModule(Face):
         """Start without graphs and pending work."""
         own = self.__dict__
         limit = own["_max_graphs"]
-        own["_graphs"] = FittingGraphs(self.model, own["_backend"], own["_memory"], limit)
+        insist = own["_fullgraph"]
+        own["_graphs"] = FittingGraphs(self.model, own["_backend"], own["_memory"], limit, insist)
         own["_flatten"] = Flattening()
         own["_partial"] = self._by_graphs("dynamic=True") if own["_dynamic"] else None
+        own["_tries_again"] = False  # whether a call in parts, or as it was, is not to be the rule
+        own["_doubt"] = None  # why it is in parts, until the first call in parts was looked at
         own["_queue"] = PendingQueue()
         own["_deliver"] = Delivery(own["_accumulation"])
         own["_root"] = Root(own["_queue"])
@@ -134,15 +140,17 @@ class SplitModule(Face):
             )
         if is_fsdp_managed(self.model):  # by now; guards of graphs do not look for it
             refuse_sharded(self.model)
-        if self._partial is not None:
-            return self._partial(*args, **kwargs)
+        if self._partial is not None and not self._tries_again:
+            return self._in_parts(self._partial, args, kwargs)
         leaves, structure = self._flatten(args, kwargs)
         try:
-            functions = self._graphs.fitting(args, kwargs, leaves, structure)
+            functions = self._graphs.fitting(args, kwargs, leaves, structure, called=True)
         except (BackendError, FailingCallError, ShardedError):
             raise
+        except FirstCallError as error:
+            return self._as_it_is(error, args, kwargs)
         except (CaptureError, SplitError) as error:
-            return self._first_in_parts(error, args, kwargs)
+            return self._in_parts(self._give_up(error), args, kwargs)
         state = self._graphs.state()
         if functions.updated_inputs:
             refuse_overlap(functions, leaves, state)
@@ -207,14 +215,21 @@ class SplitModule(Face):
         return self._graphs.captured
 
     def capture(self, *args: Any, **kwargs: Any) -> SplitFunctions:
-        """Capture and compile the graph for inputs like these now, without running anything.
+        """Capture and compile the graph for inputs like these now, without running anything;
+        but where a first call fills caches or builds submodules, that call is made, with its
+        random numbers put back.
 
         Raises:
             CaptureError: the model cannot be traced for these inputs.
             SplitError: the graph cannot be split.
         """
+        return self._capture(args, kwargs, called=False)
+
+    def _capture(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, called: bool = True
+    ) -> SplitFunctions:
         leaves, structure = self._flatten(args, kwargs)
-        functions = self._graphs.fitting(args, kwargs, leaves, structure)
+        functions = self._graphs.fitting(args, kwargs, leaves, structure, called=called)
         if self._accumulation.exact:
             functions.compile()
         else:  # a second microbatch's W adds into the first's gradients
@@ -230,7 +245,7 @@ class SplitModule(Face):
         Raises:
             SplitError: nothing has been captured yet.
         """
-        if self._partial is not None:
+        if self._partial is not None and self._is_in_parts:
             return self._partial.report()
         return report(self._graphs.latest, type(self.model).__name__)
 
@@ -241,21 +256,22 @@ class SplitModule(Face):
             SplitError: nothing has been captured yet.
             OutputError: the folder cannot be written.
         """
-        if self._partial is not None:
+        if self._partial is not None and self._is_in_parts:
             self._partial.dump(folder)
         else:
             dump(self._graphs.latest, folder, type(self.model).__name__)
 
-    def _first_in_parts(self, error: AutosplitError, args: Any, kwargs: Any) -> Any:
-        """The forward graph by graph; a call that fails so too says nothing about later ones."""
-        partial = self._in_parts(error)
-        try:
-            return partial(*args, **kwargs)
-        except Exception:
-            self.__dict__["_partial"] = None
-            raise
+    def _as_it_is(self, error: AutosplitError, args: Any, kwargs: Any) -> Any:
+        """One call without graphs, for what it does that later ones do not."""
+        partial = self.__dict__["_partial"] = self._partial or self._by_graphs(str(error))
+        self.__dict__["_tries_again"] = True
+        return partial.as_it_is(args, kwargs)
 
-    def _in_parts(self, error: AutosplitError) -> Partial:
+    @property
+    def _is_in_parts(self) -> bool:
+        return not (self._tries_again and self.functions)
+
+    def _give_up(self, error: AutosplitError) -> Partial:
         """From now on graph by graph, where whole-graph capture is not insisted on."""
         if self._fullgraph:
             raise error
@@ -264,8 +280,32 @@ class SplitModule(Face):
                 f"memory={self._memory!r} needs one graph; in parts a model is split as 'balanced'"
             )
             raise error
-        partial = self.__dict__["_partial"] = self._by_graphs(str(error))
+        if self._partial is None:
+            self.__dict__["_partial"] = self._by_graphs(str(error))
+            self.__dict__["_doubt"] = error
+        self.__dict__["_tries_again"] = False
+        partial: Partial = self.__dict__["_partial"]
         return partial
+
+    def _in_parts(self, partial: Partial, args: Any, kwargs: Any) -> Any:
+        """The forward graph by graph. If a first one fails, that says nothing about later ones;
+        if it leaves the model changed, a whole graph may hold the next.
+        """
+        doubt = self._doubt
+        if doubt is None:
+            return partial(*args, **kwargs)
+        from .capture import PythonStateError, Snapshot
+
+        before = Snapshot(self.model)
+        try:
+            result = partial(*args, **kwargs)
+        except Exception:
+            self.__dict__["_partial"] = None
+            raise
+        self.__dict__["_doubt"] = None
+        outside = isinstance(doubt, PythonStateError) and not doubt.inside
+        self.__dict__["_tries_again"] = outside or before.differs
+        return result
 
     def _by_graphs(self, reason: str) -> Partial:
         from .integrations.partial import Partial  # Dynamo takes over a second to import

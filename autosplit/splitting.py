@@ -9,7 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from .errors import BackendError, CaptureError, FailingCallError, ShardedError, SplitError
+from .errors import (
+    BackendError,
+    CaptureError,
+    FailingCallError,
+    FirstCallError,
+    ShardedError,
+    SplitError,
+)
+from .first_call import materialise
 from .module import SplitModule
 from .reducer import refuse_sharded
 
@@ -31,7 +39,8 @@ def split(
     Args:
         model: any ``nn.Module``.
         args: example positional inputs, a tuple or one tensor. With example inputs the graph is
-            captured here; without, at the first call.
+            captured here; without, at the first call. A first call that builds submodules or
+            fills caches is run as it is, by plain autograd, and the second captured.
         kwargs: example keyword inputs.
         backend: how graphs are run. ``"eager"`` runs their operators one by one, with the bits of
             plain autograd. ``"inductor"`` compiles each graph as ``torch.compile`` would: faster,
@@ -97,12 +106,15 @@ def split(
     )
     if (args or kwargs) and not dynamic:
         try:
-            module.capture(*args, **(kwargs or {}))
+            materialise(model, args, dict(kwargs or {}))
+            module._capture(args, dict(kwargs or {}))
         except (BackendError, FailingCallError, ShardedError):
             raise
+        except FirstCallError:  # to be run as it is, which is for the user to do
+            pass
         except (CaptureError, SplitError) as error:
             _check_arguments(model, args, kwargs or {})
-            module._in_parts(error)
+            module._give_up(error)
     return module
 
 

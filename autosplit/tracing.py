@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from .compile import Backend, backend_named, prepare
-from .errors import CaptureError, FailingCallError, SplitError
+from .errors import CaptureError, FailingCallError, FirstCallError, SplitError
 from .files.writing import check_folder, writing
-from .first_call import materialise, settle
+from .first_call import is_unshaped, materialise, settle
 from .functions import SplitFunctions
 from .garbage import only_new_garbage
 from .passes import PassError, SplitGraphs, memory_setting, run
@@ -42,15 +42,33 @@ def trace(
     kwargs: dict[str, Any],
     backend: str,
     memory: str | int,
+    *,
+    called: bool = False,
+    insist: bool = True,
 ) -> SplitFunctions:
     """Capture, split and compile a module for inputs like these.
+
+    The forward's Python is not run, unless a first call does what later ones do not: fill a
+    cache, build submodules, give lazy parameters their shape. Such a call is made here, and the
+    generators of random numbers put back; or, with ``called``, left to the caller.
 
     With ``AUTOSPLIT_DUMP=dir`` in the environment every stage of the pass pipeline is
     written below ``dir``, a numbered folder for each traced module. Otherwise what was made of
     an equal graph before, in any process, is taken from disk (``capture.shelf``).
 
+    Args:
+        module: what to trace.
+        args: example positional inputs.
+        kwargs: example keyword inputs.
+        backend: how graphs are run.
+        memory: what is held between the calls.
+        called: whether the inputs are those of a call that is to be run.
+        insist: whether nothing but a graph will do. Then a forward that cannot be traced may be
+            tried on a copy without data, and what it does outside of the module it does then, too.
+
     Raises:
         CaptureError: the module cannot be traced.
+        FirstCallError: ``called``, and the call is to be run without a graph.
         SplitError: the graph cannot be split, the backend or the memory setting is unknown, or
             a memory budget cannot be met.
         ShardedError: FSDP manages the module or a part of it.
@@ -63,7 +81,7 @@ def trace(
     with _TRACING, _undrawn(), only_new_garbage():
         dump = _dump_folder(module)
         shelf = None if dump else _shelf(backend, memory)
-        traced = _capture(module, args, kwargs, compiler, shelf)
+        traced = _capture(module, args, kwargs, compiler, shelf, called, insist)
         try:
             return SplitFunctions(traced, _split(traced, compiler, memory, dump, shelf), compiler)
         except PassError as error:
@@ -108,27 +126,55 @@ def _capture(
     kwargs: dict[str, Any],
     backend: Backend,
     shelf: Shelf | None,
+    called: bool,
+    insist: bool,
 ) -> Capture:
     # Dynamo takes over a second to import; a program that never traces should not pay for it.
+    from .capture import ConstructionError, capture
+
+    if called and is_unshaped(module):
+        raise FirstCallError(f"{type(module).__name__} has parameters without a shape")
+    materialise(module, args, kwargs)
+    try:
+        return capture(module, args, kwargs, backend.decompositions, shelf)
+    except CaptureError as error:
+        # Many forwards fill a cache or a setting on their first call only.
+        if called and isinstance(error, ConstructionError):
+            # It may draw random numbers, so nothing but the call itself will do.
+            raise FirstCallError(str(error)) from error
+        if not _is_passing(error, module, args, kwargs, backend, insist):
+            raise
+        if called:
+            raise FirstCallError(str(error)) from error
+        settle(module, args, kwargs)
+        return capture(module, args, kwargs, backend.decompositions, shelf)
+
+
+def _is_passing(
+    error: CaptureError,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    backend: Backend,
+    insist: bool,
+) -> bool:
+    """Whether a call after this one can be traced. Tried on a copy, so that a refusal leaves the
+    module as it was; not where a call of a copy leaves traces outside of it.
+    """
     from .capture import PythonStateError, capture, first_call_differs
 
-    materialise(module, args, kwargs)
-    decompositions = backend.decompositions
+    if isinstance(error, PythonStateError):
+        if not error.inside:
+            return False
+    elif not insist or not first_call_differs(module, args, kwargs):
+        return False
     try:
-        return capture(module, args, kwargs, decompositions, shelf)
-    except CaptureError as error:
-        if not isinstance(error, PythonStateError) and not first_call_differs(module, args, kwargs):
-            raise
-        # Many forwards fill a cache or a setting on their first call only. Whether this one
-        # does is tried on a copy, so that a refusal leaves the module as it was.
-        try:
-            twin = copy.deepcopy(module)
-            settle(twin, args, kwargs)
-        except Exception:  # no copies of this one; what its forward raises, it will raise again
-            raise error from None
-        capture(twin, args, kwargs, decompositions)
-        settle(module, args, kwargs)
-        return capture(module, args, kwargs, decompositions, shelf)
+        twin = copy.deepcopy(module)
+        settle(twin, args, kwargs)
+        capture(twin, args, kwargs, backend.decompositions)
+    except Exception:  # no copies of this one, or what its forward raises, it will raise again
+        return False
+    return True
 
 
 @contextlib.contextmanager

@@ -24,13 +24,22 @@ from .as_eager import as_eager
 from .export import Guards, export
 from .margin_losses import traced_as_run
 from .observers import unobserved
-from .reasons import user_errors
+from .reasons import ConstructionError, user_errors
 from .recurrent import divide_layers
 from .roles import Names, canonical_names, with_roles
 from .shelf import Foreseen, Shelf
-from .side_effects import PythonStateError, first_call_differs
+from .side_effects import PythonStateError, Snapshot, first_call_differs
 
-__all__ = ["Capture", "Guards", "PythonStateError", "Shelf", "capture", "first_call_differs"]
+__all__ = [
+    "Capture",
+    "ConstructionError",
+    "Guards",
+    "PythonStateError",
+    "Shelf",
+    "Snapshot",
+    "capture",
+    "first_call_differs",
+]
 
 Decompositions = dict[Any, Callable[..., Any]] | None
 

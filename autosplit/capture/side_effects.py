@@ -33,7 +33,15 @@ Contents = dict[Any, Any]
 
 
 class PythonStateError(CaptureError):
-    """The forward changes Python state, which a graph cannot repeat."""
+    """The forward changes Python state, which a graph cannot repeat.
+
+    Attributes:
+        inside: all of that belongs to the module, so that a call of a copy leaves no traces.
+    """
+
+    def __init__(self, message: str, *, inside: bool) -> None:
+        super().__init__(message)
+        self.inside = inside
 
 
 class Setter(NamedTuple):
@@ -83,18 +91,30 @@ def setters(
     return _Effects(module, found, names).judge(args, kwargs) if found else []
 
 
+class Snapshot:
+    """The attributes of a module and of everything below it at one moment."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._before = [(part, _contents(part)) for part in module.modules()]
+
+    @property
+    def differs(self) -> bool:
+        """Whether they are others by now."""
+        return not all(_unchanged(contents, _contents(part)) for part, contents in self._before)
+
+
 def first_call_differs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a call leaves attributes of submodules changed, as one that fills a cache or
     installs hooks does. Tried on a copy without data; False where that cannot run.
     """
     try:
         twin, mode = _without_data(module)
-        before = [(part, _contents(part)) for part in twin.modules()]
+        before = Snapshot(twin)
         with told_once():
             _run(twin, args, kwargs, mode)
     except Exception:
         return False
-    return not all(_unchanged(contents, _contents(part)) for part, contents in before)
+    return before.differs
 
 
 class _Effects:
@@ -115,16 +135,20 @@ class _Effects:
         local = [s for s in local if "._buffers" not in s]
         self._below = [s for s in local if isinstance(self._find(s, module), _COMPARED)]
         self._others = [s for s in local if s not in self._below]
+        self._isolated = True
 
     def judge(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Setter]:
-        lasting = self._others
+        lasting, inside = self._others, False
         if not lasting and (self._globals or self._buffers or self._below):
             lasting = self._left_behind(args, kwargs)
+            inside = self._isolated and not set(lasting) & self._globals.keys()
         if lasting:
             raise PythonStateError(
                 f"{type(self.module).__name__}.forward (at {definition(self.module)}) changes "
                 f"Python state, {', '.join(lasting)}, which a graph cannot repeat on every call. "
-                "Keep such state outside of the forward, or in a buffer that is written in place."
+                "Keep such state outside of the forward, or in a buffer that is written in place. "
+                "If only the first call does it, call the model once before it is split.",
+                inside=inside,
             )
         written = [self._find(source, self.module) for source in self._below]
         return [Setter(each, _contents(each)) for each in written]
@@ -137,7 +161,8 @@ class _Effects:
 
     def _left_behind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
         """Which of the objects a call leaves changed. Globals are put back; those that cannot be,
-        because they are containers, are not risked.
+        because they are containers, are not risked, nor is what a copy of the module has in
+        common with it, as what a hook knows by its closure.
         """
         outside = {s: vars(v) for s, v in self._globals.items() if hasattr(v, "__dict__")}
         containers = [source for source in self._globals if source not in outside]
@@ -146,6 +171,10 @@ class _Effects:
         earlier = {source: dict(space) for source, space in outside.items()}
         twin, mode = _without_data(self.module)
         written = {source: self._find(source, twin) for source in self._below}
+        common = [s for s, each in written.items() if each is self._find(s, self.module)]
+        if common:
+            self._isolated = False
+            return common
         before = {source: _contents(each) for source, each in written.items()}
         buffers = dict(twin.named_buffers())
         _run(twin, args, kwargs, mode)

@@ -12,7 +12,7 @@ import pathlib
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -78,13 +78,20 @@ class Partial:
         Raises:
             FailingCallError: the forward calls the split module itself.
         """
+        return self._run(self._compiled, args, kwargs)
+
+    def as_it_is(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One forward without graphs; its backward is autograd's and leaves no work."""
+        return self._run(self._model, args, kwargs)
+
+    def _run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if getattr(self._running, "microbatch", None) is not None:
             raise calls_itself(self._model)
         known, watch = self._known(), BreakWatch()
         ticket = self._reducer.forward() if torch.is_grad_enabled() else None
         microbatch = self._running.microbatch = Microbatch(ticket)
         try:
-            result = self._compiled(*args, **kwargs)
+            result = forward(*args, **kwargs)
         finally:
             self._running.microbatch = None
             self._breaks |= dict.fromkeys(watch.found())
