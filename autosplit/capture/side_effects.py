@@ -135,20 +135,18 @@ class _Effects:
         local = [s for s in local if "._buffers" not in s]
         self._below = [s for s in local if isinstance(self._find(s, module), _COMPARED)]
         self._others = [s for s in local if s not in self._below]
-        self._isolated = True
 
     def judge(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Setter]:
-        lasting, inside = self._others, False
+        lasting = self._others
         if not lasting and (self._globals or self._buffers or self._below):
             lasting = self._left_behind(args, kwargs)
-            inside = self._isolated and not set(lasting) & self._globals.keys()
         if lasting:
             raise PythonStateError(
                 f"{type(self.module).__name__}.forward (at {definition(self.module)}) changes "
                 f"Python state, {', '.join(lasting)}, which a graph cannot repeat on every call. "
                 "Keep such state outside of the forward, or in a buffer that is written in place. "
                 "If only the first call does it, call the model once before it is split.",
-                inside=inside,
+                inside=self._are_copied(lasting),
             )
         written = [self._find(source, self.module) for source in self._below]
         return [Setter(each, _contents(each)) for each in written]
@@ -158,6 +156,15 @@ class _Effects:
         if not self._me or not source.startswith(f"L['{self._me}']"):
             return None
         return eval(source, {"L": {self._me: root}})
+
+    def _are_copied(self, sources: list[str]) -> bool:
+        """Whether a copy of the module has copies of these objects."""
+        try:
+            twin, _ = _without_data(self.module)
+        except Exception:  # there are no copies of this one
+            return False
+        pairs = [(self._find(source, self.module), self._find(source, twin)) for source in sources]
+        return all(mine is not None and mine is not copied for mine, copied in pairs)
 
     def _left_behind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
         """Which of the objects a call leaves changed. Globals are put back; those that cannot be,
@@ -173,7 +180,6 @@ class _Effects:
         written = {source: self._find(source, twin) for source in self._below}
         common = [s for s, each in written.items() if each is self._find(s, self.module)]
         if common:
-            self._isolated = False
             return common
         before = {source: _contents(each) for source, each in written.items()}
         buffers = dict(twin.named_buffers())
