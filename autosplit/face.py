@@ -8,6 +8,7 @@ from collections.abc import Callable
 from types import FunctionType, MethodType
 from typing import Any, Self
 
+import torch
 from torch import nn
 
 from .compat import in_compiler, share_state
@@ -44,7 +45,11 @@ class Forward:
         self.function = function
 
     def __get__(self, face: Face | None, kind: type | None = None) -> Any:
-        return self.function if face is None else MethodType(face.__dict__["_forward"], face)
+        if face is None:
+            return self.function
+        if torch.compiler.is_exporting() or torch.jit.is_tracing():
+            return face.__dict__["model"]  # what is exported has no backward to split
+        return MethodType(face.__dict__["_forward"], face)
 
 
 class Face(nn.Module):

@@ -118,16 +118,17 @@ class FittingGraphs:
         args, kwargs = tree_unflatten(without_history(leaves), structure.spec)
         self._busy = True
         try:
-            options: dict[str, Any] = {"called": called, "insist": self._insist or not called}
+            # A second one of this kind is made here, and the graph runs after it.
+            options: dict[str, Any] = {
+                "called": called and signature not in self._first,
+                "insist": self._insist or not called,
+            }
             made = trace(self._model, args, kwargs, self._backend, self._memory, **options)
-        except FirstCallError as error:
-            if signature in self._first:  # a second one of this kind: it will not be the last
-                raise CaptureError(str(error)) from error
+        except FirstCallError:
             self._first.add(signature)
             raise
         finally:
             self._busy = False
-        self._first.discard(signature)
         self.state = StateReader(self._model)
         return made
 

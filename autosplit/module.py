@@ -37,7 +37,16 @@ if TYPE_CHECKING:
     from .integrations.partial import Partial
 
 # Gone when a split module is copied or pickled; a copy captures anew.
-_TRANSIENT = ("_graphs", "_partial", "_tries_again", "_doubt", "_queue", "_deliver", "_flatten", "_root")
+_TRANSIENT = (
+    "_graphs",
+    "_partial",
+    "_tries_again",
+    "_doubt",
+    "_queue",
+    "_deliver",
+    "_flatten",
+    "_root",
+)
 
 
 class SplitModule(Face):

@@ -110,8 +110,8 @@ def split(
             module._capture(args, dict(kwargs or {}))
         except (BackendError, FailingCallError, ShardedError):
             raise
-        except FirstCallError:  # to be run as it is, which is for the user to do
-            pass
+        except FirstCallError:  # that call is for the user to make, so nothing has begun
+            module._attach()
         except (CaptureError, SplitError) as error:
             _check_arguments(model, args, kwargs or {})
             module._give_up(error)
