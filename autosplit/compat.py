@@ -42,6 +42,7 @@ __all__ = [
     "has_saved_tensors_hooks",
     "in_compiler",
     "in_transform",
+    "is_exported",
     "is_fsdp_managed",
     "is_gone",
     "register_node",
@@ -115,6 +116,11 @@ def in_transform() -> bool:
 def in_compiler() -> bool:
     """Whether this is asked by torch.compile, or by what it traces, while it makes a graph."""
     return TracingContext.try_get() is not None
+
+
+def is_exported() -> bool:
+    """Whether ``torch.export``, ``torch.onnx`` or ``torch.jit.trace`` runs this to record it."""
+    return torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None
 
 
 def data_parallel() -> DistributedDataParallel | None:

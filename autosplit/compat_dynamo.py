@@ -132,8 +132,7 @@ def traced_modules(module: fx.GraphModule) -> list[nn.Module]:
     scope = {"L": frame.f_locals, "G": frame.f_globals}
     names = {found[0] for source in input_sources(module) if (found := _ROOT.match(source))}
     values = [eval(name, scope) for name in names] + [*frame.f_locals.values()]
-    found = [value for value in values if isinstance(value, nn.Module)]
-    return list({id(value): value for value in found}.values())
+    return list({id(value): value for value in values if isinstance(value, nn.Module)}.values())
 
 
 def frozen_parameters(example_inputs: Sequence[Any]) -> list[int]:

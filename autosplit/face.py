@@ -5,13 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from types import FunctionType, MethodType
+from types import MethodType
 from typing import Any, Self
 
-import torch
 from torch import nn
 
-from .compat import in_compiler, share_state
+from .compat import in_compiler, is_exported, share_state
 from .errors import SplitError
 
 # Python looks these up on the class, past ``__getattr__``; a face has those that its model has.
@@ -47,7 +46,7 @@ class Forward:
     def __get__(self, face: Face | None, kind: type | None = None) -> Any:
         if face is None:
             return self.function
-        if torch.compiler.is_exporting() or torch.jit.is_tracing():
+        if is_exported():
             return face.__dict__["model"]  # what is exported has no backward to split
         return MethodType(face.__dict__["_forward"], face)
 
@@ -65,7 +64,8 @@ class Face(nn.Module):
     model: nn.Module
 
     def __new__(cls, model: nn.Module, *args: Any, **kwargs: Any) -> Self:
-        return _blank(cls, _special(type(model)))
+        made: Self = _blank(cls, _special(type(model)))
+        return made
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -148,7 +148,8 @@ class Face(nn.Module):
             delattr(self.model, name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        state = {key: value for key, value in self.__getstate__().items() if key != "_forward"}  # type: ignore[attr-defined]
+        own: dict[str, Any] = self.__getstate__()  # type: ignore[no-untyped-call]
+        state = {key: value for key, value in own.items() if key != "_forward"}
         kind = type(self)
         return _blank, (getattr(kind, "_plain", kind), _special(kind)), state
 
@@ -157,10 +158,9 @@ class Face(nn.Module):
         self._share()
 
 
-def _blank(kind: type[Any], special: tuple[str, ...]) -> Any:
+def _blank(kind: type, special: tuple[str, ...]) -> Any:
     """A face without anything in it, of a class that has these special methods."""
-    kind = _with_special(kind, special)
-    return kind.__new__(kind) if kind.__new__ is object.__new__ else object.__new__(kind)
+    return object.__new__(_with_special(kind, special))
 
 
 def _special(kind: type) -> tuple[str, ...]:
@@ -169,7 +169,7 @@ def _special(kind: type) -> tuple[str, ...]:
 
 
 @functools.cache
-def _with_special(kind: type[Any], special: tuple[str, ...]) -> type[Any]:
+def _with_special(kind: type, special: tuple[str, ...]) -> type[Any]:
     """The class, with special methods that are those of the model."""
     if not special:
         return kind
@@ -185,7 +185,7 @@ def _passed_on(name: str) -> Callable[..., Any]:
     return method
 
 
-def _like(function: Callable[..., Any], model: nn.Module) -> FunctionType:
+def _like(function: Callable[..., Any], model: nn.Module) -> Callable[..., Any]:
     """A method of a face, with the signature of the model's ``forward`` where that has one."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:

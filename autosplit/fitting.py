@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .compat import StateReader, tree_unflatten
-from .errors import CaptureError, FailingCallError, FirstCallError
+from .errors import CaptureError, FailingCallError, FirstCallError, SplitError
 from .functions import SplitFunctions
 from .graphs import Graphs
 from .signature import Signature, Structure

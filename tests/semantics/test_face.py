@@ -178,4 +178,3 @@ def test_traced() -> None:
     traced = torch.jit.trace(split, _x())
     assert torch.equal(traced(_x()), model(_x()))
     _trains(split)
-    assert len(split.functions) == 1
