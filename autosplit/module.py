@@ -68,6 +68,12 @@ class SplitModule(Face):
     Inside ``DistributedDataParallel`` the reducer runs in ``backward_weight()``; after a forward
     outside ``no_sync()`` everything pending is delivered to it as one sum.
 
+    It can stand for the model where a library asks: ``isinstance`` and ``inspect.signature`` of
+    ``forward`` give the model's answers, ``len()``, indices and iteration work where the model has
+    them, and a ``forward`` that is set here is called here, around the split one. ``torch.export``
+    and ``torch.jit.trace`` record the model, without split; for ``torch.jit.script`` and
+    ``torch.fx.symbolic_trace`` give them ``.model``.
+
     Several threads may call one split module. A copy, by ``copy`` or ``pickle``, captures its
     own graphs; one with pending microbatches cannot be copied.
     """
