@@ -6,15 +6,13 @@ import contextlib
 import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from multiprocessing import connection, get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
-import torch.distributed as dist
-
 from autosplit.errors import PipelineError
+from autosplit.pipeline.processes.loopback import serve_store
 from autosplit.pipeline.processes.outcome import Failure, Success, first_cause
 from autosplit.pipeline.processes.worker import Job, work
 
@@ -38,7 +36,7 @@ def launch(
 
     The processes see what torchrun would give them (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and
     so on), and the store that connects them lives in the calling process, so no rank is special.
-    None outlives the call, nor the calling process.
+    None outlives the call, nor the calling process. No other host reaches their sockets.
 
     Args:
         fn: a function that the new processes can import, called on every rank.
@@ -63,13 +61,7 @@ def launch(
             f"cannot send {fn!r} and its arguments to new processes: {error}. Use a function "
             "defined at the top of a module and plain arguments"
         ) from error
-    store = dist.TCPStore(  # type: ignore[attr-defined]  # documented, but not in __all__
-        "127.0.0.1",
-        0,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout),
-    )
+    store = serve_store(timeout)
     job = Job(call, nprocs, store.port, timeout, threads)
     with _processes(job) as processes:
         return _collect(processes, time.monotonic() + timeout, timeout)
