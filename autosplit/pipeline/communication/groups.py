@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autosplit.errors import PipelineError
+from autosplit.pipeline.communication import telling
 from autosplit.pipeline.communication.communicators import abort, greet
 from autosplit.pipeline.communication.faults import LostPeerError, Store
 
@@ -205,24 +206,21 @@ class Groups:
         Raises:
             LostPeerError: some rank did not take part.
         """
-        values = [value]
         if self.ranks > 1:
             with losing(f"rank {source}", self.timeout):
-                dist.broadcast_object_list(values, source, group=self.control)
-        return values[0] or ""
+                value = telling.tell(value, source, self.control)
+        return value or ""
 
     def gather(self, value: Any) -> list[Any]:
-        """``value`` of every rank, by rank.
+        """``value`` of every rank, by rank; see ``plain`` for what it may be.
 
         Raises:
             LostPeerError: some rank did not take part.
         """
         if self.ranks == 1:
             return [value]
-        values: list[Any] = [None] * self.ranks
         with losing("the other ranks", self.timeout):
-            dist.all_gather_object(values, value, group=self.control)
-        return values
+            return telling.gather(value, self.control)
 
     def close(self) -> None:
         """Let go of the groups and end every wait on them at once, here and on the peers."""

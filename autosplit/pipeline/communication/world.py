@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
 from autosplit.errors import PipelineError
+from autosplit.pipeline.communication import telling
 
 
 def device_of_group() -> torch.device:
@@ -16,6 +19,20 @@ def device_of_group() -> torch.device:
     if "nccl" in dist.get_backend_config() and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def gather(value: object) -> list[Any]:
+    """``value`` of every process, by rank; see ``telling``. Collective."""
+    return telling.gather(value, None, _device_of_news())
+
+
+def tell(value: object, source: int) -> Any:
+    """``value`` of process ``source``, on all of them; see ``telling``. Collective."""
+    return telling.tell(value, source, None, _device_of_news())
+
+
+def _device_of_news() -> torch.device:
+    return torch.device("cpu") if "gloo" in dist.get_backend_config() else device_of_group()
 
 
 def process_count(ranks: int | None, stages: int) -> int:
