@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,8 @@ T = TypeVar("T")
 
 # After the first failure, the others have this long to end by themselves and say what they saw.
 _GRACE = 3.0
+_LOOK = os.WEXITED | os.WNOHANG | os.WNOWAIT
+_LOOK_EVERY = 0.005
 # How long a process gets to leave after it gave its result, or after it was asked to stop.
 _LEAVING = 5.0
 
@@ -81,8 +84,17 @@ class _Process:
         try:
             self.outcome = pickle.loads(self.pipe.recv_bytes())
         except (EOFError, OSError):
-            self.process.join(_LEAVING)
-            self.outcome = Failure.of_death(self.rank, self.process.exitcode)
+            self.outcome = Failure.of_death(self.rank, self._status())
+
+    def _status(self) -> int | None:
+        """Its exit status, which stays there for the watches of other ranks to look at."""
+        deadline = time.monotonic() + _LEAVING
+        while time.monotonic() < deadline:
+            found = os.waitid(os.P_PID, self.process.pid or 0, _LOOK)
+            if found is not None:
+                return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+            time.sleep(_LOOK_EVERY)
+        return None
 
 
 @contextlib.contextmanager

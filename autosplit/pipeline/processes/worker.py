@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 
 from autosplit.errors import PipelineError
+from autosplit.pipeline.communication.faults import describe
+from autosplit.pipeline.communication.watch import RETURNED, say_last_words
 from autosplit.pipeline.processes.loopback import on_loopback
 from autosplit.pipeline.processes.outcome import Failure, Success
 
@@ -70,8 +72,20 @@ def process_group(timeout: float = 300.0) -> Iterator[None]:
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
         try:
             yield
+        except BaseException as error:
+            _say_last_words(f"raised {describe(error)}")
+            raise
+        else:
+            _say_last_words(RETURNED)
         finally:
-            dist.destroy_process_group()
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+def _say_last_words(words: str) -> None:
+    """For other ranks, whose trainers may still wait for this one."""
+    if dist.group.WORLD is not None:
+        say_last_words(dist.group.WORLD.get_group_store(), dist.get_rank(), words)
 
 
 def work(job: Job, rank: int, pipe: Connection) -> None:

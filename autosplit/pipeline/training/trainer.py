@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
@@ -16,6 +17,7 @@ from autosplit.pipeline.communication.agreement import Agreement
 from autosplit.pipeline.communication.communicators import await_device
 from autosplit.pipeline.communication.faults import Board, Guard
 from autosplit.pipeline.communication.groups import Groups
+from autosplit.pipeline.communication.watch import watch_over
 from autosplit.pipeline.execution.assembly import StageFactory, TrainableStage
 from autosplit.pipeline.execution.evaluation import eval_mode
 from autosplit.pipeline.execution.microbatch import Batch
@@ -161,7 +163,10 @@ class PipelineTrainer:
         self._groups = Groups(arranged.processes, self.device, timeout)
         board = Board(self._groups.store) if arranged.processes > 1 else None
         self._update = Update(max_norm=max_grad_norm, undo=undo_steps, device=self.device)
-        self._guard = Guard(self.rank, board, self._end)
+        self._watch = watch_over(self._groups) if arranged.processes > 1 else None
+        if self._watch is not None:
+            weakref.finalize(self, self._watch.leave, "dropped its trainer")
+        self._guard = Guard(self.rank, board, self._end, self._groups.place, self._watch)
         settled = partial(await_device, self.device, self._guard, timeout)
         order = choose_order(early_weights, arranged.schedule, self.device)
         with self._guard("building the model"):
@@ -355,6 +360,8 @@ class PipelineTrainer:
     def close(self) -> None:
         """Give back the process groups. All ranks should be done."""
         self._settle()
+        if self._watch is not None:
+            self._watch.leave("closed its trainer")
         self._groups.destroy()
 
     def __enter__(self) -> Self:
@@ -381,4 +388,6 @@ class PipelineTrainer:
     def _end(self) -> None:
         """What a fault leads to."""
         self._update.take_back()
+        if self._watch is not None:
+            self._watch.stop()
         self._groups.close()

@@ -1,0 +1,293 @@
+"""One rank's watch over the others: who has died, who has left, and who is stuck.
+
+Messages say only that a connection is closed, or that nothing came; and a rank that compiles, or
+waits for one that is well, sees nothing at all. So each rank has a thread that says what its rank
+is doing, a few times a second, hears at once when a process of its machine ends, and ends the waits
+of its own rank when there is a fault.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from autosplit.pipeline.communication.faults import Board, Fault, LostPeerError, Store
+from autosplit.pipeline.communication.groups import Groups
+from autosplit.pipeline.communication.place import Place
+from autosplit.pipeline.communication.plain import read, written
+from autosplit.pipeline.communication.process import QUIETLY, Process
+
+_BEAT = 0.25
+# Whoever loses a peer looks this long for what became of it.
+_PATIENCE = 1.0
+_LOOK_EVERY = 0.02
+# A rank that does not beat for so long is silent; a busy machine may be late.
+_SILENCE = 4 * _BEAT
+_JOIN = 2.0
+
+_DEPARTED = "autosplit/watch/departed"
+
+RETURNED = "came to the end of its program"
+
+
+class Pulse(NamedTuple):
+    """What a rank says of itself.
+
+    Attributes:
+        beat: counts.
+        time: seconds since the epoch.
+        place: what it is doing.
+        turn: counts what it has done.
+        seconds: for how long it is doing that.
+        waiting: whether it waits for other ranks.
+    """
+
+    beat: int
+    time: float
+    place: str
+    turn: int
+    seconds: float
+    waiting: bool
+
+
+class Watch:
+    """What a rank knows of the others.
+
+    Args:
+        rank: this rank.
+        ranks: how many there are.
+        stores: two connections to the store of the trainer, for the thread that trains and for the
+            one that watches.
+        words: where ranks leave their last words, see ``say_last_words``; None: nowhere.
+        place: what this rank is doing.
+        cut: ends the waits of this rank for others.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        ranks: int,
+        stores: tuple[Store, Store],
+        words: Store | None,
+        place: Place,
+        cut: Callable[[], None],
+    ) -> None:
+        self._rank = rank
+        self._others = [each for each in range(ranks) if each != rank]
+        self._own, self._store = stores
+        self._words = words
+        self._board = Board(self._store)
+        self._place = place
+        self._cut = cut
+        self._known: dict[int, Process] = {}
+        self._found: Fault | None = None
+        self._left: Fault | None = None
+        self._beats = 0
+        self._ears, self._mouth = socket.socketpair()
+        place.told = self._tell_phase
+        with _store_may_be_gone():
+            self._own.set(_key("process", rank), written(Process.own()))
+        self._thread = threading.Thread(target=self._run, name="autosplit-watch", daemon=True)
+        self._thread.start()
+
+    def leave(self, how: str) -> None:
+        """Say that this rank takes part no more, and stop."""
+        with _store_may_be_gone():
+            self._own.set(_key("left", self._rank), how)
+            self._own.set(_DEPARTED, "yes")
+        self.stop()
+
+    def stop(self) -> None:
+        """Stop watching."""
+        with contextlib.suppress(OSError):
+            self._mouth.send(b".")
+        self._thread.join(_JOIN)
+
+    @property
+    def missing(self) -> Fault | None:
+        """A rank that takes part no more, if one is known."""
+        return self._found or self._left
+
+    def explain(self, error: LostPeerError) -> Fault | None:
+        """Why other ranks do not answer, with the fault that stands for all; None: unknown."""
+        deadline = time.monotonic() + (0.0 if error.waited else _PATIENCE)
+        while True:
+            fault = self._board.first() or self._found or self._ended()
+            if fault is not None or time.monotonic() > deadline:
+                break
+            time.sleep(_LOOK_EVERY)
+        if fault is None and error.waited:
+            fault = self._stuck(error.waited)
+        return None if fault is None else self._board.post(fault)
+
+    # --- the thread ---------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        turn, since = -1, 0.0
+        with selectors.DefaultSelector() as selector, self._ears, self._mouth:
+            selector.register(self._ears, selectors.EVENT_READ)
+            while True:
+                events = selector.select(_BEAT)
+                for key, _ in events:
+                    if key.fileobj is self._ears:
+                        return
+                    selector.unregister(key.fileobj)
+                    os.close(key.fd)
+                now = time.monotonic()
+                if self._place.turn != turn:
+                    turn, since = self._place.turn, now
+                self._beat(now - since)
+                self._meet(selector)
+                if events or (self._left is None and _get(self._store, _DEPARTED)):
+                    self._look()
+                if self._found is not None or self._board.first() is not None:
+                    self._cut()
+                    return
+
+    def _beat(self, seconds: float) -> None:
+        place = self._place
+        self._beats += 1
+        pulse = Pulse(self._beats, time.time(), str(place), place.turn, seconds, place.waiting)
+        with _store_may_be_gone():
+            self._store.set(_key("pulse", self._rank), json.dumps(pulse))
+
+    def _meet(self, selector: selectors.BaseSelector) -> None:
+        """Get to know the processes that have come since."""
+        for rank in self._others:
+            if rank not in self._known and (text := _get(self._store, _key("process", rank))):
+                self._known[rank] = process = read(text)
+                opened = process.opened()
+                if opened is not None:
+                    selector.register(opened, selectors.EVENT_READ)
+
+    def _look(self) -> None:
+        """Note who has ended. One that left may have done all it should; a death is posted."""
+        fault = self._ended()
+        if fault is not None and not fault.left:
+            self._found = self._board.post(fault)
+        self._left = fault
+
+    # --- what became of the others ------------------------------------------------------------
+
+    def _ended(self) -> Fault | None:
+        """A rank that has ended, first one that died."""
+        left = None
+        for rank in self._others:
+            if how := _get(self._store, _key("left", rank)):
+                left = left or self._gone(rank, how)
+                continue
+            end = self._last_words(rank) or self._exit(rank)
+            if end in (RETURNED, QUIETLY):
+                left = left or self._gone(rank, end)
+            elif end:
+                phase = _get(self._store, _key("phase", rank))
+                return Fault(rank, phase, f"{end} in {phase}" if phase else end, ended=True)
+        return left
+
+    def _gone(self, rank: int, how: str) -> Fault:
+        how = f"{how} while rank {self._rank} went on"
+        return Fault(rank, "", how, ended=True, left=True)
+
+    def _last_words(self, rank: int) -> str:
+        return "" if self._words is None else _get(self._words, _key("words", rank))
+
+    def _exit(self, rank: int) -> str | None:
+        if rank not in self._known and (text := _get(self._store, _key("process", rank))):
+            self._known[rank] = read(text)
+        return self._known[rank].ending() if rank in self._known else None
+
+    def _stuck(self, waited: str) -> Fault | None:
+        """The rank that others wait for: one that is silent, else the one longest at one thing."""
+        first = self._pulses()
+        time.sleep(_SILENCE)
+        second = self._pulses()
+        silent = [r for r, pulse in second.items() if r in first and first[r].beat == pulse.beat]
+        if silent:
+            rank = min(silent, key=lambda each: second[each].time)
+            pulse = second[rank]
+            seconds = max(time.time() - pulse.time, _SILENCE)  # of another machine's clock
+            return Fault(
+                rank,
+                pulse.place,
+                f"has not answered for {seconds:.3g} s, last in {pulse.place}: it was stopped, cut "
+                f"off, or holds the interpreter; rank {self._rank} {waited}",
+                ended=True,
+            )
+        busy = [
+            rank
+            for rank, pulse in second.items()
+            if not pulse.waiting and rank in first and first[rank].turn == pulse.turn
+        ]
+        if not busy:
+            return None
+        rank = max(busy, key=lambda each: second[each].seconds)
+        pulse = second[rank]
+        return Fault(
+            rank,
+            pulse.place,
+            f"has been in {pulse.place} for {pulse.seconds:.3g} s: it is stuck, or needs a longer "
+            f"timeout=; rank {self._rank} {waited}",
+            ended=True,
+        )
+
+    def _pulses(self) -> dict[int, Pulse]:
+        texts = {rank: _get(self._store, _key("pulse", rank)) for rank in self._others}
+        return {rank: Pulse(*json.loads(text)) for rank, text in texts.items() if text}
+
+    def _tell_phase(self, phase: str) -> None:
+        with _store_may_be_gone():
+            self._own.set(_key("phase", self._rank), phase)
+
+
+def watch_over(groups: Groups) -> Watch:
+    """Watch over the ranks of a trainer's process groups, which this does not keep alive."""
+    cut = weakref.WeakMethod(groups.cut)
+    world = dist.group.WORLD
+    words = None if world is None else _another(world.get_group_store())
+    stores = (groups.store, _another(groups.store))
+
+    def cut_if_there() -> None:
+        call = cut()
+        if call is not None:
+            call()
+
+    return Watch(groups.rank, groups.ranks, stores, words, groups.place, cut_if_there)
+
+
+def _another(store: Any) -> Store:
+    """A connection of its own: one waits while another thread uses it."""
+    found: Store = store.clone()
+    return found
+
+
+def say_last_words(store: Any, rank: int, words: str) -> None:
+    """Leave word of how this process ends, for the watches of other ranks."""
+    with _store_may_be_gone():
+        store.set(_key("words", rank), words)
+
+
+def _key(what: str, rank: int) -> str:
+    return f"autosplit/watch/{what}/{rank}"
+
+
+def _get(store: Store, key: str) -> str:
+    with _store_may_be_gone():
+        return store.get(key).decode() if store.check([key]) else ""
+    return ""
+
+
+@contextlib.contextmanager
+def _store_may_be_gone() -> Iterator[None]:
+    """What serves the store may be a process that has ended."""
+    with contextlib.suppress(RuntimeError):
+        yield
