@@ -24,10 +24,10 @@ class Process:
     started: str
 
     @classmethod
-    def own(cls) -> Process:
-        """This one."""
-        stat = _stat(os.getpid())
-        return cls(_home(), os.getpid(), stat[_STARTED] if stat else "")
+    def of(cls, pid: int) -> Process:
+        """The one with this number, in this process's numbering."""
+        stat = _stat(pid)
+        return cls(_home(), pid, stat[_STARTED] if stat else "")
 
     @property
     def near(self) -> bool:

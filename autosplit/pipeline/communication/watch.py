@@ -96,7 +96,7 @@ class Watch:
         self._ears, self._mouth = socket.socketpair()
         place.told = self._tell_phase
         with _store_may_be_gone():
-            self._own.set(_key("process", rank), written(Process.own()))
+            self._own.set(_key("process", rank), written(Process.of(os.getpid())))
         self._thread = threading.Thread(target=self._run, name="autosplit-watch", daemon=True)
         self._thread.start()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection, get_context
@@ -20,7 +21,7 @@ from autosplit.pipeline.processes.worker import Job, work
 T = TypeVar("T")
 
 # After the first failure, the others have this long to end by themselves and say what they saw.
-_GRACE = 3.0
+_GRACE = 5.0
 _LOOK = os.WEXITED | os.WNOHANG | os.WNOWAIT
 _LOOK_EVERY = 0.005
 # How long a process gets to leave after it gave its result, or after it was asked to stop.
@@ -149,6 +150,7 @@ def _end(processes: list[_Process]) -> None:
         each.pipe.close()
         if each.process.is_alive():
             each.process.terminate()
+            os.kill(each.process.pid or 0, signal.SIGCONT)  # a stopped one would not hear of it
     _join(processes, _LEAVING)
     for each in processes:
         if each.process.is_alive():
