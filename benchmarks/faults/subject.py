@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -114,7 +114,7 @@ def _train(cell: Cell, note: Note, timeout: float) -> None:
     def stage(module: nn.Module, args: Any, *, index: int) -> Stage:
         made = Stage(module, args, index=index)
         for place, name in CALLS.items():
-            setattr(made, name, _before(getattr(made, name), lambda at=place: fault.at(at)))
+            setattr(made, name, _before(getattr(made, name), partial(fault.at, place)))
         return made
 
     def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -14,9 +15,9 @@ import torch.distributed as dist
 from autosplit.pipeline.action import Action
 from autosplit.pipeline.communication.faults import Board, Guard, LostPeerError, RankError
 from autosplit.pipeline.communication.place import AROUND, Place
-from autosplit.pipeline.communication.plain import written
 from autosplit.pipeline.communication.process import Process, ended
-from autosplit.pipeline.communication.watch import RETURNED, Watch, say_last_words
+from autosplit.pipeline.communication.register import RETURNED, Register, await_ending
+from autosplit.pipeline.communication.watch import Watch
 
 CLOSED = LostPeerError("lost the other ranks: Connection closed by peer")
 TIMEOUT = LostPeerError("waited 3 s for rank 1: is it stuck?", "waited 3 s for rank 1")
@@ -42,7 +43,7 @@ class Ranks:
 
     def pretend(self, process: Process) -> None:
         """Another process is rank 1."""
-        self.store.set("autosplit/watch/process/1", written(process))
+        Register(self.store).enter(1, process)
 
 
 @pytest.fixture
@@ -92,7 +93,7 @@ def test_a_death_is_posted_at_once_and_ends_waits(
     ranks: Ranks, child: subprocess.Popen[bytes]
 ) -> None:
     ranks.pretend(Process.of(child.pid))
-    ranks.store.set("autosplit/watch/phase/1", "compiling its stages")
+    Register(ranks.store).put("phase", 1, "compiling its stages")
     watch = ranks.watch(0)
     time.sleep(0.6)  # until it knows the process
     assert watch.missing is None
@@ -113,9 +114,9 @@ def test_last_words_say_more_than_the_exit(
     ranks: Ranks, child: subprocess.Popen[bytes], words: str
 ) -> None:
     ranks.pretend(Process.of(child.pid))
-    ranks.store.set("autosplit/watch/phase/1", AROUND)
+    Register(ranks.store).put("phase", 1, AROUND)
     if words:
-        say_last_words(ranks.words, 1, words)
+        Register(ranks.words).put("words", 1, words)
     watch = ranks.watch(0)
     if child.stdin is not None:
         child.stdin.write(b"0\n")
@@ -173,3 +174,14 @@ def test_a_fault_of_any_rank_ends_the_waits_of_all(ranks: Ranks) -> None:
         raise KeyError("lr")
     _until(ranks.cuts)
     assert ranks.cuts == [0]
+
+
+def test_a_register_tells_which_of_the_others_has_ended(child: subprocess.Popen[bytes]) -> None:
+    register = Register(dist.HashStore())  # type: ignore[attr-defined]
+    register.enter(0, Process.of(os.getpid()))
+    register.enter(1, Process.of(child.pid))
+    assert [*await_ending(register, [0, 1], 0.05)] == []
+    child.kill()
+    assert [*await_ending(register, [0, 1], 30.0)] == ["rank 1 was killed by SIGKILL"]
+    register.put("words", 1, "raised KeyError: 'lr'")
+    assert [*await_ending(register, [0, 1], 30.0)] == ["rank 1 raised KeyError: 'lr'"]

@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -24,8 +24,8 @@ import torch.distributed as dist
 from autosplit.pipeline.communication.faults import Board, Fault, LostPeerError, Store
 from autosplit.pipeline.communication.groups import Groups
 from autosplit.pipeline.communication.place import Place
-from autosplit.pipeline.communication.plain import read, written
 from autosplit.pipeline.communication.process import QUIETLY, Process
+from autosplit.pipeline.communication.register import RETURNED, Register
 
 _BEAT = 0.25
 # Whoever loses a peer looks this long for what became of it.
@@ -35,9 +35,7 @@ _LOOK_EVERY = 0.02
 _SILENCE = 4 * _BEAT
 _JOIN = 2.0
 
-_DEPARTED = "autosplit/watch/departed"
-
-RETURNED = "came to the end of its program"
+_DEPARTED = ("left", -1)  # any rank
 
 
 class Pulse(NamedTuple):
@@ -68,7 +66,7 @@ class Watch:
         ranks: how many there are.
         stores: two connections to the store of the trainer, for the thread that trains and for the
             one that watches.
-        words: where ranks leave their last words, see ``say_last_words``; None: nowhere.
+        words: where ranks leave their last words, if not there; None: nowhere.
         place: what this rank is doing.
         cut: ends the waits of this rank for others.
     """
@@ -84,31 +82,34 @@ class Watch:
     ) -> None:
         self._rank = rank
         self._others = [each for each in range(ranks) if each != rank]
-        self._own, self._store = stores
-        self._words = words
-        self._board = Board(self._store)
+        own, watching = stores
+        self._own, self._register = Register(own), Register(watching)
+        self._words = None if words is None else Register(words)
+        self._board = Board(watching)
         self._place = place
         self._cut = cut
-        self._known: dict[int, Process] = {}
+        self._met: set[int] = set()
         self._found: Fault | None = None
         self._left: Fault | None = None
         self._beats = 0
+        self._stopped = False
         self._ears, self._mouth = socket.socketpair()
         place.told = self._tell_phase
-        with _store_may_be_gone():
-            self._own.set(_key("process", rank), written(Process.of(os.getpid())))
+        self._own.enter(rank, Process.of(os.getpid()))
         self._thread = threading.Thread(target=self._run, name="autosplit-watch", daemon=True)
         self._thread.start()
 
     def leave(self, how: str) -> None:
-        """Say that this rank takes part no more, and stop."""
-        with _store_may_be_gone():
-            self._own.set(_key("left", self._rank), how)
-            self._own.set(_DEPARTED, "yes")
+        """Say that this rank takes part no more, and stop; nothing where it has stopped."""
+        if self._stopped:
+            return
+        self._own.put("left", self._rank, how)
+        self._own.put(*_DEPARTED, "yes")
         self.stop()
 
     def stop(self) -> None:
         """Stop watching."""
+        self._stopped = True
         with contextlib.suppress(OSError):
             self._mouth.send(b".")
         self._thread.join(_JOIN)
@@ -148,7 +149,7 @@ class Watch:
                     turn, since = self._place.turn, now
                 self._beat(now - since)
                 self._meet(selector)
-                if events or (self._left is None and _get(self._store, _DEPARTED)):
+                if events or (self._left is None and self._register.get(*_DEPARTED)):
                     self._look()
                 if self._found is not None or self._board.first() is not None:
                     self._cut()
@@ -158,14 +159,14 @@ class Watch:
         place = self._place
         self._beats += 1
         pulse = Pulse(self._beats, time.time(), str(place), place.turn, seconds, place.waiting)
-        with _store_may_be_gone():
-            self._store.set(_key("pulse", self._rank), json.dumps(pulse))
+        self._register.put("pulse", self._rank, json.dumps(pulse))
 
     def _meet(self, selector: selectors.BaseSelector) -> None:
         """Get to know the processes that have come since."""
         for rank in self._others:
-            if rank not in self._known and (text := _get(self._store, _key("process", rank))):
-                self._known[rank] = process = read(text)
+            process = None if rank in self._met else self._register.process(rank)
+            if process is not None:
+                self._met.add(rank)
                 opened = process.opened()
                 if opened is not None:
                     selector.register(opened, selectors.EVENT_READ)
@@ -183,28 +184,21 @@ class Watch:
         """A rank that has ended, first one that died."""
         left = None
         for rank in self._others:
-            if how := _get(self._store, _key("left", rank)):
+            if how := self._register.get("left", rank):
                 left = left or self._gone(rank, how)
                 continue
-            end = self._last_words(rank) or self._exit(rank)
+            words = "" if self._words is None else self._words.get("words", rank)
+            end = words or self._register.ending(rank)
             if end in (RETURNED, QUIETLY):
                 left = left or self._gone(rank, end)
             elif end:
-                phase = _get(self._store, _key("phase", rank))
+                phase = self._register.get("phase", rank)
                 return Fault(rank, phase, f"{end} in {phase}" if phase else end, ended=True)
         return left
 
     def _gone(self, rank: int, how: str) -> Fault:
         how = f"{how} while rank {self._rank} went on"
         return Fault(rank, "", how, ended=True, left=True)
-
-    def _last_words(self, rank: int) -> str:
-        return "" if self._words is None else _get(self._words, _key("words", rank))
-
-    def _exit(self, rank: int) -> str | None:
-        if rank not in self._known and (text := _get(self._store, _key("process", rank))):
-            self._known[rank] = read(text)
-        return self._known[rank].ending() if rank in self._known else None
 
     def _stuck(self, waited: str) -> Fault | None:
         """The rank that others wait for: one that is silent, else the one longest at one thing."""
@@ -241,12 +235,11 @@ class Watch:
         )
 
     def _pulses(self) -> dict[int, Pulse]:
-        texts = {rank: _get(self._store, _key("pulse", rank)) for rank in self._others}
+        texts = {rank: self._register.get("pulse", rank) for rank in self._others}
         return {rank: Pulse(*json.loads(text)) for rank, text in texts.items() if text}
 
     def _tell_phase(self, phase: str) -> None:
-        with _store_may_be_gone():
-            self._own.set(_key("phase", self._rank), phase)
+        self._own.put("phase", self._rank, phase)
 
 
 def watch_over(groups: Groups) -> Watch:
@@ -268,26 +261,3 @@ def _another(store: Any) -> Store:
     """A connection of its own: one waits while another thread uses it."""
     found: Store = store.clone()
     return found
-
-
-def say_last_words(store: Any, rank: int, words: str) -> None:
-    """Leave word of how this process ends, for the watches of other ranks."""
-    with _store_may_be_gone():
-        store.set(_key("words", rank), words)
-
-
-def _key(what: str, rank: int) -> str:
-    return f"autosplit/watch/{what}/{rank}"
-
-
-def _get(store: Store, key: str) -> str:
-    with _store_may_be_gone():
-        return store.get(key).decode() if store.check([key]) else ""
-    return ""
-
-
-@contextlib.contextmanager
-def _store_may_be_gone() -> Iterator[None]:
-    """What serves the store may be a process that has ended."""
-    with contextlib.suppress(RuntimeError):
-        yield

@@ -18,7 +18,9 @@ import torch.distributed as dist
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline.communication.faults import describe
-from autosplit.pipeline.communication.watch import RETURNED, say_last_words
+from autosplit.pipeline.communication.process import Process
+from autosplit.pipeline.communication.register import RETURNED
+from autosplit.pipeline.communication.world import register_of_world
 from autosplit.pipeline.processes.loopback import on_loopback
 from autosplit.pipeline.processes.outcome import Failure, Success
 
@@ -70,22 +72,19 @@ def process_group(timeout: float = 300.0) -> Iterator[None]:
     alone = os.environ["WORLD_SIZE"] == os.environ.get("LOCAL_WORLD_SIZE")
     with on_loopback() if alone else contextlib.nullcontext():
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+        register = register_of_world()
+        rank = dist.get_rank()
+        register.enter(rank, Process.of(os.getpid()))
         try:
             yield
         except BaseException as error:
-            _say_last_words(f"raised {describe(error)}")
+            register.put("words", rank, f"raised {describe(error)}")
             raise
         else:
-            _say_last_words(RETURNED)
+            register.put("words", rank, RETURNED)
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
-
-
-def _say_last_words(words: str) -> None:
-    """For other ranks, whose trainers may still wait for this one."""
-    if dist.group.WORLD is not None:
-        say_last_words(dist.group.WORLD.get_group_store(), dist.get_rank(), words)
 
 
 def work(job: Job, rank: int, pipe: Connection) -> None:
