@@ -92,6 +92,7 @@ class Watch:
         self._found: Fault | None = None
         self._left: Fault | None = None
         self._beats = 0
+        self._turn, self._since = -1, 0.0
         self._stopped = False
         self._ears, self._mouth = socket.socketpair()
         place.told = self._tell_phase
@@ -112,7 +113,8 @@ class Watch:
         self._stopped = True
         with contextlib.suppress(OSError):
             self._mouth.send(b".")
-        self._thread.join(_JOIN)
+        if self._thread is not threading.current_thread():  # which may collect garbage
+            self._thread.join(_JOIN)
 
     @property
     def missing(self) -> Fault | None:
@@ -134,34 +136,38 @@ class Watch:
     # --- the thread ---------------------------------------------------------------------------
 
     def _run(self) -> None:
-        turn, since = -1, 0.0
-        with selectors.DefaultSelector() as selector, self._ears, self._mouth:
+        with contextlib.ExitStack() as stack, self._ears, self._mouth:
+            selector = stack.enter_context(selectors.DefaultSelector())
             selector.register(self._ears, selectors.EVENT_READ)
-            while True:
-                events = selector.select(_BEAT)
-                for key, _ in events:
-                    if key.fileobj is self._ears:
-                        return
-                    selector.unregister(key.fileobj)
-                    os.close(key.fd)
-                now = time.monotonic()
-                if self._place.turn != turn:
-                    turn, since = self._place.turn, now
-                self._beat(now - since)
-                self._meet(selector)
-                if events or (self._left is None and self._register.get(*_DEPARTED)):
-                    self._look()
-                if self._found is not None or self._board.first() is not None:
-                    self._cut()
-                    return
+            while self._look_on(selector, stack):
+                pass
 
-    def _beat(self, seconds: float) -> None:
-        place = self._place
+    def _look_on(self, selector: selectors.BaseSelector, stack: contextlib.ExitStack) -> bool:
+        """Until the next beat, or until something happens; whether to go on."""
+        events = selector.select(_BEAT)
+        for key, _ in events:
+            if key.fileobj is self._ears:
+                return False
+            selector.unregister(key.fileobj)
+        self._beat()
+        self._meet(selector, stack)
+        if events or (self._left is None and self._register.get(*_DEPARTED)):
+            self._look()
+        if self._found is None and self._board.first() is None:
+            return True
+        self._cut()
+        return False
+
+    def _beat(self) -> None:
+        place, now = self._place, time.monotonic()
+        if place.turn != self._turn:
+            self._turn, self._since = place.turn, now
+        seconds = now - self._since
         self._beats += 1
         pulse = Pulse(self._beats, time.time(), str(place), place.turn, seconds, place.waiting)
         self._register.put("pulse", self._rank, json.dumps(pulse))
 
-    def _meet(self, selector: selectors.BaseSelector) -> None:
+    def _meet(self, selector: selectors.BaseSelector, stack: contextlib.ExitStack) -> None:
         """Get to know the processes that have come since."""
         for rank in self._others:
             process = None if rank in self._met else self._register.process(rank)
@@ -169,6 +175,7 @@ class Watch:
                 self._met.add(rank)
                 opened = process.opened()
                 if opened is not None:
+                    stack.callback(os.close, opened)
                     selector.register(opened, selectors.EVENT_READ)
 
     def _look(self) -> None:

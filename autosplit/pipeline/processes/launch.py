@@ -22,7 +22,6 @@ T = TypeVar("T")
 
 # After the first failure, the others have this long to end by themselves and say what they saw.
 _GRACE = 5.0
-_LOOK = os.WEXITED | os.WNOHANG | os.WNOWAIT
 _LOOK_EVERY = 0.005
 # How long a process gets to leave after it gave its result, or after it was asked to stop.
 _LEAVING = 5.0
@@ -89,9 +88,13 @@ class _Process:
 
     def _status(self) -> int | None:
         """Its exit status, which stays there for the watches of other ranks to look at."""
+        if not hasattr(os, "waitid"):
+            self.process.join(_LEAVING)
+            return self.process.exitcode
         deadline = time.monotonic() + _LEAVING
+        look = os.WEXITED | os.WNOHANG | os.WNOWAIT
         while time.monotonic() < deadline:
-            found = os.waitid(os.P_PID, self.process.pid or 0, _LOOK)
+            found = os.waitid(os.P_PID, self.process.pid or 0, look)
             if found is not None:
                 return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
             time.sleep(_LOOK_EVERY)
@@ -150,7 +153,8 @@ def _end(processes: list[_Process]) -> None:
         each.pipe.close()
         if each.process.is_alive():
             each.process.terminate()
-            os.kill(each.process.pid or 0, signal.SIGCONT)  # a stopped one would not hear of it
+            if hasattr(signal, "SIGCONT"):  # a stopped one would not hear of it
+                os.kill(each.process.pid or 0, signal.SIGCONT)
     _join(processes, _LEAVING)
     for each in processes:
         if each.process.is_alive():

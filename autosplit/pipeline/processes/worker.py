@@ -75,6 +75,7 @@ def process_group(timeout: float = 300.0) -> Iterator[None]:
         register = register_of_world()
         rank = dist.get_rank()
         register.enter(rank, Process.of(os.getpid()))
+        register.put("words", rank, "")  # an earlier group may have ended
         try:
             yield
         except BaseException as error:
