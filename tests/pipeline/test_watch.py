@@ -143,6 +143,15 @@ def test_a_rank_that_left_is_missed_by_those_who_need_it(ranks: Ranks) -> None:
         guard.check()
 
 
+def test_an_error_says_more_than_leaving(ranks: Ranks) -> None:
+    watch, other = ranks.watch(0), ranks.watch(1)
+    Register(ranks.words).put("words", 1, "raised ValueError: bad weather")
+    other.leave("dropped its trainer")
+    fault = watch.explain(CLOSED)
+    assert fault is not None
+    assert fault.headline == "rank 1 raised ValueError: bad weather"
+
+
 def test_the_rank_that_is_busy_is_named_and_not_one_that_waits(ranks: Ranks) -> None:
     watch, _ = ranks.watch(0), ranks.watch(1)
     time.sleep(0.6)

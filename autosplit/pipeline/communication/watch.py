@@ -191,17 +191,23 @@ class Watch:
         """A rank that has ended, first one that died."""
         left = None
         for rank in self._others:
-            if how := self._register.get("left", rank):
-                left = left or self._gone(rank, how)
-                continue
-            words = "" if self._words is None else self._words.get("words", rank)
-            end = words or self._register.ending(rank)
-            if end in (RETURNED, QUIETLY):
-                left = left or self._gone(rank, end)
-            elif end:
+            how, quietly = self._ending(rank)
+            if how and not quietly:
                 phase = self._register.get("phase", rank)
-                return Fault(rank, phase, f"{end} in {phase}" if phase else end, ended=True)
+                return Fault(rank, phase, f"{how} in {phase}" if phase else how, ended=True)
+            if how:
+                left = left or self._gone(rank, how)
         return left
+
+    def _ending(self, rank: int) -> tuple[str, bool]:
+        """How a rank has ended, empty if it has not, and whether as if all were well."""
+        words = "" if self._words is None else self._words.get("words", rank)
+        if words and words != RETURNED:
+            return words, False
+        if how := self._register.get("left", rank):
+            return how, True
+        how = words or self._register.ending(rank) or ""
+        return how, how in (RETURNED, QUIETLY)
 
     def _gone(self, rank: int, how: str) -> Fault:
         how = f"{how} while rank {self._rank} went on"

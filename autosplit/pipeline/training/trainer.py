@@ -165,7 +165,8 @@ class PipelineTrainer:
         self._update = Update(max_norm=max_grad_norm, undo=undo_steps, device=self.device)
         self._watch = watch_over(self._groups) if arranged.processes > 1 else None
         if self._watch is not None:
-            weakref.finalize(self, self._watch.leave, "dropped its trainer")
+            dropped = weakref.finalize(self, self._watch.leave, "dropped its trainer")
+            dropped.atexit = False  # how the process ends says more
         self._guard = Guard(self.rank, board, self._end, self._groups.place, self._watch)
         settled = partial(await_device, self.device, self._guard, timeout)
         order = choose_order(early_weights, arranged.schedule, self.device)
