@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 
-from autosplit.pipeline.communication.groups import Groups, losing
+from autosplit.pipeline.communication.groups import Groups
 
 
 class _Writer(FileSystemWriter):
@@ -45,7 +45,7 @@ def write(state: Mapping[str, Any], folder: Path, groups: Groups) -> str | None:
     alone = groups.ranks == 1
     group = None if alone else groups.control
     try:
-        with losing("the other ranks", groups.timeout), unworried():
+        with groups.losing("the other ranks"), unworried():
             save(dict(state), storage_writer=_Writer(folder), process_group=group, no_dist=alone)
     except CheckpointException as error:
         own = error.failures.get(groups.rank)
