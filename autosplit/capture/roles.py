@@ -69,13 +69,15 @@ class Names:
 
 
 def with_roles(module: fx.GraphModule, names: Names) -> fx.GraphModule:
-    """Label the graph; drop what nobody reads and gradients that do not exist; give a tied
-    parameter one input and one gradient.
+    """Label the graph; drop inputs that nobody reads and gradients that do not exist; give a
+    tied parameter one input and one gradient.
     """
     graph = module.graph
     seen: dict[Role, fx.Node] = {}
     for node in placeholders(graph):
-        if not node.users:
+        # An output that needs a gradient takes one, though all gradients may be the same whatever
+        # it is (those of ``angle``, of ``sgn``).
+        if not node.users and not isinstance(node.meta["desc"], d.TangentAOTInput):
             graph.erase_node(node)
             continue
         role = names.input(node.meta["desc"])
