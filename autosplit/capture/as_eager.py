@@ -12,6 +12,7 @@ import torch._inductor.config
 from torch import fx
 
 from ..compat import TORCH
+from .overrides import traced_as_registered
 from .recurrent import without_fused_recurrence
 from .tangents import gradients_apart
 
@@ -36,7 +37,8 @@ def as_eager(module: fx.GraphModule, decompositions: object = None) -> Iterator[
       decomposed for a backend, which draws in a way of its own;
     - the backward runs outside of the autocast that its forward ran in;
     - recurrent layers are traced without the fused kernel, which its fake does not match;
-    - gradients of outputs that overlap themselves do not.
+    - gradients of outputs that overlap themselves do not;
+    - kernels that somebody registered for torch's operators are traced through.
     """
     drawing = {} if decompositions is not None else {"fallback_random": True}
     with (
@@ -44,5 +46,6 @@ def as_eager(module: fx.GraphModule, decompositions: object = None) -> Iterator[
         torch._functorch.config.patch(backward_pass_autocast="off"),
         without_fused_recurrence(module),
         gradients_apart(),
+        traced_as_registered(),
     ):
         yield

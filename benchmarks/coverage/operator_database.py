@@ -46,8 +46,10 @@ class ScaledOperator(Operator):
         return self.operator(scaled, *args, **kwargs)
 
 
-def entries(samples: int) -> Iterator[tuple[str, list[Subject]]]:
-    """(name of an entry, its cases): at most ``samples`` inputs, each plain and scaled."""
+def entries(samples: int) -> Iterator[tuple[str, Iterator[Subject]]]:
+    """(name of an entry, its cases): at most ``samples`` inputs, each plain and scaled. Cases are
+    made as they are asked for.
+    """
     for prefix, database in DATABASES.items():
         for entry in database:
             dtypes = entry.supported_backward_dtypes("cpu") if entry.supports_autograd else ()
@@ -55,23 +57,30 @@ def entries(samples: int) -> Iterator[tuple[str, list[Subject]]]:
             if dtype is not None:
                 variant = f".{entry.variant_test_name}" if entry.variant_test_name else ""
                 name = f"{prefix}{entry.name}{variant}"
-                yield name, list(_subjects(entry, name, dtype, samples))
+                yield name, _subjects(entry, name, dtype, samples)
 
 
 def _subjects(entry: Any, name: str, dtype: torch.dtype, samples: int) -> Iterator[Subject]:
-    count = sum(1 for _ in _samples(entry, dtype))
-    for index in spread(count, samples):
-        sample = _sample(entry, dtype, index)
-        yield _subject(entry, f"{name} plain {index}", dtype, index, scaled=False)
-        inputs = [sample.input] if isinstance(sample.input, Tensor) else sample.input
+    found = list(_samples(entry, dtype))
+    for index in spread(len(found), samples):
+        given = found[index].input
+        inputs = [given] if isinstance(given, Tensor) else given
+        # Of decompositions that are unique only up to a phase or a sign, what is unique.
+        processed = found[index].output_process_fn_grad
+        yield _subject(entry, f"{name} plain {index}", dtype, index, processed, scaled=False)
         if isinstance(inputs, (list, tuple)) and any(map(_is_scaled, inputs)):
-            yield _subject(entry, f"{name} scaled {index}", dtype, index, scaled=True)
+            yield _subject(entry, f"{name} scaled {index}", dtype, index, processed, scaled=True)
 
 
-def _subject(entry: Any, name: str, dtype: torch.dtype, index: int, *, scaled: bool) -> Subject:
-    # Of decompositions that are the gradient's only up to a phase or a sign, what is not.
-    processed = _sample(entry, dtype, index).output_process_fn_grad
-
+def _subject(
+    entry: Any,
+    name: str,
+    dtype: torch.dtype,
+    index: int,
+    processed: Callable[[Any], Any],
+    *,
+    scaled: bool,
+) -> Subject:
     def build() -> nn.Module:
         return ScaledOperator(entry.op, dtype) if scaled else Operator(entry.op)
 
