@@ -190,15 +190,16 @@ def _key(key: Any) -> str:
     return f"[{key}]"
 
 
-def versions(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
-    """How often each tensor's storage was written in place, as autograd counts it."""
+def versions(tensors: Iterable[Any]) -> tuple[int, ...]:
+    """How often each tensor's storage was written in place, as autograd counts it; 0 for numbers."""
     tensors = tuple(tensors)
     try:
         return tuple([tensor._version for tensor in tensors])
     except (AttributeError, RuntimeError):
         # Some kernels return None where their fake promises a tensor (a workspace not needed);
-        # an inference tensor has no version.
-        return tuple([0 if t is None or t.is_inference() else t._version for t in tensors])
+        # an inference tensor has no version, nor has a number.
+        counted = [isinstance(t, torch.Tensor) and not t.is_inference() for t in tensors]
+        return tuple([t._version if c else 0 for t, c in zip(tensors, counted, strict=True)])
 
 
 def is_gone(storage: torch.UntypedStorage) -> Callable[[], bool]:

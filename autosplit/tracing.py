@@ -191,18 +191,28 @@ def _undrawn() -> Iterator[None]:
 
 
 def without_history(leaves: Sequence[Any], *, computed: bool = False) -> list[Any]:
-    """Leaves fit for tracing: same shapes and ``requires_grad``, no autograd history.
+    """Leaves fit for tracing: same shapes and ``requires_grad``, no autograd history. What is one
+    tensor stays one: a graph is specialised on which of a call's inputs are the same.
 
     Args:
         leaves: the inputs' leaves; tensors may have no memory.
-        computed: whether those with a gradient stand for what an earlier module computes, also
-            where they are leaves of autograd's graph.
+        computed: whether they stand for what an earlier module hands over: those with a gradient
+            are then no leaves of autograd's graph, and each is a tensor of its own.
 
     Raises:
         CaptureError: a tensor is not strided (sparse, for example).
         FailingCallError: a tensor is of a class that torch cannot trace.
     """
-    return [_detached(leaf, computed) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    made: dict[int, Tensor] = {}
+    found: list[Any] = []
+    for at, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            key = at if computed else id(leaf)
+            if key not in made:
+                made[key] = _detached(leaf, computed)
+            leaf = made[key]
+        found.append(leaf)
+    return found
 
 
 def _detached(tensor: Tensor, computed: bool) -> Tensor:

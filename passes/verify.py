@@ -24,8 +24,10 @@ from .graph import (
     outputs,
     role_of,
     source_line,
+    tensor_of,
 )
 from .ops import is_accumulation, is_attention, is_effect, is_random, is_recomputed
+from .sizes import is_size
 
 # What may enter each graph. The rest of an invariant such as "backward_input never depends
 # on backward_weight" follows: nothing that W returns is among what I may take.
@@ -169,10 +171,10 @@ def _boundaries_match(program: Program) -> Iterator[str]:
         if sorted(map(str, given)) != sorted(map(str, taken)):
             yield f"{giver} returns {kind.value} {given}, {taker} takes {taken}"
         for role, value in outputs(graphs[giver].graph, kind):
-            if not isinstance(value, fx.Node) or not isinstance(
-                value.meta.get("val"), (torch.Tensor, torch.SymInt)
+            if not isinstance(value, fx.Node) or not (
+                is_size(value) or tensor_of(value) is not None
             ):
-                yield f"{giver}: {role} is {value!r}; boundaries carry tensors or SymInts only"
+                yield f"{giver}: {role} is {value!r}; boundaries carry tensors or numbers only"
 
 
 def _outputs_once(program: Program) -> Iterator[str]:

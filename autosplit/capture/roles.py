@@ -87,6 +87,7 @@ def with_roles(module: fx.GraphModule, names: Names) -> fx.GraphModule:
             continue
         seen[role] = node
         node.meta["role"] = role
+        _settle_size(role, node)
         _rename(node, role)
     _label_outputs(graph, names)
     module.recompile()
@@ -100,13 +101,23 @@ def _rename(node: fx.Node, role: Role) -> None:
     node.name = node.target = node.graph._graph_namespace.create_name(prefix + name, None)
 
 
-def _refuse_unknown_size(role: Role, value: Any) -> None:
+def _settle_size(role: Role, value: Any) -> None:
+    """Sizes of what enters and leaves the graph as integers. Those of a view that begins where
+    data say are symbols, though the symbols may cancel out.
+
+    Raises:
+        CaptureError: a size depends on the data.
+    """
     tensor = value.meta.get("val") if isinstance(value, fx.Node) else None
-    if isinstance(tensor, torch.Tensor) and not all(type(size) is int for size in tensor.shape):
+    if not isinstance(tensor, torch.Tensor) or all(type(size) is int for size in tensor.shape):
+        return
+    sizes = [each if type(each) is int else each.node.maybe_as_int() for each in tensor.shape]  # type: ignore[union-attr]
+    if None in sizes:
         raise CaptureError(
             f"the size of {role.name}, {list(tensor.shape)}, depends on the data; a captured "
             "graph needs sizes that follow from the inputs' sizes"
         )
+    value.meta["val"] = tensor.new_empty_strided(sizes, tensor.stride())
 
 
 def _label_outputs(graph: fx.Graph, names: Names) -> None:
@@ -116,7 +127,7 @@ def _label_outputs(graph: fx.Graph, names: Names) -> None:
         if desc is None or (value is None and isinstance(desc, d.GradAOTOutput)):
             continue
         role = names.output(desc)
-        _refuse_unknown_size(role, value)
+        _settle_size(role, value)
         if role in pairs:  # a tied parameter: one accumulator, so one gradient
             with graph.inserting_before(output):
                 total = graph.call_function(torch.ops.aten.add.Tensor, (pairs[role], value))
