@@ -138,7 +138,9 @@ def _reference(subject: Subject, model: nn.Module, rounds: list[list[Call]]) -> 
 
 
 def _double(call: Call) -> Any:
-    return pytree.tree_map(_wide, call)
+    leaves, spec = pytree.tree_flatten(call)
+    wide = {id(leaf): _wide(leaf) for leaf in leaves}  # one tensor given twice stays one
+    return pytree.tree_unflatten([wide[id(leaf)] for leaf in leaves], spec)
 
 
 def _wide(leaf: Any) -> Any:

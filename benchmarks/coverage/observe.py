@@ -53,9 +53,12 @@ def seed_everything(seed: int) -> None:
 
 def _microbatch(module: nn.Module, call: Call, loss: Loss, at: str, seen: Observed) -> None:
     leaves, spec = pytree.tree_flatten(call)
-    originals = [_own(leaf) for leaf in leaves]
+    # One tensor given twice stays one.
+    owned = {id(leaf): _own(leaf) for leaf in leaves}
     # Not the leaves themselves: autograd forbids a module to write into a leaf.
-    given = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in originals]
+    clones = {key: x.clone() if isinstance(x, Tensor) else x for key, x in owned.items()}
+    originals = [owned[id(leaf)] for leaf in leaves]
+    given = [clones[id(leaf)] for leaf in leaves]
     args, kwargs = pytree.tree_unflatten(given, spec)
     output = module(*args, **kwargs)
     _output(output, at, seen)
