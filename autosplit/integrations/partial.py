@@ -97,7 +97,7 @@ class Partial:
             self._breaks |= dict.fromkeys(watch.found())
         outputs = _differentiable(result)
         if outputs and (self._history is None or self._known() != known):
-            self._history = History.of(outputs, _differentiable((args, kwargs)))
+            self._history = History.of(outputs, _differentiable((args, kwargs)), self._parts)
             self._calls = microbatch.calls
         for node in dict.fromkeys(output.grad_fn for output in outputs):
             node.register_prehook(_Begin(self, microbatch))  # type: ignore[union-attr]
