@@ -166,7 +166,9 @@ def _same_tensors(module: nn.Module) -> Iterator[None]:
 
 
 class _Results:
-    """Stands where the exported module puts its results together.
+    """Stands where the exported module puts its results together. Views of parameters that the
+    module returns (``self.weight.mT``) are made there, outside of Dynamo's graph, so what happens
+    there is traced too.
 
     Attributes:
         names: path of every leaf of the result, known once the module was traced.
@@ -175,13 +177,18 @@ class _Results:
 
     def __init__(self, exported: Any) -> None:
         codegen = exported.graph._codegen  # AOTAutograd interprets the graph and asks this one
-        self._original = codegen.dynamo_bytecode_unflatten
+        self._original = codegen.dynamo_bytecode_unflatten  # which would run out of tracing's sight
         self.names: tuple[str, ...] = ()
         self.copied: set[int] = set()
         codegen.dynamo_bytecode_unflatten = self
 
     def __call__(self, leaves: Any, inputs: Any) -> Any:
-        tree = hold(self._original(leaves, inputs))
+        own = self._original
+        args, kwargs = own.input_processor(inputs)
+        put_together = own.out.forward_callable(
+            compiled_fn=lambda *_: leaves, extra_globals=own.f_globals
+        )
+        tree = hold(put_together(*args, **kwargs))
         self.names = tuple(name for name, _ in flatten_named("output", tree))
         values, spec = tree_flatten(tree)
         for index in self.copied:

@@ -191,6 +191,7 @@ def _export(
         ):
             captured = fullgraph_capture(module, args, kwargs)
             guards = Guards(module, args, kwargs, captured)
+        _return_something(captured)
         exported = create_fx_graph_from_captured_output(captured, module, args, kwargs)
         refuse_absent_gradients(exported, captured.graph_capture_output.traced_code)
     _find_class_tensors(module, exported)
@@ -204,6 +205,18 @@ def _export(
         output.f_globals.pop(graph.backend_id, None)
     guards.setters = setters(module, args, kwargs, caught, output.f_globals)
     return exported, guards
+
+
+def _return_something(captured: CaptureOutput) -> None:
+    """torch writes no valid code for a graph without results, as that of a module that returns
+    views of its parameters only, which are made outside of the graph.
+    """
+    if captured.backend_input is None:
+        return
+    graph = captured.backend_input.graph_module.graph
+    output, taken = graph.output_node(), graph.find_nodes(op="placeholder")
+    if not output.args[0] and taken:
+        output.args = ((taken[0],),)
 
 
 def _find_class_tensors(module: nn.Module, exported: Any) -> None:
