@@ -26,7 +26,7 @@ from .graph import (
     source_line,
     tensor_of,
 )
-from .ops import is_accumulation, is_attention, is_effect, is_random, is_recomputed
+from .ops import CHECKS, is_accumulation, is_attention, is_effect, is_random, is_recomputed
 from .sizes import is_size
 
 # What may enter each graph. The rest of an invariant such as "backward_input never depends
@@ -125,6 +125,8 @@ def _backward_is_pure(name: str, module: fx.GraphModule) -> Iterator[str]:
             yield _at(name, node, f"{node.target} may draw random numbers in a backward")
         elif is_attention(node) and not is_recomputed(node):
             yield _at(name, node, f"{node.target} runs attention's forward in a backward")
+        elif node.target in CHECKS:
+            continue
         elif is_effect(node) and not (is_accumulation(node) and _into_accumulator(node)):
             yield _at(name, node, f"{node.target} has a side effect in a backward")
 
