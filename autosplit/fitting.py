@@ -122,6 +122,7 @@ class FittingGraphs:
             options: dict[str, Any] = {
                 "called": called and signature not in self._first,
                 "insist": self._insist or not called,
+                "by_value": True,
             }
             made = trace(self._model, args, kwargs, self._backend, self._memory, **options)
         except FirstCallError:

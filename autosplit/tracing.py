@@ -45,8 +45,10 @@ def trace(
     *,
     called: bool = False,
     insist: bool = True,
+    by_value: bool = False,
 ) -> SplitFunctions:
-    """Capture, split and compile a module for inputs like these.
+    """Capture, split and compile a module for inputs like these; with ``by_value``, where their
+    values decide, for inputs of which the graph's guards hold.
 
     The forward's Python is not run, unless a first call does what later ones do not: fill a
     cache, build submodules, give lazy parameters their shape. Such a call is made here, and the
@@ -81,7 +83,7 @@ def trace(
     with _TRACING, _undrawn(), only_new_garbage():
         dump = _dump_folder(module)
         shelf = None if dump else _shelf(backend, memory)
-        traced = _capture(module, args, kwargs, compiler, shelf, called, insist)
+        traced = _capture(module, args, kwargs, compiler, shelf, called, insist, by_value)
         try:
             return SplitFunctions(traced, _split(traced, compiler, memory, dump, shelf), compiler)
         except PassError as error:
@@ -128,6 +130,7 @@ def _capture(
     shelf: Shelf | None,
     called: bool,
     insist: bool,
+    by_value: bool,
 ) -> Capture:
     # Dynamo takes over a second to import; a program that never traces should not pay for it.
     from .capture import ConstructionError, capture
@@ -135,19 +138,20 @@ def _capture(
     if called and is_unshaped(module):
         raise FirstCallError(f"{type(module).__name__} has parameters without a shape")
     materialise(module, args, kwargs)
+    options: dict[str, Any] = {"decompositions": backend.decompositions, "by_value": by_value}
     try:
-        return capture(module, args, kwargs, backend.decompositions, shelf)
+        return capture(module, args, kwargs, shelf=shelf, **options)
     except CaptureError as error:
         # Many forwards fill a cache or a setting on their first call only.
         if called and isinstance(error, ConstructionError):
             # It may draw random numbers, so nothing but the call itself will do.
             raise FirstCallError(str(error)) from error
-        if not _is_passing(error, module, args, kwargs, backend, insist):
+        if not _is_passing(error, module, args, kwargs, options, insist):
             raise
         if called:
             raise FirstCallError(str(error)) from error
         settle(module, args, kwargs)
-        return capture(module, args, kwargs, backend.decompositions, shelf)
+        return capture(module, args, kwargs, shelf=shelf, **options)
 
 
 def _is_passing(
@@ -155,7 +159,7 @@ def _is_passing(
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    backend: Backend,
+    options: dict[str, Any],
     insist: bool,
 ) -> bool:
     """Whether a call after this one can be traced. Tried on a copy, so that a refusal leaves the
@@ -171,7 +175,7 @@ def _is_passing(
     try:
         twin = copy.deepcopy(module)
         settle(twin, args, kwargs)
-        capture(twin, args, kwargs, backend.decompositions)
+        capture(twin, args, kwargs, **options)
     except Exception:  # no copies of this one, or what its forward raises, it will raise again
         return False
     return True

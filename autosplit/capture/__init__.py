@@ -75,6 +75,8 @@ def capture(
     kwargs: dict[str, Any],
     decompositions: Decompositions = None,
     shelf: Shelf | None = None,
+    *,
+    by_value: bool = False,
 ) -> Capture:
     """Trace ``module(*args, **kwargs)`` without running it on real data.
 
@@ -88,12 +90,13 @@ def capture(
         kwargs: example keyword inputs.
         decompositions: operators to trace through, for a backend that wants them so.
         shelf: where to look for what was made of the same graph before.
+        by_value: as for ``export``.
 
     Raises:
         CaptureError: the module cannot be traced into one graph; names the user's line.
     """
     with user_errors(module), _same_tensors(module), traced_as_run(), unobserved():
-        exported, guards = export(module, args, kwargs)
+        exported, guards = export(module, args, kwargs, by_value=by_value)
         divide_layers(exported)
         inputs = tuple(_input_name(name) for name, _ in flatten_named("", (args, kwargs)))
         foreseen = _foresee(exported, args, kwargs) if shelf else None
