@@ -1,8 +1,14 @@
-"""Every error autosplit raises on purpose.
+"""Every error autosplit raises on purpose, and the warning that splitting gains little.
 
 A message says what was expected, what came, and what to do; where a graph knows
 the user's source line, the message names it.
 """
+
+from __future__ import annotations
+
+import warnings
+
+_ENOUGH = 0.5
 
 
 class AutosplitError(Exception):
@@ -31,6 +37,28 @@ class ShardedError(SplitError):
 
 class BackendError(SplitError):
     """A backend cannot compile a graph, or not for this machine."""
+
+
+class DeferralWarning(UserWarning):
+    """Less than half of a module's weight gradients can wait for ``backward_weight()``."""
+
+    @classmethod
+    def issue(cls, name: str, share: float, because: str) -> bool:
+        """Warn if there is reason to.
+
+        Args:
+            name: of the module.
+            share: of its weight gradients that can wait.
+            because: why others cannot.
+
+        Returns:
+            Whether there was.
+        """
+        if share >= _ENOUGH:
+            return False
+        text = f"{name}: {share:.0%} of the weight gradients wait for backward_weight(), because "
+        warnings.warn(f"{text}{because}. Results are right; report() says more", cls, stacklevel=3)
+        return True
 
 
 class ScheduleError(AutosplitError):

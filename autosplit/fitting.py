@@ -8,9 +8,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from .compat import StateReader, tree_unflatten
-from .errors import CaptureError, FailingCallError, FirstCallError, SplitError
+from .errors import CaptureError, DeferralWarning, FailingCallError, FirstCallError, SplitError
 from .functions import SplitFunctions
 from .graphs import Graphs
+from .listing import few
 from .signature import Signature, Structure
 from .tracing import trace, without_history
 
@@ -42,6 +43,7 @@ class FittingGraphs:
         self._first: set[Signature] = set()
         self._capturing = threading.RLock()
         self._busy = False
+        self._warned = False
         self.state = StateReader(model)
 
     @property
@@ -131,7 +133,17 @@ class FittingGraphs:
         finally:
             self._busy = False
         self.state = StateReader(self._model)
+        self._warn_of_little(made)
         return made
+
+    def _warn_of_little(self, made: SplitFunctions) -> None:
+        """Say once where most weight gradients cannot wait."""
+        if self._warned or not made.has_backward:
+            return
+        known = made.dependence.inseparable
+        because = f"what makes that of {few(list(known), 2)} makes input gradients, too"
+        share = made.dependence.deferred_share
+        self._warned = DeferralWarning.issue(type(self._model).__name__, share, because)
 
 
 def calls_itself(model: nn.Module) -> FailingCallError:

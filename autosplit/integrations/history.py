@@ -45,6 +45,16 @@ class History:
     deferred: set[nn.Parameter] = dataclasses.field(default_factory=set)
     ordinary: dict[nn.Parameter, int] = dataclasses.field(default_factory=dict)
 
+    def share(self, deferred: int) -> float | None:
+        """What share of the floating-point operations W does, which does ``deferred``; where there
+        are none, of the elements of the gradients; None where there is no gradient at all.
+        """
+        late, early = deferred, sum(self.ordinary.values())
+        if not late + early:
+            late = sum(parameter.numel() for parameter in self.deferred)
+            early = sum(p.numel() for p in self.ordinary if p not in self.deferred)
+        return late / (late + early) if late + early else None
+
     @classmethod
     def of(
         cls, outputs: Iterable[Tensor], inputs: Iterable[Tensor], parts: Iterable[Part] = ()

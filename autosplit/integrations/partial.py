@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from ..compat import tree_flatten
 from ..compat_breaks import BreakReason, BreakWatch
 from ..compat_dynamo import compile_model
-from ..errors import SplitError
+from ..errors import DeferralWarning, SplitError
 from ..files.writing import writing
 from ..fitting import calls_itself
 from ..guard import StepGuard
 from ..passes import codegen
 from ..reducer import ReducerWatch, Ticket
+from ..report.tables import short_source
 from .dynamo import Backend
 from .history import History
 from .part import Part
@@ -71,6 +72,7 @@ class Partial:
         self._waiting: deque[Microbatch] = deque()
         self._guard = StepGuard(self)
         self._reducer = ReducerWatch()
+        self._warned = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward.
@@ -99,9 +101,25 @@ class Partial:
         if outputs and (self._history is None or self._known() != known):
             self._history = History.of(outputs, _differentiable((args, kwargs)), self._parts)
             self._calls = microbatch.calls
+            self._warn_of_little()
         for node in dict.fromkeys(output.grad_fn for output in outputs):
             node.register_prehook(_Begin(self, microbatch))  # type: ignore[union-attr]
         return result
+
+    @property
+    def deferred_flops(self) -> int:
+        """Floating-point operations that W of all graphs did for the call of ``history``."""
+        return sum(part.deferred_flops * count for part, count in self._calls.items())
+
+    def _warn_of_little(self) -> None:
+        """Say once where most weight gradients cannot wait."""
+        share = None if self._history is None else self._history.share(self.deferred_flops)
+        if share is None or self._warned:
+            return
+        reasons = [f"{short_source(each.line)}: {each.reason}" for each in self._breaks]
+        reasons += [part.reason for part in self._parts if part.reason]
+        because = reasons[0] if reasons else self.reason.partition("\n")[0] or "no graph holds them"
+        self._warned = DeferralWarning.issue(type(self._model).__name__, share, because)
 
     def _known(self) -> tuple[int, int]:
         return len(self._parts), len(self._breaks)
