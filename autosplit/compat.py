@@ -191,7 +191,7 @@ def _key(key: Any) -> str:
 
 
 def versions(tensors: Iterable[Any]) -> tuple[int, ...]:
-    """How often each tensor's storage was written in place, as autograd counts it; 0 for numbers."""
+    """How often each tensor was written in place, as autograd counts it; 0 for numbers."""
     tensors = tuple(tensors)
     try:
         return tuple([tensor._version for tensor in tensors])

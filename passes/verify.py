@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import fx
 
 from .aliasing import is_view, storage_root

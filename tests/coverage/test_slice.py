@@ -19,7 +19,7 @@ from benchmarks.coverage.results import tally
 GOOD = {Verdict.EQUAL, Verdict.CLOSE}
 ENTRIES = ["nn.Linear", "nn.Conv2d", "nn.BatchNorm2d", "nn.MultiheadAttention", "nn.Embedding"]
 ENTRIES += ["nn.LSTMCell", "nn.GroupNorm", "nn.CrossEntropyLoss", "nn.TransformerDecoderLayer"]
-MODELS = ["llama tied train", "bert tied eval", "mamba tied train", "resnet train"]
+MODELS = ["llama tied train", "bert tied eval", "mamba tied train", "resnet train", "jetmoe train"]
 
 
 @pytest.mark.parametrize("name", ENTRIES)
