@@ -52,8 +52,9 @@ class Answer(NamedTuple):
 
 
 @contextlib.contextmanager
-def answered() -> Iterator[list[Answer]]:
-    """Dynamo takes the answers for the tensors that it traces with as constants in here.
+def answered(wanted: bool) -> Iterator[list[Answer]]:
+    """Dynamo takes the answers for the tensors that it traces with as constants in here, where
+    that is wanted.
 
     Yields:
         the answers that depend on what the forward is given or reads, when the tracing is over.
@@ -63,7 +64,7 @@ def answered() -> Iterator[list[Answer]]:
 
     def call_function(function: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         given = _given(function, args, kwargs)
-        answer = None if given is None else _answer(*given)
+        answer = _answer(*given) if wanted and given else None
         if answer is None:
             return original(function, tx, args, kwargs)
         if answer.sources:

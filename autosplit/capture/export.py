@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import contextlib
 import logging
 import re
 import warnings
@@ -203,7 +202,7 @@ def _export(
             # Inside: what torch 2.11 notes of a capture when it ends cannot hold functions.
             torch._dynamo.config.patch(ignore_logging_functions=_messages()),
         ):
-            with answered() if by_value else contextlib.nullcontext([]) as answers:
+            with answered(by_value) as answers:
                 captured = fullgraph_capture(module, args, kwargs)
             guards = Guards(module, args, kwargs, captured, answers)
         _return_something(captured)

@@ -111,7 +111,8 @@ def _settle_size(role: Role, value: Any) -> None:
     tensor = value.meta.get("val") if isinstance(value, fx.Node) else None
     if not isinstance(tensor, torch.Tensor) or all(type(size) is int for size in tensor.shape):
         return
-    sizes = [each if type(each) is int else each.node.maybe_as_int() for each in tensor.shape]  # type: ignore[union-attr]
+    shape: tuple[Any, ...] = tensor.shape
+    sizes = [each if type(each) is int else each.node.maybe_as_int() for each in shape]
     if None in sizes:
         raise CaptureError(
             f"the size of {role.name}, {list(tensor.shape)}, depends on the data; a captured "

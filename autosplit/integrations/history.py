@@ -101,8 +101,8 @@ def _weight(node: Any, result: int, known: Mapping[Any, Products]) -> nn.Paramet
         return leaf
     if type(node) not in known:
         return None
-    slots = known[type(node)].sources(result)
-    found = [_source(*node.next_functions[slot], known) for slot in slots]
+    edges = [node.next_functions[slot] for slot in known[type(node)].sources(result)]
+    found = [_source(operand, at, known) for operand, at in edges]
     return found[0] if found and None not in found else None
 
 

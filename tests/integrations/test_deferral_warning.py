@@ -46,7 +46,7 @@ def test_in_one_graph() -> None:
     x = torch.randn(3, 4, requires_grad=True)
     model = nn.LayerNorm(4)
     (message,) = warned(model, x)
-    assert "what makes that of weight and 1 more makes input gradients, too" in message
+    assert "what makes that of weight, bias makes input gradients, too" in message
     split = autosplit.split(model)
     split(x)
     assert "native_layer_norm_backward" in split.report().split("Not deferred")[1]

@@ -29,11 +29,10 @@ def batch(*masks: Tensor) -> list[dict[str, Tensor]]:
 def test_graphs_for_either_answer(masks: tuple[Tensor, ...]) -> None:
     split = assert_equals_autograd(encoder(), batch(*masks), fullgraph=True)
     assert len(split.functions) == 2
-    assert not any(each.dependence.inseparable for each in split.functions[:1])
 
 
 def test_the_kernel_is_that_of_eager_mode() -> None:
-    split = autosplit.split(encoder(), fullgraph=True)
+    split = autosplit.split(encoder().eval(), fullgraph=True)
     for mask, hint in ((CAUSAL, True), (OPEN, False)):
         split(torch.randn(2, 5, 8), mask=mask)
         graph = split.functions[-1].graphs.forward.graph
