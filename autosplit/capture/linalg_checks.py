@@ -27,8 +27,8 @@ def without_tokens() -> Iterator[None]:
     """
     original = effects.has_effects
 
-    def has_effects(op: Any) -> bool:
-        return op not in CHECKS and original(op)
+    def has_effects(op: Any, *others: Any, **options: Any) -> bool:
+        return op not in CHECKS and original(op, *others, **options)
 
     added = CHECKS - _KEPT
     _KEPT.update(added)
