@@ -12,16 +12,25 @@ from torch import nn
 
 from .accumulation import Accumulation
 from .autograd import Root, Split, run_forward
-from .compat import in_transform, tree_unflatten, untraced
+from .compat import in_transform, is_fsdp_managed, tree_unflatten, untraced
 from .compile import check_backend
 from .delivery import Delivery
-from .errors import AutosplitError, BackendError, CaptureError, FailingCallError, SplitError
-from .face import Face
+from .errors import (
+    AutosplitError,
+    BackendError,
+    CaptureError,
+    FailingCallError,
+    FirstCallError,
+    RecursiveCallError,
+    ShardedError,
+    SplitError,
+)
+from .face import Face, Forward
 from .fitting import FittingGraphs
 from .functions import SplitFunctions
 from .overlap import refuse_overlap
 from .pending import Deferred
-from .reducer import synchronises
+from .reducer import refuse_sharded, synchronises
 from .report.dump import dump
 from .report.tables import report
 from .runtime.backlog import Backlog, checked
@@ -32,7 +41,16 @@ if TYPE_CHECKING:
     from .integrations.partial import Partial
 
 # Gone when a split module is copied or pickled; a copy captures anew.
-_TRANSIENT = ("_eager", "_graphs", "_partial", "_queue", "_flatten", "_root")
+_TRANSIENT = (
+    "_doubt",
+    "_eager",
+    "_flatten",
+    "_graphs",
+    "_partial",
+    "_queue",
+    "_root",
+    "_tries_again",
+)
 
 
 class SplitModule(Face):
@@ -64,6 +82,12 @@ class SplitModule(Face):
     A call that fails where it is traced, though not otherwise, runs by plain autograd, with a
     warning; ``report()`` counts such calls.
 
+    It can stand for the model where a library asks: ``isinstance`` and ``inspect.signature`` of
+    ``forward`` give the model's answers, ``len()``, indices and iteration work where the model has
+    them, and a ``forward`` that is set here is called here, around the split one. ``torch.export``
+    and ``torch.jit.trace`` record the model, without split; for ``torch.jit.script`` and
+    ``torch.fx.symbolic_trace`` give them ``.model``.
+
     Several threads may call one split module. A copy, by ``copy`` or ``pickle``, captures its
     own graphs; what is pending stays with the original, as ``.grad`` does.
     """
@@ -78,6 +102,8 @@ class SplitModule(Face):
     _eager: dict[str, int]
     _partial: Partial | None
     _queue: Backlog[Deferred]
+    _tries_again: bool
+    _doubt: AutosplitError | None
     _flatten: Flattening
     _root: Root
 
@@ -114,17 +140,22 @@ class SplitModule(Face):
         """Start without graphs and pending work."""
         own = self.__dict__
         limit = own["_max_graphs"]
-        own["_graphs"] = FittingGraphs(self.model, own["_backend"], own["_memory"], limit)
+        insist = own["_fullgraph"]
         own["_flatten"] = Flattening()
         own["_eager"] = {}
         own["_partial"] = self._by_graphs("dynamic=True") if own["_dynamic"] else None
+        own["_tries_again"] = False  # whether a call in parts, or as it was, is not to be the rule
+        own["_doubt"] = None  # why it is in parts, until the first call in parts was looked at
         deliver = Delivery(own["_accumulation"])
         own["_queue"] = Backlog(deliver)
+        options = own["_backend"], own["_memory"], limit, insist
+        own["_graphs"] = FittingGraphs(self.model, *options, own["_queue"].hidden)
         own["_root"] = Root(own["_queue"], deliver)
         # Parameters hold what is pending for them, also when this is gone, and may go with it only
         # if no node of autograd's holds them.
         weakref.finalize(self, deliver.forget)
 
+    @Forward
     @untraced
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward.
@@ -133,6 +164,7 @@ class SplitModule(Face):
             CaptureError: with ``fullgraph``, the model cannot be traced for these inputs.
             SplitError: the graph cannot be split, or the call is inside a ``torch.func``
                 transform.
+            ShardedError: FSDP manages the model or a part of it.
         """
         if in_transform():
             raise SplitError(
@@ -140,21 +172,25 @@ class SplitModule(Face):
                 "forward-mode differentiation: its backward leaves out the weights, which these "
                 "would not notice; transform the unsplit model, which is .model of this one"
             )
+        if is_fsdp_managed(self.model):  # by now; guards of graphs do not look for it
+            refuse_sharded(self.model)
         together = synchronises()
         if together:
             self.backward_weight()
-        if self._partial is not None:
-            return self._partial(*args, **kwargs)
+        if self._partial is not None and not self._tries_again:
+            return self._in_parts(self._partial, args, kwargs)
         leaves, structure = self._flatten(args, kwargs)
         failing = None
         try:
-            functions = self._graphs.fitting(args, kwargs, leaves, structure)
-        except BackendError:
+            functions = self._graphs.fitting(args, kwargs, leaves, structure, called=True)
+        except (BackendError, RecursiveCallError, ShardedError):
             raise
         except FailingCallError as error:
             failing = error
+        except FirstCallError as error:
+            return self._as_it_is(error, args, kwargs)
         except (CaptureError, SplitError) as error:
-            return self._first_in_parts(error, args, kwargs)
+            return self._in_parts(self._give_up(error), args, kwargs)
         if failing is not None:  # here, so that the user's own error comes alone
             return self._eagerly(failing, args, kwargs)
         state = self._graphs.state()
@@ -244,14 +280,21 @@ class SplitModule(Face):
         return self._graphs.captured
 
     def capture(self, *args: Any, **kwargs: Any) -> SplitFunctions:
-        """Capture and compile the graph for inputs like these now, without running anything.
+        """Capture and compile the graph for inputs like these now, without running anything;
+        but where a first call fills caches or builds submodules, that call is made, with its
+        random numbers put back.
 
         Raises:
             CaptureError: the model cannot be traced for these inputs.
             SplitError: the graph cannot be split.
         """
+        return self._capture(args, kwargs, called=False)
+
+    def _capture(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, called: bool = True
+    ) -> SplitFunctions:
         leaves, structure = self._flatten(args, kwargs)
-        functions = self._graphs.fitting(args, kwargs, leaves, structure)
+        functions = self._graphs.fitting(args, kwargs, leaves, structure, called=called)
         if self._accumulation.exact:
             functions.compile()
         else:  # a second microbatch's W adds into the first's gradients
@@ -267,7 +310,7 @@ class SplitModule(Face):
         Raises:
             SplitError: nothing has been captured yet.
         """
-        if self._partial is not None:
+        if self._partial is not None and self._is_in_parts:
             return self._partial.report()
         name = type(self.model).__name__
         unsplit = [
@@ -283,8 +326,9 @@ class SplitModule(Face):
 
         Raises:
             SplitError: nothing has been captured yet.
+            OutputError: the folder cannot be written.
         """
-        if self._partial is not None:
+        if self._partial is not None and self._is_in_parts:
             self._partial.dump(folder)
         else:
             dump(self._graphs.latest, folder, type(self.model).__name__)
@@ -294,16 +338,17 @@ class SplitModule(Face):
         self.backward_weight()
         return super()._apply(fn, recurse)
 
-    def _first_in_parts(self, error: AutosplitError, args: Any, kwargs: Any) -> Any:
-        """The forward graph by graph; a call that fails so too says nothing about later ones."""
-        partial = self._in_parts(error)
-        try:
-            return partial(*args, **kwargs)
-        except Exception:
-            self.__dict__["_partial"] = None
-            raise
+    def _as_it_is(self, error: AutosplitError, args: Any, kwargs: Any) -> Any:
+        """One call without graphs, for what it does that later ones do not."""
+        partial = self.__dict__["_partial"] = self._partial or self._by_graphs(str(error))
+        self.__dict__["_tries_again"] = True
+        return partial.as_it_is(args, kwargs)
 
-    def _in_parts(self, error: AutosplitError) -> Partial:
+    @property
+    def _is_in_parts(self) -> bool:
+        return not (self._tries_again and self.functions)
+
+    def _give_up(self, error: AutosplitError) -> Partial:
         """From now on graph by graph, where whole-graph capture is not insisted on."""
         if self._fullgraph:
             raise error
@@ -312,8 +357,32 @@ class SplitModule(Face):
                 f"memory={self._memory!r} needs one graph; in parts a model is split as 'balanced'"
             )
             raise error
-        partial = self.__dict__["_partial"] = self._by_graphs(str(error))
+        if self._partial is None:
+            self.__dict__["_partial"] = self._by_graphs(str(error))
+            self.__dict__["_doubt"] = error
+        self.__dict__["_tries_again"] = False
+        partial: Partial = self.__dict__["_partial"]
         return partial
+
+    def _in_parts(self, partial: Partial, args: Any, kwargs: Any) -> Any:
+        """The forward graph by graph. If a first one fails, that says nothing about later ones;
+        if it leaves the model changed, a whole graph may hold the next.
+        """
+        doubt = self._doubt
+        if doubt is None:
+            return partial(*args, **kwargs)
+        from .capture import PythonStateError, Snapshot
+
+        before = Snapshot(self.model)
+        try:
+            result = partial(*args, **kwargs)
+        except Exception:
+            self.__dict__["_partial"] = None
+            raise
+        self.__dict__["_doubt"] = None
+        outside = isinstance(doubt, PythonStateError) and not doubt.inside
+        self.__dict__["_tries_again"] = outside or before.differs
+        return result
 
     def _by_graphs(self, reason: str) -> Partial:
         from .integrations.partial import Partial  # Dynamo takes over a second to import

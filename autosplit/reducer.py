@@ -1,10 +1,31 @@
-"""DistributedDataParallel around a split module: when its reducer takes part."""
+"""torch.distributed around a split module: who takes part when gradients arrive."""
 
 from __future__ import annotations
 
 import torch
+from torch import nn
 
-from .compat import data_parallel
+from .compat import data_parallel, fsdp_part
+from .errors import ShardedError
+
+
+def refuse_sharded(module: nn.Module) -> None:
+    """FSDP reduces and frees weight gradients in ``backward()``; later ones would be left over
+    for the next step.
+
+    Raises:
+        ShardedError: FSDP manages the module or a part of it.
+    """
+    found = fsdp_part(module)
+    if found is not None:
+        name, kind = found
+        where = f"{name} ({kind})" if name else kind
+        raise ShardedError(
+            f"FSDP (fully_shard or FullyShardedDataParallel) manages {where}: it reduces weight "
+            "gradients in backward(), where those of a split model are not there yet. Build the "
+            "model without FSDP, and wrap the split module in DistributedDataParallel; where no "
+            "rank has room for the whole model, cut it with autosplit.partition or PipelineTrainer"
+        )
 
 
 def synchronises() -> bool:

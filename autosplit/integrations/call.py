@@ -37,7 +37,7 @@ class Call:
         return leaf
 
 
-def call_of(leaf: Tensor) -> tuple[Call, int] | None:
+def call_of(leaf: Tensor | None) -> tuple[Call, int] | None:
     """The call a leaf was made for and the index of the input that it is; None for tensors
     that are not such leaves.
     """

@@ -12,7 +12,12 @@ from typing import Any, Protocol
 from torch import Tensor, fx, nn
 
 from ..autocast import AutocastGuard
-from ..compat_backward import RunningBackward, running_backward, watch_gradients
+from ..compat_backward import (
+    RunningBackward,
+    compiled_node,
+    running_backward,
+    watch_gradients,
+)
 from ..compat_convention import AotGraphs
 from ..compat_dynamo import (
     Splitter,
@@ -86,7 +91,7 @@ class Compilation:
         refuse_thawed(args, self._frozen)
         token = self._owner.entered(self._part)
         if self._split is None:
-            return self._run(*args)
+            return self._known(self._run(*args))
         call = Call({index: args[index] for index in self._split.parameters}, token)
         given = list(args)
         if not token.whole:
@@ -94,6 +99,12 @@ class Compilation:
                 given[index] = call.leaf(index)
         results = self._run(*given)
         self._split.watch(call, results)
+        return self._known(results)
+
+    def _known(self, results: Any) -> Any:
+        """Note, once, which of autograd's nodes are calls of this graph."""
+        if self._part.node is None and self._part.graphs is not None:
+            self._part.node = compiled_node(results)
         return results
 
     def _compile(self, aot: AotGraphs) -> tuple[Boxed, Boxed]:

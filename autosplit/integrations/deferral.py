@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..compat import data_parallel
 from ..errors import SplitError
 from ..handover import distinct_bytes
-from ..reducer import synchronises
+from ..reducer import refuse_sharded, synchronises
 from ..runtime.backlog import Backlog, checked
 from ..runtime.lazy_gradient import Slot
 from .work import Work, deliver
@@ -78,12 +78,15 @@ class Deferral:
 
     Raises:
         SplitError: it is something else.
+        ShardedError: FSDP manages the model or a part of it.
     """
 
     def __init__(self, model_or_parameters: nn.Module | Tensor | Iterable[Tensor]) -> None:
         given = model_or_parameters
         if isinstance(given, Tensor):
             given = [given]
+        if isinstance(given, nn.Module):
+            refuse_sharded(given)  # some of its graphs never came to us
         self._parameters = list(given.parameters() if isinstance(given, nn.Module) else given)
         for each in self._parameters:
             if not isinstance(each, Tensor):

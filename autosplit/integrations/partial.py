@@ -12,7 +12,7 @@ import pathlib
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,11 +21,13 @@ from torch import Tensor, nn
 from ..compat import tree_flatten
 from ..compat_breaks import BreakReason, BreakWatch
 from ..compat_dynamo import compile_model
-from ..errors import SplitError
+from ..errors import DeferralWarning, SplitError
+from ..files.writing import writing
+from ..fitting import calls_itself
 from ..passes import codegen
 from ..reducer import synchronises
+from ..report.tables import short_source
 from ..runtime.backlog import Backlog
-from ..runtime.lazy_gradient import hidden
 from .dynamo import Backend
 from .history import History
 from .part import Part
@@ -72,27 +74,57 @@ class Partial:
         self._running = threading.local()
         self._latest = Microbatch()
         self._queue: Backlog[Work] = Backlog(deliver)
+        self._warned = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward."""
+        """The model's forward.
+
+        Raises:
+            FailingCallError: the forward calls the split module itself.
+        """
+        return self._run(self._compiled, args, kwargs)
+
+    def as_it_is(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One forward without graphs; its backward is autograd's and leaves no work."""
+        return self._run(self._model, args, kwargs)
+
+    def _run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if getattr(self._running, "microbatch", None) is not None:
+            raise calls_itself(self._model)
         known, watch = self._known(), BreakWatch()
         whole = synchronises()
         if whole:
             self.backward_weight()
         microbatch = self._running.microbatch = Microbatch(whole)
         try:
-            with hidden(self._model.parameters() if self._queue.pending else ()):
-                result = self._compiled(*args, **kwargs)
+            with self._queue.hidden(self._model.parameters() if self._queue.pending else ()):
+                result = forward(*args, **kwargs)
         finally:
             self._running.microbatch = None
             self._breaks |= dict.fromkeys(watch.found())
         outputs = _differentiable(result)
         if outputs and (self._history is None or self._known() != known):
-            self._history = History.of(outputs, _differentiable((args, kwargs)))
+            self._history = History.of(outputs, _differentiable((args, kwargs)), self._parts)
             self._calls = microbatch.calls
+            self._warn_of_little()
         for node in dict.fromkeys(output.grad_fn for output in outputs):
             node.register_prehook(_Begin(self, microbatch))  # type: ignore[union-attr]
         return result
+
+    @property
+    def deferred_flops(self) -> int:
+        """Floating-point operations that W of all graphs did for the call of ``history``."""
+        return sum(part.deferred_flops * count for part, count in self._calls.items())
+
+    def _warn_of_little(self) -> None:
+        """Say once where most weight gradients cannot wait."""
+        share = None if self._history is None else self._history.share(self.deferred_flops)
+        if share is None or self._warned:
+            return
+        reasons = [f"{short_source(each.line)}: {each.reason}" for each in self._breaks]
+        reasons += [part.reason for part in self._parts if part.reason]
+        because = reasons[0] if reasons else self.reason.partition("\n")[0] or "no graph holds them"
+        self._warned = DeferralWarning.issue(type(self._model).__name__, share, because)
 
     def _known(self) -> tuple[int, int]:
         return len(self._parts), len(self._breaks)
@@ -159,11 +191,19 @@ class Partial:
         return partial_report(self, type(self._model).__name__)
 
     def dump(self, folder: str | os.PathLike[str]) -> None:
-        """Write the graphs of every part as readable, runnable code, a folder each."""
+        """Write the graphs of every part as readable, runnable code, a folder each.
+
+        Raises:
+            OutputError: the folder cannot be written.
+        """
+        with writing(folder):
+            self._dump(pathlib.Path(folder))
+
+    def _dump(self, folder: pathlib.Path) -> None:
         for index, part in enumerate(self._parts):
             if part.graphs is None:
                 continue
-            root = pathlib.Path(folder) / f"part{index}"
+            root = folder / f"part{index}"
             root.mkdir(parents=True, exist_ok=True)
             for name, module in part.graphs.graphs().items():
                 text = f"{codegen.HEADER}\n\n{codegen.generate(name, module)}"

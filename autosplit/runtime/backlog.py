@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -132,6 +132,17 @@ class Backlog(Generic[W]):
         finally:
             with self._lock:
                 self.lazies.settle(lifted, failure)
+
+    @contextlib.contextmanager
+    def hidden(self, parameters: Iterable[Tensor]) -> Iterator[None]:
+        """Parameters have no lazy gradients inside, where they are traced."""
+        with self._lock:
+            self.lazies.hide(parameters)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.lazies.show()
 
     def compute_for(self, parameter: Tensor) -> None:
         """Compute everything: hooks and sums then see microbatches in their order."""

@@ -6,11 +6,10 @@ its values has everything computed that the gradient waits for, and then gets th
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import sys
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
@@ -19,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..compat import is_tracing, tree_flatten, tree_unflatten
+from ..compat import in_compiler, tree_flatten, tree_unflatten
 from ..compat_leaves import (
     ZERO_ALL,
     above_autograd,
@@ -76,7 +75,8 @@ class Slot:
         sources: who has something pending, in the order in which they began.
         dense: whether everything pending is known to be strided.
         failure: why a part of the gradient is lost.
-        hidden: whether it is out of ``.grad`` for a moment, see ``hidden``.
+        hidden: whether it is kept out of ``.grad``, see ``LazyGradients.hide``.
+        out: the lazy gradient, where that is so.
     """
 
     __slots__ = (
@@ -88,6 +88,7 @@ class Slot:
         "hidden",
         "key",
         "lazy",
+        "out",
         "parameter",
         "ref",
         "sources",
@@ -106,6 +107,7 @@ class Slot:
         self.dense = True
         self.failure: BaseException | None = None
         self.hidden = False
+        self.out: Tensor | None = None
 
     @staticmethod
     def of(parameter: Tensor) -> Slot | None:
@@ -130,6 +132,7 @@ class Slot:
         if lazy is not None:
             try:
                 parameter.grad = lazy
+                self.conceal(parameter)
                 return
             except RuntimeError:  # the parameter has another shape, dtype or device by now
                 self.forget()
@@ -137,6 +140,20 @@ class Slot:
         lazy._slot = weakref.ref(self)
         self.watch(lazy)
         parameter.grad = lazy
+        self.conceal(parameter)
+
+    def conceal(self, parameter: Tensor) -> None:
+        """Take the lazy gradient out of ``.grad`` where it is to be hidden."""
+        if self.hidden:
+            self.out, parameter.grad = parameter.grad, None
+
+    def reveal(self) -> None:
+        """Put it back."""
+        lazy, self.out, self.hidden = self.out, None, False
+        parameter = self.parameter()
+        still = self.state is ARMED and lazy is not None and self.current() is lazy
+        if still and parameter is not None and parameter.grad is None:
+            parameter.grad = lazy
 
     def watch(self, lazy: LazyGradient) -> None:
         """Notice its end, unless it is kept."""
@@ -164,7 +181,7 @@ class Slot:
             SplitError: a part is lost.
         """
         _refuse_failed(self)
-        if is_tracing():  # what tracing set up for this thread is not meant for W
+        if in_compiler():  # what tracing set up for this thread is not meant for W
             with ThreadPoolExecutor(1) as pool:
                 pool.submit(self._compute).result()
         else:
@@ -289,23 +306,6 @@ def _references(slot: Any) -> int:
 
 
 _OURS = _references(SimpleNamespace(lazy=object()))
-
-
-@contextlib.contextmanager
-def hidden(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Take lazy gradients out of ``.grad`` while parameters are traced, which would use them."""
-    found = [(each, each.grad) for each in parameters if type(each.grad) is LazyGradient]
-    slots = [(parameter, lazy, _pending(lazy)) for parameter, lazy in found]
-    ours = [(slot[0], parameter, lazy) for parameter, lazy, slot in slots if slot is not None]
-    for slot, parameter, _ in ours:
-        slot.hidden, parameter.grad = True, None
-    try:
-        yield
-    finally:
-        for slot, parameter, lazy in ours:
-            slot.hidden = False
-            if slot.current() is lazy and slot.state is ARMED and parameter.grad is None:
-                parameter.grad = lazy
 
 
 def _refuse_failed(slot: Slot) -> None:

@@ -55,6 +55,32 @@ class LazyGradients:
         self._limit = _FEW
         self._used: list[tuple[Slot, LazyGradient]] = []
         self._keepers: list[weakref.ref[Tensor]] = []
+        self._hidden: list[Slot] = []
+        self._hiding = 0
+
+    def hide(self, parameters: Iterable[Tensor]) -> None:
+        """Take lazy gradients out of ``.grad`` while parameters are traced, which would use them;
+        those that other threads' backwards promise meanwhile stay out as well.
+        """
+        self._hiding += 1
+        for parameter in parameters:
+            slot = Slot.of(parameter)
+            if slot is not None and slot.state is ARMED:
+                self._hide(slot)
+                slot.conceal(parameter)
+
+    def show(self) -> None:
+        """Put them back, when nobody traces any more."""
+        self._hiding -= 1
+        if not self._hiding:
+            hidden, self._hidden = self._hidden, []
+            for slot in hidden:
+                slot.reveal()
+
+    def _hide(self, slot: Slot) -> None:
+        if not slot.hidden:
+            slot.hidden = True
+            self._hidden.append(slot)
 
     def promise(self, parameters: Sequence[Tensor], *, dense: bool) -> Slot | None:
         """Gradients of these are pending from now on.
@@ -81,6 +107,8 @@ class LazyGradients:
                 self.sweep()
                 if slot.state is ARMED:
                     return slot
+            if self._hiding:
+                self._hide(slot)
             if slot.state is IDLE:
                 grad = parameter.grad
                 if type(grad) is not LazyGradient:
