@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from .compat import (
+    asked_by_pipelining,
     current_backward,
     graph_is_kept,
     has_saved_tensors_hooks,
@@ -16,10 +18,14 @@ from .compat import (
     will_run,
     without_autocast,
 )
+from .delivery import Delivery, weight_gradients
 from .errors import SplitError
 from .functions import ForwardResult, SplitFunctions
 from .handover import State
-from .pending import Deferred, PendingQueue
+from .pending import Deferred
+from .runtime.backlog import Backlog
+
+_IS_LEAF = attrgetter("is_leaf")
 
 
 def run_forward(functions: SplitFunctions, state: State, leaves: list[Any]) -> ForwardResult:
@@ -38,13 +44,14 @@ class Root:
 
     Attributes:
         queue: where a backward leaves what is pending.
+        deliver: delivers at once.
         anchor: a leaf that requires a gradient and never gets one.
         node: where its gradient would arrive. A backward that is for parameters comes to it;
             ``torch.autograd.grad`` and ``backward(inputs=...)`` do not.
     """
 
-    def __init__(self, queue: PendingQueue) -> None:
-        self.queue = queue
+    def __init__(self, queue: Backlog[Deferred], deliver: Delivery) -> None:
+        self.queue, self.deliver = queue, deliver
         with torch.inference_mode(False):
             self.anchor = torch.zeros((), requires_grad=True)
             self.node = get_gradient_edge(self.anchor).node
@@ -54,7 +61,8 @@ class Split(torch.autograd.Function):
     """F, whose backward is I.
 
     Parameters are not among the inputs: their gradients come later and by another way. The
-    anchor gives the outputs a gradient function all the same.
+    anchor gives the outputs a gradient function all the same. Where a reducer waits for weight
+    gradients, the parameters stand behind the leaves, and the backward is I and W.
     """
 
     @staticmethod
@@ -64,11 +72,13 @@ class Split(torch.autograd.Function):
         functions: SplitFunctions,
         state: State,
         anchor: Tensor,
-        *leaves: Any,
+        *values: Any,
     ) -> tuple[Any, ...]:
         ctx.root, ctx.functions, ctx.state = root, functions, state
-        ctx.ticket = root.queue.reducer.forward()
-        outputs, _, ctx.saved = run_forward(functions, state, list(leaves))
+        leaves = list(values[: len(functions.capture.inputs)])
+        ctx.whole = len(values) > len(leaves)
+        del values
+        outputs, _, ctx.saved = run_forward(functions, state, leaves)
         ctx.packed = has_saved_tensors_hooks()
         if ctx.packed:
             ctx.save_for_backward(*ctx.saved.tensors)
@@ -103,12 +113,23 @@ class Split(torch.autograd.Function):
             grads, handover, early = functions.backward_input(saved, arrived)
         for at in idle:  # autograd knows no gradient from a gradient of zeros
             grads[at] = None
+        weights: list[Tensor | None] = [None] * len(functions.parameter_names) * ctx.whole
         if will_run(root.node):
             number = current_backward()
             work = Deferred(functions, handover, early, ctx.state, skipped, number, kept)
-            root.queue.add(work)
-        root.queue.reducer.backward(ctx.ticket)
-        return (None, None, None, None, *grads)
+            if ctx.whole:
+                weights = weight_gradients(work)
+            elif all(map(_IS_LEAF, work.parameters)):
+                root.queue.add(number, work)
+            else:  # computed (torch.func.functional_call): no .grad is to come here
+                root.deliver([work])
+        elif kept and asked_by_pipelining():
+            raise SplitError(
+                "a schedule of torch.distributed.pipelining asks for input gradients now and for "
+                "weight gradients later, which it looks for where those of a split module are "
+                "not; pass dw_builder=lambda: module.backward_weight to its PipelineStage"
+            )
+        return (None, None, None, None, *grads, *weights)
 
 
 def _check_backward(ctx: Any) -> None:

@@ -14,6 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
+from torch._guards import TracingContext
 from torch.autograd import forward_ad
 from torch.autograd.graph import Node
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -32,13 +33,18 @@ from torch.utils._pytree import (
 __all__ = [
     "StateReader",
     "TreeSpec",
+    "asked_by_pipelining",
     "csv_has_send_waits",
     "current_backward",
     "data_parallel",
     "flatten_named",
+    "fsdp_part",
     "graph_is_kept",
     "has_saved_tensors_hooks",
+    "in_compiler",
     "in_transform",
+    "is_exported",
+    "is_fsdp_managed",
     "is_gone",
     "register_node",
     "share_state",
@@ -108,10 +114,60 @@ def in_transform() -> bool:
     return bool(torch._C._are_functorch_transforms_active()) or forward_ad._current_level >= 0
 
 
+def asked_by_pipelining() -> bool:
+    """Whether a schedule of torch.distributed.pipelining that runs I and W apart is asking this
+    thread for input gradients; weights it then looks for in autograd's graph.
+    """
+    module = sys.modules.get("torch.distributed.pipelining._backward")
+    code = getattr(getattr(module, "stage_backward_input", None), "__code__", None)
+    frame = sys._getframe() if code is not None else None
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
+
+
+def in_compiler() -> bool:
+    """Whether this is asked by torch.compile, or by what it traces, while it makes a graph."""
+    return TracingContext.try_get() is not None
+
+
+def is_exported() -> bool:
+    """Whether ``torch.export``, ``torch.onnx`` or ``torch.jit.trace`` runs this to record it."""
+    if torch._C._get_tracing_state() is not None:
+        return True
+    # The flag is the process's: another thread may be capturing a model.
+    return torch.compiler.is_exporting() and (
+        torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    )
+
+
 def data_parallel() -> DistributedDataParallel | None:
     """The DistributedDataParallel whose forward calls this."""
     active: DistributedDataParallel | None = DistributedDataParallel._get_active_ddp_module()
     return active
+
+
+_FSDP_MARK = "_is_fsdp_managed_module"
+"""What FSDP leaves, for Dynamo, on every module that it manages."""
+
+
+def is_fsdp_managed(module: nn.Module) -> bool:
+    """Whether FSDP manages the module itself; cheap enough to be asked at every call."""
+    return _FSDP_MARK in module.__dict__
+
+
+def fsdp_part(module: nn.Module) -> tuple[str, str] | None:
+    """Name and class of the first submodule, or the module itself, that FSDP manages: by
+    ``fully_shard`` (with any mesh, replicated too) or inside ``FullyShardedDataParallel``.
+    """
+    library = sys.modules.get("torch.distributed.fsdp")  # nothing can be sharded without it
+    if library is None:
+        return None
+    kinds = (library.FSDPModule, library.FullyShardedDataParallel)
+    for name, part in module.named_modules():
+        if isinstance(part, kinds) or is_fsdp_managed(part):
+            return name, type(part).__name__
+    return None
 
 
 def flatten_named(root: str, tree: Any) -> list[tuple[str, Any]]:
@@ -152,15 +208,16 @@ def _key(key: Any) -> str:
     return f"[{key}]"
 
 
-def versions(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
-    """How often each tensor's storage was written in place, as autograd counts it."""
+def versions(tensors: Iterable[Any]) -> tuple[int, ...]:
+    """How often each tensor was written in place, as autograd counts it; 0 for numbers."""
     tensors = tuple(tensors)
     try:
         return tuple([tensor._version for tensor in tensors])
     except (AttributeError, RuntimeError):
         # Some kernels return None where their fake promises a tensor (a workspace not needed);
-        # an inference tensor has no version.
-        return tuple([0 if t is None or t.is_inference() else t._version for t in tensors])
+        # an inference tensor has no version, nor has a number.
+        counted = [isinstance(t, torch.Tensor) and not t.is_inference() for t in tensors]
+        return tuple([t._version if c else 0 for t, c in zip(tensors, counted, strict=True)])
 
 
 def is_gone(storage: torch.UntypedStorage) -> Callable[[], bool]:

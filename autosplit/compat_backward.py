@@ -77,6 +77,23 @@ def watch_gradients(
             node = node.next_functions[0][0] if len(leaves) == 1 else None
 
 
+def compiled_node(results: Any) -> type | None:
+    """The class of the nodes that stand in autograd's graph for calls of a compiled graph, which
+    has one of its own; None where no result has a history.
+
+    Args:
+        results: what a call returned.
+    """
+    for node in (each.grad_fn for each in results if isinstance(each, Tensor)):
+        for _ in range(_LONGEST_VIEW):
+            if node is None:
+                break
+            if node.name() == "CompiledFunctionBackward":
+                return type(node)
+            node = node.next_functions[0][0] if len(node.next_functions) == 1 else None
+    return None
+
+
 def output_shape(node: Any, index: int = 0) -> tuple[int, ...]:
     """Shape of a result of the operator whose backward is this autograd node."""
     return tuple(node._input_metadata[index].shape)

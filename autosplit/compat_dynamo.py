@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch._dynamo
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
-from torch._dynamo.exc import SkipFrame
+from torch._dynamo.exc import BackendCompilerFailed, InternalTorchDynamoError, SkipFrame
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._functorch.partitioners import default_partition
 from torch._guards import TracingContext
@@ -30,10 +31,12 @@ from .capture.custom_functions import refuse_absent_gradients
 from .capture.random import refuse_own_generators
 from .capture.recurrent import divide_layers
 from .compat_convention import AotGraphs, assemble, copy_graph, label, without_deferred
-from .errors import CaptureError, SplitError
+from .errors import CaptureError, ShardedError, SplitError
 from .passes import Kind, PassError, Role
 from .passes.graph import placeholders
 from .passes.ops import is_effect
+
+_ROOT = re.compile(r"[LG]\['\w+'\]")
 
 Boxed = Callable[[list[Any]], list[Any]]
 
@@ -82,8 +85,9 @@ def compile_graph(
     try:
         with as_eager(module, splitter.decompositions):
             compiled: Callable[..., Any] = compiler(module, example_inputs)
-    except (_GivenUpError, RuntimeError) as error:
-        # AOTAutograd refuses some graphs that run well (operators that return their argument).
+    except (_GivenUpError, RuntimeError, AssertionError) as error:
+        # AOTAutograd refuses some graphs that run well (operators that return their argument,
+        # writes into one of two inputs that share their memory).
         splitter.give_up(str(error).strip().partition("\n")[0])
         return module
     return compiled
@@ -107,9 +111,29 @@ def compile_model(
     def call(*args: Any, **kwargs: Any) -> Any:
         # As in a whole-graph capture, recurrent layers are traced into.
         with torch._dynamo.config.patch(allow_rnn=True, **AS_IN_EAGER):
-            return compiled(*args, **kwargs)
+            try:
+                return compiled(*args, **kwargs)
+            except BackendCompilerFailed as error:
+                if isinstance(error.inner_exception, ShardedError):
+                    raise error.inner_exception from None
+                raise
+            except InternalTorchDynamoError as error:
+                if str(error).startswith("RecursionError"):
+                    raise RecursionError(str(error)) from error
+                raise
 
     return call
+
+
+def traced_modules(module: fx.GraphModule) -> list[nn.Module]:
+    """The modules that the code of a graph knows by a variable, while Dynamo compiles it: the
+    one whose ``forward`` it is, or what a function reads.
+    """
+    frame = InstructionTranslator.current_tx().output.root_tx
+    scope = {"L": frame.f_locals, "G": frame.f_globals}
+    names = {found[0] for source in input_sources(module) if (found := _ROOT.match(source))}
+    values = [eval(name, scope) for name in names] + [*frame.f_locals.values()]
+    return list({id(value): value for value in values if isinstance(value, nn.Module)}.values())
 
 
 def frozen_parameters(example_inputs: Sequence[Any]) -> list[int]:

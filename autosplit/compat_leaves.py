@@ -7,14 +7,18 @@ that node. Where nobody did, adding here is the same and takes a tenth of the en
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from operator import attrgetter, is_not
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
+
+T = TypeVar("T")
 
 _TENSOR_HOOKS = attrgetter("_backward_hooks")
 _LATE_HOOKS = attrgetter("_post_accumulate_grad_hooks")
@@ -101,7 +105,7 @@ def add_gradients(
         return
     for parameter, total, grad, copied in zip(parameters, sums, grads, borrowed, strict=True):
         if total is None:
-            parameter.grad = _own(parameter, grad, copied)
+            parameter.grad = own_gradient(parameter, grad, copied)
         elif total.is_sparse:
             parameter.grad = grad + total
         else:
@@ -132,9 +136,54 @@ def _nothing(*_: Any) -> None:
     pass
 
 
-def _own(parameter: Tensor, grad: Tensor, borrowed: bool) -> Tensor:
-    """The gradient as ``.grad``: itself where it is nobody else's and as the parameter lies."""
+def own_gradient(parameter: Tensor, grad: Tensor, borrowed: bool) -> Tensor:
+    """A gradient as ``.grad``: itself where it is nobody else's and as the parameter lies."""
     dtype = getattr(parameter, "grad_dtype", None) or grad.dtype
     if borrowed or grad.stride() != parameter.stride() or grad.dtype is not dtype:
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False).copy_(grad)
     return grad.detach() if grad._base is not None else grad  # a view would keep its base
+
+
+def wrapper(kind: type[T], like: Tensor, dtype: torch.dtype) -> T:
+    """A tensor of a subclass of Tensor, without memory, in the shape and on the device of another.
+
+    Args:
+        kind: the subclass.
+        like: the other tensor.
+        dtype: of the new one.
+    """
+    make: Any = Tensor._make_wrapper_subclass
+    made: T = make(kind, like.shape, dtype=dtype, device=like.device)
+    return made
+
+
+tensor_users = Tensor._use_count  # type: ignore[attr-defined]
+"""How many hold a tensor in C++, its Python object included."""
+
+as_it_is = torch._C.DisableTorchFunctionSubclass
+"""Context in which subclasses of Tensor do not see the functions that are called on them."""
+
+ZERO_ALL = torch._foreach_zero_
+
+
+@contextlib.contextmanager
+def above_autograd() -> Iterator[None]:
+    """What runs inside is dispatched as if no operator were under way: below ``__torch_dispatch__``
+    autograd is off, whatever ``enable_grad`` says.
+    """
+    with torch._C._ForceDispatchKeyGuard(*_OUTSIDE):
+        yield
+
+
+def _dispatch_outside() -> tuple[Any, Any]:
+    """What a thread starts with, whatever this one is doing."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(
+            lambda: (
+                torch._C._dispatch_tls_local_include_set(),
+                torch._C._dispatch_tls_local_exclude_set(),
+            )
+        ).result()
+
+
+_OUTSIDE = _dispatch_outside()

@@ -90,6 +90,10 @@ class Delivery:
         leaves = self._leaves_of(work)
         return leaves if leaves.unnoticed() else None
 
+    def forget(self) -> None:
+        """Hold no parameters and no nodes of theirs any more."""
+        self._leaves.clear()
+
     def _leaves_of(self, work: Deferred) -> Leaves:
         parameters = [work.state[name] for name in work.functions.parameter_names]
         leaves = self._leaves.get(work.functions)
@@ -129,12 +133,26 @@ class Delivery:
         return True
 
 
+def weight_gradients(work: Deferred) -> list[Tensor | None]:
+    """A gradient for each of ``parameter_names``, to be handed to autograd: None where there is
+    none, and each a tensor of its own.
+    """
+    with without_autocast():
+        grads = _gradients([work])
+    functions = work.functions
+    found = zip(functions.parameter_names, grads, functions.borrowed, strict=True)
+    return [
+        None if name in work.skipped else grad.clone() if borrowed else grad
+        for name, grad, borrowed in found
+    ]
+
+
 def _fit(one: Sequence[Deferred], other: Sequence[Deferred]) -> bool:
     """Whether W of two microbatches can run in one call."""
-    if len(one) > 1 or len(other) > 1 or other[0].skipped:
+    if len(one) > 1 or len(other) > 1 or one[0].skipped or other[0].skipped:
         return False
     (first,), (second,) = one, other
-    if first.functions is not second.functions:
+    if first.functions is not second.functions or first.functions.defers_numbers:
         return False
     names = first.functions.parameter_names
     pairs = ((first.state[name], second.state[name]) for name in names)

@@ -4,6 +4,7 @@ it is a tensor of its own.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Sequence
 from functools import cached_property
@@ -13,8 +14,8 @@ from torch import Tensor, fx
 
 from .handover import TensorSpec
 from .passes import Kind, Role, SplitGraphs
-from .passes.aliasing import is_whole, storage_root
-from .passes.graph import descendants, inputs, outputs
+from .passes.aliasing import is_whole, maker, storage_root
+from .passes.graph import ancestors, descendants, inputs, outputs
 
 _GRADIENT_OF = {Kind.PARAMETER_GRAD: Kind.PARAMETER, Kind.INPUT_GRAD: Kind.INPUT}
 
@@ -96,6 +97,26 @@ class Dependence:
             if role.kind is Kind.PARAMETER_GRAD
             and (uses[storage_root(value)] > 1 or not is_whole(value))
         )
+
+    @cached_property
+    def inseparable(self) -> dict[str, str]:
+        """Parameter -> the operator that makes its gradient and cannot wait: an input gradient
+        needs what it makes, too (fused recurrent layers, norms, sums of an input and a weight).
+        """
+        graph = self._graphs.joint.graph
+        wanted = [v for _, v in outputs(graph, Kind.INPUT_GRAD) if isinstance(v, fx.Node)]
+        urgent = ancestors(wanted)
+        pairs = [(role.name, value) for role, value in outputs(graph, Kind.PARAMETER_GRAD)]
+        made = {name: maker(value) for name, value in pairs if isinstance(value, fx.Node)}
+        return {name: str(node.target) for name, node in made.items() if node in urgent}
+
+    @cached_property
+    def deferred_share(self) -> float:
+        """What share of the elements of weight gradients W can make; 1 where there are none."""
+        sizes = {n: math.prod(spec.shape) for n, spec in self.gradient_specs.items()}
+        waiting = sum(size for name, size in sizes.items() if name not in self.inseparable)
+        total = sum(sizes.values())
+        return waiting / total if total else 1.0
 
     @cached_property
     def dense(self) -> bool:

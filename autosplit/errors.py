@@ -1,8 +1,14 @@
-"""Every error autosplit raises on purpose.
+"""Every error autosplit raises on purpose, and the warning that splitting gains little.
 
 A message says what was expected, what came, and what to do; where a graph knows
 the user's source line, the message names it.
 """
+
+from __future__ import annotations
+
+import warnings
+
+_ENOUGH = 0.5
 
 
 class AutosplitError(Exception):
@@ -17,12 +23,46 @@ class FailingCallError(CaptureError):
     """The forward fails for these inputs, traced or not: a shape that does not fit, for example."""
 
 
+class RecursiveCallError(FailingCallError):
+    """The forward calls the split module that is made of it."""
+
+
+class FirstCallError(CaptureError):
+    """A first call is to be run as it is, for what it does once; the next can be traced."""
+
+
 class SplitError(AutosplitError):
     """A graph could not be split, or a split module was driven in a wrong order."""
 
 
+class ShardedError(SplitError):
+    """A model is sharded in a way that takes weight gradients in ``backward()``: FSDP."""
+
+
 class BackendError(SplitError):
     """A backend cannot compile a graph, or not for this machine."""
+
+
+class DeferralWarning(UserWarning):
+    """Less than half of a module's weight gradients can wait for ``backward_weight()``."""
+
+    @classmethod
+    def issue(cls, name: str, share: float, because: str) -> bool:
+        """Warn if there is reason to.
+
+        Args:
+            name: of the module.
+            share: of its weight gradients that can wait.
+            because: why others cannot.
+
+        Returns:
+            Whether there was.
+        """
+        if share >= _ENOUGH:
+            return False
+        text = f"{name}: {share:.0%} of the weight gradients wait for backward_weight(), because "
+        warnings.warn(f"{text}{because}. Results are right; report() says more", cls, stacklevel=3)
+        return True
 
 
 class ScheduleError(AutosplitError):
@@ -39,3 +79,7 @@ class PlanError(AutosplitError):
 
 class CheckpointError(AutosplitError):
     """A checkpoint cannot be read, or does not fit the model."""
+
+
+class OutputError(AutosplitError):
+    """A file or folder that was asked for cannot be written."""

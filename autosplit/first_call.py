@@ -67,6 +67,11 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
             part.training = training
 
 
+def is_unshaped(module: nn.Module) -> bool:
+    """Whether the first call is to give lazy parameters or buffers their shape."""
+    return bool(_lazy_names(module))
+
+
 def _lazy_names(module: nn.Module) -> list[str]:
     named = [*module.named_parameters(), *module.named_buffers()]
     return [name for name, tensor in named if is_lazy(tensor)]

@@ -23,6 +23,7 @@ from .handover import Handover, State, TensorSpec
 from .passes import Kind, Role, SplitGraphs
 from .passes.donate import donatable, donate
 from .passes.graph import STATE, inputs, outputs
+from .passes.sizes import is_size
 from .slices import SlicedWeight
 
 if TYPE_CHECKING:
@@ -141,6 +142,15 @@ class SplitFunctions:
     @property
     def has_backward(self) -> bool:
         return self.graphs.backward is not None
+
+    @cached_property
+    def defers_numbers(self) -> bool:
+        """Whether W takes numbers read from data: sizes in it then differ between microbatches,
+        and one graph cannot hold several.
+        """
+        weight = self.graphs.backward_weight
+        taken = [] if weight is None else inputs(weight.graph, Kind.DEFERRED).values()
+        return any(map(is_size, taken))
 
     @cached_property
     def output_specs(self) -> dict[str, TensorSpec]:

@@ -16,6 +16,8 @@ from .streams import follow, stream_under
 
 State = Mapping[str, Tensor]
 
+_NUMBERS = (int, float, bool)
+
 
 @dataclasses.dataclass(frozen=True)
 class TensorSpec:
@@ -73,7 +75,8 @@ class Constants(NamedTuple):
 
 
 class Handover:
-    """Tensors from one graph to the next, with the state and constants that it will read.
+    """Tensors, and numbers read from data, from one graph to the next, with the state and
+    constants that it will read.
 
     A tensor written in place between the two would give wrong gradients, and so would a
     parameter whose data were exchanged (``.to()``, ``parameter.data = ...``), which autograd
@@ -94,7 +97,7 @@ class Handover:
     def __init__(
         self,
         names: tuple[str, ...],
-        tensors: list[Tensor],
+        tensors: list[Any],
         state: tuple[Tensor, ...],
         constants: Constants = Constants(),  # noqa: B008 (immutable)
         donated: Sequence[int] = (),
@@ -114,7 +117,8 @@ class Handover:
 
     @property
     def tensors(self) -> Sequence[Tensor]:
-        return self._tensors
+        """Without the numbers; None where a kernel gave nothing."""
+        return [value for value in self._tensors if not isinstance(value, _NUMBERS)]
 
     @property
     def state(self) -> tuple[Tensor, ...]:
@@ -124,15 +128,17 @@ class Handover:
     @property
     def read(self) -> tuple[Tensor, ...]:
         """Everything that the next graph reads, and constants that one after it does."""
-        return (*self._tensors, *self._state, *self._constants)
+        return (*self.tensors, *self._state, *self._constants)
 
     def put_away(self) -> None:
         """Keep no tensors: autograd keeps them, packed by the user's hooks."""
-        self._tensors = []
+        self._tensors = [v if isinstance(v, _NUMBERS) else None for v in self._tensors]
 
     def bring_back(self, tensors: Iterable[Tensor]) -> None:
         """The tensors that were put away, as the user's hooks unpacked them."""
-        self._tensors = self._apart(tensors)  # the hooks may keep what they gave
+        given = iter(tensors)
+        back = [v if isinstance(v, _NUMBERS) else next(given) for v in self._tensors]
+        self._tensors = self._apart(back)  # the hooks may keep what they gave
         self._counts = versions(self._tensors) + self._counts[len(self._tensors) :]
 
     def again(self) -> Handover:
@@ -149,7 +155,7 @@ class Handover:
         twin._stream = self._stream
         return twin
 
-    def _apart(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+    def _apart(self, tensors: Iterable[Any]) -> list[Any]:
         """The tensors, copied where the next graph may write over them."""
         found = list(tensors)
         for at in self._donated if found else ():
@@ -157,8 +163,8 @@ class Handover:
                 found[at] = TensorSpec.of(found[at]).copy(found[at])
         return found
 
-    def take(self) -> list[Tensor]:
-        """The tensors and the state, in one list; this object keeps none of them.
+    def take(self) -> list[Any]:
+        """The tensors, numbers and state, in one list; this object keeps none of them.
 
         Raises:
             SplitError: something was written in place since the hand-over, or a parameter or

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from .compat import tree_flatten, tree_unflatten
-from .errors import PipelineError
-from .workload import Workload
+from .errors import AutosplitError, PipelineError
+from .module import SplitModule
+from .pipeline.schedule import check_size
+from .splitting import split
+from .workload import Workload, example_of, failures_of
+
+Example: TypeAlias = "tuple[nn.Module, tuple[Any, ...], dict[str, Any]]"
+"""A module with positional and keyword inputs."""
 
 
-def example(
-    made: Any, factory: str, stages: int, stage: int, *, input_grads: bool
-) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+def example(made: Any, factory: str, stages: int, stage: int, *, input_grads: bool) -> Example:
     """A module with positional and keyword inputs.
 
     Args:
-        made: a Workload, ``(model, args)`` or ``(model, args, kwargs)``.
+        made: a Workload, or as for ``example_of``.
         factory: its name, for messages.
         stages: for a Workload, how many stages.
         stage: for a Workload, which one.
@@ -29,7 +33,7 @@ def example(
         PipelineError: ``made`` is something else, or there is no such stage.
     """
     if isinstance(made, Workload):
-        module, args = _stage(made, stages, stage)
+        module, args = _stage(made, factory, stages, stage)
         kwargs: dict[str, Any] = {}
     elif (stages, stage) != (1, 0):
         raise PipelineError(
@@ -37,33 +41,53 @@ def example(
             f"stage={stage}"
         )
     else:
-        module, args, kwargs = _unpack(made, factory)
+        module, args, kwargs = example_of(made, factory)
     leaves, spec = tree_flatten((args, kwargs))
     leaves = [_with_grad(leaf) if input_grads else leaf for leaf in leaves]
     args, kwargs = tree_unflatten(leaves, spec)
     return module, args, kwargs
 
 
-def _stage(workload: Workload, stages: int, stage: int) -> tuple[nn.Module, tuple[Any, ...]]:
+def split_example(given: Example, factory: str, *, backend: str, memory: str | int) -> SplitModule:
+    """The module split, and captured for its inputs.
+
+    Args:
+        given: what ``example`` found.
+        factory: its name, for messages.
+        backend: see ``split``.
+        memory: see ``split``.
+
+    Raises:
+        PipelineError: the model fails on its inputs, split or not.
+        AutosplitError: as for ``split``.
+    """
+    model, args, kwargs = given
+    try:
+        module = split(model, args, kwargs, backend=backend, memory=memory)
+        if not module.functions:  # split graph by graph, as a call finds them
+            module(*args, **kwargs)
+        return module
+    except AutosplitError:
+        raise
+    except Exception:
+        with failures_of(f"the model of {factory}, called without autosplit,"):
+            model(*args, **kwargs)
+        raise
+
+
+def _stage(
+    workload: Workload, factory: str, stages: int, stage: int
+) -> tuple[nn.Module, tuple[Any, ...]]:
     if not 0 <= stage < stages:
         raise PipelineError(f"no stage {stage} of {stages}; stages count from 0")
-    value, _ = workload.batch_fn(0, workload.microbatch_size)
-    with torch.no_grad():
+    check_size(stages, 1)
+    with failures_of(f"{factory}, of its batch or stages 0 to {stage},"), torch.no_grad():
+        value, _ = workload.batch_fn(0, workload.microbatch_size)
         for index in range(stage):
             module = workload.stage_fn(index, stages)
             value = module(*value) if isinstance(value, tuple) else module(value)
-    return workload.stage_fn(stage, stages), value if isinstance(value, tuple) else (value,)
-
-
-def _unpack(made: Any, factory: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    if isinstance(made, tuple) and len(made) in (2, 3) and isinstance(made[0], nn.Module):
-        args = made[1] if isinstance(made[1], tuple) else (made[1],)
-        return made[0], args, made[2] if len(made) == 3 else {}
-    came = "a module without inputs" if isinstance(made, nn.Module) else type(made).__name__
-    raise PipelineError(
-        f"{factory} returned {came}; return (model, args), (model, args, kwargs) or a Workload, "
-        "so that there is something to trace the model with"
-    )
+        built = workload.stage_fn(stage, stages)
+    return built, value if isinstance(value, tuple) else (value,)
 
 
 def _with_grad(leaf: Any) -> Any:

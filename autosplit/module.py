@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+import warnings
+import weakref
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
 
 from .accumulation import Accumulation
 from .autograd import Root, Split, run_forward
-from .compat import in_transform, tree_unflatten, untraced
+from .compat import in_transform, is_fsdp_managed, tree_unflatten, untraced
 from .compile import check_backend
 from .delivery import Delivery
-from .errors import AutosplitError, BackendError, CaptureError, FailingCallError, SplitError
-from .face import Face
+from .errors import (
+    AutosplitError,
+    BackendError,
+    CaptureError,
+    FailingCallError,
+    FirstCallError,
+    RecursiveCallError,
+    ShardedError,
+    SplitError,
+)
+from .face import Face, Forward
 from .fitting import FittingGraphs
 from .functions import SplitFunctions
 from .overlap import refuse_overlap
-from .pending import PendingQueue
+from .pending import Deferred
+from .reducer import refuse_sharded, synchronises
 from .report.dump import dump
 from .report.tables import report
+from .runtime.backlog import Backlog, checked
 from .signature import Flattening
 from .tracing import check_memory
 
@@ -28,7 +41,16 @@ if TYPE_CHECKING:
     from .integrations.partial import Partial
 
 # Gone when a split module is copied or pickled; a copy captures anew.
-_TRANSIENT = ("_graphs", "_partial", "_queue", "_deliver", "_flatten", "_root")
+_TRANSIENT = (
+    "_doubt",
+    "_eager",
+    "_flatten",
+    "_graphs",
+    "_partial",
+    "_queue",
+    "_root",
+    "_tries_again",
+)
 
 
 class SplitModule(Face):
@@ -36,11 +58,17 @@ class SplitModule(Face):
 
     Calls, attributes, parameters, ``state_dict`` and ``train()``/``eval()`` are those of
     ``model``: the very same tensors under the same names, and an attribute that is set here is
-    set there. After ``loss.backward()`` the weight gradients of that microbatch are pending;
-    ``backward_weight()`` computes them. Where no input needs a gradient, ``backward()`` computes
-    the derivatives down to the earliest parameters. ``torch.autograd.grad`` and
-    ``backward(inputs=...)`` leave nothing pending: they ask for input gradients only, and
-    parameters cannot be asked for in this way.
+    set there. After ``loss.backward()`` the weight gradients of that microbatch are pending, and
+    ``.grad`` of each parameter holds a lazy gradient. Whatever first uses one (clipping, a
+    scaler, an optimizer's step) has everything computed that is pending; ``backward_weight()``
+    is for choosing when. Where ``.grad`` is set to None, zeroed or replaced, what was pending for
+    it is dropped, and with the last one of a microbatch its memory. Hooks on parameters fire when
+    gradients are computed. A step compiled with ``fullgraph=True`` cannot wait for that: call
+    ``backward_weight()`` before it, and before what reads memory that ``.grad`` shares. Where no
+    input needs a gradient, ``backward()`` computes the derivatives down to the earliest parameters.
+    ``torch.autograd.grad`` and ``backward(inputs=...)`` leave nothing pending: they ask for input
+    gradients only, and parameters cannot be asked for in this way. Parameters that are computed
+    (``torch.func.functional_call``) get their gradients at once.
 
     A graph is captured for each combination of input structure, shapes, dtypes, devices and
     ``requires_grad``, of values of numbers and strings, and of everything else that the forward
@@ -48,11 +76,21 @@ class SplitModule(Face):
     changes, the next call finds another graph that fits or captures one. At most ``max_graphs``
     are kept; beyond that the one unused for longest is dropped, with a warning.
 
-    Inside ``DistributedDataParallel`` the reducer runs in ``backward_weight()``; after a forward
-    outside ``no_sync()`` everything pending is delivered to it as one sum.
+    Inside ``DistributedDataParallel``, a forward outside ``no_sync()`` computes what is pending,
+    and its ``backward()`` computes weight gradients too: ranks average them there, not where each
+    happens to use them first.
+
+    A call that fails where it is traced, though not otherwise, runs by plain autograd, with a
+    warning; ``report()`` counts such calls.
+
+    It can stand for the model where a library asks: ``isinstance`` and ``inspect.signature`` of
+    ``forward`` give the model's answers, ``len()``, indices and iteration work where the model has
+    them, and a ``forward`` that is set here is called here, around the split one. ``torch.export``
+    and ``torch.jit.trace`` record the model, without split; for ``torch.jit.script`` and
+    ``torch.fx.symbolic_trace`` give them ``.model``.
 
     Several threads may call one split module. A copy, by ``copy`` or ``pickle``, captures its
-    own graphs; one with pending microbatches cannot be copied.
+    own graphs; what is pending stays with the original, as ``.grad`` does.
     """
 
     _backend: str
@@ -62,9 +100,11 @@ class SplitModule(Face):
     _graphs: FittingGraphs
     _fullgraph: bool
     _dynamic: bool
+    _eager: dict[str, int]
     _partial: Partial | None
-    _queue: PendingQueue
-    _deliver: Delivery
+    _queue: Backlog[Deferred]
+    _tries_again: bool
+    _doubt: AutosplitError | None
     _flatten: Flattening
     _root: Root
 
@@ -101,21 +141,31 @@ class SplitModule(Face):
         """Start without graphs and pending work."""
         own = self.__dict__
         limit = own["_max_graphs"]
-        own["_graphs"] = FittingGraphs(self.model, own["_backend"], own["_memory"], limit)
+        insist = own["_fullgraph"]
         own["_flatten"] = Flattening()
+        own["_eager"] = {}
         own["_partial"] = self._by_graphs("dynamic=True") if own["_dynamic"] else None
-        own["_queue"] = PendingQueue()
-        own["_deliver"] = Delivery(own["_accumulation"])
-        own["_root"] = Root(own["_queue"])
+        own["_tries_again"] = False  # whether a call in parts, or as it was, is not to be the rule
+        own["_doubt"] = None  # why it is in parts, until the first call in parts was looked at
+        deliver = Delivery(own["_accumulation"])
+        own["_queue"] = Backlog(deliver.all)
+        options = own["_backend"], own["_memory"], limit, insist
+        own["_graphs"] = FittingGraphs(self.model, *options, own["_queue"].hidden)
+        own["_root"] = Root(own["_queue"], deliver)
+        # Parameters hold what is pending for them, also when this is gone, and may go with it only
+        # if no node of autograd's holds them.
+        weakref.finalize(self, deliver.forget)
 
+    @Forward
     @untraced
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward.
 
         Raises:
-            CaptureError: the model cannot be traced for these inputs, or fails for them.
+            CaptureError: with ``fullgraph``, the model cannot be traced for these inputs.
             SplitError: the graph cannot be split, or the call is inside a ``torch.func``
                 transform.
+            ShardedError: FSDP manages the model or a part of it.
         """
         if in_transform():
             raise SplitError(
@@ -123,27 +173,56 @@ class SplitModule(Face):
                 "forward-mode differentiation: its backward leaves out the weights, which these "
                 "would not notice; transform the unsplit model, which is .model of this one"
             )
-        if self._partial is not None:
-            return self._partial(*args, **kwargs)
+        if is_fsdp_managed(self.model):  # by now; guards of graphs do not look for it
+            refuse_sharded(self.model)
+        together = synchronises()
+        if together:
+            self.backward_weight()
+        if self._partial is not None and not self._tries_again:
+            return self._in_parts(self._partial, args, kwargs)
         leaves, structure = self._flatten(args, kwargs)
+        failing = None
         try:
-            functions = self._graphs.fitting(args, kwargs, leaves, structure)
-        except (BackendError, FailingCallError):
+            functions = self._graphs.fitting(args, kwargs, leaves, structure, called=True)
+        except (BackendError, RecursiveCallError, ShardedError):
             raise
+        except FailingCallError as error:
+            failing = error
+        except FirstCallError as error:
+            return self._as_it_is(error, args, kwargs)
         except (CaptureError, SplitError) as error:
-            return self._first_in_parts(error, args, kwargs)
+            return self._in_parts(self._give_up(error), args, kwargs)
+        if failing is not None:  # here, so that the user's own error comes alone
+            return self._eagerly(failing, args, kwargs)
         state = self._graphs.state()
         if functions.updated_inputs:
             refuse_overlap(functions, leaves, state)
         if functions.tangent_specs:
             root = self._root
-            outputs = list(Split.apply(root, functions, state, root.anchor, *leaves))  # type: ignore[no-untyped-call]
+            given = [functions, state, root.anchor, *leaves]
+            if together:
+                given += [state[name] for name in functions.parameter_names]
+            outputs = list(Split.apply(root, *given))  # type: ignore[no-untyped-call]
         else:
             with torch.no_grad():
                 outputs = run_forward(functions, state, list(leaves)).outputs
         for name in reversed(functions.updated_inputs):
             leaves[functions.capture.inputs.index(name)].copy_(outputs.pop())
         return tree_unflatten(outputs, functions.capture.output_spec)
+
+    def _eagerly(self, error: FailingCallError, args: Any, kwargs: Any) -> Any:
+        """The call by plain autograd: where that fails too, with the user's own error."""
+        if self._fullgraph:
+            raise error
+        result = self.model(*args, **kwargs)
+        if not self._eager:
+            warnings.warn(
+                f"{type(self.model).__name__} runs calls like this one unsplit, by plain autograd, "
+                f"as they fail where they are traced. report() says so too. {error}",
+                stacklevel=3,
+            )
+        self._eager[str(error)] = self._eager.get(str(error), 0) + 1
+        return result
 
     @untraced
     def backward_weight(self, microbatches: int | None = None) -> None:
@@ -153,30 +232,38 @@ class SplitModule(Face):
         add up one microbatch after the other, bit for bit unless another ``accumulation`` than
         ``"exact"`` lets W round differently. A parameter that was replaced since
         the forward gets its gradient all the same; the new one none. Where this raises while it
-        computes, the microbatches that were asked for are gone: start the step again.
+        computes, the microbatches that were asked for are gone, and ``.grad`` raises when it is
+        used: call ``zero_grad()`` and start the step again.
 
         Args:
             microbatches: how many, the oldest ``backward()`` first; all where None.
 
         Raises:
-            SplitError: nothing, or fewer than asked for, is pending; or
-                DistributedDataParallel would average only a part.
+            SplitError: fewer than asked for are pending; something that W needs was written in
+                place since; a parameter was frozen; or another thread computes them, and this is
+                inside a ``backward()``.
         """
         partial = self._partial
-        if partial is None or not partial.pending:
-            self._deliver.all(self._queue.take(microbatches))
+        if microbatches is None:
+            self._queue.compute()
+            if partial is not None:
+                partial.backward_weight()
             return
         # What whole graphs left is older: once in parts, always in parts.
         whole = self._queue.pending
-        count = whole + partial.pending if microbatches is None else microbatches
-        if not 1 <= count <= whole + partial.pending:
-            raise SplitError(
-                f"backward_weight(microbatches={count}): {whole + partial.pending} pending; "
-                f"ask for 1 to {whole + partial.pending}"
-            )
-        self._deliver.all(self._queue.take(min(count, whole)) if whole else ())
-        if count > whole:
+        count = checked(microbatches, self.pending)
+        if whole:
+            self._queue.compute(min(count, whole))
+        if partial is not None and count > whole:
             partial.backward_weight(count - whole)
+
+    def discard(self) -> None:
+        """Forget what is pending, as if its ``backward()`` had not been: ``.grad`` of each
+        parameter is what it was before, and holds what came from elsewhere meanwhile.
+        """
+        self._queue.discard()
+        if self._partial is not None:
+            self._partial.discard()
 
     @property
     def pending(self) -> int:
@@ -194,14 +281,21 @@ class SplitModule(Face):
         return self._graphs.captured
 
     def capture(self, *args: Any, **kwargs: Any) -> SplitFunctions:
-        """Capture and compile the graph for inputs like these now, without running anything.
+        """Capture and compile the graph for inputs like these now, without running anything;
+        but where a first call fills caches or builds submodules, that call is made, with its
+        random numbers put back.
 
         Raises:
             CaptureError: the model cannot be traced for these inputs.
             SplitError: the graph cannot be split.
         """
+        return self._capture(args, kwargs, called=False)
+
+    def _capture(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, called: bool = True
+    ) -> SplitFunctions:
         leaves, structure = self._flatten(args, kwargs)
-        functions = self._graphs.fitting(args, kwargs, leaves, structure)
+        functions = self._graphs.fitting(args, kwargs, leaves, structure, called=called)
         if self._accumulation.exact:
             functions.compile()
         else:  # a second microbatch's W adds into the first's gradients
@@ -217,31 +311,45 @@ class SplitModule(Face):
         Raises:
             SplitError: nothing has been captured yet.
         """
-        if self._partial is not None:
+        if self._partial is not None and self._is_in_parts:
             return self._partial.report()
-        return report(self._graphs.latest, type(self.model).__name__)
+        name = type(self.model).__name__
+        unsplit = [
+            f"{count} call(s) of {name} ran unsplit, by plain autograd: {reason}"
+            for reason, count in self._eager.items()
+        ]
+        if unsplit and not self._graphs.captured:
+            return "\n\n".join(unsplit)
+        return "\n\n".join([report(self._graphs.latest, name), *unsplit])
 
     def dump(self, folder: str | os.PathLike[str]) -> None:
         """Write the latest graphs as readable, runnable code, with boundary and drawing.
 
         Raises:
             SplitError: nothing has been captured yet.
+            OutputError: the folder cannot be written.
         """
-        if self._partial is not None:
+        if self._partial is not None and self._is_in_parts:
             self._partial.dump(folder)
         else:
             dump(self._graphs.latest, folder, type(self.model).__name__)
 
-    def _first_in_parts(self, error: AutosplitError, args: Any, kwargs: Any) -> Any:
-        """The forward graph by graph; a call that fails so too says nothing about later ones."""
-        partial = self._in_parts(error)
-        try:
-            return partial(*args, **kwargs)
-        except Exception:
-            self.__dict__["_partial"] = None
-            raise
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """Gradients are moved and converted with their parameters, so they must be there."""
+        self.backward_weight()
+        return super()._apply(fn, recurse)
 
-    def _in_parts(self, error: AutosplitError) -> Partial:
+    def _as_it_is(self, error: AutosplitError, args: Any, kwargs: Any) -> Any:
+        """One call without graphs, for what it does that later ones do not."""
+        partial = self.__dict__["_partial"] = self._partial or self._by_graphs(str(error))
+        self.__dict__["_tries_again"] = True
+        return partial.as_it_is(args, kwargs)
+
+    @property
+    def _is_in_parts(self) -> bool:
+        return not (self._tries_again and self.functions)
+
+    def _give_up(self, error: AutosplitError) -> Partial:
         """From now on graph by graph, where whole-graph capture is not insisted on."""
         if self._fullgraph:
             raise error
@@ -250,8 +358,32 @@ class SplitModule(Face):
                 f"memory={self._memory!r} needs one graph; in parts a model is split as 'balanced'"
             )
             raise error
-        partial = self.__dict__["_partial"] = self._by_graphs(str(error))
+        if self._partial is None:
+            self.__dict__["_partial"] = self._by_graphs(str(error))
+            self.__dict__["_doubt"] = error
+        self.__dict__["_tries_again"] = False
+        partial: Partial = self.__dict__["_partial"]
         return partial
+
+    def _in_parts(self, partial: Partial, args: Any, kwargs: Any) -> Any:
+        """The forward graph by graph. If a first one fails, that says nothing about later ones;
+        if it leaves the model changed, a whole graph may hold the next.
+        """
+        doubt = self._doubt
+        if doubt is None:
+            return partial(*args, **kwargs)
+        from .capture import PythonStateError, Snapshot
+
+        before = Snapshot(self.model)
+        try:
+            result = partial(*args, **kwargs)
+        except Exception:
+            self.__dict__["_partial"] = None
+            raise
+        self.__dict__["_doubt"] = None
+        outside = isinstance(doubt, PythonStateError) and not doubt.inside
+        self.__dict__["_tries_again"] = outside or before.differs
+        return result
 
     def _by_graphs(self, reason: str) -> Partial:
         from .integrations.partial import Partial  # Dynamo takes over a second to import
@@ -259,12 +391,6 @@ class SplitModule(Face):
         return Partial(self.model, self._backend, reason)
 
     def __getstate__(self) -> dict[str, Any]:
-        if self.pending:
-            raise SplitError(
-                f"a split module with {self.pending} pending microbatch(es) cannot be copied or "
-                "pickled: it is not clear whose gradients they would be; call backward_weight() "
-                "first"
-            )
         return {key: value for key, value in self.__dict__.items() if key not in _TRANSIENT}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -14,17 +14,21 @@ from .handover import State
 
 def refuse_overlap(functions: SplitFunctions, leaves: Sequence[Any], state: State) -> None:
     """Raise SplitError where an input that the module writes into shares its storage with
-    another input, a parameter or a buffer: the graph was captured as if it did not.
+    another input, a parameter or a buffer: the graph was captured as if it did not. One tensor
+    that is several inputs was captured as one.
     """
-    names = functions.capture.inputs
-    tensors = [(n, leaf) for n, leaf in zip(names, leaves, strict=True) if isinstance(leaf, Tensor)]
-    owners: dict[int, list[str]] = {}
-    for name, tensor in (*tensors, *{id(t): (n, t) for n, t in state.items()}.values()):
-        owners.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
+    inputs = zip(functions.capture.inputs, leaves, strict=True)
+    tensors = [pair for pair in inputs if isinstance(pair[1], Tensor)]
+    owners: dict[int, dict[int, list[str]]] = {}
+    for kind in (tensors, {id(t): (n, t) for n, t in state.items()}.values()):
+        for name, tensor in kind:
+            storage = tensor.untyped_storage().data_ptr()
+            owners.setdefault(storage, {}).setdefault(id(tensor), []).append(name)
     for sharing in owners.values():
-        written = [name for name in sharing if name in functions.updated_inputs]
+        names = [name for each in sharing.values() for name in each]
+        written = [name for name in names if name in functions.updated_inputs]
         if written and len(sharing) > 1:
-            others = [name for name in sharing if name != written[0]]
+            others = [name for name in names if name != written[0]]
             raise SplitError(
                 f"the module writes into {written[0]}, which shares its memory with "
                 f"{', '.join(others)}; pass a clone"

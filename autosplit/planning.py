@@ -6,7 +6,7 @@ import json
 import math
 import os
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from .compat import tree_flatten, tree_unflatten
 from .errors import AutosplitError, PlanError
+from .files.writing import write_text
 from .pipeline.processes.launch import launch
 from .pipeline.schedules import SCHEDULES
 from .pipeline.simulation.transfer import Transfer
@@ -27,7 +28,13 @@ from .planner.limits import Limits
 from .planner.links import measure_links, profile_transfer
 from .planner.made_for import MadeFor
 from .planner.making import make_plan
-from .planner.measuring import device_of_trainer, grouped, profile_together, rehearsed
+from .planner.measuring import (
+    check_seconds,
+    device_of_trainer,
+    grouped,
+    profile_together,
+    rehearsed,
+)
 from .planner.plan import Plan, made_for
 from .planner.rehearsal import can_rehearse
 from .planner.search import Wishes, search, settings_of
@@ -36,6 +43,8 @@ from .planner.solve import Solution
 from .planner.specimen import Conditions
 from .planner.wanted import Wanted
 from .planner.whole import WholeModel
+from .report.tables import size_text
+from .workload import example_of
 
 _TIMEOUT = 24 * 3600.0  # a model may take long to capture; a rank that dies ends all at once
 
@@ -46,7 +55,7 @@ class Request:
 
     Attributes:
         devices: one rank each.
-        batch: samples in a step.
+        batch: samples in a step; None: as many as the example inputs have.
         wishes: what is settled.
         limits: memory and links; links that take no time are measured, unless costs are estimated.
         estimated: from FLOPs and bytes, rather than measured.
@@ -54,16 +63,22 @@ class Request:
         backend: how graphs are run.
         rehearse: run a few steps of the best stages, and correct them by that, where this machine
             can run all ranks.
+
+    Raises:
+        PlanError: seconds that are none.
     """
 
     devices: int
-    batch: int
+    batch: int | None
     wishes: Wishes
     limits: Limits
     estimated: bool = False
     seconds: float = 60.0
     backend: str = "eager"
     rehearse: bool = True
+
+    def __post_init__(self) -> None:
+        check_seconds(self.seconds)
 
 
 @dataclass(frozen=True)
@@ -90,13 +105,13 @@ def plan_factory(build: Callable[[], Any], name: str, request: Request) -> Plann
     is left out where it would take more than half of the machine's.
 
     Args:
-        build: returns ``(model, args)``, ``(model, args, kwargs)``, or a model that has
-            ``dummy_inputs``, as those of transformers do.
+        build: returns what ``example_of`` takes.
         name: of the factory, for messages.
         request: what for.
 
     Raises:
-        PlanError: no example inputs, or nothing that can be done, see ``search``.
+        PlanError: nothing that can be done, see ``search``.
+        PipelineError: the factory fails, or gives no example inputs.
         CaptureError: the model cannot be captured whole.
     """
     if request.estimated or request.devices == 1 or not _can_launch(build, request.devices):
@@ -134,16 +149,17 @@ def _value(outcome: Planned | AutosplitError) -> Planned:
 
 def _plan(build: Callable[[], Any], name: str, request: Request) -> Planned:
     """The plan, measured by this process or by all of its group at once."""
-    model, args, kwargs = _example(skeleton(build), name)
+    model, args, kwargs = example_of(skeleton(build), name)
+    batch = _samples((args, kwargs)) if request.batch is None else request.batch
     limits = request.limits
     if not request.estimated and limits.links == Transfer():
         links = measure_links() if grouped() else profile_transfer()
         limits = replace(limits, links=links)
-    source = _Costs(model, args, kwargs, request)
+    source = _Costs(model, args, kwargs, request, batch)
     found = search(
         source,
         request.devices,
-        request.batch,
+        batch,
         wishes=request.wishes,
         limits=limits,
     )
@@ -159,7 +175,12 @@ class _Costs:
     """The costs of a model by microbatch size and memory setting, each found once."""
 
     def __init__(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], request: Request
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        request: Request,
+        batch: int,
     ) -> None:
         self.made_for: dict[int, MadeFor] = {}
         self._model, self._args, self._kwargs = model, args, kwargs
@@ -167,7 +188,7 @@ class _Costs:
         self._wholes: dict[int, WholeModel] = {}
         self._known: dict[tuple[int, str | int], ModelCosts] = {}
         self._device: Device | None = None
-        self._share = request.seconds / settings_of(request.wishes, request.devices, request.batch)
+        self._share = request.seconds / settings_of(request.wishes, request.devices, batch)
 
     def __call__(self, size: int, memory: str | int) -> ModelCosts:
         if (size, memory) not in self._known:
@@ -241,22 +262,39 @@ def resized(inputs: Any, size: int) -> Any:
     share, stay as they are.
 
     Raises:
-        PlanError: there is no tensor with samples.
+        PlanError: there is no tensor with samples, or this machine has no room for so many.
     """
     leaves, spec = tree_flatten(inputs)
+    count = _samples(inputs)
+
+    def has(leaf: Any) -> bool:
+        return isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == count
+
+    needed = size * (8 + sum(leaf.nbytes // count for leaf in leaves if has(leaf)))
+    if 0.0 < _room() < needed:
+        raise PlanError(
+            f"the inputs of a microbatch of {size:,} samples take {size_text(needed)}, more than "
+            f"half of this machine's memory: take a smaller batch, or more microbatches"
+        )
+    rows = torch.arange(size) % count
+    made = [leaf[rows.to(leaf.device)] if has(leaf) else leaf for leaf in leaves]
+    return tree_unflatten(made, spec)
+
+
+def _samples(inputs: Any) -> int:
+    """Of the first tensor among example inputs, along dimension 0.
+
+    Raises:
+        PlanError: there is none.
+    """
+    leaves = tree_flatten(inputs)[0]
     counts = [len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0]
     if not counts or not counts[0]:
         raise PlanError(
-            "the example inputs hold no tensor with samples along dimension 0, so microbatches of "
-            f"{size} samples cannot be made of them"
+            "the example inputs hold no tensor with samples along dimension 0, of which a batch "
+            "could be made"
         )
-    rows = torch.arange(size) % counts[0]
-
-    def of_size(leaf: Any) -> Any:
-        has = isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == counts[0]
-        return leaf[rows.to(leaf.device)] if has else leaf
-
-    return tree_unflatten(list(map(of_size, leaves)), spec)
+    return counts[0]
 
 
 def summary(plan: Plan) -> dict[str, Any]:
@@ -276,19 +314,4 @@ def summary(plan: Plan) -> dict[str, Any]:
 
 def write_summary(plan: Plan, path: Path) -> None:
     """``summary`` as a JSON file."""
-    path.write_text(json.dumps(summary(plan), indent=2) + "\n", encoding="utf-8")
-
-
-def _example(made: Any, name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """A model with its positional and keyword inputs."""
-    if isinstance(made, tuple) and len(made) in (2, 3) and isinstance(made[0], nn.Module):
-        args = made[1] if isinstance(made[1], tuple) else (made[1],)
-        return made[0], args, dict(made[2]) if len(made) == 3 else {}
-    model = made[0] if isinstance(made, tuple) else made
-    dummy = getattr(model, "dummy_inputs", None)
-    if isinstance(dummy, Mapping):
-        return model, (), dict(dummy)
-    raise PlanError(
-        f"{name} returned a {type(model).__name__} without example inputs, which tell the shapes "
-        "to plan for: return (model, args) or (model, args, kwargs), args of any number of samples"
-    )
+    write_text(path, json.dumps(summary(plan), indent=2) + "\n")

@@ -8,10 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .errors import ScheduleError
+from .files.writing import write_text, writing
+from .pipeline.schedule import check_size
+from .pipeline.schedules.weights import check_counts
 from .pipeline.simulation.costs import Costs
 from .pipeline.simulation.memory import StageMemory
 from .pipeline.simulation.transfer import Transfer
-from .pipeline.survey import Entry, Survey, survey
+from .pipeline.survey import MOST, Entry, Survey, survey
 from .report.survey import draw_survey, survey_rows
 from .report.timeline import draw_timelines
 from .report.trace import write_chrome_trace
@@ -45,9 +48,11 @@ def project(
         exact: also prove the shortest step, under the cap if there is one.
 
     Raises:
-        ScheduleError: numbers that are negative or not as many as expected, or an option without
-            an effect.
+        ScheduleError: numbers that are negative, not finite or not as many as expected, more
+            actions than ``survey`` takes, or an option without an effect.
     """
+    check_counts(stages=stages, microbatches=microbatches, chunks=chunks)
+    check_size(stages * chunks, microbatches, MOST)
     if (bandwidth is None) != (message is None):
         raise ScheduleError("bandwidth and message have a meaning only together: give both")
     costs = Costs(
@@ -81,12 +86,13 @@ def choose(found: Survey, name: str | None) -> Entry:
 def write_rows(found: Survey, path: Path) -> None:
     """``rows`` as JSON, and ``refused``: why there is no row."""
     data = {"rows": survey_rows(found), "refused": found.refused}
-    path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(data, indent=2) + "\n")
 
 
 def write_pictures(found: Survey, shown: Entry, folder: Path) -> list[Path]:
     """Time against memory of all schedules; timeline and trace of one."""
-    folder.mkdir(parents=True, exist_ok=True)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     files = [folder / name for name in ("pareto.png", "timeline.png", "trace.json")]
     name = f"{shown.name}, {shown.weights}"
     microbatches, ranks = shown.schedule.microbatches, len(shown.schedule.ranks)

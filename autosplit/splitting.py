@@ -9,8 +9,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from .errors import BackendError, CaptureError, FailingCallError, SplitError
+from .errors import (
+    BackendError,
+    CaptureError,
+    FailingCallError,
+    FirstCallError,
+    ShardedError,
+    SplitError,
+)
+from .first_call import materialise
 from .module import SplitModule
+from .reducer import refuse_sharded
 
 
 def split(
@@ -30,7 +39,8 @@ def split(
     Args:
         model: any ``nn.Module``.
         args: example positional inputs, a tuple or one tensor. With example inputs the graph is
-            captured here; without, at the first call.
+            captured here; without, at the first call. A first call that builds submodules or
+            fills caches is run as it is, by plain autograd, and the second captured.
         kwargs: example keyword inputs.
         backend: how graphs are run. ``"eager"`` runs their operators one by one, with the bits of
             plain autograd. ``"inductor"`` compiles each graph as ``torch.compile`` would: faster,
@@ -73,12 +83,14 @@ def split(
         SplitError: ``fullgraph`` and the graph cannot be split; the backend, the memory
             setting or the accumulation is unknown; a memory budget cannot be met; ``dynamic``
             comes with options that need whole graphs; or this is no module, no inputs.
+        ShardedError: FSDP manages the model or a part of it.
         FailingCallError: the forward fails for the example inputs, traced or not.
         BackendError: the backend cannot compile a graph.
     """
     if not isinstance(model, nn.Module):
         raise SplitError(f"split takes an nn.Module; got a {type(model).__name__}")
     _check_kind(model)
+    refuse_sharded(model)
     if isinstance(args, torch.Tensor):
         args = (args,)
     if not isinstance(args, tuple) or not isinstance(kwargs, Mapping | None):
@@ -97,12 +109,15 @@ def split(
     )
     if (args or kwargs) and not dynamic:
         try:
-            module.capture(*args, **(kwargs or {}))
-        except (BackendError, FailingCallError):
+            materialise(model, args, dict(kwargs or {}))
+            module._capture(args, dict(kwargs or {}))
+        except (BackendError, FailingCallError, ShardedError):
             raise
+        except FirstCallError:  # that call is for the user to make, so nothing has begun
+            module._attach()
         except (CaptureError, SplitError) as error:
             _check_arguments(model, args, kwargs or {})
-            module._in_parts(error)
+            module._give_up(error)
     return module
 
 

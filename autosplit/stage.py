@@ -15,6 +15,7 @@ from .errors import CaptureError, SplitError
 from .functions import SplitFunctions
 from .graphs import Graphs
 from .handover import TensorSpec
+from .passes.aliasing import overlaps_itself
 from .signature import Signature
 from .tracing import trace, without_history
 from .waiting import Flight, Flights, WaitingWeights
@@ -83,6 +84,7 @@ class Stage:
         self._backend = backend
         self._memory = memory
         self._late_input = late_input
+        args = tuple(map(_laid_apart, args))
         self._specs = [TensorSpec.of(example) for example in args]
         self._blanks = tuple(map(_blank, args))
         self._grad_mode = torch.is_grad_enabled()
@@ -320,6 +322,14 @@ def _described(specs: Sequence[tuple[torch.Size, torch.dtype, bool]]) -> str:
         f"{str(dtype).removeprefix('torch.')}{list(shape)}{'' if trained else ' without gradient'}"
         for shape, dtype, trained in specs
     )
+
+
+def _laid_apart(example: Tensor) -> Tensor:
+    """The example, contiguous if it overlaps itself: no other microbatch can be laid out so."""
+    if not overlaps_itself(example):
+        return example
+    copy = example.detach().clone(memory_format=torch.contiguous_format)
+    return copy.requires_grad_(example.requires_grad)
 
 
 def _blank(example: Tensor) -> Tensor:

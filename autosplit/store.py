@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -9,7 +10,13 @@ import pathlib
 import stat
 import tempfile
 
+try:
+    import fcntl
+except ModuleNotFoundError:  # Windows: what a killed writer left stays
+    fcntl = None  # type: ignore[assignment]
+
 _DIGEST = hashlib.sha256().digest_size
+_PREFIX = ".writing-"
 
 log = logging.getLogger(__name__)
 
@@ -17,7 +24,8 @@ log = logging.getLogger(__name__)
 class Store:
     """Keeps what may be lost: whatever cannot be read, or is not what was written, is not there.
 
-    Several processes may read and write one folder: a file appears whole or not at all.
+    Several processes may read and write one folder: a file appears whole or not at all. What a
+    writer that was killed left unfinished the next one removes.
 
     Args:
         folder: is made, for its owner only, when it is first written to. One that is somebody
@@ -47,16 +55,39 @@ class Store:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not self._is_own():
                 return
-            handle, name = tempfile.mkstemp(dir=self._folder, prefix=".")
+            self._clean()
+            content = hashlib.sha256(data).digest() + data
             try:
-                with os.fdopen(handle, "wb") as file:
-                    file.write(hashlib.sha256(data).digest() + data)
-                os.replace(name, self._folder / key)
-            except OSError:
-                os.unlink(name)
-                raise
+                self._replace(key, content)
+            except FileNotFoundError:  # cleaned away by another writer before it was held
+                self._replace(key, content)
         except OSError as error:
             log.warning("nothing can be kept in %s: %s", self._folder, error)
+
+    def _replace(self, key: str, content: bytes) -> None:
+        """Write beside the file, then put it in its place."""
+        handle, name = tempfile.mkstemp(dir=self._folder, prefix=_PREFIX)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                _hold(handle)
+                file.write(content)
+                file.flush()
+                if fcntl is not None:  # still held, so that nobody takes it for left behind
+                    os.replace(name, self._folder / key)
+            if fcntl is None:
+                os.replace(name, self._folder / key)
+        except OSError:
+            pathlib.Path(name).unlink(missing_ok=True)
+            raise
+
+    def _clean(self) -> None:
+        """Remove files that are being written by nobody: a lock ends with its process."""
+        if fcntl is None:
+            return
+        for path in self._folder.glob(f"{_PREFIX}*"):
+            with contextlib.suppress(OSError), path.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
 
     def _is_own(self) -> bool:
         """Whether the folder is the user's, nobody else may write to it, and the folder that it
@@ -75,3 +106,10 @@ class Store:
             self._folder,
         )
         return False
+
+
+def _hold(handle: int) -> None:
+    """Say that a process writes into this file, for as long as it has it open."""
+    if fcntl is not None:
+        with contextlib.suppress(OSError):  # a file system without locks: nothing is cleaned there
+            fcntl.flock(handle, fcntl.LOCK_EX)

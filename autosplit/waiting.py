@@ -149,6 +149,7 @@ class WaitingWeights:
         return (
             self.sums.accumulation.concatenated
             and one.functions is other.functions
+            and not one.functions.defers_numbers
             and self._begun.keys().isdisjoint((first, second))
             and all(map(operator.is_, one.handover.state, other.handover.state))
             and not hooked(one.state[name] for name in one.functions.late_parameters)

@@ -6,21 +6,21 @@ A factory is a function that takes keyword settings (`--set dim=256`) and return
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import functools
 import importlib
 import inspect
 import os
 import sys
 import traceback
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from autosplit.errors import PipelineError
+from autosplit.errors import AutosplitError, PipelineError
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -63,8 +63,14 @@ class Workload:
     def __post_init__(self) -> None:
         for name in ("microbatch_size", "tokens_per_sample"):
             value = getattr(self, name)
-            if value < 1:
-                raise PipelineError(f"Workload needs {name} >= 1, got {value}")
+            if not isinstance(value, int) or value < 1:
+                raise PipelineError(f"Workload needs {name} >= 1, got {value!r}")
+        for name in ("stage_fn", "loss_fn", "batch_fn"):
+            value = getattr(self, name)
+            if not callable(value):
+                raise PipelineError(
+                    f"Workload needs a function as {name}, got a {type(value).__name__}"
+                )
 
 
 def load_factory(spec: str) -> Callable[..., Any]:
@@ -105,7 +111,8 @@ def prepared(spec: str, overrides: Mapping[str, object]) -> Callable[[], Any]:
     """The factory `spec` with these settings, yet to be called.
 
     Raises:
-        PipelineError: as `load_factory`, or the factory does not take the settings.
+        PipelineError: as `load_factory`, or the factory does not take the settings; and when it is
+            called, what the factory raises.
     """
     factory = load_factory(spec)
     signature = inspect.signature(factory)
@@ -115,7 +122,40 @@ def prepared(spec: str, overrides: Mapping[str, object]) -> Callable[[], Any]:
         raise PipelineError(
             f"{spec}{signature} cannot be called with {_listed(overrides)}: {error}"
         ) from None
-    return functools.partial(factory, **overrides)
+    return _Prepared(spec, factory, overrides)
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A factory with its settings; what it raises names it."""
+
+    spec: str
+    factory: Callable[..., Any]
+    overrides: Mapping[str, object]
+
+    def __call__(self) -> Any:
+        with failures_of(self.spec):
+            return self.factory(**self.overrides)
+
+
+@contextlib.contextmanager
+def failures_of(what: str) -> Iterator[None]:
+    """Around a user's own code: an error of it says whose it is, and where.
+
+    Args:
+        what: is called, for messages.
+
+    Raises:
+        PipelineError: in place of any error that is not autosplit's own.
+    """
+    try:
+        yield
+    except AutosplitError:
+        raise
+    except Exception as error:  # a user's code may raise anything
+        raise PipelineError(
+            f"{what} raised {type(error).__name__}: {error} ({_where(error)})"
+        ) from error
 
 
 def _listed(overrides: Mapping[str, object]) -> str:
@@ -135,6 +175,40 @@ def load_workload(spec: str, overrides: Mapping[str, object]) -> Workload:
             "autosplit.workload.Workload"
         )
     return made
+
+
+def example_of(made: Any, spec: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """A model with its positional and keyword inputs.
+
+    Args:
+        made: what the factory `spec` returned: `(model, args)`, `(model, args, kwargs)`, where a
+            dictionary as `args` is keyword inputs, or a model that has `dummy_inputs`, as those of
+            transformers do.
+        spec: for messages.
+
+    Raises:
+        PipelineError: `made` is something else.
+    """
+    from torch import nn
+
+    if isinstance(made, tuple) and len(made) in (2, 3) and isinstance(made[0], nn.Module):
+        model, args, kwargs = *made[:2], made[2] if len(made) == 3 else {}
+        if isinstance(args, Mapping) and not kwargs:
+            args, kwargs = (), args
+        if isinstance(kwargs, Mapping) and all(isinstance(name, str) for name in kwargs):
+            return model, args if isinstance(args, tuple) else (args,), dict(kwargs)
+    dummy = getattr(made, "dummy_inputs", None)
+    if isinstance(made, nn.Module) and isinstance(dummy, Mapping):
+        return made, (), dict(dummy)
+    came = f"a {type(made).__name__}"
+    if isinstance(made, nn.Module):
+        came += " without example inputs"
+    elif isinstance(made, tuple):
+        came += f" of {', '.join(type(each).__name__ for each in made)}"
+    raise PipelineError(
+        f"{spec} returned {came}; return (model, args) or (model, args, kwargs), a tuple of inputs "
+        "and a dictionary of keyword inputs, so that there is something to trace the model with"
+    )
 
 
 def configure(kind: type[Settings], overrides: Mapping[str, object]) -> Settings:
@@ -198,15 +272,20 @@ def _is_or_contains(found: str | None, name: str) -> bool:
 
 
 def _broken_module(name: str, error: Exception) -> PipelineError:
-    if isinstance(error, SyntaxError):
-        where = f"{error.filename}:{error.lineno}"
-    else:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{frame.filename}:{frame.lineno}"
     return PipelineError(
         f"module {name!r} was found but raised {type(error).__name__} while it was imported: "
-        f"{error} ({where})"
+        f"{error} ({_where(error)})"
     )
+
+
+def _where(error: Exception) -> str:
+    """The user's line: the last one that is not in torch."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if "/torch/" not in Path(frame.filename).as_posix()]
+    frame = (own or frames)[-1]
+    return f"{frame.filename}:{frame.lineno}"
 
 
 def _callables(module: ModuleType) -> list[str]:

@@ -76,9 +76,25 @@ def distinct_bytes(nodes: list[fx.Node]) -> int:
     return sum(storage_bytes(root) for root in {storage_root(node) for node in nodes})
 
 
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether two of its elements may lie in the same memory. Told from sizes and strides alone,
+    so some that interlock without a shared element count too.
+    """
+    if tensor.layout is not torch.strided:
+        return False
+    strides, sizes = map(concrete, tensor.stride()), map(concrete, tensor.shape)
+    pairs = sorted(pair for pair in zip(strides, sizes, strict=True) if pair[1] != 1)
+    span = 0
+    for stride, size in pairs:
+        if stride <= span:
+            return all(size for _, size in pairs)
+        span += stride * (size - 1)
+    return False
+
+
 def is_whole(node: fx.Node) -> bool:
     """Whether the value was made by the graph and fills its storage, each element once."""
     value, root = tensor_of(node), storage_root(node)
-    if value is None or root.op != "call_function" or 0 in value.stride():
+    if value is None or root.op != "call_function" or overlaps_itself(value):
         return False
     return storage_bytes(node) == concrete(value.numel()) * value.element_size()

@@ -72,6 +72,8 @@ def is_cheap(node: fx.Node) -> bool:
     if node.target is operator.getitem or is_view(node):
         return True
     op = overload(node)
+    if op is not None and torch.Tag.data_dependent_output in op.tags:
+        return False  # it waits for the data
     if op is None or is_size(node):
         return node.op == "call_function" and tensor_of(node) is None
     if is_random(node) or is_effect(node):

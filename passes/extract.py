@@ -7,7 +7,9 @@ from typing import Any
 
 from torch import fx
 
+from .aliasing import maker
 from .graph import Role, placeholders, role_of, set_outputs
+from .ops import CHECKS
 
 
 def extract(
@@ -39,7 +41,7 @@ def extract(
             copies[node] = copy_placeholder(graph, node, incoming[node])
         elif node.op == "placeholder" and node in compute:
             copies[node] = copy_placeholder(graph, node)
-        elif node in compute and node not in on_demand:
+        elif (node in compute and node not in on_demand) or _checks(node, compute, on_demand):
             copy_behind(graph, node, copies)
     for _, value in returns:
         if isinstance(value, fx.Node):
@@ -48,6 +50,14 @@ def extract(
     roles = [role for role, _ in returns]
     set_outputs(graph, list(zip(roles, values, strict=True)))
     return fx.GraphModule(module, _placeholders_first(graph), class_name=name)
+
+
+def _checks(node: fx.Node, compute: set[fx.Node], on_demand: Collection[fx.Node]) -> bool:
+    """Whether the node checks what the graph computes for the first time."""
+    if node.target not in CHECKS:
+        return False
+    made = {maker(operand) for operand in node.all_input_nodes}
+    return made <= compute and made.isdisjoint(on_demand)
 
 
 def copy_behind(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> None:

@@ -78,9 +78,20 @@ def _argument(node: fx.Node, name: str) -> Any:
     return None if given is None else given.kwargs.get(name)
 
 
+TAG = "partitioner_tag"
+"""Where AOTAutograd notes, in a node's meta, which half of the joint graph it was tracing."""
+
+CHECKS = frozenset({torch.ops.aten._linalg_check_errors.default})
+"""Operators that raise where what they are given says that another one failed, and do nothing
+else: they run wherever that one runs.
+"""
+
+
 def is_effect(node: fx.Node) -> bool:
     """Whether the node does more than return a value; drawing random numbers is not meant."""
-    return node.op == "call_function" and node.is_impure(impure_random=False)
+    if node.op != "call_function":
+        return False
+    return node.target in CHECKS or node.is_impure(impure_random=False)
 
 
 # Operators that only read all arguments but the first, and write that one.

@@ -24,6 +24,7 @@ from .graph import (
     Role,
     ancestors,
     calls,
+    inputs,
     outputs,
     placeholders,
     role_of,
@@ -37,7 +38,7 @@ _TAG = "partitioner_tag"
 
 
 def partition(program: Program) -> bool:
-    """Fill in ``forward`` and, where the joint graph has gradients, ``regions`` and ``backward``.
+    """Fill in ``forward`` and, where an output takes a gradient, ``regions`` and ``backward``.
 
     Raises:
         PassError: an output of the forward depends on an output's gradient, the backward needs
@@ -46,7 +47,7 @@ def partition(program: Program) -> bool:
     graph = program.joint.graph
     _refuse_draws_in_backward(graph)
     reach = Reach.of(graph, late_input=program.memory.late_input)
-    saved = _fill_backward(program, reach) if outputs(graph, *GRADIENT) else []
+    saved = _fill_backward(program, reach) if inputs(graph, Kind.TANGENT) else []
     program.forward = extract(
         program.joint,
         "forward",

@@ -18,7 +18,7 @@ from .graph import (
     is_state,
     outputs,
 )
-from .ops import checkpoint_region, is_effect, is_random
+from .ops import CHECKS, TAG, checkpoint_region, is_effect, is_random
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Reach:
         gradient = descendants(list(inputs(graph, Kind.TANGENT).values()))
         # Effects of the forward, assertions on values above all, stay in it though nobody reads
         # them, and so do random operators, which move the generator.
-        unread = [node for node in calls(graph) if is_effect(node) or is_random(node)]
+        unread = [n for n in calls(graph) if is_random(n) or (is_effect(n) and _is_forwards(n))]
         results = _values(graph, *FORWARD_OUTPUT)
         forward = ancestors([*results, *(node for node in unread if node not in gradient)])
         if forward & gradient:
@@ -84,6 +84,11 @@ class Reach:
         forward does not overwrite.
         """
         return is_state(node) and node not in self.overwritten
+
+
+def _is_forwards(node: fx.Node) -> bool:
+    """Whether the effect is one of the forward's: what the backward checks it also computes."""
+    return node.target not in CHECKS or node.meta.get(TAG) != "is_backward"
 
 
 def _values(graph: fx.Graph, *kinds: Kind) -> list[fx.Node]:

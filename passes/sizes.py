@@ -29,9 +29,13 @@ def is_fixed(tensor: torch.Tensor) -> bool:
     return not any(isinstance(size, torch.SymInt) for size in sizes)
 
 
+NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+"""Numbers that a graph computes: of sizes, or read from data (``tensor.item()``)."""
+
+
 def is_size(node: fx.Node) -> bool:
-    """Whether the node yields a symbolic integer."""
-    return isinstance(node.meta.get("val"), torch.SymInt)
+    """Whether the node yields a symbolic number."""
+    return isinstance(node.meta.get("val"), NUMBERS)
 
 
 def example(value: Any) -> Any:
@@ -46,6 +50,8 @@ def example(value: Any) -> Any:
             return torch.empty(sizes, dtype=value.dtype, device="meta")
         case torch.SymInt():
             return concrete(value)
+        case torch.SymFloat() | torch.SymBool():
+            return type(value.node.hint or 0)(value.node.hint or 0)
         case list() | tuple():
             return type(value)(example(item) for item in value)
     return value

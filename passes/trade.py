@@ -48,6 +48,7 @@ def trade(graph: fx.Graph, memory: Memory) -> Trade:
     work = weight_work(reach)
     late = sum(map(flops, work & regions.weight.runs))
     counts = runs(regions, reach)
+    whole = sum(map(duration, calls(graph)))
     return Trade(
         memory.name,
         saved=distinct_bytes(regions.saved),
@@ -55,5 +56,5 @@ def trade(graph: fx.Graph, memory: Memory) -> Trade:
         early_flops=sum(map(flops, work)) - late,
         late_flops=late,
         again=sum(count - 1 for node, count in counts.items() if duration(node)),
-        time=time_again(regions, reach) / sum(map(duration, calls(graph))),
+        time=time_again(regions, reach) / whole if whole else 0.0,
     )

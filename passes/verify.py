@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import fx
 
 from .aliasing import is_view, storage_root
@@ -24,8 +23,10 @@ from .graph import (
     outputs,
     role_of,
     source_line,
+    tensor_of,
 )
-from .ops import is_accumulation, is_attention, is_effect, is_random, is_recomputed
+from .ops import CHECKS, is_accumulation, is_attention, is_effect, is_random, is_recomputed
+from .sizes import is_size
 
 # What may enter each graph. The rest of an invariant such as "backward_input never depends
 # on backward_weight" follows: nothing that W returns is among what I may take.
@@ -123,6 +124,8 @@ def _backward_is_pure(name: str, module: fx.GraphModule) -> Iterator[str]:
             yield _at(name, node, f"{node.target} may draw random numbers in a backward")
         elif is_attention(node) and not is_recomputed(node):
             yield _at(name, node, f"{node.target} runs attention's forward in a backward")
+        elif node.target in CHECKS:
+            continue
         elif is_effect(node) and not (is_accumulation(node) and _into_accumulator(node)):
             yield _at(name, node, f"{node.target} has a side effect in a backward")
 
@@ -169,10 +172,10 @@ def _boundaries_match(program: Program) -> Iterator[str]:
         if sorted(map(str, given)) != sorted(map(str, taken)):
             yield f"{giver} returns {kind.value} {given}, {taker} takes {taken}"
         for role, value in outputs(graphs[giver].graph, kind):
-            if not isinstance(value, fx.Node) or not isinstance(
-                value.meta.get("val"), (torch.Tensor, torch.SymInt)
+            if not isinstance(value, fx.Node) or not (
+                is_size(value) or tensor_of(value) is not None
             ):
-                yield f"{giver}: {role} is {value!r}; boundaries carry tensors or SymInts only"
+                yield f"{giver}: {role} is {value!r}; boundaries carry tensors or numbers only"
 
 
 def _outputs_once(program: Program) -> Iterator[str]:

@@ -17,13 +17,16 @@ SOURCES = sorted([*ROOT.glob("passes/**/*.py"), *ROOT.glob("autosplit/*.py")]) +
     path
     for folder in (
         "capture",
+        "checkpoint",
         "cli",
         "compile",
+        "files",
         "pipeline",
         "planner",
         "report",
         "compare",
         "integrations",
+        "runtime",
     )
     for path in (ROOT / "autosplit" / folder).rglob("*.py")
 )
@@ -80,7 +83,7 @@ def test_passes_know_nothing_of_autosplit() -> None:
 
 ORDER = [
     ["errors", "listing", "passes", "compat", "compat_leaves", "garbage", "generators", "streams"],
-    ["structures", "first_call", "face", "store", "compat_inductor"],
+    ["structures", "first_call", "face", "store", "files", "compat_inductor", "reducer"],
     ["capture"],
     ["autocast", "compile", "handover", "accumulation"],
     ["dependence"],
@@ -88,7 +91,7 @@ ORDER = [
     ["slices"],
     ["backward"],
     ["functions"],
-    ["tracing", "signature", "guard", "reducer"],
+    ["tracing", "signature", "guard", "runtime"],
     ["report", "graphs", "overlap", "pending", "waiting", "addable"],
     ["delivery", "fitting"],
     ["compat_convention"],
@@ -98,6 +101,7 @@ ORDER = [
     ["stage", "module"],
     ["splitting"],
     ["workload", "pipeline"],
+    ["checkpoint"],
     ["planner"],
     ["inspection", "compare", "projection", "planning"],
     ["cli"],

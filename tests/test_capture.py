@@ -197,13 +197,23 @@ class FillsCache(nn.Module):
 
 
 def test_first_call_that_fills_a_cache() -> None:
-    """Only a first call changes Python state: it is made, and the second one is captured."""
+    """Only a first call changes Python state: it is run as it is, and the second captured."""
     model = FillsCache()
     split = autosplit.split(model, (torch.randn(2, 3),))
-    assert model.cache.tolist() == [0.0, 1.0, 2.0]
-    split(torch.ones(2, 3)).sum().backward()
+    assert model.cache is None
+    for graphs in (0, 1):
+        split(torch.ones(2, 3)).sum().backward()
+        assert len(split.functions) == graphs
+        assert model.cache.tolist() == [0.0, 1.0, 2.0]
+    assert split.pending == 1
     split.backward_weight()
-    assert model.linear.bias.grad.tolist() == [0.0, 2.0, 4.0]
+    assert model.linear.bias.grad.tolist() == [0.0, 4.0, 8.0]
+
+
+def test_first_call_made_by_a_capture() -> None:
+    split = autosplit.split(FillsCache())
+    split.capture(torch.randn(2, 3))
+    assert split.model.cache.tolist() == [0.0, 1.0, 2.0]
 
 
 def test_refusal_leaves_python_state_alone() -> None:
@@ -238,7 +248,7 @@ def test_attributes_set_on_every_call_are_as_in_eager() -> None:
             model(x).sum().backward()
         assert (split.model.length, split.model.seen) == (plain.length, plain.seen)
         assert split.model.linear.mode == plain.linear.mode
-    assert split.pending == 4
+    assert split.pending == 2  # the first call of each size is run as it is
     split.backward_weight()
     assert torch.equal(split.model.linear.weight.grad, plain.linear.weight.grad)
 
@@ -262,7 +272,10 @@ class InstallsUnderLock(nn.Module):
 
 def test_first_call_that_no_graph_holds() -> None:
     split = autosplit.split(InstallsUnderLock(), (torch.randn(2, 3),), fullgraph=True)
+    split(torch.randn(2, 3))
     assert split.model.installed
+    split(torch.randn(2, 3))
+    assert len(split.functions) == 1
 
 
 def test_loss_that_torch_traces_in_another_shape() -> None:

@@ -254,11 +254,11 @@ def test_inspect_a_stage() -> None:
         ),
         (
             ["plan", "planned_models:bare", *PLAN[2:]],
-            "returned a Net without example inputs, which tell the shapes to plan for",
+            "returned a Net without example inputs; return (model, args) or (model, args, kwargs)",
         ),
         (
             ["inspect", "torch.nn:Identity"],
-            "returned a module without inputs; return (model, args)",
+            "returned a Identity without example inputs; return (model, args)",
         ),
         (
             ["inspect", "planned_models:factory", "--set", "layer=2"],
@@ -281,6 +281,90 @@ def test_bad_input(arguments: list[str], message: str) -> None:
     assert result.exit_code != 0
     assert message in " ".join(result.output.split())
     assert "Traceback" not in result.output
+
+
+HUGE = 10**9
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["simulate", "--stages", HUGE, *PIPELINE[3:]], "make a step of 48,000,000,000 actions"),
+        ([*PIPELINE, "--microbatches", HUGE], "more than the 200,000 that are taken: use fewer"),
+        ([*PIPELINE, "--chunks", 10**6], "4,000,000 stages and 8 microbatches make a step"),
+        (
+            [*PIPELINE, "--stages", 64, "--microbatches", 512, "--exact"],
+            "more than the 400 that the exact solver takes",
+        ),
+        ([*PIPELINE, "--times", "0,0,0"], "give times of which one at least is > 0"),
+        ([*PIPELINE, "--times", "1e308,1,1"], "neither more than 1e+30 in all"),
+        ([*PIPELINE, "--latency", "nan"], "transfer must be finite seconds >= 0, got nan"),
+        ([*PIPELINE, "--output", "README.md/x"], "cannot write into a folder README.md/x"),
+        ([*PIPELINE, "--output", "/proc/x"], "cannot write '/proc/x': No such file"),
+        ([*PIPELINE, "--json", "/proc/x"], "cannot write '/proc/x': No such file"),
+        ([*PIPELINE, "--json", ""], "cannot write '.': Is a directory"),
+        ([*PLAN, "--batch", 99999999999999999999], "batch must be at most 1,000,000,000, got 99"),
+        ([*PLAN, "--devices", 10**10], "devices must be at most 1,000,000,000, got 10,000"),
+        ([*PLAN, "--seconds", "nan"], "seconds to measure for must be from 0 to 86,400 (a day)"),
+        ([*PLAN, "--memory", "9" * 400], "expected a size such as 80GiB or 512MiB, got '999"),
+        ([*PLAN, "--schedule", ","], "expected one or more names with commas, got ','"),
+        ([*PLAN, "--rows", "-1"], "-1 is not in the range x>=1"),
+        ([*PLAN, "--output", "/proc/x"], "cannot write '/proc/x': No such file"),
+        (["plan", "failing:raises", *PLAN[2:]], "failing:raises raised RuntimeError: my own fail"),
+        (["plan", "failing:nothing", *PLAN[2:]], "must return an nn.Module, or a tuple that begin"),
+        (["plan", "failing:listed", *PLAN[2:]], "returned a tuple of Linear, tuple, list; return"),
+        (["inspect", "failing:raises"], "raised RuntimeError: my own failure ("),
+        (["inspect", "failing:sized", "--set", "size=x"], "raised ValueError: invalid literal"),
+        (["inspect", "failing:fails"], "called without autosplit, raised TypeError: linear()"),
+        (["inspect", "failing:workload", "--stages", HUGE], "1,000,000,000 stages and 1 micro"),
+        (
+            ["inspect", "failing:workload", "--stages", 2, "--stage", 1],
+            "failing:workload, of its batch or stages 0 to 1, raised KeyError: 'no batch'",
+        ),
+        (["inspect", "failing:uncallable"], "Workload needs a function as stage_fn, got a int"),
+        (["inspect", "failing:text"], "Workload needs microbatch_size >= 1, got '2'"),
+        (["inspect", "failing:sized", "--memory", "²"], "memory is one of 'fast', 'balanced'"),
+        (["inspect", "failing:sized", "--dump", "/proc/x"], "cannot write '/proc/x': No such"),
+        (["compare", "failing:workload", "--schedule", ""], "expected one or more names with"),
+        (["compare", "failing:workload", "--warmup", "-1"], "warmup must be at least 0, got -1"),
+        (["compare", "failing:workload", "--lr", "nan"], "learning_rate must be at most 1,000,00"),
+        (["compare", "failing:workload", "--timeout", "inf"], "timeout must be at most 1,000,000"),
+        (["compare", "failing:workload", "--timeout", "0"], "timeout must be at least 0.001, got"),
+        (["compare", "failing:workload", "--threads", HUGE], "threads must be at most 1,024, got"),
+        (["compare", "failing:workload", "--ranks", HUGE], "ranks must be at most 256, got 1,000"),
+        (["compare", "failing:workload", "--microbatches", HUGE], "make a step of 6,000,000,000"),
+    ],
+    ids=lambda value: " ".join(map(str, value))[:60] if isinstance(value, list) else "",
+)
+def test_senseless_input_is_refused_at_once(arguments: list[object], message: str) -> None:
+    result = run(*map(str, arguments))
+    assert result.exit_code != 0
+    assert message in " ".join(result.output.split())
+    assert "Traceback" not in result.output
+    assert isinstance(result.exception, SystemExit)
+
+
+def test_a_full_disk() -> None:
+    if not pathlib.Path("/dev/full").exists():
+        pytest.skip("no /dev/full")
+    result = run(*PIPELINE, "--json", "/dev/full")
+    assert result.exit_code == 1
+    assert "OutputError: cannot write '/dev/full': No space left on device" in result.output
+
+
+def test_a_plan_is_written_where_asked_and_has_the_examples_batch(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    one = ["--devices", "2", "--schedule", "1f1b", "--setting", "balanced", "--estimate"]
+    result = run("plan", "planned_models:factory", *one)
+    assert result.exit_code == 0, result.output
+    assert list(tmp_path.iterdir()) == []
+    assert "written" not in result.output
+    result = run("plan", "planned_models:factory", *one, "--output", "p.json")
+    assert result.exit_code == 0, result.output
+    plan = json.loads((tmp_path / "p.json").read_text())
+    assert plan["microbatches"] * plan["microbatch_size"] == 2
 
 
 @pytest.mark.parametrize("command", ["compare", "inspect"])

@@ -6,7 +6,7 @@ import copy
 import pickle
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -77,9 +77,10 @@ def test_tied_weights_add_both_contributions() -> None:
     case = CASES["tied"]
     model = case.build()
     split = autosplit.split(model, (case.batch(),), accumulation="fused")
-    backward(split, case, [case.batch(), case.batch()])
-    split.backward_weight(1)
+    backward(split, case, [case.batch()])
+    split.backward_weight()
     table = model.embed.weight.grad
+    backward(split, case, [case.batch()])
     counts = weights(split)
     assert counts["addmm_"] == 2  # of the table and of the layer between
     assert counts["index_add_"] == 1
@@ -198,16 +199,17 @@ FALLBACKS = [
 def test_whole_gradients_where_the_graph_must_not_add(
     disturb: Callable[[Pair, Tensor], None],
 ) -> None:
-    """The bits of the exact form; what is disturbed is so between I and W."""
+    """The bits of the exact form; what is disturbed is so between F and I."""
     model, x = Computed(), torch.randn(4, 3)
     found = {}
     for accumulation in ("exact", "fused"):
         mine, batch = copy.deepcopy(model), x.clone()
         split = autosplit.split(mine, accumulation=accumulation)
         for disturbed in (False, True):
-            split(batch).square().sum().backward()
+            loss = split(batch).square().sum()
             if disturbed:
                 disturb(mine, batch)
+            loss.backward()
             counts = weights(split)
         assert "addmm_" not in counts
         found[accumulation] = [parameter.grad for parameter in mine.parameters()]
@@ -261,13 +263,21 @@ def test_what_w_has_read_dies_while_it_runs() -> None:
             alive.append(sum(reference() is not None for reference in references))
             return func(*args, **(kwargs or {}))
 
-    for _ in range(2):
-        split(torch.randn(5, 8)).square().sum().backward()
-        (works,) = split._queue.take(None)
-        references = [weakref.ref(each) for each in works[0].handover.tensors]
+    references: list[weakref.ref[Tensor]] = []
+    deliver = split._queue._deliver
+
+    def watched(microbatches: Sequence[Any]) -> None:
+        ((work,),) = microbatches
+        references[:] = [weakref.ref(each) for each in work.handover.tensors]
+        del work
         alive.clear()
         with Watch():
-            split._deliver(works)
+            deliver(microbatches)
+
+    split._queue._deliver = watched
+    for _ in range(2):
+        split(torch.randn(5, 8)).square().sum().backward()
+        split.backward_weight()
     assert alive[-1] < alive[0] == len(references)
 
 
@@ -305,10 +315,11 @@ def test_compiled_sums_count_as_written() -> None:
     batches = [case.batch() for _ in range(2)]
     functions = split.capture(batches[0])
     assert "backward_weight_accumulating" in functions.generated
-    backward(split, case, batches)
-    split.backward_weight(1)
+    backward(split, case, batches[:1])
+    split.backward_weight()
     factor = torch.ones(2, 3, requires_grad=True)
     product = (factor * model.weight.grad).sum()
+    backward(split, case, batches[1:])
     split.backward_weight()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.backward()

@@ -24,13 +24,22 @@ from .as_eager import as_eager
 from .export import Guards, export
 from .margin_losses import traced_as_run
 from .observers import unobserved
-from .reasons import user_errors
+from .reasons import ConstructionError, user_errors
 from .recurrent import divide_layers
 from .roles import Names, canonical_names, with_roles
 from .shelf import Foreseen, Shelf
-from .side_effects import PythonStateError, first_call_differs
+from .side_effects import PythonStateError, Snapshot, first_call_differs
 
-__all__ = ["Capture", "Guards", "PythonStateError", "Shelf", "capture", "first_call_differs"]
+__all__ = [
+    "Capture",
+    "ConstructionError",
+    "Guards",
+    "PythonStateError",
+    "Shelf",
+    "Snapshot",
+    "capture",
+    "first_call_differs",
+]
 
 Decompositions = dict[Any, Callable[..., Any]] | None
 
@@ -66,6 +75,8 @@ def capture(
     kwargs: dict[str, Any],
     decompositions: Decompositions = None,
     shelf: Shelf | None = None,
+    *,
+    by_value: bool = False,
 ) -> Capture:
     """Trace ``module(*args, **kwargs)`` without running it on real data.
 
@@ -79,12 +90,13 @@ def capture(
         kwargs: example keyword inputs.
         decompositions: operators to trace through, for a backend that wants them so.
         shelf: where to look for what was made of the same graph before.
+        by_value: as for ``export``.
 
     Raises:
         CaptureError: the module cannot be traced into one graph; names the user's line.
     """
     with user_errors(module), _same_tensors(module), traced_as_run(), unobserved():
-        exported, guards = export(module, args, kwargs)
+        exported, guards = export(module, args, kwargs, by_value=by_value)
         divide_layers(exported)
         inputs = tuple(_input_name(name) for name, _ in flatten_named("", (args, kwargs)))
         foreseen = _foresee(exported, args, kwargs) if shelf else None
@@ -157,7 +169,9 @@ def _same_tensors(module: nn.Module) -> Iterator[None]:
 
 
 class _Results:
-    """Stands where the exported module puts its results together.
+    """Stands where the exported module puts its results together. Views of parameters that the
+    module returns (``self.weight.mT``) are made there, outside of Dynamo's graph, so what happens
+    there is traced too.
 
     Attributes:
         names: path of every leaf of the result, known once the module was traced.
@@ -166,13 +180,18 @@ class _Results:
 
     def __init__(self, exported: Any) -> None:
         codegen = exported.graph._codegen  # AOTAutograd interprets the graph and asks this one
-        self._original = codegen.dynamo_bytecode_unflatten
+        self._original = codegen.dynamo_bytecode_unflatten  # which would run out of tracing's sight
         self.names: tuple[str, ...] = ()
         self.copied: set[int] = set()
         codegen.dynamo_bytecode_unflatten = self
 
     def __call__(self, leaves: Any, inputs: Any) -> Any:
-        tree = hold(self._original(leaves, inputs))
+        own = self._original
+        args, kwargs = own.input_processor(inputs)
+        put_together = own.out.forward_callable(
+            compiled_fn=lambda *_: leaves, extra_globals=own.f_globals
+        )
+        tree = hold(put_together(*args, **kwargs))
         self.names = tuple(name for name, _ in flatten_named("output", tree))
         values, spec = tree_flatten(tree)
         for index in self.copied:

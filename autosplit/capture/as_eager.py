@@ -12,7 +12,10 @@ import torch._inductor.config
 from torch import fx
 
 from ..compat import TORCH
+from .linalg_checks import without_tokens
+from .overrides import traced_as_registered
 from .recurrent import without_fused_recurrence
+from .tangents import gradients_apart
 
 # numpy.random draws what it draws in eager; torch's generator would draw instead.
 AS_IN_EAGER: dict[str, Any] = {"use_numpy_random_stream": True}
@@ -34,12 +37,18 @@ def as_eager(module: fx.GraphModule, decompositions: object = None) -> Iterator[
       that is drawn later would differ from eager's for the same seed. Not so where operators are
       decomposed for a backend, which draws in a way of its own;
     - the backward runs outside of the autocast that its forward ran in;
-    - recurrent layers are traced without the fused kernel, which its fake does not match.
+    - checks of linear algebra are operators like others, without tokens;
+    - recurrent layers are traced without the fused kernel, which its fake does not match;
+    - gradients of outputs that overlap themselves do not;
+    - kernels that somebody registered for torch's operators are traced through.
     """
     drawing = {} if decompositions is not None else {"fallback_random": True}
     with (
         torch._inductor.config.patch(drawing),
         torch._functorch.config.patch(backward_pass_autocast="off"),
         without_fused_recurrence(module),
+        without_tokens(),
+        gradients_apart(),
+        traced_as_registered(),
     ):
         yield

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 import pathlib
 import platform
 import sys
@@ -20,9 +21,9 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from .fingerprint import NoFingerprintError, is_torchs, target, text
+from .overrides import overridden
 
 SOURCES = pathlib.Path(__file__).resolve().parent.parent
-_SPLITTING = ("*.py", "capture/*.py", "compile/*.py", "passes/*.py")
 
 _FLAGS: tuple[Callable[[], Any], ...] = (
     torch.get_num_threads,
@@ -59,6 +60,8 @@ def lines(decompositions: Any) -> Iterator[str]:
     """
     if _get_current_dispatch_mode_stack() or _get_current_function_mode_stack():
         raise NoFingerprintError("a mode that sees every operator is on")
+    if others := overridden():
+        raise NoFingerprintError(f"somebody registered kernels of {', '.join(others)}")
     yield f"autosplit {sources(SOURCES)}"
     yield f"torch {torch.__version__} {torch.version.git_version}"
     yield f"networkx {version('networkx')}"
@@ -76,12 +79,25 @@ def lines(decompositions: Any) -> Iterator[str]:
 
 
 def sources(folder: pathlib.Path) -> str:
-    """Digest of the sources that capture and split."""
+    """Digest of all sources below a folder, links followed. They are read again only where one
+    was written since.
+    """
+    stamps = ((path, os.stat(path).st_mtime_ns) for path in source_files(folder))
+    return _digest(str(folder), tuple(stamps))
+
+
+def source_files(folder: pathlib.Path) -> list[str]:
+    """Every source below a folder, links followed."""
+    found = os.walk(folder, followlinks=True)
+    return sorted(os.path.join(at, n) for at, _, names in found for n in names if n.endswith(".py"))
+
+
+@functools.lru_cache(maxsize=1)
+def _digest(folder: str, files: tuple[tuple[str, int], ...]) -> str:
     digest = hashlib.sha256()
-    for pattern in _SPLITTING:
-        for path in sorted(folder.glob(pattern)):
-            digest.update(f"{path.relative_to(folder)}\n".encode())
-            digest.update(path.read_bytes())
+    for path, _ in files:
+        digest.update(f"{os.path.relpath(path, folder)}\n".encode())
+        digest.update(pathlib.Path(path).read_bytes())
     return digest.hexdigest()
 
 

@@ -58,6 +58,14 @@ def examine(module: fx.GraphModule) -> dict[fx.Node, Effect]:
     return run.found
 
 
+def effect_of(call: Callable[[], Any]) -> Effect:
+    """Run something, looking at every operator."""
+    effect = Effect()
+    with _Recorder(effect, []):
+        effect.value = call()
+    return effect
+
+
 class _Examination(fx.Interpreter):
     """Keeps every value, so that a storage's number stays its own."""
 

@@ -7,6 +7,7 @@ import logging
 import re
 import warnings
 from collections import ChainMap
+from collections.abc import Sequence
 from types import CodeType
 from typing import Any
 
@@ -22,6 +23,7 @@ from ..compat import TORCH, tree_flatten
 from ..errors import CaptureError
 from .as_eager import AS_IN_EAGER
 from .binding import Binding
+from .by_value import Answer, answered
 from .custom_functions import refuse_absent_gradients
 from .loops import watched
 from .observers import is_observed, unobserved
@@ -51,7 +53,8 @@ class Guards:
     Dynamo specialises a graph on everything that the forward reads: attributes, dictionaries,
     globals, hooks, submodules. Its own guards check that. Tensors that are neither inputs nor
     state of the module are constants in the graph, so the very same object must still be where
-    the forward finds it. And what the forward would set must be set already.
+    the forward finds it. What was decided by values of tensors must be decided so again. And what
+    the forward would set must be set already.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class Guards:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         captured: CaptureOutput,
+        answers: Sequence[Answer] = (),
     ) -> None:
         """Build the guards of ``module(*args, **kwargs)``.
 
@@ -75,6 +79,7 @@ class Guards:
         self._code = output.bytecode
         tensors = [g.name for g in output.output_graph.guards if g.create_fn_name() == _TENSOR]
         self._constants = self._find_constants(tensors, args, kwargs)
+        self._answers = tuple(answers)
         self.setters: list[Setter] = []
 
     def hold(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -99,6 +104,7 @@ class Guards:
             and bool(self._manager.check(scope["L"]))
             and all(eval(code, scope) is tensor for code, tensor in self._constants)
             and all(setter.holds() for setter in self.setters)
+            and all(answer.holds(scope) for answer in self._answers)
         )
 
     def _scope(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
@@ -147,38 +153,45 @@ def _same(array: Any) -> Any:
 
 
 def export(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, by_value: bool = False
 ) -> tuple[fx.GraphModule, Guards]:
     """Dynamo's full-graph export, with guards. A forward that asks is told that it is exported,
     and where that has it unroll a long loop, that it is compiled.
+
+    Args:
+        module: what to export.
+        args: example positional inputs.
+        kwargs: example keyword inputs.
+        by_value: whether the graph may be for the values of the examples, where the guards can
+            tell (``by_value``): for a caller that asks them before each call with its inputs.
 
     Raises:
         PythonStateError: the forward changes Python state.
         CaptureError: what the forward reads or draws cannot be in a graph.
     """
     try:
-        return _export_short(module, args, kwargs)
+        return _export_short(module, args, kwargs, by_value)
     except Exception as error:
         if not install_output_hooks(module, error):
             raise
-    return _export_short(module, args, kwargs)
+    return _export_short(module, args, kwargs, by_value)
 
 
 def _export_short(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], by_value: bool
 ) -> tuple[fx.GraphModule, Guards]:
     """Without a loop that is unrolled too far, where the forward knows another way."""
     with watched() as watch, _compiling_state_context():
         try:
-            return _export(module, args, kwargs)
+            return _export(module, args, kwargs, by_value)
         except Exception:
             if watch.line is None:
                 raise
-    return _export(module, args, kwargs)
+    return _export(module, args, kwargs, by_value)
 
 
 def _export(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], by_value: bool
 ) -> tuple[fx.GraphModule, Guards]:
     with warnings.catch_warnings(record=True) as caught, torch._dynamo.config.patch(_DYNAMO):
         warnings.simplefilter("always")
@@ -189,8 +202,10 @@ def _export(
             # Inside: what torch 2.11 notes of a capture when it ends cannot hold functions.
             torch._dynamo.config.patch(ignore_logging_functions=_messages()),
         ):
-            captured = fullgraph_capture(module, args, kwargs)
-            guards = Guards(module, args, kwargs, captured)
+            with answered(by_value) as answers:
+                captured = fullgraph_capture(module, args, kwargs)
+            guards = Guards(module, args, kwargs, captured, answers)
+        _return_something(captured)
         exported = create_fx_graph_from_captured_output(captured, module, args, kwargs)
         refuse_absent_gradients(exported, captured.graph_capture_output.traced_code)
     _find_class_tensors(module, exported)
@@ -204,6 +219,18 @@ def _export(
         output.f_globals.pop(graph.backend_id, None)
     guards.setters = setters(module, args, kwargs, caught, output.f_globals)
     return exported, guards
+
+
+def _return_something(captured: CaptureOutput) -> None:
+    """torch writes no valid code for a graph without results, as that of a module that returns
+    views of its parameters only, which are made outside of the graph.
+    """
+    if captured.backend_input is None:
+        return
+    graph = captured.backend_input.graph_module.graph
+    output, taken = graph.output_node(), graph.find_nodes(op="placeholder")
+    if not output.args[0] and taken:
+        output.args = ((taken[0],),)
 
 
 def _find_class_tensors(module: nn.Module, exported: Any) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 
 from ..compat import TreeSpec, tree_flatten
 from ..errors import CaptureError
+from ..reducer import refuse_sharded
 from ..structures import hold
 from .effects import Effect, examine
 from .export import export
@@ -51,7 +52,9 @@ def capture_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
     Raises:
         CaptureError: it cannot be traced into one graph; names the user's line.
+        ShardedError: FSDP manages the module or a part of it.
     """
+    refuse_sharded(module)
     with user_errors(module), traced_as_run(), unobserved(), torch.enable_grad():
         exported, _ = export(module, args, kwargs)
         divide_layers(exported)

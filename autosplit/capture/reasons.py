@@ -13,12 +13,19 @@ from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
 from ..errors import CaptureError, FailingCallError
 
 
+class ConstructionError(CaptureError):
+    """What cannot be in a graph is the making of an object, such as a module: as a rule a
+    forward makes those on its first call only.
+    """
+
+
 @contextlib.contextmanager
 def user_errors(module: nn.Module) -> Iterator[None]:
     """Turn what tracing raises into a CaptureError that names the user's line.
 
     Raises:
         FailingCallError: an operator refused its inputs.
+        ConstructionError: it was in a constructor.
         CaptureError: anything else.
     """
     try:
@@ -28,7 +35,11 @@ def user_errors(module: nn.Module) -> Iterator[None]:
         raise
     except Exception as error:
         where = _user_line(error) or definition(module)
-        kind = FailingCallError if isinstance(error, TorchRuntimeError) else CaptureError
+        kind = CaptureError
+        if isinstance(error, TorchRuntimeError):
+            kind = FailingCallError
+        elif any(frame.name == "__init__" for frame in getattr(error, "real_stack", None) or ()):
+            kind = ConstructionError
         raise kind(
             f"{type(module).__name__} cannot be captured in one graph.\n"
             f"  at {where}\n  because {_reason(error)}\n  {_advice(error)}"
@@ -59,6 +70,11 @@ def _user_line(error: Exception) -> str:
 def _advice(error: Exception) -> str:
     if isinstance(error, TorchRuntimeError):
         return "Run the model on these inputs without autosplit: the same operator should fail."
+    if "share storage" in str(error):
+        return (
+            "The module writes into an input that shares its memory with another one; pass a "
+            "clone, or one and the same tensor as both."
+        )
     return (
         "Write that line so that a graph can hold it (without Python that depends on tensor "
         "values), or split the parts of the model around it separately."

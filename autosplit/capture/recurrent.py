@@ -24,17 +24,24 @@ _ARGUMENTS = (
     "bidirectional",
     "batch_first",
 )
+# The fused kernels round to these only what they return; products would round every step.
+_COARSE = {torch.bfloat16, torch.float16}
 # torch 2.11's decomposition returns the last states of an LSTM with a dimension too many
 # ([layers, 1, batch, feature]); 2.13's does not.
 _STATES_ARE_SHAPED = TORCH >= (2, 13)
 
 
 def divide_layers(module: fx.GraphModule) -> None:
-    """Make a call of several layers with dropout between them one call a layer, and have an LSTM
-    return states of the shape that they go in with.
+    """Make a call of several layers with dropout between them one call a layer, have an LSTM
+    return states of the shape that they go in with, and compute coarse layers in float32.
 
     torch's decomposition of such a call leaves the dropout out, without a word.
     """
+    for node in _calls(module):
+        value = node.args[0].meta.get("example_value", node.args[0].meta.get("val"))  # type: ignore[union-attr]
+        if isinstance(value, torch.Tensor) and value.dtype in _COARSE:
+            _widen(node, value.dtype)
+            node.graph.owning_module.recompile()  # type: ignore[union-attr]
     for node in _calls(module):
         given: dict[str, Any] = dict(zip(_ARGUMENTS, node.args, strict=False)) | node.kwargs
         if given["train"] and given["dropout"] != 0 and given["num_layers"] > 1:
@@ -66,6 +73,26 @@ def _calls(module: fx.GraphModule) -> list[fx.Node]:
     """
     graphs = [each.graph for each in module.modules() if isinstance(each, fx.GraphModule)]
     return [node for graph in graphs for node in graph.nodes if node.target in _CELLS]
+
+
+def _widen(node: fx.Node, dtype: torch.dtype) -> None:
+    graph = node.graph
+    given: dict[str, Any] = dict(zip(_ARGUMENTS, node.args, strict=False)) | node.kwargs
+
+    def cast(value: fx.Node, to: torch.dtype) -> fx.Node:
+        made = graph.call_function(torch.Tensor.to, (value, to))
+        made.stack_trace = node.stack_trace
+        return made
+
+    with graph.inserting_before(node):
+        for name in ("input", "hx", "params"):
+            given[name] = fx.node.map_arg(given[name], lambda each: cast(each, torch.float32))
+    node.args, node.kwargs = tuple(given[name] for name in _ARGUMENTS), {}
+    with graph.inserting_before(node.next):
+        count = 3 if node.target is torch.lstm else 2
+        found = [graph.call_function(operator.getitem, (node, at)) for at in range(count)]
+        results = graph.call_function(tuple, ([cast(each, dtype) for each in found],))
+    node.replace_all_uses_with(results, delete_user_cb=lambda user: user not in found)
 
 
 def _divide(node: fx.Node, given: dict[str, Any]) -> None:

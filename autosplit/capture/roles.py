@@ -69,13 +69,15 @@ class Names:
 
 
 def with_roles(module: fx.GraphModule, names: Names) -> fx.GraphModule:
-    """Label the graph; drop what nobody reads and gradients that do not exist; give a tied
-    parameter one input and one gradient.
+    """Label the graph; drop inputs that nobody reads and gradients that do not exist; give a
+    tied parameter one input and one gradient.
     """
     graph = module.graph
     seen: dict[Role, fx.Node] = {}
     for node in placeholders(graph):
-        if not node.users:
+        # An output that needs a gradient takes one, though all gradients may be the same whatever
+        # it is (those of ``angle``, of ``sgn``).
+        if not node.users and not isinstance(node.meta["desc"], d.TangentAOTInput):
             graph.erase_node(node)
             continue
         role = names.input(node.meta["desc"])
@@ -85,6 +87,7 @@ def with_roles(module: fx.GraphModule, names: Names) -> fx.GraphModule:
             continue
         seen[role] = node
         node.meta["role"] = role
+        _settle_size(role, node)
         _rename(node, role)
     _label_outputs(graph, names)
     module.recompile()
@@ -98,13 +101,24 @@ def _rename(node: fx.Node, role: Role) -> None:
     node.name = node.target = node.graph._graph_namespace.create_name(prefix + name, None)
 
 
-def _refuse_unknown_size(role: Role, value: Any) -> None:
+def _settle_size(role: Role, value: Any) -> None:
+    """Sizes of what enters and leaves the graph as integers. Those of a view that begins where
+    data say are symbols, though the symbols may cancel out.
+
+    Raises:
+        CaptureError: a size depends on the data.
+    """
     tensor = value.meta.get("val") if isinstance(value, fx.Node) else None
-    if isinstance(tensor, torch.Tensor) and not all(type(size) is int for size in tensor.shape):
+    if not isinstance(tensor, torch.Tensor) or all(type(size) is int for size in tensor.shape):
+        return
+    shape: tuple[Any, ...] = tensor.shape
+    sizes = [each if type(each) is int else each.node.maybe_as_int() for each in shape]
+    if None in sizes:
         raise CaptureError(
             f"the size of {role.name}, {list(tensor.shape)}, depends on the data; a captured "
             "graph needs sizes that follow from the inputs' sizes"
         )
+    value.meta["val"] = tensor.new_empty_strided(sizes, tensor.stride())
 
 
 def _label_outputs(graph: fx.Graph, names: Names) -> None:
@@ -114,7 +128,7 @@ def _label_outputs(graph: fx.Graph, names: Names) -> None:
         if desc is None or (value is None and isinstance(desc, d.GradAOTOutput)):
             continue
         role = names.output(desc)
-        _refuse_unknown_size(role, value)
+        _settle_size(role, value)
         if role in pairs:  # a tied parameter: one accumulator, so one gradient
             with graph.inserting_before(output):
                 total = graph.call_function(torch.ops.aten.add.Tensor, (pairs[role], value))

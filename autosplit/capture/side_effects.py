@@ -33,7 +33,15 @@ Contents = dict[Any, Any]
 
 
 class PythonStateError(CaptureError):
-    """The forward changes Python state, which a graph cannot repeat."""
+    """The forward changes Python state, which a graph cannot repeat.
+
+    Attributes:
+        inside: all of that belongs to the module, so that a call of a copy leaves no traces.
+    """
+
+    def __init__(self, message: str, *, inside: bool) -> None:
+        super().__init__(message)
+        self.inside = inside
 
 
 class Setter(NamedTuple):
@@ -83,18 +91,30 @@ def setters(
     return _Effects(module, found, names).judge(args, kwargs) if found else []
 
 
+class Snapshot:
+    """The attributes of a module and of everything below it at one moment."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._before = [(part, _contents(part)) for part in module.modules()]
+
+    @property
+    def differs(self) -> bool:
+        """Whether they are others by now."""
+        return not all(_unchanged(contents, _contents(part)) for part, contents in self._before)
+
+
 def first_call_differs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a call leaves attributes of submodules changed, as one that fills a cache or
     installs hooks does. Tried on a copy without data; False where that cannot run.
     """
     try:
         twin, mode = _without_data(module)
-        before = [(part, _contents(part)) for part in twin.modules()]
+        before = Snapshot(twin)
         with told_once():
             _run(twin, args, kwargs, mode)
     except Exception:
         return False
-    return not all(_unchanged(contents, _contents(part)) for part, contents in before)
+    return before.differs
 
 
 class _Effects:
@@ -124,7 +144,9 @@ class _Effects:
             raise PythonStateError(
                 f"{type(self.module).__name__}.forward (at {definition(self.module)}) changes "
                 f"Python state, {', '.join(lasting)}, which a graph cannot repeat on every call. "
-                "Keep such state outside of the forward, or in a buffer that is written in place."
+                "Keep such state outside of the forward, or in a buffer that is written in place. "
+                "If only the first call does it, call the model once before it is split.",
+                inside=self._are_copied(lasting),
             )
         written = [self._find(source, self.module) for source in self._below]
         return [Setter(each, _contents(each)) for each in written]
@@ -135,9 +157,19 @@ class _Effects:
             return None
         return eval(source, {"L": {self._me: root}})
 
+    def _are_copied(self, sources: list[str]) -> bool:
+        """Whether a copy of the module has copies of these objects."""
+        try:
+            twin, _ = _without_data(self.module)
+        except Exception:  # there are no copies of this one
+            return False
+        pairs = [(self._find(source, self.module), self._find(source, twin)) for source in sources]
+        return all(mine is not None and mine is not copied for mine, copied in pairs)
+
     def _left_behind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
         """Which of the objects a call leaves changed. Globals are put back; those that cannot be,
-        because they are containers, are not risked.
+        because they are containers, are not risked, nor is what a copy of the module has in
+        common with it, as what a hook knows by its closure.
         """
         outside = {s: vars(v) for s, v in self._globals.items() if hasattr(v, "__dict__")}
         containers = [source for source in self._globals if source not in outside]
@@ -146,6 +178,9 @@ class _Effects:
         earlier = {source: dict(space) for source, space in outside.items()}
         twin, mode = _without_data(self.module)
         written = {source: self._find(source, twin) for source in self._below}
+        common = [s for s, each in written.items() if each is self._find(s, self.module)]
+        if common:
+            return common
         before = {source: _contents(each) for source, each in written.items()}
         buffers = dict(twin.named_buffers())
         _run(twin, args, kwargs, mode)

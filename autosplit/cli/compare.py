@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from .options import backend, counts, json_option, names, setting, typed_errors
+from .options import backend, counts, folder_to_write, json_option, names, setting, typed_errors
 
 
 @click.command()
@@ -40,9 +40,8 @@ from .options import backend, counts, json_option, names, setting, typed_errors
 @click.option("--lr", "learning_rate", default=1e-3, show_default=True, help="AdamW's.")
 @click.option("--threads", default=1, show_default=True, help="Torch threads of each process.")
 @click.option("--timeout", default=120.0, show_default=True, help="Seconds to wait for a rank.")
-@click.option(
+@folder_to_write(
     "--output",
-    type=click.Path(path_type=pathlib.Path, file_okay=False),
     help="Folder for timeline.png, timeline.html, trace.json, results.json and the graphs.",
 )
 @json_option

@@ -6,7 +6,7 @@ import pathlib
 
 import click
 
-from .options import backend, memory_setting, setting, typed_errors
+from .options import backend, folder_to_write, memory_setting, setting, typed_errors
 
 
 @click.command()
@@ -25,12 +25,7 @@ from .options import backend, memory_setting, setting, typed_errors
     callback=memory_setting,
     help="fast, balanced, lean, or the bytes that one microbatch may hold between I and W.",
 )
-@click.option(
-    "--dump",
-    "folder",
-    type=click.Path(path_type=pathlib.Path, file_okay=False),
-    help="Write the graphs to this folder.",
-)
+@folder_to_write("--dump", "folder", help="Write the graphs to this folder.")
 @typed_errors
 def inspect(
     factory: str,
@@ -45,15 +40,12 @@ def inspect(
     """Report how FACTORY's model is split. FACTORY (MODULE:NAME) returns a Workload or
     (model, args) or (model, args, kwargs).
     """
-    from ..inspection import example
-    from ..splitting import split
+    from ..inspection import example, split_example
     from ..workload import prepared
 
     made = prepared(factory, overrides)()
-    model, args, kwargs = example(made, factory, stages, stage, input_grads=not no_input_grads)
-    module = split(model, args, kwargs, backend=backend, memory=memory)
-    if not module.functions:  # split graph by graph, as a call finds them
-        module(*args, **kwargs)
+    given = example(made, factory, stages, stage, input_grads=not no_input_grads)
+    module = split_example(given, factory, backend=backend, memory=memory)
     click.echo(module.report())
     if folder:
         module.dump(folder)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import pathlib
+import re
 from collections.abc import Callable
 from typing import Any
 
 import click
 
-from ..errors import AutosplitError
+from ..errors import AutosplitError, OutputError
+from ..files.writing import check_file, check_folder
 
 
 def typed_errors(command: Callable[..., None]) -> Callable[..., None]:
@@ -43,8 +45,14 @@ def _overrides(
     return {name: value for name, _, value in pairs}
 
 
-def names(context: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in value.split(",") if part.strip())
+def names(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[str, ...]:
+    """Of an option that may be left out; then there are none."""
+    if value is None:
+        return ()
+    found = tuple(part.strip() for part in value.split(",") if part.strip())
+    if not found:
+        raise click.BadParameter(f"expected one or more names with commas, got {value!r}")
+    return found
 
 
 def counts(
@@ -62,7 +70,7 @@ def counts(
 
 
 def memory_setting(context: click.Context, parameter: click.Parameter, value: str) -> str | int:
-    return int(value) if value.isdigit() else value
+    return int(value) if re.fullmatch("[0-9]{1,18}", value) else value
 
 
 def numbers(context: click.Context, parameter: click.Parameter, value: str) -> tuple[float, ...]:
@@ -82,19 +90,31 @@ setting = click.option(
 )
 
 
-def _in_a_folder(
-    context: click.Context, parameter: click.Parameter, value: pathlib.Path | None
-) -> pathlib.Path | None:
-    """Refused before anything is measured that would then be lost."""
-    if value is not None and not value.parent.is_dir():
-        raise click.BadParameter(f"there is no folder {value.parent} to write {value.name} into")
-    return value
+def _writable(check: Callable[[pathlib.Path], None]) -> Callable[..., pathlib.Path | None]:
+    def callback(
+        context: click.Context, parameter: click.Parameter, value: pathlib.Path | None
+    ) -> pathlib.Path | None:
+        """Refused before anything is measured that would then be lost."""
+        if value is not None:
+            try:
+                check(value)
+            except OutputError as error:
+                raise click.BadParameter(str(error)) from error
+        return value
+
+    return callback
 
 
 def file_to_write(*names: str, **more: Any) -> Callable[[Any], Any]:
     """An option for a file that the command writes."""
-    kind = click.Path(path_type=pathlib.Path, dir_okay=False, writable=True)
-    return click.option(*names, type=kind, callback=_in_a_folder, **more)
+    kind = click.Path(path_type=pathlib.Path, dir_okay=False)
+    return click.option(*names, type=kind, callback=_writable(check_file), **more)
+
+
+def folder_to_write(*names: str, **more: Any) -> Callable[[Any], Any]:
+    """An option for a folder that the command writes into."""
+    kind = click.Path(path_type=pathlib.Path, file_okay=False)
+    return click.option(*names, type=kind, callback=_writable(check_folder), **more)
 
 
 json_option = file_to_write("--json", "json_file", help="Write the rows to this file.")

@@ -28,16 +28,17 @@ def _size(context: click.Context, parameter: click.Parameter, value: str | None)
 @setting
 @backend
 @click.option("--devices", required=True, type=click.IntRange(min=1), help="One process each.")
-@click.option("--batch", required=True, type=click.IntRange(min=1), help="Samples in a step.")
+@click.option(
+    "--batch", type=click.IntRange(min=1), help="Samples in a step; default: as the example has."
+)
 @click.option("--memory", "cap", callback=_size, help="Of each device, such as 80GiB.")
 @click.option("--stages", type=click.IntRange(min=1), help="Default: as the schedules want.")
-@click.option("--schedule", "schedules", callback=names, default="", help="Default: try all.")
+@click.option("--schedule", "schedules", callback=names, help="Default: try all.")
 @click.option("--microbatches", callback=counts, help="Default: about 1, 2 and 4 a device.")
 @click.option(
     "--setting",
     "settings",
     callback=names,
-    default="",
     help="Memory settings of the split to try: balanced, fast, lean. Default: all.",
 )
 @click.option("--estimate", is_flag=True, help="From FLOPs and bytes; measure nothing.")
@@ -56,8 +57,14 @@ def _size(context: click.Context, parameter: click.Parameter, value: str | None)
     show_default=True,
     help="Bytes for each byte of parameters; Adam has 2.",
 )
-@click.option("--rows", default=10, show_default=True, help="Configurations to show.")
-@file_to_write("--output", default="plan.json", show_default=True, help="The plan file.")
+@click.option(
+    "--rows",
+    default=10,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Configurations to show.",
+)
+@file_to_write("--output", help="Write the plan to this file.")
 @file_to_write("--picture", help="Draw the plan into this file.")
 @json_option
 @typed_errors
@@ -66,7 +73,7 @@ def plan(
     overrides: dict[str, str],
     backend: str,
     rows: int,
-    output: pathlib.Path,
+    output: pathlib.Path | None,
     picture: pathlib.Path | None,
     json_file: pathlib.Path | None,
     **options: Any,
@@ -88,22 +95,25 @@ def plan(
         click.echo("\n" + refused)
     click.echo("\n" + plan_table(found.plan))
     click.echo("\nstep and stages: " + ("rehearsed" if found.rehearsed else "from blocks"))
-    found.plan.save(output)
-    files = [output]
+    files = []
+    if output:
+        found.plan.save(output)
+        files.append(output)
     if json_file:
         write_summary(found.plan, json_file)
         files.append(json_file)
     if picture:
         draw_plan(found.plan, picture)
         files.append(picture)
-    click.echo("\nwritten: " + ", ".join(map(str, files)))
+    if files:
+        click.echo("\nwritten: " + ", ".join(map(str, files)))
 
 
 def _request(
     *,
     backend: str,
     devices: int,
-    batch: int,
+    batch: int | None,
     cap: float,
     stages: int | None,
     schedules: tuple[str, ...],

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from .options import json_option, numbers, typed_errors
+from .options import folder_to_write, json_option, numbers, typed_errors
 
 
 @click.command()
@@ -43,11 +43,7 @@ from .options import json_option, numbers, typed_errors
     "--exact", is_flag=True, help="Prove the shortest step of one stage a rank, of small pipelines."
 )
 @click.option("--schedule", help="Draw this one's timeline; default: the shortest step's.")
-@click.option(
-    "--output",
-    type=click.Path(path_type=pathlib.Path, file_okay=False),
-    help="Folder for pareto.png, timeline.png and trace.json.",
-)
+@folder_to_write("--output", help="Folder for pareto.png, timeline.png and trace.json.")
 @json_option
 @typed_errors
 def simulate(

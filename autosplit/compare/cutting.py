@@ -6,6 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from autosplit.pipeline.communication.world import gather
 from autosplit.planner.costs import ModelCosts, average
 from autosplit.planner.measuring import device_of_trainer
 from autosplit.planner.profile import profile
@@ -33,9 +34,7 @@ def measured_costs(workload: Workload, settings: Settings) -> ModelCosts | None:
     costs = profile(whole, conditions, seconds=settings.profiling)
     if not dist.is_initialized():
         return costs
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, costs)
-    return average(found)
+    return average(gather(costs))
 
 
 def stages_for(workload: Workload, settings: Settings, costs: ModelCosts | None) -> dict[str, Any]:

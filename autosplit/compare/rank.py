@@ -14,6 +14,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from ..pipeline.action import ActionKind
+from ..pipeline.communication.world import gather
 from ..pipeline.execution.assembly import footprint
 from ..pipeline.schedules import SCHEDULES
 from ..pipeline.simulation.memory import StageMemory
@@ -243,6 +244,4 @@ def _gather(value: Any) -> list[Any]:
     """The value of every rank, on every rank."""
     if not dist.is_initialized():
         return [value]
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
+    return gather(value)

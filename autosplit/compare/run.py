@@ -9,6 +9,7 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any
 
+from ..files.writing import write_text, writing
 from ..pipeline.processes.launch import launch
 from ..pipeline.processes.worker import process_group
 from ..pipeline.simulation.memory import memory_over_time
@@ -47,13 +48,15 @@ def compare(settings: Settings) -> Comparison | None:
 def write_json(comparison: Comparison, file: pathlib.Path) -> None:
     """``{"rows": [...]}`` with the fields of ``Row``."""
     rows: list[dict[str, Any]] = [dataclasses.asdict(row) for row in comparison.rows]
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps({"rows": rows}, indent=2) + "\n")
+    with writing(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+    write_text(file, json.dumps({"rows": rows}, indent=2) + "\n")
 
 
 def write_pictures(comparison: Comparison, folder: pathlib.Path) -> list[pathlib.Path]:
     """``timeline.png``, ``timeline.html`` and ``trace.json``; returns their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     pairs = zip(comparison.rows, comparison.timelines, strict=True)
     titled = [(row.title, timeline) for row, timeline in pairs]
     picture, page = folder / "timeline.png", folder / "timeline.html"

@@ -9,6 +9,17 @@ from ..errors import PipelineError
 from ..pipeline.simulation.memory import StageMemory
 from ..pipeline.timeline import Timeline
 
+# Processes and threads of one machine; seconds of eleven days; what a table can hold.
+_RANGES: dict[str, tuple[float, float]] = {
+    "stages": (1, 10_000),
+    "ranks": (1, 256),
+    "steps": (1, 1_000_000),
+    "warmup": (0, 1_000_000),
+    "threads": (1, 1024),
+    "learning_rate": (0.0, 1e6),
+    "timeout": (0.001, 1e6),
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
@@ -30,6 +41,9 @@ class Settings:
         backend: how the stages' graphs are run, see ``autosplit.split``.
         profiling: seconds of measuring what a whole model's blocks cost, to cut it by.
         dump: folder in which every rank dumps the graphs of its stages, or None.
+
+    Raises:
+        PipelineError: a number out of range, or nothing to compare.
     """
 
     factory: str
@@ -49,9 +63,15 @@ class Settings:
     dump: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("stages", "ranks", "steps", "threads"):
-            if getattr(self, name) < 1:
-                raise PipelineError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name, (least, most) in _RANGES.items():
+            value = getattr(self, name)
+            if value < least:
+                raise PipelineError(f"{name} must be at least {least}, got {value}")
+            if not value <= most:  # NaN is neither
+                raise PipelineError(f"{name} must be at most {most:,}, got {value:,}")
+        for name in ("schedules", "microbatches"):
+            if not getattr(self, name):
+                raise PipelineError(f"{name} names nothing to compare: give one or more")
 
     @property
     def cases(self) -> list[tuple[str, int]]:

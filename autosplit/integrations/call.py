@@ -9,6 +9,7 @@ parameter, until the graph's backward runs.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -26,7 +27,7 @@ class Call:
     """
 
     parameters: dict[int, nn.Parameter]
-    token: object
+    token: Any
     absent: frozenset[str] = frozenset()
 
     def leaf(self, index: int) -> Tensor:
@@ -36,7 +37,7 @@ class Call:
         return leaf
 
 
-def call_of(leaf: Tensor) -> tuple[Call, int] | None:
+def call_of(leaf: Tensor | None) -> tuple[Call, int] | None:
     """The call a leaf was made for and the index of the input that it is; None for tensors
     that are not such leaves.
     """

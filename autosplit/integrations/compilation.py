@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 import weakref
 from collections.abc import Sequence
 from functools import partial
@@ -11,7 +12,12 @@ from typing import Any, Protocol
 from torch import Tensor, fx, nn
 
 from ..autocast import AutocastGuard
-from ..compat_backward import RunningBackward, running_backward, watch_gradients
+from ..compat_backward import (
+    RunningBackward,
+    compiled_node,
+    running_backward,
+    watch_gradients,
+)
 from ..compat_convention import AotGraphs
 from ..compat_dynamo import (
     Splitter,
@@ -31,6 +37,14 @@ from .part import Part
 from .work import WeightGraph, Work
 
 
+class Token(Protocol):
+    """A forward call."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether its backward computes weight gradients too."""
+
+
 class Owner(Protocol):
     """Whoever collects deferred work."""
 
@@ -40,7 +54,7 @@ class Owner(Protocol):
     def compiled(self, part: Part) -> None:
         """A graph was compiled."""
 
-    def entered(self, part: Part) -> Any:
+    def entered(self, part: Part) -> Token:
         """A graph is called in a forward; what is returned comes back with its work."""
 
     def deferred(self, work: Work, token: Any) -> None:
@@ -77,13 +91,20 @@ class Compilation:
         refuse_thawed(args, self._frozen)
         token = self._owner.entered(self._part)
         if self._split is None:
-            return self._run(*args)
+            return self._known(self._run(*args))
         call = Call({index: args[index] for index in self._split.parameters}, token)
         given = list(args)
-        for index in call.parameters:
-            given[index] = call.leaf(index)
+        if not token.whole:
+            for index in call.parameters:
+                given[index] = call.leaf(index)
         results = self._run(*given)
         self._split.watch(call, results)
+        return self._known(results)
+
+    def _known(self, results: Any) -> Any:
+        """Note, once, which of autograd's nodes are calls of this graph."""
+        if self._part.node is None and self._part.graphs is not None:
+            self._part.node = compiled_node(results)
         return results
 
     def _compile(self, aot: AotGraphs) -> tuple[Boxed, Boxed]:
@@ -126,6 +147,7 @@ class _SplitBackward:
         self._slots, self._left = returned[: aot.slots], returned[aot.slots :]
         self._sources = gradient_sources(aot.graphs.joint.graph, *GRADIENT)
         self._autocast_guard = AutocastGuard(aot.graphs.backward or aot.graphs.joint)
+        self._whole = threading.local()
 
     def watch(self, call: Call, results: Any) -> None:
         """Note which outputs the backward brings no gradient for, and whether autocast is on.
@@ -138,10 +160,20 @@ class _SplitBackward:
             self._autocast_guard.check()
             pairs = zip(self._results, grads, strict=False)
             call.absent = frozenset(name for name, grad in pairs if grad is None)
+            self._whole.call = call if call.token.whole else None
 
-        watch_gradients(results, lambda leaf: (call_of(leaf) or (None,))[0] is call, note)
+        parameters = {id(each) for each in call.parameters.values()} if call.token.whole else ()
+        watch_gradients(
+            results,
+            lambda leaf: id(leaf) in parameters or (call_of(leaf) or (None,))[0] is call,
+            note,
+        )
 
     def __call__(self, args: list[Any]) -> list[Any]:
+        whole: Call | None = getattr(self._whole, "call", None)
+        if whole is not None:
+            self._whole.call = None
+            return self._all(args, whole)
         running = running_backward(lambda leaf: call_of(leaf) is not None)
         call, wanted = self._origin(running)
         values = {role: args[at] for role, at in self._state.items()}
@@ -158,6 +190,17 @@ class _SplitBackward:
             self._owner.deferred(Work.of(self._weight, values, targets, **numbers), call.token)
         pairs = zip(self._slots, results, strict=True)
         return [None if self._is_absent(role.name, call) else grad for role, grad in pairs]
+
+    def _all(self, args: list[Any], call: Call) -> list[Any]:
+        """I and W: the parameters themselves wait for their gradients."""
+        values = {role: args[at] for role, at in self._state.items()}
+        results = self._backward_input(args)
+        values |= zip(self._left, results[len(self._slots) :], strict=True)
+        found = self._weight.run(values)
+        pairs = zip(self._slots, results, strict=False)
+        grads = [found.get(role.name) if grad is None else grad for role, grad in pairs]
+        named = zip(self._slots, grads, strict=True)
+        return [None if self._is_absent(role.name, call) else grad for role, grad in named]
 
     def _origin(self, running: RunningBackward) -> tuple[Call, list[int]]:
         """The forward call, and the inputs whose gradients this backward is to accumulate."""

@@ -6,28 +6,30 @@ deferred work waits on the parameters that it is for.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import contextlib
+from collections.abc import Iterable
 from itertools import chain, groupby
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from ..compat import data_parallel
 from ..errors import SplitError
-from ..guard import StepGuard
-from ..reducer import ReducerWatch, Ticket
-from .work import Work, deliver, how_many, total_bytes
+from ..handover import distinct_bytes
+from ..reducer import refuse_sharded, synchronises
+from ..runtime.backlog import Backlog, checked
+from ..runtime.lazy_gradient import Slot
+from .work import Work, deliver
 
 if TYPE_CHECKING:
     from .part import Part
 
-_QUEUE = "_autosplit_pending"
-_REDUCER = "_autosplit_reducer"
 
+class OnParameters(Backlog[Work]):
+    """The owner of one graph's work, which no model collects: it waits on the parameters."""
 
-class OnParameters:
-    """The owner of work that no model collects: it queues on the parameters themselves."""
+    def __init__(self) -> None:
+        super().__init__(deliver)
 
     def name_of(self, parameter: nn.Parameter) -> None:
         """Known only by where Dynamo found it."""
@@ -35,68 +37,56 @@ class OnParameters:
     def compiled(self, part: Part) -> None:
         """Nobody asks for a report."""
 
-    def entered(self, part: Part) -> _Entry | None:
+    def entered(self, part: Part) -> Entry:
         """Microbatches are told apart by their backward alone."""
-        wrapper = data_parallel() if torch.is_grad_enabled() else None
-        if wrapper is None:
-            return None
-        reducer = wrapper.__dict__.setdefault(_REDUCER, ReducerWatch())
-        return _Entry(reducer, reducer.forward())
+        wrapper = data_parallel()
+        whole = wrapper is not None and synchronises()
+        if whole and wrapper is not None:
+            Deferral(wrapper).backward_weight()
+        return Entry(whole)
 
-    def deferred(self, work: Work, token: _Entry | None) -> None:
-        if token is not None:
-            token.reducer.backward(token.ticket)
-        _Queued(work, None if token is None else token.reducer).wait()
+    def deferred(self, work: Work, token: Entry) -> None:
+        self.add(work.backward, work)
+
+    def compute(self, microbatches: int | None = None) -> None:
+        """With what other graphs have pending for the same parameters."""
+        Deferral([parameter for _, parameter in self.named_parameters()]).backward_weight()
+
+    def compute_for(self, parameter: Tensor) -> None:
+        """What any graph has pending for it."""
+        Deferral(parameter).backward_weight()
 
 
-class _Entry(NamedTuple):
-    """A graph called inside DistributedDataParallel."""
+class Entry(NamedTuple):
+    """A call of a graph.
 
-    reducer: ReducerWatch
-    ticket: Ticket | None
+    Attributes:
+        whole: whether its backward computes weight gradients too.
+    """
 
-
-class _Queued:
-    """Work in the queues of its parameters; while it waits, no optimizer may step them."""
-
-    def __init__(self, work: Work, reducer: ReducerWatch | None) -> None:
-        self.work = work
-        self.reducer = reducer
-        self.pending = 1
-        self._guard = StepGuard(self, advice="autosplit.backward_weight(model)")
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return self.work.named_parameters()
-
-    def wait(self) -> None:
-        self._guard.stand()
-        for _, parameter in self.named_parameters():
-            parameter.__dict__.setdefault(_QUEUE, []).append(self)
-
-    def leave(self) -> None:
-        self.pending = 0
-        for _, parameter in self.named_parameters():
-            rest = [each for each in parameter.__dict__.pop(_QUEUE, []) if each is not self]
-            if rest:
-                parameter.__dict__[_QUEUE] = rest
+    whole: bool
 
 
 class Deferral:
     """Weight gradients that ``torch.compile(model, backend="autosplit")`` has deferred.
 
-    The face is that of ``SplitModule``. One microbatch is what one ``backward()`` left.
+    The face is that of ``SplitModule``, lazy gradients included. One microbatch is what one
+    ``backward()`` left.
 
     Args:
         model_or_parameters: the model, compiled or not, or some of its parameters.
 
     Raises:
         SplitError: it is something else.
+        ShardedError: FSDP manages the model or a part of it.
     """
 
     def __init__(self, model_or_parameters: nn.Module | Tensor | Iterable[Tensor]) -> None:
         given = model_or_parameters
         if isinstance(given, Tensor):
             given = [given]
+        if isinstance(given, nn.Module):
+            refuse_sharded(given)  # some of its graphs never came to us
         self._parameters = list(given.parameters() if isinstance(given, nn.Module) else given)
         for each in self._parameters:
             if not isinstance(each, Tensor):
@@ -105,12 +95,13 @@ class Deferral:
     @property
     def pending(self) -> int:
         """Microbatches whose weight gradients have not been computed."""
-        return len(self._microbatches())
+        return len(self._microbatches(self._owners()))
 
     @property
     def pending_bytes(self) -> int:
         """Bytes of distinct storage that pending microbatches hold."""
-        return total_bytes(each.work for queued in self._microbatches() for each in queued)
+        works = chain.from_iterable(self._microbatches(self._owners()))
+        return distinct_bytes(tensor for work in works for tensor in work.tensors)
 
     def backward_weight(self, microbatches: int | None = None) -> None:
         """Compute pending weight gradients and accumulate them into ``.grad``.
@@ -123,24 +114,45 @@ class Deferral:
             microbatches: how many, the oldest ``backward()`` first; all where None.
 
         Raises:
-            SplitError: nothing, or fewer than asked for, is pending; or
-                DistributedDataParallel would average only a part.
+            SplitError: fewer than asked for are pending.
         """
-        waiting = self._microbatches()
-        taken = waiting[: how_many(len(waiting), microbatches)]
-        reducers = {each.reducer for queued in waiting for each in queued} - {None}
-        together = [r.delivers_together(len(taken), len(waiting)) for r in reducers if r]
-        for queued in [list(chain(*taken))] if any(together) else taken:
-            deliver([each.work for each in queued])
-            for each in queued:
-                each.leave()
+        owners = self._owners()
+        with contextlib.ExitStack() as stack:
+            for owner in owners:
+                stack.enter_context(owner.computing())
+            waiting = self._microbatches(owners)
+            count = len(waiting) if microbatches is None else checked(microbatches, len(waiting))
+            taken = waiting[:count]
+            works = list(chain.from_iterable(taken))
+            for owner in owners if taken else ():
+                lifted = owner.lazies.lift()
+                owner.forget(works)
+                stack.enter_context(owner.settling(lifted))
+            deliver(taken)
 
-    def _microbatches(self) -> list[list[_Queued]]:
+    def discard(self) -> None:
+        """Forget what is pending, as ``SplitModule.discard`` does, for these parameters and others
+        that share a graph with them.
+        """
+        for owner in self._owners():
+            owner.discard()
+
+    def _owners(self) -> list[OnParameters]:
+        """Who has something pending for the parameters."""
+        slots = [Slot.of(parameter) for parameter in self._parameters]
+        found = dict.fromkeys(each for slot in slots if slot for each in slot.sources)
+        owners = [each for each in found if isinstance(each, OnParameters)]
+        for owner in owners:
+            owner.sweep()
+        return owners
+
+    def _microbatches(self, owners: Iterable[OnParameters]) -> list[list[Work]]:
         """What one backward left together, oldest backward first."""
-        queues = [getattr(parameter, _QUEUE, ()) for parameter in self._parameters]
-        found: dict[_Queued, None] = dict.fromkeys(each for queue in queues for each in queue)
-        ordered = sorted(found, key=lambda each: (each.work.backward, -each.work.sequence))
-        return [list(group) for _, group in groupby(ordered, lambda each: each.work.backward)]
+        wanted = set(map(id, self._parameters))
+        works = [work for owner in owners for work in owner.works()]
+        found = [work for work in works if wanted.intersection(map(id, work.parameters))]
+        found.sort(key=lambda work: (work.backward, -work.sequence))
+        return [list(group) for _, group in groupby(found, lambda work: work.backward)]
 
 
 def backward_weight(
@@ -150,6 +162,6 @@ def backward_weight(
     deferred: ``Deferral(model_or_parameters).backward_weight(microbatches)``.
 
     Raises:
-        SplitError: nothing, or fewer microbatches than asked for, is pending.
+        SplitError: fewer microbatches than asked for are pending.
     """
     Deferral(model_or_parameters).backward_weight(microbatches)

@@ -11,8 +11,10 @@ from typing import Any
 
 from torch import fx
 
+from ..compat_dynamo import traced_modules
 from ..compile import check_backend
 from ..errors import SplitError
+from ..reducer import refuse_sharded
 from .compilation import Compilation, Owner
 from .deferral import OnParameters
 
@@ -36,7 +38,13 @@ class Backend:
         self._graphs = graphs
 
     def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Compile one graph for Dynamo."""
+        """Compile one graph for Dynamo.
+
+        Raises:
+            ShardedError: FSDP manages a module that the graph is of.
+        """
+        for root in traced_modules(module):
+            refuse_sharded(root)
         return Compilation(module, example_inputs, self._owner, self._graphs)
 
 

@@ -21,6 +21,7 @@ class Part:
         graphs: the split graphs; None where the graph has no backward or was not split.
         reason: why it was not split; empty where it was, or has no backward.
         lines: ``file.py:3-9`` for the user's lines that the graph holds.
+        node: the class of autograd's nodes for calls of the graph; None until one is known.
     """
 
     def __init__(self, module: fx.GraphModule, parameters: Sequence[str]) -> None:
@@ -28,6 +29,7 @@ class Part:
         self.graphs: SplitGraphs | None = None
         self.reason = ""
         self.lines = _lines(module.graph)
+        self.node: type | None = None
 
     def give_up(self, reason: str) -> None:
         """The graph cannot be split; its backward is an ordinary one."""

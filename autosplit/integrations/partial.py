@@ -11,8 +11,8 @@ import os
 import pathlib
 import threading
 import weakref
-from collections import Counter, deque
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,24 +21,31 @@ from torch import Tensor, nn
 from ..compat import tree_flatten
 from ..compat_breaks import BreakReason, BreakWatch
 from ..compat_dynamo import compile_model
-from ..errors import SplitError
-from ..guard import StepGuard
+from ..errors import DeferralWarning, SplitError
+from ..files.writing import writing
+from ..fitting import calls_itself
 from ..passes import codegen
-from ..reducer import ReducerWatch, Ticket
+from ..reducer import synchronises
+from ..report.tables import short_source
+from ..runtime.backlog import Backlog
 from .dynamo import Backend
 from .history import History
 from .part import Part
 from .partial_report import partial_report
-from .work import Work, deliver, how_many, total_bytes
+from .work import Work, deliver
 
 
 class Microbatch:
-    """One forward call of the model: the graphs it ran, and what its backward has left."""
+    """One forward call of the model: the graphs it ran, and what its backward has left.
 
-    def __init__(self, ticket: Ticket | None = None) -> None:
+    Attributes:
+        calls: how often it ran each graph.
+        whole: whether its backward computes weight gradients too.
+    """
+
+    def __init__(self, whole: bool = False) -> None:
         self.calls: Counter[Part] = Counter()
-        self.works: list[Work] = []
-        self.ticket = ticket
+        self.whole = whole
 
 
 class Partial:
@@ -66,27 +73,58 @@ class Partial:
         self._names: dict[nn.Parameter, str] = {}
         self._running = threading.local()
         self._latest = Microbatch()
-        self._waiting: deque[Microbatch] = deque()
-        self._guard = StepGuard(self)
-        self._reducer = ReducerWatch()
+        self._queue: Backlog[Work] = Backlog(deliver)
+        self._warned = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward."""
+        """The model's forward.
+
+        Raises:
+            FailingCallError: the forward calls the split module itself.
+        """
+        return self._run(self._compiled, args, kwargs)
+
+    def as_it_is(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One forward without graphs; its backward is autograd's and leaves no work."""
+        return self._run(self._model, args, kwargs)
+
+    def _run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if getattr(self._running, "microbatch", None) is not None:
+            raise calls_itself(self._model)
         known, watch = self._known(), BreakWatch()
-        ticket = self._reducer.forward() if torch.is_grad_enabled() else None
-        microbatch = self._running.microbatch = Microbatch(ticket)
+        whole = synchronises()
+        if whole:
+            self.backward_weight()
+        microbatch = self._running.microbatch = Microbatch(whole)
         try:
-            result = self._compiled(*args, **kwargs)
+            with self._queue.hidden(self._model.parameters() if self._queue.pending else ()):
+                result = forward(*args, **kwargs)
         finally:
             self._running.microbatch = None
             self._breaks |= dict.fromkeys(watch.found())
         outputs = _differentiable(result)
         if outputs and (self._history is None or self._known() != known):
-            self._history = History.of(outputs, _differentiable((args, kwargs)))
+            self._history = History.of(outputs, _differentiable((args, kwargs)), self._parts)
             self._calls = microbatch.calls
+            self._warn_of_little()
         for node in dict.fromkeys(output.grad_fn for output in outputs):
             node.register_prehook(_Begin(self, microbatch))  # type: ignore[union-attr]
         return result
+
+    @property
+    def deferred_flops(self) -> int:
+        """Floating-point operations that W of all graphs did for the call of ``history``."""
+        return sum(part.deferred_flops * count for part, count in self._calls.items())
+
+    def _warn_of_little(self) -> None:
+        """Say once where most weight gradients cannot wait."""
+        share = None if self._history is None else self._history.share(self.deferred_flops)
+        if share is None or self._warned:
+            return
+        reasons = [f"{short_source(each.line)}: {each.reason}" for each in self._breaks]
+        reasons += [part.reason for part in self._parts if part.reason]
+        because = reasons[0] if reasons else self.reason.partition("\n")[0] or "no graph holds them"
+        self._warned = DeferralWarning.issue(type(self._model).__name__, share, because)
 
     def _known(self) -> tuple[int, int]:
         return len(self._parts), len(self._breaks)
@@ -99,26 +137,23 @@ class Partial:
             microbatches: how many, the oldest ``backward()`` first; all where None.
 
         Raises:
-            SplitError: nothing, or fewer than asked for, is pending; or
-                DistributedDataParallel would average only a part.
+            SplitError: fewer than asked for are pending.
         """
-        taken = list(self._waiting)[: how_many(self.pending, microbatches)]
-        together = self._reducer.delivers_together(len(taken), self.pending)
-        for group in [taken] if together else [[each] for each in taken]:
-            deliver([work for microbatch in group for work in microbatch.works])
-            for microbatch in group:
-                microbatch.works.clear()
-                self._waiting.remove(microbatch)
+        self._queue.compute(microbatches)
+
+    def discard(self) -> None:
+        """Forget what is pending, as ``SplitModule.discard`` does."""
+        self._queue.discard()
 
     @property
     def pending(self) -> int:
         """Microbatches whose weight gradients have not been computed."""
-        return len(self._waiting)
+        return self._queue.pending
 
     @property
     def pending_bytes(self) -> int:
         """Bytes of distinct storage that pending microbatches hold."""
-        return total_bytes(work for microbatch in self._waiting for work in microbatch.works)
+        return self._queue.bytes
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -156,11 +191,19 @@ class Partial:
         return partial_report(self, type(self._model).__name__)
 
     def dump(self, folder: str | os.PathLike[str]) -> None:
-        """Write the graphs of every part as readable, runnable code, a folder each."""
+        """Write the graphs of every part as readable, runnable code, a folder each.
+
+        Raises:
+            OutputError: the folder cannot be written.
+        """
+        with writing(folder):
+            self._dump(pathlib.Path(folder))
+
+    def _dump(self, folder: pathlib.Path) -> None:
         for index, part in enumerate(self._parts):
             if part.graphs is None:
                 continue
-            root = pathlib.Path(folder) / f"part{index}"
+            root = folder / f"part{index}"
             root.mkdir(parents=True, exist_ok=True)
             for name, module in part.graphs.graphs().items():
                 text = f"{codegen.HEADER}\n\n{codegen.generate(name, module)}"
@@ -184,23 +227,14 @@ class Partial:
         return microbatch
 
     def deferred(self, work: Work, token: Microbatch) -> None:
-        token.works.append(work)
         self.begin(token)
+        self._queue.add(token, work)
 
     def begin(self, microbatch: Microbatch) -> None:
         """A backward has reached the forward call."""
         self._latest = microbatch
-        self._reducer.backward(microbatch.ticket)
-        if microbatch not in self._waiting:
-            self._waiting.append(microbatch)
-            self._guard.stand()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if self._waiting:
-            raise SplitError(
-                f"{self.pending} microbatch(es) of weight gradients are pending, which cannot be "
-                "pickled or copied; call backward_weight() first"
-            )
         return Partial, (self._model, self._graphs, self.reason)
 
 

@@ -61,10 +61,9 @@ def _ordinary(partial: Partial) -> str:
 
 
 def _share(partial: Partial) -> str:
-    history, calls = partial.history, partial.calls
+    history, deferred = partial.history, partial.deferred_flops
     if history is None:
         return "No call needed a gradient yet."
-    deferred = sum(part.deferred_flops * count for part, count in calls.items())
     total = deferred + sum(history.ordinary.values())
     names = f"{len(history.deferred)} of {len(history.deferred | history.ordinary.keys())}"
     if not total:

@@ -11,17 +11,16 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from ..compat import without_autocast
 from ..compile import Backend, compile_graph
-from ..errors import SplitError
 from ..guard import refuse_frozen
-from ..handover import Handover, distinct_bytes
+from ..handover import Handover
 from ..passes import Kind, Role
 from ..passes.aliasing import storage_root
 from ..passes.graph import STATE, inputs, outputs
@@ -34,11 +33,14 @@ class WeightGraph:
         state: parameters and buffers that it reads.
         tensors: tensors that I leaves for it.
         sizes: integers that I leaves for it.
+        dense: whether all gradients are known to be strided.
     """
 
     def __init__(self, module: fx.GraphModule, backend: Backend) -> None:
         self._compiled = compile_graph("backward_weight", module, backend)
         self._borrowed = _borrowed(module.graph)
+        made = [value.meta["val"] for _, value in outputs(module.graph)]
+        self.dense = all(each.layout is torch.strided for each in made)
         taken = inputs(module.graph, Kind.DEFERRED)
         self.state = tuple(inputs(module.graph, *STATE))
         self.tensors = tuple(r for r, node in taken.items() if _is_tensor(node))
@@ -94,7 +96,6 @@ class Work:
     targets: Mapping[str, weakref.ref[nn.Parameter]]
     backward: int
     sequence: int
-    taken: bool = False
 
     @classmethod
     def of(
@@ -120,41 +121,55 @@ class Work:
             if parameter is not None:
                 yield name, parameter
 
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The same without their names."""
+        return [parameter for _, parameter in self.named_parameters()]
+
+    @property
+    def dense(self) -> bool:
+        """Whether all gradients are known to be strided."""
+        return self.graph.dense
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """What it keeps alive, parameters and buffers left out."""
+        return self.deferred.tensors
+
+    def drop(self, parameters: Collection[int]) -> None:
+        """These (their ``id``) get no gradient any more."""
+        pairs = dict(self.named_parameters())
+        wanted = {name for name, each in pairs.items() if id(each) not in parameters}
+        self.targets = {name: ref for name, ref in self.targets.items() if name in wanted}
+
     def run(self) -> dict[str, Tensor]:
         """Parameter name -> gradient.
 
         Raises:
-            SplitError: something deferred was written in place since I, or it ran before.
+            SplitError: something deferred was written in place since I.
         """
-        if self.taken:
-            raise SplitError(
-                "these weight gradients were taken for a delivery that failed and are lost; "
-                "clear the gradients and repeat the step"
-            )
         taken = self.deferred.take()
-        self.taken = True
         roles = (*self.graph.tensors, *self.graph.state)
         values = {**self.others, **dict(zip(roles, taken, strict=True))}
         self.others = {}
         taken.clear()
         return self.graph.run(values)
 
-    def __reduce__(self) -> NoReturn:
-        raise SplitError(
-            "a weight gradient is pending, which cannot be pickled or copied; call "
-            "backward_weight() first"
-        )
 
-
-def deliver(works: Sequence[Work]) -> None:
-    """Compute the gradients of one microbatch and accumulate them through autograd.
+def deliver(microbatches: Iterable[Sequence[Work]]) -> None:
+    """Compute the gradients of microbatches and accumulate them through autograd.
 
     Args:
-        works: in the order in which the backward left them.
+        microbatches: each with what its backward left, in that order.
 
     Raises:
         SplitError: something deferred was written in place since I, or a parameter was frozen.
     """
+    for works in microbatches:
+        _deliver(works)
+
+
+def _deliver(works: Sequence[Work]) -> None:
     refuse_frozen(pair for work in works for pair in work.named_parameters())
     roots = []
     with torch.enable_grad():
@@ -181,27 +196,3 @@ class _Deliver(torch.autograd.Function):
         work, ctx.work = ctx.work, None
         grads = work.run()
         return (None, None, *map(grads.pop, ctx.names))
-
-
-def total_bytes(works: Iterable[Work]) -> int:
-    """Bytes of distinct storage that the works hold."""
-    return distinct_bytes(tensor for work in works for tensor in work.deferred.tensors)
-
-
-def how_many(pending: int, microbatches: int | None) -> int:
-    """How many microbatches ``backward_weight(microbatches)`` means.
-
-    Raises:
-        SplitError: nothing, or fewer than asked for, is pending.
-    """
-    if not pending:
-        raise SplitError(
-            "backward_weight() with nothing pending: call loss.backward() through the model "
-            "first (each backward is one pending microbatch)"
-        )
-    count = pending if microbatches is None else microbatches
-    if not 1 <= count <= pending:
-        raise SplitError(
-            f"backward_weight(microbatches={count}): {pending} pending; ask for 1 to {pending}"
-        )
-    return count

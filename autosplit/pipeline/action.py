@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import re
+import reprlib
 from dataclasses import dataclass
 
 from autosplit.errors import ScheduleError
@@ -38,7 +39,8 @@ _COMPUTE = frozenset(
         ActionKind.BACKWARD,
     }
 )
-_TEXT = re.compile(r"([0-9]+)([A-Z_]+)([0-9]+)")
+_KINDS = {kind.value: kind for kind in ActionKind}
+_TEXT = re.compile(r"([0-9]{1,9})([A-Z_]+)([0-9]{1,9})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +66,9 @@ class Action:
             ScheduleError: the text is no action.
         """
         match = _TEXT.fullmatch(text)
-        kinds = {kind.value: kind for kind in ActionKind}
-        if match is None or match[2] not in kinds:
+        if match is None or match[2] not in _KINDS:
             raise ScheduleError(
-                f"expected an action such as '0F1' (stage, kind, microbatch), got {text!r}; "
-                f"known kinds: {', '.join(kinds)}"
+                "expected an action such as '0F1' (stage, kind, microbatch), numbers of at most 9 "
+                f"digits, got {reprlib.repr(text)}; known kinds: {', '.join(_KINDS)}"
             )
-        return cls(int(match[1]), kinds[match[2]], int(match[3]))
+        return cls(int(match[1]), _KINDS[match[2]], int(match[3]))

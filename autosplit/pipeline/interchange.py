@@ -10,6 +10,7 @@ runs no schedule over gloo in which neighbouring stages lie on one rank, whoever
 from __future__ import annotations
 
 import csv
+import io
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -17,8 +18,11 @@ from pathlib import Path
 
 from autosplit.compat import csv_has_send_waits
 from autosplit.errors import ScheduleError
+from autosplit.files.reading import read_text
+from autosplit.files.writing import writing
+from autosplit.listing import few
 from autosplit.pipeline.action import Action, ActionKind
-from autosplit.pipeline.schedule import Schedule
+from autosplit.pipeline.schedule import LARGEST, Schedule
 from autosplit.pipeline.sends import add_communication
 from autosplit.pipeline.validate import validate
 
@@ -52,6 +56,7 @@ def write_csv(
 
     Raises:
         ScheduleError: an unknown form, or two copies of the stages, which the file cannot say.
+        OutputError: the file cannot be written.
     """
     _check_form(form)
     if schedule.mirror is not None:
@@ -64,7 +69,7 @@ def write_csv(
         waits = csv_has_send_waits() if send_waits is None else send_waits
         listed = add_communication(schedule)
         rows = [[*(_with_waits(row) if waits else map(str, row))] for row in listed]
-    with Path(path).open("w", newline="", encoding="utf-8") as file:
+    with writing(path), Path(path).open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows(rows)
 
 
@@ -100,17 +105,36 @@ def read_csv(path: str | Path, form: str = "compute_only", *, name: str | None =
         name: the schedule's name; None takes the file's.
 
     Raises:
-        ScheduleError: an unknown form, text that is no action, missing or unneeded sends and
+        ScheduleError: an unknown form, a file that cannot be read or is no CSV file, text that is
+            no action, more than ``schedule.LARGEST`` actions, missing or unneeded sends and
             receives, or an illegal schedule.
     """
     _check_form(form)
     path = Path(path)
-    with path.open(newline="", encoding="utf-8") as file:
-        rows = [[action for cell in row for action in _actions(cell)] for row in csv.reader(file)]
+    rows = _rows(path)
     schedule = _schedule(path.stem if name is None else name, rows)
     validate(schedule)
     _check_messages(schedule, rows, form)
     return schedule
+
+
+def _rows(path: Path) -> list[list[Action]]:
+    """The actions of every line."""
+    text = read_text(path, "a schedule", ScheduleError)
+    rows: list[list[Action]] = []
+    count = 0
+    try:
+        for cells in csv.reader(io.StringIO(text, newline="")):
+            rows.append([action for cell in cells for action in _actions(cell)])
+            count += sum(action.kind.is_compute for action in rows[-1])
+            if count > LARGEST:
+                raise ScheduleError(
+                    f"{str(path)!r} holds more than {LARGEST:,} actions, which are all that a "
+                    "schedule may have"
+                )
+    except csv.Error as error:
+        raise ScheduleError(f"{str(path)!r} is no CSV file: {error}") from error
+    return rows
 
 
 def _check_form(form: str) -> None:
@@ -136,9 +160,11 @@ def _schedule(name: str, rows: Sequence[Sequence[Action]]) -> Schedule:
     homes: dict[int, int] = {}
     for rank, action in actions:
         homes.setdefault(action.stage, rank)
-    missing = sorted(set(range(max(homes))) - set(homes))
-    if missing:
-        raise ScheduleError(f"{name!r} has stages up to {max(homes)}, but never runs {missing}")
+    if len(homes) <= max(homes):
+        missing = [str(stage) for stage in range(len(homes)) if stage not in homes]
+        raise ScheduleError(
+            f"{name!r} has stages up to {max(homes)}, but never runs {few(missing, 9)}"
+        )
     return Schedule(
         name,
         len(homes),
@@ -151,6 +177,7 @@ def _schedule(name: str, rows: Sequence[Sequence[Action]]) -> Schedule:
 
 def _check_messages(schedule: Schedule, rows: Sequence[Sequence[Action]], form: str) -> None:
     """Every rank must list the sends and receives that it needs, and no other."""
+    complete = add_communication(schedule)
     for rank, row in enumerate(rows):
         listed = sorted(str(action) for action in row if not action.kind.is_compute)
         if form == "compute_only":
@@ -160,11 +187,10 @@ def _check_messages(schedule: Schedule, rows: Sequence[Sequence[Action]], form: 
                     "read the file with form='compute_comms'"
                 )
             continue
-        complete = add_communication(schedule)[rank]
-        needed = sorted(str(action) for action in complete if not action.kind.is_compute)
+        needed = sorted(str(action) for action in complete[rank] if not action.kind.is_compute)
         if listed != needed:
-            lacks = sorted(set(needed) - set(listed)) or "nothing"
-            excess = sorted(set(listed) - set(needed)) or "nothing"
+            lacks = few(sorted(set(needed) - set(listed)), 9) or "nothing"
+            excess = few(sorted(set(listed) - set(needed)), 9) or "nothing"
             raise ScheduleError(
                 f"rank {rank} must send and receive what its actions need, each once: it lacks "
                 f"{lacks}, and has {excess} in excess"

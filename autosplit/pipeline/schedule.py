@@ -4,7 +4,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autosplit.errors import ScheduleError
 from autosplit.pipeline.action import Action
+
+LARGEST = 1_000_000
+"""Actions of a step: beyond, a schedule takes minutes and gigabytes to make and to check."""
+
+
+def check_size(stages: int, microbatches: int, most: int = LARGEST) -> None:
+    """Refuse a step that is too large to be worked on, before anything is made of it.
+
+    Args:
+        stages: N.
+        microbatches: M.
+        most: how many actions there may be.
+
+    Raises:
+        ScheduleError: N x M times F, I and W are more.
+    """
+    actions = 3 * stages * microbatches
+    if actions > most:
+        raise ScheduleError(
+            f"{stages:,} stages and {microbatches:,} microbatches make a step of {actions:,} "
+            f"actions, more than the {most:,} that are taken: use fewer stages, or fewer and "
+            "larger microbatches"
+        )
 
 
 @dataclass(frozen=True)

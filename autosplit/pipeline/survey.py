@@ -6,14 +6,22 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from tqdm import tqdm
+
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.schedule import Schedule
+from autosplit.pipeline.schedule import Schedule, check_size
 from autosplit.pipeline.schedules import SCHEDULES, build
-from autosplit.pipeline.search import search
-from autosplit.pipeline.search.exact import exact
+from autosplit.pipeline.schedules.weights import check_counts
+from autosplit.pipeline.search import caps_of, search
+from autosplit.pipeline.search.exact import check_provable, exact
 from autosplit.pipeline.simulation.costs import Costs
 from autosplit.pipeline.simulation.memory import peak_memory
 from autosplit.pipeline.timeline import Timeline
+
+MOST = 200_000
+"""Actions of a step, over all chunks: some twenty schedules of it take minutes and gigabytes."""
+
+_SHORTEST, _LARGEST = 1e-30, 1e30  # in seconds and any unit of memory: beyond, sums lose digits
 
 
 @dataclass(frozen=True)
@@ -46,7 +54,7 @@ def survey(
     cap: float | None = None,
     proved: bool = False,
 ) -> Survey:
-    """Simulate every schedule in every form.
+    """Simulate every schedule in every form. On a terminal a bar shows how far it is.
 
     Args:
         costs: of one stage a rank; where a schedule has several stages a rank, each is cut into as
@@ -59,14 +67,18 @@ def survey(
             for small pipelines, see ``exact``.
 
     Raises:
-        ScheduleError: a bad count, nothing found under the cap, or no exact solver.
+        ScheduleError: a bad count, more than ``MOST`` actions, a step that takes no time or no
+            finite one, nothing found under the cap, or no exact solver.
     """
     if chunks < 2:
         raise ScheduleError(f"chunks must be at least 2, got {chunks}")
+    ranks = len(costs.times)
+    _check(costs, microbatches, chunks, cap, proved=proved)
     entries: list[Entry] = []
     refused: dict[str, str] = {}
-    ranks = len(costs.times)
-    for name, family in SCHEDULES.items():
+    # None: shown on a terminal, not in a log file.
+    families = tqdm(SCHEDULES.items(), desc="simulating", unit="schedule", disable=None)
+    for name, family in families:
         try:
             entries += _forms(name, costs.cut(family.chunks or chunks), microbatches, ranks)
         except ScheduleError as error:
@@ -79,6 +91,27 @@ def survey(
         found = exact(costs, microbatches, cap=math.inf if cap is None else cap)
         entries.append(_entry("exact", "own", found.schedule, costs))
     return Survey(tuple(entries), refused)
+
+
+def _check(
+    costs: Costs, microbatches: int, chunks: int, cap: float | None, *, proved: bool
+) -> None:
+    """Refuse, before anything is simulated, what would take too long or come to nothing."""
+    ranks = len(costs.times)
+    check_counts(microbatches=microbatches)
+    check_size(ranks * chunks, microbatches, MOST)
+    if proved:
+        check_provable(ranks, microbatches)
+    if cap is not None:
+        caps_of(cap, ranks)
+    work = microbatches * sum(map(sum, costs.times))
+    kept = microbatches * sum(each.saved + each.deferred for each in costs.memory)
+    if not (_SHORTEST < work < _LARGEST and kept < _LARGEST):
+        raise ScheduleError(
+            f"a step of {work:g} seconds of work in which {kept:g} is saved and deferred cannot be "
+            f"compared with others: give times of which one at least is > 0, and neither more than "
+            f"{_LARGEST:g} in all"
+        )
 
 
 def _forms(name: str, costs: Costs, microbatches: int, ranks: int) -> Iterator[Entry]:
@@ -115,4 +148,6 @@ def _searched(costs: Costs, microbatches: int, cap: float) -> Entry:
 
 def _entry(name: str, weights: str, schedule: Schedule, costs: Costs) -> Entry:
     timeline = costs.timeline(schedule)
+    if not math.isfinite(timeline.makespan):
+        raise ScheduleError(f"a step of {name!r} takes no finite time: give links that take less")
     return Entry(name, weights, schedule, timeline, tuple(peak_memory(schedule, costs.memory)))

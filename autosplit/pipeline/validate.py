@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.action import Action, ActionKind
 from autosplit.pipeline.dependency import needs_of, result_of
 from autosplit.pipeline.grid import Cell, describe, format_grid, lay_out
 from autosplit.pipeline.routes import Channel, channel_of
-from autosplit.pipeline.schedule import Schedule
+from autosplit.pipeline.schedule import LARGEST, Schedule
 from autosplit.pipeline.simulation.memory import StageMemory
 from autosplit.pipeline.simulation.replay import Wait, replay, unmade
 
-_WIDEST = 60  # slots in an error's grid; of a longer one only the parts near a fault are shown
+_WIDEST = 60  # slots and ranks in an error's grid; of more only those near a fault are shown
+_MOST = 50  # faults that are looked for; where there are more, none of the rest tells anything new
 _ROUNDING = 1e-9  # of sums of bytes
 
 
@@ -77,23 +80,33 @@ def validate(
             of ``memory``.
 
     Raises:
-        ScheduleError: lists every fault and shows them on the grid; or one of ``memory`` and
-            ``caps`` without the other, or not as many as there are stages and ranks.
+        ScheduleError: lists the faults (of more than 50 the first) and shows them on the grid; or
+            one of ``memory`` and ``caps`` without the other, or not as many as there are stages
+            and ranks.
     """
     if max_in_flight is not None and max_in_flight < 1:
         raise ScheduleError(f"max_in_flight must be at least 1, got {max_in_flight}")
-    faults = list(_sizes(schedule))
+    count = sum(map(len, schedule.ranks))
+    if count > LARGEST:
+        raise ScheduleError(
+            f"{describe(schedule)}, {count:,} actions: more than the {LARGEST:,} that are taken"
+        )
+    # Lazily: a schedule may name a billion microbatches of which it runs none.
+    faults = list(islice(_sizes(schedule), _MOST + 1))
     if not faults:  # the other checks index by stage and rank
         positions = _Positions(schedule)
-        faults += _strays(schedule)
-        faults += _counts(positions)
-        faults += _order(positions)
-        faults += _deadlocks(schedule)
-        faults += _messages(positions)
+        checks = [
+            _strays(schedule),
+            _counts(positions),
+            _order(positions),
+            _deadlocks(schedule),
+            _messages(positions),
+        ]
         if max_in_flight is not None:
-            faults += _in_flight(positions, max_in_flight)
+            checks.append(_in_flight(positions, max_in_flight))
         if memory is not None or caps is not None:
-            faults += _kept(positions, memory or (), caps or ())
+            checks.append(_kept(positions, memory or (), caps or ()))
+        faults = list(islice(chain(*checks), _MOST + 1))
     if faults:
         raise ScheduleError(_report(schedule, faults))
 
@@ -111,7 +124,7 @@ def _sizes(schedule: Schedule) -> Iterator[_Fault]:
         if len(placement) != schedule.stages:
             yield _Fault(
                 f"{what} must name a rank for each of the {schedule.stages} stages, "
-                f"got {len(placement)}: {placement}"
+                f"got {len(placement)}: {reprlib.repr(placement)}"
             )
         for stage, rank in enumerate(placement):
             if not 0 <= rank < ranks:
@@ -292,8 +305,10 @@ def _kept(
 
 def _report(schedule: Schedule, faults: list[_Fault]) -> str:
     """The faults, numbered, above the grid on which the numbers stand under the faulty cells."""
-    lines = [f"{number}. {fault.text}" for number, fault in enumerate(faults, 1)]
     count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
+    if len(faults) > _MOST:
+        count, faults = f"more than {_MOST} faults", faults[:_MOST]
+    lines = [f"{number}. {fault.text}" for number, fault in enumerate(faults, 1)]
     head = f"illegal schedule ({describe(schedule)}), {count}:"
     rows, columns = lay_out(schedule)
     numbers: dict[Cell, list[int]] = defaultdict(list)

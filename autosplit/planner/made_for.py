@@ -10,6 +10,7 @@ from torch import Tensor
 
 from autosplit.compat import tree_flatten
 from autosplit.errors import PlanError
+from autosplit.planner.sound import check_types
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,9 @@ class Input:
     name: str
     shape: tuple[int, ...]
     dtype: str
+
+    def __post_init__(self) -> None:
+        check_types(self)
 
     def __str__(self) -> str:
         return f"{self.name} {list(self.shape)} {self.dtype}"
@@ -32,11 +36,19 @@ class MadeFor:
         model: its class, for messages.
         blocks: the names of its blocks in order.
         inputs: the tensors among its inputs.
+
+    Raises:
+        PlanError: a value of another type, or a model without blocks.
     """
 
     model: str
     blocks: tuple[str, ...]
     inputs: tuple[Input, ...]
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if not self.blocks:
+            raise PlanError("'blocks' must name at least one block of the model")
 
     def check(self, came: MadeFor) -> None:
         """Refuse another model, or other inputs.

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from autosplit.errors import AutosplitError, PlanError
-from autosplit.pipeline.communication.world import device_of_group
+from autosplit.pipeline.communication.world import device_of_group, gather, tell
 from autosplit.pipeline.schedule import Schedule
 from autosplit.planner.costs import ModelCosts, average
 from autosplit.planner.profile import profile
@@ -25,6 +25,19 @@ Find = Callable[[ModelCosts], Solution]
 
 # For the timed steps of each rehearsal: of the seconds of profiling, and at the most.
 _SHARE, _MOST = 0.3, 5.0
+_DAY = 86_400
+
+
+def check_seconds(seconds: float) -> None:
+    """Refuse what is no time to measure for.
+
+    Raises:
+        PlanError: negative, not finite, or more than a day.
+    """
+    if not 0.0 <= seconds <= _DAY:
+        raise PlanError(
+            f"seconds to measure for must be from 0 to {_DAY:,} (a day), got {seconds!r}"
+        )
 
 
 def profile_together(
@@ -91,19 +104,13 @@ def agreed(find: Callable[[], T]) -> T:
     """
     if not grouped():
         return find()
-    box: list[Any] = [None]
-    if dist.get_rank() == 0:
-        box[0] = _outcome(find)
-    dist.broadcast_object_list(box, src=0)
-    found: T = _value(box[0])
+    found: T = _value(tell(_outcome(find) if dist.get_rank() == 0 else None, 0))
     return found
 
 
 def _everywhere(find: Callable[[], T]) -> list[T]:
     """What each rank finds, on all of them; an error on one is an error on all."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, _outcome(find))
-    return list(map(_value, found))
+    return list(map(_value, gather(_outcome(find))))
 
 
 def _outcome(find: Callable[[], T]) -> T | AutosplitError:

@@ -18,7 +18,12 @@ from autosplit.planner.costs import ModelCosts
 from autosplit.planner.estimate import estimate
 from autosplit.planner.limits import Limits
 from autosplit.planner.making import make_plan
-from autosplit.planner.measuring import device_of_trainer, profile_together, rehearsed
+from autosplit.planner.measuring import (
+    check_seconds,
+    device_of_trainer,
+    profile_together,
+    rehearsed,
+)
 from autosplit.planner.plan import Plan, made_for
 from autosplit.planner.solve import Solution
 from autosplit.planner.specimen import Conditions
@@ -64,7 +69,8 @@ def partition(
 
     Args:
         model: what to cut; its parameters may be on the meta device.
-        args: example positional inputs of one microbatch, a tuple or one tensor.
+        args: example positional inputs of one microbatch, a tuple or one tensor; a dictionary is
+            keyword inputs.
         kwargs: example keyword inputs.
         stages: how many stages.
         cut_at: the modules with which the stages after the first begin, as ``model.layers.8``.
@@ -98,13 +104,14 @@ def partition(
         ScheduleError: an unknown schedule, or one that refuses the counts.
     """
     count = _count(stages, cut_at)
+    check_seconds(seconds)
     if not isinstance(costs, ModelCosts) and costs not in COSTS:
         raise PlanError(f"unknown costs {costs!r}; known: {', '.join(COSTS)}, or a ModelCosts")
     whole, firsts = _captured(model, args, kwargs, count, cut_at)
     wanted = Wanted(
         count,
         firsts,
-        microbatches or 2 * count,
+        2 * count if microbatches is None else microbatches,
         schedule,
         ranks=ranks,
         split_backward=split_backward,

@@ -1,4 +1,4 @@
-"""Where in the model an operation comes from."""
+"""Where in the model an operation comes from, by the names that the model has for its modules."""
 
 from __future__ import annotations
 
@@ -6,15 +6,45 @@ import functools
 import operator
 import re
 
-from torch import fx
+from torch import fx, nn
 
 _ROOT = re.compile(r"^[LG]\['\w+'\]\.?")
-_ENTRY = re.compile(r"\._modules\['([^']*)'\]|\[(?:'([^']*)'|(\d+))\]")
+_ENTRY = re.compile(r"(?:\.__dict__\['_modules'\]|\._modules)?\[(?:'([^']*)'|(\d+))\]")
+
+
+def name_modules(captured: fx.GraphModule, model: nn.Module) -> None:
+    """Have a captured graph call modules as ``model.named_modules()`` does.
+
+    Dynamo calls a module by how the forward reached it: through ``__dict__['_modules']`` where the
+    model looks its children up itself, as wrappers with a ``__getattr__`` do, or through a list or
+    another object that holds it too. One module may have several names: the one by which it was
+    reached counts, else the first.
+    """
+    names: dict[str, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(str(id(module)), []).append(name)
+    for graph in (part for part in captured.modules() if isinstance(part, fx.GraphModule)):
+        for node in graph.graph.nodes:
+            stack = node.meta.get("nn_module_stack")
+            if stack:
+                named = {
+                    key: (_named(names, key, path), kind) for key, (path, kind) in stack.items()
+                }
+                node.meta["nn_module_stack"] = named
+
+
+def _named(names: dict[str, list[str]], key: str, path: str) -> str:
+    """The module's name; where the model has none for it, how it was reached."""
+    reached = _ENTRY.sub(lambda m: "." + next(filter(None, m.groups())), _ROOT.sub("", path))
+    reached = reached.removeprefix(".")
+    known = names.get(key.partition("@")[0], [reached])
+    return reached if reached in known else known[0]
 
 
 def stack(node: fx.Node) -> tuple[str, ...]:
-    """The modules around an operation, outermost first. A later call of the same module has its
-    number behind it, as in ``block@1``. A checkpointed region is where its operations are.
+    """The modules around an operation of a graph whose modules are named, outermost first. A later
+    call of the same module has its number behind it, as in ``block@1``. A checkpointed region is
+    where its operations are.
     """
     for held in node.all_input_nodes:
         if held.op == "get_attr" and node.graph.owning_module is not None:
@@ -23,11 +53,10 @@ def stack(node: fx.Node) -> tuple[str, ...]:
                 inside = [stack(n) for n in body.graph.nodes if n.op.startswith("call_")]
                 return functools.reduce(common, inside) if inside else ()
     found = []
-    for key, (path, _) in node.meta.get("nn_module_stack", {}).items():
-        name = _ENTRY.sub(lambda m: "." + next(filter(None, m.groups())), _ROOT.sub("", path))
+    for key, (name, _) in node.meta.get("nn_module_stack", {}).items():
         call = str(key).partition("@")[2]
         if name:
-            found.append(f"{name.removeprefix('.')}@{call}" if call else name.removeprefix("."))
+            found.append(f"{name}@{call}" if call else name)
     return tuple(found)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from autosplit.checkpoint.naming import Mismatch
 from autosplit.errors import PlanError
 from autosplit.pipeline.action import Action, ActionKind
 from autosplit.pipeline.schedule import Schedule
@@ -20,8 +21,8 @@ from autosplit.pipeline.validate import validate
 from autosplit.pipeline.wiring import Wiring
 from autosplit.planner.initialise import Init
 from autosplit.planner.made_for import MadeFor, inputs_of
-from autosplit.planner.naming import Mismatch
 from autosplit.planner.planfile import read, write
+from autosplit.planner.sound import check_plan
 from autosplit.planner.stages import Partition, cut
 from autosplit.planner.whole import WholeModel
 
@@ -51,6 +52,10 @@ class Plan:
         resting_memory: per rank, of these, parameters, gradients and optimizer state.
         made_for: the model and its inputs.
         partition: the stages, of a plan that is bound to a model.
+
+    Raises:
+        PlanError: a value of another type, a number that is negative or not finite, or fields that
+            do not belong together.
     """
 
     cuts: tuple[str, ...]
@@ -71,6 +76,9 @@ class Plan:
     resting_memory: tuple[float, ...]
     made_for: MadeFor
     partition: Partition | None = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        check_plan(self)
 
     @property
     def batch(self) -> int:
@@ -120,7 +128,8 @@ class Plan:
 
         Args:
             model: the model that the plan was made for, or one like it.
-            args: its positional inputs, of one microbatch, a tuple or one tensor.
+            args: its positional inputs, of one microbatch, a tuple or one tensor; a dictionary is
+                keyword inputs.
             kwargs: its keyword inputs.
 
         Raises:
@@ -194,7 +203,11 @@ class Plan:
         return PipelineTrainer(self._bound, loss_fn, optimizer_fn, **given)
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON, without the model that it may be bound to."""
+        """Write the plan as JSON, without the model that it may be bound to.
+
+        Raises:
+            OutputError: the file cannot be written.
+        """
         write(self, path)
 
     @classmethod
@@ -202,7 +215,7 @@ class Plan:
         """Read what ``save`` wrote.
 
         Raises:
-            PlanError: the file is no plan.
+            PlanError: the file cannot be read, or is no plan.
             ScheduleError: its schedule cannot run.
         """
         plan = read(cls, path)

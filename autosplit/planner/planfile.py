@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autosplit.errors import PlanError
+from autosplit.files.reading import read_text
+from autosplit.files.writing import write_text
 from autosplit.planner.made_for import Input, MadeFor
 
 if TYPE_CHECKING:
@@ -18,7 +20,11 @@ _FORMAT = "autosplit plan 1"
 
 
 def write(plan: Plan, path: str | Path) -> None:
-    """Write all fields of a plan but the model that it may be bound to."""
+    """Write all fields of a plan but the model that it may be bound to.
+
+    Raises:
+        OutputError: the file cannot be written.
+    """
     made = plan.made_for
     data = {"format": _FORMAT, **{name: getattr(plan, name) for name in _names(type(plan))}}
     data["made_for"] = {
@@ -28,18 +34,19 @@ def write(plan: Plan, path: str | Path) -> None:
             {"name": each.name, "shape": each.shape, "dtype": each.dtype} for each in made.inputs
         ],
     }
-    Path(path).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(data, indent=1) + "\n")
 
 
 def read(kind: type[Plan], path: str | Path) -> Plan:
     """Read what ``write`` wrote.
 
     Raises:
-        PlanError: there is no such file, or it is no plan.
+        PlanError: there is no such file, it cannot be read, or it is no plan.
     """
+    text = read_text(path, "a plan", PlanError)
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise PlanError(f"cannot read a plan from {str(path)!r}: {error}") from error
     if not isinstance(data, dict) or data.pop("format", None) != _FORMAT:
         raise PlanError(f'{str(path)!r} is no plan: expected JSON with "format": {_FORMAT!r}')
@@ -51,6 +58,8 @@ def read(kind: type[Plan], path: str | Path) -> Plan:
     try:
         data["made_for"] = _made_for(data["made_for"])
         return kind(**{name: _frozen(value) for name, value in data.items()})
+    except PlanError as error:
+        raise PlanError(f"{str(path)!r} is no whole plan: {error}") from error
     except (KeyError, TypeError, AttributeError) as error:
         raise PlanError(f"{str(path)!r} is no whole plan: {error!r}") from error
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from autosplit.compat import tree_flatten
 from autosplit.generators import kept
 from autosplit.pipeline.action import ActionKind
+from autosplit.pipeline.communication.world import gather
 from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.timeline import Span, median_durations
 from autosplit.pipeline.training.trainer import PipelineTrainer
@@ -179,9 +180,7 @@ def _slowest(seconds: float, ranks: int) -> float:
     """The longest that a rank took."""
     if ranks == 1:
         return seconds
-    found: list[Any] = [None] * ranks
-    dist.all_gather_object(found, seconds)
-    return float(max(found))
+    return float(max(gather(seconds)))
 
 
 def _inputs(whole: WholeModel) -> list[Tensor]:

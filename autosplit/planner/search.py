@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autosplit.errors import PlanError, ScheduleError
+from autosplit.listing import few
 from autosplit.pipeline.schedules import SCHEDULES
 from autosplit.pipeline.search import search as search_schedule
 from autosplit.pipeline.simulation.memory import peak_memory
@@ -26,6 +27,7 @@ AUTO = "auto"
 _PER_DEVICE = (1, 2, 4)  # microbatches for each device, where their number is open
 _CHUNKS = (2, 3, 4)  # stages a rank, where a schedule leaves that open
 _REFINED = 6  # of the best configurations, whose cuts are worked on
+_MOST = 1_000_000_000  # of anything: beyond, it is a slip of the pen
 _SEARCHED = 2  # of these, for which a schedule of their own is searched
 
 
@@ -160,6 +162,8 @@ def _check(wishes: Wishes, devices: int, batch: int) -> None:
     for what, value in (("devices", devices), ("batch", batch), ("stages", wishes.stages)):
         if value is not None and value < 1:
             raise PlanError(f"{what} must be at least 1, got {value}")
+        if value is not None and value > _MOST:
+            raise PlanError(f"{what} must be at most {_MOST:,}, got {value:,}")
     for name in wishes.schedules or ():
         if name not in SCHEDULES and name != AUTO:
             raise ScheduleError(f"unknown schedule {name!r}; known: {', '.join(SCHEDULES)}, {AUTO}")
@@ -168,7 +172,7 @@ def _check(wishes: Wishes, devices: int, batch: int) -> None:
             raise PlanError(f"unknown memory setting {setting!r}; known: {', '.join(MEMORY)}")
     for count in wishes.microbatches or ():
         if count < 1 or batch % count:
-            may = ", ".join(map(str, _divisors(batch)))
+            may = few([*map(str, _divisors(batch))], 20)
             raise PlanError(
                 f"a batch of {batch} cannot be cut into {count} equal microbatches; "
                 f"it can into {may}"
@@ -182,7 +186,8 @@ def settings_of(wishes: Wishes, devices: int, batch: int) -> int:
 
 
 def _divisors(batch: int) -> list[int]:
-    return [count for count in range(1, batch + 1) if batch % count == 0]
+    small = [count for count in range(1, math.isqrt(batch) + 1) if batch % count == 0]
+    return sorted({*small, *(batch // count for count in small)})
 
 
 def _microbatches(wishes: Wishes, devices: int, batch: int) -> list[int]:

@@ -23,9 +23,13 @@ def parse_size(text: str) -> float:
     """
     match = _SIZE.fullmatch(text)
     units = {unit.lower(): size for unit, size in _UNITS.items()}
-    if match is None or match[2].lower() not in units or not float(match[1]):
+    if match is None or match[2].lower() not in units or not _is_number(match[1]):
         raise PlanError(
             f"expected a size such as 80GiB or 512MiB, got {text!r}; known units: "
             f"{', '.join(unit for unit in _UNITS if unit)}"
         )
     return float(match[1]) * units[match[2].lower()]
+
+
+def _is_number(text: str) -> bool:
+    return 0.0 < float(text) < 1e30

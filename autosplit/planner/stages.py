@@ -10,13 +10,13 @@ from typing import Any
 
 from torch import fx, nn
 
+from autosplit.checkpoint.naming import Mismatch
 from autosplit.errors import AutosplitError, PlanError
 from autosplit.pipeline.wiring import Source, Wiring
-from autosplit.planner.checkpoint import Loader
 from autosplit.planner.initialise import Init, Initialiser
 from autosplit.planner.line import Line
+from autosplit.planner.loader import Loader
 from autosplit.planner.materialise import Values, materialise
-from autosplit.planner.naming import Mismatch
 from autosplit.planner.paths import stack
 from autosplit.planner.program import Program, StageModule, hold_state, make_program
 from autosplit.planner.state import StageState

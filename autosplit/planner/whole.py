@@ -17,7 +17,7 @@ from autosplit.compat import flatten_named, tree_flatten, tree_unflatten
 from autosplit.errors import CaptureError, PlanError
 from autosplit.planner.blocks import find_cuts, make_blocks
 from autosplit.planner.line import Line
-from autosplit.planner.paths import stack
+from autosplit.planner.paths import name_modules, stack
 from autosplit.planner.program import StageModule, hold_state, make_program
 from autosplit.planner.skeleton import named_tensors, stand_ins
 
@@ -63,15 +63,15 @@ class WholeModel:
         Args:
             model: its parameters may be on the meta device; the graph is then for the device of
                 its buffers, or of the inputs if it has none.
-            args: example positional inputs of one microbatch, a tuple or one tensor.
+            args: example positional inputs of one microbatch, a tuple or one tensor; a dictionary
+                is keyword inputs.
             kwargs: example keyword inputs.
 
         Raises:
             CaptureError: the model cannot be captured in one graph; names the user's line.
-            PlanError: it computes nothing.
+            PlanError: it computes nothing, or the inputs are none.
         """
-        args = (args,) if isinstance(args, Tensor) else tuple(args)
-        args, given = _apart((args, dict(kwargs or {})))
+        args, given = _apart(_inputs(args, kwargs))
         try:
             with stand_ins(model, _device(model, (args, given))):
                 forward = capture_forward(model, args, given)
@@ -80,6 +80,7 @@ class WholeModel:
                 f"{error}\nOnly a model that is captured whole can be cut, also with cut_at. "
                 "Change that line, or cut by hand: give the trainer a list of stages, each a module"
             ) from error
+        name_modules(forward.module, model)
         line = Line(forward)
         if not line.body:
             raise PlanError(f"{type(model).__name__} computes nothing that could be a stage")
@@ -195,6 +196,25 @@ class WholeModel:
                 f"calls{_alike(name, list(first))}"
             )
         return min(inside)
+
+
+def _inputs(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword inputs as a model is called with.
+
+    Raises:
+        PlanError: they are none.
+    """
+    if isinstance(args, Mapping) and not kwargs:
+        args, kwargs = (), args
+    positional = (args,) if isinstance(args, Tensor) else args
+    named = {} if kwargs is None else kwargs
+    keys = isinstance(named, Mapping) and all(isinstance(name, str) for name in named)
+    if isinstance(positional, (tuple, list)) and keys:
+        return tuple(positional), dict(named)
+    raise PlanError(
+        "inputs of one microbatch are a tensor, a tuple of positional inputs, or a dictionary of "
+        f"keyword inputs by name; got a {type(args).__name__} and a {type(named).__name__}"
+    )
 
 
 def _alike(name: str, known: list[str]) -> str:

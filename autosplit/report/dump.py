@@ -9,6 +9,7 @@ import subprocess
 
 from torch import fx
 
+from ..files.writing import writing
 from ..functions import SplitFunctions
 from ..passes import codegen
 from ..passes.graph import Kind
@@ -24,15 +25,19 @@ def dump(functions: SplitFunctions, folder: str | os.PathLike[str], title: str) 
     ``backward.py``, ``boundary.md`` and ``graph.svg`` (``graph.dot`` where graphviz is not
     installed or takes longer than a minute); and for a backend that generates
     code, that of every graph that was compiled so far, as ``forward.generated.py``.
+
+    Raises:
+        OutputError: the folder cannot be written.
     """
     root = pathlib.Path(folder)
-    root.mkdir(parents=True, exist_ok=True)
-    for name, module in functions.graphs.graphs().items():
-        (root / f"{name}.py").write_text(_source(name, module, title))
-    for name, code in functions.generated.items():
-        (root / f"{name}.generated.py").write_text(code)
-    (root / "boundary.md").write_text(_boundary(functions, title))
-    _write_drawing(root, draw(functions.graphs, title))
+    with writing(root):
+        root.mkdir(parents=True, exist_ok=True)
+        for name, module in functions.graphs.graphs().items():
+            (root / f"{name}.py").write_text(_source(name, module, title))
+        for name, code in functions.generated.items():
+            (root / f"{name}.generated.py").write_text(code)
+        (root / "boundary.md").write_text(_boundary(functions, title))
+        _write_drawing(root, draw(functions.graphs, title))
 
 
 def _source(name: str, module: fx.GraphModule, title: str) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from autosplit.errors import AutosplitError
+from autosplit.files.writing import write_text
 from autosplit.pipeline.timeline import Timeline
 from autosplit.report.gaps import Gap, gaps
 
@@ -44,6 +45,7 @@ def write_page(panels: Sequence[Panel], path: str | Path, *, title: str = "Timel
     Raises:
         AutosplitError: no panel, one in which nothing is computed, or one with memory of another
             number of ranks.
+        OutputError: the file cannot be written.
     """
     if not panels:
         raise AutosplitError("nothing to show: expected at least one timeline")
@@ -51,7 +53,7 @@ def write_page(panels: Sequence[Panel], path: str | Path, *, title: str = "Timel
     template = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     # "</script>" inside a name would end the page's script.
     text = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
-    Path(path).write_text(template.replace(_DATA, text), encoding="utf-8")
+    write_text(path, template.replace(_DATA, text))
 
 
 def _panel(panel: Panel) -> dict[str, Any]:

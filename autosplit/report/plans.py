@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tabulate import tabulate
 
 from autosplit.errors import AutosplitError
+from autosplit.files.writing import writing
 from autosplit.listing import few
 from autosplit.planner.configuration import Configuration
 from autosplit.planner.plan import Plan
@@ -100,6 +101,7 @@ def draw_plan(plan: Plan, path: str | Path, *, title: str | None = None) -> None
 
     Raises:
         AutosplitError: no matplotlib, or a suffix that it has no format for.
+        OutputError: the file cannot be written.
     """
     check_picture(path)
     from matplotlib.figure import Figure
@@ -110,7 +112,8 @@ def draw_plan(plan: Plan, path: str | Path, *, title: str | None = None) -> None
     _draw_times(times, plan)
     _draw_memory(memory, plan)
     figure.suptitle(title or _title(plan), x=0.01, ha="left", color=_INK, fontsize=11)
-    figure.savefig(path, dpi=150)
+    with writing(path):
+        figure.savefig(path, dpi=150)
 
 
 def check_picture(path: str | Path) -> None:

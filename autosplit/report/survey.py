@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tabulate import tabulate
 
 from autosplit.errors import AutosplitError
+from autosplit.files.writing import writing
 from autosplit.pipeline.survey import Entry, Survey
 
 if TYPE_CHECKING:
@@ -98,7 +99,8 @@ def draw_survey(survey: Survey, path: str | Path, *, title: str | None = None) -
     axes.legend(frameon=False, loc="upper right")
     if title is not None:
         axes.set_title(title, color=_INK, loc="left", parse_math=False)
-    figure.savefig(path, dpi=150)
+    with writing(path):
+        figure.savefig(path, dpi=150)
 
 
 def _draw_front(axes: Axes, front: Sequence[Entry]) -> None:

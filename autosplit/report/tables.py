@@ -43,6 +43,9 @@ def report(functions: SplitFunctions, title: str) -> str:
     )
     parts.append(boundary_table(deferred, "simple"))
     parts.append(trade_table(functions))
+    if functions.dependence.inseparable:
+        parts.append("Not deferred, for an operator makes them with what input gradients need:")
+        parts.append(inseparable_table(functions))
     return "\n\n".join(parts)
 
 
@@ -69,6 +72,12 @@ def trade_table(functions: SplitFunctions, style: str = "simple") -> str:
     headers = ["memory", "after F", "I to W", "weight FLOPs in I", "ops again", "time again"]
     align = ("left", *["right"] * 5)
     return tabulate(rows, headers, tablefmt=style, colalign=align, disable_numparse=True)
+
+
+def inseparable_table(functions: SplitFunctions, style: str = "simple") -> str:
+    """A row a parameter whose gradient cannot wait, and the operator that makes it."""
+    rows = list(functions.dependence.inseparable.items())
+    return tabulate(rows, ["parameter", "operator"], tablefmt=style, disable_numparse=True)
 
 
 def boundary_table(rows: list[Crossing], style: str) -> str:

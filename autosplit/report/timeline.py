@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autosplit.errors import AutosplitError
+from autosplit.files.writing import writing
 from autosplit.pipeline.action import ActionKind
 from autosplit.pipeline.timeline import Timeline
 from autosplit.report.lettering import choose_lettering
@@ -75,6 +76,7 @@ def draw_timelines(rows: Rows, path: str | Path, *, title: str | None = None) ->
     Raises:
         AutosplitError: a suffix other than .pdf, .png and .svg, nothing to draw, or no
             matplotlib.
+        OutputError: the file cannot be written.
     """
     path = Path(path)
     if path.suffix.lower() not in _FORMATS:
@@ -82,7 +84,9 @@ def draw_timelines(rows: Rows, path: str | Path, *, title: str | None = None) ->
             f"cannot draw timelines into {str(path)!r}: expected a name that ends in "
             f"{', '.join(_FORMATS)}"
         )
-    timeline_figure(rows, title=title).savefig(path, dpi=_DPI)
+    figure = timeline_figure(rows, title=title)
+    with writing(path):
+        figure.savefig(path, dpi=_DPI)
 
 
 def timeline_figure(rows: Rows, *, title: str | None = None) -> Figure:

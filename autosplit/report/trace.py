@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from autosplit.errors import AutosplitError
+from autosplit.files.writing import write_text
 from autosplit.pipeline.action import ActionKind
 from autosplit.pipeline.dependency import needs_of, result_of
 from autosplit.pipeline.timeline import Span, Timeline
@@ -36,6 +37,7 @@ def write_chrome_trace(rows: Sequence[tuple[str, Timeline]], path: str | Path) -
 
     Raises:
         AutosplitError: no timeline.
+        OutputError: the file cannot be written.
     """
     if not rows:
         raise AutosplitError("nothing to trace: expected at least one timeline")
@@ -46,7 +48,7 @@ def write_chrome_trace(rows: Sequence[tuple[str, Timeline]], path: str | Path) -
         for event in _process(process, name, timeline, arrow_ids)
     )
     text = f'{{"displayTimeUnit": "ms", "traceEvents": [\n{events}\n]}}\n'
-    Path(path).write_text(text, encoding="utf-8")
+    write_text(path, text)
 
 
 def _process(

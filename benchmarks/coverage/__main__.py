@@ -23,11 +23,11 @@ from ..results import Results, Rows, sources
 from .examine import examine
 from .judge import FACTOR, ROUNDINGS
 from .render import GOOD, category, render
-from .results import row
+from .results import row, tally
 from .subject import Subject
 
 HERE = pathlib.Path(__file__).parent
-PARTS = ("modules", "transformers", "breaks", "generated")
+PARTS = ("modules", "opinfo", "transformers", "breaks", "generated")
 RUN = 20  # examples of one run of hypothesis
 SAVE_SECONDS = 20
 
@@ -38,6 +38,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--select", default="", help="only cases whose name matches this pattern")
     parser.add_argument("--samples", type=int, default=6, help="inputs for each module at most")
+    parser.add_argument("--op-samples", type=int, default=3, help="inputs for each operator")
+    parser.add_argument(
+        "--shard", default="1/1", help="2/3: the second of every three cases, for several processes"
+    )
     parser.add_argument("--examples", type=int, default=3000, help="generated modules")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after these")
     parser.add_argument(
@@ -73,9 +77,10 @@ def _save_now_and_then(found: Iterator[dict[str, Any]], keep: Callable[[Rows], N
 def _run(part: str, options: argparse.Namespace, results: Results) -> Iterator[dict[str, Any]]:
     known = [each for each in results.rows(part) if each["sources"] == sources()]
     done = {each["name"] for each in known if _is_good(each)} if options.resume else set()
+    first, step = map(int, options.shard.split("/"))
     cases = [
         (name, examination)
-        for name, examination in _cases(part, options)
+        for name, examination in [*_cases(part, options)][first - 1 :: step]
         if re.search(options.select, name) and name not in done
     ]
     end = time.monotonic() + options.seconds
@@ -95,6 +100,11 @@ def _cases(part: str, options: argparse.Namespace) -> Iterator[tuple[str, Examin
         for seed in range(math.ceil(options.examples / RUN)):
             examples = min(RUN, options.examples - seed * RUN)
             yield f"seed {seed}", functools.partial(_generated, seed, examples)
+    elif part == "opinfo":
+        from . import operator_database
+
+        for name, subjects in operator_database.entries(options.op_samples):
+            yield name, functools.partial(_operator, name, subjects)
     else:
         for group, subject in _subjects(part, options):
             yield subject.name, functools.partial(_examined, subject, group)
@@ -135,11 +145,17 @@ def _generated(seed: int, examples: int) -> dict[str, Any]:
     }
 
 
+def _operator(name: str, subjects: Iterable[Subject]) -> dict[str, Any]:
+    return tally(name, map(examine, subjects))
+
+
 def _command(part: str, options: argparse.Namespace) -> str:
     """What to type for the whole of this part: a run in pieces ends up with the same rows."""
     words = ["python", "-m", "benchmarks.coverage", part]
     if part == "modules":
         words += ["--samples", str(options.samples)]
+    if part == "opinfo":
+        words += ["--op-samples", str(options.op_samples)]
     if part == "generated":
         words += ["--examples", str(options.examples)]
     return shlex.join(words)

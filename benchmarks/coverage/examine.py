@@ -124,7 +124,8 @@ def _against(
 def _parts(split: Any) -> int | None:
     """How many parts of a module were split that no single graph holds; None for one graph."""
     partial = getattr(split, "_partial", None)
-    return None if partial is None else len(partial.parts)
+    passing = getattr(split, "_tries_again", False) and split.functions
+    return None if partial is None or passing else len(partial.parts)
 
 
 def _reference(subject: Subject, model: nn.Module, rounds: list[list[Call]]) -> Observed | None:
@@ -137,7 +138,9 @@ def _reference(subject: Subject, model: nn.Module, rounds: list[list[Call]]) -> 
 
 
 def _double(call: Call) -> Any:
-    return pytree.tree_map(_wide, call)
+    leaves, spec = pytree.tree_flatten(call)
+    wide = {id(leaf): _wide(leaf) for leaf in leaves}  # one tensor given twice stays one
+    return pytree.tree_unflatten([wide[id(leaf)] for leaf in leaves], spec)
 
 
 def _wide(leaf: Any) -> Any:

@@ -41,9 +41,10 @@ def out_of_tolerance(
     """
     if exact is not None and (exact.keys() != theirs.keys() or not _is_reference(theirs, exact)):
         exact = None
-    largest = max((_scale(value) for value in theirs.values()), default=0.0)
+    scale = max((_scale(value) for value in theirs.values()), default=0.0)
+    eps = max((torch.finfo(v.dtype).eps for v in theirs.values() if _is_inexact(v)), default=0.0)
     lines = [
-        _complaint(name, mine.get(name), theirs.get(name), (exact or {}).get(name), largest)
+        _complaint(name, mine.get(name), theirs.get(name), (exact or {}).get(name), eps, scale)
         for name in names
     ]
     return [line for line in lines if line]
@@ -67,6 +68,7 @@ def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         if a.dtype != b.dtype or a.shape != b.shape:
             return False
+        a, b = _real(a), _real(b)
         return bool(torch.equal(a, b)) or _equal_with_nan(a, b)
     return type(a) is type(b) and bool(a == b)
 
@@ -77,34 +79,42 @@ def _equal_with_nan(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
-def _complaint(name: str, a: Any, b: Any, exact: Any, largest: float) -> str:
+def _real(value: Tensor) -> Tensor:
+    """Real and imaginary parts, which have operators that not every complex dtype has."""
+    return torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
+
+
+def _complaint(name: str, a: Any, b: Any, exact: Any, eps: float, largest: float) -> str:
     if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
         return f"{name}: {_brief(a)}, expected {_brief(b)}"
     if a.dtype != b.dtype or a.shape != b.shape:
         return f"{name}: {a.dtype} {list(a.shape)}, expected {b.dtype} {list(b.shape)}"
     if not _is_inexact(a):
         return f"{name}: {int((a != b).sum())} of {a.numel()} elements differ"
-    off, allowed = _errors(a, b, exact, largest)
+    off, allowed = _errors(a, b, exact, eps, largest)
     return "" if off <= allowed else f"{name}: off by {off:.2e}, allowed {allowed:.2e}"
 
 
-def _errors(mine: Tensor, theirs: Tensor, exact: Any, largest: float) -> tuple[float, float]:
+def _errors(
+    mine: Tensor, theirs: Tensor, exact: Any, eps: float, largest: float
+) -> tuple[float, float]:
     """Our error and the error allowed: plain autograd's own times a small factor, and some
     rounding. Without a reference plain autograd's value is one, and only rounding is allowed:
-    of the largest number seen anywhere, because sums that cancel leave that much noise.
+    in the coarsest dtype and of the largest number seen anywhere, because a result may be
+    computed from coarser ones, and sums that cancel leave that much noise.
     """
-    precision = ROUNDINGS * torch.finfo(theirs.dtype).eps
     if isinstance(exact, Tensor) and exact.shape == theirs.shape:
         own = _error(theirs, exact)
-        return _error(mine, exact), FACTOR * own + precision * _scale(theirs)
-    return _error(mine, theirs), precision * largest
+        rounding = ROUNDINGS * torch.finfo(theirs.dtype).eps
+        return _error(mine, exact), FACTOR * own + rounding * _scale(theirs)
+    return _error(mine, theirs), ROUNDINGS * eps * largest
 
 
 def _scale(value: Any) -> float:
     """The largest finite element."""
     if not _is_inexact(value) or not value.numel():
         return 0.0
-    return float(value.abs().nan_to_num(0.0, 0.0, 0.0).max())
+    return float(_real(value).abs().nan_to_num(0.0, 0.0, 0.0).max())
 
 
 def _is_inexact(value: Any) -> bool:
@@ -112,8 +122,7 @@ def _is_inexact(value: Any) -> bool:
 
 
 def _error(a: Tensor, b: Tensor) -> float:
-    wide = torch.complex128 if a.is_complex() else torch.float64
-    a, b = a.to(wide), b.to(wide)
+    a, b = _real(a).double(), _real(b).double()
     off = torch.where(_same(a, b), 0.0, (a - b).abs())
     return float(off.nan_to_num(float("inf")).max()) if off.numel() else 0.0
 

@@ -18,11 +18,11 @@ DTYPES = (torch.float32, torch.float64)
 def subjects(samples: int) -> Iterator[Subject]:
     """At most ``samples`` inputs of every entry, in each dtype, in train and in eval mode."""
     for entry, dtype, training in itertools.product(module_db, DTYPES, (True, False)):
-        for index in _spread(len(_samples(entry, dtype, training)), samples):
+        for index in spread(len(_samples(entry, dtype, training)), samples):
             yield _subject(entry, dtype, training, index)
 
 
-def _spread(count: int, limit: int) -> list[int]:
+def spread(count: int, limit: int) -> list[int]:
     """At most ``limit`` of ``range(count)``, from end to end: neighbours are much alike."""
     if count <= limit:
         return list(range(count))

@@ -53,9 +53,12 @@ def seed_everything(seed: int) -> None:
 
 def _microbatch(module: nn.Module, call: Call, loss: Loss, at: str, seen: Observed) -> None:
     leaves, spec = pytree.tree_flatten(call)
-    originals = [_own(leaf) for leaf in leaves]
+    # One tensor given twice stays one.
+    owned = {id(leaf): _own(leaf) for leaf in leaves}
     # Not the leaves themselves: autograd forbids a module to write into a leaf.
-    given = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in originals]
+    clones = {key: x.clone() if isinstance(x, Tensor) else x for key, x in owned.items()}
+    originals = [owned[id(leaf)] for leaf in leaves]
+    given = [clones[id(leaf)] for leaf in leaves]
     args, kwargs = pytree.tree_unflatten(given, spec)
     output = module(*args, **kwargs)
     _output(output, at, seen)
@@ -65,7 +68,7 @@ def _microbatch(module: nn.Module, call: Call, loss: Loss, at: str, seen: Observ
     seen[f"random generator after backward {at}"] = torch.get_rng_state()
     for index, (original, leaf) in enumerate(zip(originals, given, strict=True)):
         if isinstance(leaf, Tensor):
-            seen[f"input {index} after {at}"] = leaf.detach().clone()
+            seen[f"input {index} after {at}"] = _copied(leaf)
             seen[f"gradient of input {index} {at}"] = _copied(original.grad)
 
 
@@ -80,8 +83,9 @@ def _output(output: Any, at: str, seen: Observed) -> None:
     seen[f"structure of the output {at}"] = str(spec)
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
-            seen[f"output {index} {at}"] = leaf.detach().clone()
+            seen[f"output {index} {at}"] = _copied(leaf)
             seen[f"output {index} requires a gradient {at}"] = leaf.requires_grad
+            seen[f"layout of output {index} {at}"] = str(leaf.layout)
         else:
             seen[f"output {index} {at}"] = leaf
 
@@ -100,5 +104,8 @@ def _step(module: nn.Module) -> None:
                 parameter.add_(parameter.grad, alpha=-LEARNING_RATE)
 
 
-def _copied(grad: Tensor | None) -> Tensor | None:
-    return None if grad is None else grad.detach().clone()
+def _copied(tensor: Tensor | None) -> Tensor | None:
+    """Its values, where it is sparse all of them."""
+    if tensor is None or tensor.layout is torch.strided:
+        return None if tensor is None else tensor.detach().clone()
+    return tensor.detach().to_dense()

@@ -46,6 +46,10 @@ parameter's gradient, buffers, and the random generator's state.
 
 {modules}
 
+## torch's operator databases
+
+{operators}
+
 ## Hugging Face architectures
 
 {transformers_head}
@@ -80,6 +84,7 @@ def render(results: Results, factor: float, roundings: float) -> str:
         summary=_summary(results),
         modules_head=_modules_head(modules),
         modules=_exceptions(modules),
+        operators=_operators(results.rows("opinfo")),
         transformers_head=_models_head(models),
         transformers=_models(models),
         breaks=_listing(results.rows("breaks")),
@@ -117,10 +122,11 @@ def _summary(results: Results) -> str:
         for part, title in names.items()
         if (rows := results.rows(part))
     ]
-    if rows := results.rows("generated"):
-        verdicts = _total(rows, "verdicts")
-        counts = [verdicts[column] or "" for column in COLUMNS]
-        table.append(["generated modules", verdicts.total(), *counts])
+    for part, title in {"opinfo": "operators", "generated": "generated modules"}.items():
+        if rows := results.rows(part):
+            verdicts = _total(rows, "verdicts")
+            counts = [verdicts[column] or "" for column in COLUMNS]
+            table.append([title, verdicts.total(), *counts])
     return _table(["cases", "in all", *COLUMNS], table)
 
 
@@ -194,6 +200,27 @@ def _generated(results: Results) -> str:
         lines.append(_table(["examples", "refused because"], table))
     failures = {plan: why for row in rows for plan, why in row["failures"].items()}
     lines += [f"{why}\n\n```python\n{plan}\n```" for plan, why in failures.items()]
+    return "\n\n".join(lines)
+
+
+def _operators(rows: Rows) -> str:
+    if not rows:
+        return "Not run."
+    verdicts = _total(rows, "verdicts")
+    parts = sum(row["in_parts"] for row in rows)
+    lines = [
+        f"Every differentiable entry of `op_db`, `custom_op_db` and `autograd_function_db` "
+        f"({len(rows)}), each with samples from end to end of its list, as `op(x, ...)` and as "
+        f"`op(x * p, ...)` with a parameter `p`: {verdicts.total()} cases, {parts} of them in "
+        "parts."
+    ]
+    for key, title in {"refusals": "refused because", "no_backward": "no backward"}.items():
+        if reasons := _total(rows, key):
+            table = [[count, _brief(reason)] for reason, count in reasons.most_common()]
+            lines.append(_table(["cases", title], table))
+    failures = [[case, _brief(why)] for row in rows for case, why in row["failures"].items()]
+    if failures:
+        lines.append(_table(["case", "what is wrong"], failures))
     return "\n\n".join(lines)
 
 

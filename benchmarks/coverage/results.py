@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
 from ..results import Rows
-from .examine import Finding
+from .examine import Finding, Verdict
 
 
 def row(finding: Finding, group: str) -> dict[str, Any]:
@@ -19,6 +20,22 @@ def row(finding: Finding, group: str) -> dict[str, Any]:
         "detail": finding.detail,
     }
     return {key: value for key, value in found.items() if value}
+
+
+def tally(name: str, findings: Iterable[Finding]) -> dict[str, Any]:
+    """Many findings as one row: how many of each, and those that are bad one by one."""
+    found: dict[str, Any] = {"name": name, "verdicts": Counter(), "in_parts": 0}
+    found |= {"refusals": Counter(), "no_backward": Counter(), "failures": {}}
+    for each in findings:
+        found["verdicts"][each.verdict.value] += 1
+        found["in_parts"] += each.in_parts
+        if each.verdict is Verdict.REFUSED:
+            found["refusals"][each.detail] += 1
+        elif each.verdict is Verdict.NO_BACKWARD:
+            found["no_backward"][each.detail] += 1
+        elif each.verdict in (Verdict.WRONG, Verdict.CRASHED):
+            found["failures"][each.name] = f"{each.verdict.value}: {each.detail}"
+    return found
 
 
 def group(rows: Iterable[dict[str, Any]]) -> dict[str, Rows]:

@@ -26,7 +26,8 @@ def projection(output: Any, generator: torch.Generator) -> Tensor:
 
 
 def _weighted(output: Tensor, generator: torch.Generator) -> Tensor:
-    real = torch.view_as_real(output) if output.is_complex() else output
+    dense = output if output.layout is torch.strided else output.to_dense()
+    real = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
     # Drawn in one precision, so that a float64 reference has the weights of the float32 run.
     weights = torch.randn(real.shape, generator=generator, dtype=torch.float32)
     return (real * weights.to(real.dtype)).sum().to(torch.float64)

@@ -13,6 +13,7 @@ from . import (
     convolutions,
     face,
     gathering,
+    lazy,
     memory,
     operations,
     steps,
@@ -140,6 +141,14 @@ from an `autograd.Function` that does nothing else, the least that any autograd 
 their guards at every forward, which *guards* shows alone.""",
         face.measure,
         face.render,
+    ),
+    "lazy": Part(
+        "Lazy gradients",
+        """\
+What it adds to a step that `.grad` holds a lazy gradient while its weight gradient is pending: the
+time in everything that puts lazy gradients there and takes them out again, medians.""",
+        lazy.measure,
+        lazy.render,
     ),
     "compile": Part(
         "Time to compile",

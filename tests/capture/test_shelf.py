@@ -8,6 +8,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -196,6 +197,47 @@ def test_sources_are_part_of_the_key(
     with (copy / "passes" / "choose.py").open("a") as source:
         source.write("# changed\n")
     assert trace() == MISS
+
+
+def test_every_source_is_part_of_the_key(tmp_path: pathlib.Path) -> None:
+    root = pathlib.Path(autosplit.__file__).parent
+    files = {*root.rglob("*.py"), *root.glob("passes/**/*.py")}  # the latter may be a link
+    assert {pathlib.Path(file) for file in circumstances.source_files(root)} == files
+    seen = set()
+    for name in ("one.py", "deep/two.py", "deep/er/three.py", "linked/four.py"):
+        (tmp_path / "elsewhere").mkdir(exist_ok=True)
+        (tmp_path / "root").mkdir(exist_ok=True)
+        if not (tmp_path / "root" / "linked").exists():
+            (tmp_path / "root" / "linked").symlink_to(tmp_path / "elsewhere")
+        path = tmp_path / "root" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("")
+        seen.add(circumstances.sources(tmp_path / "root"))
+        path.write_text("changed")
+        seen.add(circumstances.sources(tmp_path / "root"))
+    path.rename(path.with_name("moved.py"))
+    seen.add(circumstances.sources(tmp_path / "root"))
+    assert len(seen) == 9
+
+
+@pytest.mark.parametrize("key", ["AutogradCPU", "Autograd"])
+def test_a_kernel_of_somebody_elses_is_not_in_any_key(key: str) -> None:
+    """Its code may change, and with it what is traced through it."""
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Sigmoid())
+    assert trace(model) == MISS
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that a kernel of torch's is overridden
+            library.impl("sigmoid", lambda x: torch.relu(x), key)
+        assert trace(model) == BYPASS
+        split, x = autosplit.split(model), torch.randn(4, 8, requires_grad=True)
+        split(x).sum().backward()
+        expected = torch.autograd.grad(model(x).sum(), x)[0]
+        assert torch.equal(x.grad, expected)
+    finally:
+        library._destroy()
+    assert trace(model) == HIT
 
 
 class Constant(nn.Module):

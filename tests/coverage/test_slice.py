@@ -14,11 +14,12 @@ from benchmarks.coverage.generated.layers import LAYERS
 from benchmarks.coverage.generated.plan import Plan, Step
 from benchmarks.coverage.generated.strategies import plans
 from benchmarks.coverage.generated.sweep import sweep
+from benchmarks.coverage.results import tally
 
 GOOD = {Verdict.EQUAL, Verdict.CLOSE}
 ENTRIES = ["nn.Linear", "nn.Conv2d", "nn.BatchNorm2d", "nn.MultiheadAttention", "nn.Embedding"]
 ENTRIES += ["nn.LSTMCell", "nn.GroupNorm", "nn.CrossEntropyLoss", "nn.TransformerDecoderLayer"]
-MODELS = ["llama tied train", "bert tied eval", "mamba tied train", "resnet train"]
+MODELS = ["llama tied train", "bert tied eval", "mamba tied train", "resnet train", "jetmoe train"]
 
 
 @pytest.mark.parametrize("name", ENTRIES)
@@ -99,3 +100,21 @@ def test_a_failing_plan_shrinks_to_the_step_that_fails() -> None:
     plan, why = next(iter(found.failures.items()))
     assert why.startswith("CRASHED: KeyError: 'two operands' (at ")
     assert len(plan.splitlines()) == 3
+
+
+OPERATORS = ["sgn", "unfold", "cat", "linalg.det", "fft.ifft", "custom NumpySortCustomOp"]
+OPERATORS += ["function NumpyCubeNotComposableAutogradFunction"]
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operator_database(name: str) -> None:
+    pytest.importorskip("expecttest", reason="torch's operator database imports it")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from benchmarks.coverage.operator_database import entries
+
+        (cases,) = [cases for entry, cases in entries(3) if entry == name]
+        found = tally(name, map(examine, cases))
+    assert found["failures"] == {}
+    assert not found["refusals"]
+    assert {*found["verdicts"]} <= {verdict.value for verdict in GOOD}

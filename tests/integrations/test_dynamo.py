@@ -86,7 +86,6 @@ def test_weight_gradients_wait() -> None:
     assert (waiting.pending, waiting.pending_bytes) == (0, 0)
     for _ in range(3):
         forward(torch.randn(3, 4)).sum().backward()
-    assert all(parameter.grad is None for parameter in model.parameters())
     assert waiting.pending == 3
     assert waiting.pending_bytes > 0
     waiting.backward_weight(microbatches=1)
@@ -101,10 +100,13 @@ def test_oldest_backward_first() -> None:
     outputs = [forward(torch.full((1, 2), value)) for value in (1.0, 10.0, 100.0)]
     for output in reversed(outputs):
         output.sum().backward()
+    seen: list[float] = []
+    model.weight.register_hook(lambda grad: seen.append(grad[0, 0].item()))
     backward_weight(model.weight, microbatches=1)
-    assert model.weight.grad.tolist() == [[100.0, 100.0]]
+    assert seen == [100.0]
     backward_weight([model.weight], microbatches=1)
-    assert model.weight.grad.tolist() == [[110.0, 110.0]]
+    assert seen == [100.0, 10.0]
+    assert model.weight.grad.tolist() == [[111.0, 111.0]]
 
 
 def test_two_models_do_not_share_a_queue() -> None:
@@ -114,9 +116,8 @@ def test_two_models_do_not_share_a_queue() -> None:
     assert (Deferral(first).pending, Deferral(second).pending) == (1, 1)
     backward_weight(second)
     assert (Deferral(first).pending, Deferral(second).pending) == (1, 0)
-    assert first.a.weight.grad is None
     backward_weight(both)
-    assert first.a.weight.grad is not None
+    assert Deferral(first).pending == 0
 
 
 def test_hooks_fire_once_with_the_sum_over_graphs() -> None:
@@ -203,7 +204,7 @@ def test_tensor_that_is_no_parameter_gets_its_gradient_at_once() -> None:
     model = Holder()
     compiled(model)(torch.randn(3, 4)).sum().backward()
     assert model.tensor.grad is not None
-    assert model.linear.weight.grad is None
+    assert Deferral(model).pending == 1
 
 
 def test_gradient_of_inputs_only() -> None:
@@ -217,17 +218,16 @@ def test_gradient_of_inputs_only() -> None:
         torch.autograd.grad(forward(x).sum(), [model.a.weight])
 
 
-def test_optimizer_step_is_refused_while_gradients_are_pending() -> None:
+def test_optimizer_step_computes_what_is_pending() -> None:
     model, other = TwoLayers(), nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     compiled(model)(torch.randn(3, 4)).sum().backward()
-    with pytest.raises(
-        SplitError, match=r"pending for \w\.\w+ and 1 more; call autosplit\.backward_weight\(model"
-    ):
-        optimizer.step()
     torch.optim.SGD(other.parameters(), lr=0.1).step()
-    backward_weight(model)
+    assert Deferral(model).pending == 1
+    before = model.a.weight.clone()
     optimizer.step()
+    assert Deferral(model).pending == 0
+    torch.testing.assert_close(model.a.weight, before - 0.1 * model.a.weight.grad)
 
 
 def test_guard_goes_with_the_model() -> None:
@@ -243,12 +243,15 @@ def test_guard_goes_with_the_model() -> None:
 def test_pending_gradient_is_neither_pickled_nor_lost() -> None:
     model = TwoLayers()
     compiled(model)(torch.randn(3, 4)).sum().backward()
-    with pytest.raises(SplitError, match=r"pending, which cannot be pickled .*backward_weight"):
-        torch.save(model, io.BytesIO())
+    file = io.BytesIO()
+    torch.save(model, file)
     torch.save(model.state_dict(), io.BytesIO())
-    assert Deferral(copy.deepcopy(model)).pending == 0
-    backward_weight(model)
-    torch.save(model, io.BytesIO())
+    file.seek(0)
+    for twin in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        assert Deferral(twin).pending == 0
+        compiled(twin)(torch.randn(3, 4)).sum().backward()
+        assert Deferral(twin).pending == 1
+    assert Deferral(model).pending == 1
 
 
 def test_delivery_that_failed_is_not_repeated_as_if_nothing_had_been() -> None:
@@ -258,15 +261,16 @@ def test_delivery_that_failed_is_not_repeated_as_if_nothing_had_been() -> None:
     x.zero_()
     with pytest.raises(SplitError, match="written in place"):
         backward_weight(model)
-    assert Deferral(model).pending == 1
-    with pytest.raises(SplitError, match=r"taken for a delivery that failed|written in place"):
-        backward_weight(model)
+    assert Deferral(model).pending == 0
+    with pytest.raises(SplitError, match=r"part of this gradient is lost.*written in place"):
+        model.a.weight.grad.norm()
 
 
 def test_nothing_pending() -> None:
     model = nn.Linear(4, 4)
-    with pytest.raises(SplitError, match=r"nothing pending: call loss\.backward\(\)"):
-        backward_weight(model)
+    backward_weight(model)
+    with pytest.raises(SplitError, match=r"microbatches=1\): 0 pending; call loss\.backward\(\)"):
+        backward_weight(model, microbatches=1)
     with pytest.raises(SplitError, match="expected a module or parameters, got a str"):
         backward_weight(["weight"])  # type: ignore[list-item]
 

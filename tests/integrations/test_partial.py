@@ -12,6 +12,7 @@ from breaking import (
     DisabledMiddle,
     SideEffects,
     TwoLayers,
+    Unbreakable,
 )
 from comparing import assert_same, assert_same_state, train
 from torch import Tensor, nn
@@ -28,7 +29,7 @@ def test_equals_autograd(build: type[TwoLayers], training: bool, count: int) -> 
     partial = Partial(model)
     batches = [torch.randn(3, 4) for _ in range(count)]
     mine = train(partial, batches)
-    assert partial.pending == count
+    assert partial.pending == (0 if build is Unbreakable else count)
     partial.backward_weight()
     assert partial.pending == 0
     for index, (a, b) in enumerate(zip(mine, train(reference, batches), strict=True)):
@@ -215,7 +216,7 @@ def test_recomputation_in_the_backward() -> None:
         partial = Partial(model)
         batches = [torch.randn(3, 4) for _ in range(2)]
         mine = train(partial, batches)
-        assert partial.pending == 2
+        assert partial.pending in (0, 2)  # where Dynamo leaves the whole call alone, nothing is
         partial.backward_weight()
         for a, b in zip(mine, train(reference, batches), strict=True):
             assert_same(a, b, "result")

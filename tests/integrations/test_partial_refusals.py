@@ -15,21 +15,19 @@ from autosplit import SplitError
 from autosplit.integrations.partial import Partial
 
 
-def test_optimizer_step_is_refused_while_gradients_are_pending() -> None:
+def test_optimizer_step_computes_what_is_pending() -> None:
     model = TwoLayers()
     partial = Partial(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     partial(torch.randn(3, 4)).sum().backward()
-    with pytest.raises(SplitError, match=r"1 microbatch.* pending for a\.weight and 3 more"):
-        optimizer.step()
-    partial.backward_weight()
-    optimizer.step()
+    before = model.a.weight.clone()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert partial.pending == 0
+    torch.testing.assert_close(model.a.weight, before - 0.1 * model.a.weight.grad)
 
 
 def test_nothing_pending() -> None:
     partial = Partial(TwoLayers())
-    with pytest.raises(SplitError, match=r"nothing pending: call loss\.backward\(\)"):
-        partial.backward_weight()
+    partial.backward_weight()
     partial(torch.randn(3, 4)).sum().backward()
     with pytest.raises(SplitError, match=r"microbatches=2\): 1 pending; ask for 1 to 1"):
         partial.backward_weight(microbatches=2)
@@ -63,11 +61,9 @@ def test_deepcopy_is_the_model_with_a_face_of_its_own() -> None:
     partial = Partial(model)
     x = torch.randn(3, 4)
     partial(x).sum().backward()
-    with pytest.raises(SplitError, match=r"1 microbatch.* cannot be pickled or copied"):
-        pickle.dumps(partial)
-    partial.backward_weight()
-    twin = copy.deepcopy(partial)
-    twin(x).sum().backward()
-    assert (partial.pending, twin.pending) == (0, 1)
+    for twin in (copy.deepcopy(partial), pickle.loads(pickle.dumps(partial))):
+        assert twin.pending == 0
+        twin(x).sum().backward()
+        assert (partial.pending, twin.pending) == (1, 1)
     mine, theirs = dict(partial.named_parameters()), dict(twin.named_parameters())
     assert all(mine[name] is not theirs[name] for name in mine)

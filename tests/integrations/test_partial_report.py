@@ -173,3 +173,60 @@ def test_nothing_captured() -> None:
         Partial(TwoLayers()).report()
     with pytest.raises(SplitError, match=r"split graph by graph; for a reason$"):
         Partial(TwoLayers(), reason="for a reason").report()
+
+
+class ViewOutside(nn.Module):
+    """The weight of two products enters the second graph as two views of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.weight = nn.Parameter(torch.randn(2, 4, 4))
+
+    def parts(self) -> tuple[Tensor, ...]:
+        return self.weight.view(8, 4).chunk(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, parts = self.a(x), self.parts()
+        torch._dynamo.graph_break()
+        for part in parts:
+            h = h @ part
+        result: Tensor = self.b(h)
+        return result
+
+
+class ViewUntraced(ViewOutside):
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def parts(self) -> tuple[Tensor, ...]:
+        return tuple(each.t() for each in self.weight)
+
+
+class Scaled(ViewOutside):
+    """What enters the second graph is computed in the first from the weight alone."""
+
+    def parts(self) -> tuple[Tensor, ...]:
+        return (2 * self.weight).unbind()
+
+
+@pytest.mark.parametrize("kind", [ViewOutside, ViewUntraced, Scaled])
+def test_products_for_weights_that_enter_as_views_do_not_wait(kind: type[ViewOutside]) -> None:
+    model = kind()
+    partial = called(model)
+    assert partial.history is not None
+    assert partial.history.ordinary == {model.weight: 2 * PRODUCT}
+    assert "50.0 % of the weight gradients'" in partial.report()
+
+
+def test_products_are_counted_where_parts_of_weights_meet_outside_of_graphs() -> None:
+    class Outside(TwoLayers):
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def untraceable(self, x: Tensor) -> Tensor:
+            return x @ self.a.weight[:2].t()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.untraceable(self.b(x)).relu()
+
+    model = Outside()
+    history = called(model).history
+    assert history is not None
+    assert history.ordinary == {model.a.weight: PRODUCT // 2}

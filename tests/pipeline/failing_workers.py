@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from parameter_workers import Tied
 from reference_stage import ReferenceStage
 from torch import Tensor, nn
-from workers import ENDS, WIDTH, block, data, note_pid, outcomes, sgd, trainer
+from workers import ENDS, WIDTH, block, data, outcomes, sgd, trainer
 
 from autosplit.errors import PipelineError
 
@@ -151,6 +150,24 @@ def _replaced() -> None:
         engine.step(data(8))
 
 
+def _other_samples_later() -> None:
+    with trainer(shapes=2) as engine:
+        engine.step(data(8))
+        engine.step(data(12 + 4 * dist.get_rank()))
+
+
+def _as_rank(tensor: Tensor) -> Tensor:
+    return tensor.double() if dist.get_rank() else tensor
+
+
+def _leaves_early() -> None:
+    """Rank 1's batches end before those of rank 0."""
+    with trainer() as engine:
+        engine.step(data(8))
+        if engine.rank == 0:
+            engine.step(data(8))
+
+
 def _different(**options: tuple[Any, Any]) -> None:
     _step(**{name: values[dist.get_rank()] for name, values in options.items()})
 
@@ -218,6 +235,15 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "other norm": functools.partial(_different, max_grad_norm=(None, 1.0)),
     "other count": functools.partial(_different, microbatches=(2, 4)),
     "other schedule": functools.partial(_different, schedule=("1f1b", "gpipe")),
+    "other samples": lambda: _step(data(4 if dist.get_rank() == 0 else 8)),
+    "other samples in evaluation": lambda: trainer().evaluate(data(4 + 4 * dist.get_rank())),
+    "other samples of another shape": lambda: _other_samples_later(),
+    "other targets": lambda: _step((data(8)[0], _as_rank(data(8)[1]))),
+    "more inputs": lambda: _step(((data(8)[0],) * (1 + dist.get_rank()), data(8)[1])),
+    "parts of other samples": lambda: _step(
+        (data(4)[0], None) if dist.get_rank() == 0 else (None, data(8)[1])
+    ),
+    "leaves early": lambda: _leaves_early(),
     "other shapes": functools.partial(_different, shapes=(1, 2)),
     "other tied": functools.partial(
         _different, shared_parameters=([], [[(0, "0.bias"), (1, "0.bias")]])
@@ -254,19 +280,3 @@ def _copy(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def all_that_fails() -> tuple[dict[str, tuple[str, str]], dict[str, Any]]:
     return outcomes(SCENARIOS), after_a_failure()
-
-
-def stuck(folder: Path, how: str) -> None:
-    """Rank 1 is killed or sleeps in the middle of a step; all that can note what they saw."""
-    note_pid(folder)
-    stages = dist.get_world_size()
-    engine = trainer(
-        lambda index: Trip(1, ENDS[how]) if index == 1 else block(index),
-        stages=stages,
-        timeout=60.0 if how == "kill" else 3.0,
-    )
-    try:
-        engine.step(data(8))
-    except PipelineError as error:
-        (folder / f"{dist.get_rank()}.txt").write_text(str(error))
-        raise

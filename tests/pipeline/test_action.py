@@ -40,7 +40,7 @@ def test_bad_text_is_refused(text: str) -> None:
     with pytest.raises(ScheduleError) as caught:
         Action.parse(text)
     assert str(caught.value) == (
-        "expected an action such as '0F1' (stage, kind, microbatch), "
+        "expected an action such as '0F1' (stage, kind, microbatch), numbers of at most 9 digits, "
         f"got {text!r}; known kinds: F, I, W, B, SEND_F, RECV_F, SEND_B, RECV_B"
     )
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 import failing_workers
 import pytest
 import torch.distributed as dist
-from processes import assert_gone
 
-from autosplit.errors import PipelineError, SplitError
+from autosplit.errors import SplitError
 from autosplit.pipeline.action import Action
 from autosplit.pipeline.communication.faults import (
     ActionError,
@@ -24,7 +22,7 @@ from autosplit.pipeline.communication.faults import (
 from autosplit.pipeline.processes.launch import launch
 
 Texts = list[tuple[dict[str, tuple[str, str]], dict[str, Any]]]
-TIMEOUT = 120.0  # of the trainers in failing_workers it is 30
+TIMEOUT = 120.0  # of the trainers in failing_workers it is 60
 
 # Scenario -> the rank that fails, or None where every rank sees the fault itself; the first line.
 SAID: dict[str, tuple[int | None, str]] = {
@@ -71,6 +69,24 @@ SAID: dict[str, tuple[int | None, str]] = {
     "other norm": (None, "but max_grad_norm is None on rank 0 and 1.0 on rank 1"),
     "other count": (None, "but microbatches is 2 on rank 0 and 4 on rank 1"),
     "other schedule": (None, "but schedule is '1f1b' (split_backward=True, order "),
+    "other samples": (
+        None,
+        "the inputs are float32[4, 6] on rank 0 and float32[8, 6] on rank 1; give every rank the",
+    ),
+    "other samples in evaluation": (None, "the inputs are float32[4, 6] on rank 0 and float32[8"),
+    "other samples of another shape": (
+        None,
+        "the inputs are float32[12, 6] on rank 0 and float32[16, 6] on rank 1; give every rank",
+    ),
+    "other targets": (None, "the targets are float32[8, 6] on rank 0 and float64[8, 6] on rank 1"),
+    "more inputs": (
+        None,
+        "the inputs are float32[8, 6] on rank 0 and float32[8, 6], float32[8, 6] on rank 1",
+    ),
+    "parts of other samples": (
+        None,
+        "inputs of 4 samples on rank 0 and targets of 8 samples on rank 1; give every rank",
+    ),
     "other shapes": (None, "but shapes is 1 on rank 0 and 2 on rank 1"),
     "other tied": (
         None,
@@ -92,13 +108,13 @@ SAID: dict[str, tuple[int | None, str]] = {
 def texts() -> Texts:
     started = time.monotonic()
     found = launch(failing_workers.all_that_fails, 2, timeout=TIMEOUT)
-    # One rank waiting out its timeout in one scenario would take 30 s.
-    assert time.monotonic() - started < 30
+    # One rank waiting out its timeout in one scenario would take 60 s.
+    assert time.monotonic() - started < 60
     return found
 
 
 def test_every_scenario_is_here(texts: Texts) -> None:
-    assert [set(found) for found, _ in texts] == [{*SAID, "slow"}] * 2
+    assert [set(found) for found, _ in texts] == [{*SAID, "slow", "leaves early"}] * 2
 
 
 @pytest.mark.parametrize("scenario", SAID)
@@ -138,31 +154,20 @@ def test_no_optimizer_moves_and_the_trainer_has_ended(texts: Texts) -> None:
         assert after["next"] == (4,)
 
 
-def test_killed_rank(tmp_path: Path) -> None:
-    started = time.monotonic()
-    with pytest.raises(PipelineError, match=r"^rank 1 was killed by SIGKILL$"):
-        launch(failing_workers.stuck, 3, (tmp_path, "kill"), timeout=TIMEOUT)
-    # The trainers wait for 60 s, rank 1's neighbours and their neighbours must not.
-    assert time.monotonic() - started < 45
-    for rank in (0, 2):
-        said = (tmp_path / f"{rank}.txt").read_text()
-        assert "lost rank 1" in said or "lost the other ranks" in said
-        assert "was a process killed, or has it closed its trainer?" in said
-    assert_gone(tmp_path, 3)
-
-
-def test_hung_rank(tmp_path: Path) -> None:
-    with pytest.raises(PipelineError, match=r"^rank 0 waited 3\.?\d* s for rank 1, which makes "):
-        launch(failing_workers.stuck, 2, (tmp_path, "sleep"), timeout=TIMEOUT)
-    assert "is it stuck" in (tmp_path / "0.txt").read_text()
-    assert_gone(tmp_path, 2)
-
-
 def test_slow_rank_learns_that_it_was_given_up(texts: Texts) -> None:
     said = [found["slow"] for found, _ in texts]
-    assert said[0] == said[1]
-    assert said[0][1].startswith("rank 0 waited 2")
-    assert said[0][1].endswith("s for rank 1, which makes 1I1: is it stuck, or waiting itself?")
+    assert [each[1].splitlines()[0] for each in said] == [said[0][1].splitlines()[0]] * 2
+    first, seen = said[0][1].splitlines()
+    assert first.startswith("rank 1 has been in 1F1 for ")
+    assert "s: it is stuck, or needs a longer timeout=; rank 0 waited 2" in first
+    assert first.endswith("s for rank 1, which makes 1I1")
+    assert seen.endswith("s for rank 1, which makes 1I1: is it stuck, or waiting itself?")
+
+
+def test_whoever_needs_a_rank_that_has_left_learns_that(texts: Texts) -> None:
+    (kind, text), (other, _) = (found["leaves early"] for found, _ in texts)
+    assert (kind, other) == ("RankError", "nothing")
+    assert text.startswith("rank 1 closed its trainer while rank 0 went on\nRank 0 ")
 
 
 # --- the parts, in one process ------------------------------------------------------------

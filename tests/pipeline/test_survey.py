@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.schedules import SCHEDULES
 from autosplit.pipeline.simulation.costs import Costs
 from autosplit.pipeline.simulation.memory import StageMemory
+from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.pipeline.survey import survey
 from autosplit.report.survey import pareto_front
 
@@ -46,6 +50,41 @@ def test_bad_counts_are_refused() -> None:
         survey(pipeline(2), 0)
     with pytest.raises(ScheduleError, match="chunks must be at least 2, got 1"):
         survey(pipeline(2), 2, chunks=1)
+
+
+@pytest.mark.parametrize(
+    ("costs", "counts", "message"),
+    [
+        (
+            pipeline(4),
+            {"microbatches": 10**9},
+            "8 stages and 1,000,000,000 microbatches",
+        ),
+        (pipeline(4), {"microbatches": 8, "chunks": 10**6}, "4,000,000 stages and 8 microbatches"),
+        (pipeline(64), {"microbatches": 512, "proved": True}, "more than the 400 that the exact"),
+        (pipeline(64), {"microbatches": 500, "cap": math.nan}, "cap must be a number > 0"),
+        (
+            Costs([(0.0, 0.0, 0.0)] * 2, [StageMemory(1.0, 1.0)] * 2),
+            {"microbatches": 2},
+            "a step of 0 seconds of work .* give times of which one at least is > 0",
+        ),
+        (
+            Costs([(1e308, 1e308, 1.0)] * 2, [StageMemory(1.0, 1.0)] * 2),
+            {"microbatches": 2},
+            "a step of inf seconds of work",
+        ),
+        (
+            Costs([(1.0, 1.0, 1.0)] * 2, [StageMemory(1.0, 1.0)] * 2, Transfer(1e308)),
+            {"microbatches": 4},
+            "takes no finite time: give links that take less",
+        ),
+    ],
+)
+def test_what_would_take_for_ever_or_come_to_nothing_is_refused_first(
+    costs: Costs, counts: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        survey(costs, **counts)
 
 
 def test_auto_keeps_the_cap_and_is_never_worse() -> None:

@@ -21,7 +21,7 @@ SAID = {
     "one for both": (
         "the stages 0 and 1 hold one parameter, '0.weight' of stage 0: name it in shared_parameters"
     ),
-    "two batches": "give both the same batch",
+    "two batches": "give every rank the same batch",
     "failing copy": "rank 0 failed in 1F1: ValueError: bad weather",
     "one microbatch": "schedule 'lone' has two copies of the stages and one microbatch, so that",
     "odd count": "'chimera' needs an even number of ranks and of microbatches; got 2 ranks and 3",

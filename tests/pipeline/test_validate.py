@@ -15,6 +15,8 @@ from autosplit.pipeline.action import Action, ActionKind
 from autosplit.pipeline.grid import format_grid, format_schedule
 from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.schedules import build
+from autosplit.pipeline.search import search
+from autosplit.pipeline.simulation.costs import Costs
 from autosplit.pipeline.simulation.memory import StageMemory, peak_memory
 from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.pipeline.validate import validate
@@ -216,7 +218,9 @@ def test_grid_of_a_schedule() -> None:
 
 
 def test_grid_cells_widen_with_their_text() -> None:
-    assert format_grid([["a", "", "long"], ["b"]], {(1, 0): "^1,2", (1, 2): "^3"}) == "\n".join(
+    assert format_grid(
+        [{0: "a", 2: "long"}, {0: "b"}], {(1, 0): "^1,2", (1, 2): "^3"}
+    ) == "\n".join(
         [
             "slot    0     1  2",
             "rank 0  a     .  long",
@@ -226,9 +230,44 @@ def test_grid_cells_widen_with_their_text() -> None:
     )
 
 
+def test_of_a_billion_microbatches_the_first_faults_are_told() -> None:
+    schedule = dataclasses.replace(build("1f1b", 2, 2), microbatches=10**9)
+    text = refusal(schedule)
+    assert "1000000000 microbatches, 2 ranks), more than 50 faults:" in text
+    assert "\n50. stage 0 never runs" in text
+    assert "\n51. " not in text
+    with pytest.raises(ScheduleError, match="make a step of 6,000,000,000 actions, more than the"):
+        build("1f1b", 2, 10**9)
+    with pytest.raises(ScheduleError, match="make a step of 3,000,000,000 actions, more than the"):
+        search(Costs([(1.0, 1.0, 1.0)], [StageMemory(1.0, 1.0)]), 10**9)
+
+
+def test_a_grid_of_many_late_ranks_takes_no_more_than_their_actions() -> None:
+    """Rank by slot, this one would have 400 million cells."""
+    ranks = 20_000
+    rows = tuple((Action(stage, ActionKind.FORWARD, 0),) for stage in range(ranks))
+    text = refusal(Schedule("long", ranks, 1, rows, tuple(range(ranks)), split_backward=False))
+    assert "more than 50 faults" in text
+    assert len(text) < 50_000
+
+
 def test_a_grid_can_be_cut() -> None:
-    row = [str(slot) for slot in range(5)]
+    row = {slot: str(slot) for slot in range(5)}
     assert format_grid([row], widest=3) == "slot    0  1  2  ...\nrank 0  0  1  2  ..."
+    many = [{0: "a"}] * 5
+    assert format_grid(many, widest=2).split() == [
+        "slot",
+        "0",
+        "rank",
+        "0",
+        "a",
+        "rank",
+        "1",
+        "a",
+        "...",
+    ]
+    marked = format_grid(many, {(3, 0): "^1"}, widest=2).splitlines()
+    assert [line.split()[0] for line in marked] == ["slot", "...", "rank", "^1", "..."]
 
 
 @st.composite

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from two_way_endings import SCENARIOS, undone
 from workers import WIDTH, block, data, equal, outcomes, single_process, trainer, whole
 
+from autosplit.checkpoint import load_checkpoint, save_checkpoint
 from autosplit.pipeline.action import ActionKind
 from autosplit.pipeline.communication.summing import Bucket
 from autosplit.pipeline.schedule import Schedule
 from autosplit.pipeline.training.trainer import PipelineTrainer
-from autosplit.planner.checkpoint import load_checkpoint, save_checkpoint
 
 Gradients = dict[int, dict[str, Tensor]]
 

@@ -42,7 +42,7 @@ def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 def trainer(
     model: Any = block, stages: int | None = 2, microbatches: int = 4, **options: Any
 ) -> PipelineTrainer:
-    options = {"timeout": 30.0, "stage_factory": ReferenceStage, **options}
+    options = {"timeout": 60.0, "stage_factory": ReferenceStage, **options}
     if not callable(model):
         stages = None
     return PipelineTrainer(

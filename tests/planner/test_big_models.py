@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 import autosplit
 from autosplit import PlanError
+from autosplit.checkpoint import load_checkpoint, save_checkpoint
+from autosplit.checkpoint.formats import read_checkpoint
 from autosplit.pipeline import PipelineTrainer
 from autosplit.planner import Partition, WholeModel, cut
-from autosplit.planner.checkpoint import load_checkpoint, save_checkpoint
-from autosplit.planner.formats import read_checkpoint
 from autosplit.planner.skeleton import skeleton
 
 WIDTH, ROWS = 8, 4

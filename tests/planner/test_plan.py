@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from planned_models import MICROBATCH, costs, loss, net, rehearsed, sgd, tokens, trained
 from torch import nn
 
-from autosplit.errors import AutosplitError, PlanError, ScheduleError
+from autosplit.errors import AutosplitError, OutputError, PlanError, ScheduleError
 from autosplit.pipeline import launch
 from autosplit.planner import Plan, partition
 from autosplit.planner.limits import Limits
@@ -201,6 +202,88 @@ def test_a_file_that_is_no_plan(
     path.write_text(json.dumps({name: each for name, each in data.items() if each is not None}))
     with pytest.raises(PlanError, match=message):
         Plan.load(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"placement": "01"}, "'placement' must be tuple"),
+        ({"placement": [0, "1"]}, r"got \(0, '1'\)"),
+        ({"placement": [0, 10**18]}, "stage 1 is placed on rank 1000000000000000000"),
+        ({"actions": 5}, "'actions' must be tuple"),
+        ({"actions": [5, 6]}, "'actions' must be tuple"),
+        ({"actions": ["0F0"]}, "'actions' must have 2 entries, one for each rank; it has 1"),
+        ({"cuts": [1]}, "'cuts' must be tuple"),
+        ({"cuts": {"layers.2": 1}}, "'cuts' must be tuple"),
+        ({"cuts": ["nowhere"]}, "'cuts' must be names of blocks of the model behind its first"),
+        ({"stage_times": -1}, "'stage_times' must be tuple"),
+        ({"stage_times": [[-1.0, 0.0, 1.0], [1.0, 1.0, 1.0]]}, "numbers finite and >= 0; got"),
+        ({"stage_times": [[1.0, 1.0], [1.0, 1.0, 1.0]]}, "'stage_times' must be tuple"),
+        ({"predicted_step": float("nan")}, "'predicted_step' must be number"),
+        ({"peak_memory": [1.0]}, "'peak_memory' must have 2 entries, one for each rank"),
+        ({"ranks": 0}, "'ranks' must be at least 1, got 0"),
+        ({"ranks": True}, "'ranks' must be int"),
+        ({"bubble": 2.0}, "'bubble' must be a share from 0 to 1"),
+        ({"microbatches": 10**9}, "never runs"),
+        ({"microbatch_size": 7}, "but the inputs that the plan was made for have 2 samples"),
+        ({"memory": "much"}, "memory is one of 'fast', 'balanced', 'lean'"),
+        ({"backend": "tpu"}, "unknown backend 'tpu'"),
+        ({"made_for": {"model": "Net", "blocks": [1], "inputs": []}}, "'blocks' must be tuple"),
+        ({"made_for": {"model": "Net", "blocks": ["a"], "inputs": [1]}}, "is no whole plan"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_values_that_no_plan_has(
+    plan: Plan, tmp_path: Path, change: dict[str, object], message: str
+) -> None:
+    plan.save(tmp_path / "plan.json")
+    data = json.loads((tmp_path / "plan.json").read_text()) | change
+    (tmp_path / "plan.json").write_text(json.dumps(data))
+    with pytest.raises((PlanError, ScheduleError), match=message):
+        Plan.load(tmp_path / "plan.json")
+
+
+def test_a_plan_that_a_user_makes_is_checked_as_one_from_a_file(plan: Plan) -> None:
+    with pytest.raises(PlanError, match="'crossing' must have 1 entries, one for each cut; it has"):
+        dataclasses.replace(plan, crossing=(1.0, 2.0))
+
+
+@pytest.mark.parametrize("content", [b"[" * 100_000, b"\xff\x00", b"9" * 5000, b""])
+def test_a_file_that_is_no_json(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_bytes(content)
+    with pytest.raises(PlanError, match=r"cannot read a plan from '.*plan\.json': "):
+        Plan.load(tmp_path / "plan.json")
+    with pytest.raises(PlanError, match="cannot read a plan from"):
+        Plan.load(tmp_path)
+
+
+def test_a_plan_that_cannot_be_saved(plan: Plan, tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match=r"cannot write '.*plan\.json': No such file"):
+        plan.save(tmp_path / "nowhere" / "plan.json")
+
+
+def test_a_dictionary_is_keyword_inputs(plan: Plan) -> None:
+    model = net()
+    named = partition(model, {"tokens": tokens()}, stages=2, microbatches=4, costs=costs(model))
+    assert named.cuts == plan.cuts
+    assert str(named.made_for.inputs[0]) == "tokens [2, 5] int64"
+    assert named.bind(model, {"tokens": tokens()}).wiring == named.wiring
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [(5, None), ("tokens", None), ({"tokens": tokens()}, {"more": 1}), ({1: 2}, None), ((), [1])],
+    ids=["number", "text", "two dictionaries", "numbers for names", "list"],
+)
+def test_inputs_that_are_none(args: object, kwargs: Any) -> None:
+    with pytest.raises(PlanError, match="inputs of one microbatch are a tensor, a tuple of"):
+        partition(net(), args, kwargs, stages=2)
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
+def test_seconds_that_are_no_time(seconds: float) -> None:
+    with pytest.raises(PlanError, match="seconds to measure for must be from 0 to 86,400"):
+        partition(net(), tokens(), stages=2, seconds=seconds)
 
 
 def test_a_file_whose_schedule_cannot_run(plan: Plan, tmp_path: Path) -> None:

@@ -22,3 +22,8 @@ def test_samples_are_repeated_or_cut() -> None:
 def test_inputs_without_samples() -> None:
     with pytest.raises(PlanError, match="no tensor with samples along dimension 0"):
         resized((torch.tensor(1.0), "a"), 4)
+
+
+def test_inputs_that_no_machine_has_room_for_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"of 1,000,000,000,000 samples take .* GiB, more"):
+        resized(torch.zeros(2, 8), 10**12)

@@ -56,6 +56,20 @@ def test_report_without_gradients() -> None:
     assert "Captured without gradients: there is no backward" in split.report()
 
 
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+def test_report_of_a_graph_with_nothing_to_do() -> None:
+    model = autosplit.split(Scaled(), torch.ones(0, requires_grad=True))
+    assert model.report().splitlines()[-1].endswith("0.0%")
+
+
 def test_report_prefers_the_graph_with_a_backward() -> None:
     split = autosplit.split(nn.Linear(3, 2))
     split(torch.randn(4, 3))

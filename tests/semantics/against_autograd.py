@@ -109,10 +109,16 @@ def call(module: nn.Module, inputs: Any) -> Any:
 
 
 def fresh(microbatch: Any) -> Any:
-    """The same inputs again, tensors as new leaves."""
-    return pytree.tree_map_only(
-        Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), microbatch
-    )
+    """The same inputs again, tensors as new leaves; one that is given twice stays one."""
+    leaves, spec = pytree.tree_flatten(microbatch)
+    made = {id(leaf): _new(leaf) for leaf in leaves}
+    return pytree.tree_unflatten([made[id(leaf)] for leaf in leaves], spec)
+
+
+def _new(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad)
 
 
 def gradients(inputs: Any) -> Any:

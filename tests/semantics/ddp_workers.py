@@ -25,6 +25,14 @@ class Broken(nn.Sequential):
         return self[2](h)
 
 
+class Sometimes(nn.Sequential):
+    """Uses its last layer for some inputs only."""
+
+    def forward(self, x: Tensor, last: bool = True) -> Tensor:
+        h = self[1](self[0](x))
+        return self[2](h) if last else h
+
+
 class Compiled:
     """A module under ``torch.compile(backend="autosplit")``, with the face of a split one."""
 
@@ -82,33 +90,47 @@ def _step(pattern: str, module: nn.Module, batches: list[Tensor], split: Any) ->
         with module.no_sync():
             for batch in batches[:count]:
                 module(batch).square().mean().backward()
-            if pattern == "no_sync, weights inside" and split.pending:
+            if pattern == "no_sync, weights inside":
                 split.backward_weight()
-    for batch in batches[count:] if pattern != "every microbatch" else batches:
+    for batch in batches[count:]:
         module(batch).square().mean().backward()
-        if pattern == "every microbatch" and split.pending:
+        if pattern == "every microbatch":
             split.backward_weight()
-    if split.pending:
-        split.backward_weight()
+    assert split.pending == 0
+    split.backward_weight()
 
 
-def refusals(*options: str) -> list[str]:
-    return [refusal(option) for option in options]
+OPTIONS = ("", "find_unused_parameters", "static_graph", "gradient_as_bucket_view")
 
 
-def refusal(option: str) -> str:
-    model, _ = models()
-    split = autosplit.split(model)
-    options = {option: True} if option in ("find_unused_parameters", "static_graph") else {}
-    wrapped = DistributedDataParallel(split, **options)
-    try:
-        with wrapped.no_sync():
-            wrapped(torch.randn(3, 4)).sum().backward()
-        output = wrapped(torch.randn(3, 4))
-        if option == "count":
-            output.sum().backward()
-            split.backward_weight(microbatches=1)
-        split.backward_weight()
-    except autosplit.SplitError as error:
-        return str(error)
-    return "nothing was refused"
+def all_options() -> dict[str, list[float]]:
+    return {option: differences(option) for option in OPTIONS}
+
+
+def differences(option: str) -> list[float]:
+    """Of every parameter after three steps of AdamW, one call of ours nowhere: no
+    ``backward_weight()``. One rank alone looks at gradients before all of them meet elsewhere.
+    """
+    model, plain = models(Sometimes)
+    options = {option: True} if option else {}
+    torch.manual_seed(10 + dist.get_rank())
+    batches = [torch.randn(3, 4) for _ in range(3)]
+    trained = []
+    for module in (autosplit.split(model), plain):
+        wrapped = DistributedDataParallel(module, **options)
+        optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            last = option != "find_unused_parameters" or step == 1
+            if option != "static_graph":
+                with wrapped.no_sync():
+                    wrapped(batches[0], last).square().mean().backward()
+            loss = wrapped(batches[step], last).square().mean()
+            loss.backward()
+            if dist.get_rank() == 0:
+                assert model[0].weight.grad is None or model[0].weight.grad.norm() > 0
+            dist.all_reduce(loss.detach())
+            torch.nn.utils.clip_grad_norm_(wrapped.parameters(), 0.1)
+            optimizer.step()
+        trained.append([each.detach() for each in wrapped.parameters()])
+    return [(a - b).abs().max().item() for a, b in zip(*trained, strict=True)]

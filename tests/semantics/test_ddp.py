@@ -1,8 +1,8 @@
-"""DistributedDataParallel around a split module: the reducer runs in ``backward_weight()``."""
+"""DistributedDataParallel around a split module: a backward that synchronises is a whole one."""
 
 from __future__ import annotations
 
-from semantics.ddp_workers import PATTERNS, WAYS, all_errors, refusals
+from semantics.ddp_workers import OPTIONS, PATTERNS, WAYS, all_errors, all_options
 
 from autosplit.pipeline import launch
 
@@ -14,15 +14,9 @@ def test_same_as_without_splitting() -> None:
             assert max(found) < 1e-6, case
 
 
-REFUSED = {
-    "find_unused_parameters": "use find_unused_parameters=False",
-    "static_graph": "use static_graph=False",
-    "count": "everything pending must come together",
-    "no backward": r"whose backward() has not run",
-}
-
-
-def test_refused() -> None:
-    for rank in launch(refusals, 2, tuple(REFUSED), timeout=60):
-        for found, text in zip(rank, REFUSED.values(), strict=True):
-            assert text in found
+def test_same_under_every_option() -> None:
+    """Also where a parameter is unused in a step, and without a call that computes weights."""
+    for rank in launch(all_options, 2, timeout=60):
+        assert len(rank) == len(OPTIONS)
+        for option, found in rank.items():
+            assert max(found) < 1e-6, option

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from semantics.against_autograd import assert_equals_autograd, both_modes
+from semantics.against_autograd import assert_equals_autograd, both_modes, within
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 import autosplit
 
@@ -53,12 +54,84 @@ CASES: dict[str, Callable[[Any, Tensor], Any]] = {
     "view": lambda m, x: m.first(x).view(-1),
     "chunks": lambda m, x: m.first(x).chunk(2, -1),
 }
+OVERLAPPING: dict[str, Callable[[Any, Tensor], Any]] = {
+    "unfold": lambda m, x: m.first(x).unfold(1, 2, 1),
+    "as_strided": lambda m, x: m.first(x).as_strided((3, 3, 2), (4, 1, 1)),
+    "beside its base": lambda m, x: (m.first(x), m.first(x).unfold(0, 2, 1)),
+    "expand": lambda m, x: m.first(x)[:, None].expand(3, 2, 4),
+}
+# Outputs whose gradients are zeros, or none, whatever the gradient that arrives.
+FLAT: dict[str, Callable[[Any, Tensor], Any]] = {
+    "angle": lambda m, x: m.first(x).angle(),
+    "sgn": lambda m, x: m.first(x).sgn(),
+    "copysign": lambda m, x: torch.copysign(torch.ones(3, 4), m.first(x)),
+    "nonzero count": lambda m, x: torch.linalg.vector_norm(m.first(x), ord=0),
+    "nothing": lambda m, x: torch.cat([m.first(x)[:0], m.second(x)[:0]]),
+    "empty determinant": lambda m, x: torch.linalg.det(m.first(x)[:0, :0]),
+    "beside another": lambda m, x: (m.first(x).sgn(), m.second(x)),
+}
 
 
 @both_modes
 @pytest.mark.parametrize("name", CASES)
 def test_equals_autograd(name: str, training: bool) -> None:
     assert_equals_autograd(Returns(CASES[name]).train(training), batches(3, 4))
+
+
+@both_modes
+@pytest.mark.parametrize("name", FLAT)
+def test_gradient_that_depends_on_nothing(name: str, training: bool) -> None:
+    """``requires_grad`` as in autograd, and its gradients of zeros."""
+    model, batch = Returns(FLAT[name]).train(training), batches(3, 4)
+    expected = [leaf.requires_grad for leaf in pytree.tree_leaves(model(*batch[0]))]
+    split = assert_equals_autograd(model, batch, fullgraph=True)
+    assert [leaf.requires_grad for leaf in pytree.tree_leaves(split(*batch[0]))] == expected
+
+
+def test_stage_of_a_gradient_that_depends_on_nothing() -> None:
+    model = Returns(FLAT["nonzero count"])
+    stage = autosplit.Stage(model, (torch.randn(3, 4, requires_grad=True),))
+    assert [differentiable for *_, differentiable in stage.output_specs] == [True]
+    for microbatch in (0, 1):
+        stage.forward(microbatch, [torch.randn(3, 4)])
+    assert stage.backward_input(0, [torch.ones(())]) == [None]
+    stage.backward_weight(0)
+    assert stage.backward(1, [torch.ones(())]) == [None]
+    stage.publish()
+    assert model.first.weight.grad is None
+
+
+def all_different(output: Any) -> Tensor:
+    """A loss whose gradient has no two elements equal."""
+    leaves = pytree.tree_leaves(output)
+    return sum((leaf * torch.arange(leaf.numel()).view(leaf.shape)).sum() for leaf in leaves)
+
+
+@both_modes
+@pytest.mark.parametrize("name", OVERLAPPING)
+def test_output_that_overlaps_itself(name: str, training: bool) -> None:
+    model = Returns(OVERLAPPING[name]).train(training)
+    assert_equals_autograd(model, batches(3, 4), all_different, fullgraph=True)
+
+
+@pytest.mark.parametrize("options", [{"backend": "inductor"}, {"dynamic": True}], ids=str)
+def test_output_that_overlaps_itself_compiled_and_in_parts(options: dict[str, Any]) -> None:
+    """torch.compile's own gradients of these are wrong."""
+    model, near = Returns(OVERLAPPING["unfold"]), within(2e-6)
+    assert_equals_autograd(model, batches(3, 4), all_different, compare=near, **options)
+
+
+def test_stage_whose_example_overlaps_itself() -> None:
+    """No other microbatch can be laid out as the example is."""
+    model = nn.Linear(2, 2)
+    example = torch.randn(3, 4).unfold(1, 2, 1).requires_grad_()
+    stage = autosplit.Stage(model, (example,))
+    x = torch.randn(3, 3, 2)
+    (output,) = stage.forward(0, [x.clone()])
+    assert torch.equal(output, model(x))
+    stage.backward(0, [torch.ones_like(output)])
+    stage.publish()
+    assert torch.equal(model.weight.grad, torch.autograd.grad(model(x).sum(), model.weight)[0])
 
 
 def twice(module: Any, x: Tensor) -> tuple[Tensor, ...]:

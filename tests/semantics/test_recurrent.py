@@ -47,6 +47,32 @@ def test_states_of_an_lstm(bidirectional: bool, training: bool) -> None:
         torch.testing.assert_close(state, other)
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_bfloat16_is_as_near_as_autograd(name: str) -> None:
+    """Autograd's fused kernel rounds once; a product a step would round at every step."""
+    wide = layers(name).eval().double()
+    model = copy.deepcopy(wide).bfloat16()
+    wide.load_state_dict(model.state_dict())
+    x = torch.randn(12, 4, 4).bfloat16()
+
+    def run(module: nn.Module, x: Tensor) -> list[Tensor]:
+        module.zero_grad()
+        output = module(x)[0]
+        output.sum().backward()
+        if isinstance(module, autosplit.SplitModule):
+            module.backward_weight()
+        return [output.detach(), *(parameter.grad for parameter in module.parameters())]
+
+    exact = run(wide, x.double())
+    theirs, mine = run(copy.deepcopy(model), x), run(autosplit.split(model, fullgraph=True), x)
+
+    def error(found: list[Tensor]) -> float:
+        pairs = zip(found, exact, strict=True)
+        return max((a.double() - b).abs().max().item() / b.abs().max().item() for a, b in pairs)
+
+    assert error(mine) <= 1.2 * error(theirs)
+
+
 class WithState(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -26,7 +26,7 @@ def test_threads_share_one_queue() -> None:
         grads = list(pool.map(work, batches))
         assert split.pending == len(batches)
         assert len(split.functions) == 2
-        list(pool.map(lambda _: split.backward_weight(microbatches=1), batches))
+        list(pool.map(lambda _: split.backward_weight(), batches))
     assert split.pending == 0
     for batch, grad in zip(batches, grads, strict=True):
         x = batch.clone().requires_grad_()

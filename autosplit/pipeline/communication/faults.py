@@ -18,6 +18,7 @@ from typing import NoReturn, Protocol
 
 from autosplit.errors import AutosplitError, PipelineError
 from autosplit.pipeline.action import Action
+from autosplit.pipeline.communication.place import AROUND, Place
 
 _KEY = "autosplit/fault"
 # A rank posts before it closes a connection, so the cause is on the board by the time a peer
@@ -30,7 +31,15 @@ _NAP = 0.0002
 
 
 class LostPeerError(PipelineError):
-    """Communication failed: a peer died, closed its connection, or did not answer in time."""
+    """Communication failed: a peer died, closed its connection, or did not answer in time.
+
+    Attributes:
+        waited: how long for what, in words, where time was up; else empty.
+    """
+
+    def __init__(self, message: str, waited: str = "") -> None:
+        super().__init__(message)
+        self.waited = waited
 
 
 class ActionError(PipelineError):
@@ -46,11 +55,13 @@ class Fault:
     """What ended a run.
 
     Attributes:
-        rank: the rank that posted it.
+        rank: the rank that it happened to.
         where: what that rank was doing: an action such as ``1F2``, or a phase in words.
         error: type and message.
         trace: that rank's traceback; empty for a lost peer.
         lost: True when the rank only lost a peer and nobody said why.
+        ended: True when others say it of the rank, which died, left or hangs.
+        left: True when it ended as if all were well.
     """
 
     rank: int
@@ -58,11 +69,13 @@ class Fault:
     error: str
     trace: str = ""
     lost: bool = False
+    ended: bool = False
+    left: bool = False
 
     @property
     def headline(self) -> str:
         """One line: who, where, what."""
-        if self.lost:
+        if self.lost or self.ended:
             return f"rank {self.rank} {self.error}"
         return f"rank {self.rank} failed in {self.where}: {self.error}"
 
@@ -78,6 +91,19 @@ class RankError(PipelineError):
     def __init__(self, message: str, fault: Fault) -> None:
         super().__init__(message)
         self.fault = fault
+
+
+class Watcher(Protocol):
+    """Knows of ranks that cannot say themselves what became of them; see ``watch.Watch``."""
+
+    @property
+    def missing(self) -> Fault | None:
+        """A rank that takes part no more, if one is known."""
+        ...
+
+    def explain(self, error: LostPeerError) -> Fault | None:
+        """Why other ranks do not answer, with the fault that stands for all; None: unknown."""
+        ...
 
 
 class Store(Protocol):
@@ -128,12 +154,23 @@ class Guard:
         rank: this rank.
         board: the shared board; None in a run of one process.
         close: closes this rank's connections; called once, after the fault is posted.
+        place: what this rank is doing.
+        watch: knows of ranks that cannot say themselves what became of them.
     """
 
-    def __init__(self, rank: int, board: Board | None, close: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        board: Board | None,
+        close: Callable[[], None],
+        place: Place | None = None,
+        watch: Watcher | None = None,
+    ) -> None:
         self._rank = rank
         self._board = board
         self._close = close
+        self._place = Place() if place is None else place
+        self._watch = watch
         self._ended: Fault | None = None
 
     @contextlib.contextmanager
@@ -151,15 +188,16 @@ class Guard:
                 self._ended,
             )
         try:
-            yield
+            with self._place(where):
+                yield
         except LostPeerError as error:
-            self._end_lost(where, error)
+            self._end_lost(error)
         except RankError as error:
             if error.fault is not self._ended:  # else a guard inside has seen to it
-                self._end_failed(where, error)
+                self._end_failed(error)
             raise
         except BaseException as error:
-            self._end_failed(where, error)
+            self._end_failed(error)
 
     @property
     def ended(self) -> bool:
@@ -169,12 +207,15 @@ class Guard:
     def left(self, error: BaseException) -> None:
         """End the run because the caller's own code, between two calls, raised an error."""
         if self._ended is None:
-            self._end(self._fault("the code around the trainer", error, error.__traceback__))
+            self._end(self._fault(AROUND, error, error.__traceback__))
 
     def check(self) -> None:
         """Raise LostPeerError if some rank has posted a fault; for loops that wait on the host."""
         if self._board is not None and self._board.first() is not None:
             raise LostPeerError("stopped because another rank failed")
+        missing = None if self._watch is None else self._watch.missing
+        if missing is not None:
+            raise LostPeerError(missing.headline)
 
     def wait(self, done: Callable[[], bool], timeout: float) -> None:
         """Wait on the host until ``done()``, with an eye on the board.
@@ -185,27 +226,34 @@ class Guard:
             LostPeerError: another rank failed, or ``timeout`` seconds passed.
         """
         started = looked = time.monotonic()
-        while not done():
-            now = time.monotonic()
-            if now - looked > _LOOK_WHILE_WAITING:
-                self.check()
-                looked = now
-            if now - started > timeout:
-                raise LostPeerError(
-                    f"waited {timeout:.3g} s for its device: is another rank stuck?"
-                )
-            time.sleep(_NAP)
+        with self._place.waits():
+            while not done():
+                now = time.monotonic()
+                if now - looked > _LOOK_WHILE_WAITING:
+                    self.check()
+                    looked = now
+                if now - started > timeout:
+                    waited = f"waited {timeout:.3g} s for its device"
+                    raise LostPeerError(f"{waited}: is another rank stuck?", waited)
+                time.sleep(_NAP)
 
-    def _end_lost(self, where: str, error: LostPeerError) -> NoReturn:
-        fault = None if self._board is None else self._board.await_first(_PATIENCE)
+    def _end_lost(self, error: LostPeerError) -> NoReturn:
+        fault = self._cause_of(error)
         if fault is None:
-            fault = self._post(Fault(self._rank, where, str(error), lost=True))
+            fault = self._post(Fault(self._rank, self._place.phase, str(error), lost=True))
         self._finish(fault)
-        # The closed connection is a consequence: the cause stands in the message.
-        raise RankError(fault.report, fault) from None
+        # The closed connection is a consequence: the cause stands in the message. Nobody could ask
+        # a rank that died what it was at, but what it was to send is known here.
+        seen = f"\nRank {self._rank} {error}" if fault.ended else ""
+        raise RankError(f"{fault.report}{seen}", fault) from None
 
-    def _end_failed(self, where: str, error: BaseException) -> NoReturn:
-        cause, trace = error, error.__traceback__
+    def _cause_of(self, error: LostPeerError) -> Fault | None:
+        if self._watch is not None:
+            return self._watch.explain(error)
+        return None if self._board is None else self._board.await_first(_PATIENCE)
+
+    def _end_failed(self, error: BaseException) -> NoReturn:
+        cause, trace, where = error, error.__traceback__, self._place.phase
         if isinstance(error, ActionError) and error.__cause__ is not None:
             where, cause = str(error.action), error.__cause__
             trace = cause.__traceback__

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, Protocol, cast
 
@@ -19,13 +20,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autosplit.errors import PipelineError
+from autosplit.pipeline.communication import telling
 from autosplit.pipeline.communication.communicators import abort, greet
 from autosplit.pipeline.communication.faults import LostPeerError, Store
+from autosplit.pipeline.communication.place import Place
 
 # Tags keep the closing receives apart from real messages: a message that met a buffer of another
 # size would end the whole process.
 _TAG, _CLOSING_TAG = 0, 2**31 - 1
 _AT_ONCE = timedelta(milliseconds=1)
+_OTHERS = "the other ranks"
 
 
 class PointToPoint(Protocol):
@@ -46,13 +50,17 @@ class PointToPoint(Protocol):
         ...
 
 
+Losing = Callable[[str], AbstractContextManager[None]]
+"""Waits for what it is told, see ``Groups.losing``."""
+
+
 class Sum:
     """A sum over all ranks that is under way."""
 
-    def __init__(self, tensor: Tensor, work: dist.Work | None, timeout: float) -> None:
+    def __init__(self, tensor: Tensor, work: dist.Work | None, losing: Losing) -> None:
         self._tensor = tensor
         self._work = work
-        self._timeout = timeout
+        self._losing = losing
 
     def wait(self) -> Tensor:
         """The sum, once every rank has taken part.
@@ -61,7 +69,7 @@ class Sum:
             LostPeerError: some rank did not.
         """
         if self._work is not None:
-            with losing("the other ranks", self._timeout):
+            with self._losing(_OTHERS):
                 self._work.wait()
             self._work = None
         return self._tensor
@@ -78,6 +86,8 @@ class Groups:
     carries messages to higher ranks, ``up``, and another to lower ones, ``down``. ``control`` is
     Gloo on every device: its few numbers are needed on the host.
 
+    ``place`` knows when this rank waits for others.
+
     Creating one is collective: every rank of the default group must do so, in the same order.
     With ``ranks`` = 1 there are no groups and nothing here communicates.
 
@@ -91,6 +101,7 @@ class Groups:
         self.ranks = ranks
         self.rank = dist.get_rank() if ranks > 1 else 0
         self.timeout = timeout
+        self.place = Place()
         self._device = device
         self._backend = "nccl" if device.type == "cuda" else "gloo"
         self._pairwise = self._backend == "nccl"
@@ -122,7 +133,7 @@ class Groups:
         """
         new = sorted({*pairs} - self._connected) if self._pairwise else []
         self._connected.update(new)
-        with losing("the other ranks", self.timeout):
+        with self.losing(_OTHERS):
             for pair in new:
                 for lane in (_lane_of(*pair), _lane_of(*reversed(pair))):
                     group = self._new(pair, self._backend)
@@ -194,10 +205,10 @@ class Groups:
             LostPeerError: a rank is known to be gone.
         """
         if self.ranks == 1:
-            return Sum(tensor, None, self.timeout)
-        with losing("the other ranks", self.timeout):
+            return Sum(tensor, None, self.losing)
+        with self.losing(_OTHERS):
             work = dist.all_reduce(tensor, group=self.control, async_op=True)
-        return Sum(tensor, work, self.timeout)
+        return Sum(tensor, work, self.losing)
 
     def announce(self, value: str | None, source: int) -> str:
         """``value`` of rank ``source``, on every rank.
@@ -205,37 +216,55 @@ class Groups:
         Raises:
             LostPeerError: some rank did not take part.
         """
-        values = [value]
         if self.ranks > 1:
-            with losing(f"rank {source}", self.timeout):
-                dist.broadcast_object_list(values, source, group=self.control)
-        return values[0] or ""
+            with self.losing(f"rank {source}"):
+                value = telling.tell(value, source, self.control)
+        return value or ""
 
     def gather(self, value: Any) -> list[Any]:
-        """``value`` of every rank, by rank.
+        """``value`` of every rank, by rank; see ``plain`` for what it may be.
 
         Raises:
             LostPeerError: some rank did not take part.
         """
         if self.ranks == 1:
             return [value]
-        values: list[Any] = [None] * self.ranks
-        with losing("the other ranks", self.timeout):
-            dist.all_gather_object(values, value, group=self.control)
-        return values
+        with self.losing(_OTHERS):
+            return telling.gather(value, self.control)
+
+    @contextlib.contextmanager
+    def losing(self, what: str) -> Iterator[None]:
+        """Wait for ``what``; a failed communication becomes a LostPeerError that says so."""
+        started = time.perf_counter()
+        try:
+            with self.place.waits():
+                yield
+        except RuntimeError as error:
+            raise lost(what, time.perf_counter() - started, self.timeout, error) from error
+
+    def cut(self) -> None:
+        """End every wait of this rank over Gloo, and those of its peers for it; in any thread."""
+        for group in [*self._owned]:
+            # The groups may be let go of meanwhile.
+            with contextlib.suppress(RuntimeError, ValueError):
+                self._disconnect(group)
 
     def close(self) -> None:
         """Let go of the groups and end every wait on them at once, here and on the peers."""
         groups = self._release()
+        for group in groups:
+            self._disconnect(group)
         devices = [group for group in groups if dist.get_backend(group) == "nccl"]
         for group in groups:
-            if group in devices:
-                continue
+            if group not in devices:
+                dist.destroy_process_group(group)
+        abort(devices)
+
+    def _disconnect(self, group: dist.ProcessGroup) -> None:
+        if dist.get_backend(group) != "nccl":
             for peer in dist.get_process_group_ranks(group):
                 if peer != self.rank:
                     disconnect(group, peer)
-            dist.destroy_process_group(group)
-        abort(devices)
 
     def destroy(self) -> None:
         """Let go of the groups after a run that went well.
@@ -270,20 +299,11 @@ def disconnect(group: dist.ProcessGroup, peer: int) -> None:
             work.wait(_AT_ONCE)
 
 
-@contextlib.contextmanager
-def losing(what: str, timeout: float) -> Iterator[None]:
-    """Turn a failed communication into a LostPeerError that says ``what`` this rank waited for."""
-    started = time.perf_counter()
-    try:
-        yield
-    except RuntimeError as error:
-        raise lost(what, time.perf_counter() - started, timeout, error) from error
-
-
 def lost(what: str, waited: float, timeout: float, error: RuntimeError) -> LostPeerError:
     """The LostPeerError for a wait that failed with ``error`` after ``waited`` seconds."""
     if waited >= 0.99 * timeout:  # the backend measures by another clock
-        return LostPeerError(f"waited {waited:.3g} s for {what}: is it stuck, or waiting itself?")
+        so_long = f"waited {waited:.3g} s for {what}"
+        return LostPeerError(f"{so_long}: is it stuck, or waiting itself?", so_long)
     # Gloo goes on with guesses and good wishes after the first sentence.
     reason = str(error).partition(". ")[0].partition("\n")[0]
     return LostPeerError(

@@ -8,7 +8,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from autosplit.pipeline.communication.groups import Groups, losing
+from autosplit.pipeline.communication.groups import Groups
 from autosplit.pipeline.simulation.transfer import Link, Transfer
 
 Pair = tuple[int, int]
@@ -87,7 +87,7 @@ def _one_way(groups: Groups, pair: Pair, tensor: Tensor) -> float:
             send = groups.isend if groups.rank == sender else groups.irecv
             work = send(tensor, peer)
             if work is not None:
-                with losing(f"rank {peer}", groups.timeout):
+                with groups.losing(f"rank {peer}"):
                     work.wait()
         if tensor.is_cuda:
             torch.cuda.synchronize(tensor.device)

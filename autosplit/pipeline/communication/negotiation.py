@@ -109,14 +109,19 @@ class Negotiation:
     def _await(self, number: int, what: str = "built", whose: str = "stage") -> bytes:
         store, key = self._groups.store, self._key(number, what)
         deadline = time.monotonic() + self._groups.timeout
-        while not store.check([key]):
-            self._check()
-            if time.monotonic() > deadline:
-                raise LostPeerError(
-                    f"waited {self._groups.timeout:.3g} s for {whose} {number} to be {what}: is "
-                    "that rank stuck? A longer timeout= leaves more time for building"
-                )
-            time.sleep(_LOOK_EVERY)
+        with self._groups.place.waits():
+            while not store.check([key]):
+                self._check()
+                if time.monotonic() > deadline:
+                    waited = (
+                        f"waited {self._groups.timeout:.3g} s for {whose} {number} to be {what}"
+                    )
+                    raise LostPeerError(
+                        f"{waited}: is that rank stuck? A longer timeout= leaves more time for "
+                        "building",
+                        waited,
+                    )
+                time.sleep(_LOOK_EVERY)
         return store.get(key)
 
     def _key(self, number: int, what: str = "built") -> str:

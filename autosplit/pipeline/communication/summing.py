@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autosplit.pipeline.communication.groups import losing
+from autosplit.pipeline.communication.groups import Losing
 
 _MOST = 2**25
 """Bytes of one message, but for a parameter that has more."""
@@ -46,12 +46,12 @@ class Bucket:
 
     Args:
         members: in the same order on all ranks.
-        timeout: seconds to wait for the others, for the error.
+        losing: waits for the others.
     """
 
-    def __init__(self, members: Sequence[Member], timeout: float) -> None:
+    def __init__(self, members: Sequence[Member], losing: Losing) -> None:
         self._members = members
-        self._timeout = timeout
+        self._losing = losing
         self._sizes = [member.copies[0].numel() for member in members]
         self._before: list[list[Tensor | None]] = []
         self._flat: Tensor | None = None
@@ -91,7 +91,7 @@ class Bucket:
                     flat[place - count] = 1
         self._flat = flat
         if first.link is not None:
-            with losing("a rank that shares a parameter", self._timeout):
+            with self._losing("a rank that shares a parameter"):
                 self._work = dist.all_reduce(flat, group=first.link, async_op=True)
 
     def finish(self, settled: Callable[[], None]) -> None:
@@ -104,7 +104,7 @@ class Bucket:
             LostPeerError: a rank that holds a copy did not take part.
         """
         if self._work is not None:
-            with losing("a rank that shares a parameter", self._timeout):
+            with self._losing("a rank that shares a parameter"):
                 self._work.wait()
             settled()
         flat, self._flat, self._work = self._flat, None, None
@@ -128,7 +128,7 @@ class Bucket:
         return iter(flat.split([*self._sizes, len(self._members)])[:-1])
 
 
-def buckets_of(members: Iterable[Member], timeout: float) -> list[Bucket]:
+def buckets_of(members: Iterable[Member], losing: Losing) -> list[Bucket]:
     """Buckets of all members, in their order; neighbours that are alike share one."""
     buckets = []
     for _, alike in groupby(members, key=lambda m: (id(m.link), m.stage, m.dtype)):
@@ -137,9 +137,9 @@ def buckets_of(members: Iterable[Member], timeout: float) -> list[Bucket]:
         for member in alike:
             more = member.copies[0].numel() * member.dtype.itemsize
             if part and size + more > _MOST:
-                buckets.append(Bucket(part, timeout))
+                buckets.append(Bucket(part, losing))
                 part, size = [], 0
             part.append(member)
             size += more
-        buckets.append(Bucket(part, timeout))
+        buckets.append(Bucket(part, losing))
     return buckets

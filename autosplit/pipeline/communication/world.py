@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
 from autosplit.errors import PipelineError
+from autosplit.pipeline.communication import telling
+from autosplit.pipeline.communication.register import Register, await_ending
+
+# Whoever loses a peer looks this long for what became of it.
+_PATIENCE = 1.0
 
 
 def device_of_group() -> torch.device:
@@ -16,6 +25,49 @@ def device_of_group() -> torch.device:
     if "nccl" in dist.get_backend_config() and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def gather(value: object) -> list[Any]:
+    """``value`` of every process, by rank; see ``telling``. Collective.
+
+    Raises:
+        PipelineError: a process did not take part; it names one that has ended.
+    """
+    with _naming_the_lost():
+        return telling.gather(value, None, _device_of_news())
+
+
+def tell(value: object, source: int) -> Any:
+    """``value`` of process ``source``, on all of them; see ``telling``. Collective.
+
+    Raises:
+        PipelineError: as ``gather``.
+    """
+    with _naming_the_lost():
+        return telling.tell(value, source, None, _device_of_news())
+
+
+def register_of_world() -> Register:
+    """What the ranks of the default process group leave for each other."""
+    world = dist.group.WORLD
+    if world is None:
+        raise PipelineError("there is no default process group")
+    return Register(world.get_group_store())
+
+
+@contextlib.contextmanager
+def _naming_the_lost() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        ranks = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
+        found = next(await_ending(register_of_world(), ranks, _PATIENCE), "lost the other ranks")
+        reason = str(error).partition(". ")[0].partition("\n")[0]
+        raise PipelineError(f"{found}, and rank {dist.get_rank()} needs it: {reason}") from error
+
+
+def _device_of_news() -> torch.device:
+    return torch.device("cpu") if "gloo" in dist.get_backend_config() else device_of_group()
 
 
 def process_count(ranks: int | None, stages: int) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor
 from autosplit.errors import PipelineError
 from autosplit.pipeline.action import Action, ActionKind
 from autosplit.pipeline.communication.faults import ActionError, LostPeerError
+from autosplit.pipeline.communication.place import Place
 from autosplit.pipeline.communication.ports import Probe, Receive, arguments, output_gradients
 from autosplit.pipeline.communication.transport import Transport
 from autosplit.pipeline.dependency import result_of
@@ -88,6 +89,7 @@ class Executor:
             only runs forward.
         order: in which order the rank takes up its actions.
         finished: called with a stage when the last of its weight gradients of the step is there.
+        place: is told what the rank is doing.
 
     Raises:
         PipelineError: the schedule gives this rank a stage that it does not hold, or a backward
@@ -104,6 +106,7 @@ class Executor:
         loss_grad: Tensor | None,
         order: Order = as_scheduled,
         finished: Callable[[int], None] | None = None,
+        place: Place | None = None,
     ) -> None:
         self._stages = stages
         self._schedule = schedule
@@ -115,6 +118,7 @@ class Executor:
         self._targets: Sequence[Sequence[Tensor]] = ()
         self._losses: dict[int, Tensor] = {}
         self._finished = finished
+        self._place = Place() if place is None else place
         self._parts: Counter[int] = Counter()  # per stage, what makes weight gradients
         self._left: Counter[int] = Counter()
         self._steps = tuple(step for each in schedule.ranks[rank] for step in self._prepare(each))
@@ -143,17 +147,23 @@ class Executor:
         self._inputs, self._targets, self._losses = inputs, targets, {}
         self._left = self._parts.copy()
         action: Action | None = None
+        place = self._place
         try:
             if recorder is not None:
                 recorder.begin()
             self._transport.begin()
             for step in self._order(self._steps):
                 action = step.action
+                place.fetch(action)
+                values = step.fetch()
+                place.compute()
                 if recorder is None:
-                    step.deliver(step.compute(step.fetch()))
+                    step.deliver(step.compute(values))
                 else:
-                    compute = partial(step.compute, step.fetch())
+                    compute = partial(step.compute, values)
+                    del values  # what is taken is cleared at its last use
                     step.deliver(recorder.run(action, compute))
+            place.fetch(None)
             self._transport.finish()
             return dict(sorted(self._losses.items()))
         except LostPeerError:
@@ -163,6 +173,7 @@ class Executor:
                 raise
             raise ActionError(action) from error
         finally:
+            place.leave()
             self._inputs, self._targets, self._losses = (), (), {}
 
     def _prepare(self, action: Action) -> Iterator[Step]:

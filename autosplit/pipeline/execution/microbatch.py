@@ -37,6 +37,9 @@ class BatchSplitter:
         inputs: which of the inputs this rank's stages take; None for all there are.
         targets: whether this rank holds the last stage, which takes the targets.
         names: the names of the inputs, where they may come as a dictionary.
+
+    Attributes:
+        agreed: what ``inputs`` and ``targets`` are in every step, those that this rank was given.
     """
 
     def __init__(
@@ -52,7 +55,7 @@ class BatchSplitter:
         self._device = device
         self._takes = {"inputs": inputs, "targets": None if targets else frozenset()}
         self._names = names
-        self._agreed: dict[str, list[str]] = {}
+        self.agreed: dict[str, list[TensorMeta | None]] = {}
 
     def __call__(self, batch: Batch | None) -> tuple[Microbatches, Microbatches]:
         """Inputs and targets per microbatch; empty lists for what this rank does not need.
@@ -138,14 +141,19 @@ class BatchSplitter:
         return checked
 
     def _check_static(self, name: str, tensors: Sequence[Tensor | None]) -> None:
-        now = ["nothing" if each is None else str(TensorMeta.of(each)) for each in tensors]
-        first = self._agreed.setdefault(name, now)
+        now = [None if each is None else TensorMeta.of(each) for each in tensors]
+        first = self.agreed.setdefault(name, now)
         if now != first:
             raise PipelineError(
-                f"the batch's {name} are {', '.join(now)}, but were {', '.join(first)} in the "
+                f"the batch's {name} are {listed(now)}, but were {listed(first)} in the "
                 "first step: the shapes of a pipeline are static; pad or drop the odd batch, or "
                 "build the trainer with shapes=N for N shapes of inputs"
             )
+
+
+def listed(metas: Sequence[TensorMeta | None]) -> str:
+    """One part of a batch, in words."""
+    return ", ".join("nothing" if each is None else str(each) for each in metas)
 
 
 def _kind(value: object) -> str:

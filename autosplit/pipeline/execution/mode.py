@@ -32,6 +32,9 @@ class Mode:
         device: where the stages run.
         order: in which order a rank takes up its actions.
         finished: see ``Executor``.
+
+    Attributes:
+        place: what the rank is doing.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class Mode:
         )
         self.negotiation = Negotiation(name, groups, check)
         self._groups = groups
+        self.place = groups.place
         self._loss_grad: Tensor | None = None
         self._transport = self._connect(schedule)
         self.executor: Executor | None = None
@@ -74,7 +78,8 @@ class Mode:
             BackendError: a backend cannot compile a graph.
             LostPeerError: another rank failed or was not ready in time.
         """
-        compile_stages(self.stages, self._schedule)
+        with self.place("compiling its stages"):
+            compile_stages(self.stages, self._schedule)
         self.negotiation.start()
 
     def prepare(
@@ -91,6 +96,7 @@ class Mode:
             loss_grad=loss_grad,
             order=self._order,
             finished=self._finished,
+            place=self.place,
         )
         return self.executor
 

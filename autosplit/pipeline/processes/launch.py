@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from multiprocessing import connection, get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
-import torch.distributed as dist
-
 from autosplit.errors import PipelineError
+from autosplit.pipeline.processes.loopback import serve_store
 from autosplit.pipeline.processes.outcome import Failure, Success, first_cause
 from autosplit.pipeline.processes.worker import Job, work
 
 T = TypeVar("T")
 
 # After the first failure, the others have this long to end by themselves and say what they saw.
-_GRACE = 3.0
+_GRACE = 5.0
+_LOOK_EVERY = 0.005
 # How long a process gets to leave after it gave its result, or after it was asked to stop.
 _LEAVING = 5.0
 
@@ -38,7 +39,7 @@ def launch(
 
     The processes see what torchrun would give them (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and
     so on), and the store that connects them lives in the calling process, so no rank is special.
-    None outlives the call, nor the calling process.
+    None outlives the call, nor the calling process. No other host reaches their sockets.
 
     Args:
         fn: a function that the new processes can import, called on every rank.
@@ -63,13 +64,7 @@ def launch(
             f"cannot send {fn!r} and its arguments to new processes: {error}. Use a function "
             "defined at the top of a module and plain arguments"
         ) from error
-    store = dist.TCPStore(  # type: ignore[attr-defined]  # documented, but not in __all__
-        "127.0.0.1",
-        0,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout),
-    )
+    store = serve_store(timeout)
     job = Job(call, nprocs, store.port, timeout, threads)
     with _processes(job) as processes:
         return _collect(processes, time.monotonic() + timeout, timeout)
@@ -89,8 +84,21 @@ class _Process:
         try:
             self.outcome = pickle.loads(self.pipe.recv_bytes())
         except (EOFError, OSError):
+            self.outcome = Failure.of_death(self.rank, self._status())
+
+    def _status(self) -> int | None:
+        """Its exit status, which stays there for the watches of other ranks to look at."""
+        if not hasattr(os, "waitid"):
             self.process.join(_LEAVING)
-            self.outcome = Failure.of_death(self.rank, self.process.exitcode)
+            return self.process.exitcode
+        deadline = time.monotonic() + _LEAVING
+        look = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        while time.monotonic() < deadline:
+            found = os.waitid(os.P_PID, self.process.pid or 0, look)
+            if found is not None:
+                return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+            time.sleep(_LOOK_EVERY)
+        return None
 
 
 @contextlib.contextmanager
@@ -145,6 +153,8 @@ def _end(processes: list[_Process]) -> None:
         each.pipe.close()
         if each.process.is_alive():
             each.process.terminate()
+            if hasattr(signal, "SIGCONT"):  # a stopped one would not hear of it
+                os.kill(each.process.pid or 0, signal.SIGCONT)
     _join(processes, _LEAVING)
     for each in processes:
         if each.process.is_alive():

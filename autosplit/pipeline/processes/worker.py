@@ -17,6 +17,11 @@ import torch
 import torch.distributed as dist
 
 from autosplit.errors import PipelineError
+from autosplit.pipeline.communication.faults import describe
+from autosplit.pipeline.communication.process import Process
+from autosplit.pipeline.communication.register import RETURNED
+from autosplit.pipeline.communication.world import register_of_world
+from autosplit.pipeline.processes.loopback import on_loopback
 from autosplit.pipeline.processes.outcome import Failure, Success
 
 
@@ -44,7 +49,9 @@ def process_group(timeout: float = 300.0) -> Iterator[None]:
     """The default process group of a rank started by torchrun or ``launch``.
 
     Functions run by ``launch`` are inside one already. NCCL for CUDA tensors where every rank of
-    this machine has a GPU of its own, which becomes the current device; Gloo for the rest.
+    this machine has a GPU of its own, which becomes the current device; Gloo for the rest. Where
+    all ranks are on one machine, they listen on its loopback interface only, unless
+    ``GLOO_SOCKET_IFNAME`` or ``NCCL_SOCKET_IFNAME`` name another.
 
     Args:
         timeout: seconds for a wait.
@@ -62,11 +69,23 @@ def process_group(timeout: float = 300.0) -> Iterator[None]:
     if dist.is_nccl_available() and torch.cuda.device_count() >= max(here, local + 1):
         torch.cuda.set_device(local)
         backend = "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+    alone = os.environ["WORLD_SIZE"] == os.environ.get("LOCAL_WORLD_SIZE")
+    with on_loopback() if alone else contextlib.nullcontext():
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+        register = register_of_world()
+        rank = dist.get_rank()
+        register.enter(rank, Process.of(os.getpid()))
+        register.put("words", rank, "")  # an earlier group may have ended
+        try:
+            yield
+        except BaseException as error:
+            register.put("words", rank, f"raised {describe(error)}")
+            raise
+        else:
+            register.put("words", rank, RETURNED)
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
 
 
 def work(job: Job, rank: int, pipe: Connection) -> None:

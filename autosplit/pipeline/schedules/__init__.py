@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.schedule import Schedule
+from autosplit.pipeline.schedule import Schedule, check_size
 from autosplit.pipeline.schedules.blocks import block_sizes, block_times, expand
 from autosplit.pipeline.schedules.families import SCHEDULES, Family
 from autosplit.pipeline.schedules.weights import WEIGHTS, Times, check_counts, place_weights
@@ -40,11 +40,13 @@ def build(
             pipeline of blocks. The first blocks hold one stage more where N is no multiple.
 
     Raises:
-        ScheduleError: an unknown name or placement, a bad count, or an option without an effect.
+        ScheduleError: an unknown name or placement, a bad count, a step of more than
+            ``schedule.LARGEST`` actions, or an option without an effect.
     """
     if name not in SCHEDULES:
         raise ScheduleError(f"unknown schedule {name!r}; known: {', '.join(SCHEDULES)}")
     check_counts(stages=stages, microbatches=microbatches)
+    check_size(stages, microbatches)
     family = SCHEDULES[name]
     ranks, chunks = _layout(name, family, stages, ranks)
     weights = _check_weights(name, family, split_backward, weights, times)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.schedule import Schedule
+from autosplit.pipeline.schedule import Schedule, check_size
 from autosplit.pipeline.schedules.weights import check_counts
 from autosplit.pipeline.search.bound import lower_bound
 from autosplit.pipeline.search.construct import Policy, construct
@@ -66,11 +66,13 @@ def search(
         A schedule named ``"auto"``. Ranks wait for each other between steps.
 
     Raises:
-        ScheduleError: a bad count, or nothing found under the cap.
+        ScheduleError: a bad count, a step of more than ``schedule.LARGEST`` actions, or nothing
+            found under the cap.
     """
     stages = len(costs.times)
     ranks = stages if ranks is None else ranks
     check_counts(ranks=ranks, microbatches=microbatches)
+    check_size(stages, microbatches)
     caps = caps_of(cap, ranks)
     named = _placed(costs, microbatches, ranks, placement)
     problems = _problems(costs, microbatches, caps, named)

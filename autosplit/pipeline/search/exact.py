@@ -71,12 +71,7 @@ def exact(
     stages = len(costs.times)
     ranks = stages if ranks is None else ranks
     check_counts(ranks=ranks, microbatches=microbatches)
-    actions = 3 * stages * microbatches
-    if actions > _LARGEST:
-        raise ScheduleError(
-            f"a step of {actions} actions ({stages} stages, {microbatches} microbatches) is more "
-            f"than the {_LARGEST} that the exact solver takes; use search"
-        )
+    check_provable(stages, microbatches)
     if costs.early_weights:
         raise ScheduleError(
             "the exact solver knows Ws in one piece, where the schedule has them: leave out "
@@ -100,6 +95,21 @@ def exact(
         )
     best = min(found, key=lambda each: each.makespan)
     return replace(best, bound=min(bounds))
+
+
+def check_provable(stages: int, microbatches: int) -> None:
+    """Refuse a step of which nothing would be proved.
+
+    Raises:
+        ScheduleError: it has too many actions.
+    """
+    actions = 3 * stages * microbatches
+    if actions > _LARGEST:
+        raise ScheduleError(
+            f"a step of {actions:,} actions ({stages:,} stages, {microbatches:,} microbatches) is "
+            f"more than the {_LARGEST} that the exact solver takes: leave out the proof (--exact) "
+            "and have a step searched for under a cap, or take fewer stages or microbatches"
+        )
 
 
 def _solved(solver: ModuleType, problem: Problem, seconds: float) -> tuple[Schedule | None, float]:

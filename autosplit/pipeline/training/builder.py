@@ -54,16 +54,17 @@ class Builder:
         self, mode: Mode, batch: Batch | None, inputs: Microbatches, targets: Microbatches
     ) -> Executor:
         """Build the stages of a training mode from its first batch, whole and cut."""
-        mode.stages = build_stages(
-            self._complete(batch),
-            self._schedule.stages,
-            self._feeds,
-            mode.negotiation,
-            self._factory,
-            inputs=inputs[0] if inputs else (),
-            targets=targets[0] if targets else (),
-            device=self._device,
-        )
+        with mode.place("building its stages"):
+            mode.stages = build_stages(
+                self._complete(batch),
+                self._schedule.stages,
+                self._feeds,
+                mode.negotiation,
+                self._factory,
+                inputs=inputs[0] if inputs else (),
+                targets=targets[0] if targets else (),
+                device=self._device,
+            )
         mode.compile()
         scale = 1.0 / self._schedule.microbatches
         loss_grad = torch.full((), scale, dtype=mode.loss_dtype, device=self._device)

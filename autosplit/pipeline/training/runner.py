@@ -15,7 +15,7 @@ from autosplit.pipeline.communication.groups import Groups
 from autosplit.pipeline.communication.links import measure_transfer
 from autosplit.pipeline.execution.assembly import TrainableStage
 from autosplit.pipeline.execution.evaluation import forward_only
-from autosplit.pipeline.execution.microbatch import Batch
+from autosplit.pipeline.execution.microbatch import Batch, Microbatches
 from autosplit.pipeline.execution.mode import Mode
 from autosplit.pipeline.execution.modes import Modes
 from autosplit.pipeline.execution.order import Order, as_scheduled
@@ -27,6 +27,7 @@ from autosplit.pipeline.training.arrangement import Arrangement
 from autosplit.pipeline.training.builder import Builder
 from autosplit.pipeline.training.holdings import Holdings
 from autosplit.pipeline.training.options import Options
+from autosplit.pipeline.training.same_batch import check_same_batch
 from autosplit.pipeline.training.snapshot import ForwardState
 from autosplit.pipeline.training.tuning import Tuner
 from autosplit.pipeline.training.update import Update
@@ -119,7 +120,7 @@ class Runner:
         """
         self._held.check()
         mode = self._train.of(batch)
-        inputs, targets = mode.split(batch)
+        inputs, targets = self._split(mode, batch)
         executor = mode.executor or self._builder.train(mode, batch, inputs, targets)
         self.stages = mode.stages
         recorder = self._recorder if record or self._tuner is not None else None
@@ -138,13 +139,20 @@ class Runner:
     def evaluate(self, batch: Batch | None) -> Agreement:
         """Run the forwards only, on the modules as they are; the losses on their way."""
         mode = self._evaluate.of(batch)
-        inputs, targets = mode.split(batch)
+        inputs, targets = self._split(mode, batch)
         executor = mode.executor or self._builder.evaluate(mode, batch)
         with self._held.steady():
             losses = executor.run(inputs, targets)
         self._settled()
         mode.announce_loss(losses)
         return self._agree(mode, losses, clipping=False)
+
+    def _split(self, mode: Mode, batch: Batch | None) -> tuple[Microbatches, Microbatches]:
+        """Cut a batch; the first of a mode must be the same on all ranks, like which all are."""
+        parts = mode.split(batch)
+        if mode.executor is None:
+            check_same_batch(mode.split.agreed, self._groups)
+        return parts
 
     def _run_once(self, run: Callable[[], dict[int, Tensor]]) -> dict[int, Tensor]:
         with self._held.shared.summing():

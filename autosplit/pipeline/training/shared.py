@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from autosplit.compat_leaves import hooked
 from autosplit.errors import PipelineError
-from autosplit.pipeline.communication.groups import Groups, losing
+from autosplit.pipeline.communication.groups import Groups
 from autosplit.pipeline.communication.summing import Member, buckets_of
 from autosplit.pipeline.schedule import Schedule
 
@@ -57,7 +57,7 @@ class SharedParameters:
         settled: Callable[[], None],
     ) -> None:
         _check_holders(shared, schedule.stages)
-        self._timeout = groups.timeout
+        self._losing = groups.losing
         self._settled = settled
         self._rank = groups.rank
         found = self._named = _find(shared, modules)
@@ -78,7 +78,7 @@ class SharedParameters:
             for copy in member.copies[1 if self._rank == member.owner else 0 :]
         }
         trained = [member for member in members if member.copies[0].requires_grad]
-        self._buckets = buckets_of(trained, groups.timeout)
+        self._buckets = buckets_of(trained, groups.losing)
         self._started = 0
         self._complete: set[int] = set()
         self.open = False
@@ -139,7 +139,7 @@ class SharedParameters:
     def _equalise(self, copies: Sequence[Tensor], owner: int, link: _Link) -> None:
         values = copies[0].detach().clone(memory_format=torch.contiguous_format)
         if link is not None and values.numel():
-            with losing("a rank that shares a parameter", self._timeout):
+            with self._losing("a rank that shares a parameter"):
                 # As bytes, for not every backend knows every dtype.
                 dist.broadcast(values.view(-1).view(torch.uint8), src=owner, group=link)
         for copy in copies:

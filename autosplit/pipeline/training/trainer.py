@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -15,6 +17,7 @@ from autosplit.pipeline.communication.agreement import Agreement
 from autosplit.pipeline.communication.communicators import await_device
 from autosplit.pipeline.communication.faults import Board, Guard
 from autosplit.pipeline.communication.groups import Groups
+from autosplit.pipeline.communication.watch import watch_over
 from autosplit.pipeline.execution.assembly import StageFactory, TrainableStage
 from autosplit.pipeline.execution.evaluation import eval_mode
 from autosplit.pipeline.execution.microbatch import Batch
@@ -160,7 +163,11 @@ class PipelineTrainer:
         self._groups = Groups(arranged.processes, self.device, timeout)
         board = Board(self._groups.store) if arranged.processes > 1 else None
         self._update = Update(max_norm=max_grad_norm, undo=undo_steps, device=self.device)
-        self._guard = Guard(self.rank, board, self._end)
+        self._watch = watch_over(self._groups) if arranged.processes > 1 else None
+        if self._watch is not None:
+            dropped = weakref.finalize(self, self._watch.leave, "dropped its trainer")
+            dropped.atexit = False  # how the process ends says more
+        self._guard = Guard(self.rank, board, self._end, self._groups.place, self._watch)
         settled = partial(await_device, self.device, self._guard, timeout)
         order = choose_order(early_weights, arranged.schedule, self.device)
         with self._guard("building the model"):
@@ -335,9 +342,27 @@ class PipelineTrainer:
             rows = self._groups.gather(self._runner.spans)
         return Timeline(len(rows), tuple(span for row in rows for span in row))
 
+    @contextlib.contextmanager
+    def together(self, where: str) -> Iterator[Groups]:
+        """Let all ranks do something between two steps; gives what they talk through.
+
+        Weights are final inside. Whatever is raised inside ends the trainer on every rank.
+
+        Args:
+            where: what that is, for errors: "saving a checkpoint".
+
+        Raises:
+            PipelineError: an error on any rank, a lost peer, or a timeout.
+        """
+        with self._guard(where):
+            self._update.confirm()
+            yield self._groups
+
     def close(self) -> None:
         """Give back the process groups. All ranks should be done."""
         self._settle()
+        if self._watch is not None:
+            self._watch.leave("closed its trainer")
         self._groups.destroy()
 
     def __enter__(self) -> Self:
@@ -364,4 +389,6 @@ class PipelineTrainer:
     def _end(self) -> None:
         """What a fault leads to."""
         self._update.take_back()
+        if self._watch is not None:
+            self._watch.stop()
         self._groups.close()

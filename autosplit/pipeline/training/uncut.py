@@ -105,8 +105,4 @@ class Uncut:
         """
         # Imported here: the planner stands above the engine, which runs without it.
         partition: Callable[..., Planned] = importlib.import_module("autosplit.planner").partition
-        named = isinstance(self.example, Mapping)
-        plain = isinstance(self.example, Tensor)
-        args = () if named else (self.example,) if plain else tuple(self.example)
-        kwargs = self.example if named else None
-        return partition(self.model, args, kwargs, stages=self.count, **self.planning, **known)
+        return partition(self.model, self.example, stages=self.count, **self.planning, **known)

@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 Batch = dict[str, Any]
 
 
 def tokens() -> Batch:
-    """Eight tokens, predicted by the model itself."""
+    """Eight tokens, predicted by the model itself: one tensor, given twice."""
     ids = torch.randint(3, 64, (2, 8))
-    return {"input_ids": ids, "labels": ids.clone()}
+    return {"input_ids": ids, "labels": ids}
 
 
 def masked_tokens() -> Batch:
@@ -38,6 +39,30 @@ def pairs() -> Batch:
     ids = torch.randint(3, 64, (2, 8))
     ids[:, -1] = 2
     return {"input_ids": ids, **pixels(), "return_loss": True}
+
+
+def patches() -> Batch:
+    """A text for every image, the second image in fewer patches than there is room for."""
+    ids = torch.randint(3, 64, (2, 8))
+    mask = torch.tensor([[1] * 16, [1] * 12 + [0] * 4])
+    values = torch.randn(2, 16, 48, requires_grad=True)
+    shapes = torch.tensor([[4, 4], [3, 4]])
+    return {
+        "input_ids": ids,
+        "pixel_values": values,
+        "pixel_attention_mask": mask,
+        "spatial_shapes": shapes,
+        "return_loss": True,
+    }
+
+
+def spoken(sounds: int, *shape: int, **others: Tensor) -> Batch:
+    """A text that begins with places for sounds, of which ``shape`` is the spectrum."""
+    ids = torch.randint(4, 64, (2, sounds + 6))
+    ids[:, 1 : 1 + sounds] = 3
+    features = torch.randn(2, *shape, requires_grad=True)
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    return {**given, "input_features": features, **others}
 
 
 def waves() -> Batch:

@@ -122,6 +122,7 @@ MIXTURES = (
         moe_layer_start_index=1,
         **GROUPED,
     ),
+    _causal("jetmoe", num_local_experts=4, num_experts_per_tok=2, kv_channels=8, **GROUPED),
     _causal("minimax", num_local_experts=4, **HEADS),
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from transformers import (
     AutoModel,
     AutoModelForAudioClassification,
@@ -11,6 +12,7 @@ from transformers import (
     AutoModelForObjectDetection,
     AutoModelForPreTraining,
     AutoModelForSemanticSegmentation,
+    AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
 )
 
@@ -20,8 +22,10 @@ from .inputs import (
     labelled_pixels,
     labelled_spectrum,
     pairs,
+    patches,
     pixels,
     spectrum,
+    spoken,
     waves,
 )
 from .sizes import HALVES, IMAGES, TEXT, WIDTHS, Sizes
@@ -47,6 +51,19 @@ WAVES: Sizes = {
     "apply_spec_augment": False,
 }
 SPEECH: Sizes = {**HALVES, "vocab_size": 32}
+LISTENER: Sizes = {**TEXT, "use_cache": False}
+CONFORMER: Sizes = {
+    "input_dim": 8,
+    "num_layers": 2,
+    "hidden_dim": 32,
+    "feedforward_mult": 2,
+    "num_heads": 4,
+    "dim_head": 8,
+    "output_dim": 10,
+    "context_size": 4,
+    "max_pos_emb": 16,
+    "conv_kernel_size": 3,
+}
 
 
 def _seeing(model_type: str, size: int = 32, **config: Any) -> Architecture:
@@ -174,10 +191,57 @@ AUDIO = (
         },
         labelled_spectrum,
     ),
+    Architecture(
+        "granite_speech",
+        AutoModelForSpeechSeq2Seq,
+        {
+            "text_config": {"model_type": "granite", "num_key_value_heads": 2, **LISTENER},
+            "encoder_config": CONFORMER,
+            "projector_config": {
+                **WIDTHS,
+                "model_type": "blip_2_qformer",
+                "num_hidden_layers": 1,
+                "encoder_hidden_size": 32,
+                "cross_attention_frequency": 1,
+                "vocab_size": 64,
+            },
+            "audio_token_index": 3,
+            "has_lora_adapter": False,
+            "downsample_rate": 2,
+            "window_size": 4,
+        },
+        lambda: spoken(4, 8, 8, input_features_mask=torch.ones(2, 4, dtype=torch.bool)),
+    ),
+    Architecture(
+        "qwen2_audio",
+        AutoModelForSeq2SeqLM,
+        {
+            "text_config": {"model_type": "qwen2", "num_key_value_heads": 2, **LISTENER},
+            "audio_config": {
+                "num_mel_bins": 8,
+                "encoder_layers": 2,
+                "encoder_attention_heads": 4,
+                "encoder_ffn_dim": 64,
+                "d_model": 32,
+                "max_source_positions": 16,
+            },
+            "audio_token_index": 3,
+        },
+        lambda: spoken(8, 8, 32, feature_attention_mask=torch.ones(2, 32, dtype=torch.int64)),
+    ),
 )
 
 TEXT_AND_IMAGE = (
     _matching("clip"),
     _matching("siglip"),
+    Architecture(
+        "siglip2",
+        AutoModel,
+        {
+            "text_config": {**TEXT, "projection_size": 32},
+            "vision_config": {**IMAGES, "image_size": 16, "patch_size": 4, "num_patches": 16},
+        },
+        patches,
+    ),
     _matching("blip", encoder_hidden_size=32),
 )

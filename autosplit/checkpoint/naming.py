@@ -8,9 +8,10 @@ from typing import Any, TypeAlias
 
 import networkx as nx
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from autosplit.checkpoint.files import kind_of
+from autosplit.checkpoint.ranks import Ranks
 from autosplit.errors import CheckpointError
 from autosplit.pipeline.training.shared import Holder
 from autosplit.pipeline.training.trainer import PipelineTrainer
@@ -26,11 +27,13 @@ class Entry:
     Attributes:
         names: all its names; checkpoints have it under the first.
         shape: its shape.
+        dtype: its dtype.
         home: the first stage that has it.
     """
 
     names: tuple[str, ...]
     shape: torch.Size
+    dtype: torch.dtype
     home: int = 0
 
     @property
@@ -79,21 +82,24 @@ class Naming:
         groups: dict[int, list[str]] = {}
         for name, tensor in tensors.items():
             groups.setdefault(id(tensor), []).append(name)
-        entries = [Entry(tuple(group), tensors[group[0]].shape) for group in groups.values()]
+        firsts = ((group, tensors[group[0]]) for group in groups.values())
+        entries = [Entry(tuple(group), first.shape, first.dtype) for group, first in firsts]
         return cls(entries, {(0, name): entry for entry in entries for name in entry.names})
 
     @classmethod
-    def of_trainer(cls, trainer: PipelineTrainer, names: Names | None) -> Naming:
-        """Of a trainer's stages; collective over its ranks.
+    def of_ranks(cls, ranks: Ranks, names: Names | None) -> Naming:
+        """Of the stages of a trainer; collective over its ranks.
 
         Args:
-            trainer: the trainer.
+            ranks: those of the trainer.
             names: None if the names within the stages are those of the whole model.
 
         Raises:
             CheckpointError: two stages use one name for different parameters.
         """
-        table = [row for part in gather(trainer, _rows(trainer, names)) for row in part]
+        trainer = ranks.trainer
+        own = ranks.do(lambda: _rows(trainer, names))
+        table = [row for part in ranks.gather(own) for row in part]
         rows = {row.holder: row for row in sorted(table, key=lambda row: row.order)}
         graph: nx.Graph[Holder] = nx.Graph()
         graph.add_nodes_from(rows)
@@ -105,7 +111,7 @@ class Naming:
             if holder not in found:
                 group = nx.node_connected_component(graph, holder)
                 ordered = dict.fromkeys(row.name for at, row in rows.items() if at in group)
-                entry = Entry(tuple(ordered), rows[holder].shape, holder[0])
+                entry = Entry(tuple(ordered), rows[holder].shape, rows[holder].dtype, holder[0])
                 found |= dict.fromkeys(group, entry)
         entries = list(dict.fromkeys(found.values()))
         _check_unique(entries)
@@ -150,24 +156,34 @@ def check(mismatches: Sequence[Mismatch], path: object, *, strict: bool) -> None
         raise CheckpointError(f"the checkpoint {path} does not fit the model:\n  {listed}{advice}")
 
 
+def check_kinds(
+    wanted: Iterable[tuple[str, torch.dtype]], kinds: Mapping[str, str], path: object
+) -> None:
+    """Refuse integers where the model has floating point numbers, and so on.
+
+    Args:
+        wanted: names in the checkpoint, and the dtypes that the model has.
+        kinds: what the checkpoint has, see ``files.kind_of``.
+        path: of the checkpoint.
+
+    Raises:
+        CheckpointError: it names them all.
+    """
+    wrong = [(n, dtype, kinds[n]) for n, dtype in wanted if kind_of(dtype) != kinds[n]]
+    if wrong:
+        listed = "\n  ".join(f"{n}: expected {dtype}, came {kind}" for n, dtype, kind in wrong)
+        raise CheckpointError(f"the checkpoint {path} does not fit the model:\n  {listed}")
+
+
+def source(entry: Entry, shapes: Mapping[str, torch.Size]) -> str | None:
+    """The name under which a checkpoint has a tensor."""
+    return next((name for name in entry.names if name in shapes), None)
+
+
 def persistent(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers, themselves, under all their names."""
     state = module.state_dict(keep_vars=True)
     return {name: value for name, value in state.items() if isinstance(value, Tensor)}
-
-
-def gather(trainer: PipelineTrainer, value: Any) -> list[Any]:
-    """``value`` of every rank of the trainer."""
-    if is_alone(trainer):
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def is_alone(trainer: PipelineTrainer) -> bool:
-    """Whether all stages are in this process."""
-    return len(trainer.schedule.ranks) == 1
 
 
 @dataclass(frozen=True)
@@ -178,6 +194,7 @@ class _Row:
     order: tuple[int, int]
     name: str
     shape: torch.Size
+    dtype: torch.dtype
     identity: tuple[int, int]
     buffer: bool
 
@@ -192,6 +209,7 @@ def _rows(trainer: PipelineTrainer, names: Names | None) -> list[_Row]:
                     order=(stage, position),
                     name=name if names is None else names(stage, name),
                     shape=tensor.shape,
+                    dtype=tensor.dtype,
                     identity=(trainer.rank, id(tensor)),
                     buffer=not isinstance(tensor, nn.Parameter),
                 )

@@ -12,10 +12,10 @@ from reference_stage import ReferenceStage
 from torch import Tensor, nn
 
 from autosplit import CheckpointError
+from autosplit.checkpoint import load_checkpoint, save_checkpoint
 from autosplit.pipeline.training.shared import Holder
 from autosplit.pipeline.training.trainer import PipelineTrainer
 from autosplit.pipeline.wiring import Wiring
-from autosplit.planner.checkpoint import load_checkpoint, save_checkpoint
 from autosplit.planner.materialise import Values, materialise
 
 VOCABULARY, WIDTH, LAYERS = 13, 8, 6
@@ -32,6 +32,14 @@ def whole(seed: int = 0) -> nn.Sequential:
         head,
     )
     head.weight = model[0].weight
+    return model
+
+
+def dropping(seed: int = 0) -> nn.Sequential:
+    """The same with random layers."""
+    model = whole(seed)
+    for index in range(1, LAYERS - 2):
+        model[index].append(nn.Dropout(0.3))
     return model
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from checkpoint_workers import adam, named, train, trainer, whole
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -19,9 +21,11 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from autosplit import CheckpointError, PlanError
+from autosplit.checkpoint import load_checkpoint, save_checkpoint
+from autosplit.checkpoint.formats import open_checkpoint, read_checkpoint
+from autosplit.checkpoint.writer import unworried
 from autosplit.pipeline import launch
-from autosplit.planner.checkpoint import Loader, load_checkpoint, save_checkpoint
-from autosplit.planner.formats import open_checkpoint, read_checkpoint, unworried
+from autosplit.planner.loader import Loader
 from autosplit.planner.materialise import materialise
 from autosplit.planner.skeleton import skeleton
 
@@ -92,7 +96,7 @@ def test_every_format_loads_into_stages(save: Any, tmp_path: Path) -> None:
     assert read.keys() == state().keys()
     assert all(torch.equal(value, expected[name]) for name, value in read.items())
     with trainer(whole(1), 3, ranks=1) as engine:
-        assert load_checkpoint(engine, path) == ()
+        assert load_checkpoint(engine, path).mismatches == ()
         assert named(engine).keys() == expected.keys()
         assert all(torch.equal(value, expected[name]) for name, value in named(engine).items())
 
@@ -216,6 +220,29 @@ def test_stages_take_up_what_torchs_own_functions_saved(tmp_path: Path) -> None:
             torch.testing.assert_close(value, model.state_dict()[name])
 
 
+def test_tensors_in_several_parts_are_put_together(tmp_path: Path) -> None:
+    """As ranks write them that each have some rows."""
+    weight = whole(3)[1][0].weight.detach()
+    rows = {"first": weight[:3].clone(), "second": weight[3:].clone()}
+    save_plain({**state(), **rows}, tmp_path)
+    metadata = dcp.FileSystemReader(tmp_path).read_metadata()
+    entries, places = metadata.state_dict_metadata, metadata.storage_data
+    parts = [entries.pop(name).chunks[0] for name in rows]
+    parts[1].offsets = torch.Size([3, 0])
+    entries["1.0.weight"].chunks = parts
+    found = {index: info for index, info in places.items() if index.fqn != "1.0.weight"}
+    for index in [index for index in found if index.fqn in rows]:
+        offset = (0, 0) if index.fqn == "first" else (3, 0)
+        found[MetadataIndex("1.0.weight", offset)] = found.pop(index)
+    metadata.storage_data = found
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    known = {"1.0.weight": torch.zeros(8, 8)}
+    with unworried():
+        dcp.load(known, checkpoint_id=tmp_path, no_dist=True)
+    assert torch.equal(known["1.0.weight"], weight)
+    assert torch.equal(read_checkpoint(tmp_path)["1.0.weight"], weight)
+
+
 def changed(path: Path, **values: Any) -> Path:
     content = {**state(), **{name.replace("_", "."): value for name, value in values.items()}}
     torch.save({n: v for n, v in content.items() if v is not None}, path / "changed.pt")
@@ -233,7 +260,7 @@ def test_strict_is_for_missing_and_extra_only(tmp_path: Path) -> None:
     assert 0 < values["1.0.bias"].abs().max() < 1
     assert torch.equal(values["1.0.weight"], state()["1.0.weight"])
     with trainer(whole(1), 2, ranks=1) as engine:
-        assert load_checkpoint(engine, path, strict=False) == loader.mismatches
+        assert load_checkpoint(engine, path, strict=False).mismatches == loader.mismatches
         assert torch.equal(named(engine)["1.0.bias"], whole(1)[1][0].bias)
         assert torch.equal(named(engine)["1.0.weight"], state()["1.0.weight"])
     with pytest.raises(CheckpointError, match=r"1\.0\.bias: expected \[8\], came \[2\]$"):
@@ -311,6 +338,8 @@ def test_stages_that_were_not_cut_from_one_model_need_names(tmp_path: Path) -> N
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="there is no checkpoint at"):
         open_checkpoint(tmp_path / "nothing")
+    with pytest.raises(CheckpointError, match="File name too long"):
+        open_checkpoint(tmp_path / ("x" * 300))
     with pytest.raises(CheckpointError, match=r"expected in .* there is nothing"):
         open_checkpoint(tmp_path)
     (tmp_path / "x.pt").write_text("no")

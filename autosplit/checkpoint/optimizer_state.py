@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autosplit.checkpoint.plain import packed, plain
 from autosplit.errors import CheckpointError
 
 _PER_GROUP = ("params", "param_names")
@@ -36,11 +37,10 @@ def flatten(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[
     for number, values in state["state"].items():
         name = known.get(number)
         for key, value in values.items() if name is not None else ():
-            _check_plain(value, f"{key} of {name}")
-            flat[f"state.{name}.{key}"] = value
+            flat[f"state.{name}.{key}"] = _plain(value, f"{key} of {name}")
     for group in state["param_groups"]:
+        options = {k: _plain(v, k) for k, v in group.items() if k not in _PER_GROUP}
         for name in (known[number] for number in group["params"] if known[number] is not None):
-            options = {key: value for key, value in group.items() if key not in _PER_GROUP}
             flat |= {f"param_groups.{name}.{key}": value for key, value in options.items()}
     return flat
 
@@ -60,6 +60,25 @@ def wanted(names: Sequence[str], keys: Iterable[str]) -> tuple[str, list[str]] |
     return None
 
 
+def is_option(key: str) -> bool:
+    """Whether this is a setting of a group, and not a parameter's state."""
+    return key.startswith("param_groups.")
+
+
+def check_groups(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str], flat: Mapping[str, Any]
+) -> None:
+    """Refuse options that the groups of ``optimizer`` cannot have; arguments as for ``restore``.
+
+    Raises:
+        CheckpointError: parameters of one group had different options.
+    """
+    known = _by_parameter(flat, set(names.values()))
+    for group in optimizer.param_groups:
+        called = [names[id(parameter)] for parameter in group["params"]]
+        _check_alike([(name, known.get(f"param_groups.{name}", {})) for name in called])
+
+
 def restore(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str], flat: Mapping[str, Any]
 ) -> None:
@@ -69,33 +88,39 @@ def restore(
         optimizer: of the same kind, with any grouping in which parameters of one group had the
             same options.
         names: by ``id`` of the parameter, the name under which ``flat`` has it.
-        flat: by ``state.PARAMETER.KEY`` and so on; may have more parameters.
-
-    Raises:
-        CheckpointError: parameters of one group had different options.
+        flat: by ``state.PARAMETER.KEY`` and so on; may have more parameters, and is one that
+            ``check_groups`` lets pass.
     """
+    known = _by_parameter(flat, set(names.values()))
     state: dict[int, dict[str, Any]] = {}
     groups = []
     number = 0
     for group in optimizer.param_groups:
-        options: list[tuple[str, dict[str, Any]]] = []
+        options: dict[str, Any] = {}
         numbers = []
         for parameter in group["params"]:
             name = names[id(parameter)]
             # Copies of a tied parameter have one name, and each needs a state of its own.
-            state[number] = copy.deepcopy(_under(flat, f"state.{name}."))
-            options.append((name, _under(flat, f"param_groups.{name}.")))
+            state[number] = copy.deepcopy(known.get(f"state.{name}", {}))
+            options = options or known.get(f"param_groups.{name}", {})
             numbers.append(number)
             number += 1
-        _check_alike(options)
-        groups.append({**group, **(options[0][1] if options else {}), "params": numbers})
+        groups.append({**group, **options, "params": numbers})
     kept = {number: values for number, values in state.items() if values}
     optimizer.load_state_dict({"state": kept, "param_groups": groups})
 
 
-def _under(flat: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    found = {key: value for key, value in flat.items() if key.startswith(prefix)}
-    return {key.removeprefix(prefix): value for key, value in found.items()}
+def _by_parameter(flat: Mapping[str, Any], names: Collection[str]) -> dict[str, dict[str, Any]]:
+    """By ``state.PARAMETER`` and ``param_groups.PARAMETER``, what there is by KEY."""
+    found: dict[str, dict[str, Any]] = {}
+    for path, value in flat.items():
+        kind, _, rest = path.partition(".")
+        name = rest.rpartition(".")[0]
+        while name and name not in names:
+            name = name.rpartition(".")[0]
+        if name:
+            found.setdefault(f"{kind}.{name}", {})[rest[len(name) + 1 :]] = value
+    return found
 
 
 def _check_alike(options: Collection[tuple[str, dict[str, Any]]]) -> None:
@@ -108,10 +133,15 @@ def _check_alike(options: Collection[tuple[str, dict[str, Any]]]) -> None:
             )
 
 
-def _check_plain(value: Any, what: str) -> None:
-    if not isinstance(value, Tensor | int | float | str | bool | None | tuple):
+def _plain(value: Any, what: str) -> Any:
+    if value is None or isinstance(value, Tensor) or type(value) in (bool, int, float, str):
+        return value
+    try:
+        packed(value, what)
+    except CheckpointError as error:
         raise CheckpointError(
             f"the optimizer's {what} is a {type(value).__name__}; only tensors and plain values "
             "can go from one cut of a model to another: save trainer.optimizer.state_dict() of "
             "each rank instead"
-        )
+        ) from error
+    return plain(value)

@@ -1,0 +1,45 @@
+"""Kernels that somebody registered for torch's own operators, which tracing goes through."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+# Keys of kernels that tracing does not run, and of meta kernels, many of which torch has in Python.
+_UNTRACED = {"Meta", "CPU", "CUDA", "HPU", "MPS", "MTIA", "XPU", "PrivateUse1"}
+
+
+def overridden() -> list[str]:
+    """Names of the operators."""
+    named = [name.split("/") for name in torch.library._impls]
+    found = {f"aten::{op}" for space, op, key in named if space == "aten" and key not in _UNTRACED}
+    # torch registers for autograd as a whole, but for some operators of its tests. Kernels for
+    # one device are found where they come from C++, too.
+    for device in ("CPU", "CUDA"):
+        every = torch._C._dispatch_get_registrations_for_dispatch_key(f"Autograd{device}")
+        found |= {op for op in every if re.match("aten::(?!_test_)", op)}
+    return sorted(found)
+
+
+@contextlib.contextmanager
+def traced_as_registered() -> Iterator[None]:
+    """An operator remembers which kernel tracing goes through, and would go on through the one
+    that was there before, or that has been taken back since.
+    """
+    operators = [_overload(name) for name in overridden()]
+    for operator in operators:
+        operator._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        for operator in operators:
+            operator._dispatch_cache.clear()
+
+
+def _overload(name: str) -> Any:
+    packet, _, overload = name.removeprefix("aten::").partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload or "default")

@@ -1,0 +1,9 @@
+"""Checkpoints under the names of the whole model, for any number of stages, or none."""
+
+from __future__ import annotations
+
+from autosplit.checkpoint.formats import open_checkpoint, read_checkpoint
+from autosplit.checkpoint.loading import Loaded, load_checkpoint
+from autosplit.checkpoint.saving import save_checkpoint
+
+__all__ = ["Loaded", "load_checkpoint", "open_checkpoint", "read_checkpoint", "save_checkpoint"]

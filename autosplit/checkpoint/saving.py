@@ -1,0 +1,122 @@
+"""Saves a trainer under the names of the whole model, so that any other cut of it can load it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from autosplit.checkpoint import optimizer_state, run_state
+from autosplit.checkpoint.commit import Staging, new_number
+from autosplit.checkpoint.held import groups_of, tensors_of
+from autosplit.checkpoint.manifest import digest
+from autosplit.checkpoint.naming import Names, Naming
+from autosplit.checkpoint.ranks import Ranks
+from autosplit.errors import CheckpointError
+from autosplit.pipeline.training.trainer import PipelineTrainer
+
+
+def save_checkpoint(
+    trainer: PipelineTrainer,
+    path: str | Path,
+    *,
+    names: Names | None = None,
+    scheduler: Any = None,
+    step: int | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> None:
+    """Save parameters, persistent buffers, optimizer, random generators, and what else is given;
+    call on all ranks.
+
+    The folder is one of torch.distributed.checkpoint, as for the model that is not cut:
+    ``{"model": ..., "optimizer": ...}``, the latter flattened, and "autosplit" for the rest, with
+    a manifest of SHA-256 digests. Each rank writes its own stages; tied parameters are there under
+    each of their names, as in the model's ``state_dict``.
+
+    What was at ``path`` stays until all ranks have written and everything is on disk; then it is
+    replaced in one step. If anything fails before, or the processes are killed, the old checkpoint
+    is there as it was, and what is left of the failed save goes with the next one. A rank waits
+    for the others for as long as the trainer's ``timeout``. A save that fails on a rank that lives
+    on does not end the trainer.
+
+    Args:
+        trainer: between two steps.
+        path: a folder that all ranks see.
+        names: the whole model's name for what a stage calls ``name``: ``names(stage, name)``;
+            needed for stages that were not cut from one model.
+        scheduler: this rank's learning-rate scheduler over ``trainer.optimizer``, or anything with
+            a ``state_dict`` like one; None on ranks that have no optimizer.
+        step: how far the run is, as ``load_checkpoint`` is to say it; the same on all ranks.
+        extra: tensors and plain values (numbers, strings, lists, dictionaries) that belong to the
+            run, such as a data loader's state; those of rank 0 are saved.
+
+    Raises:
+        CheckpointError: on every rank: a rank cannot write (it says which), two stages use one
+            name for different parameters, or something to be saved has no place here.
+        PipelineError: a rank was lost.
+    """
+    ranks = Ranks(trainer, "saving a checkpoint")
+    path = Path(path)
+    naming = Naming.of_ranks(ranks, names)
+    run_state.check_alike(ranks, scheduler=scheduler, step=step)
+    state = ranks.do(
+        lambda: _state(ranks, naming, scheduler=scheduler, step=step, extra=extra or {})
+    )
+    staging = _staging(ranks, path)
+    try:
+        from autosplit.checkpoint.writer import write
+
+        with ranks.together() as groups:
+            problem = write(state, staging.folder, groups)
+        ranks.check(problem)
+        own = ranks.do(lambda: _digests(staging.folder, ranks.number))
+        digests = {name: value for part in ranks.gather(own) for name, value in part.items()}
+        ranks.do(lambda: staging.commit(digests) if ranks.number == 0 else None)
+    except CheckpointError:
+        if ranks.number == 0:
+            staging.abandon()
+        raise
+
+
+def _state(
+    ranks: Ranks, naming: Naming, *, scheduler: Any, step: int | None, extra: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What this rank writes."""
+    trainer = ranks.trainer
+    # Not every holder of a tied parameter writes it, only its home, under all its names; of two
+    # copies of a stage the first.
+    first = [stage for stage, at in enumerate(trainer.schedule.placement) if at == trainer.rank]
+    homes = {
+        at: entry for at, entry in naming.own.items() if at[0] == entry.home and at[0] in first
+    }
+    tensors = tensors_of(trainer, homes)
+    state: dict[str, Any] = {
+        "autosplit": run_state.pack(
+            ranks, groups_of(trainer, naming), scheduler=scheduler, step=step, extra=extra
+        )
+    }
+    if homes:
+        state["model"] = {name: tensors[at] for at, entry in homes.items() for name in entry.names}
+    if trainer.optimizer is not None:
+        called = {id(tensors[at]): entry.name for at, entry in homes.items()}
+        if flat := optimizer_state.flatten(trainer.optimizer, called):
+            state["optimizer"] = flat
+    return state
+
+
+def _staging(ranks: Ranks, path: Path) -> Staging:
+    """Where all ranks write; rank 0 has made it."""
+    said = ranks.gather((str(path), new_number(), not path.is_dir()))
+    if len({each for each, _, _ in said}) > 1:
+        raise CheckpointError(
+            f"the ranks save to different folders: {', '.join(each for each, _, _ in said)}"
+        )
+    _, number, fresh = said[0]
+    staging = Staging(path, number, fresh=fresh)
+    ranks.do(lambda: staging.prepare() if ranks.number == 0 else None)
+    return staging
+
+
+def _digests(folder: Path, rank: int) -> dict[str, str]:
+    """Of the files that this rank has written."""
+    return {path.name: digest(path) for path in sorted(folder.glob(f"__{rank}_*"))}

@@ -1,0 +1,1 @@
+"""Text files in and out: bounded, and with typed errors."""

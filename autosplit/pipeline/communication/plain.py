@@ -1,0 +1,173 @@
+"""Plain data as text, for what ranks tell each other: reading it runs no code.
+
+Peers may be on other hosts, and to unpickle is to run what they send. Here a text can only name
+dataclasses, named tuples, enumerations and errors that autosplit has defined and imported, and
+fills in their fields without calling anything of theirs.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autosplit.errors import AutosplitError, PipelineError
+
+_OWN = "autosplit"
+_CONTAINERS: dict[str, Callable[[Any], Any]] = {
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "Size": torch.Size,
+}
+
+
+def written(value: object) -> str:
+    """``value`` as text.
+
+    Args:
+        value: None, numbers, strings, dtypes, tensors on the CPU, containers, and dataclasses,
+            named tuples, members of enumerations and errors of autosplit; of an error, type and
+            message go.
+
+    Raises:
+        PipelineError: something else is in it.
+    """
+    return json.dumps(_form(value))
+
+
+def read(text: str | bytes) -> Any:
+    """What was ``written``.
+
+    Raises:
+        PipelineError: it was not, or by another version of autosplit.
+    """
+    try:
+        return _value(json.loads(text))
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+        raise PipelineError(
+            f"another rank sent what is no data of this version of autosplit: {error}. Run the "
+            "same version on every rank"
+        ) from error
+
+
+def _form(value: object) -> Any:
+    """JSON's values stand for themselves, all else is an object with one key."""
+    if isinstance(value, Enum):
+        return {"member": [_name(value), _form(value.value)]}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, Tensor):
+        data = value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        sizes = [*value.shape]
+        return {"tensor": [_form(value.dtype), sizes, base64.b64encode(data).decode()]}
+    if type(value) is list:
+        return [_form(each) for each in value]
+    if isinstance(value, dict):
+        return {"dict": [[_form(key), _form(each)] for key, each in value.items()]}
+    if type(value).__name__ in _CONTAINERS and isinstance(value, tuple | set | frozenset):
+        return {type(value).__name__: [_form(each) for each in value]}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return {"row": [_name(value), [_form(each) for each in value]]}
+    if isinstance(value, AutosplitError):
+        return {"error": [_name(value), str(value)]}
+    if is_dataclass(value):
+        own = {field.name: _form(getattr(value, field.name)) for field in fields(value)}
+        return {"data": [_name(value), own]}
+    raise PipelineError(
+        f"expected plain data to send to another rank, got a {type(value).__name__}: {value!r}"
+    )
+
+
+def _name(value: object) -> list[str]:
+    kind = type(value)
+    if kind.__module__.partition(".")[0] != _OWN:
+        raise PipelineError(
+            f"expected data of autosplit's own to send to another rank, got a {kind.__module__}."
+            f"{kind.__qualname__}"
+        )
+    return [kind.__module__, kind.__qualname__]
+
+
+def _value(form: Any) -> Any:
+    if isinstance(form, list):
+        return [_value(each) for each in form]
+    if not isinstance(form, dict):
+        return form
+    ((kind, content),) = form.items()
+    if kind in _CONTAINERS:
+        return _CONTAINERS[kind](_value(each) for each in content)
+    if kind == "dict":
+        return {_value(key): _value(each) for key, each in content}
+    if kind == "dtype":
+        found = getattr(torch, content)
+        if not isinstance(found, torch.dtype):
+            raise ValueError(f"{content!r} is no dtype")
+        return found
+    if kind == "tensor":
+        return _tensor(*content)
+    (module, name), inner = content
+    return _READERS[kind](_class(module, name), inner)
+
+
+def _tensor(dtype: Any, sizes: list[int], text: str) -> Tensor:
+    data = bytearray(base64.b64decode(text))
+    # ``frombuffer`` refuses one that is empty.
+    flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return flat.view(_value(dtype)).view(sizes)
+
+
+def _class(module: str, name: str) -> type[Any]:
+    """A class of this package that is imported already."""
+    if module.partition(".")[0] != _OWN:
+        raise ValueError(f"{module}.{name} is none of autosplit's classes")
+    found = getattr(sys.modules[module], name)
+    if not isinstance(found, type) or found.__module__ != module:
+        raise ValueError(f"{module}.{name} is no class")
+    return found
+
+
+def _data(kind: type[Any], inner: dict[str, Any]) -> Any:
+    if not is_dataclass(kind) or {field.name for field in fields(kind)} != inner.keys():
+        raise ValueError(f"{kind.__name__} has no such fields: {', '.join(inner)}")
+    made = object.__new__(kind)
+    for name, each in inner.items():
+        object.__setattr__(made, name, _value(each))
+    return made
+
+
+def _row(kind: type[Any], inner: list[Any]) -> Any:
+    if not issubclass(kind, tuple) or len(getattr(kind, "_fields", ())) != len(inner):
+        raise ValueError(f"{kind.__name__} is no named tuple of {len(inner)}")
+    return tuple.__new__(kind, map(_value, inner))
+
+
+def _member(kind: type[Any], inner: Any) -> Any:
+    if not issubclass(kind, Enum):
+        raise ValueError(f"{kind.__name__} is no enumeration")
+    return kind(_value(inner))
+
+
+def _error(kind: type[Any], text: str) -> AutosplitError:
+    if not issubclass(kind, AutosplitError):
+        raise ValueError(f"{kind.__name__} is no error of autosplit")
+    made = kind.__new__(kind)
+    made.args = (text,)
+    return made
+
+
+_READERS: dict[str, Callable[[type[Any], Any], Any]] = {
+    "data": _data,
+    "row": _row,
+    "member": _member,
+    "error": _error,
+}

@@ -1,0 +1,1 @@
+"""The callables of one module and their state."""

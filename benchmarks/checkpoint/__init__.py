@@ -1,0 +1,1 @@
+"""What happens to damaged checkpoints, and what looking for damage costs."""

@@ -1,0 +1,230 @@
+"""A save that fails or is killed leaves the old checkpoint, or has put the new one there."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from checkpoint_workers import adam, named, train, trainer, whole
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from autosplit import CheckpointError
+from autosplit.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
+from autosplit.checkpoint.writer import unworried
+from autosplit.pipeline import PipelineTrainer
+
+
+class Killed(BaseException):
+    """Nobody handles it, as nobody handles SIGKILL."""
+
+
+CHANGING = ("fsync", "mkdir", "rename", "replace", "rmdir", "unlink")
+
+
+@contextmanager
+def killed_after(count: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let ``count`` changes of the file system happen, and none after them."""
+    left = iter(range(count))
+
+    def dying(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            if next(left, None) is None:
+                raise Killed
+            return real(*arguments, **options)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        for name in CHANGING:
+            patch.setattr(os, name, dying(getattr(os, name)))
+        yield
+
+
+@contextmanager
+def failing_at(count: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Refuse the change of the file system behind ``count`` others; gives what was refused."""
+    numbers = itertools.count()
+    refused: list[str] = []
+
+    def failing(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            if next(numbers) == count:
+                refused.append(name)
+                raise OSError(errno.EIO, "Input/output error")
+            return real(*arguments, **options)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        for name in CHANGING:
+            patch.setattr(os, name, failing(name, getattr(os, name)))
+        yield refused
+
+
+def saves(path: Path) -> list[str]:
+    return sorted(each.name for each in path.glob("save-*"))
+
+
+def set_all(engine: PipelineTrainer, value: float) -> None:
+    with torch.no_grad():
+        for module in engine.modules.values():
+            for parameter in module.parameters():
+                parameter.fill_(value)
+
+
+def values(path: Path) -> set[float]:
+    """Of all parameters, by which an old and a new checkpoint differ."""
+    return {each for value in read_checkpoint(path).values() for each in value.unique().tolist()}
+
+
+def small() -> PipelineTrainer:
+    return PipelineTrainer(
+        [torch.nn.Linear(2, 2)], torch.nn.functional.mse_loss, adam, microbatches=1, ranks=1
+    )
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_whenever_a_save_is_killed(
+    there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Old or new, whole, for every reader; and the next save removes what was left."""
+    outcomes = []
+    with small() as engine:
+        for count in itertools.count():
+            path = tmp_path / str(count) / "it"
+            set_all(engine, 1.0)
+            if there:
+                save_checkpoint(engine, path)
+            set_all(engine, 2.0)
+            died = False
+            try:
+                with killed_after(count, monkeypatch):
+                    save_checkpoint(engine, path)
+            except (Killed, CheckpointError):  # the latter where torch has caught the former
+                died = True
+            if there or path.exists():
+                found = values(path)
+                state = {"model": {"bias": torch.zeros(2)}}
+                with unworried():
+                    load(state, checkpoint_id=path, no_dist=True)
+                assert found == {state["model"]["bias"][0].item()}
+                outcomes.append(found.pop())
+            set_all(engine, 3.0)
+            save_checkpoint(engine, path)
+            assert values(path) == {3.0}
+            assert len(saves(path)) == 1
+            assert [each.name for each in path.parent.iterdir()] == ["it"]
+            if not died:
+                break
+    assert count > 8
+    assert outcomes == sorted(outcomes)
+    assert set(outcomes) == ({1.0, 2.0} if there else {2.0})
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_whatever_a_save_fails_at(
+    there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the new one is there already, and only removing the old one fails."""
+    with small() as engine:
+        for count in itertools.count():
+            path = tmp_path / str(count) / "it"
+            set_all(engine, 1.0)
+            if there:
+                save_checkpoint(engine, path)
+            set_all(engine, 2.0)
+            told = False
+            with failing_at(count, monkeypatch) as refused:
+                try:
+                    save_checkpoint(engine, path)
+                except CheckpointError:
+                    told = True
+            if there or path.exists():
+                assert values(path) in ([{1.0}, {2.0}] if told else [{2.0}])
+            if not refused:
+                break
+    assert count > 8
+
+
+@contextmanager
+def room_for(size: int) -> Iterator[None]:
+    """No file of this process may grow beyond ``size`` bytes, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_full_disk_leaves_the_old_checkpoint(there: bool, tmp_path: Path) -> None:
+    path = tmp_path / "it"
+    with trainer(whole(0), 2, ranks=1) as engine:
+        train(engine, 0, 1)
+        expected = named(engine)
+        if there:
+            save_checkpoint(engine, path)
+        train(engine, 1, 2)
+        with room_for(20_000), pytest.raises(CheckpointError, match=r"cannot write to .*save-"):
+            save_checkpoint(engine, path)
+        train(engine, 2, 3)  # the trainer goes on
+    left = {each.name for each in tmp_path.rglob("*") if each.is_dir()}
+    assert left == ({"it", *saves(path)} if there else set())
+    if there:
+        read = read_checkpoint(path)
+        assert all(torch.equal(read[name], value) for name, value in expected.items())
+    else:
+        with pytest.raises(CheckpointError, match="there is no checkpoint at"):
+            read_checkpoint(path)
+
+
+def test_a_save_that_did_not_get_to_its_end_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "save-1").mkdir()
+    with pytest.raises(CheckpointError, match="a save that did not get to its end"):
+        read_checkpoint(tmp_path)
+
+
+def test_it_takes_the_place_of_torchs_own(tmp_path: Path) -> None:
+    with unworried():
+        save({"model": whole(5).state_dict()}, checkpoint_id=tmp_path, no_dist=True)
+    (tmp_path / "notes.txt").write_text("mine")
+    with trainer(whole(0), 2, ranks=1) as engine:
+        load_checkpoint(engine, tmp_path)
+        set_all(engine, 1.0)
+        save_checkpoint(engine, tmp_path)
+    assert read_checkpoint(tmp_path)["1.0.bias"].tolist() == [1.0] * 8
+    assert {each.name for each in tmp_path.iterdir()} == {
+        ".metadata",
+        "notes.txt",
+        *saves(tmp_path),
+    }
+
+
+def test_torchs_own_takes_its_place(tmp_path: Path) -> None:
+    with trainer(whole(0), 2, ranks=1) as engine:
+        save_checkpoint(engine, tmp_path)
+        with unworried(), pytest.warns(UserWarning, match="Detected an existing checkpoint"):
+            dcp.save({"model": whole(5).state_dict()}, checkpoint_id=tmp_path, no_dist=True)
+        load_checkpoint(engine, tmp_path)
+        assert torch.equal(named(engine)["1.0.bias"], whole(5)[1][0].bias)
+
+
+def test_a_file_is_not_replaced_by_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "x.pt").write_text("mine")
+    with (
+        trainer(whole(0), 2, ranks=1) as engine,
+        pytest.raises(CheckpointError, match="is a file: give the path of a folder"),
+    ):
+        save_checkpoint(engine, tmp_path / "x.pt")
+    assert (tmp_path / "x.pt").read_text() == "mine"

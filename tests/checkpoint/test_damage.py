@@ -1,0 +1,215 @@
+"""Whatever is damaged is refused before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from checkpoint_workers import named, train, trainer, whole
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from autosplit import CheckpointError
+from autosplit.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
+from autosplit.checkpoint.writer import unworried
+from autosplit.planner.loader import Loader
+
+
+def own(folder: Path) -> Path:
+    with trainer(whole(3), 2, ranks=1) as engine:
+        train(engine, 0, 1)
+        save_checkpoint(engine, folder / "it")
+    return folder / "it"
+
+
+def torchs(folder: Path) -> Path:
+    with unworried():
+        save({"model": whole(3).state_dict()}, checkpoint_id=folder / "it", no_dist=True)
+    return folder / "it"
+
+
+def one_file(folder: Path) -> Path:
+    torch.save(whole(3).state_dict(), folder / "it.pt")
+    return folder / "it.pt"
+
+
+def safetensors(folder: Path) -> Path:
+    state = {name: value for name, value in whole(3).state_dict().items() if name != "5.weight"}
+    pytest.importorskip("safetensors.torch").save_file(state, folder / "it.safetensors")
+    return folder / "it.safetensors"
+
+
+def data(path: Path) -> Path:
+    """The file with the values."""
+    return path if path.is_file() else next(iter(path.rglob("*.distcp")))
+
+
+def flip(path: Path, known: torch.Tensor) -> None:
+    """One bit of these values."""
+    content = bytearray(path.read_bytes())
+    values = bytes(known.contiguous().view(torch.uint8).flatten().tolist())
+    assert values in content
+    content[content.index(values) + 2] ^= 1
+    path.write_bytes(bytes(content))
+
+
+def refused(path: Path, match: str) -> None:
+    """Nothing is loaded, and the trainer can go on."""
+    with trainer(whole(1), 2, ranks=1) as engine:
+        before = named(engine)
+        with pytest.raises(CheckpointError, match=match):
+            load_checkpoint(engine, path)
+        assert all(torch.equal(value, before[name]) for name, value in named(engine).items())
+        train(engine, 0, 1)
+
+
+@pytest.mark.parametrize("write", [own, torchs, one_file])
+def test_a_flipped_bit_is_noticed(write: Callable[[Path], Path], tmp_path: Path) -> None:
+    path = write(tmp_path)
+    model = whole(3)
+    if write is own:
+        model.load_state_dict(read_checkpoint(path))
+    loader = Loader(whole(1), path)
+    flip(data(path), model[2][0].weight)
+    refused(path, "is damaged")
+    with pytest.raises(CheckpointError, match="is damaged"):
+        read_checkpoint(path)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        loader(["2.0.weight"])
+
+
+@pytest.mark.parametrize("write", [own, torchs, one_file, safetensors])
+@pytest.mark.parametrize("left", [0.0, 0.5, 0.98])
+def test_a_truncated_file_is_noticed(
+    write: Callable[[Path], Path], left: float, tmp_path: Path
+) -> None:
+    path = write(tmp_path)
+    content = data(path).read_bytes()
+    data(path).write_bytes(content[: int(left * len(content))])
+    refused(path, "is damaged|is cut off|cannot read")
+
+
+@pytest.mark.parametrize("write", [own, torchs])
+def test_a_missing_file_is_noticed(write: Callable[[Path], Path], tmp_path: Path) -> None:
+    path = write(tmp_path)
+    data(path).unlink()
+    refused(path, "distcp.* is missing")
+
+
+def test_files_of_two_saves_are_not_mixed(tmp_path: Path) -> None:
+    """As they were left when a save was killed before it replaced what was there."""
+    path = own(tmp_path / "one")
+    other = own(tmp_path / "other")
+    with trainer(whole(7), 2, ranks=1) as engine:
+        train(engine, 0, 1)
+        save_checkpoint(engine, other)
+    data(path).write_bytes(data(other).read_bytes())
+    refused(path, "is damaged: it is not what was written")
+
+
+def test_what_belongs_to_no_manifest_is_noticed(tmp_path: Path) -> None:
+    path = own(tmp_path)
+    manifest = next(iter(path.rglob("manifest.json")))
+    content = json.loads(manifest.read_text())
+    for changed, message in (
+        ({**content, "form": 2}, "has the form 2, this version of autosplit reads 1"),
+        ({"form": 1}, "nobody knows whether .* is whole: KeyError"),
+        ({"form": 1, "sha256": {".metadata": "0"}}, "not of the save that wrote the rest"),
+        ({"form": 1, "sha256": dict.fromkeys(content["sha256"], "0")}, r"\.metadata is damaged"),
+    ):
+        manifest.write_text(json.dumps(changed))
+        refused(path, message)
+    manifest.unlink()
+    refused(path, "nobody knows whether")
+
+
+def test_metadata_of_another_save_is_noticed(tmp_path: Path) -> None:
+    path = own(tmp_path / "one")
+    metadata = dcp.FileSystemReader(path).read_metadata()
+    first, second = "model.1.0.weight", "model.2.0.weight"
+    places = {index.fqn: info for index, info in metadata.storage_data.items()}
+    a, b = places[first], places[second]
+    a.offset, b.offset = b.offset, a.offset
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    refused(path, r"\.metadata is damaged")
+
+
+def test_parts_that_do_not_cover_a_tensor_are_noticed(tmp_path: Path) -> None:
+    """Torch's own reader leaves memory there as it is."""
+    path = torchs(tmp_path)
+
+    def changed(change: Callable[[Any], None], message: str) -> None:
+        metadata = dcp.FileSystemReader(path).read_metadata()
+        before = (path / ".metadata").read_bytes()
+        change(metadata)
+        (path / ".metadata").write_bytes(pickle.dumps(metadata))
+        refused(path, message)
+        (path / ".metadata").write_bytes(before)
+
+    def entry(metadata: Any) -> Any:
+        return metadata.state_dict_metadata["model.1.0.weight"]
+
+    def places(metadata: Any) -> dict[str, Any]:
+        return {index.fqn: info for index, info in metadata.storage_data.items()}
+
+    changed(lambda m: entry(m).chunks.clear(), "the parts of .* are not its shape")
+    changed(lambda m: setattr(entry(m).chunks[0], "sizes", torch.Size([9, 8])), "outside its shape")
+    changed(lambda m: setattr(entry(m).properties, "dtype", torch.float16), "expected .*float16")
+    changed(
+        lambda m: setattr(
+            places(m)["model.1.0.weight"], "offset", places(m)["model.2.0.weight"].offset
+        ),
+        "are in one place of",
+    )
+
+
+@pytest.mark.parametrize("form", ["pt", "safetensors"])
+def test_integers_are_not_taken_for_weights(form: str, tmp_path: Path) -> None:
+    """As when the kind is changed in the header of a file whose values nobody can check."""
+    state = {name: value.clone() for name, value in whole(3).state_dict().items()}
+    state["1.0.weight"] = state["1.0.weight"].view(torch.int32)
+    path = tmp_path / f"it.{form}"
+    if form == "pt":
+        torch.save(state, path)
+    else:
+        pytest.importorskip("safetensors.torch").save_file(state, path)
+    refused(path, r"1\.0\.weight: expected torch\.float32, came integer")
+    with pytest.raises(CheckpointError, match="came integer"):
+        Loader(whole(1), path)
+
+
+def test_tensors_without_values_are_refused(tmp_path: Path) -> None:
+    for name, value in (
+        ("sparse", torch.eye(8).to_sparse()),
+        ("meta", torch.empty(8, 8, device="meta")),
+    ):
+        torch.save({**whole(3).state_dict(), "1.0.weight": value}, tmp_path / f"{name}.pt")
+        refused(tmp_path / f"{name}.pt", "no dense tensor")
+
+
+def test_files_without_checksums_are_read(tmp_path: Path) -> None:
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        path = one_file(tmp_path)
+    finally:
+        torch.serialization.set_crc32_options(before)
+    assert torch.equal(read_checkpoint(path)["1.0.weight"], whole(3)[1][0].weight)
+
+
+def test_an_optimizer_that_does_not_fit_leaves_weights_alone(tmp_path: Path) -> None:
+    path = own(tmp_path)
+
+    def one_group(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters)
+
+    with trainer(whole(1), 2, ranks=1, optimizer_fn=one_group) as engine:
+        before = named(engine)
+        with pytest.raises(CheckpointError, match=r"in one group.*differ in lr"):
+            load_checkpoint(engine, path)
+        assert all(torch.equal(value, before[name]) for name, value in named(engine).items())

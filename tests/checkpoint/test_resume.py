@@ -1,0 +1,222 @@
+"""A resumed run goes on as if it had never stopped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_workers import adam, batch, dropping, named, train, trainer, whole
+from torch import nn
+from torch.optim import lr_scheduler
+
+from autosplit import CheckpointError
+from autosplit.checkpoint import load_checkpoint, save_checkpoint
+from autosplit.pipeline import PipelineTrainer
+
+
+def ramp(optimizer: Any) -> lr_scheduler.LRScheduler:
+    """One scheduler behind another, as people have them."""
+    first = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2)
+    then = lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    return lr_scheduler.SequentialLR(optimizer, [first, then], milestones=[2])
+
+
+def by_group(optimizer: Any) -> lr_scheduler.LRScheduler:
+    return lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+
+def plateau(optimizer: Any) -> lr_scheduler.ReduceLROnPlateau:
+    return lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+
+
+def once(optimizer: Any) -> lr_scheduler.LRScheduler:
+    return lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10)
+
+
+def steps(engine: PipelineTrainer, scheduler: Any, first: int, last: int) -> torch.Tensor:
+    losses = []
+    for step in range(first, last):
+        losses.append(engine.step(batch(step)))
+        if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
+            scheduler.step(1.0 + step)
+        else:
+            scheduler.step()
+    return torch.stack(losses)
+
+
+@pytest.mark.parametrize("schedule", [ramp, by_group, plateau, once])
+@pytest.mark.parametrize("stages", [1, 3])
+def test_with_dropout_and_a_scheduler_it_is_bit_for_bit_the_same(
+    schedule: Any, stages: int, tmp_path: Path
+) -> None:
+    torch.manual_seed(1)
+    with trainer(dropping(0), stages, ranks=1) as engine:
+        scheduler = schedule(engine.optimizer)
+        steps(engine, scheduler, 0, 2)
+        save_checkpoint(
+            engine, tmp_path, scheduler=scheduler, step=2, extra={"epoch": 1, "seen": [3, 4]}
+        )
+        expected = steps(engine, scheduler, 2, 5)
+        values, rates = named(engine), scheduler.get_last_lr()
+        drawn = torch.rand(3)
+    torch.manual_seed(2)
+    with trainer(dropping(7), stages, ranks=1) as engine:
+        scheduler = schedule(engine.optimizer)
+        steps(engine, scheduler, 80, 81)
+        loaded = load_checkpoint(engine, tmp_path, scheduler=scheduler)
+        assert (loaded.step, loaded.extra) == (2, {"epoch": 1, "seen": [3, 4]})
+        assert loaded.generators == "continued"
+        assert torch.equal(steps(engine, scheduler, 2, 5), expected)
+        assert all(torch.equal(value, values[name]) for name, value in named(engine).items())
+        assert scheduler.get_last_lr() == rates
+        assert torch.equal(torch.rand(3), drawn)
+
+
+def test_on_another_number_of_stages_generators_are_seeded_alike(tmp_path: Path) -> None:
+    with trainer(dropping(0), 2, ranks=1) as engine:
+        train(engine, 0, 1)
+        save_checkpoint(engine, tmp_path)
+    found = []
+    for seed in (4, 5):
+        torch.manual_seed(seed)
+        with trainer(dropping(0), 3, ranks=1) as engine:
+            assert load_checkpoint(engine, tmp_path).generators == "seeded"
+            found.append(train(engine, 1, 3))
+    assert torch.equal(*found)
+    torch.manual_seed(6)
+    expected = torch.rand(3)
+    torch.manual_seed(6)
+    with trainer(dropping(0), 3, ranks=1) as engine:
+        torch.manual_seed(6)
+        assert load_checkpoint(engine, tmp_path, generators=False).generators == "untouched"
+        assert torch.equal(torch.rand(3), expected)
+
+
+def test_checkpoints_of_others_leave_generators_alone(tmp_path: Path) -> None:
+    torch.save(whole(3).state_dict(), tmp_path / "x.pt")
+    with trainer(whole(0), 2, ranks=1) as engine:
+        torch.manual_seed(6)
+        loaded = load_checkpoint(engine, tmp_path / "x.pt")
+        assert (loaded.step, loaded.extra, loaded.generators) == (None, {}, "untouched")
+        assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.manual_seed(6)))
+        with pytest.raises(CheckpointError, match="has no scheduler's state: leave out"):
+            load_checkpoint(engine, tmp_path / "x.pt", scheduler=ramp(engine.optimizer))
+
+
+def other_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """As ``adam``, in another order and in more groups."""
+    groups = [{"params": [p], "lr": 1e-2 if p.dim() > 1 else 3e-2} for p in reversed(parameters)]
+    return torch.optim.AdamW(groups)
+
+
+@pytest.mark.parametrize("schedule", [ramp, by_group, plateau, once])
+def test_a_scheduler_goes_on_over_other_groups(schedule: Any, tmp_path: Path) -> None:
+    with trainer(whole(0), 2, ranks=1) as engine:
+        scheduler = schedule(engine.optimizer)
+        steps(engine, scheduler, 0, 3)
+        save_checkpoint(engine, tmp_path, scheduler=scheduler)
+        expected = steps(engine, scheduler, 3, 6)
+        rates = dict(zip(("weights", "biases"), scheduler.get_last_lr(), strict=True))
+    with trainer(whole(0), 2, ranks=1, optimizer_fn=other_groups) as engine:
+        scheduler = schedule(engine.optimizer)
+        load_checkpoint(engine, tmp_path, scheduler=scheduler)
+        assert torch.equal(steps(engine, scheduler, 3, 6), expected)
+        found = zip(engine.optimizer.param_groups, scheduler.get_last_lr(), strict=True)
+        for group, rate in found:
+            assert rate == rates["weights" if group["params"][0].dim() > 1 else "biases"]
+
+
+def test_what_cannot_be_read_back_is_not_saved(tmp_path: Path) -> None:
+    with (
+        trainer(whole(0), 2, ranks=1) as engine,
+        pytest.raises(CheckpointError, match="extra has something that a checkpoint cannot have"),
+    ):
+        save_checkpoint(engine, tmp_path / "it", extra={"model": nn.Linear(1, 1)})
+    assert not (tmp_path / "it").exists()
+
+
+def test_numpys_numbers_can_be_read_back(tmp_path: Path) -> None:
+    """Rates that a function of numpy's gives are some, and so is the optimizer's then."""
+    numpy = pytest.importorskip("numpy")
+
+    def build(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=numpy.float64(0.01), eps=numpy.float32(1e-8))
+
+    def cosine(optimizer: Any) -> lr_scheduler.LRScheduler:
+        return lr_scheduler.LambdaLR(optimizer, lambda step: numpy.cos(step / 9))
+
+    with trainer(whole(0), 2, ranks=1, optimizer_fn=build) as engine:
+        scheduler = cosine(engine.optimizer)
+        steps(engine, scheduler, 0, 2)
+        extra = {"best": numpy.float32(0.5), "at": numpy.int64(3)}
+        save_checkpoint(engine, tmp_path, scheduler=scheduler, extra=extra)
+        expected = steps(engine, scheduler, 2, 4)
+    with trainer(whole(1), 2, ranks=1, optimizer_fn=build) as engine:
+        scheduler = cosine(engine.optimizer)
+        loaded = load_checkpoint(engine, tmp_path, scheduler=scheduler, optimizer=True)
+        assert loaded.extra == {"best": 0.5, "at": 3}
+        assert torch.equal(steps(engine, scheduler, 2, 4), expected)
+
+
+def test_an_optimizer_that_could_not_be_read_back_is_not_saved(tmp_path: Path) -> None:
+    def build(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{"params": parameters, "kind": nn.Linear(1, 1)}], lr=0.1)
+
+    with (
+        trainer(whole(0), 2, ranks=1, optimizer_fn=build) as engine,
+        pytest.raises(CheckpointError, match="the optimizer's kind is a Linear; only tensors and"),
+    ):
+        save_checkpoint(engine, tmp_path / "it")
+    assert not (tmp_path / "it").exists()
+
+
+def test_a_checkpoint_without_a_scheduler_is_refused_for_one(tmp_path: Path) -> None:
+    with trainer(whole(0), 2, ranks=1) as engine:
+        save_checkpoint(engine, tmp_path)
+        before = named(engine)
+        train(engine, 0, 1)
+        with pytest.raises(CheckpointError, match="has no scheduler's state: leave out"):
+            load_checkpoint(engine, tmp_path, scheduler=ramp(engine.optimizer))
+        assert not torch.equal(named(engine)["1.0.bias"], before["1.0.bias"])
+
+
+def test_a_step_that_was_not_waited_for_is_saved_as_it_ends(tmp_path: Path) -> None:
+    """With clipping, weights are final only once the norm is known."""
+
+    def run(limit: float, order: tuple[int, int], path: Path, *, wait: bool) -> Any:
+        options = {"max_grad_norm": limit, "optimizer_fn": lambda p: torch.optim.SGD(p, lr=0.5)}
+        norms = []
+        with trainer(whole(0), 2, ranks=1, **options) as engine:
+            for step in order:
+                coming = engine.step_async(batch(step))
+                if wait:
+                    coming.wait()
+                    norms.append(engine.grad_norm)
+            save_checkpoint(engine, path)
+        with trainer(whole(1), 2, ranks=1) as engine:
+            load_checkpoint(engine, path, optimizer=False)
+            return norms, named(engine)
+
+    def growing(order: tuple[int, int]) -> float | None:
+        (first, second), _ = run(1e9, order, tmp_path / "norms", wait=True)
+        return (first + second) / 2 if second > first * 1.01 else None
+
+    orders = [(0, 1), (1, 0), (0, 2), (2, 0)]
+    order = next(order for order in orders if growing(order))
+    limit = growing(order)
+    # The second step moves early, and is to be clipped.
+    _, waited = run(limit, order, tmp_path / "a", wait=True)
+    _, saved = run(limit, order, tmp_path / "b", wait=False)
+    assert all(torch.equal(value, saved[name]) for name, value in waited.items())
+
+
+def test_the_old_way_in_says_where_the_new_one_is(tmp_path: Path) -> None:
+    with pytest.warns(DeprecationWarning, match=r"is now autosplit\.checkpoint\.save_checkpoint"):
+        from autosplit.planner.checkpoint import save_checkpoint as save
+    with pytest.warns(DeprecationWarning, match=r"is now autosplit\.checkpoint\.load_checkpoint"):
+        from autosplit.planner.checkpoint import load_checkpoint as load
+    with trainer(whole(0), 2, ranks=1, optimizer_fn=adam) as engine:
+        save(engine, tmp_path)
+        assert load(engine, tmp_path) == ()

@@ -1,0 +1,174 @@
+"""Nothing that a checkpoint contains is run, whoever wrote it."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from checkpoint_workers import named, train, trainer, whole
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from autosplit import CheckpointError
+from autosplit.checkpoint import load_checkpoint, open_checkpoint, read_checkpoint, save_checkpoint
+from autosplit.checkpoint.metadata import parse_metadata
+from autosplit.checkpoint.writer import unworried
+
+
+class Payload:
+    """Leaves a file behind when it is unpickled."""
+
+    def __init__(self, witness: Path) -> None:
+        self.witness = witness
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.witness}",)
+
+
+@pytest.fixture
+def payload(tmp_path: Path) -> Any:
+    made = Payload(tmp_path / "was-run")
+    pickle.loads(pickle.dumps(made))
+    assert made.witness.exists()  # it does run where it can
+    made.witness.unlink()
+    yield made
+    assert not made.witness.exists()
+
+
+def saved(path: Path) -> Path:
+    with trainer(whole(0), 2, ranks=1) as engine:
+        train(engine, 0, 1)
+        save_checkpoint(engine, path, step=1)
+    return path
+
+
+def refused(path: Path, match: str) -> None:
+    """By every way in, and nothing is loaded."""
+    with trainer(whole(1), 2, ranks=1) as engine:
+        before = named(engine)
+        with pytest.raises(CheckpointError, match=match):
+            load_checkpoint(engine, path)
+        assert all(torch.equal(value, before[name]) for name, value in named(engine).items())
+    with pytest.raises(CheckpointError, match=match):
+        read_checkpoint(path)
+
+
+def test_metadata_runs_nothing(tmp_path: Path, payload: Payload) -> None:
+    path = saved(tmp_path / "it")
+    (path / ".metadata").write_bytes(pickle.dumps(payload))
+    refused(path, r"cannot read .*\.metadata: it asks for posix\.system")
+
+
+def test_metadata_runs_nothing_beside_what_belongs_there(tmp_path: Path, payload: Payload) -> None:
+    path = saved(tmp_path / "it")
+    metadata = dcp.FileSystemReader(path).read_metadata()
+    for protocol in (2, 4):
+        metadata.planner_data = {**metadata.planner_data, "more": payload}
+        (path / ".metadata").write_bytes(pickle.dumps(metadata, protocol))
+        refused(path, r"it asks for posix\.system")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        b"cposix\nsystem\n(S'touch %s'\ntR.",
+        b'c__builtin__\neval\n(S\'__import__("os").system("touch %s")\'\ntR.',
+        b"ctorch\nos\n(S'touch %s'\ntR.",
+        b"ctorch.serialization\nload\n(S'%s'\ntR.",
+        b"ctorch.hub\nload\n(S'%s'\ntR.",
+        b"(S'touch %s'\niposix\nsystem\n.",
+    ],
+)
+def test_metadata_can_name_nothing_else(call: bytes, payload: Payload) -> None:
+    content = call % str(payload.witness).encode() if b"%s" in call else call
+    with pytest.raises(CheckpointError, match=r"asks for|has the opcode"):
+        parse_metadata(content)
+
+
+def test_metadata_cannot_change_torchs_classes() -> None:
+    """BUILD sets attributes of whatever is on the stack, classes among them."""
+    content = b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\nN}U\x05stateK\x01s\x86b."
+    with pytest.raises(CheckpointError):
+        parse_metadata(content)
+    assert not hasattr(dcp.Metadata, "state")
+
+
+def test_entries_that_are_no_tensors_run_nothing(tmp_path: Path, payload: Payload) -> None:
+    """As torch's own reader would, of an optimizer's options in a folder by torch's own writer."""
+    path = tmp_path / "it"
+    options = {f"param_groups.{name}.lr": payload for name, _ in whole(0).named_parameters()}
+    with unworried():
+        save({"model": whole(0).state_dict(), "optimizer": options}, checkpoint_id=path)
+    with trainer(whole(1), 2, ranks=1) as engine:
+        with pytest.raises(CheckpointError, match=r"lr in .* as tensors and plain values"):
+            load_checkpoint(engine, path)
+        assert torch.equal(named(engine)["1.0.bias"], whole(1)[1][0].bias)
+
+
+def test_tensors_that_are_none_run_nothing(tmp_path: Path, payload: Payload) -> None:
+    path = tmp_path / "it"
+    with unworried():
+        save(whole(0).state_dict(), checkpoint_id=path)
+    metadata = dcp.FileSystemReader(path).read_metadata()
+    crafted = io.BytesIO()
+    torch.save(payload, crafted)
+    info = next(iter(metadata.storage_data.values()))
+    info.offset, info.length = (path / "__0_0.distcp").stat().st_size, len(crafted.getvalue())
+    with (path / "__0_0.distcp").open("ab") as file:
+        file.write(crafted.getvalue())
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match="as tensors and plain values, and nothing else is"):
+        read_checkpoint(path)
+
+
+def test_state_dicts_run_nothing(tmp_path: Path, payload: Payload) -> None:
+    torch.save({**whole(0).state_dict(), "more": payload}, tmp_path / "x.pt")
+    refused(tmp_path / "x.pt", "cannot read .* as a state dict")
+    (tmp_path / "plain.pt").write_bytes(pickle.dumps(payload))
+    refused(tmp_path / "plain.pt", "cannot read .* as a state dict")
+    torch.save(payload, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    refused(tmp_path / "old.pt", "cannot read .* as a state dict")
+
+
+@pytest.mark.parametrize("way", ["../other.pt", "/{}/other.pt", "sub/../../other.pt", "..\\o.pt"])
+def test_an_index_does_not_lead_out_of_its_folder(way: str, tmp_path: Path) -> None:
+    torch.save(whole(0).state_dict(), tmp_path / "other.pt")
+    folder = tmp_path / "it"
+    folder.mkdir()
+    index = {"weight_map": {name: way.format(tmp_path) for name in whole(0).state_dict()}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    refused(folder, "leads out of its folder")
+
+
+def test_an_index_names_files_only(tmp_path: Path) -> None:
+    (tmp_path / "x.index.json").write_text(json.dumps({"weight_map": {"0.weight": "."}}))
+    with pytest.raises(CheckpointError, match="expected a file"):
+        open_checkpoint(tmp_path)
+    os.mkfifo(tmp_path / "pipe.pt")  # opening it would wait for whoever writes
+    (tmp_path / "x.index.json").write_text(json.dumps({"weight_map": {"0.weight": "pipe.pt"}}))
+    with pytest.raises(CheckpointError, match="expected a file"):
+        open_checkpoint(tmp_path)
+
+
+def test_metadata_does_not_lead_out_of_its_folder(tmp_path: Path) -> None:
+    path = tmp_path / "it"
+    with unworried():
+        save(whole(0).state_dict(), checkpoint_id=path)
+    shutil.move(path / "__0_0.distcp", tmp_path / "__0_0.distcp")
+    metadata = dcp.FileSystemReader(path).read_metadata()
+    for info in metadata.storage_data.values():
+        info.relative_path = "../__0_0.distcp"
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    refused(path, r"leads out of the folder, to \.\./__0_0")
+
+
+def test_numbers_that_take_all_memory_are_refused() -> None:
+    with pytest.raises(CheckpointError, match="it is damaged"):
+        parse_metadata(b"\x80\x04Nr\xff\xff\xff\x7f.")  # the unpickler's memo would be of 16 GiB

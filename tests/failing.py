@@ -1,0 +1,50 @@
+"""Factories that fail, or return what none should."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autosplit.workload import Workload
+
+
+def raises() -> None:
+    raise RuntimeError("my own failure")
+
+
+def nothing() -> None:
+    """No model at all."""
+
+
+def listed() -> Any:
+    return nn.Linear(4, 4), (), [1, 2]
+
+
+def sized(size: str = "4") -> Any:
+    return nn.Linear(int(size), 4), torch.randn(2, int(size))
+
+
+def fails() -> Any:
+    return nn.Linear(4, 4), 5
+
+
+def _stage(index: int, stages: int) -> nn.Module:
+    return nn.Linear(4, 4)
+
+
+def _batch(step: int, size: int) -> tuple[Tensor, Tensor]:
+    raise KeyError("no batch")
+
+
+def workload() -> Workload:
+    return Workload(_stage, nn.functional.mse_loss, _batch, 2, 1)
+
+
+def uncallable() -> Workload:
+    return Workload(5, nn.functional.mse_loss, _batch, 2, 1)  # type: ignore[arg-type]
+
+
+def text() -> Workload:
+    return Workload(_stage, nn.functional.mse_loss, _batch, "2", 1)  # type: ignore[arg-type]

@@ -1,0 +1,50 @@
+"""On which addresses processes listen, by what the kernel says."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from pathlib import Path
+
+from workers import data, trainer
+
+_LISTENS = "0A"
+
+
+def of_a_rank_that_trains() -> dict[str, list[str]]:
+    """Those of this rank, after a step of a trainer, and those of its parent."""
+    with trainer() as engine:
+        engine.step(data(8))
+        return {"rank": listening(os.getpid()), "parent": listening(os.getppid())}
+
+
+def listening(pid: int) -> list[str]:
+    """``address:port`` of each socket on which a process listens."""
+    inodes = set()
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            target = os.readlink(entry)
+        except FileNotFoundError:  # closed since
+            continue
+        if target.startswith("socket:["):
+            inodes.add(target[8:-1])
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == _LISTENS and fields[9] in inodes:
+                address, port = fields[1].split(":")
+                found.append(f"{_address(address)}:{int(port, 16)}")
+    return found
+
+
+def loopback(socket: str) -> bool:
+    return ipaddress.ip_address(socket.rpartition(":")[0]).is_loopback
+
+
+def _address(text: str) -> str:
+    """The kernel writes words of four bytes in the machine's order, here the little end first."""
+    words = [bytes.fromhex(text[at : at + 8])[::-1] for at in range(0, len(text), 8)]
+    address = ipaddress.ip_address(b"".join(words))
+    mapped = getattr(address, "ipv4_mapped", None)
+    return str(mapped or address)

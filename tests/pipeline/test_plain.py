@@ -1,0 +1,102 @@
+"""What ranks tell each other is data: all of it arrives, and no text makes code run."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from autosplit.errors import CheckpointError, PipelineError
+from autosplit.pipeline.action import Action, ActionKind
+from autosplit.pipeline.communication.negotiation import TensorMeta
+from autosplit.pipeline.communication.plain import read, written
+from autosplit.pipeline.schedules import build
+from autosplit.pipeline.simulation.transfer import Link
+from autosplit.pipeline.timeline import Span
+
+SAME = [
+    None,
+    True,
+    -3,
+    2**70,
+    0.1 + 0.2,
+    math.inf,
+    "a\u2028\ud7ff\n",
+    [],
+    (1, [2.0, (None,)]),
+    {(0, 1): {3}, "b": frozenset({"c"})},
+    torch.Size([2, 3]),
+    torch.bfloat16,
+    ActionKind.FORWARD,
+    Link(1e-5, math.inf),
+    Span(1, Action.parse("2W3"), 0.25, 1e-300),
+    TensorMeta(torch.Size([2]), torch.float32, True),
+    build("dualpipe-v", 4, 4, ranks=2),
+]
+
+
+@pytest.mark.parametrize("value", SAME, ids=lambda value: type(value).__name__)
+def test_what_is_read_is_what_was_written(value: object) -> None:
+    found = read(written(value))
+    assert found == value
+    assert type(found) is type(value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64])
+def test_tensors_are_the_same_bit_for_bit(dtype: torch.dtype) -> None:
+    value = torch.randn(3, 2).to(dtype)
+    for each in (value, value.t(), value[0, 0], value[:0]):
+        found = read(written(each))
+        assert found.dtype is dtype
+        assert found.shape == each.shape
+        assert torch.equal(found, each)
+
+
+def test_errors_keep_type_and_message() -> None:
+    found = read(written([CheckpointError("no such file")]))[0]
+    assert type(found) is CheckpointError
+    assert str(found) == "no such file"
+
+
+@pytest.mark.parametrize("value", [object(), Path("x"), print, {"a": [torch.nn.Linear]}, b"x"])
+def test_what_is_no_plain_data_is_not_sent(value: object) -> None:
+    with pytest.raises(PipelineError, match=r"expected (plain data|data of autosplit's own)"):
+        written(value)
+
+
+HOSTILE = [
+    {"data": [["os", "system"], {"command": "true"}]},
+    {"data": [["builtins", "eval"], {}]},
+    {"data": [["autosplit.pipeline.processes.launch", "launch"], {}]},
+    {"data": [["autosplit.pipeline.processes.launch", "pickle"], {}]},
+    {"data": [["autosplit.pipeline.timeline", "dataclass"], {}]},
+    {"data": [["autosplit.pipeline.timeline", "Span"], {"rank": 0, "__class__": 1}]},
+    {"data": [["autosplit.nowhere", "Span"], {}]},
+    {"member": [["autosplit.pipeline.timeline", "Span"], 1]},
+    {"row": [["autosplit.pipeline.timeline", "Span"], [0, 1, 2, 3]]},
+    {"row": [["autosplit.pipeline.simulation.transfer", "Link"], [0]]},
+    {"member": [["autosplit.pipeline.action", "ActionKind"], "no such kind"]},
+    {"error": [["autosplit.pipeline.timeline", "Span"], "text"]},
+    {"error": [["builtins", "SystemExit"], "text"]},
+    {"dtype": "load"},
+    {"dtype": "nowhere"},
+    {"tensor": [{"dtype": "float32"}, [3], "AAAA"]},
+    {"dict": [[[1], 2]]},
+    {"lambda": []},
+    {"tuple": 1, "set": 2},
+    {},
+]
+
+
+@pytest.mark.parametrize("form", HOSTILE, ids=repr)
+def test_texts_of_no_rank_are_refused(form: object) -> None:
+    with pytest.raises(PipelineError, match="no data of this version of autosplit"):
+        read(json.dumps([form]))
+
+
+def test_what_is_pickled_is_refused() -> None:
+    with pytest.raises(PipelineError, match="no data of this version of autosplit"):
+        read(b"\x80\x04\x95\x0c\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94.")

@@ -1,0 +1,196 @@
+"""What a rank learns of others that cannot say it themselves, in one process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch.distributed as dist
+
+from autosplit.pipeline.action import Action
+from autosplit.pipeline.communication.faults import Board, Guard, LostPeerError, RankError
+from autosplit.pipeline.communication.place import AROUND, Place
+from autosplit.pipeline.communication.process import Process, ended
+from autosplit.pipeline.communication.register import RETURNED, Register, await_ending
+from autosplit.pipeline.communication.watch import Watch
+
+CLOSED = LostPeerError("lost the other ranks: Connection closed by peer")
+TIMEOUT = LostPeerError("waited 3 s for rank 1: is it stuck?", "waited 3 s for rank 1")
+
+
+class Ranks:
+    """The watches of two ranks, and what they share."""
+
+    def __init__(self) -> None:
+        self.store = dist.HashStore()  # type: ignore[attr-defined]  # documented
+        self.words = dist.HashStore()  # type: ignore[attr-defined]
+        self.board = Board(self.store)
+        self.places = [Place(), Place()]
+        self.cuts: list[int] = []
+        self.watches: list[Watch] = []
+
+    def watch(self, rank: int) -> Watch:
+        stores = (self.store, self.store)
+        place = self.places[rank]
+        made = Watch(rank, 2, stores, self.words, place, lambda: self.cuts.append(rank))
+        self.watches.append(made)
+        return made
+
+    def pretend(self, process: Process) -> None:
+        """Another process is rank 1."""
+        Register(self.store).enter(1, process)
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    made = Ranks()
+    yield made
+    for watch in made.watches:
+        watch.stop()
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    code = "import sys; sys.exit(int(sys.stdin.readline()))"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as process:
+        yield process
+        process.kill()
+
+
+def _until(found: list[int]) -> None:
+    deadline = time.monotonic() + 30
+    while not found and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def test_how_a_process_ended_is_there_until_its_parent_asks(
+    child: subprocess.Popen[bytes],
+) -> None:
+    process = Process.of(child.pid)
+    assert process.ending() is None
+    assert replace(process, started="1").ending() == "ended without a word"  # a later one
+    assert replace(process, home="elsewhere").ending() is None
+    child.kill()
+    deadline = time.monotonic() + 30
+    while process.ending() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert process.ending() == "was killed by SIGKILL"
+    child.wait()
+    assert process.ending() == "ended without a word"
+    assert [ended(3), ended(-11), ended(-100)] == [
+        "exited with status 3",
+        "was killed by SIGSEGV",
+        "was killed by signal 100",
+    ]
+
+
+def test_a_death_is_posted_at_once_and_ends_waits(
+    ranks: Ranks, child: subprocess.Popen[bytes]
+) -> None:
+    ranks.pretend(Process.of(child.pid))
+    Register(ranks.store).put("phase", 1, "compiling its stages")
+    watch = ranks.watch(0)
+    time.sleep(0.6)  # until it knows the process
+    assert watch.missing is None
+    child.kill()
+    _until(ranks.cuts)
+    fault = ranks.board.first()
+    assert fault is not None
+    assert fault.headline == "rank 1 was killed by SIGKILL in compiling its stages"
+    assert watch.missing == fault
+    assert ranks.cuts == [0]
+    guard = Guard(0, ranks.board, lambda: None, ranks.places[0], watch)
+    with pytest.raises(RankError, match=r"^rank 1 was .*\nRank 0 lost the other"), guard("a"):
+        raise CLOSED
+
+
+@pytest.mark.parametrize("words", ["raised ValueError: bad weather", RETURNED, ""])
+def test_last_words_say_more_than_the_exit(
+    ranks: Ranks, child: subprocess.Popen[bytes], words: str
+) -> None:
+    ranks.pretend(Process.of(child.pid))
+    Register(ranks.store).put("phase", 1, AROUND)
+    if words:
+        Register(ranks.words).put("words", 1, words)
+    watch = ranks.watch(0)
+    if child.stdin is not None:
+        child.stdin.write(b"0\n")
+        child.stdin.flush()
+    fault = watch.explain(TIMEOUT if words == "" else CLOSED) or watch.explain(CLOSED)
+    assert fault is not None
+    if words.startswith("raised"):
+        assert fault.headline == f"rank 1 {words} in the code around the trainer"
+    else:
+        assert fault.headline == f"rank 1 {words or 'exited with status 0'} while rank 0 went on"
+
+
+def test_a_rank_that_left_is_missed_by_those_who_need_it(ranks: Ranks) -> None:
+    watch, other = ranks.watch(0), ranks.watch(1)
+    other.leave("closed its trainer")
+    deadline = time.monotonic() + 30
+    while watch.missing is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert ranks.board.first() is None  # all may be well
+    assert ranks.cuts == []
+    guard = Guard(0, ranks.board, lambda: None, ranks.places[0], watch)
+    text = r"^rank 1 closed its trainer while rank 0 went on\n"
+    with pytest.raises(RankError, match=text), guard("a step"):
+        guard.check()
+
+
+def test_an_error_says_more_than_leaving(ranks: Ranks) -> None:
+    watch, other = ranks.watch(0), ranks.watch(1)
+    Register(ranks.words).put("words", 1, "raised ValueError: bad weather")
+    other.leave("dropped its trainer")
+    fault = watch.explain(CLOSED)
+    assert fault is not None
+    assert fault.headline == "rank 1 raised ValueError: bad weather"
+
+
+def test_the_rank_that_is_busy_is_named_and_not_one_that_waits(ranks: Ranks) -> None:
+    watch, _ = ranks.watch(0), ranks.watch(1)
+    time.sleep(0.6)
+    ranks.places[1].fetch(Action.parse("1F2"))
+    assert watch.explain(TIMEOUT) is None
+    ranks.places[1].compute()
+    time.sleep(0.6)
+    fault = watch.explain(TIMEOUT)
+    assert fault is not None
+    assert fault.headline.startswith("rank 1 has been in 1F2 for ")
+    assert fault.headline.endswith("longer timeout=; rank 0 waited 3 s for rank 1")
+
+
+def test_a_rank_that_does_not_answer_is_named(ranks: Ranks) -> None:
+    watch, other = ranks.watch(0), ranks.watch(1)
+    with ranks.places[1]("the optimizer step"):
+        time.sleep(0.6)
+        other.stop()
+        fault = watch.explain(TIMEOUT)
+    assert fault is not None
+    assert fault.headline.startswith("rank 1 has not answered for ")
+    assert " s, last in the optimizer step: it was stopped" in fault.headline
+
+
+def test_a_fault_of_any_rank_ends_the_waits_of_all(ranks: Ranks) -> None:
+    ranks.watch(0)
+    guard = Guard(1, ranks.board, lambda: None)
+    with pytest.raises(RankError), guard("the optimizer step"):
+        raise KeyError("lr")
+    _until(ranks.cuts)
+    assert ranks.cuts == [0]
+
+
+def test_a_register_tells_which_of_the_others_has_ended(child: subprocess.Popen[bytes]) -> None:
+    register = Register(dist.HashStore())  # type: ignore[attr-defined]
+    register.enter(0, Process.of(os.getpid()))
+    register.enter(1, Process.of(child.pid))
+    assert [*await_ending(register, [0, 1], 0.05)] == []
+    child.kill()
+    assert [*await_ending(register, [0, 1], 30.0)] == ["rank 1 was killed by SIGKILL"]
+    register.put("words", 1, "raised KeyError: 'lr'")
+    assert [*await_ending(register, [0, 1], 30.0)] == ["rank 1 raised KeyError: 'lr'"]

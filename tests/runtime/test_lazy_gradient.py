@@ -1,0 +1,608 @@
+"""Gradients that are pending: right without a call, dropped with ``.grad``, and what uses them."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autosplit
+from autosplit import SplitError
+from autosplit.integrations.deferral import Deferral
+from autosplit.integrations.partial import Partial
+from autosplit.runtime.lazy_gradient import LazyGradient
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x).tanh())
+
+
+class Broken(Net):
+    """No single graph holds it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x).tanh()
+        torch._dynamo.graph_break()
+        return self.b(h)
+
+
+def compiled(model: nn.Module) -> Any:
+    return torch.compile(model, backend="autosplit")
+
+
+FACES: dict[str, Callable[[nn.Module], Any]] = {
+    "whole": autosplit.split,
+    "parts": Partial,
+    "compiled": compiled,
+}
+
+
+def pending(module: Any) -> int:
+    face = Deferral(module) if not hasattr(module, "pending_bytes") else module
+    return int(face.pending)
+
+
+@pytest.fixture
+def pair() -> tuple[Net, Net]:
+    model = Net()
+    return model, copy.deepcopy(model)
+
+
+def batches(count: int = 2) -> list[Tensor]:
+    return [torch.randn(3, 4) for _ in range(count)]
+
+
+def backward(module: Any, *inputs: Tensor) -> None:
+    for x in inputs:
+        module(x).square().sum().backward()
+
+
+def assert_equal_grads(model: nn.Module, plain: nn.Module) -> None:
+    for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert (mine.grad is None) == (theirs.grad is None), name
+        if mine.grad is not None:
+            assert torch.equal(mine.grad, theirs.grad), name
+
+
+USES: dict[str, Callable[[Any], Any]] = {
+    "norm": lambda p: p.grad.norm(),
+    "item": lambda p: p.grad.sum().item(),
+    "numpy": lambda p: p.grad.numpy().copy(),
+    "asarray": lambda p: numpy.asarray(p.grad).copy(),
+    "tolist": lambda p: p.grad.tolist(),
+    "print": lambda p: repr(p.grad),
+    "format": lambda p: f"{p.grad}",
+    "pickle": lambda p: pickle.loads(pickle.dumps(p.grad)),
+    "deepcopy": lambda p: copy.deepcopy(p.grad),
+    "save": lambda p: _saved(p.grad),
+    "stride": lambda p: p.grad.stride(),
+    "data": lambda p: p.grad.data.clone(),
+    "detach": lambda p: p.grad.detach().clone(),
+    "compare": lambda p: p.grad == p.grad,
+    "index": lambda p: p.grad[0],
+    "iterate": lambda p: [row.clone() for row in p.grad],
+    "length": lambda p: len(p.grad),
+    "memory": lambda p: p.grad.data_ptr() != 0,
+    "storage": lambda p: p.grad.untyped_storage().nbytes(),
+    "bytes": lambda p: p.grad.nbytes,
+    "layout": lambda p: p.grad.layout,
+    "dlpack": lambda p: torch.from_dlpack(p.grad).clone(),
+    "stack": lambda p: torch.stack([p.grad, p.grad]),
+    "out": lambda p: torch.add(p.grad, 1, out=p.grad).clone(),
+    "in place": lambda p: p.grad.mul_(2).clone(),
+    "division": lambda p: p.grad.div_(4).clone(),
+    "assignment": lambda p: _halved(p),
+    "compiled": lambda p: torch.compile(lambda g: g * 2, backend="eager")(p.grad),
+    "inference": lambda p: _inference(p),
+    "no grad": lambda p: _no_grad(p),
+    "vmap": lambda p: torch.vmap(lambda row: row * 2)(p.grad),
+    "flattened": lambda p: torch.nn.utils.parameters_to_vector([p.grad]),
+    "sparse": lambda p: p.grad.to_sparse().to_dense(),
+    "channels": lambda p: p.grad.is_contiguous(),
+}
+
+
+def _saved(tensor: Tensor) -> Tensor:
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    file.seek(0)
+    found: Tensor = torch.load(file)
+    return found
+
+
+def _halved(parameter: Tensor) -> Tensor:
+    parameter.grad = parameter.grad / 2
+    return parameter.grad.clone()
+
+
+@torch.inference_mode()
+def _inference(parameter: Tensor) -> list[float]:
+    found: list[float] = (parameter.grad * 2).tolist()
+    return found
+
+
+@torch.no_grad()
+def _no_grad(parameter: Tensor) -> Tensor:
+    parameter.grad.clamp_(-0.1, 0.1)
+    return parameter.grad.clone()
+
+
+@pytest.mark.parametrize("name", USES)
+def test_any_use_has_it_computed(name: str, pair: tuple[Net, Net]) -> None:
+    model, plain = pair
+    split = autosplit.split(model)
+    given = batches()
+    found = []
+    for module, under in ((split, model), (plain, plain)):
+        backward(module, *given)
+        found.append(USES[name](under.a.weight))
+    mine, theirs = found
+    if isinstance(mine, Tensor):
+        assert type(mine) is Tensor
+        assert torch.equal(mine, theirs)
+    elif isinstance(mine, numpy.ndarray):
+        assert (mine == theirs).all()
+    elif isinstance(mine, list) and isinstance(mine[0], Tensor):
+        assert all(map(torch.equal, mine, theirs))
+    else:
+        assert mine == theirs
+    assert split.pending == 0
+    assert type(model.a.weight.grad) is Tensor
+    assert_equal_grads(model, plain)
+
+
+def test_shape_and_the_like_are_known_before() -> None:
+    split = autosplit.split(Net())
+    backward(split, *batches())
+    grad = split.a.weight.grad
+    assert grad.shape == (5, 4)
+    assert (grad.dtype, grad.device, grad.dim()) == (torch.float32, torch.device("cpu"), 2)
+    assert not grad.requires_grad
+    assert grad.grad_fn is None
+    assert split.pending == 2
+
+
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("options", [{}, {"foreach": False}], ids=["foreach", "loop"])
+def test_clipping(face: str, options: dict[str, bool]) -> None:
+    torch._dynamo.reset()
+    model = Net() if face == "whole" else Broken()
+    plain = copy.deepcopy(model)
+    module = FACES[face](model)
+    for _ in range(2):
+        given = batches()
+        norms = []
+        for each, under in ((module, model), (plain, plain)):
+            under.zero_grad()
+            backward(each, *given)
+            norms.append(nn.utils.clip_grad_norm_(under.parameters(), 0.1, **options))
+            nn.utils.clip_grad_value_(under.parameters(), 0.05, **options)
+        assert torch.equal(*norms)
+        assert norms[0] > 0.1
+        assert_equal_grads(model, plain)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "sgd loop": lambda p: torch.optim.SGD(p, lr=0.1, foreach=False),
+    "sgd fused": lambda p: torch.optim.SGD(p, lr=0.1, fused=True),
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "adamw foreach": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.1),
+    "lbfgs": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3),
+}
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_optimizers(face: str) -> None:
+    """All of them, as a closure too; and one that has no hooks, as libraries wrap them."""
+    torch._dynamo.reset()
+    model = Net() if face == "whole" else Broken()
+    module = FACES[face](model)
+    for name, make in OPTIMIZERS.items():
+        plain = copy.deepcopy(model)
+        mine, theirs = make(model.parameters()), make(plain.parameters())
+        for closed in (True, False) if name != "lbfgs" else (True,):
+            given = batches()
+
+            def closure(each: Any, optimizer: torch.optim.Optimizer, given: Any = given) -> Tensor:
+                optimizer.zero_grad()
+                backward(each, *given)
+                loss: Tensor = each(given[0]).square().sum().detach()
+                return loss
+
+            for each, optimizer in ((module, mine), (plain, theirs)):
+                if closed:
+                    optimizer.step(lambda each=each, o=optimizer: closure(each, o))
+                else:
+                    closure(each, optimizer)
+                    type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]
+        for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(a, b), name
+
+
+def test_compiled_optimizer_step(pair: tuple[Net, Net]) -> None:
+    model, plain = pair
+    split = autosplit.split(model)
+    mine = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1))
+    theirs = torch.optim.AdamW(plain.parameters(), lr=torch.tensor(0.1))
+    step = torch.compile(mine.step, backend="eager")
+    for _ in range(3):
+        given = batches()
+        backward(split, *given)
+        step()
+        mine.zero_grad()
+        backward(plain, *given)
+        theirs.step()
+        theirs.zero_grad()
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_gradient_scaler_and_fused_optimizer(pair: tuple[Net, Net]) -> None:
+    model, plain = pair
+    split = autosplit.split(model)
+    scales = []
+    given = [*batches(3), torch.full((3, 4), torch.inf)]
+    for module, under in ((split, model), (plain, plain)):
+        optimizer = torch.optim.AdamW(under.parameters(), lr=0.1, fused=True)
+        scaler = torch.amp.GradScaler("cpu", growth_interval=2)
+        for at, x in enumerate(given):
+            optimizer.zero_grad()
+            for _ in range(2):
+                scaler.scale(module(x).square().sum()).backward()
+            if at == 1:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(under.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+        scales.append(scaler.get_scale())
+    assert scales[0] == scales[1]
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def drop(model: nn.Module, way: str) -> None:
+    if way == "None":
+        for parameter in model.parameters():
+            parameter.grad = None
+    elif way == "reversed":
+        for parameter in reversed(list(model.parameters())):
+            parameter.grad = None
+    elif way == "zeros":
+        torch.optim.SGD(model.parameters()).zero_grad(set_to_none=False)
+    elif way == "zeros, one by one":
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+    elif way == "own":
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+    else:
+        model.zero_grad()
+
+
+WAYS = ("zero_grad", "None", "reversed", "zeros", "zeros, one by one", "own")
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_dropped_with_grad(face: str) -> None:
+    """Nothing of the batch arrives later, and its memory is free at once."""
+    torch._dynamo.reset()
+    model = Net() if face == "whole" else Broken()
+    plain = copy.deepcopy(model)
+    module = FACES[face](model)
+    backward(module, *batches(1))
+    for way in WAYS:
+        for again in (False, True):  # also where some of the gradient is there already
+            x = torch.randn(3, 4)
+            kept = weakref.ref(x)
+            for each, under in ((module, model), (plain, plain)):
+                if again:
+                    under.zero_grad()
+                    backward(each, torch.ones(3, 4))
+                    assert under.a.weight.grad.norm() > 0
+                backward(each, x, x)
+                drop(under, way)
+            assert pending(module) == 0, way
+            del x
+            if face == "whole":
+                assert kept() is None, way
+            given = batches()
+            for each in (module, plain):
+                backward(each, *given)
+            assert_equal_grads(model, plain)
+
+
+def test_memory_is_free_without_another_call() -> None:
+    """Nobody asks for ``pending``; the parameters come in any order."""
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(5)])
+    split = autosplit.split(model)
+    for order in (1, -1):
+        for held in (False, True):
+            backward(split, torch.randn(3, 4))
+            (work,) = split._queue.works()
+            kept = [weakref.ref(each) for each in work.handover.tensors]
+            del work
+            grad = model[2].weight.grad if held else None
+            gc.disable()
+            for parameter in list(model.parameters())[::order]:
+                parameter.grad = None
+            alive = any(ref() is not None for ref in kept)
+            gc.enable()
+            assert alive is held
+            if held:
+                assert split.pending == 1
+                del grad
+                assert split._queue._microbatches == {}
+                assert all(ref() is None for ref in kept)
+
+
+def test_only_the_parameters_of_one_optimizer_are_dropped(pair: tuple[Net, Net]) -> None:
+    model, plain = pair
+    split = autosplit.split(model)
+    one, two = batches()
+    for module, under in ((split, model), (plain, plain)):
+        first = torch.optim.SGD(under.a.parameters(), lr=0.1)
+        second = torch.optim.SGD(under.b.parameters(), lr=0.1)
+        backward(module, one)
+        first.zero_grad()
+        backward(module, two)
+        second.step()
+        second.zero_grad()
+        first.step()
+    assert_equal_grads(model, plain)
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_gradient_that_somebody_holds_stays_that_of_its_batch(pair: tuple[Net, Net]) -> None:
+    model, plain = pair
+    split = autosplit.split(model)
+    one, two = batches()
+    held = []
+    for module, under in ((split, model), (plain, plain)):
+        backward(module, one)
+        held.append(under.a.weight.grad)
+        under.zero_grad()
+        backward(module, two)
+    assert isinstance(held[0], LazyGradient)
+    assert torch.equal(held[0] * 1, held[1])
+    assert_equal_grads(model, plain)
+    assert torch.equal(held[0] * 1, held[1])
+
+
+def test_gradient_held_in_another_grad(pair: tuple[Net, Net]) -> None:
+    model, plain = pair
+    split = autosplit.split(model)
+    one, two = batches()
+    others = [nn.Parameter(torch.zeros(5, 4)) for _ in range(2)]
+    for module, under, other in ((split, model, others[0]), (plain, plain, others[1])):
+        backward(module, one)
+        other.grad = under.a.weight.grad
+        under.zero_grad()
+        backward(module, two)
+        (other * 2).sum().backward()
+        torch.optim.SGD([other], lr=1.0, fused=True).step()
+    assert torch.equal(*others)
+    assert_equal_grads(model, plain)
+
+
+def test_what_is_held_goes_on_accumulating_as_autograds_would(pair: tuple[Net, Net]) -> None:
+    model, plain = pair
+    split = autosplit.split(model)
+    one, two = batches()
+    held = []
+    for module, under in ((split, model), (plain, plain)):
+        backward(module, one)
+        held.append(under.a.weight.grad)
+        backward(module, two)
+    assert torch.equal(held[0] * 1, held[1])
+
+
+def test_discard(pair: tuple[Net, Net]) -> None:
+    model, plain = pair
+    for module in (autosplit.split(model), Partial(model)):
+        one, two = batches()
+        model.zero_grad()
+        plain.zero_grad()
+        backward(plain, one)
+        backward(module, one)
+        module.backward_weight()
+        before = model.a.weight.grad
+        backward(module, two)
+        held = model.a.bias.grad
+        module.discard()
+        assert module.pending == 0
+        assert model.a.weight.grad is before
+        with pytest.raises(SplitError, match="discarded since"):
+            held.norm()
+        assert_equal_grads(model, plain)
+        model.zero_grad()
+        backward(module, two)
+        module.discard()
+        assert model.a.weight.grad is None
+
+
+def test_discard_of_a_compiled_model() -> None:
+    torch._dynamo.reset()
+    model = Broken()
+    backward(compiled(model), *batches())
+    Deferral(model).discard()
+    assert Deferral(model).pending == 0
+    assert model.a.weight.grad is None
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_gradients_that_come_from_elsewhere_too(face: str) -> None:
+    """A regulariser, in the same backward and in one of its own."""
+    torch._dynamo.reset()
+    model = (Net() if face == "whole" else Broken()).double()
+    plain = copy.deepcopy(model)
+    module = FACES[face](model)
+    for _ in range(2):
+        given = [x.double() for x in batches()]
+        for each, under in ((module, model), (plain, plain)):
+            under.zero_grad()
+            for x in given:
+                penalty = sum(p.square().sum() for p in under.parameters())
+                (each(x).square().sum() + 0.1 * penalty).backward()
+                (under.a.weight * 3).sum().backward()
+        if face == "whole":
+            assert module.pending == 2
+        for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(a.grad * 1, b.grad)
+
+
+def test_two_split_modules_with_a_parameter_in_common() -> None:
+    shared = nn.Linear(4, 4)
+    model = nn.Sequential(shared, nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), shared).double()
+    plain = copy.deepcopy(model)
+    first, second = autosplit.split(model[:3]), autosplit.split(model[3:])
+    given = [x.double() for x in batches()]
+    for step in range(3):
+        for each in (model, plain):
+            each.zero_grad()
+        for x in given:
+            second(first(x)).square().sum().backward()
+            plain(x).square().sum().backward()
+        assert (first.pending, second.pending) == (2, 2)
+        if step == 1:
+            second.backward_weight()
+            assert (first.pending, second.pending) == (2, 0)
+        norm = shared.weight.grad.norm()
+        torch.testing.assert_close(norm, plain[0].weight.grad.norm())
+        assert (first.pending, second.pending) == (0, 0)
+        for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_create_graph_elsewhere(pair: tuple[Net, Net]) -> None:
+    """Autograd then replaces ``.grad`` by a sum that has a graph."""
+    model, plain = pair
+    split = autosplit.split(model)
+    (x,) = batches(1)
+    for module, under in ((split, model), (plain, plain)):
+        backward(module, x)
+        with warnings.catch_warnings(action="ignore"):  # torch warns once a process
+            under.a.weight.square().sum().backward(create_graph=True)
+    assert split.pending == 0
+    assert model.a.weight.grad.requires_grad
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+        a.grad = b.grad = None
+
+
+def test_outlives_its_module(pair: tuple[Net, Net]) -> None:
+    model, plain = pair
+    split = autosplit.split(model)
+    given = batches()
+    backward(split, *given)
+    backward(plain, *given)
+    del split
+    gc.collect()
+    assert_equal_grads(model, plain)
+
+
+def test_nothing_is_left_of_a_model_that_is_gone() -> None:
+    model = Net()
+    split = autosplit.split(model)
+    backward(split, *batches())
+    split.backward_weight()
+    backward(split, *batches())
+    kept = weakref.ref(model.a.weight)
+    del model, split
+    gc.collect()
+    assert kept() is None
+
+
+def test_failure_is_not_forgotten() -> None:
+    """A part is lost then, and ``.grad`` without it would be wrong."""
+    model = Net()
+    split = autosplit.split(model)
+    (x,) = batches(1)
+    backward(split, x)
+    x.zero_()
+    for _ in range(2):
+        with pytest.raises(SplitError, match="written in place"):
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(SplitError, match=r"lost.*\n?.*(.|\n)*zero_grad\(\) and repeat the step"):
+        torch.optim.SGD(model.parameters()).step()
+    model.zero_grad()
+    plain = copy.deepcopy(model)
+    given = batches()
+    backward(split, *given)
+    backward(plain, *given)
+    assert_equal_grads(model, plain)
+
+
+@pytest.mark.parametrize("accumulation", ["exact", "fused"])
+@pytest.mark.parametrize("backend", ["eager"])
+def test_added_to_what_was_there(accumulation: str, backend: str) -> None:
+    model = Net()
+    plain = copy.deepcopy(model)
+    split = autosplit.split(model, accumulation=accumulation, backend=backend)
+    for each in (model, plain):
+        for parameter in each.parameters():
+            parameter.grad = torch.ones_like(parameter)
+    sums = [parameter.grad for parameter in model.parameters()]
+    given = batches()
+    backward(split, *given)
+    backward(plain, *given)
+    split.backward_weight()
+    for mine, theirs, total in zip(model.parameters(), plain.parameters(), sums, strict=True):
+        assert mine.grad is total
+        torch.testing.assert_close(total, theirs.grad, rtol=1e-6, atol=1e-6)
+
+
+def test_moved_module_takes_its_gradients_along(pair: tuple[Net, Net]) -> None:
+    model, plain = pair
+    split = autosplit.split(model)
+    given = batches()
+    backward(split, *given)
+    backward(plain, *given)
+    split.double()
+    plain.double()
+    assert model.a.weight.grad.dtype is torch.float64
+    assert_equal_grads(model, plain)
+
+
+def test_copies_have_no_gradients() -> None:
+    """As of any module: parameters are copied and pickled without ``.grad``."""
+    for face in (autosplit.split, Partial):
+        model = Net() if face is autosplit.split else Broken()
+        module = face(model)
+        backward(module, *batches())
+        file = io.BytesIO()
+        torch.save(module, file)
+        file.seek(0)
+        for twin in (
+            copy.deepcopy(module),
+            pickle.loads(pickle.dumps(module)),
+            torch.load(file, weights_only=False),
+        ):
+            assert twin.pending == 0
+            assert all(parameter.grad is None for _, parameter in twin.named_parameters())
+            backward(twin, *batches(1))
+            assert twin.pending == 1
+        assert module.pending == 2
+        plain_file = io.BytesIO()
+        torch.save(list(model.parameters()), plain_file)
+        plain_file.seek(0)
+        assert len(torch.load(plain_file)) == 4
+        assert module.pending == 2

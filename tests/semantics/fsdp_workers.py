@@ -1,0 +1,147 @@
+"""What one rank does in test_fsdp.py."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import autosplit
+from autosplit.pipeline import PipelineTrainer
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).relu() + x
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+        self.last = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.block(x))
+
+
+def _nested(model: nn.Module) -> nn.Module:
+    fully_shard(model.block)
+    return model
+
+
+def _hybrid(model: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    return fully_shard(model, mesh=mesh)
+
+
+def _fsdp1(model: nn.Module, *, original: bool) -> nn.Module:
+    cpu = torch.device("cpu")
+    return FullyShardedDataParallel(model, use_orig_params=original, device_id=cpu)
+
+
+SHARDINGS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "root": fully_shard,
+    "nested": _nested,
+    "both": lambda model: fully_shard(_nested(model)),
+    "hybrid": _hybrid,
+    "FSDP1": lambda model: _fsdp1(model, original=False),
+    "FSDP1, original parameters": lambda model: _fsdp1(model, original=True),
+}
+
+
+def _x() -> Tensor:
+    return torch.ones(3, 4)
+
+
+def _train(module: nn.Module) -> None:
+    module(_x()).sum().backward()
+    autosplit.backward_weight(module)
+
+
+def _sharded_later(shard: Callable[[nn.Module], nn.Module], **options: bool) -> None:
+    split = autosplit.split(Model(), **options)
+    split(_x()).sum().backward()
+    split.backward_weight()
+    shard(split.model)
+    split(_x())
+
+
+def _shard_the_split(shard: Callable[[nn.Module], nn.Module]) -> None:
+    split = autosplit.split(Model(), _x())
+    try:
+        wrapped = shard(split)
+    except autosplit.SplitError:  # from fully_shard, which has sharded it by then
+        wrapped = split
+    wrapped(_x())
+
+
+def _pipeline(shard: Callable[[nn.Module], nn.Module]) -> None:
+    stages = [shard(Model()), nn.Linear(2, 2)]
+    with PipelineTrainer(
+        stages, lambda y, _: y.sum(), lambda ps: torch.optim.SGD(ps, lr=0.1), microbatches=2
+    ) as trainer:
+        trainer.step((torch.ones(4, 4), torch.ones(4)))
+
+
+WAYS: dict[str, Callable[[Callable[[nn.Module], nn.Module]], object]] = {
+    "split": lambda shard: autosplit.split(shard(Model())),
+    "sharded later": _sharded_later,
+    "sharded later, in parts": lambda shard: _sharded_later(shard, dynamic=True),
+    "shard the split": _shard_the_split,
+    "Stage": lambda shard: autosplit.Stage(shard(Model()), [_x()]),
+    "compile": lambda shard: _train(torch.compile(shard(Model()), backend="autosplit")),
+    "partition": lambda shard: autosplit.partition(
+        shard(Model()), (_x(),), stages=2, microbatches=2, costs="estimate"
+    ),
+}
+
+
+def findings() -> tuple[dict[tuple[str, str], str], float, str]:
+    """All of it: a launch takes seconds."""
+    return _refusals(), _advised(), _refused_by_the_trainer()
+
+
+def _refusals() -> dict[tuple[str, str], str]:
+    """Sharding and way -> what was raised."""
+    found = {}
+    for (sharding, shard), (way, use) in itertools.product(SHARDINGS.items(), WAYS.items()):
+        torch._dynamo.reset()
+        try:
+            use(shard)
+        except Exception as error:
+            found[sharding, way] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def _refused_by_the_trainer() -> str:
+    try:
+        _pipeline(_nested)
+    except autosplit.AutosplitError as error:
+        return str(error)
+    return ""
+
+
+def _advised() -> float:
+    """What the error advises instead: the largest difference to plain DistributedDataParallel."""
+    torch.manual_seed(0)
+    plain = Model()
+    model = copy.deepcopy(plain)
+    split = autosplit.split(model)
+    x = torch.randn(3, 4) + dist.get_rank()
+    for module in (DistributedDataParallel(plain), DistributedDataParallel(split)):
+        module(x).square().sum().backward()
+    split.backward_weight()
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    return max((a.grad - b.grad).abs().max().item() for a, b in pairs)

@@ -1,0 +1,180 @@
+"""A split module under the hands of those who take it for the model: libraries, above all."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import pickle
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autosplit
+from autosplit.errors import FailingCallError
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+
+    def forward(self, input_ids: Tensor, mask: Tensor | None = None, *, scale: int = 1) -> Tensor:
+        return self.linear(input_ids) * scale
+
+
+class Endless(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self(self.linear(x))
+
+
+def _x() -> Tensor:
+    return torch.ones(3, 4)
+
+
+def _trains(split: Any) -> None:
+    split(_x()).sum().backward()
+    assert split.pending == 1
+    split.backward_weight()
+    assert split.model.linear.weight.grad is not None
+
+
+def test_forward_that_is_replaced() -> None:
+    split = autosplit.split(Model())
+    expected = split(_x())
+    old = split.forward
+    split.forward = lambda *args, **kwargs: old(*args, **kwargs) * 2
+    assert torch.equal(split(_x()), expected * 2)
+    _trains(split)
+    assert "forward" not in vars(split.model)
+    assert torch.equal(split.model(_x()), expected)
+    del split.forward
+    assert split.forward == old
+    assert torch.equal(split(_x()), expected)
+
+
+def test_forward_under_mixed_precision_of_accelerate() -> None:
+    """Its steps: the method's function is wrapped twice, kept, and unwrapped in the end."""
+
+    def to_float32(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        @functools.wraps(function)
+        def forward(*args: Any, **kwargs: Any) -> Tensor:
+            return function(*args, **kwargs).float()
+
+        return forward
+
+    model = Model()
+    split, plain = autosplit.split(model), copy.deepcopy(model)
+    for module in (split, plain):
+        module._original_forward = module.forward
+        autocast = torch.autocast("cpu", dtype=torch.bfloat16)
+        module.forward = MethodType(autocast(module.forward.__func__), module)
+        module.forward = MethodType(to_float32(module.forward.__func__), module)
+        for scale in (1, 2):
+            module(_x(), scale=scale).square().sum().backward()
+    assert split.pending == 2
+    split.backward_weight()
+    assert torch.equal(model.linear.weight.grad, plain.linear.weight.grad)
+
+    forward, original = split.forward, split.__dict__.pop("_original_forward")
+    while hasattr(forward, "__wrapped__") and forward != original:
+        forward = forward.__wrapped__
+    split.forward = MethodType(forward, split)
+    assert split(_x()).dtype == torch.float32
+    _trains(split)
+
+
+@pytest.mark.parametrize("options", [{}, {"dynamic": True}], ids=["whole", "parts"])
+@pytest.mark.parametrize("captured", [False, True], ids=["first call", "captured"])
+def test_model_that_calls_its_split_module(captured: bool, options: dict[str, bool]) -> None:
+    split = autosplit.split(Model(), **options)
+    if captured:
+        split(_x())
+    old = split.forward
+    split.model.forward = lambda *args: old(*args)
+    with pytest.raises(FailingCallError, match="calls the split module that is made of it"):
+        split(_x())
+    del split.model.forward
+    _trains(split)
+
+
+def test_endless_recursion() -> None:
+    with pytest.raises(RecursionError):
+        autosplit.split(Endless())(_x())
+    split = autosplit.split(Model())
+    split.forward = lambda x: split(x)
+    with pytest.raises(RecursionError):
+        split(_x())
+
+
+def test_signature_of_forward() -> None:
+    model = Model()
+    split = autosplit.split(model)
+    assert inspect.signature(split.forward) == inspect.signature(model.forward)
+    assert inspect.signature(copy.deepcopy(split).forward) == inspect.signature(model.forward)
+
+
+def test_containers() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    split = autosplit.split(model)
+    for made in (split, pickle.loads(pickle.dumps(split)), copy.deepcopy(split)):
+        assert len(made) == 3
+        assert isinstance(made[-1], nn.Linear)
+        assert [type(each) for each in made] == [nn.Linear, nn.ReLU, nn.Linear]
+        assert type(made[:2]) is nn.Sequential
+        assert torch.equal(made(_x()), model(_x()))
+    assert split[0] is model[0]
+    assert model[1] in list(split)
+    assert not autosplit.split(nn.Sequential())
+    other = autosplit.split(Model())
+    assert other
+    with pytest.raises(TypeError, match="has no len"):
+        len(other)
+
+
+def test_classes() -> None:
+    """By ``isinstance`` and ``__class__`` it is a model, by ``type`` a split module."""
+    split = autosplit.split(Model())
+    for made in (split, copy.deepcopy(split), pickle.loads(pickle.dumps(split))):
+        assert isinstance(made, Model)
+        assert isinstance(made, autosplit.SplitModule)
+        assert type(made) is autosplit.SplitModule
+        assert made.__class__ is Model
+        assert made._get_name() == "Model"
+        assert repr(made).startswith("SplitModule(Model(")
+
+
+def test_compiled_with_all_around_it() -> None:
+    """torch.compile calls what it finds on the class, which must not be the model's."""
+    split = autosplit.split(nn.Sequential(nn.Linear(4, 2)))
+    compiled = torch.compile(nn.Sequential(split, nn.ReLU()), backend="eager")
+    compiled(_x()).sum().backward()
+    assert split.pending == 1
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported(strict: bool) -> None:
+    model = Model()
+    split = autosplit.split(model)
+    exported = torch.export.export(split, (_x(),), strict=strict)
+    assert torch.equal(exported.module()(_x()), model(_x()))
+    _trains(split)
+    assert len(split.functions) == 1
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_traced() -> None:
+    model = Model()
+    split = autosplit.split(model)
+    traced = torch.jit.trace(split, _x())
+    assert torch.equal(traced(_x()), model(_x()))
+    _trains(split)

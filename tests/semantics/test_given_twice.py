@@ -1,0 +1,145 @@
+"""One tensor given as several inputs, as in ``model(input_ids=ids, labels=ids)``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from semantics.against_autograd import assert_equals_autograd
+from torch import Tensor, nn
+
+import autosplit
+from autosplit import CaptureError, SplitError, Stage
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+
+class Sum(Layer):
+    def forward(self, a: Tensor, b: Tensor, c: Tensor | None = None) -> Tensor:
+        found: Tensor = self.layer(a) * a + 2 * self.layer(b).tanh() * b
+        return found if c is None else found + c * self.layer(c)
+
+
+class Identity(Layer):
+    """What it computes depends on whether the inputs are one."""
+
+    def forward(self, a: Tensor, b: Tensor) -> Any:
+        return 3 * self.layer(a) if a is b else self.layer(a) + 2 * self.layer(b)
+
+
+class Writing(Layer):
+    def forward(self, a: Tensor, b: Tensor) -> Any:
+        found = self.layer(2 * a)
+        a.mul_(2)
+        return found + self.layer(3 * b)
+
+
+class Nested(Layer):
+    def forward(self, given: dict[str, Any], *rest: Tensor) -> Any:
+        return self.layer(given["a"]) * self.layer(given["b"][0]) + self.layer(rest[0])
+
+
+def one(trained: bool = False) -> Tensor:
+    return torch.randn(3, 4).requires_grad_(trained)
+
+
+@pytest.mark.parametrize(
+    ("backend", "trained"), [("eager", False), ("eager", True), ("inductor", True)]
+)
+def test_one_graph_for_the_same_twice(backend: str, trained: bool) -> None:
+    batch = [(x, x) for x in (one(trained), one(trained))]
+    compare = None if backend == "eager" else _close
+    split = assert_equals_autograd(Sum(), batch, fullgraph=True, backend=backend, compare=compare)
+    assert len(split.functions) == 1
+
+
+def _close(name: str, ours: Any, theirs: Any) -> None:
+    torch.testing.assert_close(ours, theirs, msg=name)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 1, 0)])
+@pytest.mark.parametrize("model", [Sum, Identity])
+def test_same_and_different_in_any_order(model: type[nn.Module], order: tuple[int, ...]) -> None:
+    x, y = one(True), one(True)
+    kinds = [(x, x), (x, y), (y, x.detach().requires_grad_())]
+    split = assert_equals_autograd(model(), [kinds[at] for at in order], fullgraph=True)
+    assert len(split.functions) == 2
+
+
+def test_three_of_which_two_are_the_same() -> None:
+    x, y = one(True), one(True)
+    batch = [(x, x, x), (x, y, x), (x, x, y), (y, x, x), (x, y, one(True))]
+    split = assert_equals_autograd(Sum(), batch, fullgraph=True)
+    assert len(split.functions) == 5
+
+
+def test_below_containers() -> None:
+    x, y = one(), one()
+    batch = [({"a": x, "b": [x]}, x), ({"a": x, "b": [y]}, x), ({"a": y, "b": [y]}, y)]
+    assert len(assert_equals_autograd(Nested(), batch, fullgraph=True).functions) == 2
+
+
+def test_views_of_one_another_share_a_graph_with_strangers() -> None:
+    model, plain = Sum(), Sum()
+    plain.load_state_dict(model.state_dict())
+    split = autosplit.split(model, fullgraph=True)
+    for aliased in (True, False, True):
+        x = one()
+        other = x[:] if aliased else one()
+        split(x, other).sum().backward()
+        plain(x, other).sum().backward()
+        split.backward_weight()
+    assert all(map(torch.equal, _gradients(model), _gradients(plain)))
+    assert len(split.functions) == 1
+
+
+def _gradients(module: nn.Module) -> list[Any]:
+    return [parameter.grad for parameter in module.parameters()]
+
+
+@pytest.mark.parametrize("same_first", [True, False])
+def test_written_into(same_first: bool) -> None:
+    model, plain = Writing(), Writing()
+    plain.load_state_dict(model.state_dict())
+    split = autosplit.split(model, fullgraph=True)
+    for same in (same_first, not same_first, same_first):
+        for module in (split, plain):
+            torch.manual_seed(3)
+            x = one()
+            other = x if same else one()
+            module(x, other).sum().backward()
+            torch.manual_seed(3)
+            assert torch.equal(x, 2 * one())
+        split.backward_weight()
+    assert all(map(torch.equal, _gradients(model), _gradients(plain)))
+
+
+def test_written_into_one_of_two_views() -> None:
+    x = one()
+    with pytest.raises(CaptureError, match="shares its memory with another one; pass a clone"):
+        autosplit.split(Writing(), fullgraph=True)(x, x[:])
+    model, plain = Writing(), Writing()
+    plain.load_state_dict(model.state_dict())
+    split = autosplit.split(model)
+    y = x.clone()
+    split(x, x[:]).sum().backward()
+    split.backward_weight()
+    plain(y, y[:]).sum().backward()
+    assert torch.equal(x, y)
+    assert all(map(torch.equal, _gradients(model), _gradients(plain)))
+    known = autosplit.split(Writing())
+    known(one(), one())
+    with pytest.raises(SplitError, match="shares its memory"):
+        known(x, x[:])
+
+
+def test_a_stage_takes_its_inputs_for_different_ones() -> None:
+    x, y = one(), one()
+    model = Identity()
+    (found,) = Stage(model, (x, x)).forward(0, [x, y])
+    assert torch.equal(found, model(x, y))
