@@ -1,16 +1,17 @@
 # make demo   train one model fused and split over two processes; results in demo-output/
-# make test   ruff, mypy, pytest, and a wheel built and imported from an empty directory
+# make test   ruff, mypy, pytest, the docs, and a wheel imported from an empty directory
+# make docs   the pages of docs/ and the API reference, as a site in build/site
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types unit wheel clean
+.PHONY: demo test lint types unit docs wheel clean
 
 demo: $(VENV)/installed
 	$(BIN)/autosplit compare examples.models:llama --stages 2 --schedule 1f1b \
 		--microbatches 2 --steps 20 --output demo-output
 
-test: lint types unit wheel
+test: lint types unit docs wheel
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
@@ -21,6 +22,9 @@ types: $(VENV)/installed
 
 unit: $(VENV)/installed
 	$(BIN)/pytest --numprocesses 2 --dist loadfile
+
+docs: $(VENV)/installed
+	$(BIN)/sphinx-build -q -W -b html docs build/site
 
 wheel: $(VENV)/installed
 	$(BIN)/python .ci/check_wheel.py

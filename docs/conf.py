@@ -1,0 +1,16 @@
+"""Sphinx configuration: Markdown pages, and the API reference from the docstrings."""
+
+import autosplit
+
+project = "autosplit"
+author = "the autosplit authors"
+release = autosplit.__version__
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+html_theme = "furo"
+html_title = "autosplit"
+myst_enable_extensions = ["attrs_inline"]
+myst_heading_anchors = 3
+autodoc_typehints = "none"  # signatures have them
+autodoc_member_order = "bysource"
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
