@@ -18,9 +18,7 @@ def blocks_of(page: pathlib.Path) -> list[str]:
     return BLOCK.findall(page.read_text())
 
 
-PAGES = [
-    page for page in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))) if blocks_of(page)
-]
+PAGES = [page for page in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))) if blocks_of(page)]
 
 
 def test_the_pages_that_show_code_are_found() -> None:
