@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-# Keys of kernels that tracing does not run, and of meta kernels, many of which torch has in Python.
-_UNTRACED = {"Meta", "CPU", "CUDA", "HPU", "MPS", "MTIA", "XPU", "PrivateUse1"}
+# Keys of kernels that tracing does not run: those of devices and of vmap, which torch registers in
+# Python when it is first used; and of meta kernels, many of which torch has in Python.
+_UNTRACED = {"Meta", "CPU", "CUDA", "HPU", "MPS", "MTIA", "XPU", "PrivateUse1", "FuncTorchBatched"}
 
 
 def overridden() -> list[str]:

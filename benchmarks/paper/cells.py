@@ -37,7 +37,9 @@ def measure(settings: Settings) -> Iterator[dict[str, Any]]:
                 stages=RANKS,
                 ranks=RANKS,
                 schedules=settings.schedules,
-                microbatches=(),
+                microbatches=tuple(
+                    BY_LABEL[label].microbatches(RANKS) for label in settings.schedules
+                ),
                 weights=None,
                 steps=settings.steps,
                 warmup=2,

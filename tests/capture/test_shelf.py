@@ -240,6 +240,14 @@ def test_a_kernel_of_somebody_elses_is_not_in_any_key(key: str) -> None:
     assert trace(model) == HIT
 
 
+def test_what_torch_registers_for_vmap_does_not_matter() -> None:
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Tanh())
+    target = torch.zeros(3, dtype=torch.long)
+    torch.vmap(nn.functional.nll_loss)(torch.ones(2, 3, 4), target.expand(2, 3))
+    assert trace(model) == MISS
+    assert trace(model) == HIT
+
+
 class Constant(nn.Module):
     """Reads a tensor that is neither input nor state, and may be written to."""
 

@@ -115,15 +115,16 @@ def test_what_is_wrong_is_noticed(tamper: Any, complaint: str) -> None:
 
 
 def test_gradient_that_accumulates_wrongly_over_microbatches_is_noticed() -> None:
-    """Right on one microbatch, wrong on two: the last gradient replaces the one before."""
+    """Right on one microbatch, wrong on two: the mean in the place of the sum."""
 
-    class Forgetful(autosplit.SplitModule):
+    class Averaging(autosplit.SplitModule):
         def backward_weight(self, microbatches: int | None = None) -> None:
-            while self.pending:
-                self.model.linear.weight.grad = None
-                super().backward_weight(1)
+            count = self.pending
+            super().backward_weight(microbatches)
+            if count:
+                self.model.linear.weight.grad.div_(count)
 
-    finding = examine(small(), Forgetful)
+    finding = examine(small(), Averaging)
     assert finding.verdict is Verdict.WRONG
     assert "gradient of linear.weight [0]: off by" in finding.detail
 

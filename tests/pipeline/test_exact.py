@@ -113,7 +113,7 @@ def test_numbers_become_integers() -> None:
 
 def test_bad_arguments_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     costs = costs_of(ALIKE * 4, 1.0)
-    with pytest.raises(ScheduleError, match=r"1200 actions .* more than the 400"):
+    with pytest.raises(ScheduleError, match=r"1,200 actions .* more than the 400"):
         exact(costs, 100)
     with pytest.raises(ScheduleError, match="seconds must be > 0"):
         exact(costs, 2, seconds=0.0)
