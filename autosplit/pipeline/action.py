@@ -40,7 +40,7 @@ _COMPUTE = frozenset(
     }
 )
 _KINDS = {kind.value: kind for kind in ActionKind}
-_TEXT = re.compile(r"([0-9]{1,9})([A-Z_]+)([0-9]{1,9})")
+_TEXT = re.compile(r"(0|[1-9][0-9]{0,8})([A-Z_]+)(0|[1-9][0-9]{0,8})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,6 @@ class Action:
         if match is None or match[2] not in _KINDS:
             raise ScheduleError(
                 "expected an action such as '0F1' (stage, kind, microbatch), numbers of at most 9 "
-                f"digits, got {reprlib.repr(text)}; known kinds: {', '.join(_KINDS)}"
+                f"digits without leading zeros, got {reprlib.repr(text)}; known kinds: {', '.join(_KINDS)}"
             )
         return cls(int(match[1]), _KINDS[match[2]], int(match[3]))

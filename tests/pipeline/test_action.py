@@ -34,14 +34,14 @@ def test_every_action_survives_its_text(stage: int, kind: ActionKind, microbatch
 
 
 @pytest.mark.parametrize(
-    "text", ["", "F", "0F", "F1", "0X1", "0f1", "-1F0", "0F1 ", "0 F 1", "²F1"]
+    "text", ["", "F", "0F", "F1", "0X1", "0f1", "-1F0", "0F1 ", "0 F 1", "²F1", "00F1", "0F01"]
 )
 def test_bad_text_is_refused(text: str) -> None:
     with pytest.raises(ScheduleError) as caught:
         Action.parse(text)
     assert str(caught.value) == (
-        "expected an action such as '0F1' (stage, kind, microbatch), numbers of at most 9 digits, "
-        f"got {text!r}; known kinds: F, I, W, B, SEND_F, RECV_F, SEND_B, RECV_B"
+        "expected an action such as '0F1' (stage, kind, microbatch), numbers of at most 9 digits "
+        f"without leading zeros, got {text!r}; known kinds: F, I, W, B, SEND_F, RECV_F, SEND_B, RECV_B"
     )
 
 
