@@ -69,6 +69,7 @@ class Action:
         if match is None or match[2] not in _KINDS:
             raise ScheduleError(
                 "expected an action such as '0F1' (stage, kind, microbatch), numbers of at most 9 "
-                f"digits without leading zeros, got {reprlib.repr(text)}; known kinds: {', '.join(_KINDS)}"
+                f"digits without leading zeros, got {reprlib.repr(text)}; known kinds: "
+                + ", ".join(_KINDS)
             )
         return cls(int(match[1]), _KINDS[match[2]], int(match[3]))

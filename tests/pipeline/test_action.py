@@ -41,7 +41,8 @@ def test_bad_text_is_refused(text: str) -> None:
         Action.parse(text)
     assert str(caught.value) == (
         "expected an action such as '0F1' (stage, kind, microbatch), numbers of at most 9 digits "
-        f"without leading zeros, got {text!r}; known kinds: F, I, W, B, SEND_F, RECV_F, SEND_B, RECV_B"
+        f"without leading zeros, got {text!r}; known kinds: F, I, W, B, SEND_F, RECV_F, SEND_B, "
+        "RECV_B"
     )
 
 

@@ -158,7 +158,10 @@ def test_files_that_are_no_schedule(text: str, form: str, message: str, tmp_path
     ("content", "message"),
     [
         (b"0F999999999,0B999999999", "stage 0 never runs 0I0 and 0W0, nor 0B0"),
-        (b"1000000000000F0", "numbers of at most 9 digits without leading zeros, got '1000000000000F0'"),
+        (
+            b"1000000000000F0",
+            "numbers of at most 9 digits without leading zeros, got '1000000000000F0'",
+        ),
         (b"0F0,0B0,999999999F0", "has stages up to 999999999, but never runs 1$"),
         (b"9" * 100_000, "expected an action such as '0F1'"),
         (b"\xff\xfe\x00", "no UTF-8 text .invalid start byte at byte 0."),
