@@ -8,7 +8,6 @@ release = autosplit.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 html_theme = "furo"
 html_title = "autosplit"
-myst_enable_extensions = ["attrs_inline"]
 myst_heading_anchors = 3
 autodoc_typehints = "none"  # signatures have them
 autodoc_member_order = "bysource"
