@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -152,12 +151,12 @@ def _fit(one: Sequence[Deferred], other: Sequence[Deferred]) -> bool:
     if len(one) > 1 or len(other) > 1 or one[0].skipped or other[0].skipped:
         return False
     (first,), (second,) = one, other
-    if first.functions is not second.functions or first.functions.defers_numbers:
+    if first.functions is not second.functions:
         return False
     names = first.functions.parameter_names
     pairs = ((first.state[name], second.state[name]) for name in names)
-    return all(mine is theirs for mine, theirs in pairs) and all(
-        map(operator.is_, first.handover.state, second.handover.state)
+    return all(mine is theirs for mine, theirs in pairs) and first.functions.concatenates(
+        first.handover, second.handover
     )
 
 

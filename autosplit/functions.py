@@ -7,6 +7,7 @@ out once; a call only moves references.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -151,6 +152,12 @@ class SplitFunctions:
         weight = self.graphs.backward_weight
         taken = [] if weight is None else inputs(weight.graph, Kind.DEFERRED).values()
         return any(map(is_size, taken))
+
+    def concatenates(self, one: Handover, other: Handover) -> bool:
+        """Whether W of two microbatches that ran these graphs can be one call: on the same
+        parameters and buffers, without numbers of their own.
+        """
+        return not self.defers_numbers and all(map(operator.is_, one.state, other.state))
 
     @cached_property
     def output_specs(self) -> dict[str, TensorSpec]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -149,9 +148,8 @@ class WaitingWeights:
         return (
             self.sums.accumulation.concatenated
             and one.functions is other.functions
-            and not one.functions.defers_numbers
             and self._begun.keys().isdisjoint((first, second))
-            and all(map(operator.is_, one.handover.state, other.handover.state))
+            and one.functions.concatenates(one.handover, other.handover)
             and not hooked(one.state[name] for name in one.functions.late_parameters)
         )
 
