@@ -1,5 +1,5 @@
 # make demo   train one model fused and split over two processes; results in demo-output/
-# make test   ruff, mypy, pytest, the docs, and a wheel imported from an empty directory
+# make test   ruff, import-linter, vulture, mypy, pytest, the docs, and a wheel imported from an empty directory
 # make docs   the pages of docs/ and the API reference, as a site in build/site
 PYTHON ?= python3
 VENV := .venv
@@ -16,6 +16,8 @@ test: lint types unit docs wheel
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/vulture
 
 types: $(VENV)/installed
 	$(BIN)/mypy

@@ -16,9 +16,9 @@ import zipfile
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 WANTED = (
     "autosplit/passes/manager.py",
-    "autosplit/pipeline/schedules/gpipe.py",
+    "autosplit/pipeline/builders/gpipe.py",
     "autosplit/py.typed",
-    "autosplit/report/page.html",
+    "autosplit/report/timeline_page.html",
 )
 PROBE = """
 import pathlib, sys

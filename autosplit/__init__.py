@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
+from autosplit.dynamo.pending_weights import backward_weight
+
 from .errors import (
     AutosplitError,
     CaptureError,
@@ -12,7 +14,6 @@ from .errors import (
     ScheduleError,
     SplitError,
 )
-from .integrations.deferral import backward_weight
 from .module import SplitModule
 from .splitting import split
 from .stage import Stage

@@ -10,11 +10,26 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import nn
 
-from .accumulation import Accumulation
-from .autograd import Root, Split, run_forward
-from .compat import in_transform, is_fsdp_managed, tree_unflatten, untraced
-from .compile import check_backend
-from .delivery import Delivery
+from autosplit.autograd.deferred_backward import Deferred
+from autosplit.autograd.delivery import Delivery
+from autosplit.autograd.function import Root, Split, run_forward
+from autosplit.autograd.module_proxy import Face, Forward
+from autosplit.autograd.pending_queue import Backlog, checked
+from autosplit.backends.compiled_graph import check_backend
+from autosplit.dump.dump import dump
+from autosplit.dump.tables import report
+from autosplit.runtime.build import check_memory
+from autosplit.runtime.call_signature import Flattening
+from autosplit.runtime.functions import SplitFunctions
+from autosplit.runtime.gradient_accumulation import Accumulation
+from autosplit.runtime.input_overlap import refuse_overlap
+from autosplit.runtime.specialization import FittingGraphs
+from autosplit.torch_internals.backward_task import in_transform
+from autosplit.torch_internals.ddp_reducer import refuse_sharded, synchronises
+from autosplit.torch_internals.distributed import is_fsdp_managed
+from autosplit.torch_internals.pytree import tree_unflatten
+from autosplit.torch_internals.tracing import untraced
+
 from .errors import (
     AutosplitError,
     BackendError,
@@ -25,20 +40,9 @@ from .errors import (
     ShardedError,
     SplitError,
 )
-from .face import Face, Forward
-from .fitting import FittingGraphs
-from .functions import SplitFunctions
-from .overlap import refuse_overlap
-from .pending import Deferred
-from .reducer import refuse_sharded, synchronises
-from .report.dump import dump
-from .report.tables import report
-from .runtime.backlog import Backlog, checked
-from .signature import Flattening
-from .tracing import check_memory
 
 if TYPE_CHECKING:
-    from .integrations.partial import Partial
+    from autosplit.dynamo.partial_model import Partial
 
 # Gone when a split module is copied or pickled; a copy captures anew.
 _TRANSIENT = (
@@ -372,7 +376,7 @@ class SplitModule(Face):
         doubt = self._doubt
         if doubt is None:
             return partial(*args, **kwargs)
-        from .capture import PythonStateError, Snapshot
+        from autosplit.capture.joint_graph import PythonStateError, Snapshot
 
         before = Snapshot(self.model)
         try:
@@ -386,7 +390,7 @@ class SplitModule(Face):
         return result
 
     def _by_graphs(self, reason: str) -> Partial:
-        from .integrations.partial import Partial  # Dynamo takes over a second to import
+        from autosplit.dynamo.partial_model import Partial  # Dynamo takes over a second to import
 
         return Partial(self.model, self._backend, reason)
 

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from autosplit.capture.first_call import materialise
+from autosplit.torch_internals.ddp_reducer import refuse_sharded
+
 from .errors import (
     BackendError,
     CaptureError,
@@ -17,9 +20,7 @@ from .errors import (
     ShardedError,
     SplitError,
 )
-from .first_call import materialise
 from .module import SplitModule
-from .reducer import refuse_sharded
 
 
 def split(

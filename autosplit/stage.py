@@ -8,17 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .accumulation import Accumulation
-from .autograd import run_forward
-from .compat import StateReader, without_autocast
+from autosplit.autograd.function import run_forward
+from autosplit.passes.analysis.aliasing import overlaps_itself
+from autosplit.runtime.build import trace, without_history
+from autosplit.runtime.call_signature import Signature
+from autosplit.runtime.functions import SplitFunctions
+from autosplit.runtime.gradient_accumulation import Accumulation
+from autosplit.runtime.in_flight import Flight, Flights, WaitingWeights
+from autosplit.runtime.saved_tensors import TensorSpec
+from autosplit.runtime.specialization_cache import Graphs
+from autosplit.torch_internals.backward_task import without_autocast
+from autosplit.torch_internals.module_state import StateReader
+
 from .errors import CaptureError, SplitError
-from .functions import SplitFunctions
-from .graphs import Graphs
-from .handover import TensorSpec
-from .passes.aliasing import overlaps_itself
-from .signature import Signature
-from .tracing import trace, without_history
-from .waiting import Flight, Flights, WaitingWeights
 
 _MAX_GRAPHS = 8
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autosplit.workload import Workload, configure
+from autosplit.compare import Workload, configure
 from examples import text
 from examples.decoder import Decoder, LlamaConfig, next_byte_loss
 from examples.stages import seeded, sequential_stage

@@ -6,7 +6,7 @@ Imports torch and networkx and nothing of autosplit.
 from .errors import PassError
 from .graph import Kind, Program, Role, SplitGraphs
 from .manager import PASSES, Pass, run
-from .memory import MEMORY, Memory, memory_setting
+from .memory_policy import MEMORY, Memory, memory_setting
 
 __all__ = [
     "MEMORY",

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .memory import BALANCED, Memory
-from .network import Price
+from .memory_policy import BALANCED, Memory, Price
 
 
 class Kind(enum.Enum):

@@ -9,17 +9,17 @@ from collections.abc import Callable, Collection
 
 from torch import fx
 
-from . import codegen
-from .dead_code import dead_code
-from .divide import divide
-from .dropout import dropout
 from .errors import PassError
-from .gather import gather
 from .graph import Program, SplitGraphs, calls
-from .lift import lift
-from .memory import BALANCED, Memory, memory_setting
-from .partition import partition
-from .split_backward import split_backward
+from .loops.vectorize import lift
+from .lowering import codegen
+from .memory_policy import BALANCED, Memory, memory_setting
+from .partition.forward_backward import partition
+from .partition.split_backward import split_backward
+from .rewrites.dead_code import dead_code
+from .rewrites.divide_backward_operators import divide
+from .rewrites.half_precision_dropout import dropout
+from .rewrites.padded_sums import gather
 from .verify import verify
 
 

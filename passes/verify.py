@@ -8,8 +8,17 @@ from typing import Any
 
 from torch import fx
 
-from .aliasing import is_view, storage_root
-from .cost import recomputation
+from .analysis.aliasing import is_view, storage_root
+from .analysis.operator_cost import recomputation
+from .analysis.operators import (
+    CHECKS,
+    is_accumulation,
+    is_attention,
+    is_effect,
+    is_random,
+    is_recomputed,
+)
+from .analysis.symbolic_sizes import is_size
 from .errors import PassError
 from .graph import (
     FORWARD_OUTPUT,
@@ -25,8 +34,6 @@ from .graph import (
     source_line,
     tensor_of,
 )
-from .ops import CHECKS, is_accumulation, is_attention, is_effect, is_random, is_recomputed
-from .sizes import is_size
 
 # What may enter each graph. The rest of an invariant such as "backward_input never depends
 # on backward_weight" follows: nothing that W returns is among what I may take.

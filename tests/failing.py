@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autosplit.workload import Workload
+from autosplit.compare import Workload
 
 
 def raises() -> None:

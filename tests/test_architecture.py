@@ -1,4 +1,4 @@
-"""Dependencies point one way, and ``import autosplit`` stays light. Each in a fresh process."""
+"""``import autosplit`` stays light, and private torch in its rooms. import-linter has the rest."""
 
 from __future__ import annotations
 
@@ -10,26 +10,10 @@ import tomllib
 
 import pytest
 
-from autosplit.compat import OLDEST
+from autosplit.torch_internals.version import OLDEST
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-SOURCES = sorted([*ROOT.glob("passes/**/*.py"), *ROOT.glob("autosplit/*.py")]) + sorted(
-    path
-    for folder in (
-        "capture",
-        "checkpoint",
-        "cli",
-        "compile",
-        "files",
-        "pipeline",
-        "planner",
-        "report",
-        "compare",
-        "integrations",
-        "runtime",
-    )
-    for path in (ROOT / "autosplit" / folder).rglob("*.py")
-)
+SOURCES = sorted((ROOT / "passes").rglob("*.py")) + sorted((ROOT / "autosplit").rglob("*.py"))
 
 
 def modules_after(statement: str) -> set[str]:
@@ -74,111 +58,10 @@ def test_pages_are_no_wider_than_sources(page: str) -> None:
     assert not [f"{page}:{at}" for at, line in enumerate(lines, 1) if len(line) > 100]
 
 
-def test_passes_know_nothing_of_autosplit() -> None:
-    for path in ROOT.glob("passes/*.py"):
-        imports = re.findall(r"^\s*(?:from|import) (\S+)", path.read_text(), re.MULTILINE)
-        outside = [name for name in imports if name.startswith(("autosplit", ".."))]
-        assert not outside, f"{path.name} imports {outside}"
-
-
-ORDER = [
-    ["errors", "listing", "passes", "compat", "compat_leaves", "garbage", "generators", "streams"],
-    ["structures", "first_call", "face", "store", "files", "compat_inductor", "reducer"],
-    ["capture"],
-    ["autocast", "compile", "handover", "accumulation"],
-    ["dependence"],
-    ["gradients"],
-    ["slices"],
-    ["backward"],
-    ["functions"],
-    ["tracing", "signature", "guard", "runtime"],
-    ["report", "graphs", "overlap", "pending", "waiting", "addable"],
-    ["delivery", "fitting"],
-    ["compat_convention"],
-    ["compat_dynamo", "compat_backward", "compat_breaks"],
-    ["integrations"],
-    ["autograd"],
-    ["stage", "module"],
-    ["splitting"],
-    ["workload", "pipeline"],
-    ["checkpoint"],
-    ["planner"],
-    ["inspection", "compare", "projection", "planning"],
-    ["cli"],
-    ["__main__"],
-]
-
-
-def test_no_module_reaches_back() -> None:
-    """Every package imports only from earlier rows (or its own). ``report`` also draws what
-    ``pipeline`` and ``compare`` found, so those drawings are looked at separately.
-    """
-    level = {name: row for row, names in enumerate(ORDER) for name in names}
-    drawings = {
-        "timeline.py",
-        "trace.py",
-        "lettering.py",
-        "comparison.py",
-        "survey.py",
-        "gaps.py",
-        "page.py",
-        "plans.py",
-    }
-    wrong = []
-    for path in SOURCES:
-        parts = path.relative_to(ROOT).with_suffix("").parts
-        if parts[0] == "passes" or path.name == "__init__.py" or path.name in drawings:
-            continue
-        own = parts[1]
-        for target in _imported(path, depth=len(parts) - 1):
-            if target != own and level[target] >= level[own]:
-                wrong.append(f"{'/'.join(parts)} imports {target}")
-    assert wrong == []
-
-
-PIPELINE = [
-    ["action", "wiring"],
-    ["schedule", "dependency", "timeline"],
-    ["routes"],
-    ["simulation", "sends"],
-    ["grid", "schedules"],
-    ["validate"],
-    ["search", "interchange"],
-    ["survey", "communication"],
-    ["processes", "execution"],
-    ["training"],
-]
-
-
-def test_no_part_of_the_pipeline_reaches_back() -> None:
-    """Schedules know nothing of processes and tensors; what drives them knows of schedules."""
-    level = {name: row for row, names in enumerate(PIPELINE) for name in names}
-    folder = ROOT / "autosplit/pipeline"
-    assert {path.stem for path in folder.iterdir() if path.stem[0] != "_"} == level.keys()
-    wrong = []
-    for path in folder.rglob("*.py"):
-        own = path.relative_to(folder).with_suffix("").parts[0]
-        names = r"^from autosplit\.pipeline\.(\w+)"
-        for target in re.findall(names, path.read_text(), re.MULTILINE):
-            if target != own and level[target] >= level[own]:
-                wrong.append(f"{path.relative_to(folder)} imports {target}")
-    assert wrong == []
-
-
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_private_torch_only_where_allowed(path: pathlib.Path) -> None:
-    if path.name.startswith("compat") or path.parent.name == "capture":
+    if path.is_relative_to(ROOT / "autosplit/torch_internals") or "capture" in path.parts:
         return
     text = re.sub(r"torch\.ops\.aten\._\w+|aten\._\w+", "", path.read_text())
     private = re.findall(r"(?:from|import) torch[\w.]*\._\w+|\btorch(?:\.\w+)*\._[a-z]\w*", text)
     assert private == []
-
-
-def _imported(path: pathlib.Path, depth: int) -> set[str]:
-    """First names below ``autosplit`` that a file imports, outside ``TYPE_CHECKING`` blocks."""
-    text = re.sub(r"if TYPE_CHECKING:\n(?:    .*\n|\n)+", "", path.read_text())
-    found = set(re.findall(r"^(?:from|import) autosplit\.(\w+)", text, re.MULTILINE))
-    for dots, name in re.findall(r"^from (\.+)(\w*)", text, re.MULTILINE):
-        if len(dots) == depth:
-            found.add(name)
-    return found - {""}

@@ -16,7 +16,7 @@ from zoo import Counter, Several, TiedEmbedding
 
 import autosplit
 from autosplit import CaptureError
-from autosplit.capture import capture
+from autosplit.capture.joint_graph import capture
 from autosplit.passes.graph import Kind, inputs, outputs
 
 

@@ -231,7 +231,7 @@ def test_inspect_a_stage() -> None:
         (["compare", "examples.models:llama", "--set", "dim"], "expected NAME=VALUE, got 'dim'"),
         (
             ["compare", "examples.models:llama_whole", "--steps", "1"],
-            "expected a factory that returns an autosplit.workload.Workload",
+            "expected a factory that returns an autosplit.compare.Workload",
         ),
         ([*PIPELINE[:5], "--times", "1,2"], "times needs 3 numbers, or 3 for each of the 4"),
         ([*PIPELINE[:5], "--times", "1,2,x"], "expected numbers such as 2,1.5, got '1,2,x'"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-from autosplit.garbage import only_new_garbage
+from autosplit.torch_internals.garbage_collection import only_new_garbage
 
 
 def test_old_objects_are_left_alone_and_given_back() -> None:

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from autosplit.generators import kept
+from autosplit.device import generators_kept
 
 
 def test_what_is_drawn_inside_is_drawn_again() -> None:
-    with kept():
+    with generators_kept():
         first = torch.rand(3)
     assert torch.equal(torch.rand(3), first)
 
@@ -31,6 +31,6 @@ def test_gpus_that_nobody_uses_are_left_alone(
     monkeypatch.setattr(torch.random, "fork_rng", fork_rng)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: in_use)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with kept():
+    with generators_kept():
         pass
     assert asked == [expected]

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from autosplit.compat import tree_flatten
-from autosplit.signature import Flattening, Signature
+from autosplit.runtime.call_signature import Flattening, Signature
+from autosplit.torch_internals.pytree import tree_flatten
 
 X, Y = torch.ones(2, 3), nn.Parameter(torch.zeros(4))
 

@@ -12,8 +12,9 @@ from microbatches import reference
 from torch import Tensor, nn
 from zoo import CASES, Counter, PlainParameters, SwiGLU
 
-from autosplit import CaptureError, SplitError, Stage, gradients
-from autosplit.pipeline.execution.assembly import footprint
+from autosplit import CaptureError, SplitError, Stage
+from autosplit.pipeline.engine.execution.stage_assembly import footprint
+from autosplit.runtime import gradient_graphs
 
 # Stages hand tensors to each other: one tensor in, one tensor out.
 NAMES = [name for name in CASES if name != "several"]
@@ -172,13 +173,13 @@ def test_where_i_is_late_w_and_b_are_one_graph(
 ) -> None:
     """I runs nothing: it hands over what F saved and the gradient of the output, as they are."""
     compiled: list[str] = []
-    compile_graph = gradients.compile_graph
+    compile_graph = gradient_graphs.compile_graph
 
     def seen(name: str, *rest: Any) -> Any:
         compiled.append(name)
         return compile_graph(name, *rest)
 
-    monkeypatch.setattr(gradients, "compile_graph", seen)
+    monkeypatch.setattr(gradient_graphs, "compile_graph", seen)
     model = SwiGLU()
     twin = copy.deepcopy(model)
     batches = [torch.randn(2, 4, 16) for _ in range(4)]

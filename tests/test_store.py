@@ -10,11 +10,11 @@ import sys
 
 import pytest
 
-from autosplit.store import Store
+from autosplit.capture.cache.file_store import Store
 
 WRITER = """
 import hashlib, os, pathlib, sys, time
-from autosplit.store import Store
+from autosplit.capture.joint_graph.cache.file_store import Store
 
 def stop(*_):
     print("in the middle", flush=True)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from autosplit.handover import Handover
-from autosplit.streams import follow, stream_under
+from autosplit.device import follow, stream_under
+from autosplit.runtime.saved_tensors import Handover
 
 CUDA = torch.device("cuda", 0)
 
@@ -63,8 +63,8 @@ def test_a_handover_is_taken_on_the_stream_of_who_takes_it(
     monkeypatch: pytest.MonkeyPatch, again: bool
 ) -> None:
     made, followed = Mock(), Mock()
-    monkeypatch.setattr("autosplit.handover.stream_under", lambda tensors: made)
-    monkeypatch.setattr("autosplit.handover.follow", followed)
+    monkeypatch.setattr("autosplit.runtime.saved_tensors.stream_under", lambda tensors: made)
+    monkeypatch.setattr("autosplit.runtime.saved_tensors.follow", followed)
     tensor = torch.ones(2)
     handover = Handover(("a",), [tensor], ())
     taken = (handover.again() if again else handover).take()

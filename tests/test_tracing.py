@@ -12,7 +12,7 @@ from zoo import SwiGLU
 import autosplit
 from autosplit import CaptureError, SplitError
 from autosplit.passes import PassError
-from autosplit.tracing import DUMP_VARIABLE, trace
+from autosplit.runtime.build import DUMP_VARIABLE, trace
 
 
 def test_dump_variable_writes_every_stage_of_the_pipeline(
@@ -43,7 +43,7 @@ def test_pass_error_becomes_a_split_error(monkeypatch: pytest.MonkeyPatch) -> No
     def fail(*args: object, **kwargs: object) -> None:
         raise PassError("an invariant is broken")
 
-    monkeypatch.setattr("autosplit.tracing.run", fail)
+    monkeypatch.setattr("autosplit.runtime.build.run", fail)
     with pytest.raises(
         SplitError, match="Linear was captured but cannot be split: an invariant is broken"
     ):

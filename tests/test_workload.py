@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autosplit.compare import Workload, configure, load_factory
 from autosplit.errors import PipelineError
-from autosplit.workload import Workload, configure, load_factory
 
 
 @pytest.fixture

@@ -19,17 +19,19 @@ from torch._dynamo.functional_export import create_fx_graph_from_captured_output
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
 from torch._export.utils import _compiling_state_context
 
-from ..compat import TORCH, tree_flatten
-from ..errors import CaptureError
-from .as_eager import AS_IN_EAGER
-from .binding import Binding
-from .by_value import Answer, answered
-from .custom_functions import refuse_absent_gradients
-from .loops import watched
+from autosplit.capture.workarounds.causal_mask import Answer, answered
+from autosplit.capture.workarounds.custom_functions import refuse_absent_gradients
+from autosplit.capture.workarounds.eager_settings import AS_IN_EAGER
+from autosplit.capture.workarounds.long_loops import watched
+from autosplit.capture.workarounds.output_hooks import install_output_hooks
+from autosplit.errors import CaptureError
+from autosplit.torch_internals.pytree import tree_flatten
+from autosplit.torch_internals.version import TORCH
+
+from .argument_binding import Binding
+from .diagnosis import definition
 from .observers import is_observed, unobserved
-from .output_hooks import install_output_hooks
 from .random import refuse_drawn
-from .reasons import definition
 from .side_effects import Setter, setters
 
 _DYNAMO = {

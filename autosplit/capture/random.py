@@ -7,8 +7,9 @@ import random
 from torch import fx, nn
 from torch._dynamo.source import RandomValueSource
 
-from ..errors import CaptureError
-from .reasons import definition
+from autosplit.errors import CaptureError
+
+from .diagnosis import definition
 
 
 def refuse_drawn(module: nn.Module, exported: fx.GraphModule) -> None:

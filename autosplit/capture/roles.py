@@ -10,8 +10,8 @@ import torch
 from torch import fx, nn
 from torch._functorch._aot_autograd import descriptors as d
 
-from ..errors import CaptureError
-from ..passes.graph import Kind, Role, placeholders
+from autosplit.errors import CaptureError
+from autosplit.passes.graph import Kind, Role, placeholders
 
 
 def canonical_names(module: nn.Module) -> dict[str, str]:

@@ -19,9 +19,10 @@ from torch import nn
 from torch._dynamo.convert_frame import get_traced_fn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ..compat import tree_flatten, tree_unflatten
-from ..errors import CaptureError
-from .reasons import definition, told_once
+from autosplit.errors import CaptureError
+from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten
+
+from .diagnosis import definition, told_once
 
 _SOURCE = re.compile(r"\"([LG]\['[^\"]*)\"")
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)

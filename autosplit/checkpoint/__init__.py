@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from autosplit.checkpoint.formats import open_checkpoint, read_checkpoint
-from autosplit.checkpoint.loading import Loaded, load_checkpoint
-from autosplit.checkpoint.saving import save_checkpoint
+from autosplit.checkpoint.storage.formats import open_checkpoint, read_checkpoint
+
+from .loading import Loaded, load_checkpoint
+from .saving import save_checkpoint
 
 __all__ = ["Loaded", "load_checkpoint", "open_checkpoint", "read_checkpoint", "save_checkpoint"]

@@ -10,22 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autosplit.checkpoint import optimizer_state, run_state
-from autosplit.checkpoint.folder import DistributedFolder
-from autosplit.checkpoint.formats import Reader, open_checkpoint
-from autosplit.checkpoint.held import entries_of, groups_of, tensors_of
-from autosplit.checkpoint.naming import (
-    Entry,
-    Mismatch,
-    Names,
-    Naming,
-    check,
-    check_kinds,
-    source,
-)
-from autosplit.checkpoint.ranks import Ranks
+from autosplit.checkpoint.state.held_tensors import entries_of, groups_of, tensors_of
+from autosplit.checkpoint.storage.folder import DistributedFolder
+from autosplit.checkpoint.storage.formats import Reader, open_checkpoint
 from autosplit.errors import CheckpointError
 from autosplit.pipeline.training.trainer import PipelineTrainer
+
+from .naming import Entry, Mismatch, Names, Naming, check, check_kinds, source
+from .rank_agreement import Ranks
+from .state import optimizer_state, run_state
 
 _AT_ONCE = 2**30  # bytes to read before they go where they belong
 

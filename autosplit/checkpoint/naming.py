@@ -10,11 +10,12 @@ import networkx as nx
 import torch
 from torch import Tensor, nn
 
-from autosplit.checkpoint.files import kind_of
-from autosplit.checkpoint.ranks import Ranks
+from autosplit.checkpoint.storage.single_file import kind_of
 from autosplit.errors import CheckpointError
-from autosplit.pipeline.training.shared import Holder
+from autosplit.pipeline.training.tied_parameters import Holder
 from autosplit.pipeline.training.trainer import PipelineTrainer
+
+from .rank_agreement import Ranks
 
 Names: TypeAlias = "Callable[[int, str], str]"
 """The name in the whole model of what stage ``index`` calls ``name``."""

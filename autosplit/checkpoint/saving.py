@@ -6,14 +6,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from autosplit.checkpoint import optimizer_state, run_state
-from autosplit.checkpoint.commit import Staging, new_number
-from autosplit.checkpoint.held import groups_of, tensors_of
-from autosplit.checkpoint.manifest import digest
-from autosplit.checkpoint.naming import Names, Naming
-from autosplit.checkpoint.ranks import Ranks
+from autosplit.checkpoint.state.held_tensors import groups_of, tensors_of
+from autosplit.checkpoint.storage.commit import Staging, new_number
+from autosplit.checkpoint.storage.manifest import digest
 from autosplit.errors import CheckpointError
 from autosplit.pipeline.training.trainer import PipelineTrainer
+
+from .naming import Names, Naming
+from .rank_agreement import Ranks
+from .state import optimizer_state, run_state
 
 
 def save_checkpoint(
@@ -64,7 +65,7 @@ def save_checkpoint(
     )
     staging = _staging(ranks, path)
     try:
-        from autosplit.checkpoint.writer import write
+        from autosplit.checkpoint.storage.writer import write
 
         with ranks.together() as groups:
             problem = write(state, staging.folder, groups)

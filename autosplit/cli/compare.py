@@ -57,10 +57,10 @@ def compare(
     """Train FACTORY (MODULE:NAME, returning a Workload) with the fused and with the split
     backward, alternating step by step, and print what changed.
     """
-    from ..compare.run import compare as run
-    from ..compare.run import write_json, write_pictures
-    from ..compare.settings import Settings
-    from ..report.comparison import comparison_table, durations_table
+    from autosplit.compare.run import compare as run
+    from autosplit.compare.run import write_json, write_pictures
+    from autosplit.compare.settings import Settings
+    from autosplit.compare.table import comparison_table, durations_table
 
     dump = str(output / "graphs") if output else None
     ranks = stages if ranks is None else ranks
@@ -81,9 +81,9 @@ def compare(
 
 def _check_before_launch(settings: Any) -> None:
     """Fail here, in one process, on what every rank would fail on."""
-    from ..compile import check_backend
-    from ..pipeline.schedules import build
-    from ..workload import load_workload
+    from autosplit.backends.compiled_graph import check_backend
+    from autosplit.compare.workload import load_workload
+    from autosplit.pipeline.builders.build import build
 
     check_backend(settings.backend)
     load_workload(settings.factory, settings.overrides)

@@ -40,8 +40,9 @@ def inspect(
     """Report how FACTORY's model is split. FACTORY (MODULE:NAME) returns a Workload or
     (model, args) or (model, args, kwargs).
     """
-    from ..inspection import example, split_example
-    from ..workload import prepared
+    from autosplit.compare.workload import prepared
+
+    from .inspection import example, split_example
 
     made = prepared(factory, overrides)()
     given = example(made, factory, stages, stage, input_grads=not no_input_grads)

@@ -10,8 +10,8 @@ from typing import Any
 
 import click
 
-from ..errors import AutosplitError, OutputError
-from ..files.writing import check_file, check_folder
+from autosplit.errors import AutosplitError, OutputError
+from autosplit.text.writing import check_file, check_folder
 
 
 def typed_errors(command: Callable[..., None]) -> Callable[..., None]:

@@ -12,8 +12,8 @@ from .options import backend, counts, file_to_write, json_option, names, setting
 
 
 def _size(context: click.Context, parameter: click.Parameter, value: str | None) -> float:
-    from ..errors import PlanError
-    from ..planner.sizes import parse_size
+    from autosplit.errors import PlanError
+    from autosplit.text.byte_sizes import parse_size
 
     if value is None:
         return math.inf
@@ -81,9 +81,16 @@ def plan(
     """Cut FACTORY's model into balanced stages and choose how to run them. FACTORY (MODULE:NAME)
     returns (model, args) or (model, args, kwargs). Parameters get memory only in a rehearsal.
     """
-    from ..planning import plan_factory, write_summary
-    from ..report.plans import check_picture, draw_plan, plan_table, refused_table, search_table
-    from ..workload import prepared
+    from autosplit.compare.workload import prepared
+    from autosplit.report.plan_tables import (
+        check_picture,
+        draw_plan,
+        plan_table,
+        refused_table,
+        search_table,
+    )
+
+    from .planning import plan_factory, write_summary
 
     if picture:
         check_picture(picture)
@@ -126,10 +133,11 @@ def _request(
     bandwidth: float | None,
     optimizer_state: float,
 ) -> Any:
-    from ..pipeline.simulation.transfer import Transfer
-    from ..planner.limits import Limits
-    from ..planner.search import Wishes
-    from ..planning import Request
+    from autosplit.pipeline.simulation.transfer import Transfer
+    from autosplit.planner.costs.limits import Limits
+    from autosplit.planner.plan.plan_search import Wishes
+
+    from .planning import Request
 
     links = Transfer((latency or 0.0) / 1e3, math.inf if bandwidth is None else 1e9 * bandwidth)
     return Request(

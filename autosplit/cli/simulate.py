@@ -53,9 +53,10 @@ def simulate(
     **options: Any,
 ) -> None:
     """Simulate every schedule on a pipeline of the given stages, and print them side by side."""
-    from ..pipeline.grid import format_schedule
-    from ..projection import choose, project, write_pictures, write_rows
-    from ..report.survey import survey_table
+    from autosplit.pipeline.validation.grid import format_schedule
+    from autosplit.report.schedule_table import survey_table
+
+    from .projection import choose, project, write_pictures, write_rows
 
     found = project(**options)
     shown = choose(found, schedule)

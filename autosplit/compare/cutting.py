@@ -6,15 +6,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from autosplit.pipeline.communication.world import gather
-from autosplit.planner.costs import ModelCosts, average
-from autosplit.planner.measuring import device_of_trainer
-from autosplit.planner.profile import profile
-from autosplit.planner.specimen import Conditions
-from autosplit.planner.whole import WholeModel
+from autosplit.pipeline.engine.messages.default_group import gather
+from autosplit.planner.costs.block_costs import ModelCosts, average
+from autosplit.planner.costs.profile import profile
+from autosplit.planner.cuts.rank_measurement import device_of_trainer
+from autosplit.planner.model.block_instance import Conditions
+from autosplit.planner.model.captured_model import WholeModel
 
-from ..workload import Workload
 from .settings import Settings
+from .workload import Workload
 
 
 def measured_costs(workload: Workload, settings: Settings) -> ModelCosts | None:

@@ -13,28 +13,23 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from ..pipeline.action import ActionKind
-from ..pipeline.communication.world import gather
-from ..pipeline.execution.assembly import footprint
-from ..pipeline.schedules import SCHEDULES
-from ..pipeline.simulation.memory import StageMemory
-from ..pipeline.simulation.simulate import simulate
-from ..pipeline.timeline import Timeline, median_durations
-from ..pipeline.training.trainer import PipelineTrainer
-from ..planner.costs import ModelCosts
-from ..report.dump import dump
-from ..stage import Stage
-from ..workload import Workload, load_workload
+from autosplit.dump.dump import dump
+from autosplit.pipeline.builders.build import SCHEDULES
+from autosplit.pipeline.engine.execution.stage_assembly import footprint
+from autosplit.pipeline.engine.messages.default_group import gather
+from autosplit.pipeline.schedule.action import ActionKind
+from autosplit.pipeline.simulation.activation_memory import StageMemory
+from autosplit.pipeline.simulation.simulate import simulate
+from autosplit.pipeline.simulation.timeline import Timeline, median_durations
+from autosplit.pipeline.training.trainer import PipelineTrainer
+from autosplit.planner.costs.block_costs import ModelCosts
+from autosplit.stage import Stage
+
 from .cutting import measured_costs, stages_for
-from .memory import peak_bytes
-from .reference import (
-    Gradients,
-    largest_difference,
-    on_cpu,
-    single_process_gradients,
-    united,
-)
+from .peak_memory import peak_bytes
+from .reference import Gradients, largest_difference, on_cpu, single_process_gradients, united
 from .settings import Comparison, Row, Settings
+from .workload import Workload, load_workload
 
 _Summary = tuple[Row, Timeline, Timeline, list[StageMemory]]
 """A row, the step nearest to its median, the ideal one, and what each stage keeps."""

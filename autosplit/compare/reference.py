@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..workload import Workload
+from .workload import Workload
 
 Gradients = dict[int, dict[str, Tensor]]
 

@@ -9,13 +9,14 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any
 
-from ..files.writing import write_text, writing
-from ..pipeline.processes.launch import launch
-from ..pipeline.processes.worker import process_group
-from ..pipeline.simulation.memory import memory_over_time
-from ..report.page import Panel, write_page
-from ..report.timeline import draw_timelines
-from ..report.trace import write_chrome_trace
+from autosplit.pipeline.engine.processes.launch import launch
+from autosplit.pipeline.engine.processes.worker import process_group
+from autosplit.pipeline.simulation.activation_memory import memory_over_time
+from autosplit.report.timeline_page import Panel, write_page
+from autosplit.report.timeline_picture import draw_timelines
+from autosplit.report.trace import write_chrome_trace
+from autosplit.text.writing import write_text, writing
+
 from .rank import compare_on_rank
 from .settings import Comparison, Settings
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from ..errors import PipelineError
-from ..pipeline.simulation.memory import StageMemory
-from ..pipeline.timeline import Timeline
+from autosplit.errors import PipelineError
+from autosplit.pipeline.simulation.activation_memory import StageMemory
+from autosplit.pipeline.simulation.timeline import Timeline
 
 # Processes and threads of one machine; seconds of eleven days; what a table can hold.
 _RANGES: dict[str, tuple[float, float]] = {

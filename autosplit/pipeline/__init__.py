@@ -1,19 +1,19 @@
 """Schedules and the engine that drives split stages through them over several processes."""
 
-from .processes.launch import launch
-from .processes.worker import process_group
-from .schedule import Schedule
-from .schedules import SCHEDULES, WEIGHTS, build
-from .search import search
-from .search.exact import Exact, exact
-from .simulation.costs import Costs
-from .simulation.critical import critical_path
-from .simulation.memory import StageMemory, peak_memory
-from .simulation.simulate import simulate
-from .simulation.transfer import Transfer
-from .timeline import Span, Timeline
-from .training.trainer import PipelineTrainer
-from .validate import validate
+from autosplit.pipeline.builders.build import SCHEDULES, WEIGHTS, build
+from autosplit.pipeline.engine.processes.launch import launch
+from autosplit.pipeline.engine.processes.worker import process_group
+from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.search.exact import Exact, exact
+from autosplit.pipeline.search.search import search
+from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
+from autosplit.pipeline.simulation.critical_path import critical_path
+from autosplit.pipeline.simulation.simulate import simulate
+from autosplit.pipeline.simulation.step_costs import Costs
+from autosplit.pipeline.simulation.timeline import Span, Timeline
+from autosplit.pipeline.simulation.transfer import Transfer
+from autosplit.pipeline.training.trainer import PipelineTrainer
+from autosplit.pipeline.validation.validate import validate
 
 __all__ = [
     "SCHEDULES",

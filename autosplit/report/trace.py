@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from autosplit.errors import AutosplitError
-from autosplit.files.writing import write_text
-from autosplit.pipeline.action import ActionKind
-from autosplit.pipeline.dependency import needs_of, result_of
-from autosplit.pipeline.timeline import Span, Timeline
+from autosplit.pipeline.schedule.action import ActionKind
+from autosplit.pipeline.schedule.dependency import needs_of, result_of
+from autosplit.pipeline.simulation.timeline import Span, Timeline
+from autosplit.text.writing import write_text
 
 Event = dict[str, Any]
 

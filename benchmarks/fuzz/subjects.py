@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from autosplit.pipeline.interchange import write_csv
-from autosplit.pipeline.schedules import build
-from autosplit.planner.costs import BlockCost, ModelCosts
-from autosplit.planner.partitioning import partition
-from autosplit.planner.whole import WholeModel
+from autosplit.pipeline.builders.build import build
+from autosplit.pipeline.validation.torch_csv import write_csv
+from autosplit.planner.costs.block_costs import BlockCost, ModelCosts
+from autosplit.planner.model.captured_model import WholeModel
+from autosplit.planner.plan.partitioning import partition
 
 from .judge import check_csv, check_plan
 

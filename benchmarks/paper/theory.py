@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Callable
 from fractions import Fraction
 
-from autosplit.pipeline.schedule import Schedule
-from autosplit.pipeline.schedules import build
+from autosplit.pipeline.builders.build import build
+from autosplit.pipeline.schedule.schedule import Schedule
 
 
 @dataclasses.dataclass(frozen=True)

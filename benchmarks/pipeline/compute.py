@@ -9,13 +9,13 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from autosplit.pipeline.action import Action, ActionKind
-from autosplit.pipeline.processes.launch import launch
-from autosplit.pipeline.schedules import SCHEDULES
+from autosplit.compare.workload import Workload, load_workload
+from autosplit.pipeline.builders.build import SCHEDULES
+from autosplit.pipeline.engine.processes.launch import launch
+from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.simulation.simulate import simulate
-from autosplit.pipeline.timeline import Timeline, median_durations
+from autosplit.pipeline.simulation.timeline import Timeline, median_durations
 from autosplit.pipeline.training.trainer import PipelineTrainer
-from autosplit.workload import Workload, load_workload
 
 from ..results import Rows, table
 

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autosplit.pipeline.processes.launch import launch
-from autosplit.pipeline.schedules import build
+from autosplit.pipeline.builders.build import build
+from autosplit.pipeline.engine.processes.launch import launch
 from autosplit.pipeline.training.trainer import PipelineTrainer
 
 from ..results import Rows, table

@@ -8,7 +8,7 @@ from typing import Any
 
 from autosplit.compare.run import compare, write_pictures
 from autosplit.compare.settings import Row, Settings
-from autosplit.report.comparison import comparison_table, durations_table
+from autosplit.compare.table import comparison_table, durations_table
 
 from ..results import Rows, table
 

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autosplit.compare.memory import peak_bytes
-from autosplit.pipeline.execution.assembly import footprint
-from autosplit.pipeline.processes.launch import launch
-from autosplit.pipeline.schedule import Schedule
-from autosplit.pipeline.schedules import SCHEDULES, build
-from autosplit.pipeline.simulation.memory import StageMemory, peak_memory
+from autosplit.compare.peak_memory import peak_bytes
+from autosplit.pipeline.builders.build import SCHEDULES, build
+from autosplit.pipeline.engine.execution.stage_assembly import footprint
+from autosplit.pipeline.engine.processes.launch import launch
+from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
 from autosplit.pipeline.training.trainer import PipelineTrainer
 from autosplit.stage import Stage
 from examples.decoder import Block, LlamaConfig, Rotary

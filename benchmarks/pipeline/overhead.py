@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import autosplit
-from autosplit.inspection import example
-from autosplit.workload import Workload
+from autosplit.cli.inspection import example
+from autosplit.compare import Workload
 from examples.models import convnet, llama, mlp
 
 from ..results import Rows, table

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from autosplit.compare.memory import peak_bytes
-from autosplit.pipeline.processes.launch import launch
-from autosplit.workload import load_workload
+from autosplit.compare.peak_memory import peak_bytes
+from autosplit.compare.workload import load_workload
+from autosplit.pipeline.engine.processes.launch import launch
 
 from ..results import Rows, table
 from .contenders import IN_FLIGHT, OURS, THEIRS, Contender

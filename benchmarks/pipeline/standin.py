@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.action import Action, ActionKind
-from autosplit.pipeline.processes.launch import launch
-from autosplit.pipeline.schedule import Schedule
-from autosplit.pipeline.schedules import SCHEDULES, build
-from autosplit.pipeline.search import search
-from autosplit.pipeline.simulation.costs import Costs
-from autosplit.pipeline.simulation.memory import StageMemory
+from autosplit.pipeline.builders.build import SCHEDULES, build
+from autosplit.pipeline.engine.processes.launch import launch
+from autosplit.pipeline.schedule.action import Action, ActionKind
+from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.search.search import search
+from autosplit.pipeline.simulation.activation_memory import StageMemory
+from autosplit.pipeline.simulation.step_costs import Costs
 from autosplit.pipeline.training.trainer import PipelineTrainer
 
 from ..results import Rows, table

@@ -13,10 +13,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from autosplit.pipeline.communication.groups import disconnect
-from autosplit.pipeline.execution.assembly import StageFactory, TrainableStage, split_stage
+from autosplit.compare import Workload
+from autosplit.pipeline.engine.execution.stage_assembly import (
+    StageFactory,
+    TrainableStage,
+    split_stage,
+)
+from autosplit.pipeline.engine.messages.process_groups import disconnect
 from autosplit.pipeline.training.trainer import PipelineTrainer
-from autosplit.workload import Workload
 
 from .contenders import Contender
 

@@ -6,14 +6,14 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from autosplit.pipeline.schedules import SCHEDULES
-from autosplit.pipeline.search import search
+from autosplit.pipeline.builders.build import SCHEDULES
 from autosplit.pipeline.search.exact import exact
-from autosplit.pipeline.simulation.costs import Costs
-from autosplit.pipeline.simulation.memory import StageMemory
+from autosplit.pipeline.search.search import search
+from autosplit.pipeline.search.survey import survey
+from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.pipeline.simulation.simulate import simulate
+from autosplit.pipeline.simulation.step_costs import Costs
 from autosplit.pipeline.simulation.transfer import Transfer
-from autosplit.pipeline.survey import survey
 
 from ..results import Rows, table
 

@@ -11,20 +11,20 @@ from typing import Any
 
 import torch.distributed as dist
 
-from autosplit.pipeline.processes.launch import launch
+from autosplit.pipeline.engine.processes.launch import launch
 from autosplit.pipeline.simulation.transfer import Transfer
-from autosplit.planner.costs import ModelCosts, average
-from autosplit.planner.device import measure_device
-from autosplit.planner.estimate import estimate
-from autosplit.planner.form import Form
-from autosplit.planner.limits import Limits
-from autosplit.planner.links import measure_links
-from autosplit.planner.profile import profile
-from autosplit.planner.rehearsal import Rehearsal, rehearse
-from autosplit.planner.settle import settle
-from autosplit.planner.solve import Solution, solve, weigh
-from autosplit.planner.specimen import Conditions, distinct
-from autosplit.planner.whole import WholeModel
+from autosplit.planner.costs.block_costs import ModelCosts, average
+from autosplit.planner.costs.device_speed import measure_device
+from autosplit.planner.costs.estimate import estimate
+from autosplit.planner.costs.limits import Limits
+from autosplit.planner.costs.links import measure_links
+from autosplit.planner.costs.profile import profile
+from autosplit.planner.costs.trial_run import Rehearsal, rehearse
+from autosplit.planner.cuts.refine import settle
+from autosplit.planner.cuts.schedule_request import Form
+from autosplit.planner.cuts.solve import Solution, solve, weigh
+from autosplit.planner.model.block_instance import Conditions, distinct
+from autosplit.planner.model.captured_model import WholeModel
 
 from .models import CASES
 from .training import Training, alternate

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from autosplit.planner.device import Device, device_named, measure_device
-from autosplit.planner.estimate import estimate
-from autosplit.planner.skeleton import skeleton
-from autosplit.planner.solve import solve
-from autosplit.planner.specimen import Conditions
-from autosplit.planner.whole import WholeModel
+from autosplit.planner.costs.device_speed import Device, device_named, measure_device
+from autosplit.planner.costs.estimate import estimate
+from autosplit.planner.cuts.solve import solve
+from autosplit.planner.meta_init.meta_model import meta_model
+from autosplit.planner.model.block_instance import Conditions
+from autosplit.planner.model.captured_model import WholeModel
 from examples.families import FAMILIES, PAPER, TINY
 
 from ..malloc import KEEPING
@@ -48,7 +48,7 @@ def plan(device: str, *, tiny: bool) -> dict[str, Any]:
     """Plan the model into several numbers of stages, from its parameters' shapes."""
     start = time.perf_counter()
     family = FAMILIES["llama"](**(TINY if tiny else PAPER)["llama"])
-    model = skeleton(family.build)
+    model = meta_model(family.build)
     whole = WholeModel.capture(model, family.example())
     captured = time.perf_counter()
     here = device == "this CPU"

@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline.training.trainer import PipelineTrainer
-from autosplit.planner.rehearsal import rehearsing, stage_times
-from autosplit.planner.solve import Solution
-from autosplit.planner.specimen import Conditions
-from autosplit.planner.stages import cut
-from autosplit.planner.whole import WholeModel
+from autosplit.planner.costs.trial_run import rehearsing, stage_times
+from autosplit.planner.cuts.solve import Solution
+from autosplit.planner.model.block_instance import Conditions
+from autosplit.planner.model.captured_model import WholeModel
+from autosplit.planner.model.stages import cut
 
 from .models import Subject
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import autosplit
-from autosplit.accumulation import EXACT, Accumulation
-from autosplit.functions import SplitFunctions
-from autosplit.handover import Handover
+from autosplit.runtime.functions import SplitFunctions
+from autosplit.runtime.gradient_accumulation import EXACT, Accumulation
+from autosplit.runtime.saved_tensors import Handover
 
 from ..results import Rows, table
 from .clock import elapsed

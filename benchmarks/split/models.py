@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autosplit.workload import configure
+from autosplit.compare import configure
 from examples.families.models import bert_config, llama_config, mamba_config, resnet_config
 from examples.families.settings import (
     PAPER,

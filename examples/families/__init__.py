@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from autosplit.compare import configure
 from autosplit.errors import PipelineError
-from autosplit.workload import configure
 from examples import digits, text
 from examples.decoder import next_byte_loss
 from examples.families.models import build_bert, build_llama, build_mamba, build_resnet

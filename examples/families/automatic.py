@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autosplit.workload import Workload
+from autosplit.compare import Workload
 from examples.families import FAMILIES, by_hand
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from autosplit.workload import Workload
+from autosplit.compare import Workload
 from examples.families import FAMILIES, Family
 from examples.stages import stage_layers
 

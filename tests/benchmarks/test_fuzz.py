@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from autosplit.pipeline.interchange import read_csv, write_csv
-from autosplit.pipeline.schedule import Schedule
-from autosplit.pipeline.schedules import build
+from autosplit.pipeline.builders.build import build
+from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.validation.torch_csv import read_csv, write_csv
 from benchmarks.fuzz import judge as judging
 from benchmarks.fuzz.judge import Verdict, check_csv, judge
 from benchmarks.fuzz.subjects import SUBJECTS

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.distributed.pipelining.schedules import Schedule1F1B
 
-from autosplit.pipeline.schedules import build
+from autosplit.pipeline.builders.build import build
 from benchmarks.pipeline import compute, engine, memory, page, peers, standin
 from benchmarks.pipeline.contenders import Contender
 from benchmarks.results import Results

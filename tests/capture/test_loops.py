@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import autosplit
-from autosplit.capture import loops
+from autosplit.capture.workarounds import long_loops
 
 
 class Scan(nn.Module):
@@ -62,12 +62,12 @@ def test_a_short_loop_is_unrolled() -> None:
 
 
 def test_a_long_loop_gives_way_to_the_closed_form(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loops, "LIMIT", 20)
+    monkeypatch.setattr(long_loops, "LIMIT", 20)
     assert "aten.cumsum.default" in operators(Scan(), torch.randn(2, 24, 3))
 
 
 def test_loops_of_several_calls_are_counted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loops, "LIMIT", 20)
+    monkeypatch.setattr(long_loops, "LIMIT", 20)
     assert "aten.cumsum.default" not in operators(Twice(), torch.randn(2, 9, 3))
 
 
@@ -79,5 +79,5 @@ def test_a_long_loop_without_a_closed_form_is_unrolled(monkeypatch: pytest.Monke
                 total = total.tanh() + x[:, step]
             return total
 
-    monkeypatch.setattr(loops, "LIMIT", 20)
+    monkeypatch.setattr(long_loops, "LIMIT", 20)
     assert "aten.tanh.default" in operators(Loop(), torch.randn(2, 24, 3))

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import autosplit
-from autosplit.capture import circumstances
-from autosplit.capture.archive import NoArchiveError, unpack
-from autosplit.capture.shelf import VARIABLE
-from autosplit.passes import codegen
-from autosplit.tracing import DUMP_VARIABLE
+from autosplit.capture.cache import environment_key
+from autosplit.capture.cache.archive import NoArchiveError, unpack
+from autosplit.capture.cache.split_graph_cache import VARIABLE
+from autosplit.passes.lowering import codegen
+from autosplit.runtime.build import DUMP_VARIABLE
 
 
 class Model(nn.Module):
@@ -190,11 +190,11 @@ def test_sources_are_part_of_the_key(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy = tmp_path / "sources"
-    shutil.copytree(circumstances.SOURCES, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setattr(circumstances, "SOURCES", copy)
+    shutil.copytree(environment_key.SOURCES, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(environment_key, "SOURCES", copy)
     assert trace() == MISS
     assert trace() == HIT
-    with (copy / "passes" / "choose.py").open("a") as source:
+    with (copy / "passes" / "manager.py").open("a") as source:
         source.write("# changed\n")
     assert trace() == MISS
 
@@ -202,7 +202,7 @@ def test_sources_are_part_of_the_key(
 def test_every_source_is_part_of_the_key(tmp_path: pathlib.Path) -> None:
     root = pathlib.Path(autosplit.__file__).parent
     files = {*root.rglob("*.py"), *root.glob("passes/**/*.py")}  # the latter may be a link
-    assert {pathlib.Path(file) for file in circumstances.source_files(root)} == files
+    assert {pathlib.Path(file) for file in environment_key.source_files(root)} == files
     seen = set()
     for name in ("one.py", "deep/two.py", "deep/er/three.py", "linked/four.py"):
         (tmp_path / "elsewhere").mkdir(exist_ok=True)
@@ -212,11 +212,11 @@ def test_every_source_is_part_of_the_key(tmp_path: pathlib.Path) -> None:
         path = tmp_path / "root" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("")
-        seen.add(circumstances.sources(tmp_path / "root"))
+        seen.add(environment_key.sources(tmp_path / "root"))
         path.write_text("changed")
-        seen.add(circumstances.sources(tmp_path / "root"))
+        seen.add(environment_key.sources(tmp_path / "root"))
     path.rename(path.with_name("moved.py"))
-    seen.add(circumstances.sources(tmp_path / "root"))
+    seen.add(environment_key.sources(tmp_path / "root"))
     assert len(seen) == 9
 
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from autosplit import CheckpointError
 from autosplit.checkpoint import load_checkpoint, save_checkpoint
-from autosplit.pipeline.training.shared import Holder
+from autosplit.pipeline.schedule.wiring import Wiring
+from autosplit.pipeline.training.tied_parameters import Holder
 from autosplit.pipeline.training.trainer import PipelineTrainer
-from autosplit.pipeline.wiring import Wiring
-from autosplit.planner.materialise import Values, materialise
+from autosplit.planner.meta_init.materialise import Values, materialise
 
 VOCABULARY, WIDTH, LAYERS = 13, 8, 6
 

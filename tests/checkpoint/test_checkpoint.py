@@ -22,12 +22,12 @@ from torch.distributed.checkpoint.state_dict import (
 
 from autosplit import CheckpointError, PlanError
 from autosplit.checkpoint import load_checkpoint, save_checkpoint
-from autosplit.checkpoint.formats import open_checkpoint, read_checkpoint
-from autosplit.checkpoint.writer import unworried
+from autosplit.checkpoint.storage.formats import open_checkpoint, read_checkpoint
+from autosplit.checkpoint.storage.writer import unworried
 from autosplit.pipeline import launch
-from autosplit.planner.loader import Loader
-from autosplit.planner.materialise import materialise
-from autosplit.planner.skeleton import skeleton
+from autosplit.planner.meta_init.checkpoint_values import Loader
+from autosplit.planner.meta_init.materialise import materialise
+from autosplit.planner.meta_init.meta_model import meta_model
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -103,7 +103,7 @@ def test_every_format_loads_into_stages(save: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("save", [save_file, save_sharded, save_distributed])
 def test_a_skeleton_starts_with_the_checkpoints_values(save: Any, tmp_path: Path) -> None:
-    model = skeleton(whole)
+    model = meta_model(whole)
     with trainer(model, 3, ranks=1, values=Loader(model, save(tmp_path))) as engine:
         expected = whole(3).state_dict()
         assert all(torch.equal(value, expected[name]) for name, value in named(engine).items())
@@ -120,7 +120,7 @@ def test_a_loader_overwrites_values_that_are_there(tmp_path: Path) -> None:
 
 
 def test_only_what_is_wanted_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = skeleton(whole)
+    model = meta_model(whole)
     loader = Loader(model, save_sharded(tmp_path))
     (tmp_path / "b.safetensors").unlink()
     stage = checkpoint_workers.Part(model, range(2))
@@ -250,7 +250,7 @@ def changed(path: Path, **values: Any) -> Path:
 
 
 def test_strict_is_for_missing_and_extra_only(tmp_path: Path) -> None:
-    model = skeleton(whole)
+    model = meta_model(whole)
     path = changed(tmp_path, **{"1_0_bias": None, "nose": torch.zeros(1)})
     with pytest.raises(CheckpointError, match=r"1\.0\.bias.*\n.*nose.*\nstrict=False"):
         Loader(model, path)
@@ -274,7 +274,7 @@ def test_buffers_that_no_checkpoint_has_come_from_the_factory(tmp_path: Path) ->
             self.register_buffer("angles", torch.arange(3.0), persistent=False)
 
     torch.save(Rotary().state_dict(), tmp_path / "x.pt")
-    model = skeleton(Rotary)
+    model = meta_model(Rotary)
     assert materialise(model, Loader(model, tmp_path / "x.pt")).angles.tolist() == [0, 1, 2]
     with torch.device("meta"):
         model = Rotary()

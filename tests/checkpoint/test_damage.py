@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from autosplit import CheckpointError
 from autosplit.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
-from autosplit.checkpoint.writer import unworried
-from autosplit.planner.loader import Loader
+from autosplit.checkpoint.storage.writer import unworried
+from autosplit.planner.meta_init.checkpoint_values import Loader
 
 
 def own(folder: Path) -> Path:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, fx, nn
 
 import autosplit
-from autosplit.compile import BACKENDS, Code, backend_named
-from autosplit.compile.eager import Eager
+from autosplit.backends.compiled_graph import BACKENDS, Code, backend_named
+from autosplit.backends.eager import Eager
 from autosplit.errors import BackendError, SplitError
 
 

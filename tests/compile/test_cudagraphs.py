@@ -14,13 +14,13 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import autosplit
 from autosplit import Stage
-from autosplit.compat import versions
-from autosplit.compile import BACKENDS
-from autosplit.compile.cudagraphs import CudaGraphs
-from autosplit.compile.slots import Recording, Slot
+from autosplit.backends.compiled_graph import BACKENDS
+from autosplit.backends.cudagraph_slots import Recording, Slot
+from autosplit.backends.cudagraphs import CudaGraphs
 from autosplit.errors import BackendError
 from autosplit.passes.graph import Kind, Role, set_outputs
 from autosplit.pipeline import PipelineTrainer
+from autosplit.torch_internals.storage import versions
 
 ORDERS = [((0, 1, 2), (0, 1, 2)), ((2, 0, 1), (1, 2, 0))]
 

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import autosplit
-from autosplit import SplitError, Stage, compat_inductor
-from autosplit.integrations.deferral import backward_weight
-from autosplit.pipeline.action import Action
-from autosplit.pipeline.execution.executor import Executor
-from autosplit.pipeline.schedule import Schedule
+from autosplit import SplitError, Stage
+from autosplit.dynamo.pending_weights import backward_weight
+from autosplit.pipeline.engine.execution.executor import Executor
+from autosplit.pipeline.schedule.action import Action
+from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.training.trainer import PipelineTrainer
+from autosplit.torch_internals import inductor
 
 # Float32 against float64; what torch.compile meets on the same models.
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
@@ -344,13 +345,13 @@ def test_retained_and_hooked_values_survive_the_backward() -> None:
 def test_cuda_graphs_of_its_own_are_never_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """They would write one microbatch's results over the last one's, which are pending."""
     switched: list[bool] = []
-    compile_fx_inner: Any = compat_inductor.compile_fx_inner
+    compile_fx_inner: Any = inductor.compile_fx_inner
 
     def spy(*args: Any, **kwargs: Any) -> Any:
         switched.append(torch._inductor.config.triton.cudagraphs)
         return compile_fx_inner(*args, **kwargs)
 
-    monkeypatch.setattr(compat_inductor, "compile_fx_inner", spy)
+    monkeypatch.setattr(inductor, "compile_fx_inner", spy)
     with torch._inductor.config.patch({"triton.cudagraphs": True}):
         autosplit.split(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), backend="inductor").capture(
             torch.randn(2, 3)

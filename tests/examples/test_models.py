@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autosplit.compare import Workload
 from autosplit.errors import PipelineError
-from autosplit.workload import Workload
 from examples import models
 from examples.decoder import Attention, Decoder, LlamaConfig, RMSNorm, Rotary
 from examples.stages import stage_layers

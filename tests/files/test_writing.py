@@ -11,12 +11,12 @@ from torch import nn
 
 import autosplit
 from autosplit.errors import OutputError
-from autosplit.files.writing import check_file, check_folder
-from autosplit.pipeline.interchange import write_csv
-from autosplit.pipeline.schedules import build
+from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.simulation.simulate import simulate
-from autosplit.report.timeline import draw_timelines
+from autosplit.pipeline.validation.torch_csv import write_csv
+from autosplit.report.timeline_picture import draw_timelines
 from autosplit.report.trace import write_chrome_trace
+from autosplit.text.writing import check_file, check_folder
 
 ROWS = [("1f1b", simulate(build("1f1b", 2, 2), lambda action: 1.0))]
 

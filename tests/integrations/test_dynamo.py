@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 from autosplit import SplitError
-from autosplit.compat import TORCH
-from autosplit.integrations.deferral import Deferral, backward_weight
-from autosplit.integrations.dynamo import backend
+from autosplit.dynamo.backend import backend
+from autosplit.dynamo.pending_weights import Deferral, backward_weight
+from autosplit.torch_internals.version import TORCH
 
 
 def compiled(model: nn.Module, **options: Any) -> Callable[..., Any]:
@@ -294,13 +294,13 @@ def test_compiled_autograd_is_refused() -> None:
 def test_graph_that_cannot_be_split_gets_an_ordinary_backward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from autosplit import compat_convention
+    from autosplit.capture import aot_convention
     from autosplit.passes import PassError
 
     def fail(_: object) -> None:
         raise PassError("no pass likes this graph")
 
-    monkeypatch.setattr(compat_convention, "run", fail)
+    monkeypatch.setattr(aot_convention, "run", fail)
     model = TwoLayers()
     reference = copy.deepcopy(model)
     x = torch.randn(3, 4)

@@ -18,7 +18,7 @@ from comparing import assert_same, assert_same_state, train
 from torch import Tensor, nn
 from zoo import CASES
 
-from autosplit.integrations.partial import Partial
+from autosplit.dynamo.partial_model import Partial
 
 
 @pytest.mark.parametrize(("training", "count"), [(True, 3), (False, 2)], ids=["train", "eval"])

@@ -17,7 +17,7 @@ from breaking import (
 from comparing import assert_same_state, train
 from torch import Tensor, nn
 
-from autosplit.integrations.partial import Partial
+from autosplit.dynamo.partial_model import Partial
 
 
 def test_hooks_fire_once_a_microbatch_with_the_sum_over_graphs() -> None:

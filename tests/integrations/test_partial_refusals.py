@@ -12,7 +12,7 @@ from breaking import (
 )
 
 from autosplit import SplitError
-from autosplit.integrations.partial import Partial
+from autosplit.dynamo.partial_model import Partial
 
 
 def test_optimizer_step_computes_what_is_pending() -> None:

@@ -11,8 +11,9 @@ from breaking import DisabledMiddle, TwoLayers, Unbreakable
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from autosplit import SplitError, compat_convention
-from autosplit.integrations.partial import Partial
+from autosplit import SplitError
+from autosplit.capture import aot_convention
+from autosplit.dynamo.partial_model import Partial
 from autosplit.passes import PassError
 
 PRODUCT = 2 * 3 * 4 * 4  # operations of one weight gradient: 3 rows, 4 by 4 weights
@@ -101,7 +102,7 @@ def test_graph_that_cannot_be_split(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: object) -> None:
         raise PassError("no pass likes this graph")
 
-    monkeypatch.setattr(compat_convention, "run", fail)
+    monkeypatch.setattr(aot_convention, "run", fail)
     partial = called(TwoLayers())
     assert [part.state for part in partial.parts] == ["no pass likes this graph"] * 2
     assert partial.history is not None

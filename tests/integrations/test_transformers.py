@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import autosplit
-from autosplit.passes.cost import graph_flops
-from autosplit.passes.trade import trade
+from autosplit.passes.analysis.operator_cost import graph_flops
+from autosplit.passes.partition.memory_tradeoff import trade
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import autosplit
-from autosplit.capture import capture
+from autosplit.capture.joint_graph import capture
 from autosplit.passes import Program, Role
 from autosplit.passes.graph import Kind, calls, inputs, outputs
 

@@ -9,11 +9,11 @@ import torch
 from torch import fx, nn
 
 from autosplit.passes import Role
-from autosplit.passes.aliasing import distinct_bytes
-from autosplit.passes.cost import is_cheap
+from autosplit.passes.analysis.aliasing import distinct_bytes
+from autosplit.passes.analysis.operator_cost import is_cheap
 from autosplit.passes.graph import Kind, Regions
-from autosplit.passes.reach import Reach
-from autosplit.passes.regions import Division
+from autosplit.passes.partition.reachability import Reach
+from autosplit.passes.partition.regions import Division
 
 aten = torch.ops.aten
 

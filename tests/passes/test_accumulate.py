@@ -12,12 +12,12 @@ from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from zoo import CASES
 
-from autosplit.compile import compile_graph
-from autosplit.compile.eager import Eager
+from autosplit.backends.compiled_graph import compile_graph
+from autosplit.backends.eager import Eager
 from autosplit.passes import SplitGraphs, run
-from autosplit.passes.accumulate import accumulate
-from autosplit.passes.aliasing import is_view
+from autosplit.passes.analysis.aliasing import is_view
 from autosplit.passes.graph import Kind, calls, inputs, outputs
+from autosplit.passes.lowering.accumulate import accumulate
 from autosplit.passes.verify import verify_graph
 
 aten = torch.ops.aten

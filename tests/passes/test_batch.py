@@ -9,14 +9,14 @@ from graphs import names_out, ops, program_of
 from torch import Tensor, fx, nn
 from zoo import CASES, PlainParameters, RepeatedLayer, TiedEmbedding
 
-from autosplit.compile import compile_graph
-from autosplit.compile.eager import Eager
+from autosplit.backends.compiled_graph import compile_graph
+from autosplit.backends.eager import Eager
 from autosplit.passes import memory_setting, run
-from autosplit.passes.accumulate import accumulate
-from autosplit.passes.batch import batch, member
-from autosplit.passes.cost import graph_flops
-from autosplit.passes.fuse import fuse
+from autosplit.passes.analysis.operator_cost import graph_flops
 from autosplit.passes.graph import STATE, Kind, inputs
+from autosplit.passes.lowering.accumulate import accumulate
+from autosplit.passes.lowering.concatenate_microbatches import batch, member
+from autosplit.passes.lowering.fused_accumulation import fuse
 from autosplit.passes.verify import verify_graph
 
 

@@ -8,7 +8,7 @@ from graphs import names_in, names_out, ops, program_of
 from torch import Tensor, nn
 
 from autosplit.passes import SplitGraphs, run
-from autosplit.passes.aliasing import distinct_bytes
+from autosplit.passes.analysis.aliasing import distinct_bytes
 from autosplit.passes.graph import Kind, outputs
 
 MAKING = {"mm", "bmm", "addmm", "embedding_dense_backward", "convolution_backward", "sum"}

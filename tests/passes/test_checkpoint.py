@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from zoo import Attention, SwiGLU
 
 from autosplit.passes import run
-from autosplit.passes.cost import is_random
+from autosplit.passes.analysis.operator_cost import is_random
 from autosplit.passes.graph import Kind, calls
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, fx, nn
 from zoo import SwiGLU
 
 from autosplit.passes import PassError, run
-from autosplit.passes.codegen import HEADER, constants, generate
+from autosplit.passes.lowering.codegen import HEADER, constants, generate
 
 
 def test_literal() -> None:

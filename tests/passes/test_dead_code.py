@@ -7,8 +7,8 @@ import torch
 from graphs import hand_made
 
 from autosplit.passes import Program
-from autosplit.passes.dead_code import dead_code
 from autosplit.passes.graph import calls
+from autosplit.passes.rewrites.dead_code import dead_code
 
 
 def targets_after(target: object, *args: object, graph: str = "joint") -> list[str]:

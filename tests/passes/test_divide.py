@@ -6,8 +6,8 @@ import torch
 from graphs import program_of
 from torch import fx, nn
 
-from autosplit.passes.divide import divide
 from autosplit.passes.graph import calls
+from autosplit.passes.rewrites.divide_backward_operators import divide
 from autosplit.passes.verify import verify
 
 

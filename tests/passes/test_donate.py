@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from autosplit.passes import Kind, Role, SplitGraphs, run
-from autosplit.passes.donate import donatable, donate, is_donated
 from autosplit.passes.graph import inputs, outputs
+from autosplit.passes.lowering.donation import donatable, donate, is_donated
 
 from .graphs import joint_of
 

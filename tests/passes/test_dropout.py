@@ -7,7 +7,7 @@ import torch
 from graphs import ops, program_of
 from torch import nn
 
-from autosplit.passes.dropout import dropout
+from autosplit.passes.rewrites.half_precision_dropout import dropout
 from autosplit.passes.verify import verify
 
 

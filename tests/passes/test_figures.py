@@ -8,10 +8,10 @@ from graphs import joint_of
 from torch import fx, nn
 from zoo import Attention, SwiGLU
 
-from autosplit.passes.divide import divide
 from autosplit.passes.graph import Program
-from autosplit.passes.memory import BALANCED, FAST, LEAN
-from autosplit.passes.trade import trade
+from autosplit.passes.memory_policy import BALANCED, FAST, LEAN
+from autosplit.passes.partition.memory_tradeoff import trade
+from autosplit.passes.rewrites.divide_backward_operators import divide
 
 
 class Bottleneck(nn.Module):

@@ -9,12 +9,12 @@ from graphs import ops, program_of
 from torch import Tensor, fx, nn
 from zoo import CASES, RepeatedLayer, TiedEmbedding
 
-from autosplit.compile import compile_graph
-from autosplit.compile.eager import Eager
+from autosplit.backends.compiled_graph import compile_graph
+from autosplit.backends.eager import Eager
 from autosplit.passes import run
-from autosplit.passes.accumulate import accumulate
-from autosplit.passes.fuse import fuse
 from autosplit.passes.graph import inputs
+from autosplit.passes.lowering.accumulate import accumulate
+from autosplit.passes.lowering.fused_accumulation import fuse
 from autosplit.passes.verify import verify_graph
 
 

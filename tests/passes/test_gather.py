@@ -9,10 +9,10 @@ import torch
 from graphs import assert_gradients_are_autograds, ops, program_of
 from torch import Tensor, fx, nn
 
-from autosplit.capture import capture
-from autosplit.compile import backend_named
+from autosplit.backends.compiled_graph import backend_named
+from autosplit.capture.joint_graph import capture
 from autosplit.passes import Program
-from autosplit.passes.gather import gather
+from autosplit.passes.rewrites.padded_sums import gather
 from autosplit.passes.verify import verify
 
 X = torch.randn(3, 6, 4)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autosplit.passes import PassError
-from autosplit.passes.network import SINK, SOURCE, Network, Price
+from autosplit.passes.partition.min_cut import SINK, SOURCE, Network, Price
 
 
 def built(edges: dict[tuple[int, int], int | None]) -> Network:

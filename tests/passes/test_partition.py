@@ -10,7 +10,7 @@ from zoo import Attention, Counter, SwiGLU
 
 from autosplit.passes import PassError, Program, Role
 from autosplit.passes.graph import Kind
-from autosplit.passes.partition import partition
+from autosplit.passes.partition.forward_backward import partition
 from autosplit.passes.verify import verify
 
 

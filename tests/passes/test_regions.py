@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from sized import Sized, held, least_held
 
 from autosplit.passes import PassError, Role
-from autosplit.passes.cost import is_cheap
+from autosplit.passes.analysis.operator_cost import is_cheap
 from autosplit.passes.graph import Kind
 
 

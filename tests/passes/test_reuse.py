@@ -12,9 +12,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import autosplit
 from autosplit.passes import run
-from autosplit.passes.codegen import generate
 from autosplit.passes.graph import calls
-from autosplit.passes.reuse import overwritten
+from autosplit.passes.lowering.codegen import generate
+from autosplit.passes.lowering.inplace_reuse import overwritten
 
 
 class Call(nn.Module):

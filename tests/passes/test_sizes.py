@@ -7,12 +7,12 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autosplit.passes import Role
-from autosplit.passes.aliasing import storage_bytes
-from autosplit.passes.cost import flops
+from autosplit.passes.analysis.aliasing import storage_bytes
+from autosplit.passes.analysis.operator_cost import flops
+from autosplit.passes.analysis.symbolic_sizes import concrete, example, is_size
 from autosplit.passes.graph import Kind, ancestors, calls
-from autosplit.passes.reach import Reach
-from autosplit.passes.regions import Division
-from autosplit.passes.sizes import concrete, example, is_size
+from autosplit.passes.partition.reachability import Reach
+from autosplit.passes.partition.regions import Division
 
 
 def symbolic(function: object, *args: Tensor) -> fx.GraphModule:

@@ -11,9 +11,9 @@ from torch import fx, nn
 from zoo import CASES, TiedEmbedding
 
 from autosplit.passes import PassError, memory_setting, run
-from autosplit.passes.cost import graph_flops
+from autosplit.passes.analysis.operator_cost import graph_flops
 from autosplit.passes.graph import Kind
-from autosplit.passes.slices import slices
+from autosplit.passes.lowering.slice_weight_graph import slices
 from autosplit.passes.verify import verify_graph
 
 

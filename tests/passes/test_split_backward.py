@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from zoo import RepeatedLayer, SwiGLU, convolutions
 
 from autosplit.passes import SplitGraphs, memory_setting, run
-from autosplit.passes.aliasing import distinct_bytes
-from autosplit.passes.cost import graph_flops
+from autosplit.passes.analysis.aliasing import distinct_bytes
+from autosplit.passes.analysis.operator_cost import graph_flops
 from autosplit.passes.graph import Kind, outputs
 
 

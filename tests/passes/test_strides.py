@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from autosplit.passes.strides import stride_check
+from autosplit.passes.lowering.stride_checks import stride_check
 
 aten = torch.ops.aten
 

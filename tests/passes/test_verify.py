@@ -9,10 +9,10 @@ from torch import nn
 from zoo import SwiGLU
 
 from autosplit.passes import PassError, Program, Role
-from autosplit.passes.accumulate import accumulate
 from autosplit.passes.graph import Kind, inputs, output_node
-from autosplit.passes.partition import partition
-from autosplit.passes.split_backward import split_backward
+from autosplit.passes.lowering.accumulate import accumulate
+from autosplit.passes.partition.forward_backward import partition
+from autosplit.passes.partition.split_backward import split_backward
 from autosplit.passes.verify import verify, verify_graph
 
 

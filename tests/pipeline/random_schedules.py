@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 
-from autosplit.pipeline.action import Action, ActionKind
-from autosplit.pipeline.dependency import needs_of, result_of
-from autosplit.pipeline.schedule import Schedule
+from autosplit.pipeline.schedule.action import Action, ActionKind
+from autosplit.pipeline.schedule.dependency import needs_of, result_of
+from autosplit.pipeline.schedule.schedule import Schedule
 
 
 def random_schedule(seed: int, stages: int | None = None, copies: int = 1) -> Schedule:

@@ -12,10 +12,10 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.action import Action, ActionKind
-from autosplit.pipeline.dependency import needs_of, result_of
-from autosplit.pipeline.routes import channel_of
-from autosplit.pipeline.schedule import Schedule
+from autosplit.pipeline.schedule.action import Action, ActionKind
+from autosplit.pipeline.schedule.dependency import needs_of, result_of
+from autosplit.pipeline.schedule.routes import channel_of
+from autosplit.pipeline.schedule.schedule import Schedule
 
 _SENDS = {ActionKind.SEND_F: ActionKind.FORWARD, ActionKind.SEND_B: ActionKind.BACKWARD_INPUT}
 _RECEIVES = {ActionKind.RECV_F: ActionKind.FORWARD, ActionKind.RECV_B: ActionKind.BACKWARD_INPUT}

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from hypothesis import reject
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.action import Action, ActionKind
-from autosplit.pipeline.schedule import Schedule
-from autosplit.pipeline.schedules import SCHEDULES, build
+from autosplit.pipeline.builders.build import SCHEDULES, build
+from autosplit.pipeline.schedule.action import Action, ActionKind
+from autosplit.pipeline.schedule.schedule import Schedule
 
 
 def rows_of(schedule: Schedule) -> list[str]:

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.action import Action, ActionKind
+from autosplit.pipeline.schedule.action import Action, ActionKind
 
 COUNTS = st.integers(min_value=0, max_value=10**6)
 

@@ -11,14 +11,14 @@ import torch
 from rendezvous import Port, Wire
 from torch import Tensor
 
-from autosplit.pipeline.communication.buffers import Buffers
-from autosplit.pipeline.communication.groups import Groups
-from autosplit.pipeline.communication.negotiation import Negotiation, TensorMeta
-from autosplit.pipeline.communication.transport import Transport
-from autosplit.pipeline.execution.executor import Executor
-from autosplit.pipeline.routes import routes_of
-from autosplit.pipeline.schedule import Schedule
-from autosplit.pipeline.schedules import build
+from autosplit.pipeline.builders.build import build
+from autosplit.pipeline.engine.execution.executor import Executor
+from autosplit.pipeline.engine.messages.process_groups import Groups
+from autosplit.pipeline.engine.messages.receive_buffers import Buffers
+from autosplit.pipeline.engine.messages.shape_negotiation import Negotiation, TensorMeta
+from autosplit.pipeline.engine.messages.transport import Transport
+from autosplit.pipeline.schedule.routes import routes_of
+from autosplit.pipeline.schedule.schedule import Schedule
 
 CPU = torch.device("cpu")
 META = TensorMeta(torch.Size([4, 2]), torch.float32, True)

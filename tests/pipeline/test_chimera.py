@@ -6,9 +6,9 @@ import pytest
 from tables import most_alive, rows_of, seconds
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.schedules import build
+from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.simulation.simulate import simulate
-from autosplit.pipeline.validate import validate
+from autosplit.pipeline.validation.validate import validate
 
 
 def test_two_ways_through_four_ranks() -> None:

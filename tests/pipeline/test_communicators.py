@@ -9,15 +9,15 @@ import torch
 import torch.distributed as dist
 import transport_workers
 
-from autosplit.pipeline.communication.communicators import abort, await_device
-from autosplit.pipeline.communication.faults import Board, Fault, Guard, LostPeerError
-from autosplit.pipeline.communication.groups import Groups
-from autosplit.pipeline.communication.world import device_of_group
-from autosplit.pipeline.processes.launch import launch
-from autosplit.pipeline.routes import pairs_of
-from autosplit.pipeline.schedules import build
+from autosplit.pipeline.builders.build import build
+from autosplit.pipeline.engine.faults.first_error import Board, Fault, Guard, LostPeerError
+from autosplit.pipeline.engine.messages.default_group import device_of_group
+from autosplit.pipeline.engine.messages.nccl import abort, await_device
+from autosplit.pipeline.engine.messages.process_groups import Groups
+from autosplit.pipeline.engine.processes.launch import launch
+from autosplit.pipeline.schedule.routes import pairs_of
+from autosplit.pipeline.schedule.wiring import Feeds, Source, Wiring
 from autosplit.pipeline.training.options import choose_device
-from autosplit.pipeline.wiring import Feeds, Source, Wiring
 
 CUDA = torch.device("cuda", 1)
 

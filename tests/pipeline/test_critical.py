@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tables import schedule_of, seconds, small
 
-from autosplit.pipeline.schedules import SCHEDULES, build
-from autosplit.pipeline.simulation.critical import critical_path
+from autosplit.pipeline.builders.build import SCHEDULES, build
+from autosplit.pipeline.simulation.critical_path import critical_path
 from autosplit.pipeline.simulation.simulate import simulate
-from autosplit.pipeline.timeline import Timeline
+from autosplit.pipeline.simulation.timeline import Timeline
 
 
 def test_through_both_ranks() -> None:

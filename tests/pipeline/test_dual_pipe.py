@@ -6,7 +6,7 @@ import pytest
 from tables import most_alive, rows_of, seconds
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.schedules import build
+from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.simulation.simulate import simulate
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from autosplit.pipeline.execution.evaluation import forward_only
-from autosplit.pipeline.schedules import build
+from autosplit.pipeline.builders.build import build
+from autosplit.pipeline.engine.execution.evaluation import forward_only
 from autosplit.pipeline.simulation.simulate import simulate
 
 

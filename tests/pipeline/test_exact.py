@@ -8,16 +8,16 @@ import sys
 import pytest
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.schedules import build
-from autosplit.pipeline.search import search
+from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.search.exact import exact
 from autosplit.pipeline.search.problem import Problem
+from autosplit.pipeline.search.search import search
 from autosplit.pipeline.search.units import Units
-from autosplit.pipeline.simulation.costs import Costs
-from autosplit.pipeline.simulation.memory import StageMemory, peak_memory
+from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
 from autosplit.pipeline.simulation.simulate import simulate
+from autosplit.pipeline.simulation.step_costs import Costs
 from autosplit.pipeline.simulation.transfer import Link, Transfer
-from autosplit.pipeline.validate import validate
+from autosplit.pipeline.validation.validate import validate
 
 pytest.importorskip("ortools")
 

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from autosplit.errors import PipelineError
-from autosplit.pipeline.action import ActionKind
-from autosplit.pipeline.communication.faults import ActionError, LostPeerError
-from autosplit.pipeline.communication.groups import Groups
-from autosplit.pipeline.communication.negotiation import Negotiation, TensorMeta
-from autosplit.pipeline.communication.transport import Transport
-from autosplit.pipeline.execution.executor import Executor
-from autosplit.pipeline.execution.recorder import HostRecorder
-from autosplit.pipeline.routes import routes_of
-from autosplit.pipeline.schedule import Schedule
-from autosplit.pipeline.schedules import build
+from autosplit.pipeline.builders.build import build
+from autosplit.pipeline.engine.execution.executor import Executor
+from autosplit.pipeline.engine.execution.recorder import HostRecorder
+from autosplit.pipeline.engine.faults.first_error import ActionError, LostPeerError
+from autosplit.pipeline.engine.messages.process_groups import Groups
+from autosplit.pipeline.engine.messages.shape_negotiation import Negotiation, TensorMeta
+from autosplit.pipeline.engine.messages.transport import Transport
+from autosplit.pipeline.schedule.action import ActionKind
+from autosplit.pipeline.schedule.routes import routes_of
+from autosplit.pipeline.schedule.schedule import Schedule
 
 CPU = torch.device("cpu")
 META = TensorMeta(torch.Size([2]), torch.float32, True)

@@ -10,8 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from autosplit.errors import SplitError
-from autosplit.pipeline.action import Action
-from autosplit.pipeline.communication.faults import (
+from autosplit.pipeline.engine.faults.first_error import (
     ActionError,
     Board,
     Fault,
@@ -19,7 +18,8 @@ from autosplit.pipeline.communication.faults import (
     LostPeerError,
     RankError,
 )
-from autosplit.pipeline.processes.launch import launch
+from autosplit.pipeline.engine.processes.launch import launch
+from autosplit.pipeline.schedule.action import Action
 
 Texts = list[tuple[dict[str, tuple[str, str]], dict[str, Any]]]
 TIMEOUT = 120.0  # of the trainers in failing_workers it is 60

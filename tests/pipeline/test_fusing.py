@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tables import rows_of, schedule_of, seconds, small
 
-from autosplit.pipeline.schedules import SCHEDULES
-from autosplit.pipeline.schedules.fusing import fuse_adjacent
-from autosplit.pipeline.simulation.costs import Costs
-from autosplit.pipeline.simulation.memory import StageMemory
+from autosplit.pipeline.builders.build import SCHEDULES
+from autosplit.pipeline.builders.placement.fusing import fuse_adjacent
+from autosplit.pipeline.schedule.wiring import Source, Wiring
+from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.pipeline.simulation.simulate import simulate
+from autosplit.pipeline.simulation.step_costs import Costs
 from autosplit.pipeline.simulation.transfer import Transfer
-from autosplit.pipeline.validate import validate
-from autosplit.pipeline.wiring import Source, Wiring
+from autosplit.pipeline.validation.validate import validate
 
 SPLIT = schedule_of("0F0 0F1 0I0 0W0 0I1 0W1", "1F0 1I0 1W0 1F1 1I1 1W1")
 

@@ -11,14 +11,15 @@ import torch.distributed.pipelining.schedules as torch_schedules
 from interchange_workers import step_with_torch
 from tables import rows_of, schedule_of, seconds
 
-from autosplit.compat import TORCH
 from autosplit.errors import ScheduleError
-from autosplit.files import reading
-from autosplit.pipeline import interchange, launch
-from autosplit.pipeline.interchange import FORMATS, read_csv, write_csv
-from autosplit.pipeline.schedules import SCHEDULES, build
-from autosplit.pipeline.sends import add_communication
+from autosplit.pipeline import launch
+from autosplit.pipeline.builders.build import SCHEDULES, build
+from autosplit.pipeline.schedule.sends import add_communication
 from autosplit.pipeline.simulation.simulate import simulate
+from autosplit.pipeline.validation import torch_csv
+from autosplit.pipeline.validation.torch_csv import FORMATS, read_csv, write_csv
+from autosplit.text import reading
+from autosplit.torch_internals.version import TORCH
 
 ONE_COPY = [name for name in SCHEDULES if name not in ("dualpipe", "chimera")]
 
@@ -190,7 +191,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_more_actions_than_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_csv(build("1f1b", 2, 2), tmp_path / "file.csv")
-    monkeypatch.setattr(interchange, "LARGEST", 10)
+    monkeypatch.setattr(torch_csv, "LARGEST", 10)
     with pytest.raises(ScheduleError, match="holds more than 10 actions, which are all that a"):
         read_csv(tmp_path / "file.csv")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tables import most_alive, rows_of, seconds
 
-from autosplit.pipeline.schedules import build
+from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.simulation.simulate import simulate
 
 

@@ -18,16 +18,16 @@ import workers
 from processes import alive, assert_gone, pids_in
 
 from autosplit.errors import PipelineError
-from autosplit.pipeline.processes import launch as launching
-from autosplit.pipeline.processes.launch import launch
-from autosplit.pipeline.processes.outcome import Failure, first_cause
-from autosplit.pipeline.processes.worker import process_group
+from autosplit.pipeline.engine.processes import launch as launching
+from autosplit.pipeline.engine.processes.launch import launch
+from autosplit.pipeline.engine.processes.outcome import Failure, first_cause
+from autosplit.pipeline.engine.processes.worker import process_group
 
 PARENT = """
 import sys
 from pathlib import Path
 import workers
-from autosplit.pipeline.processes.launch import launch
+from autosplit.pipeline.engine.processes.launch import launch
 if __name__ == "__main__":
     launch(workers.fail, 2, (Path(sys.argv[1]), "sleep"), timeout=300)
 """
@@ -37,7 +37,7 @@ import json
 import sys
 from pathlib import Path
 import workers
-from autosplit.pipeline.processes.worker import process_group
+from autosplit.pipeline.engine.processes.worker import process_group
 if __name__ == "__main__":
     with process_group(timeout=60):
         found = workers.identify(3)[:3]

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 import sockets
 
-from autosplit.pipeline.processes.launch import launch
-from autosplit.pipeline.processes.loopback import on_loopback
+from autosplit.pipeline.engine.processes.launch import launch
+from autosplit.pipeline.engine.processes.loopback import on_loopback
 
 TORCHRUN = """
 import json
 import sys
 from pathlib import Path
 import sockets
-from autosplit.pipeline.processes.worker import process_group
+from autosplit.pipeline.engine.processes.worker import process_group
 if __name__ == "__main__":
     with process_group(timeout=60):
         found = sockets.of_a_rank_that_trains()["rank"]

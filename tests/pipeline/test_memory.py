@@ -10,11 +10,15 @@ from hypothesis import strategies as st
 from tables import most_alive, schedule_of, seconds, small
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.action import Action
-from autosplit.pipeline.schedules import SCHEDULES, build
-from autosplit.pipeline.simulation.memory import StageMemory, memory_over_time, peak_memory
+from autosplit.pipeline.builders.build import SCHEDULES, build
+from autosplit.pipeline.schedule.action import Action
+from autosplit.pipeline.simulation.activation_memory import (
+    StageMemory,
+    memory_over_time,
+    peak_memory,
+)
 from autosplit.pipeline.simulation.simulate import simulate
-from autosplit.pipeline.timeline import Span, Timeline
+from autosplit.pipeline.simulation.timeline import Span, Timeline
 
 
 def test_each_kind_of_action() -> None:

@@ -9,9 +9,9 @@ from strict_messages import check_messages
 from tables import schedule_of, small
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.action import Action
-from autosplit.pipeline.schedules import SCHEDULES
-from autosplit.pipeline.sends import add_communication
+from autosplit.pipeline.builders.build import SCHEDULES
+from autosplit.pipeline.schedule.action import Action
+from autosplit.pipeline.schedule.sends import add_communication
 
 PLAIN = schedule_of("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1", split_backward=False)
 

@@ -6,9 +6,14 @@ import random
 
 import pytest
 
-from autosplit.pipeline.action import Action, ActionKind
-from autosplit.pipeline.execution.order import Order, Step, as_scheduled, early_weights
-from autosplit.pipeline.schedules import build
+from autosplit.pipeline.builders.build import build
+from autosplit.pipeline.engine.execution.action_order import (
+    Order,
+    Step,
+    as_scheduled,
+    early_weights,
+)
+from autosplit.pipeline.schedule.action import Action, ActionKind
 
 
 def _run(row: str, waits: dict[str, int], order: Order) -> str:

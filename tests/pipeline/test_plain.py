@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from autosplit.errors import CheckpointError, PipelineError
-from autosplit.pipeline.action import Action, ActionKind
-from autosplit.pipeline.communication.negotiation import TensorMeta
-from autosplit.pipeline.communication.plain import read, written
-from autosplit.pipeline.schedules import build
+from autosplit.pipeline.builders.build import build
+from autosplit.pipeline.engine.messages.plain_data import read, written
+from autosplit.pipeline.engine.messages.shape_negotiation import TensorMeta
+from autosplit.pipeline.schedule.action import Action, ActionKind
+from autosplit.pipeline.simulation.timeline import Span
 from autosplit.pipeline.simulation.transfer import Link
-from autosplit.pipeline.timeline import Span
 
 SAME = [
     None,
@@ -70,16 +70,16 @@ def test_what_is_no_plain_data_is_not_sent(value: object) -> None:
 HOSTILE = [
     {"data": [["os", "system"], {"command": "true"}]},
     {"data": [["builtins", "eval"], {}]},
-    {"data": [["autosplit.pipeline.processes.launch", "launch"], {}]},
-    {"data": [["autosplit.pipeline.processes.launch", "pickle"], {}]},
-    {"data": [["autosplit.pipeline.timeline", "dataclass"], {}]},
-    {"data": [["autosplit.pipeline.timeline", "Span"], {"rank": 0, "__class__": 1}]},
+    {"data": [["autosplit.pipeline.engine.processes.launch", "launch"], {}]},
+    {"data": [["autosplit.pipeline.engine.processes.launch", "pickle"], {}]},
+    {"data": [["autosplit.pipeline.simulation.timeline", "dataclass"], {}]},
+    {"data": [["autosplit.pipeline.simulation.timeline", "Span"], {"rank": 0, "__class__": 1}]},
     {"data": [["autosplit.nowhere", "Span"], {}]},
-    {"member": [["autosplit.pipeline.timeline", "Span"], 1]},
-    {"row": [["autosplit.pipeline.timeline", "Span"], [0, 1, 2, 3]]},
+    {"member": [["autosplit.pipeline.simulation.timeline", "Span"], 1]},
+    {"row": [["autosplit.pipeline.simulation.timeline", "Span"], [0, 1, 2, 3]]},
     {"row": [["autosplit.pipeline.simulation.transfer", "Link"], [0]]},
-    {"member": [["autosplit.pipeline.action", "ActionKind"], "no such kind"]},
-    {"error": [["autosplit.pipeline.timeline", "Span"], "text"]},
+    {"member": [["autosplit.pipeline.schedule.action", "ActionKind"], "no such kind"]},
+    {"error": [["autosplit.pipeline.simulation.timeline", "Span"], "text"]},
     {"error": [["builtins", "SystemExit"], "text"]},
     {"dtype": "load"},
     {"dtype": "nowhere"},

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from autosplit.pipeline.action import Action
-from autosplit.pipeline.execution.recorder import DeviceRecorder, HostRecorder, recorder_on
+from autosplit.pipeline.engine.execution.recorder import DeviceRecorder, HostRecorder, recorder_on
+from autosplit.pipeline.schedule.action import Action
 
 F0, W0 = Action.parse("0F0"), Action.parse("0W0")
 

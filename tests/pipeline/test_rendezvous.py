@@ -13,17 +13,17 @@ from rendezvous import Port, Wire
 from torch import Tensor
 
 from autosplit.errors import PipelineError
-from autosplit.pipeline.action import Action
-from autosplit.pipeline.communication.communicators import greet
-from autosplit.pipeline.communication.groups import Groups
-from autosplit.pipeline.communication.negotiation import Negotiation, TensorMeta
-from autosplit.pipeline.communication.transport import Transport
-from autosplit.pipeline.execution.executor import Executor
-from autosplit.pipeline.execution.order import Order, as_scheduled, early_weights
-from autosplit.pipeline.routes import pairs_of, routes_of
-from autosplit.pipeline.schedule import Schedule
-from autosplit.pipeline.schedules import SCHEDULES, build
-from autosplit.pipeline.wiring import Feeds
+from autosplit.pipeline.builders.build import SCHEDULES, build
+from autosplit.pipeline.engine.execution.action_order import Order, as_scheduled, early_weights
+from autosplit.pipeline.engine.execution.executor import Executor
+from autosplit.pipeline.engine.messages.nccl import greet
+from autosplit.pipeline.engine.messages.process_groups import Groups
+from autosplit.pipeline.engine.messages.shape_negotiation import Negotiation, TensorMeta
+from autosplit.pipeline.engine.messages.transport import Transport
+from autosplit.pipeline.schedule.action import Action
+from autosplit.pipeline.schedule.routes import pairs_of, routes_of
+from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.schedule.wiring import Feeds
 
 CPU = torch.device("cpu")
 META = TensorMeta(torch.Size([2]), torch.float32, True)

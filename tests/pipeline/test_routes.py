@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.action import Action
-from autosplit.pipeline.routes import (
+from autosplit.pipeline.builders.build import build
+from autosplit.pipeline.schedule.action import Action
+from autosplit.pipeline.schedule.routes import (
     Channel,
     Parcel,
     Routes,
@@ -15,11 +16,10 @@ from autosplit.pipeline.routes import (
     routes_of,
     target_of,
 )
-from autosplit.pipeline.schedule import Schedule
-from autosplit.pipeline.schedules import build
+from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.schedule.wiring import Feeds, Source, Wiring
 from autosplit.pipeline.simulation.replay import replay
 from autosplit.pipeline.simulation.transfer import Transfer
-from autosplit.pipeline.wiring import Feeds, Source, Wiring
 
 SKIPS = Wiring(
     inputs=(

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from tables import rows_of, seconds
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.action import Action, ActionKind
-from autosplit.pipeline.schedule import Schedule
-from autosplit.pipeline.schedules import SCHEDULES, WEIGHTS, build
-from autosplit.pipeline.schedules.fill import fill
-from autosplit.pipeline.schedules.skeleton import Skeleton
-from autosplit.pipeline.schedules.weights import schedule_of
+from autosplit.pipeline.builders.build import SCHEDULES, WEIGHTS, build
+from autosplit.pipeline.builders.placement.fill import fill
+from autosplit.pipeline.builders.placement.slots import Skeleton
+from autosplit.pipeline.builders.placement.weights import schedule_of
+from autosplit.pipeline.schedule.action import Action, ActionKind
+from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.simulate import simulate
-from autosplit.pipeline.validate import validate
+from autosplit.pipeline.validation.validate import validate
 
 FUSED: dict[str, Any] = {"split_backward": False}
 PAPER: dict[str, Any] = {"weights": "2bp"}

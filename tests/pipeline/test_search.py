@@ -13,21 +13,21 @@ from hypothesis import strategies as st
 from tables import rows_of, seconds, small
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.schedules import SCHEDULES, build
-from autosplit.pipeline.schedules.fusing import fuse_adjacent
-from autosplit.pipeline.search import search
+from autosplit.pipeline.builders.build import SCHEDULES, build
+from autosplit.pipeline.builders.placement.fusing import fuse_adjacent
+from autosplit.pipeline.schedule.wiring import Source, Wiring
 from autosplit.pipeline.search.bound import lower_bound
 from autosplit.pipeline.search.improve import improve
 from autosplit.pipeline.search.late import late
 from autosplit.pipeline.search.named import named_schedules
 from autosplit.pipeline.search.play import play
 from autosplit.pipeline.search.problem import Problem
-from autosplit.pipeline.simulation.costs import Costs
-from autosplit.pipeline.simulation.memory import StageMemory, peak_memory
+from autosplit.pipeline.search.search import search
+from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
 from autosplit.pipeline.simulation.simulate import simulate
+from autosplit.pipeline.simulation.step_costs import Costs
 from autosplit.pipeline.simulation.transfer import Link, Transfer
-from autosplit.pipeline.validate import validate
-from autosplit.pipeline.wiring import Source, Wiring
+from autosplit.pipeline.validation.validate import validate
 
 TIMES = st.tuples(st.integers(1, 4), st.integers(0, 4), st.integers(1, 4))
 

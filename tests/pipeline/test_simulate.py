@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 from tables import schedule_of, seconds, small
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.action import Action, ActionKind
-from autosplit.pipeline.schedules import SCHEDULES, build
-from autosplit.pipeline.simulation.costs import Costs
-from autosplit.pipeline.simulation.memory import StageMemory
+from autosplit.pipeline.builders.build import SCHEDULES, build
+from autosplit.pipeline.schedule.action import Action, ActionKind
+from autosplit.pipeline.schedule.wiring import Source, Wiring
+from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.pipeline.simulation.simulate import simulate
+from autosplit.pipeline.simulation.step_costs import Costs
+from autosplit.pipeline.simulation.timeline import Timeline
 from autosplit.pipeline.simulation.transfer import Link, Transfer
-from autosplit.pipeline.timeline import Timeline
-from autosplit.pipeline.training.tuning import usual_times
-from autosplit.pipeline.wiring import Source, Wiring
+from autosplit.pipeline.training.auto_schedule import usual_times
 
 UNIT = seconds(1, 1, 1)
 FUSED: dict[str, Any] = {"split_backward": False}

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.schedules import SCHEDULES
-from autosplit.pipeline.simulation.costs import Costs
-from autosplit.pipeline.simulation.memory import StageMemory
+from autosplit.pipeline.builders.build import SCHEDULES
+from autosplit.pipeline.search.survey import survey
+from autosplit.pipeline.simulation.activation_memory import StageMemory
+from autosplit.pipeline.simulation.step_costs import Costs
 from autosplit.pipeline.simulation.transfer import Transfer
-from autosplit.pipeline.survey import survey
-from autosplit.report.survey import pareto_front
+from autosplit.report.schedule_table import pareto_front
 
 
 def pipeline(ranks: int) -> Costs:

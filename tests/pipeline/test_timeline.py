@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.action import Action, ActionKind
-from autosplit.pipeline.timeline import Span, Timeline, median_durations, median_slices
+from autosplit.pipeline.schedule.action import Action, ActionKind
+from autosplit.pipeline.simulation.timeline import Span, Timeline, median_durations, median_slices
 
 
 def span(rank: int, text: str, start: float, end: float) -> Span:

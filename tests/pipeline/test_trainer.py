@@ -15,10 +15,10 @@ from torch import nn
 
 from autosplit.errors import PipelineError, ScheduleError, SplitError
 from autosplit.passes.graph import calls
-from autosplit.pipeline.action import Action
-from autosplit.pipeline.execution import assembly
-from autosplit.pipeline.processes.launch import launch
-from autosplit.pipeline.schedule import Schedule
+from autosplit.pipeline.engine.execution import stage_assembly
+from autosplit.pipeline.engine.processes.launch import launch
+from autosplit.pipeline.schedule.action import Action
+from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.training.trainer import PipelineTrainer
 from autosplit.stage import Stage
 
@@ -208,7 +208,7 @@ def test_whether_a_first_stage_has_an_input_half(
             super().__init__(*args, **options)
             made.append(self)
 
-    monkeypatch.setattr(assembly, "Stage", Seen)
+    monkeypatch.setattr(stage_assembly, "Stage", Seen)
     inputs, targets = workers.data(8)
     model = workers.whole(2)
     workers.single_process(model, inputs, targets, 4)

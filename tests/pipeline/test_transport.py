@@ -10,13 +10,13 @@ import transport_workers
 from torch import Tensor
 
 from autosplit.errors import PipelineError
-from autosplit.pipeline.action import Action
-from autosplit.pipeline.communication.groups import Groups
-from autosplit.pipeline.communication.negotiation import Negotiation, TensorMeta
-from autosplit.pipeline.communication.transport import Transport
-from autosplit.pipeline.processes.launch import launch
-from autosplit.pipeline.routes import Parcel, routes_of
-from autosplit.pipeline.schedules import build
+from autosplit.pipeline.builders.build import build
+from autosplit.pipeline.engine.messages.process_groups import Groups
+from autosplit.pipeline.engine.messages.shape_negotiation import Negotiation, TensorMeta
+from autosplit.pipeline.engine.messages.transport import Transport
+from autosplit.pipeline.engine.processes.launch import launch
+from autosplit.pipeline.schedule.action import Action
+from autosplit.pipeline.schedule.routes import Parcel, routes_of
 
 CPU = torch.device("cpu")
 F0, I0 = Action.parse("0F0"), Action.parse("1I0")

@@ -9,18 +9,18 @@ import pytest
 import torch
 from tables import rows_of
 
-from autosplit.pipeline.action import ActionKind
-from autosplit.pipeline.communication.groups import Groups
-from autosplit.pipeline.schedule import Schedule
-from autosplit.pipeline.search import search
-from autosplit.pipeline.simulation.costs import Costs
+from autosplit.pipeline.engine.messages.process_groups import Groups
+from autosplit.pipeline.schedule.action import ActionKind
+from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.schedule.wiring import Source, Wiring
+from autosplit.pipeline.search.search import search
 from autosplit.pipeline.simulation.simulate import simulate
+from autosplit.pipeline.simulation.step_costs import Costs
+from autosplit.pipeline.simulation.timeline import Span
 from autosplit.pipeline.simulation.transfer import Transfer
-from autosplit.pipeline.timeline import Span
-from autosplit.pipeline.training import tuning
-from autosplit.pipeline.training.tuning import MEASURED, Tuner, first_schedule, with_whole
-from autosplit.pipeline.validate import validate
-from autosplit.pipeline.wiring import Source, Wiring
+from autosplit.pipeline.training import auto_schedule
+from autosplit.pipeline.training.auto_schedule import MEASURED, Tuner, first_schedule, with_whole
+from autosplit.pipeline.validation.validate import validate
 
 
 class OneProcess:
@@ -117,7 +117,7 @@ def test_the_link_and_what_goes_over_it_count(monkeypatch: pytest.MonkeyPatch) -
         asked.append(costs)
         return search(costs, *args, **options)
 
-    monkeypatch.setattr(tuning, "search", noted)
+    monkeypatch.setattr(auto_schedule, "search", noted)
     wiring = Wiring(((Source(None, 0),), (Source(0, 1), Source(0, 0))), (2,))
     link = Transfer(latency=0.25, bandwidth=8.0)
     tuned(2.0, parts=2, link=link, wiring=wiring, early_weights=True)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import two_way_workers
 
-from autosplit.pipeline.processes.launch import launch
+from autosplit.pipeline.engine.processes.launch import launch
 
 Results = list[dict[str, Any]]
 

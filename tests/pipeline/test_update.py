@@ -9,8 +9,8 @@ import torch
 import update_workers
 from torch import nn
 
-from autosplit.pipeline.processes.launch import launch
-from autosplit.pipeline.training.clip import clip_gradients, leaves_alone
+from autosplit.pipeline.engine.processes.launch import launch
+from autosplit.pipeline.training.gradient_norm import clip_gradients, leaves_alone
 from autosplit.pipeline.training.snapshot import Snapshot
 
 CPU = torch.device("cpu")

@@ -6,8 +6,8 @@ import pytest
 from tables import most_alive, rows_of, seconds
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.schedules import build
-from autosplit.pipeline.schedules.v_shape import v_shape
+from autosplit.pipeline.builders.build import build
+from autosplit.pipeline.builders.v_shape import v_shape
 from autosplit.pipeline.simulation.simulate import simulate
 
 

@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from tables import schedule_of, seconds
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.action import Action, ActionKind
-from autosplit.pipeline.grid import format_grid, format_schedule
-from autosplit.pipeline.schedule import Schedule
-from autosplit.pipeline.schedules import build
-from autosplit.pipeline.search import search
-from autosplit.pipeline.simulation.costs import Costs
-from autosplit.pipeline.simulation.memory import StageMemory, peak_memory
+from autosplit.pipeline.builders.build import build
+from autosplit.pipeline.schedule.action import Action, ActionKind
+from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.search.search import search
+from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
 from autosplit.pipeline.simulation.simulate import simulate
-from autosplit.pipeline.validate import validate
+from autosplit.pipeline.simulation.step_costs import Costs
+from autosplit.pipeline.validation.grid import format_grid, format_schedule
+from autosplit.pipeline.validation.validate import validate
 
 
 def refusal(schedule: Schedule, max_in_flight: int | None = None) -> str:

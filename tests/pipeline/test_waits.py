@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from tables import schedule_of, seconds, small
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.action import Action, ActionKind
-from autosplit.pipeline.dependency import needs_of, result_of
-from autosplit.pipeline.execution.order import Step, early_weights
-from autosplit.pipeline.schedule import Schedule
-from autosplit.pipeline.schedules import SCHEDULES
+from autosplit.pipeline.builders.build import SCHEDULES
+from autosplit.pipeline.engine.execution.action_order import Step, early_weights
+from autosplit.pipeline.schedule.action import Action, ActionKind
+from autosplit.pipeline.schedule.dependency import needs_of, result_of
+from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.simulate import simulate
-from autosplit.pipeline.timeline import Span, Timeline
+from autosplit.pipeline.simulation.timeline import Span, Timeline
 
 LATE = schedule_of("0F0 0F1 0I0 0I1 0W0 0W1", "1F0 1I0 1F1 1I1 1W0 1W1")
 

@@ -12,12 +12,12 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
-from autosplit.pipeline.action import Action
-from autosplit.pipeline.communication.faults import Board, Guard, LostPeerError, RankError
-from autosplit.pipeline.communication.place import AROUND, Place
-from autosplit.pipeline.communication.process import Process, ended
-from autosplit.pipeline.communication.register import RETURNED, Register, await_ending
-from autosplit.pipeline.communication.watch import Watch
+from autosplit.pipeline.engine.faults.first_error import Board, Guard, LostPeerError, RankError
+from autosplit.pipeline.engine.faults.rank_activity import AROUND, Place
+from autosplit.pipeline.engine.faults.rank_process import Process, ended
+from autosplit.pipeline.engine.faults.store_register import RETURNED, Register, await_ending
+from autosplit.pipeline.engine.faults.watch import Watch
+from autosplit.pipeline.schedule.action import Action
 
 CLOSED = LostPeerError("lost the other ranks: Connection closed by peer")
 TIMEOUT = LostPeerError("waited 3 s for rank 1: is it stuck?", "waited 3 s for rank 1")

@@ -19,17 +19,17 @@ from rendezvous import Port, Wire
 from torch import Tensor, nn
 
 from autosplit.errors import PipelineError
-from autosplit.pipeline.communication.groups import Groups
-from autosplit.pipeline.communication.negotiation import Negotiation, TensorMeta
-from autosplit.pipeline.communication.transport import Transport
-from autosplit.pipeline.execution.executor import Executor
-from autosplit.pipeline.execution.order import as_scheduled, early_weights
-from autosplit.pipeline.processes.launch import launch
-from autosplit.pipeline.routes import routes_of
-from autosplit.pipeline.schedule import Schedule
-from autosplit.pipeline.schedules import build
+from autosplit.pipeline.builders.build import build
+from autosplit.pipeline.engine.execution.action_order import as_scheduled, early_weights
+from autosplit.pipeline.engine.execution.executor import Executor
+from autosplit.pipeline.engine.messages.process_groups import Groups
+from autosplit.pipeline.engine.messages.shape_negotiation import Negotiation, TensorMeta
+from autosplit.pipeline.engine.messages.transport import Transport
+from autosplit.pipeline.engine.processes.launch import launch
+from autosplit.pipeline.schedule.routes import routes_of
+from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.schedule.wiring import Feeds, Source, Wiring
 from autosplit.pipeline.training.trainer import PipelineTrainer
-from autosplit.pipeline.wiring import Feeds, Source, Wiring
 
 CPU = torch.device("cpu")
 ROWS = 3

@@ -6,8 +6,8 @@ import pytest
 from torch import nn
 
 from autosplit.errors import PipelineError
-from autosplit.pipeline.training.modules import Partitioned, Stages
-from autosplit.pipeline.wiring import Feeds, Source, Wiring
+from autosplit.pipeline.schedule.wiring import Feeds, Source, Wiring
+from autosplit.pipeline.training.stage_modules import Partitioned, Stages
 
 SKIP = Wiring(
     inputs=(

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from tables import most_alive, rows_of, seconds
 
-from autosplit.pipeline.schedules import build
+from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.simulation.simulate import simulate
 
 TIMES = [(1.0, 1.0, 1.0), (18.5, 18.1, 9.3), (29.7, 29.4, 19.9), (1.0, 2.0, 1.0)]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from workers import WIDTH, data, gradients_equal, sgd, single_process, trainer, whole
 
 from autosplit.errors import PipelineError
-from autosplit.pipeline.action import ActionKind
+from autosplit.pipeline.schedule.action import ActionKind
 
 SPLITS: tuple[dict[str, Any], ...] = (
     {"split_backward": False},

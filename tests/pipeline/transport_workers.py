@@ -11,14 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autosplit.errors import PipelineError
-from autosplit.pipeline.action import Action
-from autosplit.pipeline.communication.faults import LostPeerError
-from autosplit.pipeline.communication.groups import Groups
-from autosplit.pipeline.communication.negotiation import Negotiation, TensorMeta
-from autosplit.pipeline.communication.transport import Transport
-from autosplit.pipeline.execution.executor import Executor
-from autosplit.pipeline.routes import Parcel, routes_of
-from autosplit.pipeline.schedules import build
+from autosplit.pipeline.builders.build import build
+from autosplit.pipeline.engine.execution.executor import Executor
+from autosplit.pipeline.engine.faults.first_error import LostPeerError
+from autosplit.pipeline.engine.messages.process_groups import Groups
+from autosplit.pipeline.engine.messages.shape_negotiation import Negotiation, TensorMeta
+from autosplit.pipeline.engine.messages.transport import Transport
+from autosplit.pipeline.schedule.action import Action
+from autosplit.pipeline.schedule.routes import Parcel, routes_of
 
 CPU = torch.device("cpu")
 WIDE = TensorMeta(torch.Size([100_000]), torch.float32, True)

@@ -12,8 +12,8 @@ from update_workers import Breaking
 from workers import WIDTH, block, data, equal, trainer
 
 from autosplit.errors import PipelineError
-from autosplit.pipeline.action import Action
-from autosplit.pipeline.schedule import Schedule
+from autosplit.pipeline.schedule.action import Action
+from autosplit.pipeline.schedule.schedule import Schedule
 
 
 def undone() -> bool:

@@ -17,9 +17,9 @@ from two_way_endings import SCENARIOS, undone
 from workers import WIDTH, block, data, equal, outcomes, single_process, trainer, whole
 
 from autosplit.checkpoint import load_checkpoint, save_checkpoint
-from autosplit.pipeline.action import ActionKind
-from autosplit.pipeline.communication.summing import Bucket
-from autosplit.pipeline.schedule import Schedule
+from autosplit.pipeline.engine.messages.gradient_buckets import Bucket
+from autosplit.pipeline.schedule.action import ActionKind
+from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.training.trainer import PipelineTrainer
 
 Gradients = dict[int, dict[str, Tensor]]

@@ -10,8 +10,8 @@ import workers
 from reference_stage import ReferenceStage
 from torch import Tensor, nn
 
+from autosplit.pipeline.schedule.wiring import Source, Wiring
 from autosplit.pipeline.training.trainer import PipelineTrainer
-from autosplit.pipeline.wiring import Source, Wiring
 
 CASES: dict[str, dict[str, Any]] = {
     "1f1b": {"schedule": "1f1b"},

@@ -10,12 +10,12 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from autosplit.pipeline.schedule import Schedule
-from autosplit.pipeline.schedules import build
-from autosplit.pipeline.simulation.memory import StageMemory, peak_memory
+from autosplit.pipeline.builders.build import build
+from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
 from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.pipeline.simulation.transfer import Transfer
-from autosplit.planner.costs import BlockCost, ModelCosts
+from autosplit.planner.costs.block_costs import BlockCost, ModelCosts
 
 _small = st.integers(0, 6).map(float)
 _time = st.integers(1, 8).map(float)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from autosplit import partition
 from autosplit.pipeline import PipelineTrainer
 from autosplit.planner import Plan, WholeModel
-from autosplit.planner.costs import BlockCost, ModelCosts
+from autosplit.planner.costs.block_costs import BlockCost, ModelCosts
 
 WIDTH, MICROBATCH = 16, 2
 

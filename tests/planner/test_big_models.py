@@ -13,10 +13,10 @@ from torch import Tensor, nn
 import autosplit
 from autosplit import PlanError
 from autosplit.checkpoint import load_checkpoint, save_checkpoint
-from autosplit.checkpoint.formats import read_checkpoint
+from autosplit.checkpoint.storage.formats import read_checkpoint
 from autosplit.pipeline import PipelineTrainer
 from autosplit.planner import Partition, WholeModel, cut
-from autosplit.planner.skeleton import skeleton
+from autosplit.planner.meta_init.meta_model import meta_model
 
 WIDTH, ROWS = 8, 4
 
@@ -72,7 +72,7 @@ def named(engine: PipelineTrainer) -> dict[str, Tensor]:
 
 
 def initialised(stages: int, **options: Any) -> Partition:
-    found = partition(skeleton(Model), stages)
+    found = partition(meta_model(Model), stages)
     found.initialise(**options)
     return found
 
@@ -100,7 +100,7 @@ def test_any_number_of_stages_starts_with_the_same_values() -> None:
 
 
 def test_each_stage_has_its_own_parameters_only() -> None:
-    model = skeleton(Model)
+    model = meta_model(Model)
     found = partition(model, 3)
     found.initialise()
     own = [sum(p.numel() for p in found.build(index).parameters()) for index in range(3)]
@@ -125,7 +125,7 @@ def test_a_skeleton_needs_values() -> None:
     with pytest.raises(
         PlanError, match=r"embed\.weight.*on the meta device.*load_checkpoint\(path\)"
     ):
-        partition(skeleton(Model), 2).build(0)
+        partition(meta_model(Model), 2).build(0)
 
 
 def test_stages_load_what_another_cut_saved(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_stages_load_what_another_cut_saved(tmp_path: Path) -> None:
         step(engine, 0)
         save_checkpoint(engine, tmp_path)
         expected = [step(engine, 1), step(engine, 2)]
-    found = partition(skeleton(Model), 3)
+    found = partition(meta_model(Model), 3)
     assert found.load_checkpoint(tmp_path) == ()
     with trainer(found, rate=7.0) as engine:
         assert all(torch.equal(v, named(engine)[n]) for n, v in read_checkpoint(tmp_path).items())
@@ -154,7 +154,9 @@ def test_loading_for_a_real_model_overwrites_it(tmp_path: Path) -> None:
 def test_a_plan_for_a_skeleton_runs(tmp_path: Path) -> None:
     torch.save({"more": torch.zeros(1)} | Model().state_dict(), tmp_path / "x.pt")
     inputs = tokens(0)[: ROWS // 2]
-    plan = autosplit.partition(skeleton(Model), inputs, stages=2, microbatches=2, costs="estimate")
+    plan = autosplit.partition(
+        meta_model(Model), inputs, stages=2, microbatches=2, costs="estimate"
+    )
     plan.initialise(seed=3)
     values = named(trainer(initialised(3, seed=3)))
     for index in range(2):

@@ -11,7 +11,7 @@ from whole_models import Case, bert, llama, mamba, resnet, run_modules, unet
 import autosplit
 from autosplit.errors import CaptureError, PlanError
 from autosplit.planner import WholeModel, cut, partition
-from autosplit.planner.skeleton import skeleton
+from autosplit.planner.meta_init.meta_model import meta_model
 
 # Mamba asks through a cached function which torch it runs on.
 pytestmark = pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache")
@@ -86,7 +86,7 @@ def test_a_large_model_is_captured_without_its_parameters() -> None:
     config = transformers.LlamaConfig(
         hidden_size=4096, intermediate_size=11008, num_hidden_layers=2, use_cache=False
     )
-    model = skeleton(lambda: transformers.LlamaForCausalLM(config))
+    model = meta_model(lambda: transformers.LlamaForCausalLM(config))
     whole = WholeModel.capture(model, torch.zeros(1, 64, dtype=torch.long))
     assert [tuple(t.shape) for (t,) in whole.crossing] == [(1, 64, 4096)] * 5
     assert all(parameter.is_meta for parameter in model.parameters())

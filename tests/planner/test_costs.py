@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from autosplit.errors import PlanError
-from autosplit.planner.costs import BlockCost, ModelCosts, average, total
+from autosplit.planner.costs.block_costs import BlockCost, ModelCosts, average, total
 
 SMALL = BlockCost(1.0, 2.0, 3.0, 10.0, 20.0, 30.0, 4.0)
 LARGE = BlockCost(5.0, 6.0, 7.0, 50.0, 60.0, 70.0, 8.0)

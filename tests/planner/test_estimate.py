@@ -11,10 +11,10 @@ from chains import Chain, Mlp
 from torch import nn
 
 from autosplit.errors import PlanError
-from autosplit.planner.device import DEVICES, Device, device_named, measure_device
-from autosplit.planner.estimate import estimate
-from autosplit.planner.profile import profile
-from autosplit.planner.specimen import Conditions
+from autosplit.planner.costs.device_speed import DEVICES, Device, device_named, measure_device
+from autosplit.planner.costs.estimate import estimate
+from autosplit.planner.costs.profile import profile
+from autosplit.planner.model.block_instance import Conditions
 
 X = torch.zeros(4, 16)
 COMPUTING = Device(1e9, math.inf)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from autosplit import PlanError
-from autosplit.planner.initialise import Initialiser
-from autosplit.planner.materialise import materialise
-from autosplit.planner.skeleton import named_buffers, named_tensors, skeleton
+from autosplit.planner.meta_init.initialise import Initialiser
+from autosplit.planner.meta_init.materialise import materialise
+from autosplit.planner.meta_init.meta_model import meta_model, named_buffers, named_tensors
 
 
 class Scaled(nn.Module):
@@ -56,7 +56,7 @@ def all_at_once(model: nn.Module, seed: int = 0) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("factory", FACTORIES)
 def test_values_are_the_same_a_few_at_a_time(factory: Callable[[], nn.Module]) -> None:
-    model = skeleton(factory)
+    model = meta_model(factory)
     whole = all_at_once(model)
     names = list(whole)
     for count in (2, 5):
@@ -71,7 +71,7 @@ def test_values_are_the_same_a_few_at_a_time(factory: Callable[[], nn.Module]) -
 def test_values_are_distributed_as_the_constructor_has_them(
     factory: Callable[[], nn.Module],
 ) -> None:
-    values = all_at_once(skeleton(factory))
+    values = all_at_once(meta_model(factory))
     for name, expected in factory().named_parameters():
         std, mean = torch.std_mean(expected)
         if expected.numel() >= 64 or std == 0:
@@ -80,7 +80,7 @@ def test_values_are_distributed_as_the_constructor_has_them(
 
 
 def test_the_seed_decides() -> None:
-    model = skeleton(Scaled)
+    model = meta_model(Scaled)
     torch.manual_seed(1)
     one = all_at_once(model, seed=1)
     state = torch.get_rng_state()
@@ -96,7 +96,7 @@ def test_init_comes_last() -> None:
         if isinstance(module, nn.Linear):
             nn.init.constant_(module.weight, 7.0)
 
-    values = Initialiser(skeleton(Scaled), fill)(["out.weight", "out.bias", "gain"])
+    values = Initialiser(meta_model(Scaled), fill)(["out.weight", "out.bias", "gain"])
     assert (values["out.weight"] == 7).all()
     assert 0 < values["out.bias"].std() < 1
     assert (values["gain"] == 0.5).all()
@@ -138,18 +138,18 @@ def test_what_nobody_initialises_is_named() -> None:
 
 def test_another_model_from_the_factory_is_refused() -> None:
     sizes = iter([3, 4])
-    model = skeleton(lambda: nn.Linear(next(sizes), 2))
+    model = meta_model(lambda: nn.Linear(next(sizes), 2))
     with pytest.raises(PlanError, match=r"another model.*weight"):
         Initialiser(model)(["bias"])
 
 
 def test_unknown_names_are_refused() -> None:
     with pytest.raises(PlanError, match="no parameter or buffer nose"):
-        Initialiser(skeleton(Scaled))(["nose"])
+        Initialiser(meta_model(Scaled))(["nose"])
 
 
 def test_materialise_fills_a_stage_in_place() -> None:
-    model = skeleton(Scaled)
+    model = meta_model(Scaled)
     expected = all_at_once(model)
     stage = copy.deepcopy(model)
     stage.out = nn.Linear(1, 1)  # real, so it stays
@@ -165,7 +165,7 @@ def test_materialise_fills_a_stage_in_place() -> None:
 
 
 def test_materialise_keeps_dtype_and_freezing() -> None:
-    model = skeleton(Scaled).bfloat16()
+    model = meta_model(Scaled).bfloat16()
     model.gain.requires_grad_(False)
     stage = materialise(copy.deepcopy(model), Initialiser(model))
     assert {p.dtype for p in stage.parameters()} == {torch.bfloat16}
@@ -177,4 +177,4 @@ def test_materialise_needs_values_only_for_meta() -> None:
     module = nn.Linear(2, 2)
     assert materialise(module, None) is module
     with pytest.raises(PlanError, match=r"weight, bias: on the meta device.*initialise\(\)"):
-        materialise(skeleton(lambda: nn.Linear(2, 2)), None)
+        materialise(meta_model(lambda: nn.Linear(2, 2)), None)

@@ -10,11 +10,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from autosplit.pipeline.communication.groups import Groups
-from autosplit.pipeline.communication.links import measure_transfer, ring
-from autosplit.pipeline.processes.launch import launch
+from autosplit.pipeline.engine.messages.link_times import measure_transfer, ring
+from autosplit.pipeline.engine.messages.process_groups import Groups
+from autosplit.pipeline.engine.processes.launch import launch
 from autosplit.pipeline.simulation.transfer import Transfer
-from autosplit.planner.links import profile_transfer
+from autosplit.planner.costs.links import profile_transfer
 
 _LATE = 0.02  # seconds; a message between two processes of one machine takes a thousandth of it
 

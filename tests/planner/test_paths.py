@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from autosplit import partition
-from autosplit.planner.whole import WholeModel
+from autosplit.planner.model.captured_model import WholeModel
 
 
 class Adapter(nn.Module):

@@ -15,8 +15,8 @@ from torch import nn
 from autosplit.errors import AutosplitError, OutputError, PlanError, ScheduleError
 from autosplit.pipeline import launch
 from autosplit.planner import Plan, partition
-from autosplit.planner.limits import Limits
-from autosplit.planner.solve import CapError
+from autosplit.planner.costs.limits import Limits
+from autosplit.planner.cuts.solve import CapError
 
 
 @pytest.fixture(scope="module")

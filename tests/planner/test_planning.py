@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from autosplit.cli.planning import resized
 from autosplit.errors import PlanError
-from autosplit.planning import resized
 
 
 def test_samples_are_repeated_or_cut() -> None:

@@ -6,11 +6,11 @@ import torch
 from chains import Chain, Mlp
 from torch import Tensor, nn
 
-from autosplit.pipeline.execution.assembly import footprint
-from autosplit.planner.clock import Rounds, error
-from autosplit.planner.profile import profile
-from autosplit.planner.specimen import Conditions, prepare
-from autosplit.planner.whole import WholeModel
+from autosplit.pipeline.engine.execution.stage_assembly import footprint
+from autosplit.planner.costs.profile import profile
+from autosplit.planner.costs.timing import Rounds, error
+from autosplit.planner.model.block_instance import Conditions, prepare
+from autosplit.planner.model.captured_model import WholeModel
 
 X = torch.zeros(4, 16)
 

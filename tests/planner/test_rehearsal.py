@@ -12,12 +12,12 @@ from torch import nn
 
 from autosplit.errors import CaptureError
 from autosplit.pipeline import PipelineTrainer, build
-from autosplit.planner.costs import BlockCost, ModelCosts
-from autosplit.planner.rehearsal import Rehearsal, can_rehearse, rehearse, rehearsing
-from autosplit.planner.settle import corrected, settle
-from autosplit.planner.solve import Solution, solve
-from autosplit.planner.specimen import Conditions
-from autosplit.planner.whole import WholeModel
+from autosplit.planner.costs.block_costs import BlockCost, ModelCosts
+from autosplit.planner.costs.trial_run import Rehearsal, can_rehearse, rehearse, rehearsing
+from autosplit.planner.cuts.refine import corrected, settle
+from autosplit.planner.cuts.solve import Solution, solve
+from autosplit.planner.model.block_instance import Conditions
+from autosplit.planner.model.captured_model import WholeModel
 
 PLANNED = [(1.0, 0.0, 2.0), (1.0, 1.0, 1.0)]
 

@@ -9,14 +9,14 @@ import pytest
 from planned import even
 
 from autosplit.errors import PlanError, ScheduleError
-from autosplit.pipeline.schedules import SCHEDULES
+from autosplit.pipeline.builders.build import SCHEDULES
 from autosplit.pipeline.simulation.transfer import Transfer
-from autosplit.pipeline.validate import validate
-from autosplit.planner.configuration import Configuration
-from autosplit.planner.costs import ModelCosts
-from autosplit.planner.limits import Limits
-from autosplit.planner.search import Wishes, search
-from autosplit.planner.solve import CapError
+from autosplit.pipeline.validation.validate import validate
+from autosplit.planner.costs.block_costs import ModelCosts
+from autosplit.planner.costs.limits import Limits
+from autosplit.planner.cuts.solve import CapError
+from autosplit.planner.plan.alternatives import Configuration
+from autosplit.planner.plan.plan_search import Wishes, search
 
 
 def costs_of(size: int, memory: str) -> ModelCosts:

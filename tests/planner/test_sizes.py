@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from autosplit.errors import PlanError
-from autosplit.planner.sizes import parse_size
+from autosplit.text.byte_sizes import parse_size
 
 
 @pytest.mark.parametrize(

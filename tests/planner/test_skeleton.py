@@ -11,7 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from autosplit import PlanError
-from autosplit.planner.skeleton import named_buffers, named_tensors, skeleton, stand_ins
+from autosplit.planner.meta_init.meta_model import (
+    meta_model,
+    named_buffers,
+    named_tensors,
+    stand_ins,
+)
 
 
 class Tables(nn.Module):
@@ -32,7 +37,7 @@ class Tables(nn.Module):
 
 
 def test_parameters_are_meta_and_buffers_real() -> None:
-    model, real = skeleton(Tables), Tables()
+    model, real = meta_model(Tables), Tables()
     for (name, parameter), (other, expected) in zip(
         model.named_parameters(), real.named_parameters(), strict=True
     ):
@@ -55,9 +60,9 @@ def test_tied_parameters_stay_tied() -> None:
         model[0].weight, model[1].weight = weight, weight
         return model
 
-    model = skeleton(Tables)
+    model = meta_model(Tables)
     assert model.head.weight is model.embed.weight
-    model = skeleton(before_registration)
+    model = meta_model(before_registration)
     assert model[0].weight is model[1].weight
 
 
@@ -70,24 +75,24 @@ def test_parameters_of_other_threads_stay_real() -> None:
         thread.join()
         return nn.Linear(2, 2)
 
-    assert skeleton(factory).weight.is_meta
+    assert meta_model(factory).weight.is_meta
     assert not made[0].weight.is_meta
     assert not nn.Linear(2, 2).weight.is_meta  # and the hook is gone
 
 
 def test_a_factory_may_return_inputs_too() -> None:
-    model, inputs = skeleton(lambda: (nn.Linear(2, 2), torch.ones(1, 2)))
+    model, inputs = meta_model(lambda: (nn.Linear(2, 2), torch.ones(1, 2)))
     assert model.weight.is_meta
     assert torch.equal(inputs, torch.ones(1, 2))
 
 
 def test_a_factory_without_a_model_is_refused() -> None:
     with pytest.raises(PlanError, match=r"must return an nn\.Module.* got a int"):
-        skeleton(lambda: 3)
+        meta_model(lambda: 3)
 
 
 def test_stand_ins_have_the_right_form_and_go_away() -> None:
-    model = skeleton(Tables)
+    model = meta_model(Tables)
     before = named_tensors(model)
     with stand_ins(model):
         for name, tensor in named_tensors(model).items():
@@ -101,7 +106,7 @@ def test_stand_ins_have_the_right_form_and_go_away() -> None:
 
 
 def test_stand_ins_elsewhere_are_one_element() -> None:
-    model = skeleton(Tables)
+    model = meta_model(Tables)
     with stand_ins(model, "meta"):  # in place of an accelerator
         weight = model.head.weight
         assert weight.shape == (11, 6)
@@ -110,7 +115,7 @@ def test_stand_ins_elsewhere_are_one_element() -> None:
 
 
 def test_stand_ins_leave_after_an_error() -> None:
-    model = skeleton(Tables)
+    model = meta_model(Tables)
     with pytest.raises(KeyError), stand_ins(model):
         raise KeyError
     assert model.head.weight.is_meta
@@ -120,11 +125,11 @@ LARGE = """
 import resource
 import torch
 from torch import nn
-from autosplit.planner.skeleton import skeleton, stand_ins
+from autosplit.planner.meta_init.meta_model import meta_model, stand_ins
 
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 build = lambda: nn.Sequential(*(nn.Linear(4096, 4096, bias=False) for _ in range(16)))
-model = skeleton(build)
+model = meta_model(build)
 torch.use_deterministic_algorithms(True)  # has torch fill fresh memory
 with stand_ins(model):
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)

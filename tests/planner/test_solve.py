@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from planned import all_tried, even, models, stage_times, tried
 
 from autosplit.errors import PlanError, ScheduleError
-from autosplit.pipeline.schedules import build
+from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.simulation.transfer import Link, Transfer
-from autosplit.pipeline.validate import validate
-from autosplit.planner import cutting
-from autosplit.planner.costs import BlockCost, ModelCosts
-from autosplit.planner.form import Form
-from autosplit.planner.limits import Limits
-from autosplit.planner.solve import CapError, Solution, solve, weigh
+from autosplit.pipeline.validation.validate import validate
+from autosplit.planner.costs.block_costs import BlockCost, ModelCosts
+from autosplit.planner.costs.limits import Limits
+from autosplit.planner.cuts import candidate_cuts
+from autosplit.planner.cuts.schedule_request import Form
+from autosplit.planner.cuts.solve import CapError, Solution, solve, weigh
 
 # Schedules whose order is the same whatever the stages take.
 FIXED = [
@@ -93,7 +93,7 @@ def test_local_search_finds_nearly_the_best(data: st.DataObject) -> None:
     costs, stages, microbatches, name, form = cases(data)
     cap = data.draw(st.sampled_from([math.inf, 60.0]))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cutting, "_EXHAUSTIVE", 0)
+        patch.setattr(candidate_cuts, "_EXHAUSTIVE", 0)
         try:
             found = solve(costs, stages, microbatches, name, limits=Limits(cap), **form)
         except CapError:

@@ -27,7 +27,7 @@ from whole_models import (
 )
 
 from autosplit.errors import PlanError
-from autosplit.pipeline.wiring import Source
+from autosplit.pipeline.schedule.wiring import Source
 from autosplit.planner import Partition, WholeModel, cut
 
 # Mamba asks through a cached function which torch it runs on.

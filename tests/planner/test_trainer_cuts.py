@@ -13,8 +13,8 @@ from whole_models import llama_with_hidden_states
 from autosplit import partition
 from autosplit.errors import PipelineError, ScheduleError
 from autosplit.pipeline import PipelineTrainer, build, launch
-from autosplit.planner.limits import Limits
-from autosplit.planner.solve import CapError
+from autosplit.planner.costs.limits import Limits
+from autosplit.planner.cuts.solve import CapError
 
 CASES: dict[str, tuple[dict[str, Any], int]] = {
     "1f1b": ({}, 3),

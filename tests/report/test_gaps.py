@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from autosplit.pipeline.action import Action, ActionKind
-from autosplit.pipeline.schedules import build
+from autosplit.pipeline.builders.build import build
+from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.simulation.simulate import simulate
-from autosplit.pipeline.timeline import Span, Timeline
-from autosplit.report.gaps import Gap, gaps
+from autosplit.pipeline.simulation.timeline import Span, Timeline
+from autosplit.report.idle_gaps import Gap, gaps
 
 
 def _text(gap: Gap) -> str:

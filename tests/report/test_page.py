@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from autosplit.errors import AutosplitError
-from autosplit.pipeline.schedules import build
+from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.simulation.simulate import simulate
-from autosplit.pipeline.timeline import Timeline
-from autosplit.report.page import Panel, write_page
+from autosplit.pipeline.simulation.timeline import Timeline
+from autosplit.report.timeline_page import Panel, write_page
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""

@@ -9,7 +9,7 @@ from zoo import SwiGLU
 
 import autosplit
 from autosplit import SplitError
-from autosplit.report.tables import short_source, size_text
+from autosplit.dump.tables import short_source, size_text
 
 
 def test_report_of_a_linear_layer() -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from autosplit.errors import AutosplitError
-from autosplit.pipeline.action import Action
-from autosplit.pipeline.timeline import Span, Timeline
-from autosplit.report.lettering import choose_lettering
-from autosplit.report.timeline import draw_timelines, timeline_figure
+from autosplit.pipeline.schedule.action import Action
+from autosplit.pipeline.simulation.timeline import Span, Timeline
+from autosplit.report.bar_labels import choose_lettering
+from autosplit.report.timeline_picture import draw_timelines, timeline_figure
 
 pytest.importorskip("matplotlib")
 
@@ -234,9 +234,9 @@ def test_without_matplotlib_the_error_says_what_to_install(monkeypatch: pytest.M
 def test_drawing_uses_no_pyplot_and_importing_no_matplotlib(tmp_path: Path) -> None:
     script = f"""
 import sys
-from autosplit.pipeline.action import Action
-from autosplit.pipeline.timeline import Span, Timeline
-from autosplit.report.timeline import draw_timelines
+from autosplit.pipeline.schedule.action import Action
+from autosplit.pipeline.simulation.timeline import Span, Timeline
+from autosplit.report.timeline_picture import draw_timelines
 assert "matplotlib" not in sys.modules, "imported too early"
 timeline = Timeline(1, (Span(0, Action.parse("0F0"), 0.0, 1.0),))
 draw_timelines([("a", timeline)], {str(tmp_path / "a.png")!r})

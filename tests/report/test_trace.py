@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from autosplit.errors import AutosplitError
-from autosplit.pipeline.action import Action
-from autosplit.pipeline.schedules import build
+from autosplit.pipeline.builders.build import build
+from autosplit.pipeline.schedule.action import Action
 from autosplit.pipeline.simulation.simulate import simulate
-from autosplit.pipeline.timeline import Span, Timeline
+from autosplit.pipeline.simulation.timeline import Span, Timeline
 from autosplit.report.trace import write_chrome_trace
 
 Event = dict[str, Any]

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 import autosplit
 from autosplit import SplitError
-from autosplit.integrations.deferral import Deferral
-from autosplit.integrations.partial import Partial
-from autosplit.runtime.lazy_gradient import LazyGradient
+from autosplit.autograd.lazy_gradient import LazyGradient
+from autosplit.dynamo.partial_model import Partial
+from autosplit.dynamo.pending_weights import Deferral
 
 
 class Net(nn.Module):

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import autosplit
-from autosplit.integrations.deferral import Deferral
-from autosplit.integrations.dynamo import Backend
+from autosplit.dynamo.backend import Backend
+from autosplit.dynamo.pending_weights import Deferral
 
 
 class Broken(nn.Sequential):

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 import autosplit
 from autosplit import CaptureError
-from autosplit.integrations.dynamo import Backend
+from autosplit.dynamo.backend import Backend
 
 
 class StraightThrough(torch.autograd.Function):

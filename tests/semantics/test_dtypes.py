@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import autosplit
 from autosplit import SplitError
-from autosplit.integrations.partial import Partial
+from autosplit.dynamo.partial_model import Partial
 
 
 def mlp(dtype: torch.dtype) -> nn.Module:

@@ -12,7 +12,7 @@ from zoo import CASES, PlainParameters, SwiGLU
 
 from autosplit import SplitError, Stage, split
 from autosplit.passes import MEMORY
-from autosplit.passes.memory import Memory
+from autosplit.passes.memory_policy import Memory
 
 NAMES = ["transformer", "convolutions", "tied", "repeated", "in_place", "plain_parameters"]
 NAMES += ["frozen", "bfloat16"]

@@ -11,7 +11,7 @@ from semantics.against_autograd import assert_equals_autograd, both_modes, withi
 from torch import Tensor, nn
 
 import autosplit
-from autosplit.integrations.dynamo import Backend
+from autosplit.dynamo.backend import Backend
 
 CASES: dict[str, dict[str, Any]] = {
     "LSTM": {"batch_first": True},

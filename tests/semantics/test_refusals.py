@@ -14,8 +14,8 @@ from torch.autograd import forward_ad
 
 import autosplit
 from autosplit import SplitError, SplitModule
+from autosplit.dynamo.partial_model import Partial
 from autosplit.errors import FailingCallError
-from autosplit.integrations.partial import Partial
 
 
 def forward_mode(split: SplitModule, x: Tensor) -> Any:

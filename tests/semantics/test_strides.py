@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import autosplit
 from autosplit import SplitError
-from autosplit.integrations.partial import Partial
+from autosplit.dynamo.partial_model import Partial
 
 
 class Addressing(nn.Module):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from autosplit.pipeline.action import Action
-from autosplit.pipeline.search.problem import FORWARD, KINDS, Problem
+from autosplit.pipeline.schedule.action import Action
+
+from .problem import FORWARD, KINDS, Problem
 
 
 def lower_bound(problem: Problem) -> float:

@@ -7,16 +7,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autosplit.pipeline.action import ActionKind
-from autosplit.pipeline.search.problem import (
-    FORWARD,
-    FULL,
-    INPUT,
-    KINDS,
-    WEIGHT,
-    Problem,
-    Rows,
-)
+from autosplit.pipeline.schedule.action import ActionKind
+
+from .problem import FORWARD, FULL, INPUT, KINDS, WEIGHT, Problem, Rows
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.schedule import Schedule
-from autosplit.pipeline.schedules.weights import check_counts
-from autosplit.pipeline.search import caps_of, placements, search
-from autosplit.pipeline.search.model import StepModel
-from autosplit.pipeline.search.problem import Problem, Rows
-from autosplit.pipeline.simulation.costs import Costs
-from autosplit.pipeline.validate import validate
+from autosplit.pipeline.builders.placement.weights import check_counts
+from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.simulation.step_costs import Costs
+from autosplit.pipeline.validation.validate import validate
+
+from .model import StepModel
+from .problem import Problem, Rows
+from .search import caps_of, placements, search
 
 _LARGEST = 400
 """Actions of a step: beyond, nothing is proved in minutes."""

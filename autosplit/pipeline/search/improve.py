@@ -14,9 +14,9 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from autosplit.pipeline.search.bound import lower_bound
-from autosplit.pipeline.search.play import Play, play
-from autosplit.pipeline.search.problem import FULL, INPUT, WEIGHT, Problem, Rows
+from .bound import lower_bound
+from .play import Play, play
+from .problem import FULL, INPUT, WEIGHT, Problem, Rows
 
 _TOLERANCE = 1e-9
 _HEAT = 0.02  # of the makespan: by so much longer steps are kept at first

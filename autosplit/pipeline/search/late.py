@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from autosplit.pipeline.search.problem import WEIGHT, Problem, Rows
+from .problem import WEIGHT, Problem, Rows
 
 
 def late(problem: Problem, rows: Rows) -> Rows:

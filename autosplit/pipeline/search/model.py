@@ -14,11 +14,12 @@ from collections.abc import Sequence
 from itertools import combinations
 from typing import Any, NamedTuple
 
-from autosplit.pipeline.action import Action
-from autosplit.pipeline.search.bound import lower_bound
-from autosplit.pipeline.search.play import play
-from autosplit.pipeline.search.problem import FORWARD, FULL, INPUT, KINDS, WEIGHT, Problem, Rows
-from autosplit.pipeline.search.units import Units
+from autosplit.pipeline.schedule.action import Action
+
+from .bound import lower_bound
+from .play import play
+from .problem import FORWARD, FULL, INPUT, KINDS, WEIGHT, Problem, Rows
+from .units import Units
 
 _FINEST_MEMORY = 10**9  # bytes are whole numbers
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.schedule import Schedule
-from autosplit.pipeline.schedules import SCHEDULES, build
-from autosplit.pipeline.schedules.fill import StageTimes
+from autosplit.pipeline.builders.build import SCHEDULES, build
+from autosplit.pipeline.builders.placement.fill import StageTimes
+from autosplit.pipeline.schedule.schedule import Schedule
 
 
 def named_schedules(

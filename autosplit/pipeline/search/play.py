@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from autosplit.pipeline.search.problem import INPUT, Problem, Rows
+from .problem import INPUT, Problem, Rows
 
 _TOLERANCE = 1e-9  # seconds; a shorter wait is what rounding leaves
 

@@ -6,14 +6,14 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from autosplit.pipeline.action import Action, ActionKind
-from autosplit.pipeline.dependency import result_of
-from autosplit.pipeline.routes import Parcel
-from autosplit.pipeline.schedule import Schedule
+from autosplit.pipeline.schedule.action import Action, ActionKind
+from autosplit.pipeline.schedule.dependency import result_of
+from autosplit.pipeline.schedule.routes import Parcel
+from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.schedule.wiring import Feeds
 from autosplit.pipeline.simulation.arrivals import Arrivals
-from autosplit.pipeline.simulation.costs import Costs
-from autosplit.pipeline.simulation.waits import cutter
-from autosplit.pipeline.wiring import Feeds
+from autosplit.pipeline.simulation.early_weights import cutter
+from autosplit.pipeline.simulation.step_costs import Costs
 
 KINDS = (
     ActionKind.FORWARD,

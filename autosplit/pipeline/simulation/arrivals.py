@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from autosplit.pipeline.action import Action
-from autosplit.pipeline.dependency import needs_of
-from autosplit.pipeline.routes import Parcel, parcels_for, parcels_of, positions_of, target_of
-from autosplit.pipeline.schedule import Schedule
-from autosplit.pipeline.simulation.transfer import Transfer
-from autosplit.pipeline.wiring import Feeds
+from autosplit.pipeline.schedule.action import Action
+from autosplit.pipeline.schedule.dependency import needs_of
+from autosplit.pipeline.schedule.routes import (
+    Parcel,
+    parcels_for,
+    parcels_of,
+    positions_of,
+    target_of,
+)
+from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.schedule.wiring import Feeds
+
+from .transfer import Transfer
 
 INSTANT = Transfer()
 """Links that cost nothing."""

@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
-from autosplit.pipeline.action import Action
-from autosplit.pipeline.dependency import needs_of, result_of
-from autosplit.pipeline.routes import Parcel
-from autosplit.pipeline.schedule import Schedule
-from autosplit.pipeline.simulation.arrivals import INSTANT, Arrivals
-from autosplit.pipeline.simulation.transfer import Transfer
-from autosplit.pipeline.wiring import Feeds
+from autosplit.pipeline.schedule.action import Action
+from autosplit.pipeline.schedule.dependency import needs_of, result_of
+from autosplit.pipeline.schedule.routes import Parcel
+from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.schedule.wiring import Feeds
+
+from .arrivals import INSTANT, Arrivals
+from .transfer import Transfer
 
 
 @dataclass(frozen=True, slots=True)

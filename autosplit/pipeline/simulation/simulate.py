@@ -6,14 +6,15 @@ import math
 from collections.abc import Callable, Mapping
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.action import Action, ActionKind
-from autosplit.pipeline.schedule import Schedule
-from autosplit.pipeline.simulation.arrivals import Arrivals
-from autosplit.pipeline.simulation.replay import replay
-from autosplit.pipeline.simulation.transfer import Transfer
-from autosplit.pipeline.simulation.waits import Slices, fill_waits
-from autosplit.pipeline.timeline import Span, Timeline
-from autosplit.pipeline.wiring import Feeds, Wiring
+from autosplit.pipeline.schedule.action import Action, ActionKind
+from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.schedule.wiring import Feeds, Wiring
+
+from .arrivals import Arrivals
+from .early_weights import Slices, fill_waits
+from .replay import replay
+from .timeline import Span, Timeline
+from .transfer import Transfer
 
 Durations = Callable[[Action], float] | Mapping[tuple[int, ActionKind], float]
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.action import Action, ActionKind
-from autosplit.pipeline.routes import Parcel, boundary_of
+from autosplit.pipeline.schedule.action import Action, ActionKind
+from autosplit.pipeline.schedule.routes import Parcel, boundary_of
 
 Bytes = float | Mapping[int, float | Sequence[float]]
 """Of one microbatch at each boundary: one number for all, or by the stage before the boundary one

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 
 from autosplit.errors import PipelineError
-from autosplit.pipeline.communication.world import device_of_group
-from autosplit.pipeline.execution.assembly import StageFactory
-from autosplit.pipeline.execution.order import Order, as_scheduled, early_weights
-from autosplit.pipeline.schedule import Schedule
-from autosplit.pipeline.schedules import SCHEDULES, build
-from autosplit.pipeline.training.tuning import first_schedule, usual_times
-from autosplit.pipeline.validate import validate
+from autosplit.pipeline.builders.build import SCHEDULES, build
+from autosplit.pipeline.engine.execution.action_order import Order, as_scheduled, early_weights
+from autosplit.pipeline.engine.execution.stage_assembly import StageFactory
+from autosplit.pipeline.engine.messages.default_group import device_of_group
+from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.validation.validate import validate
+
+from .auto_schedule import first_schedule, usual_times
 
 
 @dataclass(frozen=True)

@@ -9,29 +9,30 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from autosplit.pipeline.communication.agreement import Agreement
-from autosplit.pipeline.communication.faults import Guard
-from autosplit.pipeline.communication.groups import Groups
-from autosplit.pipeline.communication.links import measure_transfer
-from autosplit.pipeline.execution.assembly import TrainableStage
-from autosplit.pipeline.execution.evaluation import forward_only
-from autosplit.pipeline.execution.microbatch import Batch, Microbatches
-from autosplit.pipeline.execution.mode import Mode
-from autosplit.pipeline.execution.modes import Modes
-from autosplit.pipeline.execution.order import Order, as_scheduled
-from autosplit.pipeline.execution.recorder import recorder_on
-from autosplit.pipeline.routes import pairs_of
-from autosplit.pipeline.schedule import Schedule
-from autosplit.pipeline.timeline import Span
-from autosplit.pipeline.training.arrangement import Arrangement
-from autosplit.pipeline.training.builder import Builder
-from autosplit.pipeline.training.holdings import Holdings
-from autosplit.pipeline.training.options import Options
-from autosplit.pipeline.training.same_batch import check_same_batch
-from autosplit.pipeline.training.snapshot import ForwardState
-from autosplit.pipeline.training.tuning import Tuner
-from autosplit.pipeline.training.update import Update
-from autosplit.pipeline.wiring import Feeds
+from autosplit.pipeline.engine.execution.action_order import Order, as_scheduled
+from autosplit.pipeline.engine.execution.evaluation import forward_only
+from autosplit.pipeline.engine.execution.microbatch import Batch, Microbatches
+from autosplit.pipeline.engine.execution.mode import Mode
+from autosplit.pipeline.engine.execution.mode_by_shape import Modes
+from autosplit.pipeline.engine.execution.recorder import recorder_on
+from autosplit.pipeline.engine.execution.stage_assembly import TrainableStage
+from autosplit.pipeline.engine.faults.first_error import Guard
+from autosplit.pipeline.engine.messages.link_times import measure_transfer
+from autosplit.pipeline.engine.messages.process_groups import Groups
+from autosplit.pipeline.engine.messages.step_results import Agreement
+from autosplit.pipeline.schedule.routes import pairs_of
+from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.schedule.wiring import Feeds
+from autosplit.pipeline.simulation.timeline import Span
+
+from .auto_schedule import Tuner
+from .batch_agreement import check_same_batch
+from .configuration import Arrangement
+from .optimizer_step import Update
+from .options import Options
+from .rank_state import Holdings
+from .snapshot import ForwardState
+from .stage_builder import Builder
 
 
 class Runner:

@@ -13,25 +13,26 @@ import torch
 from torch import Tensor, nn
 
 from autosplit.errors import PipelineError
-from autosplit.pipeline.communication.agreement import Agreement
-from autosplit.pipeline.communication.communicators import await_device
-from autosplit.pipeline.communication.faults import Board, Guard
-from autosplit.pipeline.communication.groups import Groups
-from autosplit.pipeline.communication.watch import watch_over
-from autosplit.pipeline.execution.assembly import StageFactory, TrainableStage
-from autosplit.pipeline.execution.evaluation import eval_mode
-from autosplit.pipeline.execution.microbatch import Batch
-from autosplit.pipeline.schedule import Schedule
-from autosplit.pipeline.timeline import Timeline
-from autosplit.pipeline.training.arrangement import Arrangement
-from autosplit.pipeline.training.holdings import Holdings
-from autosplit.pipeline.training.modules import LossFunction, Model, Stages
-from autosplit.pipeline.training.options import Options, choose_device, choose_order
-from autosplit.pipeline.training.runner import Runner
-from autosplit.pipeline.training.shared import Holder, joined
-from autosplit.pipeline.training.unanimous import check_unanimous
-from autosplit.pipeline.training.uncut import Example
-from autosplit.pipeline.training.update import Update
+from autosplit.pipeline.engine.execution.evaluation import eval_mode
+from autosplit.pipeline.engine.execution.microbatch import Batch
+from autosplit.pipeline.engine.execution.stage_assembly import StageFactory, TrainableStage
+from autosplit.pipeline.engine.faults.first_error import Board, Guard
+from autosplit.pipeline.engine.faults.watch import watch_over
+from autosplit.pipeline.engine.messages.nccl import await_device
+from autosplit.pipeline.engine.messages.process_groups import Groups
+from autosplit.pipeline.engine.messages.step_results import Agreement
+from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.simulation.timeline import Timeline
+
+from .auto_partition import Example
+from .configuration import Arrangement
+from .optimizer_step import Update
+from .option_agreement import check_unanimous
+from .options import Options, choose_device, choose_order
+from .rank_state import Holdings
+from .runner import Runner
+from .stage_modules import LossFunction, Model, Stages
+from .tied_parameters import Holder, joined
 
 OptimizerFunction = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -65,7 +66,7 @@ class PipelineTrainer:
             a dictionary of keyword arguments. With anything but a whole model not allowed.
         planning: further options of ``autosplit.partition`` for a whole model, such as ``{"costs":
             "estimate", "limits": Limits(cap=8e9)}``; what the trainer knows, it hands on itself.
-        schedule: a name from ``autosplit.pipeline.schedules.SCHEDULES``, a Schedule, or ``"auto"``:
+        schedule: a name from ``autosplit.pipeline.SCHEDULES``, a Schedule, or ``"auto"``:
             measure the first three steps and run the shortest schedule that ``search`` finds for
             them from then on, on the same placement and within the memory of the split schedule
             that they ran.

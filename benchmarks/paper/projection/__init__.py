@@ -7,7 +7,7 @@ import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from autosplit.pipeline.simulation.memory import StageMemory, peak_memory
+from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
 
 from ...pipeline.standin import Case
 from ...results import Rows, table

@@ -1,0 +1,1 @@
+"""The split backward as autograd and optimizers see it: pending work, lazy gradients."""

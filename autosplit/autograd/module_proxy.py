@@ -1,0 +1,203 @@
+"""A module under another face: same state, same attributes, same names."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from types import MethodType
+from typing import Any, Self
+
+from torch import nn
+
+from autosplit.errors import SplitError
+from autosplit.torch_internals.module_state import share_state
+from autosplit.torch_internals.tracing import in_compiler, is_exported
+
+# Python looks these up on the class, past ``__getattr__``; a face has those that its model has.
+_CONTAINER = (
+    "__len__",
+    "__getitem__",
+    "__setitem__",
+    "__delitem__",
+    "__iter__",
+    "__reversed__",
+    "__contains__",
+    "__bool__",
+    "__enter__",
+    "__exit__",
+)
+_SHARED_HOOKS = (
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
+class Forward:
+    """Decorator for ``forward`` of a face: a method with the signature of the model's.
+
+    A signature belongs to a function, so each face has a function of its own for it.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __get__(self, face: Face | None, kind: type | None = None) -> Any:
+        if face is None:
+            return self.function
+        if is_exported():
+            return face.__dict__["model"]  # what is exported has no backward to split
+        return MethodType(face.__dict__["_forward"], face)
+
+
+class Face(nn.Module):
+    """Stands for ``model``: parameters, buffers and submodules are the very same objects under
+    the same names, and an attribute that is set here is set there. ``isinstance`` takes it for
+    one of the model's class, too, and where the model is a container, so is this.
+
+    A subclass decorates its ``forward`` with ``Forward``, and puts what it keeps for itself into
+    ``__dict__``. Methods that are replaced on the face (``face.forward = ...``) are the face's
+    own: what they replaced is the face's method, not the model's.
+    """
+
+    model: nn.Module
+
+    def __new__(cls, model: nn.Module, *args: Any, **kwargs: Any) -> Self:
+        made: Self = _blank(cls, _special(type(model)))
+        return made
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["model"] = model  # not a submodule: names keep no prefix
+        self._share()
+
+    def _share(self) -> None:
+        model = self.__dict__["model"]
+        share_state(self, model)
+        for name in _SHARED_HOOKS:
+            self.__dict__[name] = model.__dict__[name]
+        self.__dict__["_forward"] = _like(type(self).forward, model)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """The model's, for those who ask for what a model is; ``type(face)`` is the face's, which
+        torch.compile has to hear: it calls what it finds on this class.
+        """
+        model = self.__dict__.get("model")
+        return type(self) if model is None or in_compiler() else model.__class__
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.model!r})"
+
+    def train(self, mode: bool = True) -> Self:
+        self.model.train(mode)
+        self.training = mode
+        return self
+
+    def apply(self, fn: Any) -> Self:
+        self.model.apply(fn)
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        self.model._apply(fn, recurse)
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model.load_state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.model._load_from_state_dict(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "model" not in self.__dict__:
+                raise
+            return getattr(self.model, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "__class__":
+            raise SplitError(
+                f"a {type(self).__name__} cannot become a {value.__name__}: what takes modules "
+                "over in this way (torch.distributed's fully_shard, for example) expects the "
+                "weights' gradients in backward(). It may have changed the model already: build "
+                "the model anew. To train on several devices, wrap the split module in "
+                "DistributedDataParallel, or cut the model for a PipelineTrainer"
+            )
+        if name in self.__dict__ or "model" not in self.__dict__ or self._is_own(name, value):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.model, name, value)
+
+    def _is_own(self, name: str, value: Any) -> bool:
+        """Whether a new attribute is the face's: a method replaced, or one kept for later. On
+        the model it would have the model call the face, which calls the model.
+        """
+        mine = getattr(value, "__self__", None) is self or value is self.__dict__.get("forward")
+        return mine or hasattr(type(self), name)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self.__dict__:
+            super().__delattr__(name)
+        else:
+            delattr(self.model, name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        own: dict[str, Any] = self.__getstate__()  # type: ignore[no-untyped-call]
+        state = {key: value for key, value in own.items() if key != "_forward"}
+        kind = type(self)
+        return _blank, (getattr(kind, "_plain", kind), _special(kind)), state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._share()
+
+
+def _blank(kind: type, special: tuple[str, ...]) -> Any:
+    """A face without anything in it, of a class that has these special methods."""
+    return object.__new__(_with_special(kind, special))
+
+
+def _special(kind: type) -> tuple[str, ...]:
+    """Which of the special methods a class has."""
+    return tuple(name for name in _CONTAINER if hasattr(kind, name))
+
+
+@functools.cache
+def _with_special(kind: type, special: tuple[str, ...]) -> type[Any]:
+    """The class, with special methods that are those of the model."""
+    if not special:
+        return kind
+    body: dict[str, Any] = {name: _passed_on(name) for name in special}
+    body |= {"_plain": kind, "__module__": kind.__module__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (kind,), body)
+
+
+def _passed_on(name: str) -> Callable[..., Any]:
+    def method(self: Face, *args: Any) -> Any:
+        return getattr(type(self.model), name)(self.model, *args)
+
+    return method
+
+
+def _like(function: Callable[..., Any], model: nn.Module) -> Callable[..., Any]:
+    """A method of a face, with the signature of the model's ``forward`` where that has one."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(self, *args, **kwargs)
+
+    forward.__doc__ = model.forward.__doc__
+    try:
+        signature = inspect.signature(model.forward)
+    except (TypeError, ValueError):
+        return forward
+    me = inspect.Parameter("_face", inspect.Parameter.POSITIONAL_ONLY)
+    parameters = [me, *signature.parameters.values()]
+    forward.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return forward

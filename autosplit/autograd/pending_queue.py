@@ -1,0 +1,206 @@
+"""Deferred weight gradients by microbatch, behind lazy gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from typing import Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from autosplit.errors import SplitError
+from autosplit.runtime.saved_tensors import distinct_bytes
+from autosplit.torch_internals.backward_task import current_backward
+
+from .lazy_gradient import Slot
+from .lazy_gradient_set import LazyGradients
+from .lazy_gradient_set import Work as _Work
+from .step_guard import StepGuard
+
+
+class Work(_Work, Protocol):
+    """What one backward through one graph left for W."""
+
+    @property
+    def parameters(self) -> Sequence[Tensor]:
+        """Those that get a gradient; leaves."""
+
+    @property
+    def dense(self) -> bool:
+        """Whether all gradients are known to be strided."""
+
+    @property
+    def tensors(self) -> Sequence[Tensor | None]:
+        """What it keeps alive, parameters and buffers left out."""
+
+
+W = TypeVar("W", bound=Work)
+
+
+class Backlog(Generic[W]):
+    """Microbatches between I and W, oldest first. Several threads may add and compute.
+
+    Args:
+        deliver: computes the gradients of microbatches, in their order, and adds them to ``.grad``.
+    """
+
+    def __init__(self, deliver: Callable[[Iterable[Sequence[W]]], None]) -> None:
+        self._deliver = deliver
+        self._lock = threading.RLock()  # never held while anything is computed
+        self._computing = threading.RLock()
+        self._microbatches: dict[Hashable, list[W]] = {}
+        self._guard = StepGuard(self)
+        self.lazies = LazyGradients(self)
+
+    @property
+    def pending(self) -> int:
+        """How many microbatches."""
+        if self._microbatches:
+            self.sweep()
+        return len(self._microbatches)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of distinct storage that they hold."""
+        self.sweep()
+        return distinct_bytes(t for each in self.works() for t in each.tensors if t is not None)
+
+    def works(self) -> list[W]:
+        """All of it, oldest first."""
+        with self._lock:
+            return [each for works in self._microbatches.values() for each in works]
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """The parameters that gradients are pending for."""
+        named = {id(p): (name, p) for each in self.works() for name, p in each.named_parameters()}
+        yield from named.values()
+
+    def add(self, microbatch: Hashable, work: W) -> None:
+        """Queue it, behind what this microbatch has left before."""
+        while True:
+            with self._lock:
+                held = self.lazies.promise(work.parameters, dense=work.dense)
+                if held is None:
+                    self._microbatches.setdefault(microbatch, []).append(work)
+                    self._guard.stand()
+                    return
+            held.compute()
+
+    def compute(self, microbatches: int | None = None) -> None:
+        """Compute the oldest microbatches, all where None, and let ``.grad`` hold them.
+
+        Raises:
+            SplitError: fewer than asked for are pending; they cannot be computed; or another
+                thread is at it, and waiting for it from inside a ``backward()`` could block both.
+        """
+        with self.computing():
+            with self._lock:
+                lifted = self.lazies.lift()
+                try:
+                    taken = self._take(microbatches)
+                except SplitError:
+                    self.lazies.settle(lifted)
+                    raise
+            with self.settling(lifted):
+                self._deliver(taken)
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """Nobody else computes meanwhile."""
+        if not self._computing.acquire(blocking=current_backward() < 0):
+            raise SplitError(
+                "a pending weight gradient is used inside a backward() while another thread "
+                "computes it; call backward_weight() before the threads part"
+            )
+        try:
+            with torch.inference_mode(False):
+                yield
+        finally:
+            self._computing.release()
+
+    @contextlib.contextmanager
+    def settling(self, lifted: list[Slot]) -> Iterator[None]:
+        """What was lifted is computed inside; where that fails it is lost, and says so."""
+        failure: BaseException | None = None
+        try:
+            yield
+        except BaseException as error:
+            failure = error
+            raise
+        finally:
+            with self._lock:
+                self.lazies.settle(lifted, failure)
+
+    @contextlib.contextmanager
+    def hidden(self, parameters: Iterable[Tensor]) -> Iterator[None]:
+        """Parameters have no lazy gradients inside, where they are traced."""
+        with self._lock:
+            self.lazies.hide(parameters)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.lazies.show()
+
+    def compute_for(self, parameter: Tensor) -> None:
+        """Compute everything: hooks and sums then see microbatches in their order."""
+        self.compute()
+
+    def waiting(self) -> set[int]:
+        """The parameters (their ``id``) that something is pending for."""
+        return {id(parameter) for work in self.works() for parameter in work.parameters}
+
+    def discard(self) -> None:
+        """Forget everything; ``.grad`` is what it was before."""
+        with self._lock:
+            self._microbatches.clear()
+            self.lazies.discard()
+
+    def sweep(self) -> None:
+        """Drop what is pending for every gradient that is gone."""
+        with self._lock:
+            self.lazies.sweep()
+
+    def drop(self, parameters: Collection[int]) -> None:
+        """Nobody wants the gradients of these (their ``id``) any more."""
+        with self._lock:
+            self.lazies.drop(parameters)
+
+    def forget(self, works: Collection[object]) -> None:
+        """These are not pending any more."""
+        with self._lock:
+            for key, queued in [*self._microbatches.items()]:
+                left = [each for each in queued if each not in works]
+                if left:
+                    self._microbatches[key] = left
+                else:
+                    del self._microbatches[key]
+
+    def _take(self, microbatches: int | None) -> list[list[W]]:
+        """The oldest microbatches, all where None; they are not pending any more.
+
+        Raises:
+            SplitError: fewer than asked for are pending.
+        """
+        keys = list(self._microbatches)
+        count = len(keys) if microbatches is None else checked(microbatches, len(keys))
+        return [self._microbatches.pop(key) for key in keys[:count]]
+
+
+def checked(microbatches: int, pending: int) -> int:
+    """``microbatches``, of which so many are pending.
+
+    Raises:
+        SplitError: fewer are pending.
+    """
+    if not 1 <= microbatches <= pending:
+        ask = f"ask for 1 to {pending}, or for all, without a number"
+        if not pending:
+            ask = (
+                "call loss.backward() first (each is one pending microbatch); without a number, "
+                "backward_weight() computes what there is"
+            )
+        raise SplitError(f"backward_weight(microbatches={microbatches}): {pending} pending; {ask}")
+    return microbatches

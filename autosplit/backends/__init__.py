@@ -1,0 +1,1 @@
+"""GraphModule -> callable: eager, Inductor, CUDA graphs."""

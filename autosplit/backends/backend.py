@@ -1,0 +1,56 @@
+"""What every backend offers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import fx
+
+from autosplit.passes.graph import Role
+
+Boxed = Callable[[list[Any]], list[Any]]
+Strides = tuple[int | torch.SymInt, ...]
+
+
+class Code(NamedTuple):
+    """What a backend makes of a graph.
+
+    Attributes:
+        call: takes one list, empties it and returns a list.
+        strides: of outputs that only the next graph sees, where the backend chose them.
+    """
+
+    call: Boxed
+    strides: Mapping[Role, Strides] = {}
+
+
+class Backend(Protocol):
+    """Makes callables of the graphs of one traced module."""
+
+    @property
+    def decompositions(self) -> dict[Any, Callable[..., Any]] | None:
+        """Operators to trace through, rather than to record; None for those of eager."""
+
+    @property
+    def generated(self) -> Mapping[str, str]:
+        """Name of a graph -> source that the backend generated for it, of those compiled."""
+
+    @property
+    def writes_views(self) -> bool:
+        """Whether a graph may write into views of what it is given."""
+
+    @property
+    def reuses_memory(self) -> bool:
+        """Whether a graph may write into the memory of what is donated to it (``donate``)."""
+
+    @property
+    def compiles_slowly(self) -> bool:
+        """Whether a graph takes seconds to compile, so that another form of it is to be spared."""
+
+    def rewrite(self, joint: fx.GraphModule) -> None:
+        """Prepare a joint graph, in place, before it is split."""
+
+    def compile(self, name: str, module: fx.GraphModule) -> Code:
+        """Compile a graph, which is left as it is."""

@@ -1,0 +1,151 @@
+"""GraphModule -> callable."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, fx
+
+from autosplit.errors import BackendError, SplitError
+from autosplit.passes.analysis.symbolic_sizes import concrete
+from autosplit.passes.errors import PassError
+from autosplit.passes.graph import Role, inputs, outputs
+
+from .backend import Backend, Boxed, Code, Strides
+from .cudagraphs import CudaGraphs
+from .eager import Eager
+
+__all__ = [
+    "BACKENDS",
+    "Backend",
+    "Boxed",
+    "Code",
+    "CompiledGraph",
+    "backend_named",
+    "check_backend",
+    "compile_graph",
+    "hand_over",
+    "positions",
+    "prepare",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledGraph:
+    """A graph as a callable.
+
+    Attributes:
+        call: takes one list, empties it, and returns a list. The caller keeps no reference
+            to what it handed over, so every tensor dies at its last use inside.
+        inputs: role of every item of the list it takes.
+        outputs: role of every item of the list it returns.
+        strides: of outputs that only the next graph sees, where the backend chose them.
+    """
+
+    call: Boxed
+    inputs: tuple[Role, ...]
+    outputs: tuple[Role, ...]
+    strides: Mapping[Role, Strides]
+
+    def taking(self, given: Sequence[Role]) -> Boxed:
+        """``call`` for a list in the order of ``given``, of which the graph may take a part."""
+        order = positions(self.inputs, given)
+        call = self.call
+
+        def run(pool: list[Any]) -> list[Any]:
+            args = [pool[at] for at in order]
+            pool.clear()
+            return call(args)
+
+        return call if order == list(range(len(given))) else run
+
+
+def positions(wanted: Iterable[Role], given: Sequence[Role]) -> list[int]:
+    """Where each of the wanted roles stands among the given ones."""
+    at = {role: index for index, role in enumerate(given)}
+    return [at[role] for role in wanted]
+
+
+def hand_over(strides: Mapping[Role, Strides], *takers: fx.GraphModule | None) -> None:
+    """Tell graphs that are not compiled yet what they will be given."""
+    for module in takers:
+        for role, node in inputs(module.graph).items() if module else ():
+            value = node.meta["val"]
+            if role in strides and _differ(strides[role], value):
+                node.meta["val"] = value.new_empty_strided(value.shape, strides[role])
+
+
+def _differ(strides: Strides, value: Tensor) -> bool:
+    return [*map(concrete, strides)] != [*map(concrete, value.stride())]
+
+
+def compile_graph(name: str, module: fx.GraphModule, backend: Backend) -> CompiledGraph:
+    """Compile one graph.
+
+    Raises:
+        BackendError: the backend cannot compile it; names the graph.
+    """
+    with _errors_name(name, backend):
+        call, strides = backend.compile(name, module)
+    taken = tuple(inputs(module.graph))
+    returned = tuple(role for role, _ in outputs(module.graph))
+    return CompiledGraph(call, taken, returned, strides)
+
+
+def prepare(joint: fx.GraphModule, backend: Backend) -> None:
+    """What a backend does to a joint graph, in place, before it is split.
+
+    Raises:
+        BackendError: it fails.
+    """
+    with _errors_name("joint", backend):
+        backend.rewrite(joint)
+
+
+@contextlib.contextmanager
+def _errors_name(graph: str, backend: Backend) -> Iterator[None]:
+    try:
+        yield
+    except (BackendError, PassError):
+        raise  # a PassError says that the graph cannot be split, whatever runs it
+    except Exception as error:
+        kind = type(backend).__name__.lower()
+        raise BackendError(
+            f"backend {kind!r} cannot compile the {graph} graph ({type(error).__name__}: {error}); "
+            "backend='eager' runs every graph that can be split"
+        ) from error
+
+
+def check_backend(name: str) -> None:
+    """Raises:
+    SplitError: the backend is unknown; lists the known ones.
+    """
+    if name not in BACKENDS:
+        known = ", ".join(map(repr, BACKENDS))
+        raise SplitError(f"unknown backend {name!r}; known backends: {known}")
+
+
+def backend_named(name: str) -> Backend:
+    """A backend of ``BACKENDS``, for one traced module.
+
+    Raises:
+        SplitError: the backend is unknown; lists the known ones.
+    """
+    check_backend(name)
+    return BACKENDS[name]()
+
+
+def _inductor() -> Backend:
+    from .inductor import Inductor  # torch's compiler takes seconds to import
+
+    return Inductor()
+
+
+BACKENDS: Mapping[str, Callable[[], Backend]] = {
+    "eager": Eager,
+    "inductor": _inductor,
+    "cudagraphs": CudaGraphs,
+}

@@ -1,0 +1,206 @@
+"""A split graph in AOTAutograd's calling convention, and the roles that its descriptors give.
+
+AOTAutograd counts: inputs and outputs of both graphs stand in the order that it chose, with
+what is saved between them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._functorch._aot_autograd import descriptors as d
+
+from autosplit.passes import Kind, PassError, Role, SplitGraphs, run
+from autosplit.passes.analysis.aliasing import storage_root
+from autosplit.passes.graph import (
+    FORWARD_OUTPUT,
+    STATE,
+    inputs,
+    outputs,
+    placeholders,
+    role_of,
+    set_outputs,
+)
+
+_REFUSAL = (
+    "autosplit defers weight gradients, which compiled autograd would lose; call backward() "
+    "outside torch._dynamo.config.compiled_autograd"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class AotGraphs:
+    """One split graph in AOTAutograd's calling convention.
+
+    Attributes:
+        graphs: what the passes made.
+        forward: takes every input of the joint graph; returns its outputs, then what is saved.
+        backward_input: takes what is saved, in its order but integers first, then the gradients
+            of outputs; returns ``slots`` gradients (None where there is none), then what I
+            defers.
+        slots: one for each input of the joint graph.
+        results: names of the outputs of the joint graph's forward, as tangents have them.
+        parameters: index of the graph's input -> name, for parameters whose gradient W makes.
+    """
+
+    graphs: SplitGraphs
+    forward: fx.GraphModule
+    backward_input: fx.GraphModule
+    slots: int
+    results: tuple[str, ...]
+    parameters: dict[int, str]
+
+
+def label(graph: fx.Graph, roles: list[Role], num_forward: int, static: set[int]) -> dict[int, str]:
+    """Give every input and output its role. Returns the parameters that can be deferred."""
+    output = graph.output_node()
+    descs = list(zip(output.meta["desc"], output.args[0], strict=True))  # type: ignore[arg-type]
+    results = descs[:num_forward]
+    with_gradient = {_grad_of(desc) for desc, value in descs[num_forward:] if value is not None}
+    kept = _kept_whole(results)
+    names: dict[Any, Role] = {}
+    parameters: dict[int, str] = {}
+    for position, node in enumerate(placeholders(graph)):
+        desc = node.meta["desc"]
+        role = _input_role(desc, roles)
+        if role.kind is Kind.PARAMETER and (desc in kept or desc not in with_gradient):
+            role = Role(Kind.INPUT, role.name)
+        if role.kind is Kind.PARAMETER:
+            parameters[desc.idx] = role.name
+        elif position in static and desc not in with_gradient and role.kind is Kind.INPUT:
+            role = Role(Kind.BUFFER, role.name)
+        names[desc] = node.meta["role"] = role
+    labels = [_output_role(desc, names, index) for index, (desc, _) in enumerate(results)]
+    for position, (desc, value) in enumerate(descs[num_forward:]):
+        labels.append(_gradient_role(desc, value, names, position))
+    output.args = ([value for _, value in descs],)
+    output.meta["roles"] = tuple(labels)
+    return parameters
+
+
+def _kept_whole(results: list[tuple[Any, Any]]) -> set[Any]:
+    """Inputs that the graph returns (views of), or writes into: AOTAutograd makes such outputs
+    from the input itself, outside the graph, and autograd must find the input there.
+    """
+    mutated = {desc.mutated_input for desc, _ in results if isinstance(desc, _MUTATION)}
+    roots = [storage_root(value) for _, value in results if isinstance(value, fx.Node)]
+    return mutated | {root.meta["desc"] for root in roots if root.op == "placeholder"}
+
+
+_MUTATION = d.InputMutationAOTOutput
+
+
+def _grad_of(desc: Any) -> Any:
+    if isinstance(desc, d.GradAOTOutput):
+        return desc.grad_of
+    raise PassError(f"the traced backward returns {desc!r}, which autosplit cannot split")
+
+
+def _input_role(desc: Any, roles: list[Role]) -> Role:
+    match desc:
+        case d.PlainAOTInput():
+            return roles[desc.idx]
+        case d.ViewBaseAOTInput() | d.SyntheticBaseAOTInput():
+            return Role(Kind.INPUT, desc.expr())
+        case d.TangentAOTInput():
+            return Role(Kind.TANGENT, desc.output.expr())
+    raise PassError(
+        f"the traced graph takes {desc!r}, which autosplit cannot split (tensor subclasses and "
+        "effect tokens are such inputs)"
+    )
+
+
+def _output_role(desc: Any, names: dict[Any, Role], index: int) -> Role:
+    match desc:
+        case d.PlainAOTOutput() | d.IntermediateBaseAOTOutput():
+            return Role(Kind.OUTPUT, desc.expr())
+        case d.InputMutationAOTOutput():
+            return Role(Kind.UPDATE, names[desc.mutated_input].name)
+    raise PassError(f"the traced forward returns {desc!r}, which autosplit cannot split")
+
+
+def _gradient_role(desc: Any, value: Any, names: dict[Any, Role], position: int) -> Role:
+    """An input without a gradient has no descriptor here; only its position is known."""
+    if value is None:
+        return Role(Kind.INPUT_GRAD, f"nothing[{position}]")
+    source = names[_grad_of(desc)]
+    kind = Kind.PARAMETER_GRAD if source.kind is Kind.PARAMETER else Kind.INPUT_GRAD
+    return Role(kind, source.name)
+
+
+def assemble(labelled: fx.GraphModule, num_forward: int, parameters: dict[int, str]) -> AotGraphs:
+    """Split, and put the graphs into AOTAutograd's calling convention: tensors are saved before
+    integers, those whose writes autograd does not watch last; the backward takes the integers
+    first.
+    """
+    joint_inputs = placeholders(labelled.graph)
+    gradients = outputs(labelled.graph)[num_forward:]
+    descs = labelled.graph.output_node().meta["desc"][:num_forward]
+    graphs = run(labelled)
+    if graphs.backward is None or graphs.backward_input is None:
+        raise PassError("nothing in the graph has a gradient")
+    primals = [node for node in joint_inputs if role_of(node).kind is not Kind.TANGENT]
+    tangents = [node for node in joint_inputs if role_of(node).kind is Kind.TANGENT]
+    made = dict(outputs(graphs.forward.graph, Kind.SAVED))
+    saved = list(inputs(graphs.backward.graph, *STATE, Kind.SAVED).items())
+    integers = [pair for pair in saved if not isinstance(pair[1].meta["val"], Tensor)]
+    tensors = [pair for pair in saved if isinstance(pair[1].meta["val"], Tensor)]
+    tensors.sort(key=lambda pair: bool(pair[1].meta.get("saved_tensor_with_no_vc_check")))
+    results = outputs(graphs.forward.graph, *FORWARD_OUTPUT)
+    returned = [(role, made.get(role, role)) for role, _ in (*tensors, *integers)]
+    incoming = [*(node for _, node in (*integers, *tensors)), *tangents]
+    carried = outputs(graphs.backward_input.graph, Kind.DEFERRED)
+    computed = dict(outputs(graphs.backward_input.graph, Kind.INPUT_GRAD))
+    slots = [(role, computed.get(role)) for role, _ in gradients]
+    return AotGraphs(
+        graphs,
+        _rebuild(graphs.forward, "forward", primals, [*results, *returned]),
+        _rebuild(graphs.backward_input, "backward_input", incoming, [*slots, *carried]),
+        len(slots),
+        tuple(desc.expr() for desc in descs),
+        parameters,
+    )
+
+
+def _rebuild(
+    module: fx.GraphModule, name: str, taken: list[fx.Node], returned: list[tuple[Role, Any]]
+) -> fx.GraphModule:
+    """The same computation with these placeholders, used or not, and these outputs; an output
+    given by a role is the placeholder of that role.
+    """
+    graph = fx.Graph()
+    entered: dict[Role, fx.Node] = {}
+    for node in taken:
+        entered[role_of(node)] = placeholder = graph.placeholder(node.name)
+        placeholder.meta = dict(node.meta)
+    copies = {node: entered[role] for role, node in inputs(module.graph).items()}
+    for node in module.graph.nodes:
+        if node.op not in {"placeholder", "output"}:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    values = [entered[value] if isinstance(value, Role) else value for _, value in returned]
+    mapped = fx.node.map_arg(values, lambda node: copies.get(node, node))
+    set_outputs(graph, list(zip([role for role, _ in returned], mapped, strict=True)))
+    return fx.GraphModule(module, graph, class_name=name)
+
+
+def copy_graph(graph: fx.Graph) -> fx.Graph:
+    """The nodes, without the calling convention that the graph may carry."""
+    twin = fx.Graph()
+    values, output = twin.graph_copy(graph, {}, return_output_node=True)  # type: ignore[misc]
+    twin.output(values).meta = dict(output.meta)  # type: ignore[union-attr]
+    return twin
+
+
+def without_deferred(aot: AotGraphs) -> fx.GraphModule:
+    """The backward as AOTAutograd may see it: it counts the outputs. It is never run; whoever
+    copies it (compiled autograd) instead of calling what was compiled is refused.
+    """
+    graph = copy_graph(aot.backward_input.graph)
+    output = graph.output_node()
+    output.args = (list(output.args[0])[: aot.slots],)  # type: ignore[arg-type]
+    with graph.inserting_before(output):
+        graph.call_function(torch._assert, (False, _REFUSAL))
+    return fx.GraphModule(aot.backward_input, graph, class_name="backward")

@@ -1,0 +1,1 @@
+"""Split graphs kept on disk: their key, their form as bytes, their files."""

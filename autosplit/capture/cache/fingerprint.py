@@ -1,0 +1,199 @@
+"""What a graph of Dynamo says, as text: equal texts, equal joint graphs.
+
+Everything that AOTAutograd can see is in it: operators and their arguments, where each input
+comes from and how it lies in memory, the state of the module, how results are put together. What
+has no text that says all of it (constant tensors, custom operators, bodies of higher-order
+operators, sizes that are symbols) has no fingerprint.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.node import _get_qualified_name
+
+from autosplit.passes.analysis.operators import OVERLOAD
+from autosplit.torch_internals.pytree import tree_flatten
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...))
+_NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_NAMESPACES = ("aten::", "prims::")
+_ROOTS = ("torch.", "operator.", "_operator.", "math.", "builtins.")
+
+
+class NoFingerprintError(Exception):
+    """Two different graphs could have the same text; says what cannot be told apart."""
+
+
+def lines(
+    module: nn.Module,
+    exported: fx.GraphModule,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    results: list[Any],
+) -> Iterator[str]:
+    """The text, line by line.
+
+    Args:
+        module: that was captured.
+        exported: Dynamo's graph of it.
+        args: that it was captured for.
+        kwargs: that it was captured for.
+        results: leaves of what the module returns; tensors stand for those that it computes.
+
+    Raises:
+        NoFingerprintError: see there.
+    """
+    known = _Tensors()
+    leaves = tree_flatten((args, kwargs))[0]
+    for at, leaf in enumerate(leaves):
+        yield f"input {at}: {known.describe(leaf, f'input {at}')}"
+    for name, tensor in _state(module):
+        yield f"state {name}: {known.describe(tensor, f'state {name}')}"
+    codegen: Any = exported.graph._codegen
+    given = codegen.dynamo_bytecode_flatten(*args, *kwargs.values())
+    holes = exported.graph.find_nodes(op="placeholder")
+    for node, value in zip(holes, given, strict=True):
+        traced = node.meta.get("val")
+        if isinstance(traced, Tensor) and not all(type(size) is int for size in traced.shape):
+            raise NoFingerprintError(f"sizes of {known.name(value)} are symbols")
+        yield f"placeholder {node.name}: {known.name(value)}"
+        known.add(traced, f"node {node.name}")
+    for node in exported.graph.nodes:
+        if node.op != "placeholder":
+            known.add(node.meta.get("val", node.meta.get("example_value")), f"node {node.name}")
+            yield _line(node)
+    for at, leaf in enumerate(results):
+        yield f"result {at}: {known.name(leaf) if isinstance(leaf, Tensor) else text(leaf)}"
+
+
+def text(value: Any) -> str:
+    """An argument of a node, as text that no other argument has.
+
+    Raises:
+        NoFingerprintError: there is none.
+    """
+    if isinstance(value, fx.Node):
+        return f"%{value.name}"
+    if type(value) in _PLAIN:
+        return f"{type(value).__name__}:{value!r}"
+    if isinstance(value, _NAMED):
+        return f"{type(value).__name__}:{value}"
+    if isinstance(value, (tuple, list)):
+        return f"{_kind(value)}({','.join(map(text, value))})"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{text(k)}={text(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, slice):
+        return f"slice({text(value.start)},{text(value.stop)},{text(value.step)})"
+    return target(value)
+
+
+def target(function: Any) -> str:
+    """An operator or a function of torch or Python, by a name that leads to it.
+
+    Raises:
+        NoFingerprintError: it is somebody else's, whose code may change.
+    """
+    if isinstance(function, OVERLOAD):
+        if not is_torchs(function):
+            raise NoFingerprintError(f"{function} is a custom operator")
+        return str(function.name())
+    try:
+        name = _get_qualified_name(function)
+    except (AttributeError, RuntimeError, AssertionError) as error:
+        raise NoFingerprintError(f"{function!r} has no name") from error
+    if not name.startswith(_ROOTS) or _lookup(name) is not function:
+        raise NoFingerprintError(f"{name} is no function of torch's")
+    return name
+
+
+def is_torchs(operator: Any) -> bool:
+    """Whether an operator is one of torch's own."""
+    return isinstance(operator, OVERLOAD) and operator.name().startswith(_NAMESPACES)
+
+
+def _kind(value: Any) -> str:
+    """fx has lists and dictionaries of its own, which are to the graph what they hold."""
+    if isinstance(value, list):
+        return "list"
+    if type(value) in (tuple, torch.Size):
+        return "tuple"
+    raise NoFingerprintError(f"an argument is a {type(value).__qualname__}")
+
+
+def _lookup(name: str) -> Any:
+    root, *rest = name.split(".")
+    found: Any = sys.modules.get(root)
+    return functools.reduce(lambda owner, each: getattr(owner, each, None), rest, found)
+
+
+def _line(node: fx.Node) -> str:
+    if node.op == "call_function":
+        called = target(node.target)
+    elif node.op in {"call_method", "output"}:
+        called = str(node.target)
+    else:
+        raise NoFingerprintError(f"the graph holds a constant or another graph, {node.target}")
+    line = f"{node.name}={node.op} {called} {text(node.args)} {text(node.kwargs)}"
+    return f"{line} # {node.meta.get('stack_trace')!r}"
+
+
+def _state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+class _Tensors:
+    """Tensors by the names that they are known under, those of one storage together."""
+
+    def __init__(self) -> None:
+        self._names: dict[int, str] = {}
+        self._storages: dict[int, int] = {}
+        self._kept: list[Tensor] = []
+
+    def add(self, tensor: Any, name: str) -> None:
+        """The first name stays."""
+        if isinstance(tensor, Tensor):
+            self._names.setdefault(id(tensor), name)
+            self._kept.append(tensor)
+
+    def name(self, tensor: Any) -> str:
+        if not isinstance(tensor, Tensor):
+            return text(tensor)
+        if id(tensor) not in self._names:
+            raise NoFingerprintError(
+                f"a tensor of shape {list(tensor.shape)} is neither an input nor state"
+            )
+        return self._names[id(tensor)]
+
+    def describe(self, value: Any, name: str) -> str:
+        """All that tracing may look at, but the data; what a tensor shares with which."""
+        if not isinstance(value, Tensor):
+            return text(value)
+        if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided:
+            raise NoFingerprintError(f"{name} is a tensor of a kind of its own")
+        self.add(value, name)
+        storage = value.untyped_storage()
+        facts = (
+            self._names[id(value)],
+            type(value).__name__,
+            tuple(value.shape),
+            value.stride(),
+            value.storage_offset(),
+            value.dtype,
+            value.device,
+            self._storages.setdefault(storage._cdata, len(self._storages)),
+            storage.nbytes(),
+            value.requires_grad,
+            value.is_leaf,
+            value._is_view(),
+            value.is_conj(),
+            value.is_neg(),
+            value.is_inference(),
+        )
+        return repr(facts)

@@ -1,0 +1,119 @@
+"""Split graphs kept on disk: what AOTAutograd and the passes made of a graph of Dynamo."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import pathlib
+from typing import Any
+
+import torch._inductor.config
+from torch import fx, nn
+from torch._dynamo.utils import counters
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from autosplit.passes import SplitGraphs
+from autosplit.torch_internals.pytree import TreeSpec
+
+from . import environment_key, fingerprint
+from .archive import NoArchiveError, pack, unpack
+from .file_store import Store
+
+VARIABLE = "AUTOSPLIT_CACHE"
+_OFF = {"0", "off", "no", "false"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Foreseen:
+    """What a module returns, known before its graph is traced.
+
+    Attributes:
+        names: paths of the leaves.
+        leaves: tensors stand for those that it computes.
+        spec: how the leaves make up the result.
+    """
+
+    names: tuple[str, ...]
+    leaves: list[Any]
+    spec: TreeSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Shelf:
+    """Split graphs of one way of splitting.
+
+    What it does is counted in ``torch._dynamo.utils.counters["autosplit"]``: ``graph_hit``,
+    ``graph_miss``, and ``graph_bypass`` where a graph has no key or cannot be kept.
+
+    Attributes:
+        store: where they are.
+        options: all that the caller chose.
+    """
+
+    store: Store
+    options: tuple[str, ...]
+
+    @classmethod
+    def open(cls, *options: str) -> Shelf | None:
+        """The user's shelf: beside what Inductor keeps, or where ``AUTOSPLIT_CACHE`` says; None
+        where that is ``0``, or where torch is told to keep nothing.
+        """
+        chosen = os.environ.get(VARIABLE, "")
+        if chosen.lower() in _OFF or torch._inductor.config.force_disable_caches:
+            return None
+        beside = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir()
+        folder = pathlib.Path(chosen) if chosen else pathlib.Path(beside, "autosplit")
+        return cls(Store(folder), options)
+
+    def key(
+        self,
+        module: nn.Module,
+        exported: fx.GraphModule,
+        names: tuple[str, ...],
+        inputs: tuple[Any, Any],
+        results: Foreseen,
+        decompositions: Any,
+    ) -> str | None:
+        """Of everything that the split graphs depend on; None where something has no text.
+
+        Args:
+            module: that was captured.
+            exported: Dynamo's graph of it.
+            names: paths of the inputs, by which the graphs know them.
+            inputs: args and kwargs that it was captured for.
+            results: what it returns.
+            decompositions: operators to trace through.
+        """
+        digest = hashlib.sha256()
+        try:
+            for line in (
+                *self.options,
+                *environment_key.lines(decompositions),
+                *map("takes {}".format, names),
+                *map("returns {}".format, results.names),
+                *fingerprint.lines(module, exported, *inputs, results.leaves),
+            ):
+                digest.update(f"{line}\n".encode())
+        except fingerprint.NoFingerprintError:
+            counters["autosplit"]["graph_bypass"] += 1
+            return None
+        return digest.hexdigest()
+
+    def find(self, key: str, mode: FakeTensorMode) -> SplitGraphs | None:
+        """The graphs that were kept under a key, with values of a fake mode."""
+        data = self.store.read(key)
+        try:
+            found = None if data is None else unpack(data, mode)
+        except NoArchiveError:
+            found = None
+        counters["autosplit"]["graph_hit" if found else "graph_miss"] += 1
+        return found
+
+    def keep(self, key: str, graphs: SplitGraphs) -> None:
+        """Keep graphs, as they are before anything is compiled."""
+        try:
+            self.store.write(key, pack(graphs))
+        except NoArchiveError:
+            counters["autosplit"]["graph_bypass"] += 1

@@ -1,0 +1,77 @@
+"""What a module does on its first call only, done before it is traced."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from autosplit.device import generators_kept
+from autosplit.errors import CaptureError
+from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten
+
+
+def settle(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Let the module fill its caches and settings; the random number generator is put back."""
+    with generators_kept():
+        _run(module, args, kwargs)
+
+
+def materialise(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Give lazy parameters and buffers (``nn.LazyLinear`` and the like) their shape.
+
+    The random number generator moves by what fills them, as in the first call of eager: nothing
+    else draws in eval mode.
+
+    Raises:
+        CaptureError: some parameter is still without a shape.
+    """
+    if not _lazy_names(module):
+        return
+    with _evaluating(module):
+        _run(module, args, kwargs)
+    left = _lazy_names(module)
+    if left:
+        raise CaptureError(
+            f"{left[0]} of {type(module).__name__} has no shape although the forward ran once "
+            "in eval mode; run the model on an example before splitting it"
+        )
+
+
+@torch.no_grad()
+def _run(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Call the module on copies of its inputs, and put its buffers back."""
+    named = module.named_buffers()
+    buffers = {name: buffer.clone() for name, buffer in named if not is_lazy(buffer)}
+    leaves, spec = tree_flatten((args, kwargs))
+    copies = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    args, kwargs = tree_unflatten(copies, spec)
+    module(*args, **kwargs)
+    for name, buffer in module.named_buffers():
+        if name in buffers and buffers[name].shape == buffer.shape:
+            buffer.copy_(buffers[name])
+
+
+@contextlib.contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training
+
+
+def is_unshaped(module: nn.Module) -> bool:
+    """Whether the first call is to give lazy parameters or buffers their shape."""
+    return bool(_lazy_names(module))
+
+
+def _lazy_names(module: nn.Module) -> list[str]:
+    named = [*module.named_parameters(), *module.named_buffers()]
+    return [name for name, tensor in named if is_lazy(tensor)]

@@ -1,0 +1,208 @@
+"""nn.Module -> joint forward/backward graph with roles.
+
+Dynamo's full-graph export turns the module's Python into one FX graph; AOTAutograd then
+traces forward and backward together and labels every input and output with a descriptor.
+With ``torch_internals`` this package is the only place that uses torch's private API.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import fx, nn
+from torch._functorch._aot_autograd.schemas import OutputType
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._guards import TracingContext, tracing
+
+from autosplit.capture.cache.split_graph_cache import Foreseen, Shelf
+from autosplit.capture.workarounds.eager_settings import as_eager
+from autosplit.capture.workarounds.margin_losses import traced_as_run
+from autosplit.capture.workarounds.recurrent_layers import divide_layers
+from autosplit.passes import SplitGraphs
+from autosplit.torch_internals.pytree import TreeSpec, flatten_named, tree_flatten, tree_unflatten
+
+from .diagnosis import ConstructionError, user_errors
+from .export import Guards, export
+from .observers import unobserved
+from .pytree_objects import hold
+from .roles import Names, canonical_names, with_roles
+from .side_effects import PythonStateError, Snapshot, first_call_differs
+
+__all__ = [
+    "Capture",
+    "ConstructionError",
+    "Guards",
+    "PythonStateError",
+    "Shelf",
+    "Snapshot",
+    "capture",
+    "first_call_differs",
+]
+
+Decompositions = dict[Any, Callable[..., Any]] | None
+
+_OWN_STORAGE = {OutputType.non_alias, OutputType.unsafe_view_alias}
+
+
+@dataclasses.dataclass(frozen=True)
+class Capture:
+    """A traced module.
+
+    Attributes:
+        joint: the joint graph; a forward-only graph where nothing needs a gradient.
+        inputs: path of every leaf of ``(args, kwargs)``, tensors and others.
+        outputs: path of every leaf of the result.
+        output_spec: how the leaves make up the module's result.
+        guards: whether the graph still fits the module, asked before every use.
+        split: what was made of the joint graph before, where that was kept.
+        key: under which to keep what is made of it; None where it cannot be told from others.
+    """
+
+    joint: fx.GraphModule
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    output_spec: TreeSpec
+    guards: Guards
+    split: SplitGraphs | None = None
+    key: str | None = None
+
+
+def capture(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    decompositions: Decompositions = None,
+    shelf: Shelf | None = None,
+    *,
+    by_value: bool = False,
+) -> Capture:
+    """Trace ``module(*args, **kwargs)`` without running it on real data.
+
+    Shapes, dtypes, devices, ``requires_grad`` of parameters and inputs, train/eval mode,
+    grad mode and autocast are those in force now. Outputs that alias an input or each other
+    become copies, so that every output has a gradient of its own.
+
+    Args:
+        module: what to trace.
+        args: example positional inputs.
+        kwargs: example keyword inputs.
+        decompositions: operators to trace through, for a backend that wants them so.
+        shelf: where to look for what was made of the same graph before.
+        by_value: as for ``export``.
+
+    Raises:
+        CaptureError: the module cannot be traced into one graph; names the user's line.
+    """
+    with user_errors(module), _same_tensors(module), traced_as_run(), unobserved():
+        exported, guards = export(module, args, kwargs, by_value=by_value)
+        divide_layers(exported)
+        inputs = tuple(_input_name(name) for name, _ in flatten_named("", (args, kwargs)))
+        foreseen = _foresee(exported, args, kwargs) if shelf else None
+        key = split = None
+        if shelf and foreseen:
+            key = shelf.key(module, exported, inputs, (args, kwargs), foreseen, decompositions)
+            split = shelf.find(key, exported.meta["fake_mode"]) if key else None
+        if split and foreseen:
+            return Capture(split.joint, inputs, foreseen.names, foreseen.spec, guards, split, key)
+        results = _Results(exported)
+        joint = _joint(module, exported, args, kwargs, decompositions)
+        aliased = [
+            index
+            for index, info in enumerate(joint._aot_state.fw_metadata.output_info)
+            if info.output_type not in _OWN_STORAGE
+        ]
+        if aliased:
+            results.copied.update(aliased)
+            joint = _joint(module, exported, args, kwargs, decompositions)
+    if foreseen and (foreseen.names, foreseen.spec) != (results.names, joint.out_spec):
+        key = None
+    graph = with_roles(joint.graph_module, Names(canonical_names(module), inputs, results.names))
+    return Capture(graph, inputs, results.names, joint.out_spec, guards, key=key)
+
+
+def _foresee(
+    exported: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Foreseen | None:
+    """The results as tracing will find them, without tracing; None where that cannot be told."""
+    codegen: Any = exported.graph._codegen
+    outputs: Any = exported.graph.output_node().args[0]
+    values = [node.meta.get("val") if isinstance(node, fx.Node) else node for node in outputs]
+    try:
+        tree = hold(codegen.dynamo_bytecode_unflatten(values, (*args, *kwargs.values())))
+    except Exception:  # the user's classes are put together from tensors without data here
+        return None
+    leaves, spec = tree_flatten(tree)
+    return Foreseen(tuple(name for name, _ in flatten_named("output", tree)), leaves, spec)
+
+
+def _joint(
+    module: nn.Module,
+    exported: fx.GraphModule,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    decompositions: Decompositions,
+) -> Any:
+    context = exported.meta.get("tracing_context")
+    if context is None:
+        context = TracingContext(exported.meta["fake_mode"])
+    # The stack closes before anything real runs, or the fake mode would still be on.
+    with contextlib.ExitStack() as stack, tracing(context), as_eager(exported, decompositions):
+        return aot_export_joint_with_descriptors(
+            stack, exported, args, kwargs, decompositions=decompositions
+        )
+
+
+@contextlib.contextmanager
+def _same_tensors(module: nn.Module) -> Iterator[None]:
+    """AOTAutograd swaps the parameters for its own while it traces, by every name that they
+    have, and puts one of its own back where a submodule stands under two names.
+    """
+    spaces = [s for part in module.modules() for s in (part._parameters, part._buffers)]
+    before = [dict(space) for space in spaces]
+    try:
+        yield
+    finally:
+        for space, tensors in zip(spaces, before, strict=True):
+            space.update(tensors)  # type: ignore[arg-type]
+
+
+class _Results:
+    """Stands where the exported module puts its results together. Views of parameters that the
+    module returns (``self.weight.mT``) are made there, outside of Dynamo's graph, so what happens
+    there is traced too.
+
+    Attributes:
+        names: path of every leaf of the result, known once the module was traced.
+        copied: leaves to return as copies.
+    """
+
+    def __init__(self, exported: Any) -> None:
+        codegen = exported.graph._codegen  # AOTAutograd interprets the graph and asks this one
+        self._original = codegen.dynamo_bytecode_unflatten  # which would run out of tracing's sight
+        self.names: tuple[str, ...] = ()
+        self.copied: set[int] = set()
+        codegen.dynamo_bytecode_unflatten = self
+
+    def __call__(self, leaves: Any, inputs: Any) -> Any:
+        own = self._original
+        args, kwargs = own.input_processor(inputs)
+        put_together = own.out.forward_callable(
+            compiled_fn=lambda *_: leaves, extra_globals=own.f_globals
+        )
+        tree = hold(put_together(*args, **kwargs))
+        self.names = tuple(name for name, _ in flatten_named("output", tree))
+        values, spec = tree_flatten(tree)
+        for index in self.copied:
+            values[index] = values[index].clone()
+        return hold(tree_unflatten(values, spec))
+
+
+def _input_name(path: str) -> str:
+    """``[0][1]`` -> ``args[1]``; ``[1]['mask']`` -> ``mask``."""
+    if path.startswith("[0]"):
+        return "args" + path.removeprefix("[0]")
+    key, _, rest = path.removeprefix("[1]['").partition("']")
+    return key + rest

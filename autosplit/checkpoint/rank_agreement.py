@@ -1,0 +1,97 @@
+"""What all ranks of a trainer do together between two steps, or none does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from autosplit.errors import CheckpointError
+from autosplit.pipeline.engine.messages.process_groups import Groups
+from autosplit.pipeline.training.trainer import PipelineTrainer
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """The ranks of a trainer, busy with a checkpoint. Every rank makes the same calls.
+
+    Args:
+        trainer: between two steps.
+        doing: what they are busy with, for errors.
+
+    Attributes:
+        number: this rank.
+        count: how many there are.
+    """
+
+    def __init__(self, trainer: PipelineTrainer, doing: str) -> None:
+        self.trainer = trainer
+        self.number = trainer.rank
+        self.count = len(trainer.schedule.ranks)
+        self._doing = doing
+
+    @contextmanager
+    def together(self) -> Iterator[Groups]:
+        """The groups of the ranks, for something after which a trainer cannot go on if it fails."""
+        with self.trainer.together(self._doing) as groups:
+            yield groups
+
+    def gather(self, value: Any) -> list[Any]:
+        """``value`` of every rank.
+
+        Raises:
+            PipelineError: a rank did not take part.
+        """
+        with self.together() as groups:
+            return groups.gather(value)
+
+    def do(self, work: Callable[[], T]) -> T:
+        """What ``work()`` returns on this rank, if it works on all of them.
+
+        Raises:
+            CheckpointError: on every rank, if it raised on one; it says on which, and what.
+        """
+        found: list[T] = []
+        problem, cause = None, None
+        try:
+            found.append(work())
+        except Exception as error:
+            problem, cause = _said(error), error
+        self.check(problem, cause)
+        return found[0]
+
+    def check(self, problem: str | None, cause: BaseException | None = None) -> None:
+        """Raise what any rank has found.
+
+        Args:
+            problem: what this rank has found; None: nothing.
+            cause: what led to it.
+
+        Raises:
+            CheckpointError: on every rank, if one has found a problem.
+        """
+        problems = self.gather(problem)
+        if any(each is not None for each in problems):
+            raise CheckpointError(_told(problems)) from cause
+
+
+def _said(error: Exception) -> str:
+    """Our own errors say all there is to say."""
+    if isinstance(error, CheckpointError):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
+
+
+def _told(problems: list[str | None]) -> str:
+    """Each problem once, with the ranks that have it, unless all do."""
+    ranks: dict[str, list[str]] = {}
+    for rank, problem in enumerate(problems):
+        if problem is not None:
+            ranks.setdefault(problem, []).append(str(rank))
+    if len(ranks) == 1 and None not in problems:
+        return next(iter(ranks))
+    return "\n".join(
+        f"{'rank' if len(own) == 1 else 'ranks'} {', '.join(own)}: {problem}"
+        for problem, own in ranks.items()
+    )

@@ -1,0 +1,1 @@
+"""What a checkpoint has besides the model: optimizer, scheduler, generators, step."""

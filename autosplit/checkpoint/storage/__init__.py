@@ -1,0 +1,1 @@
+"""Checkpoints as files: written in one step, verified, read without running anything."""

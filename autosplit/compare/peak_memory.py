@@ -1,0 +1,67 @@
+"""The most bytes of tensors that one call holds at any time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from autosplit.runtime.saved_tensors import distinct_bytes
+
+
+def peak_bytes(call: Callable[[], Any], resident: Iterable[Tensor], device: torch.device) -> int:
+    """Bytes of ``resident`` tensors plus the peak of what ``call`` allocates.
+
+    On CUDA the allocator's own peak. On the CPU torch keeps none, so the profiler's record of
+    every allocation and release is added up; the call is slower meanwhile, not larger.
+
+    Args:
+        call: what to measure; it should release what it allocates.
+        resident: tensors that exist throughout (parameters, optimizer state).
+        device: where the call runs.
+    """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        call()
+        grown = torch.cuda.max_memory_allocated(device) - before
+    else:
+        with tempfile.TemporaryDirectory() as folder, _quiet_stderr():
+            kinds = [ProfilerActivity.CPU]
+            with profile(activities=kinds, profile_memory=True, acc_events=True) as recorded:
+                call()
+            file = pathlib.Path(folder) / "trace.json"
+            recorded.export_chrome_trace(str(file))
+            grown = _peak(json.loads(file.read_text())["traceEvents"])
+    return distinct_bytes(resident) + grown
+
+
+def _peak(events: list[dict[str, Any]]) -> int:
+    changes = [event for event in events if event.get("name") == "[memory]"]
+    changes.sort(key=lambda event: event["ts"])
+    total = peak = 0
+    for event in changes:
+        total += event["args"]["Bytes"]
+        peak = max(peak, total)
+    return peak
+
+
+@contextlib.contextmanager
+def _quiet_stderr() -> Iterator[None]:
+    """The profiler prints on the file descriptor itself when it starts and stops."""
+    saved = os.dup(2)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)

@@ -1,0 +1,299 @@
+"""What `autosplit compare MODULE:FACTORY` trains, and how such a factory is found.
+
+A factory is a function that takes keyword settings (`--set dim=256`) and returns a
+`Workload`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import inspect
+import os
+import sys
+import traceback
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from autosplit.errors import AutosplitError, PipelineError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+    from torch import Tensor, nn
+
+    Settings = TypeVar("Settings", bound=DataclassInstance)
+
+
+def _nothing_shared(stages: int) -> Sequence[Sequence[tuple[int, str]]]:
+    return ()
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model cut into stages, its loss and its data.
+
+    Attributes:
+        stage_fn: `stage_fn(index, stages)` builds stage `index` of `stages`. Deterministic:
+            a stage built alone has the weights that it has in the whole, `stage_fn(0, 1)`.
+        loss_fn: `loss_fn(output, target)` gives a scalar, the mean over the microbatch.
+        batch_fn: `batch_fn(step, size)` gives (inputs, targets) of `size` samples along the
+            first dimension, the same on every call and every rank.
+        microbatch_size: samples in one microbatch.
+        tokens_per_sample: what a sample counts for in tokens/s; 1 where there are no tokens.
+        shared_parameters: `shared_parameters(stages)` gives groups of (stage, parameter name)
+            that are one parameter of the model, so their gradients must be summed and their
+            values kept equal.
+        model_fn: builds the whole model, the same weights each time. A comparison then trains
+            this one, cut by measured cost, and takes `stage_fn(0, 1)` to check gradients by.
+    """
+
+    stage_fn: Callable[[int, int], nn.Module]
+    loss_fn: Callable[[Tensor, Tensor], Tensor]
+    batch_fn: Callable[[int, int], tuple[Tensor, Tensor]]
+    microbatch_size: int
+    tokens_per_sample: int
+    shared_parameters: Callable[[int], Sequence[Sequence[tuple[int, str]]]] = _nothing_shared
+    model_fn: Callable[[], nn.Module] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("microbatch_size", "tokens_per_sample"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise PipelineError(f"Workload needs {name} >= 1, got {value!r}")
+        for name in ("stage_fn", "loss_fn", "batch_fn"):
+            value = getattr(self, name)
+            if not callable(value):
+                raise PipelineError(
+                    f"Workload needs a function as {name}, got a {type(value).__name__}"
+                )
+
+
+def load_factory(spec: str) -> Callable[..., Any]:
+    """The factory that `spec`, a text like "examples.models:llama", names.
+
+    The working directory comes first on `sys.path` from here on, as under `python -m`, so
+    that a model's file needs no installation and its own late imports work too.
+
+    Raises:
+        PipelineError: `spec` has no colon; the module is not there, or raises while it is
+            imported; it has no such attribute, or that is not callable.
+    """
+    module_name, _, attribute = spec.partition(":")
+    if not (module_name and attribute):
+        raise PipelineError(
+            f"expected MODULE:FACTORY, for example examples.models:llama, got {spec!r}"
+        )
+    directory = os.getcwd()
+    if directory not in sys.path:
+        sys.path.insert(0, directory)
+    module = _import(module_name)
+    missing = object()
+    factory = getattr(module, attribute, missing)
+    if factory is missing:
+        raise PipelineError(
+            f"{module_name} has no {attribute!r}; callables there: "
+            f"{', '.join(_callables(module)) or 'none'}"
+        )
+    if not callable(factory):
+        raise PipelineError(
+            f"{spec} is not callable but of type {type(factory).__name__}; callables there: "
+            f"{', '.join(_callables(module)) or 'none'}"
+        )
+    return typing.cast(Callable[..., Any], factory)
+
+
+def prepared(spec: str, overrides: Mapping[str, object]) -> Callable[[], Any]:
+    """The factory `spec` with these settings, yet to be called.
+
+    Raises:
+        PipelineError: as `load_factory`, or the factory does not take the settings; and when it is
+            called, what the factory raises.
+    """
+    factory = load_factory(spec)
+    signature = inspect.signature(factory)
+    try:
+        signature.bind(**overrides)
+    except TypeError as error:
+        raise PipelineError(
+            f"{spec}{signature} cannot be called with {_listed(overrides)}: {error}"
+        ) from None
+    return _Prepared(spec, factory, overrides)
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A factory with its settings; what it raises names it."""
+
+    spec: str
+    factory: Callable[..., Any]
+    overrides: Mapping[str, object]
+
+    def __call__(self) -> Any:
+        with failures_of(self.spec):
+            return self.factory(**self.overrides)
+
+
+@contextlib.contextmanager
+def failures_of(what: str) -> Iterator[None]:
+    """Around a user's own code: an error of it says whose it is, and where.
+
+    Args:
+        what: is called, for messages.
+
+    Raises:
+        PipelineError: in place of any error that is not autosplit's own.
+    """
+    try:
+        yield
+    except AutosplitError:
+        raise
+    except Exception as error:  # a user's code may raise anything
+        raise PipelineError(
+            f"{what} raised {type(error).__name__}: {error} ({_where(error)})"
+        ) from error
+
+
+def _listed(overrides: Mapping[str, object]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in overrides.items()) or "no settings"
+
+
+def load_workload(spec: str, overrides: Mapping[str, object]) -> Workload:
+    """What the factory `spec` returns for these settings.
+
+    Raises:
+        PipelineError: as `prepared`, or the factory does not return a Workload.
+    """
+    made = prepared(spec, overrides)()
+    if not isinstance(made, Workload):
+        raise PipelineError(
+            f"{spec} returned a {type(made).__name__}; expected a factory that returns an "
+            "autosplit.compare.Workload"
+        )
+    return made
+
+
+def example_of(made: Any, spec: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """A model with its positional and keyword inputs.
+
+    Args:
+        made: what the factory `spec` returned: `(model, args)`, `(model, args, kwargs)`, where a
+            dictionary as `args` is keyword inputs, or a model that has `dummy_inputs`, as those of
+            transformers do.
+        spec: for messages.
+
+    Raises:
+        PipelineError: `made` is something else.
+    """
+    from torch import nn
+
+    if isinstance(made, tuple) and len(made) in (2, 3) and isinstance(made[0], nn.Module):
+        model, args, kwargs = *made[:2], made[2] if len(made) == 3 else {}
+        if isinstance(args, Mapping) and not kwargs:
+            args, kwargs = (), args
+        if isinstance(kwargs, Mapping) and all(isinstance(name, str) for name in kwargs):
+            return model, args if isinstance(args, tuple) else (args,), dict(kwargs)
+    dummy = getattr(made, "dummy_inputs", None)
+    if isinstance(made, nn.Module) and isinstance(dummy, Mapping):
+        return made, (), dict(dummy)
+    came = f"a {type(made).__name__}"
+    if isinstance(made, nn.Module):
+        came += " without example inputs"
+    elif isinstance(made, tuple):
+        came += f" of {', '.join(type(each).__name__ for each in made)}"
+    raise PipelineError(
+        f"{spec} returned {came}; return (model, args) or (model, args, kwargs), a tuple of inputs "
+        "and a dictionary of keyword inputs, so that there is something to trace the model with"
+    )
+
+
+def configure(kind: type[Settings], overrides: Mapping[str, object]) -> Settings:
+    """A dataclass `kind` of settings with some of its fields overridden.
+
+    Values may be the text of a command line (`"256"`, `"true"`) or of the field's own type.
+    Fields are int, float, bool or str.
+
+    Raises:
+        PipelineError: an unknown name (the known ones are listed) or a value that does not
+            fit its field.
+    """
+    types = {field.name: field.type for field in dataclasses.fields(kind)}
+    hints = typing.get_type_hints(kind)
+    for name in overrides:
+        if name not in types:
+            raise PipelineError(
+                f"unknown setting {name!r} of {kind.__name__}; known: {', '.join(types)}"
+            )
+    return kind(**{name: _convert(name, value, hints[name]) for name, value in overrides.items()})
+
+
+def _convert(name: str, value: object, kind: type) -> object:
+    truths = {"true": True, "1": True, "false": False, "0": False}
+    try:
+        if isinstance(value, str):
+            return truths[value.lower()] if kind is bool else kind(value)
+        if kind is float and type(value) is int:
+            return float(value)
+    except (KeyError, ValueError):
+        pass
+    # type() and not isinstance(): True is an int, but `dim=True` is a mistake.
+    if type(value) is kind:
+        return value
+    expected = "true or false" if kind is bool else kind.__name__
+    raise PipelineError(f"setting {name} expects {expected}, got {value!r}")
+
+
+def _import(name: str) -> ModuleType:
+    if name.endswith(".py") or not all(part.isidentifier() for part in name.split(".")):
+        dotted = ".".join(Path(name).with_suffix("").parts).strip(".")
+        raise PipelineError(
+            f"expected the dotted name of a module, got {name!r}; did you mean {dotted!r}?"
+        )
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if _is_or_contains(error.name, name):
+            raise PipelineError(
+                f"no module named {error.name!r}; {name!r} was looked for in the working "
+                f"directory {os.getcwd()} and among the installed packages"
+            ) from error
+        raise _broken_module(name, error) from error
+    except Exception as error:  # a user's module may raise anything
+        raise _broken_module(name, error) from error
+
+
+def _is_or_contains(found: str | None, name: str) -> bool:
+    """Whether module `found` is `name` itself or one of the packages around it."""
+    return found is not None and f"{name}.".startswith(f"{found}.")
+
+
+def _broken_module(name: str, error: Exception) -> PipelineError:
+    return PipelineError(
+        f"module {name!r} was found but raised {type(error).__name__} while it was imported: "
+        f"{error} ({_where(error)})"
+    )
+
+
+def _where(error: Exception) -> str:
+    """The user's line: the last one that is not in torch."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if "/torch/" not in Path(frame.filename).as_posix()]
+    frame = (own or frames)[-1]
+    return f"{frame.filename}:{frame.lineno}"
+
+
+def _callables(module: ModuleType) -> list[str]:
+    """Public callables that `module` defines itself."""
+    return sorted(
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+        and callable(value)
+        and getattr(value, "__module__", None) == module.__name__
+    )

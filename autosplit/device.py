@@ -1,0 +1,43 @@
+"""What differs between devices: streams of a GPU, and the random generators of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+
+def stream_under(tensors: Iterable[Tensor | None]) -> torch.cuda.Stream | None:
+    """The stream on which tensors are being made; None where none is on a GPU."""
+    if not torch.cuda.is_initialized():
+        return None
+    device = next((t.device for t in tensors if isinstance(t, Tensor) and t.is_cuda), None)
+    return None if device is None else torch.cuda.current_stream(device)
+
+
+def follow(stream: torch.cuda.Stream | None, tensors: Sequence[Tensor | None]) -> None:
+    """Have the current stream wait for what ``stream`` was given, and the tensors' memory for what
+    the current one is given: the allocator thinks of the stream that they were made on only.
+    """
+    if stream is None:
+        return
+    current = torch.cuda.current_stream(stream.device)
+    if current == stream:
+        return
+    current.wait_stream(stream)
+    for tensor in tensors:
+        if isinstance(tensor, Tensor) and tensor.is_cuda:
+            tensor.record_stream(current)
+
+
+def generators_kept() -> AbstractContextManager[None]:
+    """Put the generators back at the end: the CPU's, and those of GPUs that this process uses.
+
+    Left to itself torch would set up every GPU of the machine, after which processes cannot be
+    forked any more, and warn that there are several.
+    """
+    in_use = torch.cuda.is_initialized()
+    devices = list(range(torch.cuda.device_count())) if in_use else []
+    return torch.random.fork_rng(devices=devices)

@@ -1,0 +1,1 @@
+"""The graphs of a split module as tables, pictures and runnable files."""

@@ -1,0 +1,140 @@
+"""``report()``: what each graph costs and what crosses between them, as text tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+from tabulate import tabulate
+from torch import fx
+
+from autosplit.passes import MEMORY
+from autosplit.passes.analysis.aliasing import distinct_bytes, is_view
+from autosplit.passes.analysis.operator_cost import graph_flops
+from autosplit.passes.graph import Kind, calls, inputs, outputs
+from autosplit.passes.partition.memory_tradeoff import Trade, trade
+from autosplit.runtime.functions import SplitFunctions
+from autosplit.text.names import few
+
+from .boundary import Crossing, crossings, total_bytes
+
+_TITLES = {
+    "forward": "F  forward",
+    "backward_input": "I  backward_input",
+    "backward_weight": "W  backward_weight",
+    "backward": "B  backward (unsplit)",
+}
+
+
+def report(functions: SplitFunctions, title: str) -> str:
+    """Tables of the graphs and of the boundary between I and W."""
+    graphs = functions.graphs
+    parts = [
+        f"{title}: {', '.join(functions.capture.inputs)} -> {', '.join(functions.capture.outputs)}"
+    ]
+    parts.append(graph_table(functions))
+    if graphs.backward is None or graphs.backward_input is None or graphs.backward_weight is None:
+        parts.append("Captured without gradients: there is no backward and nothing is saved.")
+        return "\n\n".join(parts)
+    saved = crossings(graphs.forward, graphs.backward, Kind.SAVED)
+    deferred = crossings(graphs.backward_input, graphs.backward_weight, Kind.DEFERRED)
+    parts.append(
+        f"Saved by F for the backward: {len(saved)} tensors, {size_text(total_bytes(saved))}.\n"
+        f"Deferred by I for W: {len(deferred)} tensors, {size_text(total_bytes(deferred))}:"
+    )
+    parts.append(boundary_table(deferred, "simple"))
+    parts.append(trade_table(functions))
+    if functions.dependence.inseparable:
+        parts.append("Not deferred, for an operator makes them with what input gradients need:")
+        parts.append(inseparable_table(functions))
+    return "\n\n".join(parts)
+
+
+def graph_table(functions: SplitFunctions, style: str = "simple") -> str:
+    """A row a graph: operators, views, FLOPs, bytes in and out (distinct storage)."""
+    graphs = functions.graphs.graphs()
+    rows = [[title, *_graph_row(graphs[name])] for name, title in _TITLES.items() if name in graphs]
+    headers = ["graph", "ops", "views", "GFLOPs", "state in", "other in", "out"]
+    align = ("left", *["right"] * 6)
+    return tabulate(rows, headers, tablefmt=style, colalign=align, disable_numparse=True)
+
+
+def trade_table(functions: SplitFunctions, style: str = "simple") -> str:
+    """A row a memory setting, the one in use marked: what a microbatch holds, which share of the
+    weight gradients' FLOPs I does, and how many operators run again, with their estimated share
+    of the step's time.
+    """
+    graphs = functions.graphs
+    late = graphs.memory.late_input
+    known = [dataclasses.replace(each, late_input=late) for each in MEMORY.values()]
+    settings = {each.name: each for each in (*known, graphs.memory)}
+    trades = [trade(graphs.joint.graph, setting) for setting in settings.values()]
+    rows = [_trade_row(each, each.name == graphs.memory.name) for each in trades]
+    headers = ["memory", "after F", "I to W", "weight FLOPs in I", "ops again", "time again"]
+    align = ("left", *["right"] * 5)
+    return tabulate(rows, headers, tablefmt=style, colalign=align, disable_numparse=True)
+
+
+def inseparable_table(functions: SplitFunctions, style: str = "simple") -> str:
+    """A row a parameter whose gradient cannot wait, and the operator that makes it."""
+    rows = list(functions.dependence.inseparable.items())
+    return tabulate(rows, ["parameter", "operator"], tablefmt=style, disable_numparse=True)
+
+
+def boundary_table(rows: list[Crossing], style: str) -> str:
+    """A row a tensor, the largest first."""
+    ordered = sorted(rows, key=lambda row: -row.bytes)
+    table = [
+        [row.name, row.shape, size_text(row.bytes), short_source(row.source), few(row.consumers)]
+        for row in ordered
+    ]
+    headers = ["tensor", "shape", "bytes", "made at", "for the gradient of"]
+    align = ("left", "left", "right", "left", "left")
+    if not table:
+        return "(nothing crosses)"
+    return tabulate(table, headers, tablefmt=style, colalign=align, disable_numparse=True)
+
+
+def size_text(count: int) -> str:
+    """``1.50 MiB``; bytes below 1 KiB as they are."""
+    units = ["KiB", "MiB", "GiB"]
+    if count < 1024:
+        return f"{count} B"
+    power = min((count.bit_length() - 1) // 10, len(units))
+    return f"{count / 1024**power:.2f} {units[power - 1]}"
+
+
+def short_source(line: str) -> str:
+    """``file.py:12 code`` without the folder, cut to fit a table."""
+    path, _, code = line.partition(" ")
+    text = f"{os.path.basename(path)} {code}".strip()
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _graph_row(module: fx.GraphModule) -> list[str]:
+    graph = module.graph
+    nodes = list(calls(graph))
+    views = sum(is_view(node) for node in nodes)
+    state = inputs(graph, Kind.PARAMETER, Kind.BUFFER)
+    other = [node for role, node in inputs(graph).items() if role not in state]
+    results = [value for _, value in outputs(graph) if isinstance(value, fx.Node)]
+    return [
+        str(len(nodes) - views),
+        str(views),
+        f"{graph_flops(graph) / 1e9:.3f}",
+        size_text(distinct_bytes(list(state.values()))),
+        size_text(distinct_bytes(other)),
+        size_text(distinct_bytes(results)),
+    ]
+
+
+def _trade_row(found: Trade, used: bool) -> list[str]:
+    total = found.early_flops + found.late_flops
+    return [
+        found.name + (" (used)" if used else ""),
+        size_text(found.saved),
+        size_text(found.deferred),
+        f"{found.early_flops / total:.0%}" if total else "0%",
+        str(found.again),
+        f"{found.time:.1%}",
+    ]

@@ -1,0 +1,133 @@
+"""What one forward call left in autograd's graph: which weight gradients wait, which do not.
+
+Compiled graphs, and operators that ran outside any, are nodes of one graph behind the
+outputs. A parameter that is reached there gets its gradient from an ordinary backward.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from autosplit.torch_internals.running_backward import output_shape
+
+from .compiled_call import call_of
+from .graph_outcome import Part
+from .weight_products import Products
+
+# Autograd nodes through which a weight, or a part of it, reaches the product that uses it.
+_SAME_VALUES = frozenset(
+    {
+        *("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Alias", "AsStrided"),
+        *("Squeeze", "Unsqueeze", "Expand", "Clone", "ToCopy"),
+        *("Select", "Slice", "Split", "SplitWithSizes", "Unbind", "Diagonal"),
+    }
+)
+_SUFFIX = re.compile(r"Backward\d*$")
+
+
+@dataclasses.dataclass
+class History:
+    """Weight gradients of one forward call.
+
+    Attributes:
+        deferred: parameters whose gradient W computes.
+        ordinary: parameters with a gradient from an ordinary backward, and the floating-point
+            operations of those gradients (matrix products and convolutions; everything else
+            counts 0): of operators outside compiled graphs, and of graphs that the parameter
+            enters as a view or otherwise not as itself.
+    """
+
+    deferred: set[nn.Parameter] = dataclasses.field(default_factory=set)
+    ordinary: dict[nn.Parameter, int] = dataclasses.field(default_factory=dict)
+
+    def share(self, deferred: int) -> float | None:
+        """What share of the floating-point operations W does, which does ``deferred``; where there
+        are none, of the elements of the gradients; None where there is no gradient at all.
+        """
+        late, early = deferred, sum(self.ordinary.values())
+        if not late + early:
+            late = sum(parameter.numel() for parameter in self.deferred)
+            early = sum(p.numel() for p in self.ordinary if p not in self.deferred)
+        return late / (late + early) if late + early else None
+
+    @classmethod
+    def of(
+        cls, outputs: Iterable[Tensor], inputs: Iterable[Tensor], parts: Iterable[Part] = ()
+    ) -> History:
+        """Walk back from the outputs to the inputs through the graphs of ``parts``."""
+        history = cls()
+        stop = {each.grad_fn for each in inputs}
+        known = {part.node: products for part in parts if (products := Products.of(part))}
+        for node in _nodes([each.grad_fn for each in outputs], stop):
+            found: dict[int, nn.Parameter] = {}
+            for index, (operand, result) in enumerate(node.next_functions):
+                call = call_of(getattr(operand, "variable", None))
+                if call is not None:
+                    history.deferred.add(call[0].parameters[call[1]])
+                parameter = _weight(operand, result, known)
+                if parameter is not None:
+                    found[index] = parameter
+            products = known.get(type(node))
+            own = products.flops([*found]) if products else [_flops(node, at) for at in found]
+            for parameter, count in zip(found.values(), own, strict=True):
+                history.ordinary[parameter] = history.ordinary.get(parameter, 0) + count
+        return history
+
+
+def _nodes(roots: Iterable[Any], stop: set[Any]) -> Iterator[Any]:
+    seen = {None, *stop}
+    stack = list(roots)
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            stack.extend(operand for operand, _ in node.next_functions)
+
+
+def _weight(node: Any, result: int, known: Mapping[Any, Products]) -> nn.Parameter | None:
+    """The parameter whose values, or some of them, this result of a node has, as they are or
+    arranged otherwise; of a compiled graph, one that it is computed from alone.
+    """
+    while node is not None and _operator(node) in _SAME_VALUES:
+        node, result = node.next_functions[0]
+    leaf = getattr(node, "variable", None)
+    if isinstance(leaf, nn.Parameter):
+        return leaf
+    if type(node) not in known:
+        return None
+    edges = [node.next_functions[slot] for slot in known[type(node)].sources(result)]
+    found = [_source(operand, at, known) for operand, at in edges]
+    return found[0] if found and None not in found else None
+
+
+def _source(node: Any, result: int, known: Mapping[Any, Products]) -> nn.Parameter | None:
+    """The parameter that a compiled graph gets here, under whatever leaf."""
+    call = call_of(getattr(node, "variable", None))
+    return _weight(node, result, known) if call is None else call[0].parameters[call[1]]
+
+
+def _operator(node: Any) -> str:
+    return _SUFFIX.sub("", node.name())
+
+
+def _flops(node: Any, index: int) -> int:
+    """Floating-point operations of the gradient of one operand of a product."""
+    name, shape = _operator(node), output_shape(node)
+    weight = output_shape(*node.next_functions[index])
+    if name == "Convolution" and index == 1:
+        # Each element of the smaller tensor's side meets every weight of one channel.
+        transposed = node._saved_transposed
+        source = node.next_functions[0][0] if transposed else node
+        channel = math.prod(weight[1:])
+        return 0 if source is None else 2 * math.prod(output_shape(source)) * channel
+    if name in {"Mm", "Addmm", "Bmm", "Baddbmm"} and index == len(node.next_functions) - 1:
+        columns = shape[-1] * (shape[0] if len(weight) == 3 else 1)
+        return 2 * math.prod(shape) * (math.prod(weight) // columns)
+    return 0

@@ -1,0 +1,72 @@
+"""``torch.compile(model, backend="autosplit")``: every graph that Dynamo finds is split.
+
+The backward of each graph computes the gradients of its inputs; those of its parameters wait
+until ``autosplit.backward_weight(model)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from autosplit.backends.compiled_graph import check_backend
+from autosplit.capture.aot_session import traced_modules
+from autosplit.errors import SplitError
+from autosplit.torch_internals.ddp_reducer import refuse_sharded
+
+from .compilation import Compilation, Owner
+from .pending_weights import OnParameters
+
+__all__ = ["Backend", "backend"]
+
+
+class Backend:
+    """A Dynamo backend that splits.
+
+    Args:
+        owner: collects what is deferred; where None it waits on the parameters.
+        graphs: how the split graphs are run, a name of ``backends.compiled_graph.BACKENDS``.
+
+    Raises:
+        SplitError: ``graphs`` is unknown; lists the known names.
+    """
+
+    def __init__(self, owner: Owner | None = None, graphs: str = "eager") -> None:
+        check_backend(graphs)
+        self._owner = OnParameters() if owner is None else owner
+        self._graphs = graphs
+
+    def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compile one graph for Dynamo.
+
+        Raises:
+            ShardedError: FSDP manages a module that the graph is of.
+        """
+        for root in traced_modules(module):
+            refuse_sharded(root)
+        return Compilation(module, example_inputs, self._owner, self._graphs)
+
+
+def backend(
+    module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, str] | None = None,
+) -> Callable[..., Any]:
+    """The backend that torch knows as ``"autosplit"``.
+
+    Args:
+        module: the graph.
+        example_inputs: what Dynamo calls it with.
+        options: ``{"backend": name}``, how the split graphs are run.
+
+    Raises:
+        SplitError: an option or a backend is unknown; lists the known ones.
+    """
+    chosen = dict(options or {})
+    graphs = chosen.pop("backend", "eager")
+    if chosen:
+        raise SplitError(f"unknown option {min(chosen)!r}; known options: 'backend'")
+    return Backend(graphs=graphs)(module, example_inputs)

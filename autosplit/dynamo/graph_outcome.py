@@ -1,0 +1,71 @@
+"""What became of one graph that Dynamo found."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from torch import fx
+
+from autosplit.passes import SplitGraphs
+from autosplit.passes.analysis.operator_cost import graph_flops
+from autosplit.passes.graph import outputs, source_line
+
+
+class Part:
+    """One graph of a model, compiled.
+
+    Attributes:
+        parameters: names of the parameters that need a gradient. Where modules share code,
+            they share the graph; the names are those of the first.
+        graphs: the split graphs; None where the graph has no backward or was not split.
+        reason: why it was not split; empty where it was, or has no backward.
+        lines: ``file.py:3-9`` for the user's lines that the graph holds.
+        node: the class of autograd's nodes for calls of the graph; None until one is known.
+    """
+
+    def __init__(self, module: fx.GraphModule, parameters: Sequence[str]) -> None:
+        self.parameters = tuple(parameters)
+        self.graphs: SplitGraphs | None = None
+        self.reason = ""
+        self.lines = _lines(module.graph)
+        self.node: type | None = None
+
+    def give_up(self, reason: str) -> None:
+        """The graph cannot be split; its backward is an ordinary one."""
+        self.reason = reason
+
+    @property
+    def is_split(self) -> bool:
+        """Whether there is a W."""
+        weight = None if self.graphs is None else self.graphs.backward_weight
+        return weight is not None and bool(outputs(weight.graph))
+
+    @property
+    def state(self) -> str:
+        """``split``, or why not."""
+        if self.is_split or self.reason:
+            return self.reason or "split"
+        return "no backward" if self.graphs is None else "no parameters"
+
+    @property
+    def deferred_flops(self) -> int:
+        """Floating-point operations of W."""
+        weight = None if self.graphs is None else self.graphs.backward_weight
+        return 0 if weight is None else graph_flops(weight.graph)
+
+
+def _lines(graph: fx.Graph) -> str:
+    """The user's lines that made the graph, file by file."""
+    found: dict[str, set[int]] = {}
+    for node in graph.nodes:
+        place = source_line(node).partition(" ")[0]
+        path, _, number = place.rpartition(":")
+        if path and number.isdigit():
+            found.setdefault(os.path.basename(path), set()).add(int(number))
+    return ", ".join(f"{name}:{_span(numbers)}" for name, numbers in found.items())
+
+
+def _span(numbers: set[int]) -> str:
+    low, high = min(numbers), max(numbers)
+    return str(low) if low == high else f"{low}-{high}"

@@ -1,0 +1,258 @@
+"""Models that no single graph holds: graph breaks, branches on data, code Dynamo cannot trace.
+
+The model runs under ``torch.compile``. Every graph that Dynamo finds is split; what lies
+between the graphs runs as ordinary Python and ordinary autograd. Recompilation, guards and
+symbolic shapes are Dynamo's, as users of ``torch.compile`` know them.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autosplit.autograd.pending_queue import Backlog
+from autosplit.capture.aot_session import compile_model
+from autosplit.dump.tables import short_source
+from autosplit.errors import DeferralWarning, SplitError
+from autosplit.passes.lowering import codegen
+from autosplit.runtime.specialization import calls_itself
+from autosplit.text.writing import writing
+from autosplit.torch_internals.ddp_reducer import synchronises
+from autosplit.torch_internals.graph_breaks import BreakReason, BreakWatch
+from autosplit.torch_internals.pytree import tree_flatten
+
+from .autograd_history import History
+from .backend import Backend
+from .deferred_work import Work, deliver
+from .graph_outcome import Part
+from .partial_report import partial_report
+
+
+class Microbatch:
+    """One forward call of the model: the graphs it ran, and what its backward has left.
+
+    Attributes:
+        calls: how often it ran each graph.
+        whole: whether its backward computes weight gradients too.
+    """
+
+    def __init__(self, whole: bool = False) -> None:
+        self.calls: Counter[Part] = Counter()
+        self.whole = whole
+
+
+class Partial:
+    """A model split graph by graph.
+
+    ``pending``, ``pending_bytes`` and ``backward_weight()`` are those of ``SplitModule``; a
+    microbatch is one forward call that a backward has gone through, however many graphs it
+    took.
+
+    Args:
+        model: the model; it keeps its parameters and its Python side effects.
+        graphs: how split graphs are run, a name of ``autosplit.backends.compiled_graph.BACKENDS``.
+        reason: why no single graph holds it, for the report.
+    """
+
+    def __init__(self, model: nn.Module, graphs: str = "eager", reason: str = "") -> None:
+        self._model = model
+        self._graphs = graphs
+        self.reason = reason
+        self._compiled = compile_model(model, Backend(self, graphs))
+        self._parts: list[Part] = []
+        self._breaks: dict[BreakReason, None] = {}
+        self._history: History | None = None
+        self._calls: Counter[Part] = Counter()
+        self._names: dict[nn.Parameter, str] = {}
+        self._running = threading.local()
+        self._latest = Microbatch()
+        self._queue: Backlog[Work] = Backlog(deliver)
+        self._warned = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward.
+
+        Raises:
+            FailingCallError: the forward calls the split module itself.
+        """
+        return self._run(self._compiled, args, kwargs)
+
+    def as_it_is(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One forward without graphs; its backward is autograd's and leaves no work."""
+        return self._run(self._model, args, kwargs)
+
+    def _run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if getattr(self._running, "microbatch", None) is not None:
+            raise calls_itself(self._model)
+        known, watch = self._known(), BreakWatch()
+        whole = synchronises()
+        if whole:
+            self.backward_weight()
+        microbatch = self._running.microbatch = Microbatch(whole)
+        try:
+            with self._queue.hidden(self._model.parameters() if self._queue.pending else ()):
+                result = forward(*args, **kwargs)
+        finally:
+            self._running.microbatch = None
+            self._breaks |= dict.fromkeys(watch.found())
+        outputs = _differentiable(result)
+        if outputs and (self._history is None or self._known() != known):
+            self._history = History.of(outputs, _differentiable((args, kwargs)), self._parts)
+            self._calls = microbatch.calls
+            self._warn_of_little()
+        for node in dict.fromkeys(output.grad_fn for output in outputs):
+            node.register_prehook(_Begin(self, microbatch))  # type: ignore[union-attr]
+        return result
+
+    @property
+    def deferred_flops(self) -> int:
+        """Floating-point operations that W of all graphs did for the call of ``history``."""
+        return sum(part.deferred_flops * count for part, count in self._calls.items())
+
+    def _warn_of_little(self) -> None:
+        """Say once where most weight gradients cannot wait."""
+        share = None if self._history is None else self._history.share(self.deferred_flops)
+        if share is None or self._warned:
+            return
+        reasons = [f"{short_source(each.line)}: {each.reason}" for each in self._breaks]
+        reasons += [part.reason for part in self._parts if part.reason]
+        because = reasons[0] if reasons else self.reason.partition("\n")[0] or "no graph holds them"
+        self._warned = DeferralWarning.issue(type(self._model).__name__, share, because)
+
+    def _known(self) -> tuple[int, int]:
+        return len(self._parts), len(self._breaks)
+
+    def backward_weight(self, microbatches: int | None = None) -> None:
+        """Compute pending weight gradients and accumulate them into ``.grad``, as
+        ``SplitModule.backward_weight`` does.
+
+        Args:
+            microbatches: how many, the oldest ``backward()`` first; all where None.
+
+        Raises:
+            SplitError: fewer than asked for are pending.
+        """
+        self._queue.compute(microbatches)
+
+    def discard(self) -> None:
+        """Forget what is pending, as ``SplitModule.discard`` does."""
+        self._queue.discard()
+
+    @property
+    def pending(self) -> int:
+        """Microbatches whose weight gradients have not been computed."""
+        return self._queue.pending
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes of distinct storage that pending microbatches hold."""
+        return self._queue.bytes
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The graphs that were compiled so far, oldest first."""
+        return tuple(self._parts)
+
+    @property
+    def breaks(self) -> tuple[BreakReason, ...]:
+        """Where Dynamo ended a graph and why, in the order in which it met them."""
+        return tuple(self._breaks)
+
+    @property
+    def history(self) -> History | None:
+        """Of the latest forward call that needed a gradient and that Dynamo compiled something
+        for, or gave up on something in.
+        """
+        return self._history
+
+    @property
+    def calls(self) -> Counter[Part]:
+        """How often that forward call ran each graph."""
+        return self._calls
+
+    def report(self) -> str:
+        """Which parts are split, which are not and why, and the share that is deferred.
+
+        Raises:
+            SplitError: the model has not been called yet.
+        """
+        if not self._parts and not self._breaks and self._history is None:
+            because = f"; {self.reason}" if self.reason else ""
+            raise SplitError(
+                "nothing captured yet: call the module, which is split graph by graph" + because
+            )
+        return partial_report(self, type(self._model).__name__)
+
+    def dump(self, folder: str | os.PathLike[str]) -> None:
+        """Write the graphs of every part as readable, runnable code, a folder each.
+
+        Raises:
+            OutputError: the folder cannot be written.
+        """
+        with writing(folder):
+            self._dump(pathlib.Path(folder))
+
+    def _dump(self, folder: pathlib.Path) -> None:
+        for index, part in enumerate(self._parts):
+            if part.graphs is None:
+                continue
+            root = folder / f"part{index}"
+            root.mkdir(parents=True, exist_ok=True)
+            for name, module in part.graphs.graphs().items():
+                text = f"{codegen.HEADER}\n\n{codegen.generate(name, module)}"
+                (root / f"{name}.py").write_text(text)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return self._model.named_parameters()
+
+    def name_of(self, parameter: nn.Parameter) -> str | None:
+        if parameter not in self._names:
+            self._names = {each: name for name, each in self.named_parameters()}
+        return self._names.get(parameter)
+
+    def compiled(self, part: Part) -> None:
+        self._parts.append(part)
+
+    def entered(self, part: Part) -> Microbatch:
+        """The forward call under way; a recomputation belongs to the backward under way."""
+        microbatch: Microbatch = getattr(self._running, "microbatch", None) or self._latest
+        microbatch.calls[part] += 1
+        return microbatch
+
+    def deferred(self, work: Work, token: Microbatch) -> None:
+        self.begin(token)
+        self._queue.add(token, work)
+
+    def begin(self, microbatch: Microbatch) -> None:
+        """A backward has reached the forward call."""
+        self._latest = microbatch
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Partial, (self._model, self._graphs, self.reason)
+
+
+class _Begin:
+    """Tells the owner, once the backward arrives at an output of the model."""
+
+    def __init__(self, owner: Partial, microbatch: Microbatch) -> None:
+        self._owner = weakref.ref(owner)
+        self._microbatch = microbatch
+
+    def __call__(self, grads: tuple[Tensor | None, ...]) -> None:
+        owner = self._owner()
+        if owner is not None:
+            owner.begin(self._microbatch)
+
+
+def _differentiable(tree: Any) -> list[Tensor]:
+    """Tensors of a pytree that autograd has a history of."""
+    leaves, _ = tree_flatten(tree)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]

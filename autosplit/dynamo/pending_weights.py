@@ -1,0 +1,168 @@
+"""What is pending for parameters of compiled models: ``autosplit.backward_weight(model)``.
+
+``torch.compile(model, backend="autosplit")`` leaves no object of ours in the user's hands, so
+deferred work waits on the parameters that it is for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from itertools import chain, groupby
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import Tensor, nn
+
+from autosplit.autograd.lazy_gradient import Slot
+from autosplit.autograd.pending_queue import Backlog, checked
+from autosplit.errors import SplitError
+from autosplit.runtime.saved_tensors import distinct_bytes
+from autosplit.torch_internals.ddp_reducer import refuse_sharded, synchronises
+from autosplit.torch_internals.distributed import data_parallel
+
+from .deferred_work import Work, deliver
+
+if TYPE_CHECKING:
+    from .graph_outcome import Part
+
+
+class OnParameters(Backlog[Work]):
+    """The owner of one graph's work, which no model collects: it waits on the parameters."""
+
+    def __init__(self) -> None:
+        super().__init__(deliver)
+
+    def name_of(self, parameter: nn.Parameter) -> None:
+        """Known only by where Dynamo found it."""
+
+    def compiled(self, part: Part) -> None:
+        """Nobody asks for a report."""
+
+    def entered(self, part: Part) -> Entry:
+        """Microbatches are told apart by their backward alone."""
+        wrapper = data_parallel()
+        whole = wrapper is not None and synchronises()
+        if whole and wrapper is not None:
+            Deferral(wrapper).backward_weight()
+        return Entry(whole)
+
+    def deferred(self, work: Work, token: Entry) -> None:
+        self.add(work.backward, work)
+
+    def compute(self, microbatches: int | None = None) -> None:
+        """With what other graphs have pending for the same parameters."""
+        Deferral([parameter for _, parameter in self.named_parameters()]).backward_weight()
+
+    def compute_for(self, parameter: Tensor) -> None:
+        """What any graph has pending for it."""
+        Deferral(parameter).backward_weight()
+
+
+class Entry(NamedTuple):
+    """A call of a graph.
+
+    Attributes:
+        whole: whether its backward computes weight gradients too.
+    """
+
+    whole: bool
+
+
+class Deferral:
+    """Weight gradients that ``torch.compile(model, backend="autosplit")`` has deferred.
+
+    The face is that of ``SplitModule``, lazy gradients included. One microbatch is what one
+    ``backward()`` left.
+
+    Args:
+        model_or_parameters: the model, compiled or not, or some of its parameters.
+
+    Raises:
+        SplitError: it is something else.
+        ShardedError: FSDP manages the model or a part of it.
+    """
+
+    def __init__(self, model_or_parameters: nn.Module | Tensor | Iterable[Tensor]) -> None:
+        given = model_or_parameters
+        if isinstance(given, Tensor):
+            given = [given]
+        if isinstance(given, nn.Module):
+            refuse_sharded(given)  # some of its graphs never came to us
+        self._parameters = list(given.parameters() if isinstance(given, nn.Module) else given)
+        for each in self._parameters:
+            if not isinstance(each, Tensor):
+                raise SplitError(f"expected a module or parameters, got a {type(each).__name__}")
+
+    @property
+    def pending(self) -> int:
+        """Microbatches whose weight gradients have not been computed."""
+        return len(self._microbatches(self._owners()))
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes of distinct storage that pending microbatches hold."""
+        works = chain.from_iterable(self._microbatches(self._owners()))
+        return distinct_bytes(tensor for work in works for tensor in work.tensors)
+
+    def backward_weight(self, microbatches: int | None = None) -> None:
+        """Compute pending weight gradients and accumulate them into ``.grad``.
+
+        They arrive through autograd: tensor hooks and post-accumulate hooks of the parameters
+        fire. The weight gradients of one graph are computed together: asked for some
+        parameters, this also delivers those of others that share a graph with them.
+
+        Args:
+            microbatches: how many, the oldest ``backward()`` first; all where None.
+
+        Raises:
+            SplitError: fewer than asked for are pending.
+        """
+        owners = self._owners()
+        with contextlib.ExitStack() as stack:
+            for owner in owners:
+                stack.enter_context(owner.computing())
+            waiting = self._microbatches(owners)
+            count = len(waiting) if microbatches is None else checked(microbatches, len(waiting))
+            taken = waiting[:count]
+            works = list(chain.from_iterable(taken))
+            for owner in owners if taken else ():
+                lifted = owner.lazies.lift()
+                owner.forget(works)
+                stack.enter_context(owner.settling(lifted))
+            deliver(taken)
+
+    def discard(self) -> None:
+        """Forget what is pending, as ``SplitModule.discard`` does, for these parameters and others
+        that share a graph with them.
+        """
+        for owner in self._owners():
+            owner.discard()
+
+    def _owners(self) -> list[OnParameters]:
+        """Who has something pending for the parameters."""
+        slots = [Slot.of(parameter) for parameter in self._parameters]
+        found = dict.fromkeys(each for slot in slots if slot for each in slot.sources)
+        owners = [each for each in found if isinstance(each, OnParameters)]
+        for owner in owners:
+            owner.sweep()
+        return owners
+
+    def _microbatches(self, owners: Iterable[OnParameters]) -> list[list[Work]]:
+        """What one backward left together, oldest backward first."""
+        wanted = set(map(id, self._parameters))
+        works = [work for owner in owners for work in owner.works()]
+        found = [work for work in works if wanted.intersection(map(id, work.parameters))]
+        found.sort(key=lambda work: (work.backward, -work.sequence))
+        return [list(group) for _, group in groupby(found, lambda work: work.backward)]
+
+
+def backward_weight(
+    model_or_parameters: nn.Module | Tensor | Iterable[Tensor], microbatches: int | None = None
+) -> None:
+    """Compute the weight gradients that a model compiled with ``backend="autosplit"`` has
+    deferred: ``Deferral(model_or_parameters).backward_weight(microbatches)``.
+
+    Raises:
+        SplitError: fewer microbatches than asked for are pending.
+    """
+    Deferral(model_or_parameters).backward_weight(microbatches)

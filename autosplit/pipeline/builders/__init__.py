@@ -1,0 +1,1 @@
+"""The named schedules. Each is a pure function from counts to a Schedule."""

@@ -1,0 +1,122 @@
+"""The pipeline schedules by name. Each is a pure function from counts to a Schedule."""
+
+from __future__ import annotations
+
+from autosplit.errors import ScheduleError
+from autosplit.pipeline.builders.placement.building_blocks import block_sizes, block_times, expand
+from autosplit.pipeline.builders.placement.weights import (
+    WEIGHTS,
+    Times,
+    check_counts,
+    place_weights,
+)
+from autosplit.pipeline.schedule.schedule import Schedule, check_size
+
+from .families import SCHEDULES, Family
+
+__all__ = ["SCHEDULES", "WEIGHTS", "Family", "build"]
+
+
+def build(
+    name: str,
+    stages: int,
+    microbatches: int,
+    *,
+    split_backward: bool = True,
+    weights: str | None = None,
+    times: Times | None = None,
+    ranks: int | None = None,
+) -> Schedule:
+    """Build a schedule by name.
+
+    Args:
+        name: a key of ``SCHEDULES``.
+        stages: number of stages N >= 1.
+        microbatches: number of microbatches M >= 1.
+        split_backward: False for full backwards (B).
+        weights: where the Ws go, one of ``WEIGHTS``. ``"2bp"`` runs them at the end, but for a few
+            that fill the cool-down; ``"fill"`` runs one wherever a rank would wait, with F and I
+            in the order they had. None takes what suits the schedule.
+        times: durations of (F, I, W) that ``"fill"`` is to suit, or one triple per stage (the first
+            stage often has no input gradient: I = 0, and W is the whole backward); any unit. None
+            means F = I = W.
+        ranks: number of processes P from 1 to N. None means as many as the schedule can use: N, or
+            half of that where each rank holds two stages apart. With fewer, contiguous blocks of
+            stages run as one large stage, so bubble and activations (per stage) are those of a
+            pipeline of blocks. The first blocks hold one stage more where N is no multiple.
+
+    Raises:
+        ScheduleError: an unknown name or placement, a bad count, a step of more than
+            ``schedule.LARGEST`` actions, or an option without an effect.
+    """
+    if name not in SCHEDULES:
+        raise ScheduleError(f"unknown schedule {name!r}; known: {', '.join(SCHEDULES)}")
+    check_counts(stages=stages, microbatches=microbatches)
+    check_size(stages, microbatches)
+    family = SCHEDULES[name]
+    ranks, chunks = _layout(name, family, stages, ranks)
+    weights = _check_weights(name, family, split_backward, weights, times)
+    given = {} if family.chunks else {"chunks": chunks}
+    skeleton = family.make(ranks, microbatches, **given)
+    if ranks * chunks == stages:
+        return place_weights(name, skeleton, weights, times)
+    sizes = block_sizes(stages, ranks * chunks)
+    summed = None if times is None else block_times(times, sizes)
+    return expand(place_weights(name, skeleton, weights, summed), sizes)
+
+
+def _layout(name: str, family: Family, stages: int, ranks: int | None) -> tuple[int, int]:
+    """How many ranks there are and how many blocks of stages each holds."""
+    if ranks is None:
+        ranks = max(stages // (family.chunks or 2), 1)
+    check_counts(ranks=ranks)
+    least = family.chunks or 2
+    if ranks * least > stages:
+        each = "one stage" if least == 1 else f"{least} stages"
+        raise ScheduleError(
+            f"{stages} stages cannot fill {ranks} ranks: each rank needs at least {each} in "
+            f"{name!r}; use at most {stages // least} ranks or cut the model into more stages"
+        )
+    if family.chunks is None and stages % ranks:
+        raise ScheduleError(
+            f"{name!r} deals its stages out in turns: expected a multiple of {ranks} stages for "
+            f"{ranks} ranks, got {stages}"
+        )
+    return ranks, family.chunks or stages // ranks
+
+
+def _check_weights(
+    name: str, family: Family, split_backward: bool, weights: str | None, times: Times | None
+) -> str | None:
+    """The placement to use, or None to leave the rows as they are."""
+    if weights is not None and weights not in WEIGHTS:
+        raise ScheduleError(f"unknown weights {weights!r}; known: {', '.join(WEIGHTS)}")
+    if not split_backward:
+        _refuse_without_split(name, family, weights, times)
+        return None
+    if weights is not None and weights not in family.weights:
+        known = ", ".join(map(repr, family.weights)) or "none, for it places its own"
+        raise ScheduleError(f"{name!r} has no weights={weights!r}; it knows: {known}")
+    if times is not None and (weights == "2bp" or not family.weights):
+        what = "weights='2bp'" if weights else repr(name)
+        raise ScheduleError(
+            f"times has no meaning with {what}, a fixed placement: leave times out or use "
+            "weights='fill'"
+        )
+    return weights or (family.weights[-1] if family.weights else None)
+
+
+def _refuse_without_split(
+    name: str, family: Family, weights: str | None, times: Times | None
+) -> None:
+    if not family.fused:
+        raise ScheduleError(
+            f"{name!r} exists only with a split backward: leave split_backward=False out, or use "
+            "one of " + ", ".join(repr(each) for each, family in SCHEDULES.items() if family.fused)
+        )
+    for option, value in (("weights", weights), ("times", times)):
+        if value is not None:
+            raise ScheduleError(
+                f"{option}={value!r} has no meaning with split_backward=False, where no W "
+                f"exists: leave {option} out or split the backward"
+            )

@@ -1,0 +1,143 @@
+"""DualPipe: two copies of the stages in opposite directions, and DualPipeV: one copy in a V.
+
+Source: DeepSeek-V3 (arXiv 2412.19437, section 3.2.1) and the eight phases of its published
+implementation (github.com/deepseek-ai/DualPipe). A rank that meets a forward of one direction and
+a backward of the other in the same phase may overlap them; here the forward comes first.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+
+from autosplit.errors import ScheduleError
+from autosplit.pipeline.builders.placement.slots import Row, Skeleton, backward, forward
+from autosplit.pipeline.schedule.action import Action, ActionKind
+
+Lane = Callable[[int], tuple[int, int]]
+"""Stage and microbatch of the n-th pass of a rank in one direction."""
+
+
+def dual_pipe_v(ranks: int, microbatches: int) -> Skeleton:
+    """DualPipe cut in half: rank r of P holds the stages r and 2P-1-r of one copy.
+
+    Bubble for like stages with an I no longer than an F, and M >= 2P: each rank idles
+    (P-1)(F+I-W), where F, I and W are those of one stage.
+
+    Activation memory of every rank: at most 2P + 1 pairs of a stage and a microbatch.
+
+    Raises:
+        ScheduleError: fewer than 2P microbatches.
+    """
+    if microbatches < 2 * ranks:
+        raise ScheduleError(
+            f"'dualpipe-v' needs at least 2P microbatches: expected {2 * ranks} or more for "
+            f"{ranks} ranks, got {microbatches}"
+        )
+
+    def row(rank: int) -> Row:
+        lanes = (lambda n: (rank, n), lambda n: (2 * ranks - 1 - rank, n))
+        return _phases(rank, ranks, microbatches, lanes)
+
+    return Skeleton(tuple(map(row, range(ranks))), (*range(ranks), *reversed(range(ranks))))
+
+
+def dual_pipe(ranks: int, microbatches: int) -> Skeleton:
+    """Rank r of P holds stage r of one copy and stage P-1-r of another; each runs half of M.
+
+    Bubble for like stages with an I no longer than an F, and M >= 2P: each rank idles
+    (P/2-1)(F+I-W). Parameters are held twice.
+
+    Activation memory of every rank: at most P + 1 microbatches.
+
+    Raises:
+        ScheduleError: odd counts, or fewer than 2P microbatches.
+    """
+    if ranks % 2 or microbatches % 2 or microbatches < 2 * ranks:
+        raise ScheduleError(
+            "'dualpipe' needs an even number of ranks, and an even number of microbatches that is "
+            f"at least twice that; got {ranks} ranks and {microbatches} microbatches"
+        )
+
+    def row(rank: int) -> Row:
+        near = min(rank, ranks - 1 - rank)
+        # The lane in which this rank stands in the first half of the way comes first.
+        first, second = (0, 1) if rank < ranks // 2 else (1, 0)
+        lanes = (lambda n: (near, 2 * n + first), lambda n: (ranks - 1 - near, 2 * n + second))
+        return _phases(near, ranks // 2, microbatches // 2, lanes)
+
+    return Skeleton(
+        tuple(map(row, range(ranks))),
+        tuple(range(ranks)),
+        mirror=tuple(reversed(range(ranks))),
+    )
+
+
+def _phases(near: int, ranks: int, count: int, lanes: tuple[Lane, Lane]) -> Row:
+    """The eight phases of the rank that is ``near`` steps into the first lane, of ``ranks``.
+
+    ``count`` microbatches pass in each lane. The first lane is the one in which the rank stands in
+    the first half of the way.
+    """
+    rank = _Row(lanes)
+    behind = ranks - 1 - near
+    for _ in range(2 * behind):
+        rank.forward(0)
+    for _ in range(near + 1):
+        rank.forward(0)
+        rank.forward(1)
+    for _ in range(behind):
+        rank.inputs(1)
+        rank.weight()
+        rank.forward(1)
+    for _ in range(count - 2 * ranks + near + 1):
+        rank.forward(0)
+        rank.backward(1)
+        rank.forward(1)
+        rank.backward(0)
+    for _ in range(behind):
+        rank.backward(1)
+        rank.forward(1)
+        rank.backward(0)
+    # From the middle of the next phase on, Ws are kept for the waits of the last two.
+    order = [lane for _ in range(near + 1) for lane in (1, 0)] + [0] * behind
+    whole = near + 1
+    for place, lane in enumerate(order):
+        if place >= 2 * (near + 1):
+            rank.weight()
+        (rank.backward if place < whole else rank.inputs)(lane)
+    while rank.pending:
+        rank.weight()
+    return tuple(rank.row)
+
+
+class _Row:
+    """A row being written: the next pass of each lane, and the Ws that wait."""
+
+    def __init__(self, lanes: tuple[Lane, Lane]) -> None:
+        self._lanes = lanes
+        self._forwards = [0, 0]
+        self._backwards = [0, 0]
+        self.pending: deque[Action] = deque()
+        self.row: list[Action] = []
+
+    def forward(self, lane: int) -> None:
+        self.row.append(forward(*self._lanes[lane](self._forwards[lane])))
+        self._forwards[lane] += 1
+
+    def backward(self, lane: int) -> None:
+        self.row.append(backward(*self._lanes[lane](self._backwards[lane])))
+        self._backwards[lane] += 1
+
+    def inputs(self, lane: int) -> None:
+        """The next backward as an I, whose W waits."""
+        self.backward(lane)
+        whole = self.row.pop()
+        self.row.append(replace(whole, kind=ActionKind.BACKWARD_INPUT))
+        self.pending.append(replace(whole, kind=ActionKind.BACKWARD_WEIGHT))
+
+    def weight(self) -> None:
+        """The oldest W that waits, if any does."""
+        if self.pending:
+            self.row.append(self.pending.popleft())

@@ -1,0 +1,92 @@
+"""Run an I and the W right behind it as one B."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from autosplit.pipeline.schedule.action import Action, ActionKind
+from autosplit.pipeline.schedule.dependency import result_of
+from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.schedule.wiring import Feeds
+from autosplit.pipeline.simulation.arrivals import Arrivals
+from autosplit.pipeline.simulation.step_costs import Costs
+from autosplit.pipeline.simulation.timeline import Timeline
+
+_TOLERANCE = 1e-9  # ends that differ by rounding are equal
+
+
+def fuse_adjacent(schedule: Schedule, costs: Costs | None = None) -> Schedule:
+    """Replace each I that its own W follows by one B, which costs less than both and keeps nothing.
+
+    A B hands its gradient on only when it is done, later than the I would have.
+
+    Args:
+        schedule: a legal one.
+        costs: of its stages. Given, only those pairs become a B that takes no longer than both and
+            whose gradient nobody waits for before it ends, so that no other rank starts anything
+            later, and none if the step would be longer; None fuses all.
+
+    Raises:
+        ScheduleError: the schedule deadlocks, or something that it needs is not known.
+    """
+    if costs is None:
+        return _with_wholes(schedule, frozenset())
+    timeline = costs.timeline(schedule)
+    fused = _with_wholes(schedule, _urgent(schedule, costs, timeline))
+    # A message that comes later may still hold up another one behind it.
+    longest = timeline.makespan * (1 + _TOLERANCE)
+    return fused if costs.timeline(fused).makespan <= longest else schedule
+
+
+def _with_wholes(schedule: Schedule, urgent: frozenset[Action]) -> Schedule:
+    return replace(schedule, ranks=tuple(tuple(_fused(row, urgent)) for row in schedule.ranks))
+
+
+def _fused(row: Sequence[Action], urgent: frozenset[Action]) -> Iterator[Action]:
+    skip = False
+    for place, action in enumerate(row):
+        if skip:
+            skip = False
+            continue
+        weight = replace(action, kind=ActionKind.BACKWARD_WEIGHT)
+        if (
+            action.kind is ActionKind.BACKWARD_INPUT
+            and row[place + 1 : place + 2] == (weight,)
+            and action not in urgent
+        ):
+            skip = True
+            yield replace(action, kind=ActionKind.BACKWARD)
+        else:
+            yield action
+
+
+def _urgent(schedule: Schedule, costs: Costs, timeline: Timeline) -> frozenset[Action]:
+    """Is whose gradient another rank would still wait for while a B runs, or whose B is longer."""
+    starts: dict[Action, float] = {}
+    ends: dict[Action, float] = {}  # a W in slices has several spans
+    for span in timeline.spans:
+        starts[span.action] = min(span.start, starts.get(span.action, span.start))
+        ends[span.action] = max(span.end, ends.get(span.action, span.end))
+    wholes: dict[Action, float] = {}
+    urgent = set()
+    for action, start in starts.items():
+        weight = replace(action, kind=ActionKind.BACKWARD_WEIGHT)
+        if action.kind is ActionKind.BACKWARD_INPUT and weight in ends:
+            whole = replace(action, kind=ActionKind.BACKWARD)
+            wholes[action] = start + costs.seconds(whole)
+            if wholes[action] > ends[weight] * (1 + _TOLERANCE):
+                urgent.add(action)
+    takers = {result_of(action): start for action, start in starts.items()}
+    feeds = None if costs.wiring is None else Feeds(schedule.stages, costs.wiring)
+    arrivals = Arrivals(schedule, costs.transfer, feeds)
+    for made, end in wholes.items():
+        home = schedule.home(made.stage, made.microbatch)
+        for parcel in arrivals.parcels(made):
+            target = schedule.home(parcel.stage, made.microbatch)
+            if target == home:
+                continue
+            travel = sum(arrivals.travel(parcel, home, target))
+            if takers[replace(made, stage=parcel.stage)] < end + travel:
+                urgent.add(made)
+    return frozenset(urgent)

@@ -1,0 +1,153 @@
+"""Where the backward weights go: shared by every schedule that can split its backward.
+
+A schedule says in which order each rank runs F and B. This file turns the Bs into Is and places
+the Ws, always oldest microbatch first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import cast
+
+from autosplit.errors import ScheduleError
+from autosplit.pipeline.schedule.action import Action, ActionKind
+from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.simulation.simulate import simulate
+
+from .fill import StageTimes, fill
+from .slots import Row, Skeleton
+
+WEIGHTS = ("2bp", "fill")
+"""Known placements of W."""
+
+Times = StageTimes | Sequence[StageTimes]
+"""Assumed durations of F, I and W: one triple for every stage, or one triple per stage."""
+
+_SPLIT_KINDS = (ActionKind.FORWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
+_PATIENCE = (0.5, 0.25, 0.0, 1.0)
+
+
+def place_weights(
+    name: str, skeleton: Skeleton, weights: str | None, times: Times | None
+) -> Schedule:
+    """The schedule of a skeleton.
+
+    Args:
+        name: the schedule's name.
+        skeleton: the order of F and B.
+        weights: ``"2bp"``, ``"fill"``, or None to run the rows as they are.
+        times: durations that ``"fill"`` is to suit; None means F = I = W.
+
+    Raises:
+        ScheduleError: times that are none.
+    """
+    if weights == "2bp" and skeleton.paced is not None:
+        rows = zip(skeleton.rows, skeleton.paced, strict=True)
+        ranks = tuple(_paper(_inputs_only(row), count) for row, count in rows)
+    elif weights == "fill":
+        ranks = _fill_best(name, skeleton, times)
+    else:
+        ranks = skeleton.rows
+    return schedule_of(name, skeleton, ranks)
+
+
+def check_counts(**counts: int) -> None:
+    """Refuse anything but integers from 1 on.
+
+    Raises:
+        ScheduleError: names the argument and what came.
+    """
+    for what, value in counts.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ScheduleError(f"{what} must be an integer >= 1, got {value!r}")
+
+
+def _inputs_only(row: Sequence[Action]) -> Row:
+    """The row with each B replaced by its I."""
+    return tuple(
+        replace(action, kind=ActionKind.BACKWARD_INPUT)
+        if action.kind is ActionKind.BACKWARD
+        else action
+        for action in row
+    )
+
+
+def _paper(row: Row, count: int) -> Row:
+    """One W after each of the last ``count`` Is, and the rest at the end."""
+    inputs = [action for action in row if action.kind is ActionKind.BACKWARD_INPUT]
+    followed = set(inputs[max(len(inputs) - count, 0) :])
+    pending = [replace(action, kind=ActionKind.BACKWARD_WEIGHT) for action in inputs]
+    pending.reverse()
+    result = []
+    for action in row:
+        result.append(action)
+        if action in followed:
+            result.append(pending.pop())
+    return (*result, *reversed(pending))
+
+
+def _fill_best(name: str, skeleton: Skeleton, times: Times | None) -> tuple[Row, ...]:
+    """Fill under F = I = W and, given times, under those too; keep what they make shortest.
+
+    The order for F = I = W is the first candidate because it is hard to beat: a greedy choice
+    under true times may start a W that no longer fits and pass the delay on to every stage.
+    """
+    skeleton = replace(skeleton, rows=tuple(map(_inputs_only, skeleton.rows)))
+    stages = len(skeleton.placement)
+    best = fill(skeleton, [(1.0, 1.0, 1.0)] * stages).rows
+    if times is None:
+        return best
+    triples = per_stage(times, stages)
+    duration = {
+        (stage, kind): seconds
+        for stage, triple in enumerate(triples)
+        for kind, seconds in zip(_SPLIT_KINDS, triple, strict=True)
+    }
+    step = simulate(schedule_of(name, skeleton, best), duration).step_time
+    greedy = min(
+        (fill(skeleton, triples, patience=each) for each in _PATIENCE), key=lambda each: each.step
+    )
+    return best if step <= greedy.step else greedy.rows
+
+
+def schedule_of(name: str, skeleton: Skeleton, ranks: tuple[Row, ...]) -> Schedule:
+    """The schedule that runs ``ranks`` where ``skeleton`` places its stages."""
+    actions = [action for row in ranks for action in row]
+    return Schedule(
+        name,
+        len(skeleton.placement),
+        1 + max(action.microbatch for action in actions),
+        ranks,
+        skeleton.placement,
+        any(action.kind is ActionKind.BACKWARD_INPUT for action in actions),
+        skeleton.mirror,
+        skeleton.crosses_step,
+    )
+
+
+def per_stage(times: Times, stages: int) -> list[StageTimes]:
+    """``times`` as one triple per stage.
+
+    Raises:
+        ScheduleError: not triples of finite numbers >= 0, or not one for each stage.
+    """
+    rows: list[object] = list(times) if isinstance(times, Sequence) else []
+    triples = rows if all(isinstance(row, Sequence) for row in rows) else [times] * stages
+    if len(triples) != stages or not all(_is_triple(row) for row in triples):
+        raise ScheduleError(
+            "times must be (F, I, W), or one such triple for each of the "
+            f"{stages} stages, all finite and >= 0; got {times!r}"
+        )
+    return cast("list[StageTimes]", triples)
+
+
+def _is_triple(row: object) -> bool:
+    return (
+        isinstance(row, Sequence)
+        and len(row) == 3
+        and all(
+            isinstance(each, (int, float)) and math.isfinite(each) and each >= 0 for each in row
+        )
+    )

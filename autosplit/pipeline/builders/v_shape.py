@@ -1,0 +1,102 @@
+"""The V-shape: stages go down the ranks and up again, and one block of passes repeats.
+
+Source: Pipeline Parallelism with Controllable Memory (Qi et al., arXiv 2405.15362), section 3. A
+schedule is a building block, the passes of one microbatch, repeated at a fixed interval and then
+squeezed. The distances between neighbouring ranks in the block set how long activations live, and
+so the memory; the V-shape makes it the same on every rank.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+
+from autosplit.errors import ScheduleError
+from autosplit.pipeline.builders.placement.slots import Row, Skeleton, backward, forward
+
+_INTERVAL = 6  # slots from one microbatch to the next: F, I and W of two stages
+
+Distances = tuple[int, int, int, int]
+"""Slots from rank to rank in F on the way down, F up, B down and B up."""
+
+_Slots = tuple[int, int, int, int]
+"""When a rank runs F of its lower stage, F and B of its upper one, and B of its lower one."""
+
+
+def v_shape(ranks: int, microbatches: int, distances: Distances) -> Skeleton:
+    """Stages r and 2P-1-r on rank r of P, in the order of the repeated block."""
+    block = _block(ranks, distances)
+    return Skeleton(
+        tuple(_row(rank, ranks, microbatches, block[rank]) for rank in range(ranks)),
+        (*range(ranks), *reversed(range(ranks))),
+        budgets=(max(map(_alive, block)),) * ranks,
+    )
+
+
+def _row(rank: int, ranks: int, microbatches: int, slots: _Slots) -> Row:
+    lower, upper = rank, 2 * ranks - 1 - rank
+    makers = ((forward, lower), (forward, upper), (backward, upper), (backward, lower))
+    passes = [
+        (slot + _INTERVAL * microbatch, make(stage, microbatch))
+        for microbatch in range(microbatches)
+        for slot, (make, stage) in zip(slots, makers, strict=True)
+    ]
+    return tuple(action for _, action in sorted(passes, key=lambda each: each[0]))
+
+
+def _block(ranks: int, distances: Distances) -> list[_Slots]:
+    """Per rank, its slots: of all turns that let blocks repeat, those that keep least alive."""
+    found: tuple[tuple[int, int, tuple[int, ...]], list[_Slots]] | None = None
+    for turns in product(range(1, _INTERVAL + 1), repeat=3):
+        block = [_slots(rank, ranks, distances, turns) for rank in range(ranks)]
+        if any(len({slot % _INTERVAL for slot in slots}) < 4 for slots in block):
+            continue  # two passes of a rank fall on each other
+        cost = max(map(_alive, block)), sum(turns), turns
+        if found is None or cost < found[0]:
+            found = cost, block
+    if found is None:
+        raise ScheduleError(
+            f"no block of passes with the distances {distances} repeats every {_INTERVAL} slots on "
+            f"{ranks} ranks"
+        )
+    return found[1]
+
+
+def _slots(rank: int, ranks: int, distances: Distances, turns: tuple[int, ...]) -> _Slots:
+    """``turns`` are the slots between the passes of one rank where the way turns round."""
+    forward_down, forward_up, backward_down, backward_up = distances
+    last = ranks - 1
+    bottom = last * forward_down + turns[0]
+    top = bottom + last * forward_up + turns[1]
+    back = top + last * backward_down + turns[2]
+    return (
+        rank * forward_down,
+        bottom + (last - rank) * forward_up,
+        top + rank * backward_down,
+        back + (last - rank) * backward_up,
+    )
+
+
+def _alive(slots: _Slots) -> int:
+    """The most pairs of a stage and a microbatch between F and W while blocks repeat.
+
+    The two slots that F and B leave free are for the Ws, and each W takes the first that comes.
+    """
+    forward_lower, forward_upper, backward_upper, backward_lower = slots
+    free = sorted(set(range(_INTERVAL)) - {slot % _INTERVAL for slot in slots})
+    lives = []
+    for one, other in (free, reversed(free)):
+        ends = (
+            _next(backward_upper, one),
+            _next(backward_lower, other),
+        )
+        lives.append(((forward_upper, ends[0]), (forward_lower, ends[1])))
+    shortest = min(lives, key=lambda pair: sum(end - start for start, end in pair))
+    return max(
+        sum((slot - start) // _INTERVAL - (slot - end - 1) // _INTERVAL for start, end in shortest)
+        for slot in range(_INTERVAL)
+    )
+
+
+def _next(slot: int, place: int) -> int:
+    """The first slot behind ``slot`` that is ``place`` within its interval."""
+    return slot + 1 + (place - slot - 1) % _INTERVAL

@@ -1,0 +1,1 @@
+"""Runs a schedule: messages between ranks, faults, execution, processes."""

@@ -1,0 +1,70 @@
+"""In which order a rank takes up its steps: as scheduled, or weight gradients in every wait."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autosplit.pipeline.schedule.action import Action, ActionKind
+from autosplit.pipeline.schedule.dependency import needs_of, result_of
+
+Values = list[Any]
+"""Tensors, or None where there is no gradient; a weight half takes and gives nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """An action in parts, so that waiting for input does not count as work.
+
+    Attributes:
+        action: what it is.
+        fetch: waits for the action's input.
+        compute: the work.
+        deliver: hands on the result.
+        arrived: whether ``fetch`` would return at once.
+    """
+
+    action: Action
+    fetch: Callable[[], Values]
+    compute: Callable[[Values], Values]
+    deliver: Callable[[Values], None]
+    arrived: Callable[[], bool]
+
+
+Order = Callable[[Sequence[Step]], Iterator[Step]]
+"""Yields every step once; whoever asks for the next has run the one before."""
+
+
+def as_scheduled(steps: Sequence[Step]) -> Iterator[Step]:
+    """The order of the schedule."""
+    return iter(steps)
+
+
+def early_weights(steps: Sequence[Step]) -> Iterator[Step]:
+    """The order of the schedule, but while a step's input is under way, run the next W's.
+
+    W's and their slices keep their order among each other, so that gradients are added up in the
+    same order, with the same rounding, however the messages fall; and none runs later than
+    scheduled, so that no more is held than the schedule holds.
+    """
+    weights = deque(step for step in steps if _is_weight(step))
+    done: set[Action] = set()
+    for step in steps:
+        if _is_weight(step):
+            if weights and weights[0] is step:
+                yield weights.popleft()
+            continue
+        while weights and not step.arrived() and _can_run(weights[0].action, done):
+            yield weights.popleft()
+        yield step
+        done.add(result_of(step.action))
+
+
+def _is_weight(step: Step) -> bool:
+    return step.action.kind is ActionKind.BACKWARD_WEIGHT
+
+
+def _can_run(weight: Action, done: set[Action]) -> bool:
+    return all(need in done for need in needs_of(weight, weight.stage + 1))

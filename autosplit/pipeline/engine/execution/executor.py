@@ -1,0 +1,283 @@
+"""Runs one rank's actions of a schedule."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from autosplit.errors import PipelineError
+from autosplit.pipeline.engine.faults.first_error import ActionError, LostPeerError
+from autosplit.pipeline.engine.faults.rank_activity import Place
+from autosplit.pipeline.engine.messages.stage_ports import (
+    Probe,
+    Receive,
+    arguments,
+    output_gradients,
+)
+from autosplit.pipeline.engine.messages.transport import Transport
+from autosplit.pipeline.schedule.action import Action, ActionKind
+from autosplit.pipeline.schedule.dependency import result_of
+from autosplit.pipeline.schedule.routes import parcels_for
+from autosplit.pipeline.schedule.schedule import Schedule
+
+from .action_order import Order, Step, Values, as_scheduled
+from .recorder import Recorder
+
+__all__ = ["BackwardStage", "Executor", "ForwardStage"]
+
+
+class ForwardStage(Protocol):
+    """What a stage must offer to run forward."""
+
+    def forward(self, microbatch: int, inputs: list[Tensor]) -> list[Tensor]:
+        """Outputs for ``inputs``; clears the list, so that each input dies at its last use."""
+        ...
+
+
+@runtime_checkable
+class BackwardStage(ForwardStage, Protocol):
+    """What a stage must offer to run backward; see ``autosplit.stage.Stage``.
+
+    Gradients come and go as lists with one entry per output or input, None where there is none.
+    """
+
+    def backward_input(
+        self, microbatch: int, output_grads: list[Tensor | None]
+    ) -> list[Tensor | None]:
+        """Input gradients; clears the list it is given."""
+        ...
+
+    def backward_weight(self, microbatch: int) -> None:
+        """Add the weight gradients to the stage's accumulators."""
+        ...
+
+    def backward(self, microbatch: int, output_grads: list[Tensor | None]) -> list[Tensor | None]:
+        """Both halves in one call; clears the list it is given."""
+        ...
+
+
+@runtime_checkable
+class SlicedStage(BackwardStage, Protocol):
+    """A stage whose W can be run in parts, one after another."""
+
+    @property
+    def slices(self) -> Sequence[object]:
+        """One entry for each slice."""
+        ...
+
+    def backward_weight(self, microbatch: int, slice: int | None = None) -> None:
+        """Add one slice of the weight gradients; None for all of them."""
+        ...
+
+
+Fetch = Callable[[], Values]
+Compute = Callable[[Values], Values]
+Deliver = Callable[[Values], None]
+
+
+class Executor:
+    """Runs the actions of ``rank`` on its stages.
+
+    Each action is prepared once, as three calls without arguments to look up; a step is a loop
+    over them, without autograd.
+
+    Args:
+        stages: the rank's stages by index.
+        schedule: a legal schedule.
+        rank: whose actions to run.
+        transport: carries tensors between stages.
+        loss_grad: the gradient of each microbatch's loss, a scalar tensor; None if the schedule
+            only runs forward.
+        order: in which order the rank takes up its actions.
+        finished: called with a stage when the last of its weight gradients of the step is there.
+        place: is told what the rank is doing.
+
+    Raises:
+        PipelineError: the schedule gives this rank a stage that it does not hold, or a backward
+            to a stage that has none.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, ForwardStage],
+        schedule: Schedule,
+        rank: int,
+        transport: Transport,
+        *,
+        loss_grad: Tensor | None,
+        order: Order = as_scheduled,
+        finished: Callable[[int], None] | None = None,
+        place: Place | None = None,
+    ) -> None:
+        self._stages = stages
+        self._schedule = schedule
+        self._rank = rank
+        self._transport = transport
+        self._loss_grad = loss_grad
+        self._order = order
+        self._inputs: Sequence[Sequence[Tensor]] = ()
+        self._targets: Sequence[Sequence[Tensor]] = ()
+        self._losses: dict[int, Tensor] = {}
+        self._finished = finished
+        self._place = Place() if place is None else place
+        self._parts: Counter[int] = Counter()  # per stage, what makes weight gradients
+        self._left: Counter[int] = Counter()
+        self._steps = tuple(step for each in schedule.ranks[rank] for step in self._prepare(each))
+
+    @torch.no_grad()
+    def run(
+        self,
+        inputs: Sequence[Sequence[Tensor]],
+        targets: Sequence[Sequence[Tensor]],
+        recorder: Recorder | None = None,
+    ) -> dict[int, Tensor]:
+        """Run the schedule once.
+
+        Args:
+            inputs: per microbatch, the batch's inputs; not used without a stage that takes them.
+            targets: per microbatch, what comes after the last stage's inputs; likewise.
+            recorder: notes what ran when.
+
+        Returns:
+            The losses of the microbatches that went through the last stage here, in order.
+
+        Raises:
+            ActionError: an action failed; its error is the cause.
+            LostPeerError: a peer died or did not answer in time.
+        """
+        self._inputs, self._targets, self._losses = inputs, targets, {}
+        self._left = self._parts.copy()
+        action: Action | None = None
+        place = self._place
+        try:
+            if recorder is not None:
+                recorder.begin()
+            self._transport.begin()
+            for step in self._order(self._steps):
+                action = step.action
+                place.fetch(action)
+                values = step.fetch()
+                place.compute()
+                if recorder is None:
+                    step.deliver(step.compute(values))
+                else:
+                    compute = partial(step.compute, values)
+                    del values  # what is taken is cleared at its last use
+                    step.deliver(recorder.run(action, compute))
+            place.fetch(None)
+            self._transport.finish()
+            return dict(sorted(self._losses.items()))
+        except LostPeerError:
+            raise
+        except Exception as error:
+            if action is None:
+                raise
+            raise ActionError(action) from error
+        finally:
+            place.leave()
+            self._inputs, self._targets, self._losses = (), (), {}
+
+    def _prepare(self, action: Action) -> Iterator[Step]:
+        """The action's step; of a W that comes in slices, one for each."""
+        stage, microbatch = self._stages.get(action.stage), action.microbatch
+        if stage is None:
+            raise PipelineError(
+                f"{action} is scheduled on rank {self._rank}, which holds stages "
+                f"{sorted(self._stages)}"
+            )
+        if action.kind is ActionKind.FORWARD:
+            forward = partial(stage.forward, microbatch)
+            fetch, arrived = self._fetch_inputs(action)
+            yield Step(action, fetch, forward, self._deliver_outputs(action), arrived)
+            return
+        if not isinstance(stage, BackwardStage):
+            raise PipelineError(f"{action} is scheduled, but stage {action.stage} has no backward")
+        if action.kind is ActionKind.BACKWARD_WEIGHT:
+            for call in _weight_calls(stage, microbatch):
+                deliver = self._counted(action.stage, _drop)
+                yield Step(action, list, _without_values(call), deliver, _at_once)
+            return
+        fused = action.kind is ActionKind.BACKWARD
+        backward = partial(stage.backward if fused else stage.backward_input, microbatch)
+        fetch, arrived = self._fetch_grads(action)
+        deliver = self._transport.sender(result_of(action))
+        if fused:
+            deliver = self._counted(action.stage, deliver)
+        yield Step(action, fetch, backward, deliver, arrived)
+
+    def _counted(self, stage: int, deliver: Deliver) -> Deliver:
+        """``deliver``, and the news that the stage is finished when nothing of it is left."""
+        finished = self._finished
+        if finished is None:
+            return deliver
+        self._parts[stage] += 1
+
+        def counted(values: Values) -> None:
+            deliver(values)
+            self._left[stage] -= 1
+            if not self._left[stage]:
+                finished(stage)
+
+        return counted
+
+    def _fetch_inputs(self, action: Action) -> tuple[Fetch, Probe]:
+        microbatch = action.microbatch
+        receives, arrived = self._receivers(action)
+        bring = arguments(
+            action.stage, self._transport.feeds, receives, lambda: self._inputs[microbatch]
+        )
+        if action.stage < self._schedule.stages - 1:
+            return bring, arrived
+        return lambda: [*bring(), *self._targets[microbatch]], arrived
+
+    def _deliver_outputs(self, action: Action) -> Deliver:
+        if action.stage < self._schedule.stages - 1:
+            return self._transport.sender(action)
+
+        def keep(outputs: Values) -> None:
+            (self._losses[action.microbatch],) = outputs
+
+        return keep
+
+    def _fetch_grads(self, action: Action) -> tuple[Fetch, Probe]:
+        if action.stage == self._schedule.stages - 1:
+            return lambda: [self._loss_grad], _at_once
+        receives, arrived = self._receivers(action)
+        return output_gradients(action.stage, self._transport.feeds, receives), arrived
+
+    def _receivers(self, action: Action) -> tuple[list[Receive], Probe]:
+        """The calls that bring what the action needs of other stages; whether all is there."""
+        parcels = parcels_for(action, self._transport.feeds)
+        pairs = [self._transport.receiver(parcel) for parcel in parcels]
+        receives, probes = [receive for receive, _ in pairs], [probe for _, probe in pairs]
+        if len(probes) == 1:
+            return receives, probes[0]
+        return receives, lambda: all(probe() for probe in probes)
+
+
+def _weight_calls(stage: BackwardStage, microbatch: int) -> list[Callable[[], None]]:
+    if not isinstance(stage, SlicedStage) or len(stage.slices) == 1:
+        return [partial(stage.backward_weight, microbatch)]
+    count = len(stage.slices)
+    return [partial(stage.backward_weight, microbatch, slice=index) for index in range(count)]
+
+
+def _without_values(call: Callable[[], None]) -> Compute:
+    def compute(values: Values) -> Values:
+        call()
+        return values
+
+    return compute
+
+
+def _drop(values: Values) -> None:
+    pass
+
+
+def _at_once() -> bool:
+    return True

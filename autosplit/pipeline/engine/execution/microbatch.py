@@ -1,0 +1,164 @@
+"""Cuts a batch into equal microbatches and holds every step to the same shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from autosplit.errors import PipelineError
+from autosplit.pipeline.engine.messages.shape_negotiation import TensorMeta
+
+Part: TypeAlias = "Tensor | Sequence[Tensor]"
+"""The targets of a batch, or its inputs: one tensor or several, samples along dimension 0."""
+
+Inputs: TypeAlias = "Part | Sequence[Tensor | None] | Mapping[str, Tensor]"
+"""The inputs of a batch: a dictionary where the wiring names them. Of several, a rank may leave
+out those (None, or no such key) that its stages do not take."""
+
+Batch: TypeAlias = "tuple[Inputs | None, Part | None]"
+"""Inputs and targets. A rank that needs neither, or only one, may leave the other out (None)."""
+
+Microbatches: TypeAlias = "list[list[Any]]"
+"""Per microbatch its tensors, in order; None for what this rank does not take."""
+
+
+class BatchSplitter:
+    """Cuts batches for one rank.
+
+    Whatever a rank passes is checked, also what it does not need, so that a bad batch is an error
+    on every rank that sees it.
+
+    Args:
+        microbatches: M, into how many microbatches.
+        device: where the microbatches go.
+        inputs: which of the inputs this rank's stages take; None for all there are.
+        targets: whether this rank holds the last stage, which takes the targets.
+        names: the names of the inputs, where they may come as a dictionary.
+
+    Attributes:
+        agreed: what ``inputs`` and ``targets`` are in every step, those that this rank was given.
+    """
+
+    def __init__(
+        self,
+        microbatches: int,
+        device: torch.device,
+        *,
+        inputs: frozenset[int] | None,
+        targets: bool,
+        names: Sequence[str] = (),
+    ) -> None:
+        self._count = microbatches
+        self._device = device
+        self._takes = {"inputs": inputs, "targets": None if targets else frozenset()}
+        self._names = names
+        self.agreed: dict[str, list[TensorMeta | None]] = {}
+
+    def __call__(self, batch: Batch | None) -> tuple[Microbatches, Microbatches]:
+        """Inputs and targets per microbatch; empty lists for what this rank does not need.
+
+        Raises:
+            PipelineError: a part is missing, is not made of tensors, cannot be divided, or has
+                another shape or dtype than in the first step.
+        """
+        if batch is None:
+            batch = (None, None)
+        if not isinstance(batch, tuple | list) or len(batch) != 2:
+            raise PipelineError(
+                f"a batch is a pair (inputs, targets); got {_kind(batch)}. Either part may be a "
+                "tensor or a tuple of tensors"
+            )
+        return self._split("inputs", batch[0]), self._split("targets", batch[1])
+
+    def _split(self, name: str, part: Inputs | None) -> Microbatches:
+        takes = self._takes[name]
+        if part is None:
+            if takes is None or takes:
+                raise PipelineError(
+                    f"this rank holds a stage that takes the batch's {name}; got None"
+                )
+            return []
+        tensors = self._tensors(name, self._in_order(name, part))
+        self._check_static(name, tensors)
+        if takes is not None:
+            if not takes:
+                return []
+            self._check_there(takes, tensors)
+            tensors = [t if place in takes else None for place, t in enumerate(tensors)]
+        pieces = [self._cut(tensor) for tensor in tensors]
+        return [[piece[m] for piece in pieces] for m in range(self._count)]
+
+    def _cut(self, tensor: Tensor | None) -> Sequence[Tensor | None]:
+        if tensor is None:
+            return [None] * self._count
+        return tensor.to(self._device, non_blocking=True).chunk(self._count)
+
+    def _in_order(self, name: str, part: Inputs) -> Sequence[object]:
+        """The tensors of a part by position, None for one that is left out."""
+        if name == "inputs" and self._names and isinstance(part, Mapping):
+            unknown = [key for key in part if key not in self._names]
+            if unknown:
+                raise PipelineError(
+                    f"the batch's inputs have {unknown[0]!r}; the model was cut with "
+                    f"{', '.join(self._names)}"
+                )
+            return [part.get(key) for key in self._names]
+        return part if isinstance(part, tuple | list) else [part]
+
+    def _check_there(self, takes: frozenset[int], tensors: Sequence[Tensor | None]) -> None:
+        for place in sorted(takes):
+            if place >= len(tensors) or tensors[place] is None:
+                wanted = repr(self._names[place]) if self._names else f"number {place}"
+                raise PipelineError(
+                    f"a stage of this rank takes the batch's input {wanted}, which is not there; "
+                    f"got {sum(each is not None for each in tensors)} inputs"
+                )
+
+    def _tensors(self, name: str, part: Sequence[object]) -> list[Tensor | None]:
+        """The tensors of a part, each with samples that can be divided."""
+        checked: list[Tensor | None] = []
+        for tensor in part:
+            if tensor is None and name == "inputs" and self._takes[name] is not None:
+                checked.append(None)
+                continue
+            if not isinstance(tensor, Tensor):
+                raise PipelineError(
+                    f"the batch's {name} must be a tensor or a tuple of tensors; "
+                    f"found a {type(tensor).__name__}"
+                )
+            rows = len(tensor) if tensor.dim() else 0
+            if rows == 0 or rows % self._count:
+                fitting = max(rows // self._count, 1) * self._count
+                raise PipelineError(
+                    f"the batch's {name} have shape {list(tensor.shape)}: {rows} samples along "
+                    f"dimension 0 cannot be cut into {self._count} equal microbatches; pass "
+                    f"{fitting} or another multiple of {self._count}"
+                )
+            checked.append(tensor)
+        return checked
+
+    def _check_static(self, name: str, tensors: Sequence[Tensor | None]) -> None:
+        now = [None if each is None else TensorMeta.of(each) for each in tensors]
+        first = self.agreed.setdefault(name, now)
+        if now != first:
+            raise PipelineError(
+                f"the batch's {name} are {listed(now)}, but were {listed(first)} in the "
+                "first step: the shapes of a pipeline are static; pad or drop the odd batch, or "
+                "build the trainer with shapes=N for N shapes of inputs"
+            )
+
+
+def listed(metas: Sequence[TensorMeta | None]) -> str:
+    """One part of a batch, in words."""
+    return ", ".join("nothing" if each is None else str(each) for each in metas)
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of length {len(value)}"
+    return f"a {type(value).__name__}"

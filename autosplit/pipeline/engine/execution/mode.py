@@ -1,0 +1,130 @@
+"""One mode of running a pipeline: training or evaluating, each with its own static shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from autosplit.pipeline.engine.messages.process_groups import Groups
+from autosplit.pipeline.engine.messages.shape_negotiation import Negotiation, TensorMeta
+from autosplit.pipeline.engine.messages.transport import Transport
+from autosplit.pipeline.schedule.routes import pairs_of, routes_of
+from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.schedule.wiring import Feeds
+
+from .action_order import Order, as_scheduled
+from .executor import Executor, ForwardStage
+from .microbatch import BatchSplitter
+from .stage_assembly import TrainableStage, compile_stages
+
+
+class Mode:
+    """What a rank needs to run ``schedule`` again and again.
+
+    Args:
+        name: tells the modes of one trainer apart.
+        schedule: what to run.
+        feeds: who feeds whom.
+        groups: the trainer's process groups.
+        check: raises if another rank has failed.
+        device: where the stages run.
+        order: in which order a rank takes up its actions.
+        finished: see ``Executor``.
+
+    Attributes:
+        place: what the rank is doing.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        schedule: Schedule,
+        feeds: Feeds,
+        groups: Groups,
+        check: Callable[[], None],
+        device: torch.device,
+        order: Order = as_scheduled,
+        finished: Callable[[int], None] | None = None,
+    ) -> None:
+        self._schedule = schedule
+        self._feeds = feeds
+        self._rank = groups.rank
+        self._device = device
+        self._order = order
+        self._finished = finished
+        self._last = schedule.stages - 1
+        own = schedule.held(groups.rank)
+        self.split = BatchSplitter(
+            schedule.microbatches,
+            device,
+            inputs=feeds.from_batch(own),
+            targets=self._last in own,
+            names=() if feeds.wiring is None else feeds.wiring.names,
+        )
+        self.negotiation = Negotiation(name, groups, check)
+        self._groups = groups
+        self.place = groups.place
+        self._loss_grad: Tensor | None = None
+        self._transport = self._connect(schedule)
+        self.executor: Executor | None = None
+        self.stages: Mapping[int, TrainableStage] = MappingProxyType({})
+
+    def compile(self) -> None:
+        """Compile what the schedule runs of this rank's stages, and wait for the other ranks'.
+
+        Raises:
+            BackendError: a backend cannot compile a graph.
+            LostPeerError: another rank failed or was not ready in time.
+        """
+        with self.place("compiling its stages"):
+            compile_stages(self.stages, self._schedule)
+        self.negotiation.start()
+
+    def prepare(
+        self, stages: Mapping[int, ForwardStage], loss_grad: Tensor | None = None
+    ) -> Executor:
+        """Set the executor of this mode, which runs ``stages``; collective over all ranks."""
+        self._groups.connect(pairs_of(self._schedule, self._feeds))
+        self._loss_grad = loss_grad
+        self.executor = Executor(
+            stages,
+            self._schedule,
+            self._rank,
+            self._transport,
+            loss_grad=loss_grad,
+            order=self._order,
+            finished=self._finished,
+            place=self.place,
+        )
+        return self.executor
+
+    def reschedule(self, schedule: Schedule) -> None:
+        """Go on with the stages that are there under another schedule of the same placement."""
+        self._schedule = schedule
+        self._transport = self._connect(schedule)
+        if self.executor is not None:
+            compile_stages(self.stages, schedule)
+            self.prepare(self.stages, self._loss_grad)
+
+    def _connect(self, schedule: Schedule) -> Transport:
+        return Transport(
+            routes_of(schedule, self._rank, self._feeds),
+            self._groups,
+            self.negotiation,
+            device=self._device,
+            watch=self._order is not as_scheduled,
+        )
+
+    @property
+    def loss_dtype(self) -> torch.dtype:
+        """The dtype of the loss; waits until the last stage's rank has said."""
+        return self.negotiation.learn(self._last)[0].dtype
+
+    def announce_loss(self, losses: Mapping[int, Tensor]) -> None:
+        """Tell the other ranks of the loss, unless they know; for the last stage's rank."""
+        for loss in losses.values():
+            if self._last not in self.negotiation.known:
+                self.negotiation.publish(self._last, [TensorMeta.of(loss)])

@@ -1,0 +1,73 @@
+"""One mode of running for each shape of batch that comes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
+
+from autosplit.errors import PipelineError
+from autosplit.pipeline.engine.messages.process_groups import Groups
+from autosplit.pipeline.engine.messages.shape_negotiation import TensorMeta
+from autosplit.pipeline.schedule.schedule import Schedule
+
+from .microbatch import Batch
+from .mode import Mode
+
+
+class Modes:
+    """Finds the mode that fits a batch, on every rank the same.
+
+    With one shape nothing needs to be said. With more, the rank of the first stage that takes
+    any of the batch tells the others its shape.
+
+    Args:
+        limit: how many shapes the first stage's inputs may have, 1 or more. Each has stages of
+            its own, which take time to build and memory for their graphs.
+        groups: the trainer's process groups.
+        source: the rank of the first stage that takes inputs of the batch; passes all of them.
+        make: makes the mode of a name that tells it apart.
+    """
+
+    def __init__(
+        self, limit: int, groups: Groups, source: int, make: Callable[[str], Mode]
+    ) -> None:
+        self._limit = limit
+        self._groups = groups
+        self._source = source
+        self._make = make
+        self._known: dict[str, Mode] = {}
+
+    def of(self, batch: Batch | None) -> Mode:
+        """The mode for ``batch``; collective unless there is only one.
+
+        Raises:
+            PipelineError: one shape more than the limit.
+            LostPeerError: the first stage's rank did not say.
+        """
+        shape = ""
+        if self._limit > 1:
+            own = _shape(batch) if self._groups.rank == self._source else None
+            shape = self._groups.announce(own, self._source)
+        if shape not in self._known:
+            if len(self._known) == self._limit:
+                raise PipelineError(
+                    f"the batch's inputs are {shape}: another shape than the {self._limit} of "
+                    f"shapes={self._limit} ({'; '.join(self._known)}); allow more, or pad the batch"
+                )
+            self._known[shape] = self._make(shape)
+        return self._known[shape]
+
+    def reschedule(self, schedule: Schedule, make: Callable[[str], Mode]) -> None:
+        """Go on under another schedule, also with shapes to come, which ``make`` makes."""
+        self._make = make
+        for mode in self._known.values():
+            mode.reschedule(schedule)
+
+
+def _shape(batch: Batch | None) -> str:
+    part = batch[0] if isinstance(batch, tuple | list) and batch else None
+    if isinstance(part, Mapping):
+        part = [part[name] for name in sorted(part)]
+    tensors = part if isinstance(part, tuple | list) else [part]
+    return ", ".join(str(TensorMeta.of(each)) for each in tensors if isinstance(each, Tensor))

@@ -1,0 +1,256 @@
+"""Builds the stages that a rank executes from the modules that the user gave."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from autosplit.backends.compiled_graph import check_backend
+from autosplit.dump.boundary import crossings, total_bytes
+from autosplit.errors import PipelineError
+from autosplit.passes import Kind
+from autosplit.pipeline.engine.messages.shape_negotiation import Negotiation, TensorMeta
+from autosplit.pipeline.engine.messages.stage_ports import Receive, arguments
+from autosplit.pipeline.schedule.action import ActionKind
+from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.schedule.wiring import Feeds
+from autosplit.runtime.build import check_memory
+from autosplit.runtime.gradient_accumulation import Accumulation
+from autosplit.stage import Stage
+
+from .executor import BackwardStage
+
+
+class TrainableStage(BackwardStage, Protocol):
+    """What the trainer asks of a stage beyond running its actions."""
+
+    @property
+    def output_specs(self) -> Sequence[tuple[torch.Size, torch.dtype, bool]]:
+        """Shape, dtype and whether it needs a gradient, of each output."""
+        ...
+
+    def publish(self) -> None:
+        """Add the accumulated gradients to the parameters' ``.grad`` and forget them."""
+        ...
+
+
+@runtime_checkable
+class ChecksInputs(Protocol):
+    """A module that knows which inputs it can take, as a stage of a plan does."""
+
+    def check_inputs(self, inputs: Sequence[Tensor]) -> None:
+        """Raise an error where it cannot take these."""
+        ...
+
+
+class StageFactory(Protocol):
+    """How the trainer makes a stage from a module."""
+
+    def __call__(self, module: nn.Module, args: list[Tensor], *, index: int) -> TrainableStage:
+        """A stage for ``module(*args)``.
+
+        Args:
+            module: the stage's module; the last stage's puts out the loss.
+            args: example inputs: true shapes and dtypes, values that mean nothing. Those with
+                ``requires_grad`` are the ones whose gradient is wanted.
+            index: the stage's place in the pipeline.
+        """
+        ...
+
+
+def split_stage(
+    backend: str = "eager",
+    memory: str | int = "balanced",
+    accumulation: str = "exact",
+    grad_dtype: torch.dtype | None = None,
+    slices: int = 1,
+    *,
+    late_input: bool = True,
+) -> StageFactory:
+    """The factory of ``autosplit.stage.Stage`` with these options.
+
+    Where a stage's inputs need no gradient, no other stage waits for its I, which would put off the
+    forwards behind it: with ``late_input`` its W is the whole backward.
+
+    Raises:
+        SplitError: an unknown backend, memory setting or accumulation (lists the known ones),
+            or a ``grad_dtype`` that is not floating-point.
+        PipelineError: an accumulation without effect in a pipeline.
+    """
+    check_backend(backend)
+    check_memory(memory)
+    if Accumulation(accumulation, grad_dtype).concatenated:
+        raise PipelineError(
+            f"accumulation={accumulation!r} is for weight gradients of several microbatches in "
+            "one call, and a schedule runs them one by one; use 'exact' or 'fused'"
+        )
+    return partial(
+        Stage,
+        backend=backend,
+        memory=memory,
+        accumulation=accumulation,
+        grad_dtype=grad_dtype,
+        slices=slices,
+        late_input=late_input,
+    )
+
+
+def footprint(stage: TrainableStage) -> tuple[float, float]:
+    """Bytes that a stage keeps of one microbatch: from F to the backward, and from I to W.
+
+    A stage that does not say counts as 1 each, so that microbatches are counted.
+    """
+    if not isinstance(stage, Stage):
+        return (1.0, 1.0)
+    graphs = stage.functions.graphs
+    if graphs.backward is None or graphs.backward_input is None or graphs.backward_weight is None:
+        return (0.0, 0.0)
+    saved = crossings(graphs.forward, graphs.backward, Kind.SAVED)
+    deferred = crossings(graphs.backward_input, graphs.backward_weight, Kind.DEFERRED)
+    return float(total_bytes(saved)), float(total_bytes(deferred))
+
+
+def sizes(stage: TrainableStage) -> tuple[list[float], list[float]]:
+    """Bytes of each output of a stage, and of the gradient that comes back for it."""
+    outputs, gradients = [], []
+    for shape, dtype, differentiable in stage.output_specs:
+        outputs.append(float(shape.numel() * dtype.itemsize))
+        gradients.append(outputs[-1] if differentiable else 0.0)
+    return outputs, gradients
+
+
+def build_stages(
+    modules: Mapping[int, nn.Module],
+    stages: int,
+    feeds: Feeds,
+    negotiation: Negotiation,
+    factory: StageFactory,
+    *,
+    inputs: Sequence[Tensor],
+    targets: Sequence[Tensor],
+    device: torch.device,
+) -> dict[int, TrainableStage]:
+    """Build this rank's stages, each as soon as the shapes of its inputs are known.
+
+    Args:
+        modules: this rank's modules by stage, the last one with its loss.
+        stages: how many stages there are.
+        feeds: who feeds whom.
+        negotiation: where stages learn their input shapes and publish their output shapes.
+        factory: makes a stage.
+        inputs: one microbatch's inputs; only those that this rank's stages take are needed.
+        targets: one microbatch's targets; only the last stage's rank needs them.
+        device: where example inputs are made.
+
+    Raises:
+        PipelineError: the loss is not one floating scalar that needs a gradient.
+        PlanError: the batch is not of the size for which the model was cut.
+        LostPeerError: another rank failed or was not ready in time.
+    """
+    built: dict[int, TrainableStage] = {}
+    for index in sorted(modules):
+        args = _examples(index, feeds, negotiation, inputs, device)
+        # Before it is traced, where an error would come out as one of tracing.
+        for part in modules[index].modules():
+            if isinstance(part, ChecksInputs):
+                part.check_inputs(args)
+        if index == stages - 1:
+            args += [tensor.detach() for tensor in targets]
+        stage = factory(modules[index], args, index=index)
+        metas = [TensorMeta(*spec) for spec in stage.output_specs]
+        feeds.check_outputs(index, len(metas))
+        if index == stages - 1:
+            check_loss(metas)
+        negotiation.publish(index, metas)
+        trains = any(meta.requires_grad for meta in metas)
+        built[index] = stage if trains else _Frozen(stage, len(args))
+    return built
+
+
+_CALLS = {
+    ActionKind.BACKWARD_INPUT: "backward_input",
+    ActionKind.BACKWARD_WEIGHT: "backward_weight",
+    ActionKind.BACKWARD: "backward",
+}
+
+
+def compile_stages(stages: Mapping[int, TrainableStage], schedule: Schedule) -> None:
+    """Compile what the schedule runs of each stage: in a step, other ranks would wait for it."""
+    for index, stage in stages.items():
+        if isinstance(stage, Stage):
+            for actions in schedule.ranks:  # a stage's two copies each begin without gradients
+                mine = [a.kind for a in actions if a.stage == index]
+                stage.compile([_CALLS[kind] for kind in mine if kind in _CALLS])
+
+
+class _Frozen:
+    """A stage with nothing to differentiate: its backward actions are empty."""
+
+    def __init__(self, stage: TrainableStage, inputs: int) -> None:
+        self._inputs = inputs
+        self.forward = stage.forward
+        self.output_specs = stage.output_specs
+
+    def backward_input(
+        self, microbatch: int, output_grads: list[Tensor | None]
+    ) -> list[Tensor | None]:
+        output_grads.clear()
+        return [None] * self._inputs
+
+    backward = backward_input
+
+    def backward_weight(self, microbatch: int) -> None:
+        pass
+
+    def publish(self) -> None:
+        pass
+
+
+def _examples(
+    index: int,
+    feeds: Feeds,
+    negotiation: Negotiation,
+    inputs: Sequence[Tensor],
+    device: torch.device,
+) -> list[Tensor]:
+    """Example arguments of a stage, without targets."""
+
+    def made_by(stage: int) -> Receive:
+        metas = negotiation.learn(stage)
+        wanted = feeds.select(metas, stage, index)
+        return lambda: [_example(meta, device) for meta in wanted]
+
+    receives = [made_by(stage) for stage in feeds.sources(index)]
+    found = arguments(index, feeds, receives, lambda: [_detached(each) for each in inputs])()
+    return [each for each in found if each is not None]
+
+
+def _detached(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach()
+
+
+def _example(meta: TensorMeta, device: torch.device) -> Tensor:
+    return torch.zeros(
+        meta.shape, dtype=meta.dtype, device=device, requires_grad=meta.requires_grad
+    )
+
+
+def check_loss(metas: Sequence[TensorMeta]) -> None:
+    """Refuse a last stage that does not put out one scalar to differentiate.
+
+    Raises:
+        PipelineError: says what came instead.
+    """
+    if len(metas) == 1 and not metas[0].shape and metas[0].requires_grad:
+        return
+    if not torch.is_grad_enabled():
+        raise PipelineError("training needs gradients: call the trainer outside torch.no_grad()")
+    came = ", ".join(f"{meta}{'' if meta.requires_grad else ' without gradient'}" for meta in metas)
+    raise PipelineError(
+        f"loss_fn(output, target) must give one scalar that depends on the parameters, such as "
+        f"the mean over the microbatch; got {came or 'nothing'}"
+    )

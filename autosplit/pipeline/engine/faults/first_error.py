@@ -1,0 +1,288 @@
+"""The first error of a run, made known to every rank.
+
+A rank that fails posts what happened on a board that all ranks share, then closes its
+connections. Its peers see only the closed connection; they look at the board and raise the first
+cause. They close their own connections too, so the news reaches ranks that wait for others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import NoReturn, Protocol
+
+from autosplit.errors import AutosplitError, PipelineError
+from autosplit.pipeline.schedule.action import Action
+
+from .rank_activity import AROUND, Place
+
+_KEY = "autosplit/fault"
+# A rank posts before it closes a connection, so the cause is on the board by the time a peer
+# looks. The wait only covers a peer that notices sooner through something else.
+_PATIENCE = 0.5
+_LOOK_EVERY = 0.01
+# A look costs a round trip to the store, so a wait for the device naps in between.
+_LOOK_WHILE_WAITING = 0.05
+_NAP = 0.0002
+
+
+class LostPeerError(PipelineError):
+    """Communication failed: a peer died, closed its connection, or did not answer in time.
+
+    Attributes:
+        waited: how long for what, in words, where time was up; else empty.
+    """
+
+    def __init__(self, message: str, waited: str = "") -> None:
+        super().__init__(message)
+        self.waited = waited
+
+
+class ActionError(PipelineError):
+    """An action of the schedule raised; the error is the cause of this one."""
+
+    def __init__(self, action: Action) -> None:
+        super().__init__(f"{action} failed")
+        self.action = action
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What ended a run.
+
+    Attributes:
+        rank: the rank that it happened to.
+        where: what that rank was doing: an action such as ``1F2``, or a phase in words.
+        error: type and message.
+        trace: that rank's traceback; empty for a lost peer.
+        lost: True when the rank only lost a peer and nobody said why.
+        ended: True when others say it of the rank, which died, left or hangs.
+        left: True when it ended as if all were well.
+    """
+
+    rank: int
+    where: str
+    error: str
+    trace: str = ""
+    lost: bool = False
+    ended: bool = False
+    left: bool = False
+
+    @property
+    def headline(self) -> str:
+        """One line: who, where, what."""
+        if self.lost or self.ended:
+            return f"rank {self.rank} {self.error}"
+        return f"rank {self.rank} failed in {self.where}: {self.error}"
+
+    @property
+    def report(self) -> str:
+        """The headline and the traceback of the rank that failed."""
+        return f"{self.headline}\n{self.trace}".rstrip()
+
+
+class RankError(PipelineError):
+    """A run ended by a fault on this rank (``fault.rank``) or another one."""
+
+    def __init__(self, message: str, fault: Fault) -> None:
+        super().__init__(message)
+        self.fault = fault
+
+
+class Watcher(Protocol):
+    """Knows of ranks that cannot say themselves what became of them; see ``watch.Watch``."""
+
+    @property
+    def missing(self) -> Fault | None:
+        """A rank that takes part no more, if one is known."""
+        ...
+
+    def explain(self, error: LostPeerError) -> Fault | None:
+        """Why other ranks do not answer, with the fault that stands for all; None: unknown."""
+        ...
+
+
+class Store(Protocol):
+    """The part of ``torch.distributed.Store`` in use."""
+
+    def check(self, keys: list[str], /) -> bool: ...
+    def get(self, key: str, /) -> bytes: ...
+    def set(self, key: str, value: str, /) -> None: ...
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
+
+
+class Board:
+    """Where ranks post faults; only the first one stays."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def post(self, fault: Fault) -> Fault:
+        """Post ``fault`` unless there is one already; returns the one that stands."""
+        try:
+            return _decode(self._store.compare_set(_KEY, "", json.dumps(asdict(fault))))
+        except RuntimeError:  # the process that served the store is gone
+            return fault
+
+    def first(self) -> Fault | None:
+        """The fault that stands, if any."""
+        try:
+            return _decode(self._store.get(_KEY)) if self._store.check([_KEY]) else None
+        except RuntimeError:
+            return None
+
+    def await_first(self, seconds: float) -> Fault | None:
+        """The fault that stands, waiting up to ``seconds`` for one."""
+        deadline = time.monotonic() + seconds
+        while (fault := self.first()) is None and time.monotonic() < deadline:
+            time.sleep(_LOOK_EVERY)
+        return fault
+
+
+def _decode(text: bytes) -> Fault:
+    return Fault(**json.loads(text))
+
+
+class Guard:
+    """Turns whatever ends a rank's work into the first cause, on this rank and its peers.
+
+    Args:
+        rank: this rank.
+        board: the shared board; None in a run of one process.
+        close: closes this rank's connections; called once, after the fault is posted.
+        place: what this rank is doing.
+        watch: knows of ranks that cannot say themselves what became of them.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        board: Board | None,
+        close: Callable[[], None],
+        place: Place | None = None,
+        watch: Watcher | None = None,
+    ) -> None:
+        self._rank = rank
+        self._board = board
+        self._close = close
+        self._place = Place() if place is None else place
+        self._watch = watch
+        self._ended: Fault | None = None
+
+    @contextlib.contextmanager
+    def __call__(self, where: str) -> Iterator[None]:
+        """Guard a phase of the work, described by ``where``.
+
+        Raises:
+            RankError: this rank failed, or another one did; or the run had ended before.
+            AutosplitError: as it was raised inside, where it says all there is to say.
+        """
+        if self._ended is not None:
+            raise RankError(
+                f"this trainer has ended and cannot go on; build a new one. It ended because "
+                f"{self._ended.headline}",
+                self._ended,
+            )
+        try:
+            with self._place(where):
+                yield
+        except LostPeerError as error:
+            self._end_lost(error)
+        except RankError as error:
+            if error.fault is not self._ended:  # else a guard inside has seen to it
+                self._end_failed(error)
+            raise
+        except BaseException as error:
+            self._end_failed(error)
+
+    @property
+    def ended(self) -> bool:
+        """Whether a fault has ended the run."""
+        return self._ended is not None
+
+    def left(self, error: BaseException) -> None:
+        """End the run because the caller's own code, between two calls, raised an error."""
+        if self._ended is None:
+            self._end(self._fault(AROUND, error, error.__traceback__))
+
+    def check(self) -> None:
+        """Raise LostPeerError if some rank has posted a fault; for loops that wait on the host."""
+        if self._board is not None and self._board.first() is not None:
+            raise LostPeerError("stopped because another rank failed")
+        missing = None if self._watch is None else self._watch.missing
+        if missing is not None:
+            raise LostPeerError(missing.headline)
+
+    def wait(self, done: Callable[[], bool], timeout: float) -> None:
+        """Wait on the host until ``done()``, with an eye on the board.
+
+        For devices whose communication does not end with an error when a peer fails.
+
+        Raises:
+            LostPeerError: another rank failed, or ``timeout`` seconds passed.
+        """
+        started = looked = time.monotonic()
+        with self._place.waits():
+            while not done():
+                now = time.monotonic()
+                if now - looked > _LOOK_WHILE_WAITING:
+                    self.check()
+                    looked = now
+                if now - started > timeout:
+                    waited = f"waited {timeout:.3g} s for its device"
+                    raise LostPeerError(f"{waited}: is another rank stuck?", waited)
+                time.sleep(_NAP)
+
+    def _end_lost(self, error: LostPeerError) -> NoReturn:
+        fault = self._cause_of(error)
+        if fault is None:
+            fault = self._post(Fault(self._rank, self._place.phase, str(error), lost=True))
+        self._finish(fault)
+        # The closed connection is a consequence: the cause stands in the message. Nobody could ask
+        # a rank that died what it was at, but what it was to send is known here.
+        seen = f"\nRank {self._rank} {error}" if fault.ended else ""
+        raise RankError(f"{fault.report}{seen}", fault) from None
+
+    def _cause_of(self, error: LostPeerError) -> Fault | None:
+        if self._watch is not None:
+            return self._watch.explain(error)
+        return None if self._board is None else self._board.await_first(_PATIENCE)
+
+    def _end_failed(self, error: BaseException) -> NoReturn:
+        cause, trace, where = error, error.__traceback__, self._place.phase
+        if isinstance(error, ActionError) and error.__cause__ is not None:
+            where, cause = str(error.action), error.__cause__
+            trace = cause.__traceback__
+        # The first frame is the guard's or the executor's own.
+        fault = self._fault(where, cause, trace.tb_next if trace is not None else None)
+        self._end(fault)
+        if not isinstance(cause, Exception) or (
+            cause is error and isinstance(cause, AutosplitError)
+        ):
+            raise cause
+        raise RankError(fault.headline, fault) from cause
+
+    def _fault(self, where: str, cause: BaseException, trace: TracebackType | None) -> Fault:
+        text = "".join(traceback.format_exception(type(cause), cause, trace))
+        return Fault(self._rank, where, describe(cause), text)
+
+    def _end(self, fault: Fault) -> None:
+        self._post(fault)
+        self._finish(fault)
+
+    def _post(self, fault: Fault) -> Fault:
+        return fault if self._board is None else self._board.post(fault)
+
+    def _finish(self, fault: Fault) -> None:
+        self._ended = fault
+        self._close()
+
+
+def describe(error: BaseException) -> str:
+    """Type and message of an error, as the last line of its traceback has them."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -1,0 +1,277 @@
+"""One rank's watch over the others: who has died, who has left, and who is stuck.
+
+Messages say only that a connection is closed, or that nothing came; and a rank that compiles, or
+waits for one that is well, sees nothing at all. So each rank has a thread that says what its rank
+is doing, a few times a second, hears at once when a process of its machine ends, and ends the waits
+of its own rank when there is a fault.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from autosplit.pipeline.engine.messages.process_groups import Groups
+
+from .first_error import Board, Fault, LostPeerError, Store
+from .rank_activity import Place
+from .rank_process import QUIETLY, Process
+from .store_register import RETURNED, Register
+
+_BEAT = 0.25
+# Whoever loses a peer looks this long for what became of it.
+_PATIENCE = 1.0
+_LOOK_EVERY = 0.02
+# A rank that does not beat for so long is silent; a busy machine may be late.
+_SILENCE = 4 * _BEAT
+_JOIN = 2.0
+
+_DEPARTED = ("left", -1)  # any rank
+
+
+class Pulse(NamedTuple):
+    """What a rank says of itself.
+
+    Attributes:
+        beat: counts.
+        time: seconds since the epoch.
+        place: what it is doing.
+        turn: counts what it has done.
+        seconds: for how long it is doing that.
+        waiting: whether it waits for other ranks.
+    """
+
+    beat: int
+    time: float
+    place: str
+    turn: int
+    seconds: float
+    waiting: bool
+
+
+class Watch:
+    """What a rank knows of the others.
+
+    Args:
+        rank: this rank.
+        ranks: how many there are.
+        stores: two connections to the store of the trainer, for the thread that trains and for the
+            one that watches.
+        words: where ranks leave their last words, if not there; None: nowhere.
+        place: what this rank is doing.
+        cut: ends the waits of this rank for others.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        ranks: int,
+        stores: tuple[Store, Store],
+        words: Store | None,
+        place: Place,
+        cut: Callable[[], None],
+    ) -> None:
+        self._rank = rank
+        self._others = [each for each in range(ranks) if each != rank]
+        own, watching = stores
+        self._own, self._register = Register(own), Register(watching)
+        self._words = None if words is None else Register(words)
+        self._board = Board(watching)
+        self._place = place
+        self._cut = cut
+        self._met: set[int] = set()
+        self._found: Fault | None = None
+        self._left: Fault | None = None
+        self._beats = 0
+        self._turn, self._since = -1, 0.0
+        self._stopped = False
+        self._ears, self._mouth = socket.socketpair()
+        place.told = self._tell_phase
+        self._own.enter(rank, Process.of(os.getpid()))
+        self._thread = threading.Thread(target=self._run, name="autosplit-watch", daemon=True)
+        self._thread.start()
+
+    def leave(self, how: str) -> None:
+        """Say that this rank takes part no more, and stop; nothing where it has stopped."""
+        if self._stopped:
+            return
+        self._own.put("left", self._rank, how)
+        self._own.put(*_DEPARTED, "yes")
+        self.stop()
+
+    def stop(self) -> None:
+        """Stop watching."""
+        self._stopped = True
+        with contextlib.suppress(OSError):
+            self._mouth.send(b".")
+        if self._thread is not threading.current_thread():  # which may collect garbage
+            self._thread.join(_JOIN)
+
+    @property
+    def missing(self) -> Fault | None:
+        """A rank that takes part no more, if one is known."""
+        return self._found or self._left
+
+    def explain(self, error: LostPeerError) -> Fault | None:
+        """Why other ranks do not answer, with the fault that stands for all; None: unknown."""
+        deadline = time.monotonic() + (0.0 if error.waited else _PATIENCE)
+        while True:
+            fault = self._board.first() or self._found or self._ended()
+            if fault is not None or time.monotonic() > deadline:
+                break
+            time.sleep(_LOOK_EVERY)
+        if fault is None and error.waited:
+            fault = self._stuck(error.waited)
+        return None if fault is None else self._board.post(fault)
+
+    # --- the thread ---------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        with contextlib.ExitStack() as stack, self._ears, self._mouth:
+            selector = stack.enter_context(selectors.DefaultSelector())
+            selector.register(self._ears, selectors.EVENT_READ)
+            while self._look_on(selector, stack):
+                pass
+
+    def _look_on(self, selector: selectors.BaseSelector, stack: contextlib.ExitStack) -> bool:
+        """Until the next beat, or until something happens; whether to go on."""
+        events = selector.select(_BEAT)
+        for key, _ in events:
+            if key.fileobj is self._ears:
+                return False
+            selector.unregister(key.fileobj)
+        self._beat()
+        self._meet(selector, stack)
+        if events or (self._left is None and self._register.get(*_DEPARTED)):
+            self._look()
+        if self._found is None and self._board.first() is None:
+            return True
+        self._cut()
+        return False
+
+    def _beat(self) -> None:
+        place, now = self._place, time.monotonic()
+        if place.turn != self._turn:
+            self._turn, self._since = place.turn, now
+        seconds = now - self._since
+        self._beats += 1
+        pulse = Pulse(self._beats, time.time(), str(place), place.turn, seconds, place.waiting)
+        self._register.put("pulse", self._rank, json.dumps(pulse))
+
+    def _meet(self, selector: selectors.BaseSelector, stack: contextlib.ExitStack) -> None:
+        """Get to know the processes that have come since."""
+        for rank in self._others:
+            process = None if rank in self._met else self._register.process(rank)
+            if process is not None:
+                self._met.add(rank)
+                opened = process.opened()
+                if opened is not None:
+                    stack.callback(os.close, opened)
+                    selector.register(opened, selectors.EVENT_READ)
+
+    def _look(self) -> None:
+        """Note who has ended. One that left may have done all it should; a death is posted."""
+        fault = self._ended()
+        if fault is not None and not fault.left:
+            self._found = self._board.post(fault)
+        self._left = fault
+
+    # --- what became of the others ------------------------------------------------------------
+
+    def _ended(self) -> Fault | None:
+        """A rank that has ended, first one that died."""
+        left = None
+        for rank in self._others:
+            how, quietly = self._ending(rank)
+            if how and not quietly:
+                phase = self._register.get("phase", rank)
+                return Fault(rank, phase, f"{how} in {phase}" if phase else how, ended=True)
+            if how:
+                left = left or self._gone(rank, how)
+        return left
+
+    def _ending(self, rank: int) -> tuple[str, bool]:
+        """How a rank has ended, empty if it has not, and whether as if all were well."""
+        words = "" if self._words is None else self._words.get("words", rank)
+        if words and words != RETURNED:
+            return words, False
+        if how := self._register.get("left", rank):
+            return how, True
+        how = words or self._register.ending(rank) or ""
+        return how, how in (RETURNED, QUIETLY)
+
+    def _gone(self, rank: int, how: str) -> Fault:
+        how = f"{how} while rank {self._rank} went on"
+        return Fault(rank, "", how, ended=True, left=True)
+
+    def _stuck(self, waited: str) -> Fault | None:
+        """The rank that others wait for: one that is silent, else the one longest at one thing."""
+        first = self._pulses()
+        time.sleep(_SILENCE)
+        second = self._pulses()
+        silent = [r for r, pulse in second.items() if r in first and first[r].beat == pulse.beat]
+        if silent:
+            rank = min(silent, key=lambda each: second[each].time)
+            pulse = second[rank]
+            seconds = max(time.time() - pulse.time, _SILENCE)  # of another machine's clock
+            return Fault(
+                rank,
+                pulse.place,
+                f"has not answered for {seconds:.3g} s, last in {pulse.place}: it was stopped, cut "
+                f"off, or holds the interpreter; rank {self._rank} {waited}",
+                ended=True,
+            )
+        busy = [
+            rank
+            for rank, pulse in second.items()
+            if not pulse.waiting and rank in first and first[rank].turn == pulse.turn
+        ]
+        if not busy:
+            return None
+        rank = max(busy, key=lambda each: second[each].seconds)
+        pulse = second[rank]
+        return Fault(
+            rank,
+            pulse.place,
+            f"has been in {pulse.place} for {pulse.seconds:.3g} s: it is stuck, or needs a longer "
+            f"timeout=; rank {self._rank} {waited}",
+            ended=True,
+        )
+
+    def _pulses(self) -> dict[int, Pulse]:
+        texts = {rank: self._register.get("pulse", rank) for rank in self._others}
+        return {rank: Pulse(*json.loads(text)) for rank, text in texts.items() if text}
+
+    def _tell_phase(self, phase: str) -> None:
+        self._own.put("phase", self._rank, phase)
+
+
+def watch_over(groups: Groups) -> Watch:
+    """Watch over the ranks of a trainer's process groups, which this does not keep alive."""
+    cut = weakref.WeakMethod(groups.cut)
+    world = dist.group.WORLD
+    words = None if world is None else _another(world.get_group_store())
+    stores = (groups.store, _another(groups.store))
+
+    def cut_if_there() -> None:
+        call = cut()
+        if call is not None:
+            call()
+
+    return Watch(groups.rank, groups.ranks, stores, words, groups.place, cut_if_there)
+
+
+def _another(store: Any) -> Store:
+    """A connection of its own: one waits while another thread uses it."""
+    found: Store = store.clone()
+    return found

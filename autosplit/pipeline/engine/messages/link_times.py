@@ -1,0 +1,96 @@
+"""How long messages between ranks take."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+from autosplit.pipeline.simulation.transfer import Link, Transfer
+
+from .process_groups import Groups
+
+Pair = tuple[int, int]
+
+_LARGE = 2**23  # bytes
+_ROUNDS = 20
+_WARMUP = 3
+
+
+def ring(ranks: int) -> set[Pair]:
+    """Each rank and the next, the last and the first; the lower one first."""
+    steps = ((rank, (rank + 1) % ranks) for rank in range(ranks))
+    return {(min(step), max(step)) for step in steps if ranks > 1}
+
+
+def measure_transfer(groups: Groups, device: torch.device, pairs: Collection[Pair]) -> Transfer:
+    """The links between these pairs of ranks, with the messages that a trainer's stages send.
+
+    Pairs that have no rank in common are measured at once. Collective, between steps; all ranks
+    get the same.
+
+    Args:
+        groups: of all ranks.
+        device: where the messages live.
+        pairs: of ranks, the lower one first, the same on every rank; without any, nothing is
+            measured and nothing takes time.
+
+    Returns:
+        A link for each pair, the slowest latency and bandwidth for all others, no
+        ``message_bytes``.
+
+    Raises:
+        LostPeerError: some rank did not take part.
+    """
+    if not pairs:
+        return Transfer()
+    groups.connect(pairs)
+    links: dict[Pair, Link] = {}
+    for at_once in _apart(pairs):
+        mine = {pair: _link(groups, device, pair) for pair in at_once if groups.rank in pair}
+        for found in groups.gather(mine):
+            links = found | links  # of a pair's two ranks the lower one says
+    latency = max(link.latency for link in links.values())
+    bandwidth = min(link.bandwidth for link in links.values())
+    return Transfer(latency, bandwidth, pairs=links)
+
+
+def _apart(pairs: Collection[Pair]) -> list[list[Pair]]:
+    """The pairs in few groups, in none of which two have a rank in common."""
+    found: list[list[Pair]] = []
+    for pair in sorted(pairs):
+        for group in found:
+            if not any({*pair} & {*other} for other in group):
+                group.append(pair)
+                break
+        else:
+            found.append([pair])
+    return found
+
+
+def _link(groups: Groups, device: torch.device, pair: Pair) -> Link:
+    small, large = (
+        _one_way(groups, pair, torch.zeros(size, dtype=torch.uint8, device=device))
+        for size in (1, _LARGE)
+    )
+    return Link(small, _LARGE / max(large - small, 1e-9))
+
+
+def _one_way(groups: Groups, pair: Pair, tensor: Tensor) -> float:
+    """Seconds from one rank of the pair to the other: half of the quickest way there and back."""
+    (peer,) = {*pair} - {groups.rank}
+    seconds = []
+    for _ in range(_WARMUP + _ROUNDS):
+        start = time.perf_counter()
+        for sender in pair:
+            send = groups.isend if groups.rank == sender else groups.irecv
+            work = send(tensor, peer)
+            if work is not None:
+                with groups.losing(f"rank {peer}"):
+                    work.wait()
+        if tensor.is_cuda:
+            torch.cuda.synchronize(tensor.device)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds[_WARMUP:]) / 2.0

@@ -1,0 +1,312 @@
+"""The process groups that one trainer owns, and how to end every wait on them.
+
+Gloo as it is (torch 2.13, seen running): neither ``abort()`` nor ``destroy_process_group`` ends
+a wait of a peer while anything still refers to the group, so a rank that failed but lives on
+would leave its peers waiting until the timeout. A receive that times out, however, closes its
+connection at once, on both ends and for everything else under way on it. ``close`` uses that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autosplit.errors import PipelineError
+from autosplit.pipeline.engine.faults.first_error import LostPeerError, Store
+from autosplit.pipeline.engine.faults.rank_activity import Place
+
+from . import plain_messages
+from .nccl import abort, greet
+
+# Tags keep the closing receives apart from real messages: a message that met a buffer of another
+# size would end the whole process.
+_TAG, _CLOSING_TAG = 0, 2**31 - 1
+_AT_ONCE = timedelta(milliseconds=1)
+_OTHERS = "the other ranks"
+
+
+class PointToPoint(Protocol):
+    """Messages between two ranks, in the order in which each end starts them.
+
+    A send may not complete before the other end has started to receive it.
+    """
+
+    rank: int
+    timeout: float
+
+    def isend(self, tensor: Tensor, peer: int) -> dist.Work | None:
+        """Start sending a contiguous tensor; None if there is nothing to wait for."""
+        ...
+
+    def irecv(self, buffer: Tensor, peer: int) -> dist.Work | None:
+        """Start filling ``buffer``; None if there is nothing to wait for."""
+        ...
+
+
+Losing = Callable[[str], AbstractContextManager[None]]
+"""Waits for what it is told, see ``Groups.losing``."""
+
+
+class Sum:
+    """A sum over all ranks that is under way."""
+
+    def __init__(self, tensor: Tensor, work: dist.Work | None, losing: Losing) -> None:
+        self._tensor = tensor
+        self._work = work
+        self._losing = losing
+
+    def wait(self) -> Tensor:
+        """The sum, once every rank has taken part.
+
+        Raises:
+            LostPeerError: some rank did not.
+        """
+        if self._work is not None:
+            with self._losing(_OTHERS):
+                self._work.wait()
+            self._work = None
+        return self._tensor
+
+
+class Groups:
+    """Groups over all ranks for control, and one for each direction of travel.
+
+    NCCL runs the operations of one communicator in the order in which they were enqueued and may
+    not complete a send before its receive is posted, so a receive posted early would hold up a
+    send if the two directions shared a communicator, or two peers. So each direction of each pair
+    has a group of its own, which ``connect`` makes: one of all ranks would be a single
+    communicator where the default group is bound to a device. Over Gloo, a group of all ranks
+    carries messages to higher ranks, ``up``, and another to lower ones, ``down``. ``control`` is
+    Gloo on every device: its few numbers are needed on the host.
+
+    ``place`` knows when this rank waits for others.
+
+    Creating one is collective: every rank of the default group must do so, in the same order.
+    With ``ranks`` = 1 there are no groups and nothing here communicates.
+
+    Args:
+        ranks: 1, or the size of the default process group.
+        device: where the messages live; decides between Gloo and NCCL.
+        timeout: seconds after which a wait fails.
+    """
+
+    def __init__(self, ranks: int, device: torch.device, timeout: float) -> None:
+        self.ranks = ranks
+        self.rank = dist.get_rank() if ranks > 1 else 0
+        self.timeout = timeout
+        self.place = Place()
+        self._device = device
+        self._backend = "nccl" if device.type == "cuda" else "gloo"
+        self._pairwise = self._backend == "nccl"
+        self._connected: set[tuple[int, int]] = set()
+        self._owned: list[dist.ProcessGroup] = []
+        self._lanes: dict[str, dist.ProcessGroup] = {}
+        if ranks > 1:
+            for lane in ("control",) if self._pairwise else ("control", "up", "down"):
+                self._lanes[lane] = self._new(range(ranks), "gloo")
+
+    @property
+    def control(self) -> dist.ProcessGroup:
+        """The group for the few numbers that all ranks agree on."""
+        return self._lane("control")
+
+    @property
+    def store(self) -> Store:
+        """A key-value store that the ranks share and nobody else writes to."""
+        return self.control.get_group_store()
+
+    def connect(self, pairs: Collection[tuple[int, int]]) -> None:
+        """Make ready for messages between these pairs of ranks, the lower one first.
+
+        Collective over all ranks, which all name the same pairs; they may name some again. Over
+        Gloo all ranks are connected from the start.
+
+        Raises:
+            LostPeerError: some rank did not take part.
+        """
+        new = sorted({*pairs} - self._connected) if self._pairwise else []
+        self._connected.update(new)
+        with self.losing(_OTHERS):
+            for pair in new:
+                for lane in (_lane_of(*pair), _lane_of(*reversed(pair))):
+                    group = self._new(pair, self._backend)
+                    if self.rank in pair:
+                        self._lanes[lane] = group
+            greet(self, new, self._device)
+
+    def isend(self, tensor: Tensor, peer: int) -> dist.Work | None:
+        """Start sending a contiguous tensor; None if there is nothing to wait for."""
+        # As dist.isend does, without its checks.
+        lane, number = self._towards(self.rank, peer), self._number(peer)
+        return lane.send([_bytes(tensor)], number, _TAG)
+
+    def irecv(self, buffer: Tensor, peer: int) -> dist.Work | None:
+        """Start filling ``buffer``; None if there is nothing to wait for."""
+        lane, number = self._towards(peer, self.rank), self._number(peer)
+        return lane.recv([_bytes(buffer)], number, _TAG)
+
+    def _number(self, peer: int) -> int:
+        """A rank's number in the group that messages to and from it go over."""
+        return int(peer > self.rank) if self._pairwise else peer
+
+    def _towards(self, source: int, target: int) -> dist.ProcessGroup:
+        """The group for messages from rank ``source`` to rank ``target``."""
+        if self._pairwise:
+            return self._lane(_lane_of(source, target))
+        return self._lane("up" if source < target else "down")
+
+    def _lane(self, name: str) -> dist.ProcessGroup:
+        group = self._lanes.get(name)
+        if group is None:
+            raise PipelineError("this trainer was closed: build a new one")
+        return group
+
+    def among(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
+        """A new group of some ranks; collective over all of them. None if this rank is not in."""
+        group = self._new(ranks, self._backend)
+        return group if self.rank in ranks else None
+
+    def _new(self, ranks: Sequence[int], backend: str) -> dist.ProcessGroup:
+        limit = timedelta(seconds=self.timeout)
+        group = cast(
+            "dist.ProcessGroup", dist.new_group(list(ranks), timeout=limit, backend=backend)
+        )
+        if self.rank in ranks:
+            self._owned.append(group)
+        return group
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Sum ``tensor`` (CPU) over all ranks, in place; it comes back only if all took part.
+
+        Raises:
+            LostPeerError: some rank did not.
+        """
+        return self.start_sum(tensor).wait()
+
+    def meet(self) -> None:
+        """Wait until every rank is here.
+
+        Raises:
+            LostPeerError: some rank did not come.
+        """
+        self.sum(torch.zeros(1, device="cpu"))
+
+    def start_sum(self, tensor: Tensor) -> Sum:
+        """Start to sum ``tensor`` (CPU) over all ranks, in place.
+
+        Raises:
+            LostPeerError: a rank is known to be gone.
+        """
+        if self.ranks == 1:
+            return Sum(tensor, None, self.losing)
+        with self.losing(_OTHERS):
+            work = dist.all_reduce(tensor, group=self.control, async_op=True)
+        return Sum(tensor, work, self.losing)
+
+    def announce(self, value: str | None, source: int) -> str:
+        """``value`` of rank ``source``, on every rank.
+
+        Raises:
+            LostPeerError: some rank did not take part.
+        """
+        if self.ranks > 1:
+            with self.losing(f"rank {source}"):
+                value = plain_messages.tell(value, source, self.control)
+        return value or ""
+
+    def gather(self, value: Any) -> list[Any]:
+        """``value`` of every rank, by rank; see ``plain`` for what it may be.
+
+        Raises:
+            LostPeerError: some rank did not take part.
+        """
+        if self.ranks == 1:
+            return [value]
+        with self.losing(_OTHERS):
+            return plain_messages.gather(value, self.control)
+
+    @contextlib.contextmanager
+    def losing(self, what: str) -> Iterator[None]:
+        """Wait for ``what``; a failed communication becomes a LostPeerError that says so."""
+        started = time.perf_counter()
+        try:
+            with self.place.waits():
+                yield
+        except RuntimeError as error:
+            raise lost(what, time.perf_counter() - started, self.timeout, error) from error
+
+    def cut(self) -> None:
+        """End every wait of this rank over Gloo, and those of its peers for it; in any thread."""
+        for group in [*self._owned]:
+            # The groups may be let go of meanwhile.
+            with contextlib.suppress(RuntimeError, ValueError):
+                self._disconnect(group)
+
+    def close(self) -> None:
+        """Let go of the groups and end every wait on them at once, here and on the peers."""
+        groups = self._release()
+        for group in groups:
+            self._disconnect(group)
+        devices = [group for group in groups if dist.get_backend(group) == "nccl"]
+        for group in groups:
+            if group not in devices:
+                dist.destroy_process_group(group)
+        abort(devices)
+
+    def _disconnect(self, group: dist.ProcessGroup) -> None:
+        if dist.get_backend(group) != "nccl":
+            for peer in dist.get_process_group_ranks(group):
+                if peer != self.rank:
+                    disconnect(group, peer)
+
+    def destroy(self) -> None:
+        """Let go of the groups after a run that went well.
+
+        Their connections end here. Left to the garbage collector, which comes when it likes, they
+        have held up a step of the next trainer for a second (eight ranks on two cores).
+        """
+        for group in self._release():
+            dist.destroy_process_group(group)
+        self._lanes.clear()
+
+    def _release(self) -> list[dist.ProcessGroup]:
+        owned, self._owned = self._owned, []
+        # Destroying the default group has destroyed these as well.
+        return owned if dist.is_initialized() else []
+
+
+def _lane_of(source: int, target: int) -> str:
+    return f"{source} to {target}"
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Not every backend knows every dtype: none has complex numbers, NCCL no short integers."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def disconnect(group: dist.ProcessGroup, peer: int) -> None:
+    """End every wait on a Gloo group between this rank and ``peer``, on both."""
+    with contextlib.suppress(RuntimeError):
+        work = dist.irecv(torch.empty(1, device="cpu"), src=peer, group=group, tag=_CLOSING_TAG)
+        if work is not None:
+            work.wait(_AT_ONCE)
+
+
+def lost(what: str, waited: float, timeout: float, error: RuntimeError) -> LostPeerError:
+    """The LostPeerError for a wait that failed with ``error`` after ``waited`` seconds."""
+    if waited >= 0.99 * timeout:  # the backend measures by another clock
+        so_long = f"waited {waited:.3g} s for {what}"
+        return LostPeerError(f"{so_long}: is it stuck, or waiting itself?", so_long)
+    # Gloo goes on with guesses and good wishes after the first sentence.
+    reason = str(error).partition(". ")[0].partition("\n")[0]
+    return LostPeerError(
+        f"lost {what} (was a process killed, or has it closed its trainer?): {reason}"
+    )

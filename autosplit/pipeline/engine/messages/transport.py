@@ -1,0 +1,262 @@
+"""Tensors between stages, over point-to-point messages or by hand on one rank.
+
+Shapes are agreed on once, so a message is nothing but data. Receives are posted ahead into memory
+that belongs to the stage for as long as it keeps a tensor there (see ``buffers``); sends are not
+waited for, and what they send is kept until a later message proves that it arrived (see ``routes``)
+or the step ends. What several stages of another rank take is sent to that rank once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from autosplit.errors import PipelineError
+from autosplit.pipeline.schedule.action import Action, ActionKind
+from autosplit.pipeline.schedule.routes import Parcel, Routes, parcels_of
+
+from .mailbox import Inbox, Outbox
+from .process_groups import PointToPoint
+from .receive_buffers import Buffers
+from .shape_negotiation import Boundary, Negotiation, TensorMeta
+from .stage_ports import Probe, Receive, gradients_for
+
+__all__ = ["Boundary", "TensorMeta", "Transport"]
+
+Send = Callable[[Sequence[Tensor | None]], None]
+
+
+class Transport:
+    """One rank's messages under one schedule; the same calls every step.
+
+    Attributes:
+        feeds: who feeds whom.
+        buffers: what messages are received into.
+
+    Args:
+        routes: what travels where.
+        link: carries the messages.
+        negotiation: where the shapes at each boundary are agreed on: before the first step, or
+            by the first tensors that cross.
+        device: where received tensors are made.
+        prefetch: receives kept posted per peer beyond the one being waited for.
+        watch: notice messages as they arrive, which takes a thread per peer.
+    """
+
+    def __init__(
+        self,
+        routes: Routes,
+        link: PointToPoint,
+        negotiation: Negotiation,
+        *,
+        device: torch.device,
+        prefetch: int = 2,
+        watch: bool = False,
+    ) -> None:
+        if prefetch < 0:
+            raise PipelineError(f"prefetch is a count of receives, 0 or more; got {prefetch}")
+        self._negotiation = negotiation
+        self._device = device
+        self.feeds = routes.feeds
+        self.buffers = Buffers(device)
+        self._routes = routes
+        self._outboxes = {peer: Outbox(link, peer) for peer in routes.sends}
+        self._inboxes = {
+            peer: Inbox(
+                link,
+                peer,
+                routes,
+                negotiation,
+                self.buffers,
+                prefetch=prefetch,
+                watch=watch,
+            )
+            for peer in routes.receives
+        }
+        self._target = {each: peer for peer, parcels in routes.sends.items() for each in parcels}
+        self._source = {each: peer for peer, parcels in routes.receives.items() for each in parcels}
+        self._here: dict[Parcel, list[Tensor | None]] = {}
+        self._kept: dict[tuple[Action, int], Tensor | None] = {}
+
+    def begin(self) -> None:
+        """Start a step: post the first receives."""
+        for inbox in self._inboxes.values():
+            inbox.begin()
+
+    def finish(self) -> None:
+        """End a step: wait until everything sent has arrived.
+
+        Raises:
+            LostPeerError: a peer died or did not take a message in time.
+        """
+        for outbox in self._outboxes.values():
+            outbox.drain()
+        self.buffers.settle()
+
+    def sender(self, result: Action) -> Send:
+        """The call that hands ``result`` (an F's or I's, named by its action) to other stages.
+
+        It takes one tensor per output of an F, one gradient per input of an I. Of gradients only
+        those that are wanted travel, a missing one as zeros. It raises PipelineError, before
+        sending anything, if a tensor is not what was agreed on.
+        """
+        parcels = parcels_of(result, self.feeds)
+        if result.kind is ActionKind.FORWARD:
+            return self._output_sender(result, parcels)
+        sends = [self._gradient_sender(parcel) for parcel in parcels]
+        if len(sends) == 1:
+            return sends[0]
+
+        def send(gradients: Sequence[Tensor | None]) -> None:
+            for each in sends:
+                each(gradients)
+
+        return send
+
+    def receiver(self, parcel: Parcel) -> tuple[Receive, Probe]:
+        """Two calls: one waits for ``parcel`` and returns a fresh list of its tensors, the other
+        says whether it is there (never, for a message that nobody watches).
+
+        Gradients come with one entry per output that went the other way, None where it needs none.
+        The first call raises LostPeerError if the sender died or did not send in time.
+        """
+        if parcel not in self._source:
+            return lambda: self._here.pop(parcel), lambda: parcel in self._here
+        peer = self._source[parcel]
+        inbox, outbox = self._inboxes[peer], self._outboxes.get(peer)
+        proven = self._routes.proven[parcel]
+        complete = self._completion(parcel)
+
+        def receive() -> list[Tensor | None]:
+            tensors, travelled = inbox.take(parcel)
+            if travelled and outbox is not None:
+                outbox.retire(proven)
+            return tensors if complete is None else complete(tensors)
+
+        return receive, lambda: inbox.arrived(parcel)
+
+    def _completion(
+        self, parcel: Parcel
+    ) -> Callable[[list[Tensor | None]], list[Tensor | None]] | None:
+        """From the tensors that came with a parcel to all that its stage takes; None if these are
+        the same and no later stage of this rank takes any. Stages run in order, so what the stages
+        before it were sent is here.
+        """
+        result = parcel.result
+        wanted = self.feeds.positions(parcel.boundary, parcel.taker)
+        if not parcel.forward or wanted is None:
+            return None
+        own = self._routes.carried(parcel) or ()
+        later = {
+            position
+            for stage in self.feeds.targets(result.stage)
+            if stage > parcel.stage and Parcel(result, stage) in self._source
+            for position in self.feeds.positions(result.stage, stage) or ()
+        }
+        if own == wanted and not later.intersection(wanted):
+            return None
+        kept = self._kept
+
+        def complete(tensors: list[Tensor | None]) -> list[Tensor | None]:
+            for position, tensor in zip(own, tensors, strict=True):
+                kept[result, position] = tensor
+            return [
+                kept[result, position] if position in later else kept.pop((result, position))
+                for position in wanted
+            ]
+
+        return complete
+
+    def _output_sender(self, result: Action, parcels: Sequence[Parcel]) -> Send:
+        puts = [(self._put(each), self._routes.carried(each)) for each in parcels]
+        if len(puts) == 1 and puts[0][1] is None:
+            put = puts[0][0]
+            return lambda tensors: put(self._outputs(result, tensors))
+
+        def send(tensors: Sequence[Tensor | None]) -> None:
+            ready = self._outputs(result, tensors)
+            for put, positions in puts:
+                put([ready[position] for position in positions or ()])
+
+        return send
+
+    def _gradient_sender(self, parcel: Parcel) -> Send:
+        put, boundary, taker = self._put(parcel), parcel.boundary, parcel.taker
+        known, select = self._negotiation.known, self.feeds.select
+        if self.feeds.wiring is None:
+            return lambda gradients: put(self._gradients(parcel, gradients, known[boundary]))
+        choose = gradients_for(boundary, taker, self.feeds)
+
+        def send(gradients: Sequence[Tensor | None]) -> None:
+            agreed = select(known[boundary], boundary, taker)
+            put(self._gradients(parcel, choose(gradients), agreed))
+
+        return send
+
+    def _put(self, parcel: Parcel) -> Send:
+        if parcel not in self._target:
+            return partial(self._here.__setitem__, parcel)
+        outbox = self._outboxes[self._target[parcel]]
+
+        def put(tensors: Sequence[Tensor | None]) -> None:
+            outbox.put(parcel, [tensor.contiguous() for tensor in tensors if tensor is not None])
+
+        return put
+
+    def _outputs(self, result: Action, tensors: Sequence[Tensor | None]) -> list[Tensor]:
+        given = [tensor for tensor in tensors if tensor is not None]
+        agreed = self._negotiation.known.get(result.stage)
+        if agreed is None:
+            self.feeds.check_outputs(result.stage, len(given))
+            metas = [TensorMeta.of(tensor) for tensor in given]
+            agreed = self._negotiation.publish(result.stage, metas)
+        if len(given) != len(agreed):
+            raise PipelineError(
+                f"stage {result.stage} put out {len(given)} tensors for microbatch "
+                f"{result.microbatch}, but {len(agreed)} were agreed on when the pipeline was "
+                "built; a stage must put out the same tensors every time"
+            )
+        for place, (tensor, meta) in enumerate(zip(given, agreed, strict=True)):
+            if tensor.shape != meta.shape or tensor.dtype is not meta.dtype:
+                raise _unlike(f"output {place} of stage {result.stage}", result, tensor, meta)
+        return given
+
+    def _gradients(
+        self, parcel: Parcel, tensors: Sequence[Tensor | None], agreed: Sequence[TensorMeta]
+    ) -> list[Tensor | None]:
+        result = parcel.result
+        if len(tensors) < len(agreed):
+            raise PipelineError(
+                f"stage {result.stage} gave {len(tensors)} input gradients for microbatch "
+                f"{result.microbatch}; expected one for each of its {len(agreed)} inputs"
+            )
+        ready: list[Tensor | None] = []
+        # The last stage's targets come after the boundary's tensors and take no part.
+        for place, (tensor, meta) in enumerate(zip(tensors, agreed, strict=False)):
+            if not meta.requires_grad:
+                ready.append(None)
+                continue
+            if tensor is None:
+                tensor = torch.zeros(meta.shape, dtype=meta.dtype, device=self._device)
+            if tensor.shape != meta.shape or tensor.dtype is not meta.dtype:
+                raise _unlike(self._gradient_name(parcel, place), result, tensor, meta)
+            ready.append(tensor)
+        return ready
+
+    def _gradient_name(self, parcel: Parcel, place: int) -> str:
+        positions = self.feeds.positions(parcel.boundary, parcel.taker)
+        if positions is None:
+            return f"gradient of input {place} of stage {parcel.taker}"
+        output = f"output {positions[place]} of stage {parcel.boundary}"
+        return f"gradient that stage {parcel.taker} gives {output}"
+
+
+def _unlike(name: str, result: Action, tensor: Tensor, meta: TensorMeta) -> PipelineError:
+    return PipelineError(
+        f"{name} in microbatch {result.microbatch} is {TensorMeta.of(tensor)}, but {meta} was "
+        "agreed on when the pipeline was built: shapes between stages are static; give every "
+        "microbatch the same shape, or build a new trainer"
+    )

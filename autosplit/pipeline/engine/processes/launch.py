@@ -1,0 +1,164 @@
+"""Starts the ranks of one machine as processes and brings back their results or first error."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import connection, get_context
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any, TypeVar
+
+from autosplit.errors import PipelineError
+
+from .loopback import serve_store
+from .outcome import Failure, Success, first_cause
+from .worker import Job, work
+
+T = TypeVar("T")
+
+# After the first failure, the others have this long to end by themselves and say what they saw.
+_GRACE = 5.0
+_LOOK_EVERY = 0.005
+# How long a process gets to leave after it gave its result, or after it was asked to stop.
+_LEAVING = 5.0
+
+
+def launch(
+    fn: Callable[..., T],
+    nprocs: int,
+    args: Sequence[Any] = (),
+    *,
+    timeout: float,
+    threads: int | None = 1,
+) -> list[T]:
+    """Run ``fn(*args)`` in ``nprocs`` new processes, each with its rank in a process group.
+
+    The processes see what torchrun would give them (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and
+    so on), and the store that connects them lives in the calling process, so no rank is special.
+    None outlives the call, nor the calling process. No other host reaches their sockets.
+
+    Args:
+        fn: a function that the new processes can import, called on every rank.
+        nprocs: how many processes.
+        args: its arguments; they must be picklable.
+        timeout: seconds for the whole run, and for each wait in the default process group.
+        threads: torch's threads per process; None leaves torch's own choice.
+
+    Returns:
+        What ``fn`` returned on each rank, by rank.
+
+    Raises:
+        PipelineError: a rank raised (the message carries its traceback; of several the first
+            cause), died, or was still running after ``timeout`` seconds.
+    """
+    if nprocs < 1:
+        raise PipelineError(f"expected one or more processes, got nprocs={nprocs}")
+    try:
+        call = pickle.dumps((fn, tuple(args)))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise PipelineError(
+            f"cannot send {fn!r} and its arguments to new processes: {error}. Use a function "
+            "defined at the top of a module and plain arguments"
+        ) from error
+    store = serve_store(timeout)
+    job = Job(call, nprocs, store.port, timeout, threads)
+    with _processes(job) as processes:
+        return _collect(processes, time.monotonic() + timeout, timeout)
+
+
+class _Process:
+    """One rank and the pipe on which it reports."""
+
+    def __init__(self, rank: int, process: BaseProcess, pipe: Connection) -> None:
+        self.rank = rank
+        self.process = process
+        self.pipe = pipe
+        self.outcome: Success | Failure | None = None
+
+    def read(self) -> None:
+        """Take the report, or find that there is none because the process is dead."""
+        try:
+            self.outcome = pickle.loads(self.pipe.recv_bytes())
+        except (EOFError, OSError):
+            self.outcome = Failure.of_death(self.rank, self._status())
+
+    def _status(self) -> int | None:
+        """Its exit status, which stays there for the watches of other ranks to look at."""
+        if not hasattr(os, "waitid"):
+            self.process.join(_LEAVING)
+            return self.process.exitcode
+        deadline = time.monotonic() + _LEAVING
+        look = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        while time.monotonic() < deadline:
+            found = os.waitid(os.P_PID, self.process.pid or 0, look)
+            if found is not None:
+                return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+            time.sleep(_LOOK_EVERY)
+        return None
+
+
+@contextlib.contextmanager
+def _processes(job: Job) -> Iterator[list[_Process]]:
+    """Start the ranks; whatever happens, none is left at the end."""
+    context = get_context("spawn")
+    started: list[_Process] = []
+    try:
+        for rank in range(job.nprocs):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=work, args=(job, rank, theirs), name=f"rank {rank}")
+            process.start()
+            theirs.close()
+            started.append(_Process(rank, process, ours))
+        yield started
+        _join(started, _LEAVING)
+    finally:
+        _end(started)
+
+
+def _collect(processes: list[_Process], deadline: float, timeout: float) -> list[Any]:
+    """Wait for every report; at the first failure, only a little longer for the others."""
+    failures: list[Failure] = []
+    while waiting := [each for each in processes if each.outcome is None]:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            break
+        for pipe in connection.wait([each.pipe for each in waiting], left):
+            each = next(each for each in waiting if each.pipe is pipe)
+            each.read()
+            if isinstance(each.outcome, Failure):
+                failures.append(each.outcome)
+                deadline = min(deadline, time.monotonic() + _GRACE)
+    if failures:
+        raise PipelineError(first_cause(failures).report)
+    if waiting:
+        ranks = ", ".join(str(each.rank) for each in waiting)
+        raise PipelineError(
+            f"{'rank' if len(waiting) == 1 else 'ranks'} {ranks} did not end within {timeout:.3g} s"
+        )
+    return [each.outcome.value for each in processes if isinstance(each.outcome, Success)]
+
+
+def _join(processes: list[_Process], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    for each in processes:
+        each.process.join(max(0.0, deadline - time.monotonic()))
+
+
+def _end(processes: list[_Process]) -> None:
+    for each in processes:
+        each.pipe.close()
+        if each.process.is_alive():
+            each.process.terminate()
+            if hasattr(signal, "SIGCONT"):  # a stopped one would not hear of it
+                os.kill(each.process.pid or 0, signal.SIGCONT)
+    _join(processes, _LEAVING)
+    for each in processes:
+        if each.process.is_alive():
+            each.process.kill()
+        each.process.join()
+        each.process.close()

@@ -1,0 +1,81 @@
+"""How a rank's process ended, and which of several ends is the cause of the others."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autosplit.pipeline.engine.faults.first_error import RankError, describe
+from autosplit.pipeline.engine.faults.rank_process import ended
+
+# What Gloo says when the other end is gone; a rank that says so suffers from another's failure.
+_CONSEQUENCES = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Application timeout caused pair closure",
+    "Broken pipe",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Success:
+    """What a rank's function returned."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The end of a rank that gave no result.
+
+    Attributes:
+        report: the whole story, naming the rank.
+        when: seconds since the epoch.
+        consequence: True when the rank failed because another one had.
+        died: the rank, where its process died without a word.
+        tells_of: the rank that it tells of, where that is another one, which died, left or hangs.
+    """
+
+    report: str
+    when: float
+    consequence: bool
+    died: int | None = None
+    tells_of: int | None = None
+
+    @classmethod
+    def of_error(cls, rank: int, error: BaseException) -> Failure:
+        """For a rank whose function raised."""
+        if isinstance(error, RankError):
+            # The same text on all ranks, so it does not matter whose is shown.
+            fault = error.fault
+            of = fault.rank if fault.ended else None
+            return cls(fault.report, time.time(), fault.lost, tells_of=of)
+        text = "".join(traceback.format_exception(error)).rstrip()
+        consequence = any(each in str(error) for each in _CONSEQUENCES)
+        return cls(f"rank {rank} failed: {describe(error)}\n{text}", time.time(), consequence)
+
+    @classmethod
+    def of_death(cls, rank: int, status: int | None) -> Failure:
+        """For a rank whose process died without a word."""
+        report = f"rank {rank} {'ended' if status is None else ended(status)}"
+        if status is None or status >= 0:
+            report += " and no result"
+        if status == 1:  # Python's own, before there was anybody to report
+            report += (
+                ", for the reason that it printed; if that is about bootstrapping: each rank "
+                "imports the script that calls launch(), which must do so under "
+                "if __name__ == '__main__':"
+            )
+        return cls(report, time.time(), False, died=rank)
+
+
+def first_cause(failures: Sequence[Failure]) -> Failure:
+    """The earliest failure that is not the consequence of another one; else the earliest. Of a
+    death, what another rank tells says more.
+    """
+    first = min(failures, key=lambda failure: (failure.consequence, failure.when))
+    told = (each for each in failures if first.died is not None and each.tells_of == first.died)
+    return next(told, first)

@@ -1,0 +1,130 @@
+"""What happens in a process that ``launch`` starts, and the process group of any rank."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import connection, parent_process
+from multiprocessing.connection import Connection
+
+import torch
+import torch.distributed as dist
+
+from autosplit.errors import PipelineError
+from autosplit.pipeline.engine.faults.first_error import describe
+from autosplit.pipeline.engine.faults.rank_process import Process
+from autosplit.pipeline.engine.faults.store_register import RETURNED
+from autosplit.pipeline.engine.messages.default_group import register_of_world
+
+from .loopback import on_loopback
+from .outcome import Failure, Success
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all ranks of a launch have in common.
+
+    Attributes:
+        call: the pickled function and arguments.
+        nprocs: number of ranks.
+        port: where the store is served on 127.0.0.1.
+        timeout: seconds for a wait in the default process group.
+        threads: torch's threads, or None.
+    """
+
+    call: bytes
+    nprocs: int
+    port: int
+    timeout: float
+    threads: int | None
+
+
+@contextlib.contextmanager
+def process_group(timeout: float = 300.0) -> Iterator[None]:
+    """The default process group of a rank started by torchrun or ``launch``.
+
+    Functions run by ``launch`` are inside one already. NCCL for CUDA tensors where every rank of
+    this machine has a GPU of its own, which becomes the current device; Gloo for the rest. Where
+    all ranks are on one machine, they listen on its loopback interface only, unless
+    ``GLOO_SOCKET_IFNAME`` or ``NCCL_SOCKET_IFNAME`` name another.
+
+    Args:
+        timeout: seconds for a wait.
+
+    Raises:
+        PipelineError: the process was started by neither.
+    """
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        raise PipelineError(
+            "this process has no rank (RANK and WORLD_SIZE are not set): start it with torchrun, "
+            "or use autosplit.pipeline.launch"
+        )
+    local, here = (int(os.environ.get(f"LOCAL_{name}", 0)) for name in ("RANK", "WORLD_SIZE"))
+    backend = "gloo"
+    if dist.is_nccl_available() and torch.cuda.device_count() >= max(here, local + 1):
+        torch.cuda.set_device(local)
+        backend = "cpu:gloo,cuda:nccl"
+    alone = os.environ["WORLD_SIZE"] == os.environ.get("LOCAL_WORLD_SIZE")
+    with on_loopback() if alone else contextlib.nullcontext():
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+        register = register_of_world()
+        rank = dist.get_rank()
+        register.enter(rank, Process.of(os.getpid()))
+        register.put("words", rank, "")  # an earlier group may have ended
+        try:
+            yield
+        except BaseException as error:
+            register.put("words", rank, f"raised {describe(error)}")
+            raise
+        else:
+            register.put("words", rank, RETURNED)
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+def work(job: Job, rank: int, pipe: Connection) -> None:
+    """Run the job as ``rank`` and report a Success or Failure, pickled, through ``pipe``."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    # Ctrl-C reaches the whole process group; the parent ends its ranks itself.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ.update(_environment(job, rank))
+    if job.threads is not None:
+        torch.set_num_threads(job.threads)
+    try:
+        fn, args = pickle.loads(job.call)
+        with process_group(job.timeout):
+            result = fn(*args)
+        message = pickle.dumps(Success(result))
+    except BaseException as error:
+        message = pickle.dumps(Failure.of_error(rank, error))
+    pipe.send_bytes(message)
+
+
+def _environment(job: Job, rank: int) -> dict[str, str]:
+    """What torchrun would set; the last two make ranks use a store that is there already."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": str(job.nprocs),
+        "LOCAL_WORLD_SIZE": str(job.nprocs),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(job.port),
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+
+
+def _end_with_parent() -> None:
+    """End this process when its parent is gone, however that came about."""
+    parent = parent_process()
+    if parent is not None:
+        connection.wait([parent.sentinel])
+        os._exit(1)

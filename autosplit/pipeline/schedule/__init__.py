@@ -1,0 +1,1 @@
+"""Schedules as pure data: actions, what feeds what, dependencies, sends."""

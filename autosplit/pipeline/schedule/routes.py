@@ -1,0 +1,225 @@
+"""Which results travel between which ranks, in which order: a pure function of a schedule.
+
+A result is named by the action that makes it (see ``dependency``): ``0F1`` is what stage 0 put
+out for microbatch 1, ``1I1`` the gradient of stage 1's inputs. Schedules order stages as a chain.
+Tensors may go past the next stage (see ``wiring``), but never against that order, so a schedule
+that is legal for a chain is so for every wiring: what skips a stage arrives early and waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from autosplit.errors import ScheduleError
+
+from .action import Action, ActionKind
+from .dependency import result_of
+from .schedule import Schedule
+from .wiring import Feeds
+
+
+class Parcel(NamedTuple):
+    """What goes from one stage to another for one microbatch.
+
+    ``result`` names it, ``stage`` is where it goes.
+    """
+
+    result: Action
+    stage: int
+
+    def __str__(self) -> str:
+        return str(self.result)
+
+    @property
+    def forward(self) -> bool:
+        """Whether these are outputs, rather than gradients."""
+        return self.result.kind is ActionKind.FORWARD
+
+    @property
+    def boundary(self) -> int:
+        """The stage whose outputs these are, or the gradients of whose outputs."""
+        return self.result.stage if self.forward else self.stage
+
+    @property
+    def taker(self) -> int:
+        """The stage at the other end of that boundary."""
+        return self.stage if self.forward else self.result.stage
+
+
+@dataclass(frozen=True)
+class Routes:
+    """One rank's traffic in one step.
+
+    Attributes:
+        feeds: who feeds whom.
+        sends: per peer, what goes to it, in the order in which it is made; what one action makes
+            for several stages goes in their order.
+        receives: per peer, what comes from it, in the order in which it sends.
+        proven: for what comes, how many of the parcels sent to its maker (the first k of
+            ``sends``) that rank must have taken before it could make this one. Once it is here,
+            waiting for those sends to complete costs nothing.
+        shared: of outputs that several stages of one other rank take, which travel with each
+            parcel: those that no stage before it is sent. Only parcels that lack some are here.
+    """
+
+    feeds: Feeds
+    sends: Mapping[int, tuple[Parcel, ...]]
+    receives: Mapping[int, tuple[Parcel, ...]]
+    proven: Mapping[Parcel, int]
+    shared: Mapping[Parcel, tuple[int, ...]] = field(default_factory=dict)
+
+    def carried(self, parcel: Parcel) -> tuple[int, ...] | None:
+        """Which outputs, or gradients of which, travel with a parcel; None for all there are."""
+        found = self.shared.get(parcel)
+        return self.feeds.positions(parcel.boundary, parcel.taker) if found is None else found
+
+
+@dataclass(frozen=True, order=True)
+class Channel:
+    """The way of results of one kind from one stage to its neighbour; first in, first out.
+
+    Activations go from stage s to s + 1, gradients from s + 1 to s, so the two stages name the
+    kind as well.
+    """
+
+    source_stage: int
+    target_stage: int
+    source_rank: int
+    target_rank: int
+
+    @property
+    def local(self) -> bool:
+        """Whether it stays on one rank, so that nothing is sent."""
+        return self.source_rank == self.target_rank
+
+
+def channel_of(result: Action, schedule: Schedule) -> Channel:
+    """The channel of a result that another stage needs.
+
+    Raises:
+        ScheduleError: no other stage needs it.
+    """
+    target = target_of(result, schedule.stages)
+    if target is None:
+        raise ScheduleError(f"no stage needs the result of {result} from another")
+    return Channel(
+        result.stage,
+        target,
+        schedule.home(result.stage, result.microbatch),
+        schedule.home(target, result.microbatch),
+    )
+
+
+def target_of(result: Action, stages: int) -> int | None:
+    """The stage that needs ``result``, or None when no other stage does."""
+    if result.kind is ActionKind.FORWARD:
+        return result.stage + 1 if result.stage + 1 < stages else None
+    if result.kind is ActionKind.BACKWARD_INPUT:
+        return result.stage - 1 if result.stage > 0 else None
+    return None
+
+
+def boundary_of(result: Action) -> int:
+    """The boundary that ``result`` crosses: boundary s lies between stages s and s + 1."""
+    return result.stage if result.kind is ActionKind.FORWARD else result.stage - 1
+
+
+def routes_of(schedule: Schedule, rank: int, feeds: Feeds | None = None) -> Routes:
+    """The traffic of ``rank`` under a legal ``schedule``; without ``feeds``, that of a chain."""
+    feeds = feeds or Feeds(schedule.stages)
+    peers = [peer for peer in range(len(schedule.ranks)) if peer != rank]
+    sends = {peer: tuple(_sent(schedule, rank, peer, feeds)) for peer in peers}
+    receives = {peer: _sent(schedule, peer, rank, feeds) for peer in peers}
+    proven: dict[Parcel, int] = {}
+    for peer in peers:
+        taken = _first_uses(schedule, peer, feeds)
+        for parcel, made_at in receives[peer].items():
+            count = 0
+            while count < len(sends[peer]) and taken[sends[peer][count]] <= made_at:
+                count += 1
+            proven[parcel] = count
+    return Routes(
+        feeds=feeds,
+        sends={peer: parcels for peer, parcels in sends.items() if parcels},
+        receives={peer: tuple(parcels) for peer, parcels in receives.items() if parcels},
+        proven=proven,
+        shared={
+            parcel: positions
+            for parcels in (*sends.values(), *receives.values())
+            for parcel in parcels
+            if (positions := positions_of(parcel, schedule, feeds)) is not None
+            and positions != feeds.positions(parcel.boundary, parcel.taker)
+        },
+    )
+
+
+def pairs_of(schedule: Schedule, feeds: Feeds) -> set[tuple[int, int]]:
+    """The pairs of ranks, the lower one first, between which something travels."""
+    found = set()
+    for microbatch in range(schedule.microbatches):
+        for stage in range(schedule.stages):
+            for taker in feeds.targets(stage):
+                ends = schedule.home(stage, microbatch), schedule.home(taker, microbatch)
+                found.add((min(ends), max(ends)))
+    return {(low, high) for low, high in found if low != high}
+
+
+def parcels_of(result: Action, feeds: Feeds) -> tuple[Parcel, ...]:
+    """What becomes of a result: one parcel for each stage that it goes to."""
+    if result.kind is ActionKind.FORWARD:
+        return tuple(Parcel(result, stage) for stage in feeds.targets(result.stage))
+    if result.kind is ActionKind.BACKWARD_INPUT:
+        return tuple(Parcel(result, stage) for stage in feeds.sources(result.stage))
+    return ()
+
+
+def parcels_for(action: Action, feeds: Feeds) -> tuple[Parcel, ...]:
+    """What ``action`` needs of other stages: one parcel of each, in the order of the stages."""
+    stage, microbatch = action.stage, action.microbatch
+    if action.kind is ActionKind.FORWARD:
+        makers, kind = feeds.sources(stage), ActionKind.FORWARD
+    elif action.kind in (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD):
+        makers, kind = feeds.targets(stage), ActionKind.BACKWARD_INPUT
+    else:
+        return ()
+    return tuple(Parcel(Action(maker, kind, microbatch), stage) for maker in makers)
+
+
+def positions_of(parcel: Parcel, schedule: Schedule, feeds: Feeds) -> tuple[int, ...] | None:
+    """Which outputs, or gradients of which, travel with a parcel to another rank; None for all.
+
+    Outputs that the rank was sent for an earlier stage do not travel again.
+    """
+    stage, wanted = parcel.stage, feeds.positions(parcel.boundary, parcel.taker)
+    if not parcel.forward or wanted is None:
+        return wanted
+    source, microbatch = parcel.result.stage, parcel.result.microbatch
+    rank = schedule.home(stage, microbatch)
+    known = {
+        position
+        for earlier in feeds.targets(source)
+        if earlier < stage and schedule.home(earlier, microbatch) == rank
+        for position in feeds.positions(source, earlier) or ()
+    }
+    return tuple(position for position in wanted if position not in known)
+
+
+def _sent(schedule: Schedule, source: int, target: int, feeds: Feeds) -> dict[Parcel, int]:
+    """What ``source`` makes for ``target``, in order, with the place of its action."""
+    return {
+        parcel: position
+        for position, action in enumerate(schedule.ranks[source])
+        for parcel in parcels_of(result_of(action), feeds)
+        if schedule.home(parcel.stage, action.microbatch) == target
+    }
+
+
+def _first_uses(schedule: Schedule, rank: int, feeds: Feeds) -> dict[Parcel, int]:
+    """For what ``rank`` needs, the place of the first action that needs it."""
+    uses: dict[Parcel, int] = {}
+    for position, action in enumerate(schedule.ranks[rank]):
+        for parcel in parcels_for(action, feeds):
+            uses.setdefault(parcel, position)
+    return uses

@@ -1,0 +1,74 @@
+"""A pipeline schedule as data: what each rank computes, in order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autosplit.errors import ScheduleError
+
+from .action import Action
+
+LARGEST = 1_000_000
+"""Actions of a step: beyond, a schedule takes minutes and gigabytes to make and to check."""
+
+
+def check_size(stages: int, microbatches: int, most: int = LARGEST) -> None:
+    """Refuse a step that is too large to be worked on, before anything is made of it.
+
+    Args:
+        stages: N.
+        microbatches: M.
+        most: how many actions there may be.
+
+    Raises:
+        ScheduleError: N x M times F, I and W are more.
+    """
+    actions = 3 * stages * microbatches
+    if actions > most:
+        raise ScheduleError(
+            f"{stages:,} stages and {microbatches:,} microbatches make a step of {actions:,} "
+            f"actions, more than the {most:,} that are taken: use fewer stages, or fewer and "
+            "larger microbatches"
+        )
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The compute actions of one training step.
+
+    Attributes:
+        name: the schedule's name, for messages and tables.
+        stages: number of stages N.
+        microbatches: number of microbatches M.
+        ranks: per rank, its actions (F, I, W, B only) in the order in which it runs them.
+            Sends and receives follow from these and from ``placement``.
+        placement: ``placement[stage]`` is the rank that holds the stage.
+        split_backward: False when every backward is a full one (B).
+        mirror: where a second copy of the stages lives, as ``placement`` does for the first; it
+            runs the odd microbatches. None: there is one copy, which runs all.
+        crosses_step: True when ranks do not wait for each other between steps, so that a rank
+            that is done starts the next step while others still work on this one.
+    """
+
+    name: str
+    stages: int
+    microbatches: int
+    ranks: tuple[tuple[Action, ...], ...]
+    placement: tuple[int, ...]
+    split_backward: bool
+    mirror: tuple[int, ...] | None = None
+    crosses_step: bool = False
+
+    def home(self, stage: int, microbatch: int) -> int:
+        """The rank that runs ``stage`` on ``microbatch``."""
+        copy = self.placement if self.mirror is None or microbatch % 2 == 0 else self.mirror
+        return copy[stage]
+
+    def holders(self, stage: int) -> tuple[int, ...]:
+        """The ranks that hold ``stage``, that of the first copy first."""
+        mirror = self.placement if self.mirror is None else self.mirror
+        return tuple(dict.fromkeys((self.placement[stage], mirror[stage])))
+
+    def held(self, rank: int) -> tuple[int, ...]:
+        """The stages that ``rank`` holds, of either copy, in order."""
+        return tuple(stage for stage in range(self.stages) if rank in self.holders(stage))

@@ -1,0 +1,239 @@
+"""``schedule="auto"``: search the shortest step for measured costs under a cap of memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from autosplit.errors import ScheduleError
+from autosplit.pipeline.builders.placement.weights import check_counts
+from autosplit.pipeline.schedule.schedule import Schedule, check_size
+from autosplit.pipeline.simulation.activation_memory import peak_memory
+from autosplit.pipeline.simulation.replay import replay
+from autosplit.pipeline.simulation.step_costs import Costs
+from autosplit.pipeline.simulation.transfer import Transfer
+
+from .bound import lower_bound
+from .construct import Policy, construct
+from .improve import improve
+from .late import late
+from .named import named_schedules
+from .play import play
+from .problem import Problem, Rows
+
+__all__ = ["caps_of", "placements", "search"]
+
+_POLICIES = [
+    Policy(forward_first, patience)
+    for forward_first in (True, False)
+    for patience in (0.0, 0.5, 1.0)
+]
+_STARTS = 3  # orders that local search begins from
+_WORK = 450_000  # actions played through in all: about a second
+_FEWEST, _MOST = 20, 4000  # plays from each start
+_TOLERANCE = 1e-9  # of a step: lengths that differ by rounding are equal
+
+Start = tuple[float, Problem, Rows]
+"""An order of a problem that runs within the caps, with its length first."""
+
+
+def search(
+    costs: Costs,
+    microbatches: int,
+    *,
+    ranks: int | None = None,
+    placement: Sequence[int] | None = None,
+    cap: float | Sequence[float] = math.inf,
+) -> Schedule:
+    """The schedule with the shortest step that was found; deterministic.
+
+    It begins from every named schedule that the counts admit and from list scheduling on their
+    placements, all under the cap, and changes the best of them along the critical path; first with
+    links that cost nothing and Ws where they are, where that makes a difference. So it is
+    never worse than the best named schedule under the same cap, with the links, the wiring and the
+    Ws in waits that ``costs`` tell of.
+
+    Args:
+        costs: of every stage, and how the trainer runs them.
+        microbatches: M >= 1.
+        ranks: number of processes; None means one for each stage.
+        placement: the rank of every stage, where that is settled; None leaves it to the search,
+            among the placements of the named schedules.
+        cap: the most a rank may keep of its microbatches, in the unit of ``costs.memory``: one
+            number, or one for each rank.
+
+    Returns:
+        A schedule named ``"auto"``. Ranks wait for each other between steps.
+
+    Raises:
+        ScheduleError: a bad count, a step of more than ``schedule.LARGEST`` actions, or nothing
+            found under the cap.
+    """
+    stages = len(costs.times)
+    ranks = stages if ranks is None else ranks
+    check_counts(ranks=ranks, microbatches=microbatches)
+    check_size(stages, microbatches)
+    caps = caps_of(cap, ranks)
+    named = _placed(costs, microbatches, ranks, placement)
+    problems = _problems(costs, microbatches, caps, named)
+    known = _known(problems, named)
+    work = _WORK
+    easy = replace(costs, transfer=Transfer(), early_weights=False, slices=1)
+    if easy != costs:  # where messages take no time good orders are easier to find
+        work //= 2
+        found = _improved(_starts(_problems(easy, microbatches, caps, named), known), work)
+        known = _known(problems, [*known, *([] if found is None else [found[1]])])
+    found = _improved(_starts(problems, known), work)
+    if known and (found is None or found[0] >= costs.timeline(known[0]).makespan):
+        return replace(known[0], name="auto")
+    if found is None:
+        least = min((max(peak_memory(each, costs.memory)) for each in named), default=math.inf)
+        raise ScheduleError(
+            f"no schedule found within the cap {cap}; the most frugal named one keeps {least:g} on "
+            "its fullest rank: raise the cap, or cut the batch into more microbatches"
+        )
+    return found[1]
+
+
+def placements(
+    costs: Costs, microbatches: int, ranks: int, placement: Sequence[int] | None = None
+) -> list[tuple[int, ...]]:
+    """Where a search puts the stages: as told, or as each named schedule does.
+
+    Raises:
+        ScheduleError: no named schedule admits the counts or that placement.
+    """
+    named = _placed(costs, microbatches, ranks, placement)
+    return list(dict.fromkeys(each.placement for each in named))
+
+
+def _placed(
+    costs: Costs, microbatches: int, ranks: int, placement: Sequence[int] | None
+) -> list[Schedule]:
+    """The named schedules of that placement, or all."""
+    named = [
+        each
+        for each in named_schedules(costs.times, microbatches, ranks)
+        if placement is None or each.placement == tuple(placement)
+    ]
+    if not named and placement is not None:
+        raise ScheduleError(f"no named schedule places the stages on the ranks {list(placement)}")
+    if not named:
+        raise ScheduleError(
+            f"{len(costs.times)} stages cannot fill {ranks} ranks: each rank needs at least one "
+            "stage"
+        )
+    return named
+
+
+def caps_of(cap: float | Sequence[float], ranks: int) -> tuple[float, ...]:
+    """One cap for each rank.
+
+    Raises:
+        ScheduleError: a cap that is no number > 0, or not as many as there are ranks.
+    """
+    caps = tuple(cap) if isinstance(cap, Sequence) else (cap,) * ranks
+    if len(caps) != ranks or not all(each > 0 for each in caps):
+        raise ScheduleError(f"cap must be a number > 0, or one for each of {ranks}; got {cap!r}")
+    return caps
+
+
+def _problems(
+    costs: Costs, microbatches: int, caps: Sequence[float], named: Sequence[Schedule]
+) -> dict[tuple[int, ...], Problem]:
+    """By placement."""
+    return {
+        placement: Problem(costs, placement, microbatches, caps)
+        for placement in dict.fromkeys(each.placement for each in named)
+    }
+
+
+def _known(
+    problems: Mapping[tuple[int, ...], Problem], schedules: Sequence[Schedule]
+) -> list[Schedule]:
+    """Those within the caps, the shortest first."""
+    steps = []
+    for schedule in schedules:
+        problem = problems[schedule.placement]
+        for makespan, *_ in _played(problem, problem.numbers_of(schedule)):
+            steps.append((makespan, schedule))
+    return [schedule for _, schedule in sorted(steps, key=lambda each: each[0])]
+
+
+def _played(problem: Problem, rows: Rows) -> Iterator[Start]:
+    """The order with its length, if it runs within the caps."""
+    if all(map(problem.fits, rows, range(len(rows)))):
+        played = play(problem, rows)
+        if played is not None:
+            yield played.makespan, problem, rows
+
+
+def _starts(problems: Mapping[tuple[int, ...], Problem], known: Sequence[Schedule]) -> list[Start]:
+    """The shortest orders to begin from, named or constructed.
+
+    Where stages are placed so that no order can be shorter than one that is known, none is looked
+    for.
+    """
+    bounds = {placement: lower_bound(problem) for placement, problem in problems.items()}
+    starts: list[Start] = []
+    for each in known:
+        starts += _begun(problems[each.placement], problems[each.placement].rows_of(each))
+    for placement, problem in problems.items():
+        if bounds[placement] < _shortest(starts):
+            for policy in _POLICIES:
+                starts += _begun(problem, construct(problem, policy))
+    varied, shortest = _varied(starts), _shortest(starts)
+    worth = (start for start in varied[1:] if bounds[start[1].placement] < shortest)
+    return [*varied[:1], *worth][:_STARTS]
+
+
+def _begun(problem: Problem, rows: Rows | None) -> Iterator[Start]:
+    """An order to begin from; where Ws run in waits, the same with its Ws put off, too."""
+    if rows is not None:
+        yield from _played(problem, rows)
+        if problem.costs.early_weights:
+            yield from _played(problem, late(problem, rows))
+
+
+def _shortest(starts: Sequence[Start]) -> float:
+    """Less than this is shorter than all of them by more than rounding."""
+    return min((start[0] for start in starts), default=math.inf) * (1 - _TOLERANCE)
+
+
+def _varied(starts: Sequence[Start]) -> list[Start]:
+    """The shortest of each placement, then the rest, the shortest first; each order once."""
+    leaders, rest = [], []
+    seen: set[tuple[int, ...]] = set()
+    orders: set[str] = set()
+    for start in sorted(starts, key=lambda each: each[0]):
+        _, problem, rows = start
+        if problem.placement not in seen:
+            leaders.append(start)
+        elif str(rows) not in orders:
+            rest.append(start)
+        seen.add(problem.placement)
+        orders.add(str(rows))
+    return leaders + rest
+
+
+def _improved(starts: Sequence[Start], work: int) -> tuple[float, Schedule] | None:
+    """The shortest schedule that local search reaches from the starts."""
+    best: tuple[float, Schedule] | None = None
+    for _, problem, rows in starts:
+        share = work // (len(problem.actions) * len(starts))
+        found = improve(problem, rows, max(_FEWEST, min(_MOST, share)))
+        if found is None or (best is not None and found.makespan >= best[0]):
+            continue
+        schedule = problem.schedule("auto", found.rows)
+        if _runs_as_chain(schedule, problem.costs):
+            best = found.makespan, schedule
+    return best
+
+
+def _runs_as_chain(schedule: Schedule, costs: Costs) -> bool:
+    """Whether it is legal whoever feeds whom, as schedules have to be (see ``routes``).
+
+    Where a stage takes nothing of the one before, an order may be too free for that.
+    """
+    return costs.wiring is None or not replay(schedule, lambda action: 1.0).waits

@@ -1,0 +1,154 @@
+"""All schedules for one pipeline, simulated side by side."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tqdm import tqdm
+
+from autosplit.errors import ScheduleError
+from autosplit.pipeline.builders.build import SCHEDULES, build
+from autosplit.pipeline.builders.placement.weights import check_counts
+from autosplit.pipeline.schedule.schedule import Schedule, check_size
+from autosplit.pipeline.simulation.activation_memory import peak_memory
+from autosplit.pipeline.simulation.step_costs import Costs
+from autosplit.pipeline.simulation.timeline import Timeline
+
+from .exact import check_provable, exact
+from .search import caps_of, search
+
+MOST = 200_000
+"""Actions of a step, over all chunks: some twenty schedules of it take minutes and gigabytes."""
+
+_SHORTEST, _LARGEST = 1e-30, 1e30  # in seconds and any unit of memory: beyond, sums lose digits
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One schedule of a survey.
+
+    ``weights`` is the placement of W, or ``"fused"``; ``peaks`` is the most each rank keeps.
+    """
+
+    name: str
+    weights: str
+    schedule: Schedule
+    timeline: Timeline
+    peaks: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Survey:
+    """The schedules that a pipeline admits, and why it does not admit the others, by name."""
+
+    entries: tuple[Entry, ...]
+    refused: dict[str, str]
+
+
+def survey(
+    costs: Costs,
+    microbatches: int,
+    *,
+    chunks: int = 2,
+    cap: float | None = None,
+    proved: bool = False,
+) -> Survey:
+    """Simulate every schedule in every form. On a terminal a bar shows how far it is.
+
+    Args:
+        costs: of one stage a rank; where a schedule has several stages a rank, each is cut into as
+            many equal ones.
+        microbatches: M >= 1.
+        chunks: stages a rank where the schedule leaves that open.
+        cap: also search the shortest step in which no rank keeps more, with one and with two
+            stages a rank; None does not.
+        proved: also prove the shortest step with one stage a rank, under the cap if there is one;
+            for small pipelines, see ``exact``.
+
+    Raises:
+        ScheduleError: a bad count, more than ``MOST`` actions, a step that takes no time or no
+            finite one, nothing found under the cap, or no exact solver.
+    """
+    if chunks < 2:
+        raise ScheduleError(f"chunks must be at least 2, got {chunks}")
+    ranks = len(costs.times)
+    _check(costs, microbatches, chunks, cap, proved=proved)
+    entries: list[Entry] = []
+    refused: dict[str, str] = {}
+    # None: shown on a terminal, not in a log file.
+    families = tqdm(SCHEDULES.items(), desc="simulating", unit="schedule", disable=None)
+    for name, family in families:
+        try:
+            entries += _forms(name, costs.cut(family.chunks or chunks), microbatches, ranks)
+        except ScheduleError as error:
+            refused[name] = str(error)
+    if not entries:
+        raise ScheduleError(next(iter(refused.values())))
+    if cap is not None:
+        entries.append(_searched(costs, microbatches, cap))
+    if proved:
+        found = exact(costs, microbatches, cap=math.inf if cap is None else cap)
+        entries.append(_entry("exact", "own", found.schedule, costs))
+    return Survey(tuple(entries), refused)
+
+
+def _check(
+    costs: Costs, microbatches: int, chunks: int, cap: float | None, *, proved: bool
+) -> None:
+    """Refuse, before anything is simulated, what would take too long or come to nothing."""
+    ranks = len(costs.times)
+    check_counts(microbatches=microbatches)
+    check_size(ranks * chunks, microbatches, MOST)
+    if proved:
+        check_provable(ranks, microbatches)
+    if cap is not None:
+        caps_of(cap, ranks)
+    work = microbatches * sum(map(sum, costs.times))
+    kept = microbatches * sum(each.saved + each.deferred for each in costs.memory)
+    if not (_SHORTEST < work < _LARGEST and kept < _LARGEST):
+        raise ScheduleError(
+            f"a step of {work:g} seconds of work in which {kept:g} is saved and deferred cannot be "
+            f"compared with others: give times of which one at least is > 0, and neither more than "
+            f"{_LARGEST:g} in all"
+        )
+
+
+def _forms(name: str, costs: Costs, microbatches: int, ranks: int) -> Iterator[Entry]:
+    """The schedule fused, if it can be, and with each placement of W that it admits."""
+    family = SCHEDULES[name]
+    for weights in (*(["fused"] if family.fused else []), *(family.weights or ("own",))):
+        schedule = build(
+            name,
+            len(costs.times),
+            microbatches,
+            ranks=ranks,
+            split_backward=weights != "fused",
+            weights=weights if weights in family.weights else None,
+            times=costs.times if weights == "fill" else None,
+        )
+        yield _entry(name, weights, schedule, costs)
+
+
+def _searched(costs: Costs, microbatches: int, cap: float) -> Entry:
+    ranks = len(costs.times)
+    found, problems = [], []
+    for chunks in (1, 2):
+        cut = costs.cut(chunks)
+        try:
+            schedule = search(cut, microbatches, ranks=ranks, cap=cap)
+        except ScheduleError as error:
+            problems.append(error)
+        else:
+            found.append(_entry("auto", "own", schedule, cut))
+    if not found:
+        raise problems[-1]
+    return min(found, key=lambda entry: entry.timeline.step_time)
+
+
+def _entry(name: str, weights: str, schedule: Schedule, costs: Costs) -> Entry:
+    timeline = costs.timeline(schedule)
+    if not math.isfinite(timeline.makespan):
+        raise ScheduleError(f"a step of {name!r} takes no finite time: give links that take less")
+    return Entry(name, weights, schedule, timeline, tuple(peak_memory(schedule, costs.memory)))

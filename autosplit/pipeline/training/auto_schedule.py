@@ -1,0 +1,181 @@
+"""``schedule="auto"`` in a trainer: measure the first steps, then search a schedule for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from autosplit.errors import ScheduleError
+from autosplit.pipeline.builders.build import build
+from autosplit.pipeline.builders.placement.fill import StageTimes
+from autosplit.pipeline.builders.placement.fusing import fuse_adjacent
+from autosplit.pipeline.engine.execution.stage_assembly import TrainableStage, footprint, sizes
+from autosplit.pipeline.engine.messages.process_groups import Groups
+from autosplit.pipeline.schedule.action import Action, ActionKind
+from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.schedule.wiring import Wiring
+from autosplit.pipeline.search.search import search
+from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
+from autosplit.pipeline.simulation.step_costs import Costs
+from autosplit.pipeline.simulation.timeline import Span, median_durations, median_slices
+from autosplit.pipeline.simulation.transfer import Transfer
+
+MEASURED = 2
+"""Steps that are measured, after a first one that builds the stages."""
+
+
+def usual_times(stages: int) -> list[StageTimes]:
+    """F = I = W, but the first stage's inputs are data: it has no I, and W is all its backward."""
+    return [(1.0, 0.0, 2.0), *[(1.0, 1.0, 1.0)] * (stages - 1)]
+
+
+def first_schedule(stages: int, microbatches: int, ranks: int) -> Schedule:
+    """What runs while the trainer measures; the search keeps its placement and its memory."""
+    chunks, rest = divmod(stages, ranks)
+    name = "1f1b"
+    if not rest and chunks > 1:
+        name = "zb-v" if chunks == 2 else "interleaved"
+    times = usual_times(stages)
+    return replace(build(name, stages, microbatches, ranks=ranks, times=times), crosses_step=False)
+
+
+def with_whole(schedule: Schedule) -> Schedule:
+    """A split schedule in which each stage runs the backward of its last microbatch as a B.
+
+    So each stage has Fs, Is, Ws and a B to measure. Its other Ws run before that B, so gradients
+    are added up in the same order as without it. A single microbatch stays split.
+
+    Args:
+        schedule: a legal one in which the last microbatch is the last at every stage.
+    """
+    last = schedule.microbatches - 1
+    rows = list(schedule.ranks)
+    for stage, rank in enumerate(schedule.placement if last else ()):
+        rows[rank] = _with_whole(rows[rank], Action(stage, ActionKind.BACKWARD_INPUT, last))
+    return replace(schedule, ranks=tuple(rows))
+
+
+def _with_whole(row: Sequence[Action], inputs: Action) -> tuple[Action, ...]:
+    place = row.index(inputs)
+    own = replace(inputs, kind=ActionKind.BACKWARD_WEIGHT)
+    before, behind = row[:place], [action for action in row[place + 1 :] if action != own]
+    late = [a for a in behind if (a.stage, a.kind) == (own.stage, own.kind)]
+    whole = replace(inputs, kind=ActionKind.BACKWARD)
+    return (*before, *late, whole, *(action for action in behind if action not in late))
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What one rank measured: seconds by stage and kind, and by stage those of a W's slices, what
+    it keeps of a microbatch, and the bytes of its outputs and of their gradients.
+    """
+
+    seconds: dict[tuple[int, ActionKind], float]
+    slices: dict[int, list[float]]
+    memory: dict[int, tuple[float, float]]
+    sizes: dict[int, tuple[list[float], list[float]]]
+
+
+class Tuner:
+    """Collects what the first steps took; every rank comes to the same schedule.
+
+    Args:
+        schedule: what those steps run, but for a few Bs. What is found keeps no more than it does.
+        groups: the trainer's process groups.
+        links: measures the links between ranks; collective, and the same on all of them.
+        wiring: who feeds whom; None: each stage the next.
+        early_weights: whether the trainer runs Ws in every wait.
+
+    Attributes:
+        measured: what those steps run.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        groups: Groups,
+        *,
+        links: Callable[[], Transfer],
+        wiring: Wiring | None = None,
+        early_weights: bool = False,
+    ) -> None:
+        self.measured = with_whole(schedule)
+        self._schedule = schedule
+        self._groups = groups
+        self._links = links
+        self._wiring = wiring
+        self._early_weights = early_weights
+        self._steps: list[list[Span]] = []
+
+    def after_step(
+        self, spans: Sequence[Span], stages: Mapping[int, TrainableStage]
+    ) -> Schedule | None:
+        """Note a step; the schedule for those to come, once enough were measured.
+
+        Collective when it is due.
+
+        Args:
+            spans: what this rank ran, in its order.
+            stages: this rank's.
+        """
+        self._steps.append(list(spans))
+        if len(self._steps) <= MEASURED:
+            return None
+        costs = self._costs(stages)
+        try:
+            found = search(
+                costs,
+                self._schedule.microbatches,
+                ranks=len(self._schedule.ranks),
+                placement=self._schedule.placement,
+                # A rank that keeps nothing at all may keep nothing more.
+                cap=[max(peak, 1.0) for peak in peak_memory(self._schedule, costs.memory)],
+            )
+            return fuse_adjacent(found, costs)
+        except ScheduleError:  # no other order keeps as little: go on with this one
+            return self._schedule
+
+    def _costs(self, stages: Mapping[int, TrainableStage]) -> Costs:
+        """What a step costs by what all ranks measured; collective."""
+        links = self._links()
+        steps = self._steps[1:]
+        seen: list[_Seen] = self._groups.gather(
+            _Seen(
+                median_durations(steps),
+                median_slices(steps),
+                {index: footprint(stage) for index, stage in stages.items()},
+                {index: sizes(stage) for index, stage in stages.items()},
+            )
+        )
+        seconds = {key: took for each in seen for key, took in each.seconds.items()}
+        slices = {stage: took for each in seen for stage, took in each.slices.items()}
+        kept = {stage: found for each in seen for stage, found in each.memory.items()}
+        sent = {stage: found for each in seen for stage, found in each.sizes.items()}
+        every = range(self._schedule.stages)
+        return Costs(
+            [_times(stage, seconds) for stage in every],
+            [StageMemory(*kept[stage]) for stage in every],
+            replace(
+                links,
+                message_bytes={stage: sent[stage][0] for stage in every},
+                gradient_bytes={stage: sent[stage][1] for stage in every},
+            ),
+            full=[_full(stage, seconds) for stage in every],
+            wiring=self._wiring,
+            early_weights=self._early_weights,
+            slices=slices if self._early_weights else 1,
+        )
+
+
+def _times(stage: int, seconds: Mapping[tuple[int, ActionKind], float]) -> StageTimes:
+    return (
+        seconds[stage, ActionKind.FORWARD],
+        seconds[stage, ActionKind.BACKWARD_INPUT],
+        seconds[stage, ActionKind.BACKWARD_WEIGHT],
+    )
+
+
+def _full(stage: int, seconds: Mapping[tuple[int, ActionKind], float]) -> float:
+    """Seconds of a B, which does no more than I and W: what is measured beyond that is noise."""
+    _, inputs, weights = _times(stage, seconds)
+    return min(inputs + weights, seconds.get((stage, ActionKind.BACKWARD), inputs + weights))

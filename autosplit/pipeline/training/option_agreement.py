@@ -1,0 +1,42 @@
+"""What all ranks of a trainer must be told alike."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+from autosplit.errors import PipelineError
+from autosplit.pipeline.engine.messages.process_groups import Groups
+from autosplit.pipeline.schedule.schedule import Schedule
+
+
+def check_unanimous(said: Mapping[str, Any], groups: Groups) -> None:
+    """Hold what this rank was told against what the others were; collective.
+
+    Without it, some would clip and others not, or wait for a message that nobody sends.
+
+    Args:
+        said: by name; the same names on every rank.
+        groups: the trainer's process groups.
+
+    Raises:
+        PipelineError: names the first difference and the ranks.
+    """
+    heard = groups.gather({name: _text(value) for name, value in said.items()})
+    for name in said:
+        first = heard[0][name]
+        for rank, other in enumerate(part[name] for part in heard):
+            if other != first:
+                raise PipelineError(
+                    f"every rank must build the same trainer, but {name} is {first} on rank 0 and "
+                    f"{other} on rank {rank}"
+                )
+
+
+def _text(value: object) -> str:
+    if isinstance(value, Schedule):
+        rows = repr((value.ranks, value.placement, value.mirror))
+        order = hashlib.sha256(rows.encode()).hexdigest()[:8]
+        return f"{value.name!r} (split_backward={value.split_backward}, order {order})"
+    return repr(value)

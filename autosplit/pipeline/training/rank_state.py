@@ -1,0 +1,95 @@
+"""What one rank holds of the model that is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor, nn
+
+from autosplit.errors import PipelineError
+from autosplit.pipeline.engine.messages.process_groups import Groups
+from autosplit.pipeline.schedule.schedule import Schedule
+
+from .gradient_norm import squared_norm
+from .replicated_stages import Copies
+from .stage_modules import Stages, own_modules
+from .tied_parameters import Holder, SharedParameters
+
+
+class Holdings:
+    """The modules of this rank's stages, kept equal with what other ranks hold of the same.
+
+    Creating one is collective over all ranks.
+
+    Args:
+        stages: all stages.
+        shared: groups of (stage, parameter name); every group is one parameter of the model.
+        schedule: says which rank holds which stage.
+        groups: the trainer's process groups.
+        device: where the stages go.
+        settled: waits until the device has done what it was given.
+
+    Attributes:
+        modules: by stage.
+        parameters: those that need a gradient, each once.
+        shared: sums the gradients of what several hold.
+
+    Raises:
+        PipelineError: a stage that is no module, or what ``Copies`` and ``SharedParameters``
+            refuse.
+    """
+
+    def __init__(
+        self,
+        stages: Stages,
+        shared: Sequence[Sequence[Holder]],
+        schedule: Schedule,
+        groups: Groups,
+        device: torch.device,
+        settled: Callable[[], None],
+    ) -> None:
+        self.modules = own_modules(stages, schedule.held(groups.rank), device)
+        self._copies = Copies(self.modules, schedule, groups)
+        self.shared = SharedParameters(shared, self.modules, schedule, groups, settled)
+        self.parameters = _trainable(self.modules.values())
+        self._known = frozenset(map(id, self.parameters))
+
+    def steady(self) -> AbstractContextManager[None]:
+        """Refuse what would set the copies of a stage apart; see ``Copies``."""
+        return self._copies.steady()
+
+    def check(self) -> None:
+        """Refuse parameters that are trained now and were not when this was made: no optimizer
+        moves them, no norm counts them and no copies are kept equal.
+
+        Raises:
+            PipelineError: names one.
+        """
+        for stage, module in self.modules.items():
+            for name, parameter in module.named_parameters():
+                if parameter.requires_grad and id(parameter) not in self._known:
+                    raise PipelineError(
+                        f"parameter {name!r} of stage {stage} was unfrozen, added or replaced "
+                        "after the trainer was built, and its optimizer does not know it: build a "
+                        "new trainer, or put values into the parameters that are there "
+                        "(load_state_dict without assign=True)"
+                    )
+
+    def squared_norm(self) -> float:
+        """This rank's share of the square of the norm of the model's gradient."""
+        return squared_norm(p for p in self.parameters if not self.shared.is_duplicate(p))
+
+    def gradients(self) -> dict[int, dict[str, Tensor]]:
+        """The gradients, by stage and by parameter name within the stage."""
+        return {
+            index: {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+            for index, module in self.modules.items()
+        }
+
+
+def _trainable(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """Parameters that need a gradient, each once."""
+    found = {id(p): p for module in modules for p in module.parameters() if p.requires_grad}
+    return list(found.values())

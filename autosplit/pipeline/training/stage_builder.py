@@ -1,0 +1,92 @@
+"""Gives a mode its stages when the first batch of its shape is there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from autosplit.pipeline.engine.execution.evaluation import ModuleStage
+from autosplit.pipeline.engine.execution.executor import Executor
+from autosplit.pipeline.engine.execution.microbatch import Batch, Microbatches
+from autosplit.pipeline.engine.execution.mode import Mode
+from autosplit.pipeline.engine.execution.stage_assembly import StageFactory, build_stages
+from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.schedule.wiring import Feeds
+
+from .stage_modules import LossFunction, complete
+
+
+class Builder:
+    """Makes the executors of one trainer.
+
+    Args:
+        modules: this rank's modules by stage.
+        schedule: how they are driven in training.
+        feeds: who feeds whom.
+        loss_fn: what the last stage ends with.
+        factory: makes a stage of a module.
+        autocast: the dtype to run everything in, if any.
+        device: where the stages run.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[int, nn.Module],
+        schedule: Schedule,
+        feeds: Feeds,
+        loss_fn: LossFunction,
+        factory: StageFactory,
+        *,
+        autocast: torch.dtype | None,
+        device: torch.device,
+    ) -> None:
+        self._modules = modules
+        self._schedule = schedule
+        self._feeds = feeds
+        self._loss_fn = loss_fn
+        self._factory = factory
+        self._autocast = autocast
+        self._device = device
+        self._faces: dict[int, nn.Module] = {}
+
+    def train(
+        self, mode: Mode, batch: Batch | None, inputs: Microbatches, targets: Microbatches
+    ) -> Executor:
+        """Build the stages of a training mode from its first batch, whole and cut."""
+        with mode.place("building its stages"):
+            mode.stages = build_stages(
+                self._complete(batch),
+                self._schedule.stages,
+                self._feeds,
+                mode.negotiation,
+                self._factory,
+                inputs=inputs[0] if inputs else (),
+                targets=targets[0] if targets else (),
+                device=self._device,
+            )
+        mode.compile()
+        scale = 1.0 / self._schedule.microbatches
+        loss_grad = torch.full((), scale, dtype=mode.loss_dtype, device=self._device)
+        return mode.prepare(mode.stages, loss_grad)
+
+    def evaluate(self, mode: Mode, batch: Batch | None) -> Executor:
+        """Put the modules themselves into an evaluating mode."""
+        stages = {
+            index: ModuleStage(module, index, self._feeds.shared_places(index))
+            for index, module in self._complete(batch).items()
+        }
+        return mode.prepare(stages)
+
+    def _complete(self, batch: Batch | None) -> dict[int, nn.Module]:
+        if not self._faces:
+            self._faces = complete(
+                self._modules,
+                self._schedule.stages - 1,
+                self._loss_fn,
+                None if batch is None else batch[1],
+                autocast=self._autocast,
+                device=self._device,
+            )
+        return self._faces

@@ -1,0 +1,203 @@
+"""From the modules that the user gave to those that this process runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from autosplit.errors import PipelineError
+from autosplit.pipeline.engine.execution.microbatch import Part
+from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.schedule.wiring import Wiring
+
+from .auto_partition import Example, Partitioned, Uncut
+from .tied_parameters import Holder
+
+LossFunction: TypeAlias = Callable[[Any, Any], Tensor]
+Model: TypeAlias = "Sequence[nn.Module] | Callable[[int], nn.Module] | Partitioned | nn.Module"
+
+
+@dataclass(frozen=True)
+class Stages:
+    """What a trainer trains: the stages, none of them built yet.
+
+    Attributes:
+        count: how many there are.
+        build: makes stage ``index``.
+        wiring: who feeds whom; None for a chain.
+        shared: parameters that several stages hold.
+    """
+
+    count: int
+    build: Callable[[int], nn.Module]
+    wiring: Wiring | None = None
+    shared: Sequence[Sequence[Holder]] = ()
+
+    @classmethod
+    def of(
+        cls,
+        model: Model,
+        count: int | None,
+        example: Example | None = None,
+        planning: Mapping[str, Any] | None = None,
+    ) -> Stages | Uncut:
+        """The stages of whatever was given, a whole model still to be cut into ``count``.
+
+        Raises:
+            PipelineError: nothing says how many stages there are, or two things say different;
+                or a whole model comes without an example, or an example or ``planning`` with
+                anything else.
+        """
+        if isinstance(model, nn.Module) and not isinstance(model, (nn.ModuleList, Partitioned)):
+            return Uncut.of(model, count, example, planning)
+        for name, value in (("example", example), ("planning", planning)):
+            if value is not None:
+                what = "a model that is already cut" if isinstance(model, Partitioned) else "stages"
+                raise PipelineError(
+                    f"{name} has no effect beside {what}; it is for a whole nn.Module"
+                )
+        stages = _stages_of(model, count)
+        if count not in (None, stages.count):
+            raise PipelineError(f"got {stages.count} stages, but stages={count}")
+        if stages.count < 1:
+            raise PipelineError(f"a pipeline needs at least one stage; got {stages.count}")
+        return stages
+
+    @classmethod
+    def cut(cls, model: Uncut, schedule: str | Schedule, **known: Any) -> tuple[Stages, Schedule]:
+        """The stages of a whole model, and the schedule that they were cut for.
+
+        Args:
+            model: what ``of`` gave.
+            schedule: a name, of which the schedule is built for the stages' times; or one that is
+                to be run as it is. For one with two copies of the stages they are cut as for 1F1B.
+            known: what else is known, by the names that ``autosplit.partition`` has for it.
+
+        Raises:
+            CaptureError: the model cannot be captured in one graph; names the user's line.
+            PlanError: it cannot be cut so; says why.
+        """
+        if isinstance(schedule, Schedule) and schedule.mirror is not None:
+            # Nothing is planned for two copies: they want equal stages, as 1F1B does.
+            return cls.cut(model, "1f1b", **{**known, "weights": None})[0], schedule
+        found = model.cut(schedule=schedule, **known)
+        stages = cls(found.stages, found.build, found.wiring, found.shared)
+        return stages, found.built_schedule()
+
+
+def _stages_of(model: Any, count: int | None) -> Stages:
+    if isinstance(model, Partitioned):
+        return Stages(model.stages, model.build, model.wiring, model.shared)
+    if not callable(model) or isinstance(model, nn.ModuleList):
+        modules = list(model)
+        return Stages(len(modules), modules.__getitem__, shared=_tied(modules))
+    if count is None:
+        raise PipelineError("with a function for stages, say how many: stages=N")
+    return Stages(count, model)
+
+
+def _tied(modules: Sequence[Any]) -> Sequence[Sequence[Holder]]:
+    """Parameters that several of the modules hold, each of which may go to a rank of its own."""
+    holders: dict[int, list[Holder]] = {}
+    for stage, module in enumerate(modules):
+        if isinstance(module, nn.Module):
+            for name, parameter in module.named_parameters():
+                holders.setdefault(id(parameter), []).append((stage, name))
+    return [held for held in holders.values() if len(held) > 1]
+
+
+def own_modules(stages: Stages, own: Iterable[int], device: torch.device) -> dict[int, nn.Module]:
+    """The modules of the stages ``own``, built if need be, on ``device``.
+
+    Raises:
+        PipelineError: a stage is no module.
+    """
+    modules = {}
+    for index in own:
+        module = stages.build(index)
+        if not isinstance(module, nn.Module):
+            raise PipelineError(
+                f"stage {index} must be an nn.Module; got a {type(module).__name__}"
+            )
+        modules[index] = module.to(device)
+    return modules
+
+
+def complete(
+    modules: Mapping[int, nn.Module],
+    last: int,
+    loss_fn: LossFunction,
+    targets: Part | None,
+    *,
+    autocast: torch.dtype | None,
+    device: torch.device,
+) -> dict[int, nn.Module]:
+    """The modules with what the trainer adds: the loss on stage ``last``, autocast on all.
+
+    ``targets`` is an example: it tells whether ``loss_fn`` takes a tensor or a tuple.
+
+    Raises:
+        PipelineError: the loss has parameters of its own, which nobody would train.
+    """
+    whole: dict[int, nn.Module] = {}
+    for index, module in modules.items():
+        whole[index] = module
+        if index == last:
+            _check_trained(loss_fn, module)
+            count = None if isinstance(targets, Tensor) else len(targets or ())
+            whole[index] = WithLoss(whole[index], loss_fn, count)
+        if autocast is not None:
+            whole[index] = WithAutocast(whole[index], device, autocast)
+    return whole
+
+
+def _check_trained(loss_fn: LossFunction, module: nn.Module) -> None:
+    if not isinstance(loss_fn, nn.Module):
+        return
+    known = set(map(id, module.parameters()))
+    for name, parameter in loss_fn.named_parameters():
+        if parameter.requires_grad and id(parameter) not in known:
+            raise PipelineError(
+                f"loss_fn ({type(loss_fn).__name__}) has a parameter {name!r}, which no optimizer "
+                "of the trainer moves: let the last stage hold it and put it out beside the "
+                "output, or freeze it (requires_grad_(False))"
+            )
+
+
+class WithLoss(nn.Module):
+    """The last stage: its inputs, then the targets; puts out the loss.
+
+    Args:
+        targets: how many of the arguments are targets; None if the target is one plain tensor,
+            which ``loss_fn`` then gets as it is rather than in a tuple.
+    """
+
+    def __init__(self, module: nn.Module, loss_fn: LossFunction, targets: int | None) -> None:
+        super().__init__()
+        self.module = module
+        self.loss_fn = loss_fn
+        self._plain = targets is None
+        self._targets = 1 if targets is None else targets
+
+    def forward(self, *args: Tensor) -> Tensor:
+        cut = len(args) - self._targets
+        output = self.module(*args[:cut])
+        return self.loss_fn(output, args[cut] if self._plain else args[cut:])
+
+
+class WithAutocast(nn.Module):
+    """Runs a module under autocast; the loss as well, where the module contains it."""
+
+    def __init__(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.module = module
+        self._device_type = device.type
+        self._dtype = dtype
+
+    def forward(self, *args: Tensor) -> Any:
+        with torch.autocast(self._device_type, dtype=self._dtype):
+            return self.module(*args)

@@ -1,0 +1,263 @@
+"""Parameters that are one in the model and held more than once.
+
+Tied ones, such as embeddings, are on several stages. Where a schedule runs two copies of the
+stages, every parameter is on two ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autosplit.errors import PipelineError
+from autosplit.pipeline.engine.messages.gradient_buckets import Member, buckets_of
+from autosplit.pipeline.engine.messages.process_groups import Groups
+from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.torch_internals.accumulate_grad import hooked
+
+Holder: TypeAlias = "tuple[int, str]"
+"""A stage and the name of the parameter within it."""
+
+_Link: TypeAlias = "dist.ProcessGroup | None"
+
+
+class SharedParameters:
+    """Keeps copies equal: same values at the start, the sum of all gradients in every step.
+
+    Buffers of stages that two ranks hold start equal as well. Creating one is collective over all
+    ranks.
+
+    Args:
+        shared: groups of (stage, parameter name); every group is one parameter of the model.
+        modules: this rank's stages by index.
+        schedule: says which ranks hold which stage.
+        groups: the trainer's process groups.
+        settled: waits until the device has done what it was given.
+
+    Attributes:
+        open: whether this is inside ``summing``.
+
+    Raises:
+        PipelineError: a stage or a parameter that is not there, one that is in two groups, copies
+            of different shape or dtype or of which some are frozen, or, where ranks hold copies of
+            stages, one parameter on two stages that no group names.
+    """
+
+    def __init__(
+        self,
+        shared: Sequence[Sequence[Holder]],
+        modules: Mapping[int, nn.Module],
+        schedule: Schedule,
+        groups: Groups,
+        settled: Callable[[], None],
+    ) -> None:
+        _check_holders(shared, schedule.stages)
+        self._losing = groups.losing
+        self._settled = settled
+        self._rank = groups.rank
+        found = self._named = _find(shared, modules)
+        _check_alike(shared, found, groups)
+        links = _links(shared, schedule, groups)
+        members = []
+        for holders in shared:
+            own = [found[stage, name] for stage, name in holders if (stage, name) in found]
+            if own:
+                link = links.get(_ranks_of(holders, schedule))
+                owner = schedule.placement[holders[0][0]]
+                copies = list({id(copy): copy for copy in own}.values())
+                members.append(Member(copies, owner, link))
+        members = [*_lone(modules, schedule, links, named=found), *members]
+        self._duplicates = {
+            id(copy)
+            for member in members
+            for copy in member.copies[1 if self._rank == member.owner else 0 :]
+        }
+        trained = [member for member in members if member.copies[0].requires_grad]
+        self._buckets = buckets_of(trained, groups.losing)
+        self._started = 0
+        self._complete: set[int] = set()
+        self.open = False
+        for member in members:
+            self._equalise(member.copies, member.owner, member.link)
+        for stage in schedule.held(self._rank):
+            link = links.get(_ranks_of([(stage, "")], schedule))
+            for buffer in modules[stage].buffers():
+                self._equalise([buffer], schedule.placement[stage], link)
+
+    def is_duplicate(self, parameter: nn.Parameter) -> bool:
+        """Whether another copy of ``parameter`` stands for it where the model is counted."""
+        return id(parameter) in self._duplicates
+
+    @contextlib.contextmanager
+    def summing(self) -> Iterator[None]:
+        """Give every copy the sum of what is added to the copies' gradients inside.
+
+        What was there before stays, once, so that steps can accumulate. After an error in the
+        block, only that is there.
+
+        Raises:
+            LostPeerError: a rank that holds a copy did not take part.
+            PipelineError: a parameter of several stages has a hook.
+        """
+        self._started, self._complete, self.open = 0, set(), True
+        _refuse_hooks(self._named)
+        for bucket in self._buckets:
+            bucket.begin()
+        try:
+            yield
+        except BaseException:
+            for bucket in self._buckets:
+                bucket.give_back()
+            raise
+        finally:
+            self.open = False
+        for bucket in self._buckets[self._started :]:
+            bucket.start()
+        for bucket in self._buckets:
+            bucket.finish(self._settled)
+
+    def complete(self, stage: int) -> None:
+        """Start to add up the gradients of ``stage`` before the end of ``summing``: all are there.
+
+        Sums start in one order on all ranks, so those of a later stage that is not complete, and
+        all that follow, wait for it.
+        """
+        self._complete.add(stage)
+        while self._started < len(self._buckets):
+            bucket = self._buckets[self._started]
+            if bucket.stage not in self._complete:
+                break
+            bucket.start()
+            self._started += 1
+
+    @torch.no_grad()
+    def _equalise(self, copies: Sequence[Tensor], owner: int, link: _Link) -> None:
+        values = copies[0].detach().clone(memory_format=torch.contiguous_format)
+        if link is not None and values.numel():
+            with self._losing("a rank that shares a parameter"):
+                # As bytes, for not every backend knows every dtype.
+                dist.broadcast(values.view(-1).view(torch.uint8), src=owner, group=link)
+        for copy in copies:
+            copy.copy_(values)
+
+
+def joined(
+    found: Sequence[Sequence[Holder]], given: Sequence[Sequence[Holder]]
+) -> tuple[Sequence[Holder], ...]:
+    """The groups that were found in the model and those that the user gave, equal ones once."""
+    said = [set(map(tuple, holders)) for holders in given]
+    return (*(holders for holders in found if set(holders) not in said), *given)
+
+
+def _ranks_of(holders: Sequence[Holder], schedule: Schedule) -> tuple[int, ...]:
+    return tuple(sorted({rank for stage, _ in holders for rank in schedule.holders(stage)}))
+
+
+def _links(
+    shared: Sequence[Sequence[Holder]], schedule: Schedule, groups: Groups
+) -> dict[tuple[int, ...], _Link]:
+    """Connects every set of ranks that hold something together; the same calls on all ranks."""
+    stages = [[(stage, "")] for stage in range(schedule.stages)]
+    together = dict.fromkeys(_ranks_of(holders, schedule) for holders in (*stages, *shared))
+    return {ranks: groups.among(ranks) for ranks in together if len(ranks) > 1}
+
+
+def _lone(
+    modules: Mapping[int, nn.Module],
+    schedule: Schedule,
+    links: Mapping[tuple[int, ...], _Link],
+    named: Mapping[Holder, nn.Parameter],
+) -> Iterator[Member]:
+    """Parameters of stages that another rank holds too, but for those that are ``named``.
+
+    The last stage comes first: its gradients are complete first.
+    """
+    homes = {id(parameter): -1 for parameter in named.values()}
+    for stage in sorted(modules, reverse=True):
+        link = links.get(_ranks_of([(stage, "")], schedule))
+        if len(schedule.holders(stage)) < 2:
+            continue
+        for name, parameter in modules[stage].named_parameters():
+            home = homes.setdefault(id(parameter), stage)
+            if home == stage:
+                yield Member([parameter], schedule.placement[stage], link, stage)
+            elif home >= 0:
+                raise PipelineError(
+                    f"the stages {stage} and {home} hold one parameter, {name!r} of stage {stage}: "
+                    "name it in shared_parameters"
+                )
+
+
+def _check_holders(shared: Sequence[Sequence[Holder]], stages: int) -> None:
+    seen: set[Holder] = set()
+    for holders in shared:
+        if len(holders) < 2:
+            raise PipelineError(
+                f"a shared parameter needs two or more holders (stage, name); got {list(holders)}"
+            )
+        for stage, name in holders:
+            if not 0 <= stage < stages:
+                raise PipelineError(
+                    f"shared parameter {name!r} is said to be on stage {stage}; "
+                    f"the stages are 0 to {stages - 1}"
+                )
+            if (stage, name) in seen:
+                raise PipelineError(
+                    f"parameter {name!r} of stage {stage} is named twice in shared_parameters; "
+                    "put all its copies into one group"
+                )
+            seen.add((stage, name))
+
+
+def _find(
+    shared: Sequence[Sequence[Holder]], modules: Mapping[int, nn.Module]
+) -> dict[Holder, nn.Parameter]:
+    """This rank's holders."""
+    found = {}
+    for stage, module in modules.items():
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        for name in (name for holders in shared for at, name in holders if at == stage):
+            if name not in parameters:
+                raise PipelineError(
+                    f"stage {stage} has no parameter {name!r} to share; it has: "
+                    f"{', '.join(parameters) or 'none'}"
+                )
+            found[stage, name] = parameters[name]
+    return found
+
+
+def _check_alike(
+    shared: Sequence[Sequence[Holder]], found: Mapping[Holder, nn.Parameter], groups: Groups
+) -> None:
+    if not shared:
+        return
+    mine = {holder: _form(parameter) for holder, parameter in found.items()}
+    forms = {holder: form for part in groups.gather(mine) for holder, form in part.items()}
+    for holders in shared:
+        if len({forms[stage, name] for stage, name in holders}) > 1:
+            listed = "; ".join(f"{name!r} of stage {s}: {forms[s, name]}" for s, name in holders)
+            raise PipelineError(
+                "shared parameters must have one shape and dtype and be all trained or all frozen; "
+                f"got {listed}"
+            )
+
+
+def _refuse_hooks(named: Mapping[Holder, nn.Parameter]) -> None:
+    """A hook would see the share of one stage where autograd shows it the sum."""
+    for (stage, name), parameter in named.items():
+        if hooked([parameter]):
+            raise PipelineError(
+                f"parameter {name!r} of stage {stage} has a hook of register_hook, and other "
+                "stages hold it too: no stage has the gradient that it should see. Let "
+                "optimizer.register_step_pre_hook change the gradient, on each rank that holds it"
+            )
+
+
+def _form(parameter: nn.Parameter) -> str:
+    frozen = "" if parameter.requires_grad else " frozen"
+    return f"{list(parameter.shape)} {parameter.dtype}{frozen}"

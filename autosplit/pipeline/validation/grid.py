@@ -1,0 +1,126 @@
+"""Schedules for people: ranks as rows, time slots as columns, faulty cells marked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise, zip_longest
+
+from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.simulation.replay import replay, unmade
+
+Cell = tuple[int, int]
+"""A place in a grid: row and column."""
+
+IDLE = "."
+ERROR = "<-- ERROR HERE"
+_CONTEXT = 6  # columns kept on each side of a mark when a wide grid is shortened
+
+Row = Mapping[int, str]
+"""The text of the slots of a rank that are not idle."""
+
+
+def format_grid(
+    rows: Sequence[Row],
+    marks: Mapping[Cell, str] | None = None,
+    *,
+    widest: int | None = None,
+) -> str:
+    """Draw a grid of ranks (rows) by time slots (columns).
+
+    Args:
+        rows: per rank, the text of each slot in which it is not idle.
+        marks: text to set under a cell, as ``"^1"``; its line ends with ``<-- ERROR HERE``.
+        widest: a grid of more columns shows only those near a mark, or without marks only the
+            first ones; one of more rows only those with a mark, or the first ones. None shows all.
+
+    Returns:
+        The lines, without a final newline.
+    """
+    marks = marks or {}
+    under: dict[int, dict[int, str]] = {}
+    for (rank, slot), mark in marks.items():
+        under.setdefault(rank, {})[slot] = mark
+    ends = [max(row) + 1 for row in (*rows, *under.values()) if row]
+    columns = _columns(max(ends, default=0), marks, widest)
+    slots = {column: str(column) for column in columns if column is not None}
+    table: list[list[str]] = [["slot", *_pick(columns, slots)]]
+    for number in _shown(len(rows), under, widest):
+        if number is None:
+            table.append(["..."])
+            continue
+        texts = {slot: text or IDLE for slot, text in rows[number].items()}
+        table.append([f"rank {number}", *_pick(columns, texts, idle=IDLE)])
+        if number in under:
+            table.append(["", *_pick(columns, under[number], gap=""), ERROR])
+    widths = [  # ERROR hangs over the edge and must not widen a column
+        max(len(cell) for cell in column if cell != ERROR)
+        for column in zip_longest(*table, fillvalue="")
+    ]
+    return "\n".join(
+        "  ".join(cell.ljust(size) for cell, size in zip(line, widths, strict=False)).rstrip()
+        for line in table
+    )
+
+
+def format_schedule(schedule: Schedule) -> str:
+    """The schedule on a grid in which every action takes one slot, under a line of its sizes.
+
+    Actions that can never run stand behind all that can.
+    """
+    rows, _ = lay_out(schedule)
+    return f"{describe(schedule)}\n{format_grid(rows)}"
+
+
+def describe(schedule: Schedule) -> str:
+    """Name and sizes in one line."""
+    return (
+        f"{schedule.name}: {schedule.stages} stages, {schedule.microbatches} microbatches, "
+        f"{len(schedule.ranks)} ranks"
+    )
+
+
+def lay_out(schedule: Schedule) -> tuple[list[dict[int, str]], list[list[int]]]:
+    """The rows of a grid, and the column of every action of each rank.
+
+    Works for illegal schedules too: needs that nothing meets are taken as met, and what a deadlock
+    keeps from running is set behind the last action that runs.
+    """
+    run = replay(schedule, lambda action: 1.0, given=unmade(schedule))
+    end = max((round(times[-1][1]) for times in run.times if times), default=0)
+    rows: list[dict[int, str]] = []
+    columns: list[list[int]] = []
+    for row, times in zip(schedule.ranks, run.times, strict=True):
+        places = [round(start) for start, _ in times]
+        places += range(end, end + len(row) - len(times))
+        rows.append(dict(zip(places, map(str, row), strict=True)))
+        columns.append(places)
+    return rows, columns
+
+
+def _columns(width: int, marks: Mapping[Cell, str], widest: int | None) -> list[int | None]:
+    """The columns to show; None stands for columns left out."""
+    if widest is None or width <= widest:
+        return list(range(width))
+    if not marks:
+        return [*range(widest), None]
+    near = {column + offset for _, column in marks for offset in range(-_CONTEXT, _CONTEXT + 1)}
+    return _with_gaps(sorted(near.intersection(range(width))), width)
+
+
+def _shown(count: int, under: Mapping[int, object], widest: int | None) -> list[int | None]:
+    """The rows to show; None stands for rows left out."""
+    if widest is None or count <= widest:
+        return list(range(count))
+    return _with_gaps(sorted(under) or list(range(widest)), count)
+
+
+def _with_gaps(wanted: Sequence[int], count: int) -> list[int | None]:
+    """These of ``count``, with None where others are left out."""
+    shown: list[int | None] = []
+    for before, each in pairwise([-1, *wanted]):
+        shown += [each] if each == before + 1 else [None, each]
+    return shown if wanted and wanted[-1] == count - 1 else [*shown, None]
+
+
+def _pick(columns: Sequence[int | None], texts: Row, idle: str = "", gap: str = "...") -> list[str]:
+    return [gap if column is None else texts.get(column, idle) for column in columns]

@@ -1,0 +1,198 @@
+"""Schedules as CSV files of torch.distributed.pipelining, in and out.
+
+A line is a rank, a cell an action in the text form of ``Action``. In the form ``"compute_only"``
+empty cells are waits; ``"compute_comms"`` lists sends and receives as well. Torch's
+``_PipelineScheduleRuntime._load_csv`` reads both; from 2.15 on it wants ``0WAIT_SEND_F1`` for
+``0SEND_F1`` in the latter, where the rank may wait for the send to end. The runtime of torch 2.11
+runs no schedule over gloo in which neighbouring stages lie on one rank, whoever made it.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from autosplit.errors import ScheduleError
+from autosplit.pipeline.schedule.action import Action, ActionKind
+from autosplit.pipeline.schedule.schedule import LARGEST, Schedule
+from autosplit.pipeline.schedule.sends import add_communication
+from autosplit.text.names import few
+from autosplit.text.reading import read_text
+from autosplit.text.writing import writing
+from autosplit.torch_internals.distributed import csv_has_send_waits
+
+from .validate import validate
+
+FORMATS = ("compute_only", "compute_comms")
+
+_SENDS = (ActionKind.SEND_F, ActionKind.SEND_B)
+_BACKWARDS = (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD)
+
+# Actions of FSDP, in which a schedule of ours has no part, and the ends of sends, which an engine
+# of ours waits for by itself.
+_LEFT_OUT = re.compile(r"[0-9]+(UNSHARD|RESHARD|(WAIT_)?REDUCE_GRAD|WAIT_SEND_[FB][0-9]+)")
+# A forward and a backward that torch may run at the same time.
+_OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
+
+
+def write_csv(
+    schedule: Schedule,
+    path: str | Path,
+    form: str = "compute_only",
+    *,
+    send_waits: bool | None = None,
+) -> None:
+    """Write a schedule for torch's ``_load_csv(path, format=form)``.
+
+    Args:
+        schedule: what to write.
+        path: the file.
+        form: ``"compute_only"`` or ``"compute_comms"``.
+        send_waits: whether ``"compute_comms"`` lists where sends are waited for, as torch 2.15
+            wants it and 2.14 cannot read it; None: as the torch at hand has it.
+
+    Raises:
+        ScheduleError: an unknown form, or two copies of the stages, which the file cannot say.
+        OutputError: the file cannot be written.
+    """
+    _check_form(form)
+    if schedule.mirror is not None:
+        raise ScheduleError(
+            f"{schedule.name!r} runs two copies of its stages; a CSV file has one rank a stage"
+        )
+    if form == "compute_only":
+        rows = [[*map(str, row)] for row in schedule.ranks]
+    else:
+        waits = csv_has_send_waits() if send_waits is None else send_waits
+        listed = add_communication(schedule)
+        rows = [[*(_with_waits(row) if waits else map(str, row))] for row in listed]
+    with writing(path), Path(path).open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows(rows)
+
+
+def _with_waits(row: Sequence[Action]) -> Iterator[str]:
+    """The actions, and a wait for every send where the other rank has surely received: behind the
+    stage's own backward, which needs what came back, or at the end.
+    """
+    pending: dict[Action, None] = {}
+    for action in row:
+        yield str(action)
+        if action.kind in _SENDS:
+            pending[action] = None
+        sent = replace(action, kind=ActionKind.SEND_F)
+        if action.kind in _BACKWARDS and sent in pending:
+            del pending[sent]
+            yield _wait(sent)
+    yield from map(_wait, pending)
+
+
+def _wait(send: Action) -> str:
+    return f"{send.stage}WAIT_{send.kind.value}{send.microbatch}"
+
+
+def read_csv(path: str | Path, form: str = "compute_only", *, name: str | None = None) -> Schedule:
+    """Read a schedule that torch or ``write_csv`` has written.
+
+    A forward and a backward that torch may overlap run one after the other. Sends and receives
+    must be those that the actions need; they follow from the actions anyway and are left out.
+
+    Args:
+        path: the file.
+        form: ``"compute_only"`` or ``"compute_comms"``.
+        name: the schedule's name; None takes the file's.
+
+    Raises:
+        ScheduleError: an unknown form, a file that cannot be read or is no CSV file, text that is
+            no action, more than ``schedule.LARGEST`` actions, missing or unneeded sends and
+            receives, or an illegal schedule.
+    """
+    _check_form(form)
+    path = Path(path)
+    rows = _rows(path)
+    schedule = _schedule(path.stem if name is None else name, rows)
+    validate(schedule)
+    _check_messages(schedule, rows, form)
+    return schedule
+
+
+def _rows(path: Path) -> list[list[Action]]:
+    """The actions of every line."""
+    text = read_text(path, "a schedule", ScheduleError)
+    rows: list[list[Action]] = []
+    count = 0
+    try:
+        for cells in csv.reader(io.StringIO(text, newline="")):
+            rows.append([action for cell in cells for action in _actions(cell)])
+            count += sum(action.kind.is_compute for action in rows[-1])
+            if count > LARGEST:
+                raise ScheduleError(
+                    f"{str(path)!r} holds more than {LARGEST:,} actions, which are all that a "
+                    "schedule may have"
+                )
+    except csv.Error as error:
+        raise ScheduleError(f"{str(path)!r} is no CSV file: {error}") from error
+    return rows
+
+
+def _check_form(form: str) -> None:
+    if form not in FORMATS:
+        raise ScheduleError(f"unknown form {form!r}; known: {', '.join(FORMATS)}")
+
+
+def _actions(cell: str) -> Iterator[Action]:
+    """The actions of one cell: none, one, or the two of an overlap."""
+    text = cell.strip()
+    overlap = _OVERLAP.fullmatch(text)
+    for part in overlap[1].split(";") if overlap else [text]:
+        if part.strip() and not _LEFT_OUT.fullmatch(part.strip()):
+            yield Action.parse(part.strip())
+
+
+def _schedule(name: str, rows: Sequence[Sequence[Action]]) -> Schedule:
+    """The compute actions of ``rows``; a stage is placed where it first runs."""
+    ranks = tuple(tuple(action for action in row if action.kind.is_compute) for row in rows)
+    actions = [(rank, action) for rank, row in enumerate(ranks) for action in row]
+    if not actions:
+        raise ScheduleError(f"{name!r} holds no F, I, W or B")
+    homes: dict[int, int] = {}
+    for rank, action in actions:
+        homes.setdefault(action.stage, rank)
+    if len(homes) <= max(homes):
+        missing = [str(stage) for stage in range(len(homes)) if stage not in homes]
+        raise ScheduleError(
+            f"{name!r} has stages up to {max(homes)}, but never runs {few(missing, 9)}"
+        )
+    return Schedule(
+        name,
+        len(homes),
+        1 + max(action.microbatch for _, action in actions),
+        ranks,
+        tuple(homes[stage] for stage in range(len(homes))),
+        any(action.kind is ActionKind.BACKWARD_INPUT for _, action in actions),
+    )
+
+
+def _check_messages(schedule: Schedule, rows: Sequence[Sequence[Action]], form: str) -> None:
+    """Every rank must list the sends and receives that it needs, and no other."""
+    complete = add_communication(schedule)
+    for rank, row in enumerate(rows):
+        listed = sorted(str(action) for action in row if not action.kind.is_compute)
+        if form == "compute_only":
+            if listed:
+                raise ScheduleError(
+                    f"rank {rank} lists {listed[0]}, which form='compute_only' does not have: "
+                    "read the file with form='compute_comms'"
+                )
+            continue
+        needed = sorted(str(action) for action in complete[rank] if not action.kind.is_compute)
+        if listed != needed:
+            lacks = few(sorted(set(needed) - set(listed)), 9) or "nothing"
+            excess = few(sorted(set(listed) - set(needed)), 9) or "nothing"
+            raise ScheduleError(
+                f"rank {rank} must send and receive what its actions need, each once: it lacks "
+                f"{lacks}, and has {excess} in excess"
+            )

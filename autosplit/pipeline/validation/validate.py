@@ -1,0 +1,323 @@
+"""Is a schedule legal? All faults at once, shown on the grid."""
+
+from __future__ import annotations
+
+import reprlib
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+
+from autosplit.errors import ScheduleError
+from autosplit.pipeline.schedule.action import Action, ActionKind
+from autosplit.pipeline.schedule.dependency import needs_of, result_of
+from autosplit.pipeline.schedule.routes import Channel, channel_of
+from autosplit.pipeline.schedule.schedule import LARGEST, Schedule
+from autosplit.pipeline.simulation.activation_memory import StageMemory
+from autosplit.pipeline.simulation.replay import Wait, replay, unmade
+
+from .grid import Cell, describe, format_grid, lay_out
+
+_WIDEST = 60  # slots and ranks in an error's grid; of more only those near a fault are shown
+_MOST = 50  # faults that are looked for; where there are more, none of the rest tells anything new
+_ROUNDING = 1e-9  # of sums of bytes
+
+
+@dataclass(frozen=True)
+class _Fault:
+    """``cells`` are (rank, position in its list); the position after the last marks a lack."""
+
+    text: str
+    cells: tuple[Cell, ...] = ()
+
+
+class _Positions:
+    """Where each action of a schedule stands; only actions that exist in its pipeline."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.of: dict[Action, list[Cell]] = defaultdict(list)
+        for rank, row in enumerate(schedule.ranks):
+            for position, action in enumerate(row):
+                if _misfit(action, schedule) is None:
+                    self.of[action].append((rank, position))
+
+    def first(self, action: Action) -> Cell | None:
+        return self.of[action][0] if action in self.of else None
+
+    def end(self, stage: int, microbatch: int) -> Cell:
+        """The place behind the last action of the rank that runs the stage."""
+        rank = self.schedule.home(stage, microbatch)
+        return rank, len(self.schedule.ranks[rank])
+
+    def in_order(self) -> Iterator[tuple[int, Action]]:
+        """Rank and action, rank by rank in order."""
+        for rank, row in enumerate(self.schedule.ranks):
+            for action in row:
+                if action in self.of:
+                    yield rank, action
+
+
+def validate(
+    schedule: Schedule,
+    *,
+    max_in_flight: int | None = None,
+    memory: Sequence[StageMemory] | None = None,
+    caps: Sequence[float] | None = None,
+) -> None:
+    """Refuse a schedule that cannot run or would compute something else than one step.
+
+    Legal means: every stage runs every F once, and for every microbatch either one B or one I and
+    one W, on the rank that holds the stage, F before I (or B) before W; running the lists in order
+    cannot deadlock; and what one stage sends another is sent in the order in which it is received,
+    because a channel, from stage to stage, is first in, first out.
+
+    Args:
+        schedule: what to check.
+        max_in_flight: if given, no stage may hold more microbatches whose F has run and whose W
+            (or B) has not.
+        memory: what each stage keeps of a microbatch, beside ``caps``.
+        caps: if given, the most that each rank may keep of its microbatches at once, in the unit
+            of ``memory``.
+
+    Raises:
+        ScheduleError: lists the faults (of more than 50 the first) and shows them on the grid; or
+            one of ``memory`` and ``caps`` without the other, or not as many as there are stages
+            and ranks.
+    """
+    if max_in_flight is not None and max_in_flight < 1:
+        raise ScheduleError(f"max_in_flight must be at least 1, got {max_in_flight}")
+    count = sum(map(len, schedule.ranks))
+    if count > LARGEST:
+        raise ScheduleError(
+            f"{describe(schedule)}, {count:,} actions: more than the {LARGEST:,} that are taken"
+        )
+    # Lazily: a schedule may name a billion microbatches of which it runs none.
+    faults = list(islice(_sizes(schedule), _MOST + 1))
+    if not faults:  # the other checks index by stage and rank
+        positions = _Positions(schedule)
+        checks = [
+            _strays(schedule),
+            _counts(positions),
+            _order(positions),
+            _deadlocks(schedule),
+            _messages(positions),
+        ]
+        if max_in_flight is not None:
+            checks.append(_in_flight(positions, max_in_flight))
+        if memory is not None or caps is not None:
+            checks.append(_kept(positions, memory or (), caps or ()))
+        faults = list(islice(chain(*checks), _MOST + 1))
+    if faults:
+        raise ScheduleError(_report(schedule, faults))
+
+
+def _sizes(schedule: Schedule) -> Iterator[_Fault]:
+    """Counts and placement."""
+    for what, count in (("stages", schedule.stages), ("microbatches", schedule.microbatches)):
+        if count < 1:
+            yield _Fault(f"{what} must be at least 1, got {count}")
+    ranks = len(schedule.ranks)
+    placements = {"placement": schedule.placement}
+    if schedule.mirror is not None:
+        placements["mirror"] = schedule.mirror
+    for what, placement in placements.items():
+        if len(placement) != schedule.stages:
+            yield _Fault(
+                f"{what} must name a rank for each of the {schedule.stages} stages, "
+                f"got {len(placement)}: {reprlib.repr(placement)}"
+            )
+        for stage, rank in enumerate(placement):
+            if not 0 <= rank < ranks:
+                yield _Fault(f"stage {stage} is placed on rank {rank}; ranks are 0 to {ranks - 1}")
+    held = {rank for placement in placements.values() for rank in placement}
+    for rank in sorted(set(range(ranks)) - held):
+        yield _Fault(f"rank {rank} holds no stage; use fewer ranks")
+
+
+def _misfit(action: Action, schedule: Schedule) -> str | None:
+    """Why ``action`` does not exist in this pipeline, or None when it does."""
+    if not action.kind.is_compute:
+        return f"{action} is no compute action; a schedule lists F, I, W, B"
+    for what, value, count in (
+        ("stage", action.stage, schedule.stages),
+        ("microbatch", action.microbatch, schedule.microbatches),
+    ):
+        if not 0 <= value < count:
+            return f"{action}: no {what} {value}; expected 0 to {count - 1}"
+    return None
+
+
+def _strays(schedule: Schedule) -> Iterator[_Fault]:
+    """Actions that do not belong in this pipeline, or not on their rank."""
+    unsplit = []
+    for rank, row in enumerate(schedule.ranks):
+        for position, action in enumerate(row):
+            misfit = _misfit(action, schedule)
+            if misfit is not None:
+                yield _Fault(misfit, ((rank, position),))
+                continue
+            home = schedule.home(action.stage, action.microbatch)
+            if home != rank:
+                yield _Fault(
+                    f"{action} is on rank {rank}, but rank {home} holds stage {action.stage}",
+                    ((rank, position),),
+                )
+            if action.kind in (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT):
+                unsplit.append((rank, position))
+    if unsplit and not schedule.split_backward:
+        yield _Fault("split_backward is False, but the schedule has I or W", tuple(unsplit))
+
+
+def _counts(positions: _Positions) -> Iterator[_Fault]:
+    """Every F once, and per microbatch one B or one I and one W."""
+    for stage in range(positions.schedule.stages):
+        for microbatch in range(positions.schedule.microbatches):
+            forward, inputs, weights, full = (
+                Action(stage, kind, microbatch)
+                for kind in (
+                    ActionKind.FORWARD,
+                    ActionKind.BACKWARD_INPUT,
+                    ActionKind.BACKWARD_WEIGHT,
+                    ActionKind.BACKWARD,
+                )
+            )
+            cells = {
+                action: tuple(positions.of.get(action, ()))
+                for action in (forward, inputs, weights, full)
+            }
+            end = (positions.end(stage, microbatch),)
+            split = cells[inputs] + cells[weights]
+            if cells[full] and split:
+                yield _Fault(
+                    f"stage {stage} mixes B with I or W on microbatch {microbatch}: expected "
+                    f"{inputs} and {weights}, or {full} alone",
+                    split + cells[full],
+                )
+            if not cells[full] and not split:
+                yield _Fault(f"stage {stage} never runs {inputs} and {weights}, nor {full}", end)
+            required = (forward, inputs, weights) if split and not cells[full] else (forward,)
+            for action in required:
+                if not cells[action]:
+                    yield _Fault(f"stage {stage} never runs {action}", end)
+            for action, where in cells.items():
+                if len(where) > 1:
+                    yield _Fault(f"{action} runs {len(where)} times, expected once", where)
+
+
+def _order(positions: _Positions) -> Iterator[_Fault]:
+    """F before I or B, I before W, on each rank."""
+    for action in list(positions.of):
+        for need in needs_of(action, positions.schedule.stages):
+            before, after = positions.first(need), positions.first(action)
+            same_stage = need.stage == action.stage
+            if before and after and same_stage and before[0] == after[0] and before[1] > after[1]:
+                yield _Fault(f"{action} comes before {need}, which it needs", (after, before))
+
+
+def _deadlocks(schedule: Schedule) -> Iterator[_Fault]:
+    """Circles of ranks that wait for each other. What is never made is another check's fault."""
+    run = replay(schedule, lambda action: 1.0, given=unmade(schedule))
+    for circle in run.cycles():
+        if len(circle) == 1 and circle[0].needs.stage == circle[0].action.stage:
+            continue  # one stage in the wrong order: already said
+        cells = tuple(_standing(wait, run.times) for wait in circle)
+        yield _Fault(f"deadlock: {'; '.join(map(str, circle))}", cells)
+
+
+def _standing(wait: Wait, times: list[list[tuple[float, float]]]) -> Cell:
+    return wait.rank, len(times[wait.rank])
+
+
+def _messages(positions: _Positions) -> Iterator[_Fault]:
+    """First in, first out: the first message of each channel that is received out of turn."""
+    schedule = positions.schedule
+    received: dict[Channel, list[Action]] = defaultdict(list)
+    sent: dict[Channel, list[Action]] = defaultdict(list)
+    takers: dict[Action, Action] = {}
+    for _, action in positions.in_order():
+        for need in needs_of(action, schedule.stages):
+            if need.stage != action.stage:
+                received[channel_of(need, schedule)].append(need)
+                takers[need] = action
+    for _, action in positions.in_order():
+        result = result_of(action)
+        if result in takers:
+            sent[channel_of(result, schedule)].append(result)
+    for channel, arrivals in sorted(received.items()):
+        common = set(sent[channel]) & set(arrivals)
+        departures = [message for message in sent[channel] if message in common]
+        arrivals = [message for message in arrivals if message in common]
+        wrong = next((p for p in zip(departures, arrivals, strict=False) if p[0] != p[1]), None)
+        if wrong and not channel.local:
+            first, wanted = wrong
+            yield _Fault(
+                f"rank {channel.source_rank} sends rank {channel.target_rank} the result of "
+                f"{first} before that of {wanted}, but rank {channel.target_rank} runs "
+                f"{takers[wanted]} before {takers[first]}; a channel delivers in the order of "
+                "sending",
+                tuple(positions.of[takers[each]][0] for each in (wanted, first)),
+            )
+
+
+def _in_flight(positions: _Positions, limit: int) -> Iterator[_Fault]:
+    """The first F of each stage that takes it over the limit."""
+    flying: dict[int, set[int]] = defaultdict(set)
+    reported: set[int] = set()
+    for _, action in positions.in_order():
+        stage = action.stage
+        if action.kind in (ActionKind.BACKWARD_WEIGHT, ActionKind.BACKWARD):
+            flying[stage].discard(action.microbatch)
+        elif action.kind is ActionKind.FORWARD:
+            flying[stage].add(action.microbatch)
+            if len(flying[stage]) > limit and stage not in reported:
+                reported.add(stage)
+                yield _Fault(
+                    f"{action} makes {len(flying[stage])} microbatches in flight on stage "
+                    f"{stage}, more than max_in_flight={limit}",
+                    (positions.of[action][0],),
+                )
+
+
+def _kept(
+    positions: _Positions, memory: Sequence[StageMemory], caps: Sequence[float]
+) -> Iterator[_Fault]:
+    """The first action that takes each rank over its cap."""
+    schedule = positions.schedule
+    if (len(memory), len(caps)) != (schedule.stages, len(schedule.ranks)):
+        raise ScheduleError(
+            f"a bound of memory needs the memory of each of {schedule.stages} stages and a cap for "
+            f"each of {len(schedule.ranks)} ranks; got {len(memory)} and {len(caps)}"
+        )
+    kept = [0.0] * len(caps)
+    reported: set[int] = set()
+    for rank, action in positions.in_order():
+        size = memory[action.stage]
+        kept[rank] += size.before(action.kind)
+        if kept[rank] > caps[rank] * (1 + _ROUNDING) and rank not in reported:
+            reported.add(rank)
+            yield _Fault(
+                f"{action} makes rank {rank} keep {kept[rank]:g}, more than its cap of "
+                f"{caps[rank]:g}",
+                (positions.of[action][0],),
+            )
+        kept[rank] -= size.after(action.kind)
+
+
+def _report(schedule: Schedule, faults: list[_Fault]) -> str:
+    """The faults, numbered, above the grid on which the numbers stand under the faulty cells."""
+    count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
+    if len(faults) > _MOST:
+        count, faults = f"more than {_MOST} faults", faults[:_MOST]
+    lines = [f"{number}. {fault.text}" for number, fault in enumerate(faults, 1)]
+    head = f"illegal schedule ({describe(schedule)}), {count}:"
+    rows, columns = lay_out(schedule)
+    numbers: dict[Cell, list[int]] = defaultdict(list)
+    for number, fault in enumerate(faults, 1):
+        for rank, position in fault.cells:
+            places = columns[rank]
+            behind = places[-1] + 1 if places else 0
+            column = places[position] if position < len(places) else behind
+            numbers[rank, column].append(number)
+    marks = {cell: "^" + ",".join(map(str, found)) for cell, found in numbers.items()}
+    return "\n".join([head, *lines, format_grid(rows, marks, widest=_WIDEST)])

@@ -1,0 +1,1 @@
+"""What blocks and stages cost: time, memory and messages, measured or estimated."""

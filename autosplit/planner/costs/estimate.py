@@ -1,0 +1,78 @@
+"""What the blocks of a model cost, estimated: nothing runs, and no parameter needs memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import fx
+from tqdm import tqdm
+
+from autosplit.passes.analysis.operator_cost import flops, traffic
+from autosplit.pipeline.engine.execution.stage_assembly import footprint
+from autosplit.planner.model.block_instance import Blocks, Conditions, distinct, prepare
+
+from .block_costs import BlockCost, ModelCosts
+from .device_speed import Device, measure_device
+from .profile import crossing_bytes, returning_bytes
+
+
+def estimate(
+    whole: Blocks, conditions: Conditions | None = None, *, device: Device | None = None
+) -> ModelCosts:
+    """F, I and W of a block of each kind, from the FLOPs and bytes of its graphs.
+
+    A block of each kind is traced and split as a stage would be, on tensors without memory, so
+    what it saves and defers is exact, also for a model on the meta device; only the seconds are
+    estimates, operator by operator. With ``conditions.device`` the meta device, a model is
+    planned for a machine without the device at hand: torch then chooses kernels as for no device
+    in particular, which have attention save its probabilities.
+
+    Args:
+        whole: the model in blocks, for one microbatch.
+        conditions: how stages are made of blocks; None for a trainer's defaults. Backends are
+            taken to be equally fast.
+        device: how fast operators are; None measures the CPU, which takes a second.
+
+    Raises:
+        CaptureError: a block cannot be traced.
+        SplitError: a block's graph cannot be split, or a bad option.
+    """
+    conditions = replace(conditions or Conditions(), backend="eager")
+    device = device or measure_device()
+    blocks: dict[int, BlockCost] = {}
+    # None: shown on a terminal, not in a log file.
+    kinds = distinct(whole, conditions).values()
+    for members in tqdm(kinds, desc="estimating", unit="block", disable=None):
+        cost = _cost(whole, members[0], conditions, device)
+        blocks |= dict.fromkeys(members, cost)
+    return ModelCosts(
+        tuple(blocks[index] for index in sorted(blocks)),
+        tuple(map(crossing_bytes, whole.crossing)),
+        returning=tuple(map(returning_bytes, whole.crossing)),
+    )
+
+
+def graph_seconds(graph: fx.GraphModule | None, device: Device) -> float:
+    """How long one call of a graph takes; nothing for views and the like."""
+    if graph is None:
+        return 0.0
+    moved = ((node, traffic(node)) for node in graph.graph.nodes)
+    return sum(device.seconds(flops(node), size) for node, size in moved if size)
+
+
+def _cost(whole: Blocks, index: int, conditions: Conditions, device: Device) -> BlockCost:
+    specimen = prepare(whole, index, index + 1, conditions, blank=True)
+    graphs = specimen.stage.functions.graphs
+    forward, inputs, weights, backward = (
+        graph_seconds(graph, device)
+        for graph in (
+            graphs.forward,
+            graphs.backward_input,
+            graphs.backward_weight,
+            graphs.backward,
+        )
+    )
+    if index == 0:
+        inputs, weights = 0.0, backward
+    saved, deferred = footprint(specimen.stage)
+    return BlockCost(forward, inputs, weights, saved, deferred, specimen.parameter_bytes, backward)

@@ -1,0 +1,150 @@
+"""What ranks measure together: each at the same time, and all get the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from autosplit.errors import AutosplitError, PlanError
+from autosplit.pipeline.engine.messages.default_group import device_of_group, gather, tell
+from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.planner.costs.block_costs import ModelCosts, average
+from autosplit.planner.costs.profile import profile
+from autosplit.planner.costs.trial_run import Rehearsal, can_rehearse, rehearse
+from autosplit.planner.model.block_instance import Conditions
+from autosplit.planner.model.captured_model import WholeModel
+
+from .refine import settle
+from .solve import Solution
+
+T = TypeVar("T")
+
+Find = Callable[[ModelCosts], Solution]
+
+# For the timed steps of each rehearsal: of the seconds of profiling, and at the most.
+_SHARE, _MOST = 0.3, 5.0
+_DAY = 86_400
+
+
+def check_seconds(seconds: float) -> None:
+    """Refuse what is no time to measure for.
+
+    Raises:
+        PlanError: negative, not finite, or more than a day.
+    """
+    if not 0.0 <= seconds <= _DAY:
+        raise PlanError(
+            f"seconds to measure for must be from 0 to {_DAY:,} (a day), got {seconds!r}"
+        )
+
+
+def profile_together(
+    whole: WholeModel, conditions: Conditions, seconds: float, *, alone: bool
+) -> ModelCosts:
+    """Profile on all ranks at once, for in a step they share memory and caches too; the mean.
+
+    Args:
+        whole: the model.
+        conditions: how stages are made.
+        seconds: how long to measure.
+        alone: whether this process measures for itself, whatever group it is in.
+    """
+    if alone or not grouped():
+        return profile(whole, conditions, seconds=seconds)
+    return average(_everywhere(lambda: profile(whole, conditions, seconds=seconds)))
+
+
+def rehearsed(
+    whole: WholeModel,
+    costs: ModelCosts,
+    find: Find,
+    conditions: Conditions,
+    seconds: float,
+    *,
+    insist: bool = False,
+) -> Solution:
+    """The stages that costs lead to, after rehearsals; those of the costs where none can be run.
+
+    Args:
+        whole: the model.
+        costs: of its blocks.
+        find: the best stages for some costs, for the number of ranks that a rehearsal has.
+        conditions: how stages are made.
+        seconds: how long blocks were measured; a rehearsal takes less.
+        insist: refuse rather than leave the rehearsal out.
+
+    Raises:
+        PlanError: insisted on what cannot be run.
+    """
+    first = find(costs)
+    if not can_rehearse(whole, first.schedule):
+        if insist:
+            raise _cannot(first.schedule)
+        return first
+
+    def run(found: Solution) -> Rehearsal:
+        return rehearse(
+            whole,
+            [cut + 1 for cut in found.cuts],
+            found.schedule,
+            conditions,
+            planned=found.costs.times,
+            seconds=min(seconds * _SHARE, _MOST),
+        )
+
+    return settle(costs, find, run).solution
+
+
+def agreed(find: Callable[[], T]) -> T:
+    """What rank 0 of the default process group finds, on all of them.
+
+    Each might find something else, and cut elsewhere.
+    """
+    if not grouped():
+        return find()
+    found: T = _value(tell(_outcome(find) if dist.get_rank() == 0 else None, 0))
+    return found
+
+
+def _everywhere(find: Callable[[], T]) -> list[T]:
+    """What each rank finds, on all of them; an error on one is an error on all."""
+    return list(map(_value, gather(_outcome(find))))
+
+
+def _outcome(find: Callable[[], T]) -> T | AutosplitError:
+    try:
+        return find()
+    except AutosplitError as error:
+        return error
+
+
+def _value(outcome: Any) -> Any:
+    if isinstance(outcome, AutosplitError):
+        raise outcome
+    return outcome
+
+
+def grouped() -> bool:
+    """Whether there are other ranks, in the default process group."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def device_of_trainer(*, alone: bool) -> torch.device | None:
+    """Where a trainer puts its stages, if that is not where the model is.
+
+    Args:
+        alone: whether it has one process, whatever group that is in.
+    """
+    device = None if alone or not grouped() else device_of_group()
+    return None if device is None or device.type == "cpu" else device
+
+
+def _cannot(schedule: Schedule) -> PlanError:
+    return PlanError(
+        f"a rehearsal of {schedule.name!r} needs its {len(schedule.ranks)} ranks in the default "
+        "process group, and inputs with samples along dimension 0 only: start the processes first, "
+        "see autosplit.pipeline.launch, or leave rehearse out"
+    )

@@ -1,0 +1,163 @@
+"""Where to cut a model into stages, so that a step of a given schedule is short."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from autosplit.errors import PlanError
+from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.simulation.activation_memory import StageMemory
+from autosplit.pipeline.simulation.step_costs import Costs
+from autosplit.pipeline.simulation.transfer import Transfer
+from autosplit.planner.costs.block_costs import ModelCosts
+from autosplit.planner.costs.limits import Limits
+
+from .candidate_cuts import Task, Way, triples
+from .schedule_request import Fixed, Form, form_of
+
+
+class CapError(PlanError):
+    """Nothing fits under a cap of memory; ``least`` is the least cap for which something does."""
+
+    # A default, because an error on its way to another process is made from its message alone.
+    def __init__(self, message: str, least: float = math.nan) -> None:
+        super().__init__(message)
+        self.least = least
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Stages, and what a step of them is predicted to take.
+
+    Attributes:
+        cuts: k cuts behind block k; increasing.
+        schedule: built for these stages; ranks wait for each other between steps.
+        costs: of each stage: times and memory of a microbatch, and the links with the messages.
+        parameters: bytes of each stage.
+        step: seconds.
+        bubble: idle time over total time of all ranks.
+        peaks: per rank, the most bytes it holds: parameters, gradients, optimizer state, and what
+            is kept of the microbatches.
+    """
+
+    cuts: tuple[int, ...]
+    schedule: Schedule
+    costs: Costs
+    parameters: tuple[float, ...]
+    step: float
+    bubble: float
+    peaks: tuple[float, ...]
+
+    @property
+    def uneven(self) -> float:
+        """Seconds of the slowest stage over those of the mean stage."""
+        seconds = list(map(sum, self.costs.times))
+        return max(seconds) * len(seconds) / math.fsum(seconds) if any(seconds) else 1.0
+
+
+def solve(
+    costs: ModelCosts,
+    stages: int,
+    microbatches: int,
+    schedule: str | Schedule = "1f1b",
+    *,
+    ranks: int | None = None,
+    split_backward: bool = True,
+    weights: str | None = None,
+    limits: Limits | None = None,
+    refine: bool = True,
+) -> Solution:
+    """The cuts with the shortest simulated step that were found, or the most even of those whose
+    steps differ from it by less than the noise of the costs; deterministic.
+
+    Dynamic programming gives cuts whose slowest stage is as fast as can be (under the cap, where
+    each rank holds one stage). From there, cuts are shifted while that makes the simulated step
+    shorter; where there are few ways to cut, all are tried. A schedule that is built for the times
+    of its stages is built again for each result, and the search goes on from there.
+
+    Args:
+        costs: of the model's blocks, for one microbatch.
+        stages: N.
+        microbatches: M.
+        schedule: a key of ``pipeline.SCHEDULES``, or a schedule that is to be run as it is.
+        ranks: processes, see ``pipeline.build``.
+        split_backward: False for full backwards.
+        weights: where the weight gradients go, see ``pipeline.build``.
+        limits: memory of a rank and links; None: as much as is needed, and transfers take no time.
+        refine: False stops after the dynamic programming.
+
+    Raises:
+        PlanError: more stages than blocks.
+        CapError: no cuts were found that fit under the cap; says the least cap that would do.
+        ScheduleError: an unknown schedule, one that refuses the counts, or one that runs two
+            copies of the stages.
+    """
+    form = form_of(schedule, ranks, split_backward=split_backward, weights=weights)
+    limits = limits or Limits()
+    task = Task(costs, stages, microbatches, form, limits)
+    best = task.best(list(task.starts()), refine=refine)
+    if best.overflow > 0.0:
+        frugal = task.frugal(best)
+        best = task.best([frugal.cuts], refine=refine) if frugal.overflow == 0.0 else frugal
+    if best.overflow > 0.0:
+        least = float(best.peaks.max())
+        raise CapError(
+            f"no cuts into {stages} stages for {form.name!r} with {microbatches} microbatches fit "
+            f"under a cap of {limits.cap:,.0f} bytes a rank; the least cap that does is "
+            f"{least:,.0f}: raise the cap, or use more ranks, smaller microbatches, another memory "
+            "setting, or a schedule that keeps fewer microbatches",
+            least,
+        )
+    return _solution(task, best, limits.links)
+
+
+def weigh(
+    costs: ModelCosts,
+    cuts: Sequence[int],
+    microbatches: int,
+    form: Form | Fixed,
+    limits: Limits,
+) -> Solution:
+    """What a step of given cuts is predicted to take, whether they fit under the cap or not.
+
+    Args:
+        costs: of the model's blocks.
+        cuts: k cuts behind block k; increasing.
+        microbatches: M.
+        form: the schedule.
+        limits: memory and links.
+
+    Raises:
+        PlanError: more stages than blocks.
+        ScheduleError: see ``solve``.
+    """
+    task = Task(costs, len(cuts) + 1, microbatches, form, limits)
+    return _solution(task, task.evaluate(torch.tensor(cuts, dtype=torch.int64)), limits.links)
+
+
+def _solution(task: Task, way: Way, links: Transfer) -> Solution:
+    """The result in plain numbers."""
+    stages = task.pieces.stages(way.cuts[None])
+    times = triples(stages.times[:, :, 0])
+    kept = stages.kept[:, :, 0].T.tolist()
+    crossing, returning = (
+        dict(enumerate(sizes[:, 0].tolist())) for sizes in (stages.crossing, stages.returning)
+    )
+    busy = task.microbatches * sum(map(sum, times))
+    return Solution(
+        cuts=tuple(way.cuts.tolist()),
+        schedule=way.order.schedule,
+        costs=Costs(
+            times,
+            [StageMemory(*each) for each in kept],
+            replace(links, message_bytes=crossing, gradient_bytes=returning),
+        ),
+        parameters=tuple(stages.parameters[:, 0].tolist()),
+        step=way.step,
+        bubble=max(0.0, 1.0 - busy / (way.step * way.order.ranks)) if way.step else 0.0,
+        peaks=tuple(way.peaks.tolist()),
+    )

@@ -1,0 +1,1 @@
+"""Models on the meta device, and the values that their stages get."""

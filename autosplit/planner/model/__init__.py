@@ -1,0 +1,1 @@
+"""A whole model as a line of blocks, and its stages as modules."""

@@ -1,0 +1,219 @@
+"""The forward of a model as a line of operations that can be cut between any two.
+
+Some operations are not on the line: what depends on nothing but the batch, buffers and
+constants, and is cheap (masks, position ids, rotary tables), is done again in every stage that
+wants it, which costs less than sending it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autosplit.capture.forward_graph import Forward
+from autosplit.capture.mode_switches import Setting, settings
+from autosplit.torch_internals.pytree import tree_flatten
+
+
+class Line:
+    """The operations of a forward in the order in which they run.
+
+    Attributes:
+        forward: the captured forward.
+        body: the operations on the line.
+        position: of each of them.
+        settings: grad mode and autocast around every node that a stage may hold.
+        replicated: operations that every stage does for itself.
+        last_use: of each of them, where on the line it is read last; the line's length if the
+            model returns it.
+        writers: storage -> the operations that write into it.
+        forbidden: cuts that would divide what belongs together -> why; cut k is before
+            ``body[k]``.
+    """
+
+    def __init__(self, forward: Forward) -> None:
+        self.forward = forward
+        self.effects = forward.effects
+        graph = forward.module.graph
+        self._order = {node: index for index, node in enumerate(graph.nodes)}
+        found = settings(graph)
+        self.settings: dict[fx.Node, Setting] = {n: s for n, s in found.items() if s is not None}
+        calls = [n for n in graph.nodes if n.op.startswith("call_") and n in self.settings]
+        calls = _alive(calls, self)
+        self.writers = _writers(calls, self)
+        self.replicated = _replicated(calls, self)
+        self.body = [node for node in calls if node not in self.replicated]
+        self.position = {node: index for index, node in enumerate(self.body)}
+        self.last_use = self._last_uses()
+        self.forbidden = _forbidden(self)
+
+    def value(self, node: fx.Node) -> Any:
+        """What the node gives, without data."""
+        return self.effects[node].value
+
+    def ordered(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+        """As they run."""
+        return sorted(nodes, key=self._order.__getitem__)
+
+    def needs(self, node: fx.Node) -> list[fx.Node]:
+        """Its arguments, and what wrote into them before."""
+        touched = frozenset[int]().union(*(self.effects[n].storages for n in node.all_input_nodes))
+        before = [w for storage in touched for w in self.writers.get(storage, ())]
+        own = self._order[node]
+        return [*node.all_input_nodes, *(w for w in before if self._order[w] < own)]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the forward was captured: where the last operation that makes a tensor was."""
+        values = (self.value(node) for node in reversed(self.body))
+        return next((v.device for v in values if isinstance(v, Tensor)), torch.device("cpu"))
+
+    @property
+    def results(self) -> list[fx.Node]:
+        """Nodes that the model returns."""
+        return [leaf for leaf in self.forward.leaves if isinstance(leaf, fx.Node)]
+
+    def part(self, first: int, last: int) -> tuple[list[fx.Node], list[fx.Node]]:
+        """What a stage holds that runs the line from ``first`` up to but not ``last``, and what it
+        reads; the last one has what the model returns as well.
+
+        Returns:
+            operations in order, those included that are done again; and the nodes outside of the
+            part that they read: operations on the line, inputs, state and constants.
+        """
+        results = self.results if last == len(self.body) else []
+        own = {*self.body[first:last], *(n for n in results if n in self.replicated)}
+        outside = {n for n in results if n not in own}
+        waiting = list(own)
+        while waiting:
+            node = waiting.pop()
+            for needed in self.needs(node):
+                if needed in own or needed in outside:
+                    continue
+                if needed in self.replicated:
+                    own.add(needed)
+                    waiting.append(needed)
+                elif needed in node.all_input_nodes:
+                    outside.add(needed)
+        return self.ordered(own), self.ordered(outside)
+
+    def given(self, outside: Iterable[fx.Node]) -> list[fx.Node]:
+        """Of what a part reads, that which it has to be given: neither state nor constants."""
+        inputs = self.forward.inputs
+        return [node for node in outside if node in inputs or node in self.position]
+
+    def crossing(self, cut: int) -> list[fx.Node]:
+        """Operations before ``body[cut]`` whose results are read from there on."""
+        return [n for n in self.body[:cut] if self.last_use[n] >= cut]
+
+    def _last_uses(self) -> dict[fx.Node, int]:
+        last = dict.fromkeys(self.body, -1)
+        for index, node in enumerate(self.body):
+            for needed in node.all_input_nodes:
+                if needed in last:
+                    last[needed] = index
+        for node in self.results:
+            if node in last:
+                last[node] = len(self.body)
+        return last
+
+
+def _alive(calls: list[fx.Node], line: Line) -> list[fx.Node]:
+    """Those that something reads, or that write or draw. What nobody reads would still have to
+    be sent what it reads itself.
+    """
+    alive = set(line.results)
+    for node in reversed(calls):
+        effect = line.effects[node]
+        lasting = effect.writes or effect.random or not _tensors(effect.value)
+        if lasting or node in alive:
+            alive.update(node.all_input_nodes, [node])
+    return [node for node in calls if node in alive]
+
+
+def _writers(calls: list[fx.Node], line: Line) -> dict[int, list[fx.Node]]:
+    found: dict[int, list[fx.Node]] = {}
+    for node in calls:
+        for storage in line.effects[node].writes:
+            found.setdefault(storage, []).append(node)
+    return found
+
+
+def _replicated(calls: list[fx.Node], line: Line) -> set[fx.Node]:
+    """Operations that every stage can do for itself, with the same result in each."""
+    forward, effects, writers = line.forward, line.effects, line.writers
+    sources = [*forward.inputs, *forward.constants]
+    sources += [node for node in forward.state if not line.value(node).requires_grad]
+    state = {s for node in [*forward.state, *sources] for s in effects[node].storages}
+    banned = {storage for storage in state if storage in writers}
+    while True:
+        found: set[fx.Node] = {n for n in sources if not effects[n].storages & banned}
+        for node in calls:
+            effect = effects[node]
+            shared = (effect.storages | effect.writes) & banned
+            if shared or effect.random or effect.costly or not _plain(effect.value):
+                continue
+            if all(needed in found for needed in line.needs(node)):
+                found.add(node)
+        # Something is written here and there: then it is one thing, wherever it is read.
+        mixed = {s for s, nodes in writers.items() if {n in found for n in nodes} == {True, False}}
+        if mixed <= banned:
+            return found.difference(sources)
+        banned |= mixed
+
+
+def _plain(value: Any) -> bool:
+    return value is None or not any(tensor.requires_grad for tensor in _tensors(value))
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]
+
+
+def _forbidden(line: Line) -> dict[int, str]:
+    """Cuts inside of what must be in one stage -> why."""
+    found: dict[int, str] = {}
+
+    def bind(first: int, last: int, why: str) -> None:
+        found.update((cut, why) for cut in range(first + 1, last + 1) if cut not in found)
+
+    unknown = []
+    for index, node in enumerate(line.body):
+        effect = line.effects[node]
+        if not isinstance(effect.value, Tensor):
+            last = min(line.last_use[node], len(line.body) - 1)
+            bind(
+                index, last, f"{node.name} puts out something besides a tensor, which is read later"
+            )
+        if effect.value is None and not effect.writes and not node.all_input_nodes:
+            unknown.append(index)
+    if unknown:
+        bind(unknown[0], unknown[-1], f"{line.body[unknown[0]].name} changes a setting of torch")
+    outer = ("placeholder", "get_attr")
+    state = {s for n in line.settings if n.op in outer for s in line.effects[n].storages}
+    touched = _touched(line)
+    for storage, nodes in line.writers.items():
+        writes = [line.position[node] for node in nodes if node in line.position]
+        if not writes:
+            continue
+        first, last = touched[storage][0], touched[storage][-1]
+        what = f"{line.body[writes[-1]].name} writes in place into"
+        if storage in state:
+            bind(first, last, f"{what} state of the model or the batch that is read here and there")
+        else:
+            bind(first, writes[-1], f"{what} a tensor that was made before")
+    return found
+
+
+def _touched(line: Line) -> dict[int, list[int]]:
+    """Storage -> where on the line it is made, read or written."""
+    found: dict[int, list[int]] = {}
+    for index, node in enumerate(line.body):
+        effect = line.effects[node]
+        storages = effect.storages | effect.writes
+        for storage in storages.union(*(line.effects[n].storages for n in node.all_input_nodes)):
+            found.setdefault(storage, []).append(index)
+    return found

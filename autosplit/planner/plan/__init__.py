@@ -1,0 +1,1 @@
+"""Plans: found, checked, written and read."""

@@ -1,0 +1,209 @@
+"""``partition``: a whole model in, stages and what they will take out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autosplit.errors import PlanError
+from autosplit.pipeline.engine.execution.microbatch import Part
+from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.training.stage_modules import LossFunction
+from autosplit.planner.costs.block_costs import ModelCosts
+from autosplit.planner.costs.estimate import estimate
+from autosplit.planner.costs.limits import Limits
+from autosplit.planner.cuts.cut_request import Wanted
+from autosplit.planner.cuts.rank_measurement import (
+    check_seconds,
+    device_of_trainer,
+    profile_together,
+    rehearsed,
+)
+from autosplit.planner.cuts.solve import Solution
+from autosplit.planner.model.block_instance import Conditions
+from autosplit.planner.model.captured_model import WholeModel
+from autosplit.planner.model.stages import cut
+from autosplit.torch_internals.pytree import tree_flatten
+
+from .alternatives import Configuration
+from .from_solution import make_plan
+from .plan import Plan, made_for
+
+COSTS = ("profile", "estimate")
+
+
+def partition(
+    model: nn.Module,
+    args: Any = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    stages: int | None = None,
+    cut_at: Sequence[str] | None = None,
+    microbatches: int | None = None,
+    schedule: str | Schedule = "1f1b",
+    ranks: int | None = None,
+    split_backward: bool = True,
+    weights: str | None = None,
+    memory: str | int = "balanced",
+    backend: str = "eager",
+    autocast: torch.dtype | None = None,
+    loss_fn: LossFunction | None = None,
+    targets: Part | None = None,
+    costs: str | ModelCosts = "profile",
+    seconds: float = 10.0,
+    rehearse: bool | None = None,
+    limits: Limits | None = None,
+) -> Plan:
+    """Cut a model into stages, so that a step of a schedule is short.
+
+    Where a process group is up, all ranks must call it, but for ``ranks=1``: they measure at the
+    same time, as they will run, and all cut alike. If the group is of the plan's ranks, they also
+    rehearse: they run a few steps of the stages that the measured blocks lead to, correct the
+    blocks' costs by what these took, cut again, and keep the fastest. ``predicted_step`` and
+    ``stage_times`` are then those of the rehearsal. The model stays as it is.
+
+    Training and evaluation are captured each. What the forward reads besides, such as an attribute
+    or the rate of a dropout, stays in the stages as it was: cut the model again after changing it.
+
+    Args:
+        model: what to cut; its parameters may be on the meta device.
+        args: example positional inputs of one microbatch, a tuple or one tensor; a dictionary is
+            keyword inputs.
+        kwargs: example keyword inputs.
+        stages: how many stages.
+        cut_at: the modules with which the stages after the first begin, as ``model.layers.8``.
+            None: where it makes the step shortest.
+        microbatches: M; None: two for each stage.
+        schedule: a key of ``pipeline.SCHEDULES``, or a schedule that is to be run as it is.
+        ranks: processes, see ``pipeline.build``.
+        split_backward: False for full backwards.
+        weights: where the weight gradients go, see ``pipeline.build``.
+        memory: see ``autosplit.split``.
+        backend: see ``autosplit.split``.
+        autocast: the dtype of autocast under which the stages are to run, or None.
+        loss_fn: as for the trainer; it counts in the last stage where there are ``targets``.
+        targets: example targets of one microbatch; ``()`` for a loss that takes none. None: what
+            the model puts out stands in for the loss.
+        costs: ``"profile"`` measures blocks, ``"estimate"`` goes by their FLOPs and bytes; or the
+            costs themselves, if they are known.
+        seconds: how long to measure blocks; each rehearsal, of five at the most, takes a third.
+        rehearse: False plans from costs alone; True insists, also for costs that are not measured
+            here. None: with ``"profile"``, where it can be done.
+        limits: memory of a rank and links; None: any, and none that takes time.
+
+    Returns:
+        The plan, bound to the model: a trainer takes it in place of stages.
+
+    Raises:
+        CaptureError: the model cannot be captured in one graph; names the user's line.
+        PlanError: more stages than blocks, a name in ``cut_at`` that cannot be cut at, an
+            unknown option, or a rehearsal insisted on that cannot be run.
+        CapError: nothing fits; says the least cap that would do.
+        ScheduleError: an unknown schedule, or one that refuses the counts.
+    """
+    count = _count(stages, cut_at)
+    check_seconds(seconds)
+    if not isinstance(costs, ModelCosts) and costs not in COSTS:
+        raise PlanError(f"unknown costs {costs!r}; known: {', '.join(COSTS)}, or a ModelCosts")
+    whole, firsts = _captured(model, args, kwargs, count, cut_at)
+    wanted = Wanted(
+        count,
+        firsts,
+        2 * count if microbatches is None else microbatches,
+        schedule,
+        ranks=ranks,
+        split_backward=split_backward,
+        weights=weights,
+        limits=limits or Limits(),
+    )
+    conditions = Conditions(
+        backend=backend,
+        memory=memory,
+        autocast=autocast,
+        loss_fn=None if targets is None else loss_fn,
+        targets=targets,
+        device=device_of_trainer(alone=wanted.alone),
+    )
+    known = _known(costs, whole, conditions, seconds, alone=wanted.alone)
+    if rehearse or (rehearse is None and costs == "profile"):
+        found = rehearsed(whole, known, wanted.best, conditions, seconds, insist=bool(rehearse))
+    else:
+        found = wanted.best(known)
+    return _plan(whole, wanted, found, conditions)
+
+
+def _count(stages: int | None, cut_at: Sequence[str] | None) -> int:
+    if cut_at is None:
+        if stages is None:
+            raise PlanError("say how many stages: stages=N, or where they begin: cut_at=[...]")
+        return stages
+    if stages not in (None, len(cut_at) + 1):
+        raise PlanError(
+            f"cut_at has {len(cut_at)} names, which gives {len(cut_at) + 1} stages, but "
+            f"stages={stages}"
+        )
+    return len(cut_at) + 1
+
+
+def _captured(
+    model: nn.Module,
+    args: Any,
+    kwargs: Mapping[str, Any] | None,
+    count: int,
+    cut_at: Sequence[str] | None,
+) -> tuple[WholeModel, list[int] | None]:
+    """The model in blocks, and those that ``cut_at`` names; refuses what is no cut of it."""
+    whole = WholeModel.capture(model, args, kwargs)
+    firsts = None
+    if cut_at is not None:
+        whole = whole.divided(cut_at)
+        firsts = [whole.start(name) for name in cut_at]
+        cut(whole, firsts)  # refuses what is no cut, before anything is measured
+    if not 1 <= count <= len(whole.blocks):
+        raise PlanError(
+            f"{type(model).__name__} has blocks for 1 to {len(whole.blocks)} stages, got "
+            f"stages={count}"
+        )
+    return whole, firsts
+
+
+def _known(
+    costs: str | ModelCosts,
+    whole: WholeModel,
+    conditions: Conditions,
+    seconds: float,
+    *,
+    alone: bool,
+) -> ModelCosts:
+    """What the blocks cost: measured, estimated, or as given."""
+    if isinstance(costs, ModelCosts):
+        return costs
+    if costs == "profile":
+        return profile_together(whole, conditions, seconds, alone=alone)
+    return estimate(whole, conditions)
+
+
+def _plan(whole: WholeModel, wanted: Wanted, found: Solution, conditions: Conditions) -> Plan:
+    """What was found, as a plan bound to the model."""
+    one = Configuration(
+        wanted.stages,
+        len(found.schedule.ranks),
+        wanted.microbatches,
+        _samples(whole),
+        wanted.name,
+        not found.schedule.split_backward,
+        conditions.memory,
+        found,
+    )
+    plan = make_plan(one, made_for(whole), wanted.limits, backend=conditions.backend)
+    return plan.bound_to(whole)
+
+
+def _samples(whole: WholeModel) -> int:
+    """Of the first tensor among the inputs, along dimension 0."""
+    leaves = tree_flatten((whole.args, whole.kwargs))[0]
+    counts = [len(each) for each in leaves if isinstance(each, Tensor) and each.dim()]
+    return counts[0] if counts else 1

@@ -1,0 +1,54 @@
+"""Why a rank stood still: each idle gap of a timeline and the result that ended it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from autosplit.pipeline.schedule.action import Action
+from autosplit.pipeline.schedule.dependency import needs_of, result_of
+from autosplit.pipeline.simulation.timeline import Span, Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Idle time of one rank, in seconds of the timeline's clock.
+
+    Attributes:
+        rank: who was idle.
+        start: end of the action before, or the start of the step.
+        end: start of the action after, or the end of the step.
+        after: the action that the gap ended with; None at the end of the step.
+        cause: what that action waited for: the last of its needs to be made on another rank;
+            None where nothing had to come.
+    """
+
+    rank: int
+    start: float
+    end: float
+    after: Span | None
+    cause: Span | None
+
+
+def gaps(timeline: Timeline) -> Iterator[Gap]:
+    """The idle gaps of every rank, in order, ranks one after another."""
+    spans = [span for span in timeline.spans if span.action.kind.is_compute]
+    if not spans:
+        return
+    begin, end = min(s.start for s in spans), max(s.end for s in spans)
+    stages = 1 + max(span.action.stage for span in spans)
+    makers = {result_of(span.action): span for span in spans}
+    for rank in range(timeline.ranks):
+        clock = begin
+        for span in sorted((s for s in spans if s.rank == rank), key=lambda s: s.start):
+            if span.start > clock:
+                yield Gap(rank, clock, span.start, span, _cause(span, makers, stages))
+            clock = max(clock, span.end)
+        if end > clock:
+            yield Gap(rank, clock, end, None, None)
+
+
+def _cause(span: Span, makers: dict[Action, Span], stages: int) -> Span | None:
+    found = [makers[need] for need in needs_of(span.action, stages) if need in makers]
+    abroad = [maker for maker in found if maker.rank != span.rank]
+    return max(abroad, key=lambda maker: maker.end, default=None)

@@ -1,0 +1,140 @@
+"""Simulated schedules as a table, as JSON, and as a picture of time against memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tabulate import tabulate
+
+from autosplit.errors import AutosplitError
+from autosplit.pipeline.search.survey import Entry, Survey
+from autosplit.text.writing import writing
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_INK, _FRONT = "#222222", "#0072B2"
+_SLOWEST = 1.6  # of the shortest step: slower ones would press all others into a corner
+
+
+def survey_table(survey: Survey) -> str:
+    """A row a schedule: milliseconds, bubble, memory, and what is best marked with a star."""
+    front = {id(entry) for entry in pareto_front(survey.entries)}
+    shortest = min(entry.timeline.step_time for entry in survey.entries)
+    rows = [
+        [
+            entry.name,
+            entry.weights,
+            f"{1e3 * entry.timeline.step_time:,.1f}",
+            f"{entry.timeline.step_time / shortest:.3f}x",
+            f"{max(0.0, entry.timeline.bubble_ratio()):.1%}",
+            f"{max(entry.peaks):,.2f}",
+            "*" if id(entry) in front else "",
+        ]
+        for entry in survey.entries
+    ]
+    headers = ["schedule", "weights", "step ms", "of best", "bubble", "peak memory", "Pareto"]
+    align = ("left", "left", "right", "right", "right", "right", "center")
+    return tabulate(rows, headers, colalign=align, disable_numparse=True)
+
+
+def survey_rows(survey: Survey) -> list[dict[str, Any]]:
+    """The same for JSON. Times are in milliseconds; ``bubble`` is a ratio."""
+    return [
+        {
+            "schedule": entry.name,
+            "weights": entry.weights,
+            "makespan": 1e3 * entry.timeline.makespan,
+            "step_time": 1e3 * entry.timeline.step_time,
+            "bubble": max(0.0, entry.timeline.bubble_ratio()),
+            "bubble_by_rank": [
+                max(0.0, entry.timeline.bubble_ratio(rank)) for rank in range(entry.timeline.ranks)
+            ],
+            "peak_memory": max(entry.peaks),
+            "peak_memory_by_rank": list(entry.peaks),
+        }
+        for entry in survey.entries
+    ]
+
+
+def pareto_front(entries: Sequence[Entry]) -> list[Entry]:
+    """The entries that no other beats in step time and peak memory, the shortest step first."""
+    ordered = sorted(entries, key=lambda each: (each.timeline.step_time, max(each.peaks)))
+    front: list[Entry] = []
+    for entry in ordered:
+        if not front or max(entry.peaks) < max(front[-1].peaks):
+            front.append(entry)
+    return front
+
+
+def draw_survey(survey: Survey, path: str | Path, *, title: str | None = None) -> None:
+    """Draw step time against peak memory, with the Pareto front as a line.
+
+    Schedules of more than 1.6 times the shortest step are named below the picture.
+
+    Raises:
+        AutosplitError: no matplotlib.
+    """
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.patheffects import withStroke
+    except ModuleNotFoundError as error:
+        raise AutosplitError(
+            f"drawing schedules needs matplotlib ({error}); run: pip install autosplit[plot]"
+        ) from error
+    figure = Figure(figsize=(9.0, 6.0), facecolor="white", layout="constrained")
+    axes = figure.add_subplot()
+    limit = _SLOWEST * min(entry.timeline.step_time for entry in survey.entries)
+    shown = [entry for entry in survey.entries if entry.timeline.step_time <= limit]
+    slow = dict.fromkeys(entry.name for entry in survey.entries if entry not in shown)
+    _draw_front(axes, pareto_front(shown))
+    _draw_points(axes, shown, withStroke(linewidth=2.5, foreground="white"))
+    note = f"\nslower than all shown: {', '.join(slow)}" if slow else ""
+    axes.set_xlabel(f"peak memory of the fullest rank{note}", color=_INK)
+    axes.set_ylabel("milliseconds a step", color=_INK)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.margins(0.12)
+    axes.legend(frameon=False, loc="upper right")
+    if title is not None:
+        axes.set_title(title, color=_INK, loc="left", parse_math=False)
+    with writing(path):
+        figure.savefig(path, dpi=150)
+
+
+def _draw_front(axes: Axes, front: Sequence[Entry]) -> None:
+    axes.step(
+        [max(entry.peaks) for entry in front],
+        [1e3 * entry.timeline.step_time for entry in front],
+        where="pre",
+        color=_FRONT,
+        linewidth=1.2,
+        label="Pareto front",
+        gid="front",
+    )
+
+
+def _draw_points(axes: Axes, entries: Sequence[Entry], halo: Any) -> None:
+    """One dot a place; what lies on one place shares its label, legible on a neighbour's dot."""
+    places: dict[tuple[float, float], list[str]] = {}
+    for entry in entries:
+        place = round(max(entry.peaks), 6), round(1e3 * entry.timeline.step_time, 6)
+        several = entry.weights != "own" and any(
+            other.name == entry.name and other is not entry for other in entries
+        )
+        places.setdefault(place, []).append(
+            f"{entry.name} {entry.weights}" if several else entry.name
+        )
+    for (memory, time), names in places.items():
+        axes.plot(memory, time, "o", color=_INK, markersize=5, gid="/".join(names))
+        axes.annotate(
+            ", ".join(names),
+            (memory, time),
+            (5, 4),
+            textcoords="offset points",
+            fontsize=8,
+            color=_INK,
+            parse_math=False,
+            path_effects=[halo],
+        )

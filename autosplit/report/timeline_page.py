@@ -1,0 +1,109 @@
+"""Timelines as one HTML file that needs nothing else: hover, follow a microbatch, see memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from autosplit.errors import AutosplitError
+from autosplit.pipeline.simulation.timeline import Timeline
+from autosplit.text.writing import write_text
+
+from .idle_gaps import Gap, gaps
+
+Curve = Sequence[tuple[float, float]]
+"""(seconds on the timeline's clock, bytes held from then on), in order of time."""
+
+_DATA = "/*DATA*/null"
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A timeline and what is shown with it.
+
+    Attributes:
+        name: its heading.
+        timeline: what ran when.
+        memory: per rank, the bytes held over time; empty for none.
+    """
+
+    name: str
+    timeline: Timeline
+    memory: Sequence[Curve] = ()
+
+
+def write_page(panels: Sequence[Panel], path: str | Path, *, title: str = "Timeline") -> None:
+    """Write a self-contained page: the panels under each other, on one time scale.
+
+    On the page: pointing at an action tells its times and what it waited for; a click follows
+    its microbatch through all stages; pointing at an idle gap tells which action on which rank
+    ended it; the wheel zooms.
+
+    Raises:
+        AutosplitError: no panel, one in which nothing is computed, or one with memory of another
+            number of ranks.
+        OutputError: the file cannot be written.
+    """
+    if not panels:
+        raise AutosplitError("nothing to show: expected at least one timeline")
+    data = {"title": title, "panels": [_panel(panel) for panel in panels]}
+    template = (
+        resources.files(__package__).joinpath("timeline_page.html").read_text(encoding="utf-8")
+    )
+    # "</script>" inside a name would end the page's script.
+    text = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
+    write_text(path, template.replace(_DATA, text))
+
+
+def _panel(panel: Panel) -> dict[str, Any]:
+    timeline = panel.timeline
+    spans = [span for span in timeline.spans if span.action.kind.is_compute]
+    if not spans:
+        raise AutosplitError(f"nothing to show: no rank computes in the timeline {panel.name!r}")
+    if panel.memory and len(panel.memory) != timeline.ranks:
+        raise AutosplitError(
+            f"{panel.name!r} has {timeline.ranks} ranks, but memory for {len(panel.memory)}"
+        )
+    origin = min(span.start for span in spans)
+    return {
+        "name": panel.name,
+        "ranks": timeline.ranks,
+        "makespan": _milliseconds(timeline.makespan),
+        "bubble": [timeline.bubble_ratio(rank) for rank in range(timeline.ranks)],
+        "meanBubble": timeline.bubble_ratio(),
+        "spans": [
+            {
+                "rank": span.rank,
+                "text": str(span.action),
+                "kind": span.action.kind.value,
+                "stage": span.action.stage,
+                "microbatch": span.action.microbatch,
+                "start": _milliseconds(span.start - origin),
+                "end": _milliseconds(span.end - origin),
+            }
+            for span in spans
+        ],
+        "gaps": [_gap(gap, origin) for gap in gaps(timeline)],
+        "memory": [
+            [[_milliseconds(at - origin), held] for at, held in curve] for curve in panel.memory
+        ],
+    }
+
+
+def _gap(gap: Gap, origin: float) -> dict[str, Any]:
+    return {
+        "rank": gap.rank,
+        "start": _milliseconds(gap.start - origin),
+        "end": _milliseconds(gap.end - origin),
+        "before": None if gap.after is None else str(gap.after.action),
+        "cause": None if gap.cause is None else str(gap.cause.action),
+        "causeRank": None if gap.cause is None else gap.cause.rank,
+    }
+
+
+def _milliseconds(seconds: float) -> float:
+    return round(1e3 * seconds, 6)

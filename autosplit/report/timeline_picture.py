@@ -1,0 +1,274 @@
+"""Timelines as a picture: one panel each on a common time axis, ranks as rows, idle hatched."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autosplit.errors import AutosplitError
+from autosplit.pipeline.schedule.action import ActionKind
+from autosplit.pipeline.simulation.timeline import Timeline
+from autosplit.text.writing import writing
+
+from .bar_labels import choose_lettering
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Rows = Sequence[tuple[str, Timeline]]
+"""Timelines and their names, drawn from top to bottom."""
+
+
+@dataclass(frozen=True)
+class _Style:
+    label: str
+    fill: str
+    ink: str  # of the text inside the bar
+
+
+# Okabe and Ito's palette: told apart under every common colour blindness.
+_STYLES = {
+    ActionKind.FORWARD: _Style("F  forward", "#0072B2", "white"),
+    ActionKind.BACKWARD_INPUT: _Style("I  backward input", "#E69F00", "black"),
+    ActionKind.BACKWARD_WEIGHT: _Style("W  backward weight", "#009E73", "white"),
+    ActionKind.BACKWARD: _Style("B  full backward", "#CC79A7", "black"),
+}
+_IDLE: dict[str, Any] = {
+    "facecolor": "#F4F4F4",
+    "edgecolor": "#CFCFCF",
+    "hatch": "////",
+    "linewidth": 0.0,
+}
+_INK, _MUTED = "#222222", "#666666"
+_FORMATS = (".pdf", ".png", ".svg")
+_DPI = 150
+_POINTS = 72.0  # in an inch
+_BAR = 0.82  # height of a bar in rows
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Inches. Laid out by hand, so that a row is as high in a panel of one as of eight."""
+
+    width: float
+    row: float
+    top: float
+    left: float = 0.8
+    right: float = 1.0
+    panel_title: float = 0.48
+    bottom: float = 0.55
+
+    @property
+    def axes_width(self) -> float:
+        return self.width - self.left - self.right
+
+    def height(self, rows: Rows) -> float:
+        panels = sum(self.panel_title + timeline.ranks * self.row for _, timeline in rows)
+        return self.top + panels + self.bottom
+
+
+def draw_timelines(rows: Rows, path: str | Path, *, title: str | None = None) -> None:
+    """Draw `timeline_figure(rows, title=title)` into a file; its suffix names the format.
+
+    Raises:
+        AutosplitError: a suffix other than .pdf, .png and .svg, nothing to draw, or no
+            matplotlib.
+        OutputError: the file cannot be written.
+    """
+    path = Path(path)
+    if path.suffix.lower() not in _FORMATS:
+        raise AutosplitError(
+            f"cannot draw timelines into {str(path)!r}: expected a name that ends in "
+            f"{', '.join(_FORMATS)}"
+        )
+    figure = timeline_figure(rows, title=title)
+    with writing(path):
+        figure.savefig(path, dpi=_DPI)
+
+
+def timeline_figure(rows: Rows, *, title: str | None = None) -> Figure:
+    """Panels under each other, one a timeline, each starting at 0 ms, all to one scale.
+
+    A bar is one action (its gid is PANEL/RANK/ACTION, as in "0/1/1F0"), labelled with its
+    kind and microbatch where there is room, or with the whole action where a rank holds
+    several stages. The share of the makespan in which a rank computes nothing stands at the
+    end of its row; sends and receives are not drawn and count as idle.
+
+    Raises:
+        AutosplitError: no timeline, one in which nothing is computed, or no matplotlib.
+    """
+    if not rows:
+        raise AutosplitError("nothing to draw: expected at least one timeline")
+    for name, timeline in rows:
+        if not any(timeline.busy(rank) for rank in range(timeline.ranks)):
+            raise AutosplitError(f"nothing to draw: no rank computes in the timeline {name!r}")
+    layout = _layout(rows, title)
+    figure = _new_figure(layout.width, layout.height(rows))
+    end = 1e3 * max(timeline.makespan for _, timeline in rows)
+    panels = _add_panels(figure, layout, rows, end)
+    for index, (axes, (name, timeline)) in enumerate(zip(panels, rows, strict=True)):
+        _draw_panel(axes, index, name, timeline, _POINTS * layout.axes_width / end)
+    panels[-1].set_xlabel("milliseconds", color=_MUTED, fontsize=9)
+    _draw_header(figure, layout, rows, title)
+    return figure
+
+
+def _layout(rows: Rows, title: str | None) -> _Layout:
+    ranks = sum(timeline.ranks for _, timeline in rows)
+    busiest = max(
+        max(Counter(span.rank for span in timeline.spans).values()) for _, timeline in rows
+    )
+    return _Layout(
+        width=min(22.0, max(11.0, 2.0 + 0.2 * busiest)),
+        row=min(0.42, max(0.2, 14.0 / ranks)),
+        top=0.32 if title is None else 0.72,
+    )
+
+
+def _new_figure(width: float, height: float) -> Figure:
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise AutosplitError(
+            f"drawing timelines needs matplotlib ({error}); run: pip install autosplit[plot]"
+        ) from error
+    # The object interface: pyplot would register the figure in global state and pick a display.
+    return Figure(figsize=(width, height), facecolor="white")
+
+
+def _add_panels(figure: Figure, layout: _Layout, rows: Rows, end: float) -> list[Axes]:
+    panels: list[Axes] = []
+    height = layout.height(rows)
+    top = height - layout.top
+    for _, timeline in rows:
+        size = timeline.ranks * layout.row
+        top -= layout.panel_title + size
+        box = (
+            layout.left / layout.width,
+            top / height,
+            layout.axes_width / layout.width,
+            size / height,
+        )
+        axes = figure.add_axes(box)
+        axes.set_xlim(0.0, end)
+        axes.set_ylim(timeline.ranks - 0.5, -0.5)
+        axes.set_yticks(range(timeline.ranks), [f"rank {r}" for r in range(timeline.ranks)])
+        axes.tick_params(axis="y", length=0, labelsize=9, labelcolor=_INK)
+        axes.tick_params(axis="x", labelsize=8.5, color=_MUTED, labelcolor=_MUTED)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.spines["bottom"].set_color(_MUTED)
+        axes.xaxis.set_major_formatter("{x:,g}")
+        panels.append(axes)
+    for axes in panels[:-1]:
+        axes.tick_params(labelbottom=False)
+    return panels
+
+
+def _draw_panel(
+    axes: Axes, index: int, name: str, timeline: Timeline, points_per_ms: float
+) -> None:
+    from matplotlib.patches import Rectangle
+
+    makespan = 1e3 * timeline.makespan
+    stats = f"makespan {_milliseconds(makespan)}    bubble {_percent(timeline.bubble_ratio())}"
+    text: dict[str, Any] = {
+        "xycoords": "axes fraction",
+        "textcoords": "offset points",
+        "parse_math": False,
+    }
+    axes.annotate(
+        name, (0, 1), (0, 6), color=_INK, fontsize=11, fontweight="bold", va="bottom", **text
+    )
+    axes.annotate(stats, (1, 1), (0, 6), color=_INK, fontsize=10, ha="right", va="bottom", **text)
+    for rank in range(timeline.ranks):
+        idle = Rectangle((0.0, rank - _BAR / 2), makespan, _BAR, **_IDLE)
+        idle.set_gid(f"{index}/{rank}/idle")
+        axes.add_patch(idle)
+        axes.annotate(
+            f"{_percent(timeline.bubble_ratio(rank))} idle",
+            (makespan, rank),
+            (6, 0),
+            textcoords="offset points",
+            color=_MUTED,
+            fontsize=9,
+            va="center_baseline",
+            annotation_clip=False,
+        )
+    axes.axvline(makespan, color=_INK, linewidth=1.2, clip_on=False)
+    _draw_bars(axes, index, timeline, points_per_ms)
+
+
+def _draw_bars(axes: Axes, index: int, timeline: Timeline, points_per_ms: float) -> None:
+    from matplotlib.patches import Rectangle
+
+    origin = min(span.start for span in timeline.spans)
+    lettering = choose_lettering(timeline, 1e3 * points_per_ms)
+    for span in timeline.spans:
+        if not span.action.kind.is_compute:
+            continue
+        style = _STYLES[span.action.kind]
+        start, width = 1e3 * (span.start - origin), 1e3 * (span.end - span.start)
+        points = width * points_per_ms
+        bar = Rectangle(
+            (start, span.rank - _BAR / 2),
+            width,
+            _BAR,
+            facecolor=style.fill,
+            edgecolor="white",
+            linewidth=min(0.7, 0.1 * points),  # a full edge would hide a sliver
+        )
+        bar.set_gid(f"{index}/{span.rank}/{span.action}")
+        axes.add_patch(bar)
+        if points >= lettering.least:
+            axes.text(
+                start + width / 2,
+                span.rank,
+                lettering.form(span.action),
+                color=style.ink,
+                fontsize=lettering.size,
+                ha="center",
+                va="center_baseline",
+            )
+
+
+def _milliseconds(value: float) -> str:
+    return f"{value:,.0f} ms" if value >= 100.0 else f"{value:.3g} ms"
+
+
+def _percent(ratio: float) -> str:
+    # A rank that never waits may miss 0 by a rounding error, which would print as -0.0%.
+    return f"{max(0.0, ratio):.1%}"
+
+
+def _draw_header(figure: Figure, layout: _Layout, rows: Rows, title: str | None) -> None:
+    from matplotlib.patches import Patch
+
+    left, height = layout.left / layout.width, layout.height(rows)
+    if title is not None:
+        figure.text(
+            left, 1 - 0.18 / height, title, fontsize=13, color=_INK, va="top", parse_math=False
+        )
+    kinds = {span.action.kind for _, timeline in rows for span in timeline.spans}
+    handles = [
+        Patch(facecolor=style.fill, label=style.label)
+        for kind, style in _STYLES.items()
+        if kind in kinds
+    ]
+    handles.append(Patch(**_IDLE, label="idle"))
+    figure.legend(
+        handles=handles,
+        loc="upper left",
+        bbox_to_anchor=(left, 1 - (layout.top - 0.2) / height),
+        ncols=len(handles),
+        frameon=False,
+        fontsize=9,
+        borderpad=0,
+        borderaxespad=0,
+        handlelength=1.4,
+        handleheight=1.0,
+        columnspacing=1.8,
+    )

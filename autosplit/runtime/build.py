@@ -1,0 +1,267 @@
+"""Module and example inputs -> SplitFunctions: capture, passes, compilation."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import pathlib
+import random
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from autosplit.backends.compiled_graph import Backend, backend_named, prepare
+from autosplit.capture.first_call import is_unshaped, materialise, settle
+from autosplit.errors import CaptureError, FailingCallError, FirstCallError, SplitError
+from autosplit.passes import Memory, PassError, SplitGraphs, memory_setting, run
+from autosplit.text.writing import check_folder, writing
+from autosplit.torch_internals.ddp_reducer import refuse_sharded
+from autosplit.torch_internals.garbage_collection import only_new_garbage
+
+from .functions import SplitFunctions
+
+if TYPE_CHECKING:
+    from autosplit.capture.joint_graph import Capture, Shelf
+
+# Dynamo's settings and Python's warning filters, both changed while tracing, belong to the
+# process: two threads must not trace at once.
+_TRACING = threading.RLock()
+
+DUMP_VARIABLE = "AUTOSPLIT_DUMP"
+
+_KINDS = {Tensor, nn.Parameter}
+
+
+def trace(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    backend: str,
+    memory: str | int,
+    *,
+    called: bool = False,
+    insist: bool = True,
+    by_value: bool = False,
+    late_input: bool = False,
+) -> SplitFunctions:
+    """Capture, split and compile a module for inputs like these; with ``by_value``, where their
+    values decide, for inputs of which the graph's guards hold.
+
+    The forward's Python is not run, unless a first call does what later ones do not: fill a
+    cache, build submodules, give lazy parameters their shape. Such a call is made here, and the
+    generators of random numbers put back; or, with ``called``, left to the caller.
+
+    With ``AUTOSPLIT_DUMP=dir`` in the environment every stage of the pass pipeline is
+    written below ``dir``, a numbered folder for each traced module. Otherwise what was made of
+    an equal graph before, in any process, is taken from disk (``capture.shelf``). ``late_input``:
+    see ``passes.memory``.
+
+    Args:
+        module: what to trace.
+        args: example positional inputs.
+        kwargs: example keyword inputs.
+        backend: how graphs are run.
+        memory: what is held between the calls.
+        called: whether the inputs are those of a call that is to be run.
+        insist: whether nothing but a graph will do. Then a forward that cannot be traced may be
+            tried on a copy without data, and what it does outside of the module it does then, too.
+
+    Raises:
+        CaptureError: the module cannot be traced.
+        FirstCallError: ``called``, and the call is to be run without a graph.
+        SplitError: the graph cannot be split, the backend or the memory setting is unknown, or
+            a memory budget cannot be met.
+        ShardedError: FSDP manages the module or a part of it.
+        BackendError: the backend cannot compile the graph.
+        OutputError: the folder that ``AUTOSPLIT_DUMP`` names cannot be written.
+    """
+    refuse_sharded(module)
+    compiler = backend_named(backend)
+    check_memory(memory)
+    setting = memory_setting(memory, late_input=late_input)
+    with _TRACING, _undrawn(), only_new_garbage():
+        dump = _dump_folder(module)
+        shelf = None if dump else _shelf(backend, setting)
+        traced = _capture(module, args, kwargs, compiler, shelf, called, insist, by_value)
+        try:
+            return SplitFunctions(traced, _split(traced, compiler, setting, dump, shelf), compiler)
+        except PassError as error:
+            name = type(module).__name__
+            raise SplitError(f"{name} was captured but cannot be split: {error}") from error
+
+
+def _shelf(backend: str, memory: Memory) -> Shelf | None:
+    from autosplit.capture.joint_graph import Shelf
+
+    return Shelf.open(backend, repr(memory))
+
+
+def _split(
+    traced: Capture,
+    compiler: Backend,
+    memory: Memory,
+    dump: pathlib.Path | None,
+    shelf: Shelf | None,
+) -> SplitGraphs:
+    if traced.split is not None:
+        return traced.split
+    prepare(traced.joint, compiler)
+    with writing(dump) if dump else contextlib.nullcontext():
+        graphs = run(traced.joint, memory=memory, dump=dump)
+    if shelf and traced.key:
+        shelf.keep(traced.key, graphs)
+    return graphs
+
+
+def check_memory(memory: str | int) -> None:
+    """Raise SplitError where there is no such memory setting; it lists the known ones."""
+    try:
+        memory_setting(memory)
+    except PassError as error:
+        raise SplitError(str(error)) from None
+
+
+def _capture(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    backend: Backend,
+    shelf: Shelf | None,
+    called: bool,
+    insist: bool,
+    by_value: bool,
+) -> Capture:
+    # Dynamo takes over a second to import; a program that never traces should not pay for it.
+    from autosplit.capture.joint_graph import ConstructionError, capture
+
+    if called and is_unshaped(module):
+        raise FirstCallError(f"{type(module).__name__} has parameters without a shape")
+    materialise(module, args, kwargs)
+    options: dict[str, Any] = {"decompositions": backend.decompositions, "by_value": by_value}
+    try:
+        return capture(module, args, kwargs, shelf=shelf, **options)
+    except CaptureError as error:
+        # Many forwards fill a cache or a setting on their first call only.
+        if called and isinstance(error, ConstructionError):
+            # It may draw random numbers, so nothing but the call itself will do.
+            raise FirstCallError(str(error)) from error
+        if not _is_passing(error, module, args, kwargs, options, insist):
+            raise
+        if called:
+            raise FirstCallError(str(error)) from error
+        settle(module, args, kwargs)
+        return capture(module, args, kwargs, shelf=shelf, **options)
+
+
+def _is_passing(
+    error: CaptureError,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: dict[str, Any],
+    insist: bool,
+) -> bool:
+    """Whether a call after this one can be traced. Tried on a copy, so that a refusal leaves the
+    module as it was; not where a call of a copy leaves traces outside of it.
+    """
+    from autosplit.capture.joint_graph import PythonStateError, capture, first_call_differs
+
+    if isinstance(error, PythonStateError):
+        if not error.inside:
+            return False
+    elif not insist or not first_call_differs(module, args, kwargs):
+        return False
+    try:
+        twin = copy.deepcopy(module)
+        settle(twin, args, kwargs)
+        capture(twin, args, kwargs, **options)
+    except Exception:  # no copies of this one, or what its forward raises, it will raise again
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _undrawn() -> Iterator[None]:
+    """Tracing runs the Python of a forward, which may draw: put the generators back."""
+    numpy = sys.modules.get("numpy")
+    before = random.getstate(), numpy and numpy.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        if numpy:
+            numpy.random.set_state(before[1])
+
+
+def without_history(leaves: Sequence[Any], *, computed: bool = False) -> list[Any]:
+    """Leaves fit for tracing: same shapes and ``requires_grad``, no autograd history. What is one
+    tensor stays one: a graph is specialised on which of a call's inputs are the same.
+
+    Args:
+        leaves: the inputs' leaves; tensors may have no memory.
+        computed: whether they stand for what an earlier module hands over: those with a gradient
+            are then no leaves of autograd's graph, and each is a tensor of its own.
+
+    Raises:
+        CaptureError: a tensor is not strided (sparse, for example).
+        FailingCallError: a tensor is of a class that torch cannot trace.
+    """
+    made: dict[int, Tensor] = {}
+    found: list[Any] = []
+    for at, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            key = at if computed else id(leaf)
+            if key not in made:
+                made[key] = _detached(leaf, computed)
+            leaf = made[key]
+        found.append(leaf)
+    return found
+
+
+def _detached(tensor: Tensor, computed: bool) -> Tensor:
+    if tensor.layout is not torch.strided:
+        raise CaptureError(f"an input has layout {tensor.layout}; only strided inputs are split")
+    kind = type(tensor)
+    if kind not in _KINDS and kind.__torch_dispatch__ is Tensor.__torch_dispatch__:
+        raise FailingCallError(
+            f"an input is a {kind.__name__}, a subclass of Tensor that torch cannot trace; pass "
+            "it.as_subclass(torch.Tensor)"
+        )
+    leaf = tensor.detach().requires_grad_(tensor.requires_grad)
+    # Autograd lets a module write into an input that an earlier module computed, never into a
+    # leaf: tracing must see the one or the other.
+    if tensor.is_leaf and not (computed and tensor.requires_grad):
+        return leaf
+    with torch.enable_grad():
+        result: Tensor = _Computed.apply(leaf)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Computed(torch.autograd.Function):
+    """The same memory as something computed: neither a leaf nor a view of one, into neither of
+    which a module may write.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def _dump_folder(module: nn.Module) -> pathlib.Path | None:
+    folder = os.environ.get(DUMP_VARIABLE)
+    if not folder:
+        return None
+    root = pathlib.Path(folder)
+    check_folder(root)
+    number = len(list(root.iterdir())) if root.exists() else 0
+    rank = f"rank{os.environ['RANK']}_" if "RANK" in os.environ else ""
+    return root / f"{rank}{number:02d}_{type(module).__name__}"

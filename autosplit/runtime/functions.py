@@ -1,0 +1,326 @@
+"""The callables of one module at one set of input shapes: F, I, W and the unsplit backward.
+
+The functional core under both faces, SplitModule (autograd) and Stage (explicit state).
+Nothing here keeps tensors: state comes in, results go out. Which value goes where is worked
+out once; a call only moves references.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
+
+from autosplit.backends.compiled_graph import Backend, compile_graph, hand_over, positions
+from autosplit.errors import SplitError
+from autosplit.passes import Kind, Role, SplitGraphs
+from autosplit.passes.analysis.symbolic_sizes import is_size
+from autosplit.passes.graph import STATE, inputs, outputs
+from autosplit.passes.lowering.donation import donatable, donate
+
+from .autocast_guard import AutocastGuard
+from .backward_graphs import BackwardGraphs
+from .gradient_accumulation import EXACT, Accumulation
+from .gradient_dependence import Dependence
+from .saved_tensors import Handover, State, TensorSpec
+from .weight_slices import SlicedWeight
+
+if TYPE_CHECKING:
+    from autosplit.capture.joint_graph import Capture
+
+
+class ForwardResult(NamedTuple):
+    """What F returns.
+
+    Attributes:
+        outputs: the module's result leaves, then new values of mutated inputs
+            (``SplitFunctions.output_names``).
+        updates: new values of mutated buffers (``SplitFunctions.updated_state``).
+        saved: for the backward.
+    """
+
+    outputs: list[Any]
+    updates: list[Tensor]
+    saved: Handover
+
+
+class SplitFunctions:
+    """F, I, W and B of one traced module.
+
+    Attributes:
+        graphs: what is run.
+        output_names: paths of the outputs of ``forward``, in order.
+        updated_inputs: paths of inputs that the module writes into.
+        updated_state: names of buffers that the module writes into.
+        parameter_names: names of all gradients of parameters, in the order in which B returns
+            them.
+        early_parameters: those that I returns, under a memory setting that lets it.
+        late_parameters: those that W returns, in order.
+        tangent_specs: output path -> the gradient that the backward expects for it; outputs
+            not listed are not differentiable.
+        dependence: what is known of the gradients without running anything.
+    """
+
+    def __init__(self, traced: Capture, graphs: SplitGraphs, backend: Backend) -> None:
+        self.capture = traced
+        self.graphs = graphs
+        self._backend = backend
+        forward = compile_graph("forward", graphs.forward, backend)
+        hand_over(forward.strides, graphs.backward, graphs.backward_input)
+        donated = donatable(graphs.forward.graph) if backend.reuses_memory else set()
+        donate(donated, graphs.backward, graphs.backward_input)
+        read = [role for role in forward.inputs if role.kind in STATE]
+        self._forward = forward.taking([*_roles(Kind.INPUT, traced.inputs), *read])
+        self._forward_state = [role.name for role in read]
+        self._place_results(forward.outputs)
+        self.tangent_specs = {
+            role.name: TensorSpec.of(node.meta["val"])
+            for role, node in inputs(graphs.joint.graph, Kind.TANGENT).items()
+        }
+        self._tangents = [(n, self.output_names.index(n)) for n in self.tangent_specs]
+        self.dependence = Dependence(graphs, traced.inputs, self._tangents)
+        self._backward = BackwardGraphs(
+            traced,
+            graphs,
+            saved=self._saved,
+            tangents=self.tangent_specs,
+            dependence=self.dependence,
+            backend=backend,
+        )
+        self._donated = [at for at, role in enumerate(self._saved) if role in donated]
+        self._saved_names = tuple([role.name for role in (*self._saved, *self._backward.read)])
+        self.parameter_names = self._backward.parameter_names
+        self.early_parameters = self._backward.early_parameters
+        self.late_parameters = self._backward.late_parameters
+
+    def _place_results(self, returned: Sequence[Role]) -> None:
+        """Where outputs, updates and saved tensors stand among F's results."""
+        updated = [role for role in returned if role.kind is Kind.UPDATE]
+        taken = set(self.capture.inputs)
+        self.updated_inputs = [role.name for role in updated if role.name in taken]
+        self.updated_state = [role.name for role in updated if role.name not in taken]
+        results = [role for role in returned if role.kind is Kind.OUTPUT]
+        results += _roles(Kind.UPDATE, self.updated_inputs)
+        self.output_names = [role.name for role in results]
+        self._saved = [role for role in returned if role.kind is Kind.SAVED]
+        self._outputs_at = positions(results, returned)
+        self._updates_at = positions(_roles(Kind.UPDATE, self.updated_state), returned)
+        self._saved_at = positions(self._saved, returned)
+
+    @cached_property
+    def autocast_guard(self) -> AutocastGuard:
+        """Stands before a backward that comes from autograd."""
+        return AutocastGuard(self.graphs.backward or self.graphs.joint)
+
+    @property
+    def generated(self) -> Mapping[str, str]:
+        """Name of a graph -> source that the backend generated, of the graphs compiled so far."""
+        return self._backend.generated
+
+    def compile(
+        self,
+        calls: Iterable[str] = ("backward_input", "backward_weight"),
+        accumulation: Accumulation = EXACT,
+        *,
+        slices: int = 1,
+    ) -> None:
+        """Compile now, rather than when it is first needed, what these calls run.
+
+        Args:
+            calls: names of methods, in the order of one step: the first of a kind makes
+                gradients, later ones add to them.
+            accumulation: how they add.
+            slices: into how many parts W will be run.
+
+        Raises:
+            SplitError: an unknown call.
+            BackendError: the backend cannot compile a graph.
+        """
+        self._backward.compile(calls, accumulation, slices)
+
+    @property
+    def has_backward(self) -> bool:
+        return self.graphs.backward is not None
+
+    @cached_property
+    def defers_numbers(self) -> bool:
+        """Whether W takes numbers read from data: sizes in it then differ between microbatches,
+        and one graph cannot hold several.
+        """
+        weight = self.graphs.backward_weight
+        taken = [] if weight is None else inputs(weight.graph, Kind.DEFERRED).values()
+        return any(map(is_size, taken))
+
+    def concatenates(self, one: Handover, other: Handover) -> bool:
+        """Whether W of two microbatches that ran these graphs can be one call: on the same
+        parameters and buffers, without numbers of their own.
+        """
+        return not self.defers_numbers and all(map(operator.is_, one.state, other.state))
+
+    @cached_property
+    def output_specs(self) -> dict[str, TensorSpec]:
+        """Output path -> spec, for outputs that are tensors."""
+        pairs = outputs(self.graphs.forward.graph, Kind.OUTPUT, Kind.UPDATE)
+        values = {role.name: getattr(value, "meta", {}).get("val") for role, value in pairs}
+        return {name: TensorSpec.of(v) for name, v in values.items() if isinstance(v, Tensor)}
+
+    @cached_property
+    def borrowed(self) -> list[bool]:
+        """Which of ``parameter_names`` have a gradient that is not a tensor of its own."""
+        return [name in self.dependence.borrowed for name in self.parameter_names]
+
+    @cached_property
+    def constant_outputs(self) -> list[int]:
+        """Places of outputs that are not differentiable."""
+        names = enumerate(self.output_names)
+        return [at for at, name in names if name not in self.tangent_specs]
+
+    def forward(self, state: State, leaves: list[Any]) -> ForwardResult:
+        """F. ``leaves``: flattened ``(args, kwargs)``; emptied."""
+        pool = leaves.copy()
+        leaves.clear()
+        pool += [state[name] for name in self._forward_state]
+        results = self._forward(pool)
+        saved = [results[at] for at in self._saved_at]
+        read = tuple([state[role.name] for role in self._backward.read])
+        return ForwardResult(
+            [results[at] for at in self._outputs_at],
+            [results[at] for at in self._updates_at],
+            Handover(self._saved_names, saved, read, self._backward.constants, self._donated),
+        )
+
+    def backward_input(
+        self,
+        saved: Handover,
+        output_grads: list[Tensor | None],
+        gradients: Sequence[Tensor] | None = None,
+        accumulation: Accumulation = EXACT,
+    ) -> tuple[list[Tensor | None], Handover, Sequence[Tensor]]:
+        """I.
+
+        Args:
+            saved: what F left; taken.
+            output_grads: in the order of ``output_names``; emptied.
+            gradients: what to add the gradients of ``early_parameters`` into.
+            accumulation: how to add.
+
+        Returns:
+            Gradients in the order of ``capture.inputs``, None where there is none; what W
+            needs; and the gradients of ``early_parameters``, as from ``backward_weight``.
+
+        Raises:
+            SplitError: a gradient does not fit its output, or something saved was written
+                in place since the forward.
+        """
+        read, half = saved.state, self._backward.input_half
+        pool = self._backward_pool(saved, output_grads)
+        results, early = half.graph.run(pool, gradients, accumulation)
+        deferred = results[half.inputs :]
+        del results[half.inputs :]
+        kept = tuple([read[at] for at in half.read_at])
+        return results, Handover(half.names, deferred, kept, half.constants), early
+
+    def backward_weight(
+        self,
+        deferred: Handover,
+        gradients: Sequence[Tensor] | None = None,
+        accumulation: Accumulation = EXACT,
+    ) -> Sequence[Tensor]:
+        """W.
+
+        Args:
+            deferred: what I left; taken.
+            gradients: what to add into, in the order of ``late_parameters``; none of them may
+                share storage with another or with anything else that is handed over.
+            accumulation: how to add.
+
+        Returns:
+            ``gradients``; without them new tensors in that order, of which those named by
+            ``dependence.borrowed`` may share storage.
+
+        Raises:
+            SplitError: something deferred was written in place since I.
+        """
+        _, found = self._backward.weight.run(deferred.take(), gradients, accumulation)
+        return found
+
+    def backward_weight_together(
+        self,
+        deferred: Sequence[Handover],
+        gradients: Sequence[Tensor] | None = None,
+        accumulation: Accumulation = EXACT,
+    ) -> Sequence[Tensor]:
+        """W of several microbatches in one call, with one matrix product for each parameter
+        over all of them, which rounds differently from one for each microbatch.
+
+        Args:
+            deferred: what I left for each; taken. All must have run on the same parameters and
+                buffers.
+            gradients: as for ``backward_weight``.
+            accumulation: how to add the sum over these microbatches.
+
+        Returns:
+            As ``backward_weight``, summed over the microbatches.
+
+        Raises:
+            SplitError: something deferred was written in place since I.
+        """
+        count = len(deferred)
+        if count == 1:
+            return self.backward_weight(deferred[0], gradients, accumulation)
+        graph = self._backward.together(count)
+        taken = [each.take() for each in deferred]
+        pool: list[Any] = []
+        for tensors in taken:
+            pool += tensors
+            tensors.clear()
+        _, found = graph.run(pool, gradients, accumulation)
+        return found
+
+    def backward(
+        self,
+        saved: Handover,
+        output_grads: list[Tensor | None],
+        gradients: Sequence[Tensor] | None = None,
+        accumulation: Accumulation = EXACT,
+    ) -> tuple[list[Tensor | None], Sequence[Tensor]]:
+        """B, unsplit: I and W in one call. Arguments and results are theirs.
+
+        Raises:
+            SplitError: as ``backward_input``.
+        """
+        graph = self._backward.unsplit
+        return graph.run(self._backward_pool(saved, output_grads), gradients, accumulation)
+
+    def sliced(self, count: int) -> SlicedWeight:
+        """W in slices; the same object for the same count.
+
+        Raises:
+            SplitError: W cannot be cut into so many.
+        """
+        return self._backward.sliced(count)
+
+    def _backward_pool(self, saved: Handover, output_grads: list[Tensor | None]) -> list[Any]:
+        """The only list that holds what I or B takes, so that all of it can die inside."""
+        tangents = [self._tangent(name, output_grads[at]) for name, at in self._tangents]
+        output_grads.clear()
+        return [*tangents, *saved.take()]
+
+    def _tangent(self, name: str, grad: Tensor | None) -> Tensor:
+        """The gradient as the graph was traced with it: its dtype and strides, never None."""
+        spec = self.tangent_specs[name]
+        if grad is None:
+            return spec.zeros()
+        if grad.shape != spec.shape or grad.dtype != spec.dtype:
+            raise SplitError(
+                f"the gradient of {name} must be {spec.dtype} {list(spec.shape)}, "
+                f"got {grad.dtype} {list(grad.shape)}"
+            )
+        return spec.conform(grad)
+
+
+def _roles(kind: Kind, names: Iterable[str]) -> list[Role]:
+    return [Role(kind, name) for name in names]

@@ -1,0 +1,141 @@
+"""What is known of a module's gradients from its graphs alone: what each depends on, and whether
+it is a tensor of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor, fx
+
+from autosplit.passes import Kind, Role, SplitGraphs
+from autosplit.passes.analysis.aliasing import is_whole, maker, storage_root
+from autosplit.passes.graph import ancestors, descendants, inputs, outputs
+
+from .saved_tensors import TensorSpec
+
+_GRADIENT_OF = {Kind.PARAMETER_GRAD: Kind.PARAMETER, Kind.INPUT_GRAD: Kind.INPUT}
+
+
+def gradient_sources(joint: fx.Graph, *kinds: Kind) -> dict[str, frozenset[str]]:
+    """Name of a gradient of these kinds -> outputs whose gradients it depends on. One that is the
+    same whatever they are (of ``round``, or of no element) is there with the outputs that are
+    computed from what it is the gradient of.
+    """
+    tangents = inputs(joint, Kind.TANGENT)
+    reached = {role.name: descendants([node]) for role, node in tangents.items()}
+    found = {
+        role: frozenset(name for name, nodes in reached.items() if value in nodes)
+        for role, value in outputs(joint, *kinds)
+        if isinstance(value, fx.Node)
+    }
+    return {r.name: names or _computed_from(joint, r, reached) for r, names in found.items()}
+
+
+def _computed_from(joint: fx.Graph, gradient: Role, known: Collection[str]) -> frozenset[str]:
+    """Those of the known outputs that what this is a gradient of has a part in."""
+    kind = _GRADIENT_OF[gradient.kind]
+    source = inputs(joint, kind).get(Role(kind, gradient.name))
+    users = descendants([source]) if source else frozenset()
+    made = outputs(joint, Kind.OUTPUT, Kind.UPDATE)
+    names = {role.name for role, value in made if value in users}
+    return frozenset(known) & names or frozenset(known)
+
+
+class Dependence:
+    """Facts about the gradients of one module.
+
+    Args:
+        graphs: the module's.
+        taken: paths of its inputs.
+        tangents: differentiable outputs and their places among all outputs.
+    """
+
+    def __init__(
+        self, graphs: SplitGraphs, taken: Sequence[str], tangents: Sequence[tuple[str, int]]
+    ) -> None:
+        self._graphs = graphs
+        self._taken = taken
+        self._tangents = tangents
+
+    def absent(self, output_grads: Sequence[Tensor | None]) -> frozenset[str]:
+        """Differentiable outputs that no gradient arrived for."""
+        return frozenset([name for name, at in self._tangents if output_grads[at] is None])
+
+    def without_gradient(self, absent: frozenset[str]) -> frozenset[str]:
+        """Parameters that get no gradient, because none of their outputs has one."""
+        if not absent:
+            return frozenset()
+        sources = self._parameter_sources.items()
+        return frozenset([name for name, outputs in sources if outputs <= absent])
+
+    def idle_inputs(self, absent: frozenset[str]) -> list[int]:
+        """Places of inputs that get no gradient, because none of the outputs that they have a
+        part in has one.
+        """
+        if not absent:
+            return []
+        idle = {name for name, outputs in self._input_sources.items() if outputs <= absent}
+        return [at for at, name in enumerate(self._taken) if name in idle]
+
+    @cached_property
+    def borrowed(self) -> frozenset[str]:
+        """Parameters whose gradient is not a tensor of its own: it shares storage with
+        another gradient or with what the caller handed in, overlaps itself, or keeps more
+        alive than itself. Whoever adds into gradients in place must copy these first.
+        """
+        if self._graphs.backward is None:
+            return frozenset()
+        pairs = [(r, v) for r, v in outputs(self._graphs.backward.graph) if isinstance(v, fx.Node)]
+        uses = Counter(storage_root(value) for _, value in pairs)
+        return frozenset(
+            role.name
+            for role, value in pairs
+            if role.kind is Kind.PARAMETER_GRAD
+            and (uses[storage_root(value)] > 1 or not is_whole(value))
+        )
+
+    @cached_property
+    def inseparable(self) -> dict[str, str]:
+        """Parameter -> the operator that makes its gradient and cannot wait: an input gradient
+        needs what it makes, too (fused recurrent layers, norms, sums of an input and a weight).
+        """
+        graph = self._graphs.joint.graph
+        wanted = [v for _, v in outputs(graph, Kind.INPUT_GRAD) if isinstance(v, fx.Node)]
+        urgent = ancestors(wanted)
+        pairs = [(role.name, value) for role, value in outputs(graph, Kind.PARAMETER_GRAD)]
+        made = {name: maker(value) for name, value in pairs if isinstance(value, fx.Node)}
+        return {name: str(node.target) for name, node in made.items() if node in urgent}
+
+    @cached_property
+    def deferred_share(self) -> float:
+        """What share of the elements of weight gradients W can make; 1 where there are none."""
+        sizes = {n: math.prod(spec.shape) for n, spec in self.gradient_specs.items()}
+        waiting = sum(size for name, size in sizes.items() if name not in self.inseparable)
+        total = sum(sizes.values())
+        return waiting / total if total else 1.0
+
+    @cached_property
+    def dense(self) -> bool:
+        """Whether every parameter's gradient is an ordinary tensor."""
+        values = [value for _, value in outputs(self._graphs.joint.graph, Kind.PARAMETER_GRAD)]
+        return all(value.meta["val"].layout is torch.strided for value in values)
+
+    @cached_property
+    def gradient_specs(self) -> dict[str, TensorSpec]:
+        """Parameter name -> its gradient, where that is an ordinary tensor."""
+        pairs = outputs(self._graphs.joint.graph, Kind.PARAMETER_GRAD)
+        values = {role.name: value.meta["val"] for role, value in pairs}
+        return {k: TensorSpec.of(v) for k, v in values.items() if v.layout is torch.strided}
+
+    @cached_property
+    def _parameter_sources(self) -> dict[str, frozenset[str]]:
+        return gradient_sources(self._graphs.joint.graph, Kind.PARAMETER_GRAD)
+
+    @cached_property
+    def _input_sources(self) -> dict[str, frozenset[str]]:
+        return gradient_sources(self._graphs.joint.graph, Kind.INPUT_GRAD)

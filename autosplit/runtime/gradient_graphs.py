@@ -1,0 +1,211 @@
+"""Graphs that make parameters' gradients, W and B, and their forms that add them up in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from torch import Tensor, fx
+
+from autosplit.backends.compiled_graph import Backend, Boxed, compile_graph, hand_over
+from autosplit.errors import SplitError
+from autosplit.passes import Kind, PassError, Role
+from autosplit.passes.graph import outputs
+from autosplit.passes.lowering.accumulate import accumulate
+from autosplit.passes.lowering.fused_accumulation import fuse
+from autosplit.passes.verify import verify_graph
+
+from .gradient_accumulation import Accumulation
+
+
+class Form(NamedTuple):
+    """A compiled graph and where its results stand.
+
+    Attributes:
+        call: takes what was given to ``GradientGraph``, then accumulators where it adds.
+        others_at: places of the other results, None where there is none.
+        parameter_grads_at: for each parameter its gradient's place; empty where it adds.
+    """
+
+    call: Boxed
+    others_at: Sequence[int | None]
+    parameter_grads_at: Sequence[int]
+
+
+class GradientGraph:
+    """W, a slice of it, or B: as it was split, and in the forms that add into accumulators.
+
+    Args:
+        name: of the graph.
+        module: the graph.
+        given: what callers hand over, in their order.
+        parameters: whose gradients are wanted, in the order of the results.
+        others: roles of what else is wanted, in the order of the results.
+        takers: graphs that take some of that, and are compiled after this one.
+        backend: how graphs are compiled.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: fx.GraphModule,
+        given: Sequence[Role],
+        *,
+        parameters: Sequence[str],
+        others: Sequence[Role] = (),
+        takers: Sequence[fx.GraphModule] = (),
+        backend: Backend,
+    ) -> None:
+        self._name = name
+        self._module = module
+        self._given = given
+        self.parameters = parameters
+        self._others = others
+        self._takers = takers
+        self._backend = backend
+        self._forms: dict[Accumulation | None, Form] = {}
+
+    def run(
+        self, pool: list[Any], gradients: Sequence[Tensor] | None, accumulation: Accumulation
+    ) -> tuple[list[Any], Sequence[Tensor]]:
+        """The other results, and gradients: ``gradients``, or new ones without them.
+
+        Args:
+            pool: what was to be given, in that order; emptied.
+            gradients: what to add into.
+            accumulation: how to add.
+        """
+        inside = gradients is not None and not self._adds_outside(accumulation)
+        form = self._form(accumulation if inside else None)
+        if inside:
+            pool += gradients or ()
+        results = form.call(pool)
+        found = [None if at is None else results[at] for at in form.others_at]
+        if inside:
+            return found, gradients or ()
+        made = [results[at] for at in form.parameter_grads_at]
+        if gradients is None:
+            return found, made
+        for total, gradient in zip(gradients, made, strict=True):
+            total.add_(gradient)
+        return found, gradients
+
+    def compile(self, accumulation: Accumulation | None = None) -> None:
+        """Compile, unless that has been done, the form that adds up gradients in this way, or
+        without one the form that returns new ones.
+        """
+        inside = accumulation is not None and not self._adds_outside(accumulation)
+        self._form(accumulation if inside else None)
+
+    def _adds_outside(self, accumulation: Accumulation) -> bool:
+        """Whether whole gradients are added after the graph, so that it needs no second form."""
+        return self._only_vectors and accumulation.exact and self._backend.compiles_slowly
+
+    @cached_property
+    def _only_vectors(self) -> bool:
+        """Gradients of norms and biases: next to nothing to hold, or to add."""
+        wanted = {Role(Kind.PARAMETER_GRAD, name) for name in self.parameters}
+        return all(
+            value.meta["val"].ndim <= 1
+            for role, value in outputs(self._module.graph)
+            if role in wanted
+        )
+
+    def _form(self, accumulation: Accumulation | None) -> Form:
+        if accumulation not in self._forms:
+            self._forms[accumulation] = self._make(accumulation)
+        return self._forms[accumulation]
+
+    def _make(self, accumulation: Accumulation | None) -> Form:
+        name, module, given = self._name, self._module, [*self._given]
+        sums: list[Role] = []
+        if accumulation is None:
+            sums = [Role(Kind.PARAMETER_GRAD, name) for name in self.parameters]
+        else:
+            name, module = (
+                f"{name}_accumulating",
+                accumulating(self._name, module, accumulation, fused=self._backend.writes_views),
+            )
+            given += [Role(Kind.ACCUMULATOR, name) for name in self.parameters]
+        graph = compile_graph(name, module, self._backend)
+        hand_over(graph.strides, *self._takers)
+        at = {role: index for index, role in enumerate(graph.outputs)}
+        return Form(
+            graph.taking(given), [at.get(role) for role in self._others], [at[r] for r in sums]
+        )
+
+
+class PassedOn:
+    """In place of a graph that computes nothing and hands over what it takes.
+
+    Args:
+        others: how many other results there would be; there are none.
+        count: how many of what is given, the first ones, are handed over.
+    """
+
+    def __init__(self, others: int, count: int) -> None:
+        self._others = others
+        self._count = count
+
+    def run(
+        self, pool: list[Any], gradients: Sequence[Tensor] | None, accumulation: Accumulation
+    ) -> tuple[list[Any], Sequence[Tensor]]:
+        """As ``GradientGraph.run``: no gradients, and no other results but what is handed over."""
+        results = [*[None] * self._others, *pool[: self._count]]
+        pool.clear()
+        return results, ()
+
+    def compile(self, accumulation: Accumulation | None = None) -> None:
+        """There is nothing to compile."""
+
+
+def forms(
+    calls: Iterable[str], parameters: Mapping[str, Sequence[str]]
+) -> dict[tuple[str, bool], None]:
+    """In which forms some calls run their graphs, each with whether it adds into gradients that
+    earlier calls made.
+
+    Args:
+        calls: in the order of one step, before which there are no gradients.
+        parameters: for each call those whose gradients it makes.
+
+    Raises:
+        SplitError: an unknown call; lists the known ones.
+    """
+    made: set[str] = set()
+    found: dict[tuple[str, bool], None] = {}
+    for call in calls:
+        if call not in parameters:
+            known = ", ".join(map(repr, parameters))
+            raise SplitError(f"unknown call {call!r}; known ones: {known}")
+        names = parameters[call]
+        found[call, bool(names) and made.issuperset(names)] = None
+        made.update(names)
+    return found
+
+
+def accumulating(
+    name: str, module: fx.GraphModule, accumulation: Accumulation, *, fused: bool = True
+) -> fx.GraphModule:
+    """The graph in a form that adds into accumulators.
+
+    Args:
+        name: of the graph.
+        module: the graph.
+        accumulation: how to add.
+        fused: whether the operators that make gradients may add, where ``accumulation`` lets them.
+
+    Raises:
+        SplitError: a pass broke an invariant.
+    """
+    name = f"{name}_accumulating"
+    try:
+        module = accumulate(module, accumulation.dtype)
+        verify_graph(name, module, "accumulate")
+        if fused and not accumulation.exact and fuse(module.graph):
+            module.recompile()
+            verify_graph(name, module, "fuse")
+    except PassError as error:
+        raise SplitError(f"{name}: {error}") from error
+    return module

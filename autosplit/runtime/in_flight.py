@@ -1,0 +1,224 @@
+"""Microbatches of a stage between two calls, and W of those between I and W."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from autosplit.errors import SplitError
+from autosplit.torch_internals.accumulate_grad import hooked
+
+from .functions import SplitFunctions
+from .gradient_accumulation import Accumulation, GradientSums
+from .saved_tensors import Handover, State, distinct_bytes
+
+
+class Flight(NamedTuple):
+    """A microbatch between two calls: what the first left, and the state that F ran on."""
+
+    functions: SplitFunctions
+    handover: Handover
+    state: State
+
+
+class Flights:
+    """Microbatches by their numbers.
+
+    Args:
+        owner: whose, for messages.
+        before: the call that brings a microbatch here.
+    """
+
+    def __init__(self, owner: str, before: str) -> None:
+        self._owner = owner
+        self._before = before
+        self._flights: dict[int, Flight] = {}
+
+    def __contains__(self, microbatch: int) -> bool:
+        return microbatch in self._flights
+
+    @property
+    def waiting(self) -> list[int]:
+        """The microbatches' numbers, in ascending order."""
+        return sorted(self._flights)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What they hold, parameters and buffers left out."""
+        return [t for flight in self._flights.values() for t in flight.handover.tensors]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of distinct storage that they hold."""
+        return distinct_bytes(self.tensors)
+
+    def put(self, microbatch: int, flight: Flight) -> None:
+        self._flights[microbatch] = flight
+
+    def take(self, microbatch: int) -> Flight:
+        """The microbatch, which is not here any more.
+
+        Raises:
+            SplitError: it is not here.
+        """
+        flight = self.get(microbatch)
+        del self._flights[microbatch]
+        return flight
+
+    def get(self, microbatch: int) -> Flight:
+        """The microbatch.
+
+        Raises:
+            SplitError: it is not here.
+        """
+        if microbatch not in self._flights:
+            raise SplitError(
+                f"{self._owner}: microbatch {microbatch} has not run {self._before}, or its "
+                "result was used already"
+            )
+        return self._flights[microbatch]
+
+    def clear(self) -> None:
+        self._flights.clear()
+
+
+class WaitingWeights:
+    """Microbatches that wait for W, and the sums that their gradients are added into.
+
+    Args:
+        owner: whose, for messages.
+        accumulation: how gradients are added.
+        slices: how many slices W can be run in.
+
+    Attributes:
+        flights: the microbatches between I and W.
+        sums: the gradients so far.
+        slices: how many slices W can be run in.
+    """
+
+    def __init__(self, owner: str, accumulation: Accumulation, slices: int) -> None:
+        self.flights = Flights(owner, "backward_input")
+        self.sums = GradientSums(accumulation)
+        self.slices = slices
+        self._owner = owner
+        self._begun: dict[int, int] = {}  # microbatch -> slices that have run
+
+    def run(self, microbatch: int) -> None:
+        """All of W.
+
+        Raises:
+            SplitError: this microbatch is not waiting, slices of it have run, or it ran on
+                other parameters than those before it.
+        """
+        if microbatch in self._begun:
+            raise SplitError(
+                f"{self._owner}: {self._begun[microbatch]} of {self.slices} slices of W of "
+                f"microbatch {microbatch} have run; run the others one by one"
+            )
+        functions, deferred, state = self.flights.take(microbatch)
+        names = functions.late_parameters
+        sums = self.into(names, state)
+        gradients = functions.backward_weight(deferred, sums, self.sums.accumulation)
+        if sums is None:
+            self.sums.add(names, gradients, functions.dependence.borrowed)
+
+    def run_all(self, microbatches: Sequence[int]) -> None:
+        """All of W for several microbatches, in this order. Those that ran the same graph on
+        the same parameters go together where factors are to be concatenated.
+
+        Raises:
+            SplitError: as ``run``; a microbatch is named twice.
+        """
+        repeated = [m for at, m in enumerate(microbatches) if m in microbatches[:at]]
+        if repeated:
+            raise SplitError(f"{self._owner}: W of microbatch {repeated[0]} is asked for twice")
+        together: list[int] = []
+        for microbatch in microbatches:
+            if together and not self._fit(together[0], microbatch):
+                self._run_together(together)
+                together = []
+            together.append(microbatch)
+        if together:
+            self._run_together(together)
+
+    def _fit(self, first: int, second: int) -> bool:
+        """Whether W of two microbatches can run in one call."""
+        one, other = self.flights.get(first), self.flights.get(second)
+        return (
+            self.sums.accumulation.concatenated
+            and one.functions is other.functions
+            and self._begun.keys().isdisjoint((first, second))
+            and one.functions.concatenates(one.handover, other.handover)
+            and not hooked(one.state[name] for name in one.functions.late_parameters)
+        )
+
+    def _run_together(self, microbatches: list[int]) -> None:
+        if len(microbatches) == 1:
+            self.run(microbatches[0])
+            return
+        flights = [self.flights.take(microbatch) for microbatch in microbatches]
+        functions, _, state = flights[0]
+        deferred = [flight.handover for flight in flights]
+        names, accumulation = functions.late_parameters, self.sums.accumulation
+        sums = self.into(names, state)
+        gradients = functions.backward_weight_together(deferred, sums, accumulation)
+        if sums is None:
+            self.sums.add(names, gradients, functions.dependence.borrowed)
+
+    def run_slice(self, microbatch: int, index: int) -> None:
+        """One slice of W.
+
+        Raises:
+            SplitError: as ``run``, or it is not this slice's turn.
+        """
+        turn = self._begun.get(microbatch, 0)
+        if index != turn:
+            raise SplitError(
+                f"{self._owner}: W of microbatch {microbatch} runs in {self.slices} slice(s), in "
+                f"order; it is the turn of slice {turn}, got {index}"
+            )
+        functions, deferred, state = self.flights.take(microbatch)
+        weight = functions.sliced(self.slices)
+        names = weight.parameter_names[index]
+        sums = self.into(names, state)
+        gradients, left = weight.run(index, deferred, sums, self.sums.accumulation)
+        if sums is None:
+            self.sums.add(names, gradients, weight.borrowed(index))
+        if index + 1 == self.slices:
+            self._begun.pop(microbatch, None)
+            return
+        self._begun[microbatch] = index + 1
+        self.flights.put(microbatch, Flight(functions, left, state))
+
+    def into(self, names: Sequence[str], state: State) -> list[Tensor] | None:
+        """The sums that W or B adds into; None where it makes new gradients.
+
+        Raises:
+            SplitError: a parameter is not the one whose gradients were added up so far.
+        """
+        try:
+            return self.sums.into(names, [state[name] for name in names])
+        except SplitError as error:
+            raise SplitError(f"{self._owner}: {error}") from None
+
+    def publish(self) -> None:
+        """Move the sums into the parameters' ``.grad``.
+
+        Raises:
+            SplitError: a microbatch waits for W.
+        """
+        if self.flights.waiting:
+            waiting = ", ".join(map(str, self.flights.waiting))
+            raise SplitError(
+                f"{self._owner}: weight gradients of microbatch {waiting} are pending; "
+                "call backward_weight() for each first"
+            )
+        self.sums.publish()
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.flights.clear()
+        self._begun.clear()
+        self.sums.clear()

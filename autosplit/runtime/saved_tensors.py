@@ -1,0 +1,212 @@
+"""What one graph leaves for the next, and the proof that nobody wrote into it meanwhile."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from autosplit.device import follow, stream_under
+from autosplit.errors import SplitError
+from autosplit.passes.lowering import codegen
+from autosplit.torch_internals.storage import versions
+
+State = Mapping[str, Tensor]
+
+_NUMBERS = (int, float, bool)
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorSpec:
+    """Shape, strides, dtype and device of a tensor that a graph was traced with."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorSpec:
+        return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+    def zeros(self) -> Tensor:
+        return self._empty().zero_()
+
+    def conform(self, tensor: Tensor) -> Tensor:
+        """The tensor with these strides, copied only where they differ."""
+        return tensor if tensor.stride() == self.stride else self.copy(tensor)
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """A copy with these strides."""
+        return self._empty().copy_(tensor)
+
+    def _empty(self) -> Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+
+
+class Constants(NamedTuple):
+    """Tensors that graphs hold: of the module, but neither parameters nor buffers.
+
+    Attributes:
+        names: for each, where the module's forward finds it.
+        tensors: the module's own, so that what is written into one is seen in the graphs.
+    """
+
+    names: tuple[str, ...] = ()
+    tensors: tuple[Tensor, ...] = ()
+
+    @classmethod
+    def of(
+        cls, modules: Iterable[fx.GraphModule], name_of: Callable[[Tensor], str | None]
+    ) -> Constants:
+        """The constants that some graphs read.
+
+        Args:
+            modules: the graphs.
+            name_of: where the forward finds a tensor; None for one that tracing made.
+        """
+        held = {k: v for module in modules for k, v in codegen.constants(module).items()}
+        found = {k: v for k, v in held.items() if isinstance(v, Tensor)}
+        names = [name_of(tensor) or target for target, tensor in found.items()]
+        return cls(tuple(names), tuple(found.values()))
+
+
+class Handover:
+    """Tensors, and numbers read from data, from one graph to the next, with the state and
+    constants that it will read.
+
+    A tensor written in place between the two would give wrong gradients, and so would a
+    parameter whose data were exchanged (``.to()``, ``parameter.data = ...``), which autograd
+    does not count as a write. ``take`` compares and refuses.
+    """
+
+    __slots__ = (
+        "_constants",
+        "_counts",
+        "_donated",
+        "_names",
+        "_places",
+        "_state",
+        "_stream",
+        "_tensors",
+    )
+
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        tensors: list[Any],
+        state: tuple[Tensor, ...],
+        constants: Constants = Constants(),  # noqa: B008 (immutable)
+        donated: Sequence[int] = (),
+    ) -> None:
+        """``state`` is what the next graph reads besides; ``names`` name the tensors and it.
+        ``constants`` are those that the next graph, or one after it, holds. ``donated`` are the
+        places of tensors that the next graph may write over.
+        """
+        self._names = names + constants.names
+        self._tensors = tensors
+        self._state = state
+        self._constants = constants.tensors
+        self._donated = donated
+        self._counts = versions((*tensors, *state, *self._constants))
+        self._places = _places((*state, *self._constants))
+        self._stream = stream_under(tensors)
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """Without the numbers; None where a kernel gave nothing."""
+        return [value for value in self._tensors if not isinstance(value, _NUMBERS)]
+
+    @property
+    def state(self) -> tuple[Tensor, ...]:
+        """Parameters and buffers that the next graph reads."""
+        return self._state
+
+    @property
+    def read(self) -> tuple[Tensor, ...]:
+        """Everything that the next graph reads, and constants that one after it does."""
+        return (*self.tensors, *self._state, *self._constants)
+
+    def put_away(self) -> None:
+        """Keep no tensors: autograd keeps them, packed by the user's hooks."""
+        self._tensors = [v if isinstance(v, _NUMBERS) else None for v in self._tensors]
+
+    def bring_back(self, tensors: Iterable[Tensor]) -> None:
+        """The tensors that were put away, as the user's hooks unpacked them."""
+        given = iter(tensors)
+        back = [v if isinstance(v, _NUMBERS) else next(given) for v in self._tensors]
+        self._tensors = self._apart(back)  # the hooks may keep what they gave
+        self._counts = versions(self._tensors) + self._counts[len(self._tensors) :]
+
+    def again(self) -> Handover:
+        """The same hand-over once more, for a backward that runs twice (``retain_graph=True``)."""
+        twin = Handover.__new__(Handover)
+        twin._names, twin._state = self._names, self._state
+        twin._constants, twin._donated = self._constants, self._donated
+        twin._tensors = self._apart(self._tensors)
+        counts = list(self._counts)
+        for at, tensor in enumerate(twin._tensors):
+            if tensor is not self._tensors[at]:
+                (counts[at],) = versions((tensor,))
+        twin._counts, twin._places = tuple(counts), self._places
+        twin._stream = self._stream
+        return twin
+
+    def _apart(self, tensors: Iterable[Any]) -> list[Any]:
+        """The tensors, copied where the next graph may write over them."""
+        found = list(tensors)
+        for at in self._donated if found else ():
+            if isinstance(found[at], Tensor):  # some kernels return None
+                found[at] = TensorSpec.of(found[at]).copy(found[at])
+        return found
+
+    def take(self) -> list[Any]:
+        """The tensors, numbers and state, in one list; this object keeps none of them.
+
+        Raises:
+            SplitError: something was written in place since the hand-over, or a parameter or
+                constant has other data; names it.
+        """
+        watched = (*self._state, *self._constants)
+        written = _different(self._names, self._counts, versions((*self._tensors, *watched)))
+        if written:
+            raise SplitError(
+                f"written in place between the forward and its backward: {written}. Run the "
+                "backward and backward_weight() before writing, or write into a clone."
+            )
+        names = self._names[len(self._tensors) :]
+        moved = _different(names, self._places, _places(watched))
+        if moved:
+            raise SplitError(
+                f"moved, converted or given other data between the forward and its backward: "
+                f"{moved}. Run the backward and backward_weight() before that."
+            )
+        tensors, self._tensors = self._tensors, []
+        follow(self._stream, tensors)
+        tensors += self._state
+        self._state = ()
+        return tensors
+
+
+def _different(names: Sequence[str], then: tuple[Any, ...], now: tuple[Any, ...]) -> str:
+    """The names whose values differ."""
+    if now == then:
+        return ""
+    return ", ".join(n for n, a, b in zip(names, then, now, strict=True) if a != b)
+
+
+def _places(tensors: Iterable[Tensor]) -> tuple[tuple[int, torch.dtype], ...]:
+    """Where each tensor's data lie, and as what."""
+    return tuple([(tensor.data_ptr(), tensor.dtype) for tensor in tensors])
+
+
+def distinct_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of distinct storage behind the tensors."""
+    sizes = {
+        (storage.device, storage.data_ptr()): storage.nbytes()
+        for storage in (t.untyped_storage() for t in tensors if t is not None)
+    }
+    return sum(sizes.values())

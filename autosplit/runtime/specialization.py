@@ -1,0 +1,174 @@
+"""The whole graphs of one module: for every call the one that fits, captured if need be."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor, nn
+
+from autosplit.errors import (
+    CaptureError,
+    DeferralWarning,
+    FirstCallError,
+    RecursiveCallError,
+    SplitError,
+)
+from autosplit.text.names import few
+from autosplit.torch_internals.module_state import StateReader
+from autosplit.torch_internals.pytree import tree_unflatten
+
+from .build import trace, without_history
+from .call_signature import Signature, Structure
+from .functions import SplitFunctions
+from .specialization_cache import Graphs
+
+
+class FittingGraphs:
+    """Captures a module for each kind of call, and finds again what it captured.
+
+    Several threads may ask at once; one of them captures.
+
+    Args:
+        model: what is captured.
+        backend: how graphs are run, see ``autosplit.split``.
+        memory: what is held between the calls, see ``autosplit.split``.
+        limit: how many graphs to keep.
+        insist: whether nothing but a graph will do for a call either, see ``tracing.trace``.
+        traced: what is around a capture, given the parameters.
+
+    Attributes:
+        state: reads the model's parameters and buffers, those of its latest capture.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        backend: str,
+        memory: str | int,
+        limit: int,
+        insist: bool,
+        traced: Callable[[Iterable[Tensor]], AbstractContextManager[None]],
+    ) -> None:
+        self._model = model
+        self._backend = backend
+        self._memory = memory
+        self._graphs = Graphs(type(model).__name__, limit)
+        self._insist = insist
+        self._traced = traced
+        self._first: set[Signature] = set()
+        self._capturing = threading.RLock()
+        self._busy = False
+        self._warned = False
+        self.state = StateReader(model)
+
+    @property
+    def captured(self) -> tuple[SplitFunctions, ...]:
+        """All that are kept, oldest first."""
+        return self._graphs.captured
+
+    @property
+    def latest(self) -> SplitFunctions:
+        """The newest that has a backward; the newest of all where none has one.
+
+        Raises:
+            SplitError: nothing has been captured yet.
+        """
+        captured = self.captured
+        if not captured:
+            raise SplitError(
+                "nothing captured yet: call the module, capture(*inputs), or pass example "
+                "inputs to autosplit.split(model, args)"
+            )
+        with_backward = [each for each in captured if each.has_backward]
+        return (with_backward or captured)[-1]
+
+    def fitting(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        leaves: list[Any],
+        structure: Structure,
+        *,
+        called: bool = False,
+    ) -> SplitFunctions:
+        """The graph that fits the inputs and the model as they are now; captured if need be.
+
+        Args:
+            args: positional inputs.
+            kwargs: keyword inputs.
+            leaves: those of ``(args, kwargs)``, flattened.
+            structure: how they make it up.
+            called: whether they are those of a call that is to be run.
+
+        Raises:
+            FirstCallError: ``called``, and the call is to be run without a graph.
+            CaptureError: the model cannot be traced for these inputs.
+            SplitError: the graph cannot be split.
+            BackendError: the backend cannot compile it.
+        """
+        signature = Signature.of(leaves, structure)
+        if not all(type(leaf) is Tensor or not isinstance(leaf, Tensor) for leaf in leaves):
+            # A parameter as an input: guards want the plain tensor that tracing saw.
+            args, kwargs = tree_unflatten(without_history(leaves), structure.spec)
+
+        def fits(functions: SplitFunctions) -> bool:
+            return functions.capture.guards.hold(args, kwargs)
+
+        with self._capturing:
+            found = self._graphs.find(signature, fits)
+            if found is None:
+                found = self._capture(signature, leaves, structure, called)
+                if not fits(found):
+                    raise CaptureError(
+                        f"the graph of {type(self._model).__name__} does not fit the very call it "
+                        "was captured for: its forward reads something that is different at "
+                        "every call. Pass that as a tensor or a number"
+                    )
+                self._graphs.add(signature, found)
+        return found
+
+    def _capture(
+        self, signature: Signature, leaves: list[Any], structure: Structure, called: bool
+    ) -> SplitFunctions:
+        if self._busy:  # only the thread that captures comes here meanwhile
+            raise calls_itself(self._model)
+        args, kwargs = tree_unflatten(without_history(leaves), structure.spec)
+        self._busy = True
+        try:
+            # A second one of this kind is made here, and the graph runs after it.
+            options: dict[str, Any] = {
+                "called": called and signature not in self._first,
+                "insist": self._insist or not called,
+                "by_value": True,
+            }
+            with self._traced(self._model.parameters()):
+                made = trace(self._model, args, kwargs, self._backend, self._memory, **options)
+        except FirstCallError:
+            self._first.add(signature)
+            raise
+        finally:
+            self._busy = False
+        self.state = StateReader(self._model)
+        self._warn_of_little(made)
+        return made
+
+    def _warn_of_little(self, made: SplitFunctions) -> None:
+        """Say once where most weight gradients cannot wait."""
+        if self._warned or not made.has_backward:
+            return
+        known = made.dependence.inseparable
+        because = f"what makes that of {few(list(known), 2)} makes input gradients, too"
+        share = made.dependence.deferred_share
+        self._warned = DeferralWarning.issue(type(self._model).__name__, share, because)
+
+
+def calls_itself(model: nn.Module) -> RecursiveCallError:
+    """What to raise where the forward of a model comes to the split module of that model."""
+    return RecursiveCallError(
+        f"the forward of {type(model).__name__} calls the split module that is made of it, which "
+        "calls the model: this would never end. To put something around the forward, set "
+        "forward of the split module; on the model (.model), call what was its forward before"
+    )

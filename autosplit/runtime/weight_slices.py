@@ -1,0 +1,165 @@
+"""W in slices: one call of W as several, each with some of the gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import NamedTuple
+
+from torch import Tensor, fx
+
+from autosplit.backends.compiled_graph import Backend
+from autosplit.errors import SplitError
+from autosplit.passes import Kind, PassError, Role
+from autosplit.passes.analysis.aliasing import storage_root
+from autosplit.passes.graph import STATE, inputs, outputs
+from autosplit.passes.lowering.slice_weight_graph import slices
+from autosplit.passes.verify import verify_graph
+
+from .gradient_accumulation import Accumulation
+from .gradient_graphs import GradientGraph
+from .saved_tensors import Constants, Handover
+
+
+class _Slice(NamedTuple):
+    """One slice.
+
+    Attributes:
+        graph: what it runs; takes everything that is left of the hand-over.
+        borrowed: gradients that are not tensors of their own.
+        names: of what it leaves for the next slice, tensors first, then state.
+        tensors_at: which of the tensors handed to it the next slice gets.
+        state_at: likewise of the parameters and buffers.
+        constants: those that later slices read.
+    """
+
+    graph: GradientGraph
+    borrowed: frozenset[str]
+    names: tuple[str, ...]
+    tensors_at: Sequence[int]
+    state_at: Sequence[int]
+    constants: Constants
+
+
+class SlicedWeight:
+    """W cut into slices of near-equal FLOPs, to be run in order.
+
+    Each takes a hand-over and leaves one for the next, without what no later slice reads.
+
+    Args:
+        module: W.
+        handed: roles of what I hands over, in order.
+        count: how many slices.
+        borrowed: gradients that are not tensors of their own (``Dependence.borrowed``).
+        constants_of: the constants that graphs read.
+        backend: how graphs are compiled.
+
+    Raises:
+        SplitError: W cannot be cut into so many.
+    """
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        handed: Sequence[Role],
+        count: int,
+        *,
+        borrowed: Collection[str],
+        constants_of: Callable[[Iterable[fx.GraphModule]], Constants],
+        backend: Backend,
+    ) -> None:
+        try:
+            modules = slices(module, count)
+            for part in modules:
+                verify_graph("backward_weight_slice", part, "slices")
+        except PassError as error:
+            raise SplitError(str(error)) from error
+        self._slices: list[_Slice] = []
+        given = list(handed)
+        for index, part in enumerate(modules):
+            later = modules[index + 1 :]
+            made, given = _slice(part, given, later, borrowed, constants_of(later), backend)
+            self._slices.append(made)
+
+    @property
+    def parameter_names(self) -> tuple[tuple[str, ...], ...]:
+        """For each slice the parameters whose gradients it makes."""
+        return tuple(tuple(each.graph.parameters) for each in self._slices)
+
+    def compile(self, accumulation: Accumulation | None = None) -> None:
+        """As ``GradientGraph.compile``, every slice."""
+        for each in self._slices:
+            each.graph.compile(accumulation)
+
+    def borrowed(self, index: int) -> frozenset[str]:
+        """Gradients of a slice that share storage, or that a later slice reads."""
+        return self._slices[index].borrowed
+
+    def run(
+        self,
+        index: int,
+        deferred: Handover,
+        gradients: Sequence[Tensor] | None,
+        accumulation: Accumulation,
+    ) -> tuple[Sequence[Tensor], Handover]:
+        """Run one slice.
+
+        Args:
+            index: which one.
+            deferred: what I or the slice before left; taken.
+            gradients: what to add into, in the order of the slice's ``parameter_names``.
+            accumulation: how to add.
+
+        Returns:
+            ``gradients``, or without them new tensors, and what the next slice needs.
+
+        Raises:
+            SplitError: something deferred was written in place meanwhile.
+        """
+        graph, _, names, tensors_at, state_at, constants = self._slices[index]
+        read = deferred.state
+        pool = deferred.take()
+        kept = [pool[at] for at in tensors_at]
+        made, found = graph.run(pool, gradients, accumulation)
+        left = tuple([read[at] for at in state_at])
+        return found, Handover(names, kept + made, left, constants)
+
+
+def _slice(
+    module: fx.GraphModule,
+    given: list[Role],
+    following: Sequence[fx.GraphModule],
+    borrowed: Collection[str],
+    constants: Constants,
+    backend: Backend,
+) -> tuple[_Slice, list[Role]]:
+    """A slice, and what it hands to the next."""
+    later = {role for each in following for role in inputs(each.graph)}
+    results = outputs(module.graph)
+    made = [role for role, _ in results if role.kind is Kind.DEFERRED]
+    tensors = [role for role in given if role.kind not in STATE]
+    state = [role for role in given if role.kind in STATE]
+    tensors_at = [at for at, role in enumerate(tensors) if role in later]
+    state_at = [at for at, role in enumerate(state) if role in later]
+    graph = GradientGraph(
+        "backward_weight_slice",
+        module,
+        given,
+        parameters=[role.name for role, _ in results if role.kind is Kind.PARAMETER_GRAD],
+        others=made,
+        takers=following,
+        backend=backend,
+    )
+    held = {storage_root(value) for role, value in results if role.kind is Kind.DEFERRED}
+    held |= {node for role, node in inputs(module.graph).items() if role in later}
+    shared = {
+        role.name
+        for role, value in results
+        if role.kind is Kind.PARAMETER_GRAD and storage_root(value) in held
+    }
+    kept = [tensors[at] for at in tensors_at] + made
+    left = [state[at] for at in state_at]
+    names = tuple([role.name for role in (*kept, *left)])
+    return (
+        _Slice(graph, frozenset(borrowed) | shared, names, tensors_at, state_at, constants),
+        kept + left,
+    )

@@ -1,0 +1,33 @@
+"""Autograd's engine: the backward that is under way, hooks and modes around it."""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd import forward_ad
+from torch.autograd.graph import Node
+
+without_autocast = torch._C._DisableAutocast
+"""Context in which no operator is autocast: for graphs whose casts are operators already."""
+
+graph_is_kept = torch._C._autograd._get_current_graph_task_keep_graph
+"""Whether the backward that is under way has ``retain_graph=True``."""
+
+current_backward = torch._C._current_graph_task_id
+"""Number of the backward that is under way on this thread; later ones have higher numbers."""
+
+
+def has_saved_tensors_hooks() -> bool:
+    """Whether the user has hooks for what autograd saves: offloading, ``checkpoint``."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def will_run(node: Node) -> bool:
+    """Whether the backward under way comes to a node: ``torch.autograd.grad`` and
+    ``backward(inputs=...)`` leave those out that they need not.
+    """
+    return bool(torch._C._will_engine_execute_node(node))
+
+
+def in_transform() -> bool:
+    """Whether this runs inside a ``torch.func`` transform or forward-mode differentiation."""
+    return bool(torch._C._are_functorch_transforms_active()) or forward_ad._current_level >= 0

@@ -1,0 +1,40 @@
+"""torch.distributed around a split module: who takes part when gradients arrive."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from autosplit.errors import ShardedError
+from autosplit.torch_internals.distributed import data_parallel, fsdp_part
+
+
+def refuse_sharded(module: nn.Module) -> None:
+    """FSDP reduces and frees weight gradients in ``backward()``; later ones would be left over
+    for the next step.
+
+    Raises:
+        ShardedError: FSDP manages the module or a part of it.
+    """
+    found = fsdp_part(module)
+    if found is not None:
+        name, kind = found
+        where = f"{name} ({kind})" if name else kind
+        raise ShardedError(
+            f"FSDP (fully_shard or FullyShardedDataParallel) manages {where}: it reduces weight "
+            "gradients in backward(), where those of a split model are not there yet. Build the "
+            "model without FSDP, and wrap the split module in DistributedDataParallel; where no "
+            "rank has room for the whole model, cut it with autosplit.partition or PipelineTrainer"
+        )
+
+
+def synchronises() -> bool:
+    """Whether a forward of DistributedDataParallel is under way whose backward is to average
+    gradients over the ranks: outside ``no_sync()``.
+
+    The reducer takes the next gradient that arrives at every parameter, once, and waits for the
+    other ranks. So that backward computes weight gradients too, after everything that is pending:
+    deferred, they would be averaged where each rank happens to use them first.
+    """
+    wrapper = data_parallel() if torch.is_grad_enabled() else None
+    return wrapper is not None and bool(wrapper.require_backward_grad_sync)

@@ -1,0 +1,57 @@
+"""DistributedDataParallel, FSDP and torch.distributed.pipelining around a module."""
+
+from __future__ import annotations
+
+import sys
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def asked_by_pipelining() -> bool:
+    """Whether a schedule of torch.distributed.pipelining that runs I and W apart is asking this
+    thread for input gradients; weights it then looks for in autograd's graph.
+    """
+    module = sys.modules.get("torch.distributed.pipelining._backward")
+    code = getattr(getattr(module, "stage_backward_input", None), "__code__", None)
+    frame = sys._getframe() if code is not None else None
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
+
+
+def data_parallel() -> DistributedDataParallel | None:
+    """The DistributedDataParallel whose forward calls this."""
+    active: DistributedDataParallel | None = DistributedDataParallel._get_active_ddp_module()
+    return active
+
+
+_FSDP_MARK = "_is_fsdp_managed_module"
+"""What FSDP leaves, for Dynamo, on every module that it manages."""
+
+
+def is_fsdp_managed(module: nn.Module) -> bool:
+    """Whether FSDP manages the module itself; cheap enough to be asked at every call."""
+    return _FSDP_MARK in module.__dict__
+
+
+def fsdp_part(module: nn.Module) -> tuple[str, str] | None:
+    """Name and class of the first submodule, or the module itself, that FSDP manages: by
+    ``fully_shard`` (with any mesh, replicated too) or inside ``FullyShardedDataParallel``.
+    """
+    library = sys.modules.get("torch.distributed.fsdp")  # nothing can be sharded without it
+    if library is None:
+        return None
+    kinds = (library.FSDPModule, library.FullyShardedDataParallel)
+    for name, part in module.named_modules():
+        if isinstance(part, kinds) or is_fsdp_managed(part):
+            return name, type(part).__name__
+    return None
+
+
+def csv_has_send_waits() -> bool:
+    """Whether a schedule that torch reads must say where sends are waited for, as from 2.15 on."""
+    # Here, as importing autosplit imports nothing distributed.
+    from torch.distributed.pipelining import schedules
+
+    return hasattr(schedules, "WAIT_SEND_F")

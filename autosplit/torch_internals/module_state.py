@@ -1,0 +1,59 @@
+"""A module's parameters and buffers where it keeps them."""
+
+from __future__ import annotations
+
+from operator import is_not
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class StateReader:
+    """Reads a module's parameters and buffers by name, as they are at the moment of the call.
+
+    Looks each one up where the module keeps it, so that a parameter that was moved or
+    replaced since is found, without walking the module tree on every call.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._index()
+
+    def _index(self) -> None:
+        slots: dict[str, tuple[dict[str, Any], str]] = {}
+        children: list[tuple[dict[str, Any], str]] = []
+        for prefix, child in self._module.named_modules(remove_duplicate=False):
+            modules, *spaces = map(_table, (child._modules, child._parameters, child._buffers))
+            children += [(modules, name) for name in modules]
+            for space in spaces:
+                for name in space:
+                    slots[f"{prefix}.{name}" if prefix else name] = (space, name)
+        self._names, self._slots, self._children = list(slots), list(slots.values()), children
+        self._found = self._present()
+
+    def _present(self) -> list[Any]:
+        return [modules.get(name) for modules, name in self._children]
+
+    def __call__(self) -> dict[str, torch.Tensor]:
+        if any(map(is_not, self._present(), self._found)):
+            self._index()  # a submodule was replaced
+        tensors = [space[name] for space, name in self._slots]
+        pairs = zip(self._names, tensors, strict=True)
+        return {name: tensor for name, tensor in pairs if tensor is not None}
+
+
+def _table(names: Any) -> dict[str, Any]:
+    """The dictionary in which a module keeps its own; TorchScript keeps them elsewhere."""
+    return names if isinstance(names, dict) else dict(names.items())
+
+
+def share_state(face: nn.Module, module: nn.Module) -> None:
+    """Make ``face`` hold the very parameters, buffers and submodules of ``module``.
+
+    The dictionaries are shared, not copied: both have one ``state_dict`` without a prefix,
+    and replacing a parameter on either replaces it on both.
+    """
+    for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+        face.__dict__[name] = module.__dict__[name]
+    face.training = module.training

@@ -1,0 +1,100 @@
+"""Which nodes share storage, told from operator schemas.
+
+Boundaries are counted in bytes of distinct storage: a slice of a large tensor keeps the
+whole tensor alive, and ten views of one tensor cost what the tensor costs.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+
+import torch
+from torch import fx
+
+from ..graph import tensor_of
+from .operators import overload
+from .symbolic_sizes import concrete
+
+aten = torch.ops.aten
+
+# Views by construction although their schemas do not say so: functionalisation and the
+# autograd formulas emit them where the result shares the input's storage.
+_UNDECLARED_VIEWS = frozenset({aten._unsafe_view.default, aten._reshape_alias.default})
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the node only re-describes its first argument's storage (free to redo)."""
+    if node.op != "call_function":
+        return False
+    if node.target is operator.getitem:
+        parent = node.args[0]
+        return isinstance(parent, fx.Node) and is_view(parent)
+    op = overload(node)
+    return op is not None and (op in _UNDECLARED_VIEWS or op.is_view)
+
+
+def is_free(node: fx.Node) -> bool:
+    """Whether redoing the node costs neither time nor memory: a view, or a constant."""
+    return node.op == "get_attr" or is_view(node)
+
+
+def storage_root(node: fx.Node) -> fx.Node:
+    """The node that allocated the storage this node's value lies in."""
+    while is_view(node):
+        parent = node.args[0]
+        if not isinstance(parent, fx.Node):
+            break
+        node = parent
+    return node
+
+
+def maker(node: fx.Node) -> fx.Node:
+    """The operator that computed the node's value, behind views and results picked from tuples."""
+    while is_view(node) or node.target is operator.getitem:
+        parent = node.args[0]
+        if not isinstance(parent, fx.Node):
+            break
+        node = parent
+    return node
+
+
+def storage_bytes(node: fx.Node) -> int:
+    """Bytes of the storage that holding this node's value keeps alive."""
+    value = tensor_of(storage_root(node))
+    if value is None:
+        value = tensor_of(node)
+    if value is None:
+        return 0
+    if value.layout is not torch.strided:  # of a sparse gradient: what it has if it is dense
+        return math.prod(map(concrete, value.shape)) * value.element_size()
+    return concrete(value.untyped_storage().nbytes())
+
+
+def distinct_bytes(nodes: list[fx.Node]) -> int:
+    """Bytes of distinct storage that holding all these nodes' values keeps alive."""
+    return sum(storage_bytes(root) for root in {storage_root(node) for node in nodes})
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether two of its elements may lie in the same memory. Told from sizes and strides alone,
+    so some that interlock without a shared element count too.
+    """
+    if tensor.layout is not torch.strided:
+        return False
+    strides, sizes = map(concrete, tensor.stride()), map(concrete, tensor.shape)
+    pairs = sorted(pair for pair in zip(strides, sizes, strict=True) if pair[1] != 1)
+    span = 0
+    for stride, size in pairs:
+        if stride <= span:
+            return all(size for _, size in pairs)
+        span += stride * (size - 1)
+    return False
+
+
+def is_whole(node: fx.Node) -> bool:
+    """Whether the value was made by the graph and fills its storage, each element once."""
+    value, root = tensor_of(node), storage_root(node)
+    if value is None or root.op != "call_function" or overlaps_itself(value):
+        return False
+    return storage_bytes(node) == concrete(value.numel()) * value.element_size()

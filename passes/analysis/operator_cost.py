@@ -1,0 +1,152 @@
+"""What a node costs: operator classes, floating-point operations, bytes."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from ..graph import calls, tensor_of
+from .aliasing import is_free, is_view
+from .operators import is_effect, is_random, overload
+from .symbolic_sizes import concrete, example, is_size
+
+aten = torch.ops.aten
+
+# Reductions and copies that carry neither the pointwise nor the reduction tag.
+_CHEAP = frozenset(
+    {
+        aten._to_copy.default,
+        aten.mean.default,
+        aten.sum.default,
+        aten.sum.dim_IntList,
+        aten.sum_to_size.default,
+        aten.var_mean.correction,
+        aten.full.default,
+        aten.full_like.default,
+        aten.zeros_like.default,
+        aten.ones_like.default,
+        aten.cat.default,
+        aten.stack.default,
+        aten.slice_backward.default,
+        aten.select_backward.default,
+        aten.constant_pad_nd.default,
+    }
+)
+
+# Reductions along rows whose results are as large as what they reduce.
+_NORMS = frozenset(
+    {
+        aten.native_layer_norm.default,
+        aten.native_group_norm.default,
+        aten._fused_rms_norm.default,
+        aten._softmax.default,
+        aten._log_softmax.default,
+    }
+)
+
+# A core of a processor does about ten operations of a matrix product in the time of moving a
+# byte, an accelerator well over a hundred.
+_BALANCE_CPU = 10.0
+_BALANCE = 150.0
+
+_CALL = 20_000  # bytes moved in the time that calling an operator takes (1 to 10 us)
+
+_TRANSCENDENTAL = frozenset(
+    op
+    for packet in (aten.exp, aten.silu, aten.gelu, aten.sigmoid, aten.tanh, aten.erf, aten.softplus)
+    for op in (packet.default,)
+)
+_SLOW = 3  # passes over the operands that one of these counts as
+
+
+def is_cheap(node: fx.Node) -> bool:
+    """Whether the node is a view, pointwise work or a plain reduction.
+
+    Such a node may run on either side of a boundary; matrix products, convolutions,
+    scatters and anything unknown stay where reachability puts them.
+    """
+    if node.target is operator.getitem or is_view(node):
+        return True
+    op = overload(node)
+    if op is not None and torch.Tag.data_dependent_output in op.tags:
+        return False  # it waits for the data
+    if op is None or is_size(node):
+        return node.op == "call_function" and tensor_of(node) is None
+    if is_random(node) or is_effect(node):
+        return False
+    return torch.Tag.pointwise in op.tags or torch.Tag.reduction in op.tags or op in _CHEAP
+
+
+def flops(node: fx.Node) -> int:
+    """Floating-point operations of a node by torch's own table (matrix products, attention,
+    convolutions; everything else counts 0), as ``torch.utils.flop_counter`` counts them.
+    """
+    op = overload(node)
+    formula = None if op is None else flop_registry.get(op.overloadpacket)
+    if formula is None:
+        return 0
+    args, kwargs = fx.node.map_arg(
+        (node.args, dict(node.kwargs)), lambda n: example(n.meta.get("val"))
+    )
+    return int(formula(*args, **kwargs, out_val=example(node.meta.get("val"))))
+
+
+def traffic(node: fx.Node) -> int:
+    """Bytes that a node reads and writes, each tensor once; nothing for what only re-describes."""
+    if node.op != "call_function" or node.target is operator.getitem or is_view(node):
+        return 0
+    touched = [*node.all_input_nodes, node]
+    return sum(value_bytes(node.meta.get("val")) for node in touched)
+
+
+def value_bytes(value: Any) -> int:
+    """Bytes of the elements of a tensor, or of all tensors of a tuple."""
+    match value:
+        case torch.Tensor():
+            return concrete(value.numel()) * value.element_size()
+        case list() | tuple():
+            return sum(map(value_bytes, value))
+    return 0
+
+
+def duration(node: fx.Node) -> float:
+    """Estimated time of a node, in the time that moving one byte takes."""
+    moved = traffic(node)
+    if not moved:
+        return 0.0
+    passes = _SLOW if overload(node) in _TRANSCENDENTAL else 1
+    return _CALL + moved * passes + flops(node) / _balance(node)
+
+
+def recomputation(node: fx.Node) -> float | None:
+    """What running the node once more costs, as ``duration``; None where it must not be.
+
+    Views and constants are free. Pointwise work, copies and the reductions of norms may be done
+    again. Matrix products, convolutions, attention, gathers, and everything random, with an
+    effect, or unknown never is.
+    """
+    if is_free(node) or node.target is operator.getitem:
+        return 0.0
+    if not is_cheap(node) and overload(node) not in _NORMS:
+        return None
+    return duration(node)
+
+
+def effort(node: fx.Node) -> int:
+    """Floating-point operations of a node; for one that does none, what its time is worth."""
+    return flops(node) or round(duration(node) * _balance(node))
+
+
+def _balance(node: fx.Node) -> float:
+    """Floating-point operations that a device does while it moves one byte."""
+    tensor = tensor_of(node)
+    return _BALANCE_CPU if tensor is not None and tensor.device.type == "cpu" else _BALANCE
+
+
+def graph_flops(graph: fx.Graph) -> int:
+    """Floating-point operations of one call of the graph."""
+    return sum(flops(node) for node in calls(graph))

@@ -1,0 +1,1 @@
+"""Unrolled loops, vectorized: their steps stacked into single operators."""

@@ -1,0 +1,1 @@
+"""Divided graphs into what runs: in-place accumulation, donated memory, slices, source code."""

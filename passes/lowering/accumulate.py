@@ -1,0 +1,85 @@
+"""Add gradients to accumulators inside the graph, at the point where each is produced.
+
+Over several microbatches weight gradients are summed. Returned and added by the caller, all of
+them are alive at once, beside the sums. Added here, each dies as soon as it has been computed.
+``accumulator.add_(gradient)`` rounds as autograd's own accumulation does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+
+import torch
+from torch import fx
+
+from ..analysis.aliasing import is_free
+from ..graph import Kind, Role, outputs, placeholders, set_outputs, tensor_of
+from ..partition.extract import copy_behind, copy_placeholder
+
+
+def accumulate(module: fx.GraphModule, dtype: torch.dtype | None = None) -> fx.GraphModule:
+    """A graph that takes an accumulator for each parameter's gradient and adds into it in place
+    rather than returning the gradient.
+
+    Args:
+        module: a graph that returns gradients of parameters.
+        dtype: of the accumulators; None where each has its gradient's own.
+    """
+    results = outputs(module.graph)
+    sums = [(role, v) for role, v in results if _is_sum(role, v)]
+    graph = fx.Graph()
+    copies = {node: copy_placeholder(graph, node) for node in placeholders(module.graph)}
+    accumulators = [_accumulator(graph, role.name, value, dtype) for role, value in sums]
+    ready: dict[fx.Node | None, list[tuple[fx.Node, fx.Node]]] = defaultdict(list)
+    order = {node: index for index, node in enumerate(module.graph.nodes)}
+    for (_, value), accumulator in zip(sums, accumulators, strict=True):
+        ready[_last_work(value, order)].append((value, accumulator))
+    for node in [None, *module.graph.nodes]:
+        if node is not None and node.op not in {"placeholder", "output"}:
+            copy_behind(graph, node, copies)
+        for value, accumulator in ready[node]:
+            copy_behind(graph, value, copies)
+            _add(graph, accumulator, copies[value])
+    kept = [(role, value) for role, value in results if not _is_sum(role, value)]
+    values = fx.node.map_arg([value for _, value in kept], copies.__getitem__)
+    set_outputs(graph, list(zip([role for role, _ in kept], values, strict=True)))
+    return fx.GraphModule(module, graph, class_name="accumulating")
+
+
+def _is_sum(role: Role, value: object) -> bool:
+    return role.kind is Kind.PARAMETER_GRAD and isinstance(value, fx.Node)
+
+
+def _accumulator(
+    graph: fx.Graph, name: str, gradient: fx.Node, dtype: torch.dtype | None
+) -> fx.Node:
+    node = graph.placeholder(re.sub(r"\W", "_", f"sum_{name}"))
+    node.target = node.name
+    value = tensor_of(gradient)
+    node.meta["val"] = None if value is None else value.new_empty(value.shape, dtype=dtype)
+    node.meta["role"] = Role(Kind.ACCUMULATOR, name)
+    return node
+
+
+def _last_work(value: fx.Node, order: dict[fx.Node, int]) -> fx.Node | None:
+    """The node after which the value can be had for free; None if from the beginning.
+
+    A view of a gradient may stand far behind the gradient in the graph, and would keep it
+    alive until there.
+    """
+    roots: set[fx.Node] = set()
+    stack = [value]
+    while stack:
+        node = stack.pop()
+        if is_free(node):
+            stack.extend(node.all_input_nodes)
+        elif node.op != "placeholder":
+            roots.add(node)
+    return max(roots, key=order.__getitem__, default=None)
+
+
+def _add(graph: fx.Graph, accumulator: fx.Node, gradient: fx.Node) -> None:
+    node = graph.call_function(torch.ops.aten.add_.Tensor, (accumulator, gradient))
+    node.meta = {key: v for key, v in gradient.meta.items() if key == "stack_trace"}
+    node.meta["val"] = accumulator.meta["val"]

@@ -1,0 +1,206 @@
+"""Graph -> Python source: the code that is dumped is the code that runs.
+
+The generated function takes one list and empties it ("boxed"), and deletes every name
+after its last use, so each tensor dies inside the function as early as it can, provided
+that the caller kept no reference. Results are written over operands that die in them, where
+``reuse`` finds that they may. Shapes, roles and the user's source lines are comments.
+"""
+
+from __future__ import annotations
+
+import builtins
+import keyword
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..analysis.operators import OVERLOAD, overload
+from ..errors import PassError
+from ..graph import outputs, placeholders, role_of, source_line
+from .inplace_reuse import IN_PLACE, overwritten
+from .stride_checks import stride_check
+
+HEADER = "import operator\n\nimport torch\n\naten = torch.ops.aten\n"
+
+# Tracing decides by the strides that torch's fake kernels promise, and some real kernels give
+# others (batch norm of a transposed input). A reshape is the view where that is possible.
+_AS_RESHAPE = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+
+_DTYPES = {
+    torch.float64: "f64",
+    torch.float32: "f32",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "b8",
+    torch.complex64: "c64",
+    torch.complex128: "c128",
+}
+
+
+def generate(name: str, module: fx.GraphModule) -> str:
+    """Source of ``def name(args, constants)`` for one graph.
+
+    ``args`` is a list in the order of the placeholders; it is emptied. ``constants`` maps
+    the names of tensors and submodules stored on the graph module. Returns a list in the
+    order of the outputs.
+
+    Raises:
+        PassError: the graph holds something that has no source form.
+    """
+    graph = module.graph
+    last_use = _last_uses(graph)
+    reused = overwritten(graph)
+    lines = [f"def {name}(args, constants={{}}):"]
+    lines += _unpack(placeholders(graph), last_use)
+    source = ""
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            continue
+        if node.op == "output":
+            lines.append("    return [")
+            lines += [f"        {_text(value)},  # {role}" for role, value in outputs(graph)]
+            lines.append("    ]")
+            continue
+        line = source_line(node)
+        if line and line != source:
+            lines.append(f"    # {line}")
+            source = line
+        lines += stride_check(node, _name)
+        lines.append(_statement(node, last_use.get(node, []), reused.get(node)))
+    return "\n".join(lines) + "\n"
+
+
+def constants(module: fx.GraphModule) -> dict[str, Any]:
+    """Tensors and submodules that the graph reads from its module, by target."""
+    targets = {str(node.target) for node in module.graph.nodes if node.op == "get_attr"}
+    return {target: operator.attrgetter(target)(module) for target in sorted(targets)}
+
+
+def describe(value: object) -> str:
+    """``f32[2, 3]`` for a tensor, the text of anything else, a tuple for several."""
+    if isinstance(value, torch.Tensor):
+        shape = ", ".join(str(size) for size in value.shape)
+        return f"{_DTYPES.get(value.dtype, str(value.dtype))}[{shape}]"
+    if isinstance(value, (tuple, list)):
+        return "(" + ", ".join(describe(item) for item in value) + ")"
+    return str(value)
+
+
+def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """For every node, the values nobody needs after it."""
+    seen: set[fx.Node] = set()
+    last: dict[fx.Node, list[fx.Node]] = {}
+    for node in reversed(graph.nodes):
+        if node.op == "output":
+            seen.update(node.all_input_nodes)
+            continue
+        if node.op != "placeholder" and node not in seen:
+            last.setdefault(node, []).append(node)  # its value is never read
+            seen.add(node)
+        for operand in node.all_input_nodes:
+            if operand not in seen:
+                seen.add(operand)
+                last.setdefault(node, []).append(operand)
+    return last
+
+
+def _unpack(nodes: list[fx.Node], last_use: dict[fx.Node, list[fx.Node]]) -> list[str]:
+    if not nodes:
+        return ["    args.clear()"]
+    lines = ["    ("]
+    for node in nodes:
+        shape = describe(node.meta.get("val"))
+        lines.append(f"        {_name(node)},  # {role_of(node)}: {shape}")
+    lines += ["    ) = args", "    args.clear()"]
+    used = {node for dead in last_use.values() for node in dead}
+    used |= {operand for node in nodes for user in node.users for operand in user.all_input_nodes}
+    unused = [_name(node) for node in nodes if node not in used]
+    if unused:
+        lines.append(f"    del {', '.join(unused)}")
+    return lines
+
+
+def _statement(node: fx.Node, dead: list[fx.Node], reused: int | None) -> str:
+    call = _call(node) if reused is None else _call_in_place(node, reused)
+    text = f"    {_name(node)} = {call}"
+    if dead:
+        text += f"; del {', '.join(_name(item) for item in dead)}"
+    return f"{text}  # {describe(node.meta.get('val'))}"
+
+
+def _call(node: fx.Node) -> str:
+    if node.op == "get_attr":
+        return f"constants[{str(node.target)!r}]"
+    if node.target is operator.getitem:
+        return f"{_text(node.args[0])}[{_text(node.args[1])}]"
+    arguments = [_text(value) for value in node.args]
+    arguments += [f"{key}={_text(value)}" for key, value in node.kwargs.items()]
+    return f"{_callee(node)}({', '.join(arguments)})"
+
+
+def _call_in_place(node: fx.Node, operand: int) -> str:
+    """The call that writes its result over an operand."""
+    others = [_text(value) for index, value in enumerate(node.args) if index != operand]
+    return f"{IN_PLACE[node.target]}({', '.join([_text(node.args[operand]), *others])})"
+
+
+def _callee(node: fx.Node) -> str:
+    target = node.target
+    op = overload(node)
+    if op in _AS_RESHAPE:
+        return "aten.reshape.default"
+    if op is not None:
+        return _text(op)
+    if getattr(target, "namespace", "") == "higher_order":
+        return f"torch.ops.higher_order.{target}"
+    module = getattr(target, "__module__", "")
+    name = getattr(target, "__name__", "")
+    if module == "_operator" and hasattr(operator, name):
+        return f"operator.{name}"
+    if module == "builtins" and hasattr(builtins, name):
+        return name
+    if module.split(".")[0] == "torch" and hasattr(torch, name):
+        return f"torch.{name}"
+    raise PassError(f"{node.name} calls {target!r}, which has no source form")
+
+
+def _name(node: fx.Node) -> str:
+    return f"{node.name}_" if keyword.iskeyword(node.name) else node.name
+
+
+def _text(value: object) -> str:
+    """Source of an argument."""
+    match value:
+        case fx.Node():
+            return _name(value)
+        case tuple():
+            items = ", ".join(_text(item) for item in value)
+            return f"({items},)" if len(value) == 1 else f"({items})"
+        case list():
+            return "[" + ", ".join(_text(item) for item in value) + "]"
+        case dict():
+            return "{" + ", ".join(f"{k!r}: {_text(v)}" for k, v in value.items()) + "}"
+        case slice():
+            return f"slice({_text(value.start)}, {_text(value.stop)}, {_text(value.step)})"
+        case torch.device():
+            return f"torch.device({str(value)!r})"
+        case float() if value != value or value in (float("inf"), float("-inf")):
+            return f"float({str(value)!r})"
+        case complex():
+            return f"complex({_text(value.real)}, {_text(value.imag)})"
+        case bool() | int() | float() | str() | None:
+            return repr(value)
+        case torch.dtype() | torch.layout() | torch.memory_format():
+            return str(value)
+    if value is Ellipsis:
+        return "..."
+    if isinstance(value, OVERLOAD):
+        return str(value) if value.namespace == "aten" else f"torch.ops.{value}"
+    raise PassError(f"{value!r} ({type(value).__name__}) has no source form")

@@ -1,0 +1,147 @@
+"""Cut W into slices of near-equal FLOPs, to be run one after the other with pauses between.
+
+A pause in a pipeline may be shorter than a whole W, and the first gradients can be reduced
+over ranks while later ones are computed. The order of W's operators is cut, so that what one
+slice computes and a later one reads is computed once and handed on, and results are the same
+bit for bit.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from itertools import accumulate as running_sums
+
+from torch import fx
+
+from ..analysis.aliasing import is_free
+from ..analysis.operator_cost import flops
+from ..analysis.symbolic_sizes import is_size
+from ..errors import PassError
+from ..graph import Kind, Role, calls, outputs, role_of
+from ..partition.extract import extract
+
+
+def slices(module: fx.GraphModule, count: int) -> list[fx.GraphModule]:
+    """W as ``count`` graphs, each with some of the gradients.
+
+    A slice takes, besides parameters and buffers, deferred tensors of W and of earlier slices,
+    and returns what later slices read under the role deferred.
+
+    Raises:
+        PassError: there are fewer matrix products and convolutions than slices.
+    """
+    place = _places(module.graph, count)
+    gradients: list[list[tuple[Role, fx.Node]]] = [[] for _ in range(count)]
+    for role, value in outputs(module.graph):
+        made = _made_from([value])
+        gradients[max((place[node] for node in made if node in place), default=0)].append(
+            (role, value)
+        )
+    handed: list[list[tuple[Role, fx.Node]]] = [[] for _ in range(count)]
+    for node, made_in in place.items():
+        if max(_readers(node, place), default=made_in) > made_in:
+            handed[made_in].append((Role(Kind.DEFERRED, node.name), node))
+    return [
+        _slice(module, place, index, [*gradients[index], *handed[index]]) for index in range(count)
+    ]
+
+
+def _slice(
+    module: fx.GraphModule,
+    place: dict[fx.Node, int],
+    index: int,
+    returns: list[tuple[Role, fx.Node]],
+) -> fx.GraphModule:
+    compute: set[fx.Node] = set()
+    carried: dict[fx.Node, Role] = {}
+    stack = [value for _, value in returns]
+    while stack:
+        node = stack.pop()
+        if node.op == "placeholder":
+            carried[node] = role_of(node)
+        elif place.get(node, index) < index:
+            carried[node] = Role(Kind.DEFERRED, node.name)
+        elif node not in compute:
+            compute.add(node)
+            stack.extend(node.all_input_nodes)
+    order = {node: at for at, node in enumerate(module.graph.nodes)}
+    incoming = [(carried[node], node) for node in sorted(carried, key=order.__getitem__)]
+    return extract(
+        module, f"backward_weight_{index}", carried=incoming, compute=compute, returns=returns
+    )
+
+
+def _places(graph: fx.Graph, count: int) -> dict[fx.Node, int]:
+    """Slice of every node that does work. Views are redone wherever they are read."""
+    work = [node for node in calls(graph) if not _is_redone(node)]
+    costs = {node: cost for node in work if (cost := flops(node))}
+    if not 1 <= count <= max(len(costs), 1):
+        raise PassError(
+            f"W has {len(costs)} matrix products and convolutions and cannot be cut into {count} "
+            f"slices; ask for 1 to {max(len(costs), 1)}"
+        )
+    first = [list(costs)[at] for at in _cuts(list(costs.values()), count)]
+    place: dict[fx.Node, int] = {}
+    index = 0
+    for node in work:
+        index += node in first
+        # A tuple is never handed on: its items are taken where it is made.
+        place[node] = place.get(node.args[0], index) if _is_item(node) else index  # type: ignore[arg-type]
+    _wait_for_readers(graph, place, costs)
+    return place
+
+
+def _cuts(costs: Sequence[int], count: int) -> list[int]:
+    """Where to begin the second and later parts, so that each ends near its share of the sum."""
+    before = [0, *running_sums(costs)]
+    cuts: list[int] = []
+    for part in range(1, count):
+        share = before[-1] * part / count
+        low, high = (cuts[-1] if cuts else 0) + 1, len(costs) - (count - part)
+        cuts.append(min(range(low, high + 1), key=lambda at: abs(before[at] - share)))
+    return cuts
+
+
+def _wait_for_readers(graph: fx.Graph, place: dict[fx.Node, int], costs: Iterable[fx.Node]) -> None:
+    """Put cheap work into the first slice that reads it, not before."""
+    kept = {node for _, value in outputs(graph) for node in _made_from([value])} | set(costs)
+    for node in reversed(place):
+        items = [user for user in node.users if user in place and _is_item(user)]
+        readers = [at for each in (node, *items) for at in _readers(each, place)]
+        if readers and not _is_item(node) and kept.isdisjoint([node, *items]):
+            place.update(dict.fromkeys([node, *items], min(readers)))
+
+
+def _readers(node: fx.Node, place: dict[fx.Node, int]) -> list[int]:
+    """Slices of the work that reads a value, directly or through views."""
+    found: list[int] = []
+    stack = list(node.users)
+    while stack:
+        user = stack.pop()
+        if user in place:
+            found += [] if _is_item(user) else [place[user]]
+        else:
+            stack.extend(user.users)
+    return found
+
+
+def _is_item(node: fx.Node) -> bool:
+    return node.target is operator.getitem
+
+
+def _made_from(values: Iterable[fx.Node]) -> list[fx.Node]:
+    """What the values are views of, or the values themselves."""
+    found: list[fx.Node] = []
+    stack = list(values)
+    while stack:
+        node = stack.pop()
+        if _is_redone(node):
+            stack.extend(node.all_input_nodes)
+        else:
+            found.append(node)
+    return found
+
+
+def _is_redone(node: fx.Node) -> bool:
+    return is_free(node) or is_size(node)

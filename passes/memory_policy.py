@@ -1,0 +1,84 @@
+"""The ``memory`` setting: what may be done again, and what may not wait, to hold less."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from .errors import PassError
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """How bytes, time and waiting weight gradients are traded.
+
+    Attributes:
+        name: what the user asked for.
+        recompute: time to spend on doing cheap operators again, as a share of the step's
+            estimated time.
+        waiting: share of the weight gradients' FLOPs that must wait for W. Below 1, I computes
+            the weight gradients that free the most bytes for their FLOPs.
+        budget: bytes to hold between I and W for one microbatch; None asks for as few as
+            ``waiting`` lets it.
+        late_input: whether I computes nothing where no input needs a gradient, and W does all of
+            the backward in one graph: a pipeline's other stages wait for no such I.
+    """
+
+    name: str
+    recompute: float
+    waiting: float = 1.0
+    budget: int | None = None
+    late_input: bool = False
+
+    @property
+    def releases_weights(self) -> bool:
+        """Whether I may compute weight gradients."""
+        return self.waiting < 1
+
+
+FAST = Memory("fast", recompute=0.0)
+BALANCED = Memory("balanced", recompute=0.02)
+LEAN = Memory("lean", recompute=0.02, waiting=0.55)
+
+MEMORY: Mapping[str, Memory] = {each.name: each for each in (FAST, BALANCED, LEAN)}
+
+
+def memory_setting(memory: str | int, *, late_input: bool = False) -> Memory:
+    """The setting of that name; a number is a budget in bytes.
+
+    A budget bounds the distinct storage that one microbatch holds between I and W, that is
+    what I hands over. What F saves, what lives only inside a graph, and parameters and
+    gradients are not in it.
+
+    Raises:
+        PassError: an unknown name (lists the known ones), or no number of bytes.
+    """
+    if isinstance(memory, str):
+        if memory in MEMORY:
+            return dataclasses.replace(MEMORY[memory], late_input=late_input)
+    elif isinstance(memory, int) and not isinstance(memory, bool) and memory >= 0:
+        name = f"{memory} bytes"
+        return Memory(name, BALANCED.recompute, 0.0, memory, late_input)
+    known = ", ".join(map(repr, MEMORY))
+    raise PassError(
+        f"memory is one of {known}, or the bytes that one microbatch may hold between I and W; "
+        f"got {memory!r}"
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Price:
+    """What cutting an edge costs, in three currencies that the caller weighs.
+
+    Attributes:
+        bytes: storage that is held.
+        time: time of what is done again.
+        flops: work that does not wait.
+    """
+
+    bytes: int = 0
+    time: float = 0.0
+    flops: float = 0.0
+
+    def __add__(self, other: Price) -> Price:
+        return Price(self.bytes + other.bytes, self.time + other.time, self.flops + other.flops)

@@ -1,0 +1,1 @@
+"""The joint graph divided into F, I and W: memory policy, minimum cut, extraction."""

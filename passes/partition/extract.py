@@ -1,0 +1,90 @@
+"""Build a graph from some of another graph's nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from torch import fx
+
+from ..analysis.aliasing import maker
+from ..analysis.operators import CHECKS
+from ..graph import Role, placeholders, role_of, set_outputs
+
+
+def extract(
+    module: fx.GraphModule,
+    name: str,
+    *,
+    carried: list[tuple[Role, fx.Node]],
+    compute: set[fx.Node],
+    returns: list[tuple[Role, Any]],
+    on_demand: Collection[fx.Node] = (),
+) -> fx.GraphModule:
+    """A graph that takes the carried values and the placeholders in ``compute``, runs the
+    other nodes of ``compute``, and returns ``returns``.
+
+    Args:
+        module: where the nodes come from.
+        name: class name of the new module.
+        carried: nodes whose values come in from outside, and the roles they come in under.
+        compute: nodes to copy, in their order.
+        on_demand: nodes of ``compute`` to run just before their first reader instead, so that
+            what is recomputed for the backward does not fill memory before it is needed.
+        returns: role and value of everything the new graph returns.
+    """
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    incoming = {node: role for role, node in carried}
+    for node in module.graph.nodes:
+        if node in incoming:
+            copies[node] = copy_placeholder(graph, node, incoming[node])
+        elif node.op == "placeholder" and node in compute:
+            copies[node] = copy_placeholder(graph, node)
+        elif (node in compute and node not in on_demand) or _checks(node, compute, on_demand):
+            copy_behind(graph, node, copies)
+    for _, value in returns:
+        if isinstance(value, fx.Node):
+            copy_behind(graph, value, copies)
+    values = fx.node.map_arg([value for _, value in returns], copies.__getitem__)
+    roles = [role for role, _ in returns]
+    set_outputs(graph, list(zip(roles, values, strict=True)))
+    return fx.GraphModule(module, _placeholders_first(graph), class_name=name)
+
+
+def _checks(node: fx.Node, compute: set[fx.Node], on_demand: Collection[fx.Node]) -> bool:
+    """Whether the node checks what the graph computes for the first time."""
+    if node.target not in CHECKS:
+        return False
+    made = {maker(operand) for operand in node.all_input_nodes}
+    return made <= compute and made.isdisjoint(on_demand)
+
+
+def copy_behind(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> None:
+    """Copy a node behind those of its operands that have not been copied yet."""
+    stack = [node]
+    while stack:
+        missing = [each for each in stack[-1].all_input_nodes if each not in copies]
+        if stack[-1] in copies:
+            stack.pop()
+        elif missing:
+            stack.extend(reversed(missing))
+        else:
+            current = stack.pop()
+            copies[current] = graph.node_copy(current, copies.__getitem__)
+
+
+def copy_placeholder(graph: fx.Graph, node: fx.Node, role: Role | None = None) -> fx.Node:
+    """A placeholder for a node's value; under the node's own role where none is given."""
+    copy = graph.placeholder(node.name)
+    copy.target = copy.name  # where the name was taken, it got a number
+    copy.meta = {**node.meta, "role": role or role_of(node)}
+    return copy
+
+
+def _placeholders_first(graph: fx.Graph) -> fx.Graph:
+    """Placeholders must lead; a carried value may have come from the middle of the graph."""
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    for node in placeholders(graph):
+        first.prepend(node)
+    return graph

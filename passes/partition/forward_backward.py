@@ -1,0 +1,102 @@
+"""Joint graph -> forward and backward, after dividing the graph into F, I and W.
+
+Forward keeps everything the outputs need, and every random operator: a random number drawn
+in the backward would neither match the forward's nor leave the generator alone. In the
+backward views are redone, because they cost nothing; what the user put under
+``torch.utils.checkpoint``; and cheap operators, as far as the memory setting gives them time.
+Operators that only the backward needs (a cast of a weight, say) move there.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from ..analysis.aliasing import storage_root
+from ..analysis.operators import is_random
+from ..errors import PassError
+from ..graph import (
+    FORWARD_OUTPUT,
+    GRADIENT,
+    Kind,
+    Program,
+    Role,
+    ancestors,
+    calls,
+    inputs,
+    outputs,
+    placeholders,
+    role_of,
+    source_line,
+)
+from .extract import extract
+from .multiplier_search import choose
+from .reachability import Reach
+
+# Where AOTAutograd notes which half of the joint graph it was tracing.
+_TAG = "partitioner_tag"
+
+
+def partition(program: Program) -> bool:
+    """Fill in ``forward`` and, where an output takes a gradient, ``regions`` and ``backward``.
+
+    Raises:
+        PassError: an output of the forward depends on an output's gradient, the backward needs
+            a forward value that is not a tensor, or a memory budget cannot be met.
+    """
+    graph = program.joint.graph
+    _refuse_draws_in_backward(graph)
+    reach = Reach.of(graph, late_input=program.memory.late_input)
+    saved = _fill_backward(program, reach) if inputs(graph, Kind.TANGENT) else []
+    program.forward = extract(
+        program.joint,
+        "forward",
+        carried=[],
+        compute=reach.forward | ancestors([node for _, node in saved]),
+        returns=[*outputs(graph, *FORWARD_OUTPUT), *saved],
+    )
+    return True
+
+
+def _refuse_draws_in_backward(graph: fx.Graph) -> None:
+    """A custom backward may draw random numbers that depend on no gradient. Drawn in forward
+    instead, they and all that follow would be others than autograd's.
+    """
+    if not any(_TAG in node.meta for node in graph.nodes):
+        return  # tracing had no backward to tell apart
+    for node in calls(graph):
+        if is_random(node) and node.meta.get(_TAG) != "is_forward":
+            line = source_line(node)
+            raise PassError(
+                f"{node.target} draws random numbers in the backward"
+                + (f" (from {line})" if line else "")
+                + "; draw them in the forward and save them for it"
+            )
+
+
+def _fill_backward(program: Program, reach: Reach) -> list[tuple[Role, fx.Node]]:
+    """Divide the graph and fill in ``backward``; returns what forward must save for it."""
+    graph = program.joint.graph
+    regions = program.regions = choose(graph, reach, program.memory)
+    saved = {node: Role(Kind.SAVED, node.name) for node in regions.saved}
+    program.backward = extract(
+        program.joint,
+        "backward",
+        carried=[(saved.get(node) or role_of(node), node) for node in regions.backward.takes],
+        compute=regions.backward.runs,
+        returns=outputs(graph, *GRADIENT),
+        on_demand=regions.backward.runs - reach.gradient,
+    )
+    return [
+        (role, _copy(graph, node) if storage_root(node) in reach.overwritten else node)
+        for node, role in saved.items()
+    ]
+
+
+def _copy(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """A copy to save in place of a value that the next microbatch's forward overwrites."""
+    after = node if node.op != "placeholder" else placeholders(graph)[-1]
+    with graph.inserting_after(after):
+        copy = graph.call_function(torch.ops.aten.clone.default, (node,))
+    copy.meta = {key: value for key, value in node.meta.items() if key != "role"}
+    return copy

@@ -1,0 +1,60 @@
+"""What a memory setting gives for what: bytes held, work that waits, operators done again."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import fx
+
+from ..analysis.aliasing import distinct_bytes
+from ..analysis.operator_cost import duration, flops
+from ..graph import calls
+from ..memory_policy import Memory
+from .multiplier_search import choose, runs, time_again, weight_work
+from .reachability import Reach
+
+
+@dataclasses.dataclass(frozen=True)
+class Trade:
+    """What one microbatch costs under a setting.
+
+    Attributes:
+        name: of the setting.
+        saved: bytes that F leaves, distinct storage.
+        deferred: bytes that I leaves for W, likewise.
+        early_flops: floating-point operations of weight gradients that I does.
+        late_flops: those that W does.
+        again: operators that run more often than once, views not counted.
+        time: estimated time of that, as a share of the step's.
+    """
+
+    name: str
+    saved: int
+    deferred: int
+    early_flops: int
+    late_flops: int
+    again: int
+    time: float
+
+
+def trade(graph: fx.Graph, memory: Memory) -> Trade:
+    """What a division of this joint graph under a setting costs.
+
+    Raises:
+        BudgetError: a budget cannot be met.
+    """
+    reach = Reach.of(graph, late_input=memory.late_input)
+    regions = choose(graph, reach, memory)
+    work = weight_work(reach)
+    late = sum(map(flops, work & regions.weight.runs))
+    counts = runs(regions, reach)
+    whole = sum(map(duration, calls(graph)))
+    return Trade(
+        memory.name,
+        saved=distinct_bytes(regions.saved),
+        deferred=distinct_bytes(regions.deferred),
+        early_flops=sum(map(flops, work)) - late,
+        late_flops=late,
+        again=sum(count - 1 for node, count in counts.items() if duration(node)),
+        time=time_again(regions, reach) / whole if whole else 0.0,
+    )

@@ -1,0 +1,101 @@
+"""What every node of a joint graph is needed for."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import fx
+
+from ..analysis.operators import CHECKS, TAG, checkpoint_region, is_effect, is_random
+from ..errors import PassError
+from ..graph import FORWARD_OUTPUT, Kind, ancestors, calls, descendants, inputs, is_state, outputs
+from .parameter_chain import chain
+
+
+@dataclasses.dataclass(frozen=True)
+class Reach:
+    """Sets of nodes of one joint graph.
+
+    Attributes:
+        forward: what the outputs of the forward need, its effects and its random numbers.
+        gradient: what depends on the gradient of an output.
+        urgent: what I must compute, and what that needs: the input gradients, or where no input
+            needs one the chain of derivatives down to the earliest parameters, see ``chain``.
+        redone: nodes of ``forward`` that the user wants recomputed and not saved.
+        overwritten: buffers and inputs that the forward overwrites when it is done.
+        input_grads: the gradients that I returns.
+        weight_grads: the gradients that W returns.
+    """
+
+    forward: set[fx.Node]
+    gradient: set[fx.Node]
+    urgent: set[fx.Node]
+    redone: set[fx.Node]
+    overwritten: set[fx.Node]
+    input_grads: list[fx.Node]
+    weight_grads: list[fx.Node]
+
+    @classmethod
+    def of(cls, graph: fx.Graph, *, late_input: bool = False) -> Reach:
+        """Look at a joint graph.
+
+        Args:
+            graph: the graph.
+            late_input: see ``Memory``.
+
+        Raises:
+            PassError: an output of the forward depends on an output's gradient.
+        """
+        gradient = descendants(list(inputs(graph, Kind.TANGENT).values()))
+        # Effects of the forward, assertions on values above all, stay in it though nobody reads
+        # them, and so do random operators, which move the generator.
+        unread = [n for n in calls(graph) if is_random(n) or (is_effect(n) and _is_forwards(n))]
+        results = _values(graph, *FORWARD_OUTPUT)
+        forward = ancestors([*results, *(node for node in unread if node not in gradient)])
+        if forward & gradient:
+            names = ", ".join(sorted(node.name for node in forward & gradient)[:5])
+            raise PassError(f"forward values depend on output gradients: {names}")
+        input_grads = _values(graph, Kind.INPUT_GRAD)
+        weight_grads = _values(graph, Kind.PARAMETER_GRAD)
+        urgent = ancestors(input_grads)
+        if not (input_grads or late_input):
+            urgent = chain(graph, gradient, weight_grads)
+        return cls(
+            forward=forward,
+            gradient=gradient,
+            urgent=urgent,
+            redone={node for node in forward if _is_inside_checkpoint(node, gradient)},
+            overwritten=_overwritten(graph),
+            input_grads=input_grads,
+            weight_grads=weight_grads,
+        )
+
+    def is_kept(self, node: fx.Node) -> bool:
+        """Whether the module keeps the value until W anyway: a parameter, or a buffer that the
+        forward does not overwrite.
+        """
+        return is_state(node) and node not in self.overwritten
+
+
+def _is_forwards(node: fx.Node) -> bool:
+    """Whether the effect is one of the forward's: what the backward checks it also computes."""
+    return node.target not in CHECKS or node.meta.get(TAG) != "is_backward"
+
+
+def _values(graph: fx.Graph, *kinds: Kind) -> list[fx.Node]:
+    return [value for _, value in outputs(graph, *kinds) if isinstance(value, fx.Node)]
+
+
+def _is_inside_checkpoint(node: fx.Node, gradient: set[fx.Node]) -> bool:
+    """Whether the user asked for recomputation and only the checkpointed region reads the
+    value. What leaves the region is an ordinary value that may be saved.
+    """
+    region = checkpoint_region(node)
+    readers = [user for user in node.users if user not in gradient]
+    return region is not None and all(checkpoint_region(user) == region for user in readers)
+
+
+def _overwritten(graph: fx.Graph) -> set[fx.Node]:
+    names = {role.name for role, _ in outputs(graph, Kind.UPDATE)}
+    state = inputs(graph, Kind.BUFFER, Kind.INPUT)
+    return {node for role, node in state.items() if role.name in names}

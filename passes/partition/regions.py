@@ -1,0 +1,233 @@
+"""Which graph runs each node: the cheapest division of the joint graph into F, I and W.
+
+Two boundaries are chosen together. What F leaves for the backward crosses the first, what W
+reads crosses the second, and a value that W has from F crosses both. Each boundary is a layer
+of one flow network, in which a node has an "in" and an "out" half:
+
+- "in" on the source's side: the node runs before the boundary, or not at all; on the sink's
+  side: it runs behind it.
+- "out" on the sink's side: its value is there behind the boundary. If its "in" is not, the
+  value is carried, at the price of the storage that it keeps alive.
+
+Whatever runs behind a boundary has its operands there, and whatever W has, the backward had:
+the edge between the layers. Running a node on both sides costs time where it is cheap and is
+impossible elsewhere. So the minimum cut is the optimum. (Torch's own partitioner uses the same
+reduction, after Chen et al., arXiv 1604.06174, for one boundary.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+
+from torch import fx
+
+from ..analysis.aliasing import is_free, maker, storage_bytes, storage_root
+from ..analysis.operator_cost import effort, is_cheap, recomputation
+from ..analysis.operators import checkpoint_region, is_random
+from ..analysis.symbolic_sizes import is_size
+from ..errors import PassError
+from ..graph import Region, Regions, tensor_of
+from ..memory_policy import Price
+from .min_cut import SINK, SOURCE, Network
+from .reachability import Reach
+
+_SIZE_BYTES = 8  # of an integer that crosses
+_SPREAD = 0.05
+
+
+class Division:
+    """The network of one joint graph, to be cut at several weights.
+
+    Args:
+        graph: the joint graph.
+        reach: what its nodes are needed for.
+        again: whether cheap nodes may run on both sides of a boundary.
+        release: whether I may compute weight gradients, which then leave it and do not cross.
+
+    Raises:
+        PassError: the backward needs a value that can neither be carried nor recomputed.
+    """
+
+    def __init__(self, graph: fx.Graph, reach: Reach, *, again: bool, release: bool) -> None:
+        self._reach = reach
+        self._again = again
+        self._order = {node: index for index, node in enumerate(graph.nodes)}
+        made = {storage_root(node) for node in reach.weight_grads} if release else set()
+        self._releasable = {node for node in made if node.op == "call_function"} & reach.gradient
+        self._network = Network()
+        self._in_first: set[fx.Node] = set()
+        self._add_needs_of_backward()
+        self._add_second_layer()
+        try:
+            self._shrunk = self._network.shrink()
+        except PassError as error:
+            raise PassError(
+                "the backward needs a value that can neither be carried nor recomputed"
+            ) from error
+
+    def cut(self, rate: float = 0.0, charge: float = 0.0) -> Regions:
+        """The best division where a unit of time costs ``rate`` bytes and a FLOP of a weight
+        gradient that does not wait costs ``charge`` bytes.
+        """
+        early, price = self._shrunk.cut(lambda p: p.bytes + rate * p.time + charge * p.flops)
+        first, second = self._cut_nodes(early, _first), self._cut_nodes(early, _second)
+        reach = self._reach
+        waiting, _ = _walk(reach.weight_grads, second)
+        made = self._releasable - waiting
+        released = {node for node in reach.weight_grads if storage_root(node) in made}
+        weight = self._region([n for n in reach.weight_grads if n not in released], second)
+        handed = [node for node in weight.takes if not reach.is_kept(node)]
+        return Regions(
+            backward=self._region([*reach.input_grads, *reach.weight_grads], first),
+            input=self._region([*reach.input_grads, *released, *handed], first),
+            weight=weight,
+            released=released,
+            price=price,
+            kept={node for node in self._order if reach.is_kept(node)},
+        )
+
+    def _region(self, wanted: Iterable[fx.Node], carried: set[fx.Node]) -> Region:
+        runs, takes = _walk(wanted, carried)
+        return Region(runs, sorted(takes, key=self._order.__getitem__))
+
+    def _cut_nodes(self, early: Collection[int], layer: Callable[[int], int]) -> set[fx.Node]:
+        halves = ((node, layer(index)) for node, index in self._order.items())
+        return {node for node, half in halves if half in early and half + 1 not in early}
+
+    def _add_needs_of_backward(self) -> None:
+        """The first layer, from what the backward reads and does not compute from gradients."""
+        reach = self._reach
+        results = [*reach.input_grads, *reach.weight_grads]
+        read = [n for node in _walk(results, ())[0] & reach.gradient for n in node.all_input_nodes]
+        for node in {*results, *read} - reach.gradient:
+            self._network.add(_first(self._order[node]) + 1, SINK)
+            self._add_to_first_layer(node)
+
+    def _add_to_first_layer(self, start: fx.Node) -> None:
+        """The node and what it may be recomputed from."""
+        reach, stack = self._reach, [start]
+        while stack:
+            node = stack.pop()
+            if node in self._in_first:
+                continue
+            self._in_first.add(node)
+            half = _first(self._order[node])
+            self._network.add(half, half + 1, None if node in reach.redone else self._price(node))
+            self._tie(node, _first, early=node in reach.forward - reach.redone)
+            stack.extend(node.all_input_nodes)
+
+    def _add_second_layer(self) -> None:
+        reach = self._reach
+        for node in reach.weight_grads:
+            self._network.add(_second(self._order[node]) + 1, SINK)
+        for node in _walk(reach.weight_grads, ())[0]:
+            index = self._order[node]
+            half = _second(index)
+            self._network.add(half, half + 1, self._price(node))
+            early = node in reach.urgent or node in reach.forward - reach.redone
+            self._tie(node, _second, early=early)
+            if node not in reach.gradient:
+                self._add_to_first_layer(node)
+                self._network.add(_first(index) + 1, half + 1)
+            if early or is_free(node) or node.op == "placeholder":
+                continue
+            if node not in reach.gradient | reach.redone:
+                self._network.add(_first(index), half, self._price_again(node))
+            if not reach.urgent or not is_cheap(node):
+                # To run in F is for the first layer to decide.
+                beyond = SINK if node in reach.gradient else _first(index)
+                self._network.add(half, beyond, self._price_early(node))
+
+    def _tie(self, node: fx.Node, layer: Callable[[int], int], *, early: bool) -> None:
+        """Edges between a node and its operands.
+
+        ``early``: somebody before the boundary needs the node; to run it behind it is to run it
+        again.
+        """
+        half = layer(self._order[node])
+        for operand in node.all_input_nodes:
+            self._network.add(layer(self._order[operand]) + 1, half)
+        if is_free(node) or (node in self._reach.redone and layer is _first):
+            return
+        if early or node.op == "placeholder" or is_random(node):
+            self._network.add(SOURCE, half, self._price_again(node))
+            return
+        # Running a node before the boundary needs its operands there. One that runs behind it
+        # nevertheless runs twice.
+        for operand in {maker(each) for each in node.all_input_nodes}:
+            if not is_free(operand) and not (operand in self._reach.redone and layer is _first):
+                price = self._price_again(operand) if self._ready(operand, layer) else None
+                self._network.add(half, layer(self._order[operand]), price)
+
+    def _ready(self, node: fx.Node, layer: Callable[[int], int]) -> bool:
+        """Whether all that the node reads is before the boundary in any case, so that running it
+        there as well as behind takes nothing else along.
+        """
+        return all(self._is_before(maker(each), layer) for each in node.all_input_nodes)
+
+    def _is_before(self, node: fx.Node, layer: Callable[[int], int]) -> bool:
+        if is_free(node) or node.op == "placeholder":
+            return True
+        if layer is _first:
+            return node in self._reach.forward and node not in self._reach.redone
+        return node in self._reach.urgent or node not in self._reach.gradient
+
+    def _price(self, node: fx.Node) -> Price | None:
+        """What carrying a node's value costs; None where it cannot be carried.
+
+        What the module keeps anyway costs nothing, nor does a weight gradient that leaves I. A
+        view costs a byte more than what it looks at, so that the thing itself crosses and the
+        view is redone.
+        """
+        if is_size(node):
+            return Price(_SIZE_BYTES)
+        if tensor_of(node) is None:
+            return None
+        root = storage_root(node)
+        free = self._reach.is_kept(root) or root in self._releasable
+        return Price((0 if free else storage_bytes(root)) + (node is not root))
+
+    def _price_early(self, node: fx.Node) -> Price | None:
+        """What it costs that a node of W runs in I; None where it must wait."""
+        return Price(flops=self._spread(node, effort(node))) if self._releasable else None
+
+    def _spread(self, node: fx.Node, cost: float) -> float:
+        """The cost, a little less for nodes early in the graph: of equal layers some can then be
+        on the one side and some on the other.
+        """
+        return cost * (1 + _SPREAD * self._order[node] / len(self._order))
+
+    def _price_again(self, node: fx.Node) -> Price | None:
+        """What running a node on both sides costs; None where it must not."""
+        if checkpoint_region(node) is not None and node not in self._reach.redone:
+            return None  # what leaves a checkpointed region is what recomputing others starts from
+        time = recomputation(node) if self._again else None
+        return None if time is None or is_random(node) else Price(time=self._spread(node, time))
+
+
+def _first(index: int) -> int:
+    """The "in" half of the node with this index in the first layer; "out" is one more."""
+    return 4 * index
+
+
+def _second(index: int) -> int:
+    return 4 * index + 2
+
+
+def _walk(
+    wanted: Iterable[fx.Node], carried: Collection[fx.Node]
+) -> tuple[set[fx.Node], set[fx.Node]]:
+    """What must run to have what is wanted, where ``carried`` is there; and what of that is
+    used. What costs nothing and is wanted by nobody (a parameter) stays out.
+    """
+    late: set[fx.Node] = set()
+    used: set[fx.Node] = set()
+    stack = list(wanted)
+    while stack:
+        node = stack.pop()
+        if node in carried:
+            used.add(node)
+        elif node not in late:
+            late.add(node)
+            stack.extend(node.all_input_nodes)
+    return late, used

@@ -1,0 +1,1 @@
+"""Rewrites of the joint graph that let it be divided better."""

@@ -1,0 +1,50 @@
+"""New nodes for a pass that rewrites a graph in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from ..analysis.operators import is_effect, is_random
+
+_OWN = ("val", "role")  # what a node says of itself alone
+
+
+def emit(graph: fx.Graph, like: fx.Node, target: Any, *args: Any, **options: Any) -> fx.Node:
+    """A call where the graph inserts, for the user's line that made ``like``.
+
+    Raises:
+        RuntimeError: the operator does not take such tensors.
+    """
+    with like.meta["val"].fake_mode:
+        value = target(*fx.node.map_arg(args, lambda each: each.meta["val"]), **options)
+    node = graph.call_function(target, args, options)
+    node.meta = {key: each for key, each in like.meta.items() if key not in _OWN}
+    node.meta["val"] = value
+    return node
+
+
+def erase(graph: fx.Graph, nodes: list[fx.Node]) -> None:
+    """Those of the nodes that nobody reads any more, readers first."""
+    place = {node: index for index, node in enumerate(graph.nodes)}
+    for node in sorted(nodes, key=place.__getitem__, reverse=True):
+        if not node.users:
+            graph.erase_node(node)
+
+
+def erase_unread(graph: fx.Graph, node: fx.Node) -> set[fx.Node]:
+    """A node that nobody reads, and what only it read, effects and random operators left.
+    Returns what was erased.
+    """
+    stack = [node]
+    erased: set[fx.Node] = set()
+    while stack:
+        node = stack.pop()
+        if node in erased or node.users or node.op != "call_function":
+            continue
+        if not (is_effect(node) or is_random(node)):
+            stack += node.all_input_nodes
+            erased.add(node)
+            graph.erase_node(node)
+    return erased

@@ -1,0 +1,201 @@
+"""Sums of disjoint pieces, each padded with zeros to the whole, as one concatenation.
+
+The gradient of ``x[:, t]`` is a tensor as large as ``x``, zero but for one place. A loop over
+``t`` (a scan written in Python), or the two halves of a rotary embedding, adds up one such
+tensor for every piece. Where pieces do not overlap, every element of their sum has at most one
+term that is not padding: laying them side by side gives the same to the last bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..analysis.symbolic_sizes import is_fixed
+from ..graph import Program, calls, tensor_of
+from .emit import emit, erase
+
+aten = torch.ops.aten
+
+_WHOLE = (0, None, None, 1)  # where slice_scatter writes if nothing is said
+
+
+@dataclasses.dataclass(frozen=True)
+class _Piece:
+    """Part of a whole along one dimension.
+
+    Attributes:
+        padded: the node that pads it.
+        value: the piece, without the dimension where ``is_selected``.
+        sizes: of the whole.
+    """
+
+    padded: fx.Node
+    value: fx.Node
+    sizes: list[int]
+    dim: int
+    start: int
+    stop: int
+    is_selected: bool
+
+
+def gather(program: Program) -> bool:
+    """Rewrite such sums in the joint graph; True if there was any."""
+    graph = program.joint.graph
+    tops = [node for node in calls(graph) if _is_sum(node) and not _is_inner(node)]
+    changed = [_rewrite(graph, top) for top in tops]
+    return any(changed)
+
+
+def _is_sum(node: fx.Node) -> bool:
+    return (
+        node.target is aten.add.Tensor
+        and not node.kwargs
+        and all(isinstance(each, fx.Node) and _is_alike(each, node) for each in node.args)
+    )
+
+
+def _is_alike(part: fx.Node, whole: fx.Node) -> bool:
+    mine, other = tensor_of(part), tensor_of(whole)
+    if mine is None or other is None or not (is_fixed(mine) and is_fixed(other)):
+        return False
+    return (mine.shape, mine.dtype) == (other.shape, other.dtype)
+
+
+def _is_inner(node: fx.Node) -> bool:
+    """Whether another sum is the only reader, so that both are one sum of more terms."""
+    return len(node.users) == 1 and _is_sum(next(iter(node.users)))
+
+
+def _rewrite(graph: fx.Graph, top: fx.Node) -> bool:
+    sums, terms = _terms(top)
+    pieces = [piece for term in terms if len(term.users) == 1 and (piece := _piece(term))]
+    if not pieces:
+        return False
+    dim, _ = Counter(piece.dim for piece in pieces).most_common(1)[0]
+    pieces = sorted((each for each in pieces if each.dim == dim), key=lambda each: each.start)
+    padded = {piece.padded for piece in pieces}
+    others = [term for term in terms if term not in padded]
+    # With two terms that are no pieces, the order of additions would matter.
+    if len(pieces) < 2 or len(others) > 1 or not _fit_together(pieces):
+        return False
+    with graph.inserting_before(top):
+        result = _concatenated(graph, pieces, top)
+        if others:
+            result = emit(graph, top, aten.add.Tensor, others[0], result)
+    if result.meta["val"].stride() != top.meta["val"].stride():
+        erase(graph, [*result.all_input_nodes, result])
+        return False
+    top.replace_all_uses_with(result)
+    zeros = [node for each in padded for node in each.all_input_nodes if _is_zeros(node)]
+    erase(graph, [*zeros, *padded, *sums])
+    return True
+
+
+def _terms(top: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The additions that a sum is made of, and what it adds up."""
+    sums, terms, stack = [], [], [top]
+    while stack:
+        node = stack.pop()
+        if node is top or (_is_sum(node) and _is_inner(node)):
+            sums.append(node)
+            stack.extend(node.args)  # type: ignore[arg-type]
+        else:
+            terms.append(node)
+    return sums, terms
+
+
+def _piece(term: fx.Node) -> _Piece | None:
+    """What a term pads, if that and where it lies are known before the graph runs."""
+    if term.target is aten.select_backward.default:
+        value, sizes, dim, index = term.args
+        return _placed(term, value, sizes, dim, index, index, 1, selected=True)
+    if term.target is aten.slice_backward.default:
+        value, sizes, dim, start, stop, step = term.args
+        return _placed(term, value, sizes, dim, start, stop, step, selected=False)
+    return _scattered(term)
+
+
+def _scattered(term: fx.Node) -> _Piece | None:
+    """A piece as decompositions pad it: written into a whole of zeros."""
+    if term.target not in (aten.select_scatter.default, aten.slice_scatter.default):
+        return None
+    whole, value = term.args[:2]
+    place: list[Any] = [*term.args[2:], *_WHOLE[len(term.args) - 2 :]]
+    if term.kwargs or not isinstance(whole, fx.Node) or not _is_zeros(whole):
+        return None
+    sizes = list(whole.meta["val"].shape)
+    if term.target is aten.select_scatter.default:
+        dim, index, *_ = place
+        return _placed(term, value, sizes, dim, index, index, 1, selected=True)
+    dim, start, stop, step = place
+    start, stop = start or 0, sys.maxsize if stop is None else stop
+    return _placed(term, value, sizes, dim, start, stop, step, selected=False)
+
+
+def _is_zeros(node: fx.Node) -> bool:
+    if node.target is aten.full.default:
+        return bool(node.args[1] == 0)
+    return node.target in (aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default)
+
+
+def _placed(
+    term: fx.Node,
+    value: Any,
+    sizes: Any,
+    dim: Any,
+    start: Any,
+    stop: Any,
+    step: Any,
+    *,
+    selected: bool,
+) -> _Piece | None:
+    if step != 1 or not all(isinstance(each, int) for each in (*sizes, dim, start, stop)):
+        return None
+    dim %= len(sizes)
+    extent = sizes[dim]
+    start = _clamped(start, extent)
+    stop = start + 1 if selected else _clamped(stop, extent)
+    return _Piece(term, value, list(sizes), dim, start, stop, selected) if start < stop else None
+
+
+def _clamped(place: int, extent: int) -> int:
+    """As indexing counts: from the end where negative, and no further than the end."""
+    return min(max(place + extent if place < 0 else place, 0), extent)
+
+
+def _fit_together(pieces: list[_Piece]) -> bool:
+    """Whether no two overlap and they fill at least half of the whole."""
+    ends = [piece.stop for piece in pieces]
+    starts = [piece.start for piece in pieces]
+    filled = sum(ends) - sum(starts)
+    extent = pieces[0].sizes[pieces[0].dim]
+    return all(a <= b for a, b in zip(ends, starts[1:], strict=False)) and 2 * filled >= extent
+
+
+def _concatenated(graph: fx.Graph, pieces: list[_Piece], top: fx.Node) -> fx.Node:
+    dim, sizes = pieces[0].dim, pieces[0].sizes
+    parts: list[fx.Node] = []
+    end = 0
+
+    def pad(until: int) -> None:
+        if until > end:
+            gap = [*sizes[:dim], until - end, *sizes[dim + 1 :]]
+            like = pieces[0].value.meta["val"]
+            options = {"dtype": like.dtype, "device": like.device, "pin_memory": False}
+            parts.append(emit(graph, top, aten.full.default, gap, 0, **options))
+
+    for piece in pieces:
+        pad(piece.start)
+        value = piece.value
+        if piece.is_selected:
+            value = emit(graph, top, aten.unsqueeze.default, value, dim)
+        parts.append(value)
+        end = piece.stop
+    pad(sizes[dim])
+    return emit(graph, top, aten.cat.default, parts, dim)
