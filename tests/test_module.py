@@ -8,10 +8,10 @@ import weakref
 import pytest
 import torch
 from torch import Tensor, nn
-from zoo import CASES, Case, SwiGLU
 
 import autosplit
 from autosplit import SplitError
+from tests.zoo import CASES, Case, SwiGLU
 
 
 def gradients(

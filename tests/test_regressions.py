@@ -6,12 +6,12 @@ import warnings
 
 import pytest
 import torch
-from semantics.against_autograd import assert_equals_autograd, within
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 import autosplit
 from autosplit import SplitError
+from tests.semantics.against_autograd import assert_equals_autograd, within
 
 
 def backward_twice(model: nn.Module, *shapes: tuple[int, ...]) -> None:

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from microbatches import reference
 from torch import Tensor, nn
-from zoo import CASES, Counter, PlainParameters, SwiGLU
 
 from autosplit import CaptureError, SplitError, Stage
 from autosplit.pipeline.engine.execution.stage_assembly import footprint
 from autosplit.runtime import gradient_graphs
+from tests.microbatches import reference
+from tests.zoo import CASES, Counter, PlainParameters, SwiGLU
 
 # Stages hand tensors to each other: one tensor in, one tensor out.
 NAMES = [name for name in CASES if name != "several"]

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from reference_stage import ReferenceStage
 from torch import Tensor, nn
 
 from autosplit import CheckpointError
@@ -17,6 +16,7 @@ from autosplit.pipeline.schedule.wiring import Wiring
 from autosplit.pipeline.training.tied_parameters import Holder
 from autosplit.pipeline.training.trainer import PipelineTrainer
 from autosplit.planner.meta_init.materialise import Values, materialise
+from tests.pipeline.reference_stage import ReferenceStage
 
 VOCABULARY, WIDTH, LAYERS = 13, 8, 6
 

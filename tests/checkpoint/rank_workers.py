@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checkpoint_workers import batch, dropping, named, train, trainer
 from torch.optim.lr_scheduler import LambdaLR
 
 from autosplit import CheckpointError
 from autosplit.checkpoint import load_checkpoint, save_checkpoint
 from autosplit.pipeline import PipelineTrainer
+from tests.checkpoint.checkpoint_workers import batch, dropping, named, train, trainer
 
 
 def told(call: Callable[[], object]) -> str:

@@ -7,11 +7,9 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-import checkpoint_workers
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoint_workers import adam, named, train, trainer, whole
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict import (
@@ -28,6 +26,8 @@ from autosplit.pipeline import launch
 from autosplit.planner.meta_init.checkpoint_values import Loader
 from autosplit.planner.meta_init.materialise import materialise
 from autosplit.planner.meta_init.meta_model import meta_model
+from tests.checkpoint import checkpoint_workers
+from tests.checkpoint.checkpoint_workers import adam, named, train, trainer, whole
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 

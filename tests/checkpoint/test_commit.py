@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoint_workers import adam, named, train, trainer, whole
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -22,6 +21,7 @@ from autosplit import CheckpointError
 from autosplit.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
 from autosplit.checkpoint.storage.writer import unworried
 from autosplit.pipeline import PipelineTrainer
+from tests.checkpoint.checkpoint_workers import adam, named, train, trainer, whole
 
 
 class Killed(BaseException):

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoint_workers import named, train, trainer, whole
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from autosplit import CheckpointError
 from autosplit.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
 from autosplit.checkpoint.storage.writer import unworried
 from autosplit.planner.meta_init.checkpoint_values import Loader
+from tests.checkpoint.checkpoint_workers import named, train, trainer, whole
 
 
 def own(folder: Path) -> Path:

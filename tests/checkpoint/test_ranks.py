@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import rank_workers
 import torch
-from checkpoint_workers import dropping, named, trainer
 
 from autosplit import PipelineError
 from autosplit.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
 from autosplit.pipeline import launch
+from tests.checkpoint import rank_workers
+from tests.checkpoint.checkpoint_workers import dropping, named, trainer
 
 
 @pytest.fixture(scope="module")

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_workers import adam, batch, dropping, named, train, trainer, whole
 from torch import nn
 from torch.optim import lr_scheduler
 
 from autosplit import CheckpointError
 from autosplit.checkpoint import load_checkpoint, save_checkpoint
 from autosplit.pipeline import PipelineTrainer
+from tests.checkpoint.checkpoint_workers import adam, batch, dropping, named, train, trainer, whole
 
 
 def ramp(optimizer: Any) -> lr_scheduler.LRScheduler:

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoint_workers import named, train, trainer, whole
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from autosplit import CheckpointError
 from autosplit.checkpoint import load_checkpoint, open_checkpoint, read_checkpoint, save_checkpoint
 from autosplit.checkpoint.storage.metadata import parse_metadata
 from autosplit.checkpoint.storage.writer import unworried
+from tests.checkpoint.checkpoint_workers import named, train, trainer, whole
 
 
 class Payload:

@@ -6,10 +6,10 @@ import pathlib
 
 import pytest
 import torch
-from graphs import joint_of, ops
 from torch import nn
 
 from autosplit.passes import PASSES, Pass, PassError, Program, run
+from tests.passes.graphs import joint_of, ops
 
 CONVOLUTION = (nn.Conv2d(2, 3, 3), torch.randn(1, 2, 5, 5, requires_grad=True))
 

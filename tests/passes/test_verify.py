@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from graphs import hand_made, program_of
 from torch import nn
-from zoo import SwiGLU
 
 from autosplit.passes import PassError, Program, Role
 from autosplit.passes.graph import Kind, inputs, output_node
@@ -14,6 +12,8 @@ from autosplit.passes.lowering.accumulate import accumulate
 from autosplit.passes.partition.forward_backward import partition
 from autosplit.passes.partition.split_backward import split_backward
 from autosplit.passes.verify import verify, verify_graph
+from tests.passes.graphs import hand_made, program_of
+from tests.zoo import SwiGLU
 
 
 def whole() -> Program:

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from parameter_workers import Tied
-from reference_stage import ReferenceStage
 from torch import Tensor, nn
-from workers import ENDS, WIDTH, block, data, outcomes, sgd, trainer
 
 from autosplit.errors import PipelineError
+from tests.pipeline.parameter_workers import Tied
+from tests.pipeline.reference_stage import ReferenceStage
+from tests.pipeline.workers import ENDS, WIDTH, block, data, outcomes, sgd, trainer
 
 
 class Trip(nn.Module):

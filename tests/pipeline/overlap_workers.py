@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from reference_stage import ReferenceStage
 from torch import Tensor, nn
-from workers import block, data, gradients_equal, single_process, trainer
 
 from autosplit.stage import Stage
+from tests.pipeline.reference_stage import ReferenceStage
+from tests.pipeline.workers import block, data, gradients_equal, single_process, trainer
 
 
 class LateSecond(ReferenceStage):

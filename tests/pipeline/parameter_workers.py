@@ -7,7 +7,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from workers import WIDTH, block, data, gradients_equal, sgd, single_process, trainer, whole
+
+from tests.pipeline.workers import (
+    WIDTH,
+    block,
+    data,
+    gradients_equal,
+    sgd,
+    single_process,
+    trainer,
+    whole,
+)
 
 
 class Tied(nn.Module):

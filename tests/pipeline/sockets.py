@@ -6,7 +6,7 @@ import ipaddress
 import os
 from pathlib import Path
 
-from workers import data, trainer
+from tests.pipeline.workers import data, trainer
 
 _LISTENS = "0A"
 

@@ -8,13 +8,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from overlap_workers import LateSecond, asynchronous, early_weights, sliced_first
-from parameter_workers import frozen, hooked, shared, some_are_not_moved, tied_in_a_list
 from torch import Tensor, nn
-from workers import WIDTH, data, gradients_equal, sgd, single_process, trainer, whole
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline.schedule.action import ActionKind
+from tests.pipeline.overlap_workers import LateSecond, asynchronous, early_weights, sliced_first
+from tests.pipeline.parameter_workers import (
+    frozen,
+    hooked,
+    shared,
+    some_are_not_moved,
+    tied_in_a_list,
+)
+from tests.pipeline.workers import WIDTH, data, gradients_equal, sgd, single_process, trainer, whole
 
 SPLITS: tuple[dict[str, Any], ...] = (
     {"split_backward": False},

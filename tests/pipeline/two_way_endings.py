@@ -8,12 +8,12 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from update_workers import Breaking
-from workers import WIDTH, block, data, equal, trainer
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline.schedule.action import Action
 from autosplit.pipeline.schedule.schedule import Schedule
+from tests.pipeline.update_workers import Breaking
+from tests.pipeline.workers import WIDTH, block, data, equal, trainer
 
 
 def undone() -> bool:

@@ -10,17 +10,26 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from parameter_workers import Tied
-from reference_stage import ReferenceStage
 from torch import Tensor, nn
-from two_way_endings import SCENARIOS, undone
-from workers import WIDTH, block, data, equal, outcomes, single_process, trainer, whole
 
 from autosplit.checkpoint import load_checkpoint, save_checkpoint
 from autosplit.pipeline.engine.messages.gradient_buckets import Bucket
 from autosplit.pipeline.schedule.action import ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.training.trainer import PipelineTrainer
+from tests.pipeline.parameter_workers import Tied
+from tests.pipeline.reference_stage import ReferenceStage
+from tests.pipeline.two_way_endings import SCENARIOS, undone
+from tests.pipeline.workers import (
+    WIDTH,
+    block,
+    data,
+    equal,
+    outcomes,
+    single_process,
+    trainer,
+    whole,
+)
 
 Gradients = dict[int, dict[str, Tensor]]
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import workers
-from reference_stage import ReferenceStage
 from torch import Tensor, nn
 
 from autosplit.errors import PipelineError
+from tests.pipeline import workers
+from tests.pipeline.reference_stage import ReferenceStage
 
 
 class Drawing(nn.Module):

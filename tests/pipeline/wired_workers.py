@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import wired
-import workers
-from reference_stage import ReferenceStage
 from torch import Tensor, nn
 
 from autosplit.pipeline.schedule.wiring import Source, Wiring
 from autosplit.pipeline.training.trainer import PipelineTrainer
+from tests.pipeline import wired, workers
+from tests.pipeline.reference_stage import ReferenceStage
 
 CASES: dict[str, dict[str, Any]] = {
     "1f1b": {"schedule": "1f1b"},

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from reference_stage import ReferenceStage
 from torch import Tensor, nn
 
 from autosplit.pipeline.training.trainer import PipelineTrainer
+from tests.pipeline.reference_stage import ReferenceStage
 
 WIDTH = 6
 

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from planned import even
 from torch import Tensor, nn
 
 from autosplit import partition
 from autosplit.pipeline import PipelineTrainer
 from autosplit.planner import Plan, WholeModel
 from autosplit.planner.costs.block_costs import BlockCost, ModelCosts
+from tests.planner.planned import even
 
 WIDTH, MICROBATCH = 16, 2
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 
 import torch
-from semantics.against_autograd import both_modes
 from torch import nn
 
 import autosplit
+from tests.semantics.against_autograd import both_modes
 
 
 @both_modes

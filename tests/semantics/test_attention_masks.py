@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from semantics.against_autograd import assert_equals_autograd
 from torch import Tensor, nn
 
 import autosplit
 from autosplit import CaptureError, Stage
+from tests.semantics.against_autograd import assert_equals_autograd
 
 CAUSAL = nn.Transformer.generate_square_subsequent_mask(5)
 OPEN = torch.zeros(5, 5)

@@ -8,7 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from semantics.against_autograd import (
+from torch import Tensor, nn
+
+import autosplit
+from autosplit import CaptureError
+from tests.semantics.against_autograd import (
     assert_equals_autograd,
     assert_same,
     assert_same_state,
@@ -16,10 +20,6 @@ from semantics.against_autograd import (
     mean_square,
     one_by_one,
 )
-from torch import Tensor, nn
-
-import autosplit
-from autosplit import CaptureError
 
 
 class Buffered(nn.Module):

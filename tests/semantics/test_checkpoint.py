@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from semantics.against_autograd import assert_equals_autograd, assert_same, both_modes, within
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from tests.semantics.against_autograd import assert_equals_autograd, assert_same, both_modes, within
 
 
 class Checkpointed(nn.Module):

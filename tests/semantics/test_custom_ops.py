@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from semantics.against_autograd import assert_equals_autograd, both_modes
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.autograd.function import once_differentiable
@@ -18,6 +17,7 @@ from torch.autograd.function import once_differentiable
 import autosplit
 from autosplit import CaptureError
 from autosplit.dynamo.backend import Backend
+from tests.semantics.against_autograd import assert_equals_autograd, both_modes
 
 
 class StraightThrough(torch.autograd.Function):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from semantics.ddp_workers import OPTIONS, PATTERNS, WAYS, all_errors, all_options
-
 from autosplit.pipeline import launch
+from tests.semantics.ddp_workers import OPTIONS, PATTERNS, WAYS, all_errors, all_options
 
 
 def test_same_as_without_splitting() -> None:

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from semantics.against_autograd import assert_equals_autograd, both_modes
 from torch import Tensor, nn
 
 import autosplit
 from autosplit import SplitError
 from autosplit.dynamo.partial_model import Partial
+from tests.semantics.against_autograd import assert_equals_autograd, both_modes
 
 
 def mlp(dtype: torch.dtype) -> nn.Module:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from semantics.fsdp_workers import SHARDINGS, WAYS, findings
-
 from autosplit.pipeline import launch
+from tests.semantics.fsdp_workers import SHARDINGS, WAYS, findings
 
 
 def test_refused_by_name_with_advice_that_works() -> None:

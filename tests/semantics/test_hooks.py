@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from semantics.against_autograd import assert_equals_autograd, both_modes
 from torch import Tensor, nn
 
 import autosplit
 from autosplit import CaptureError
+from tests.semantics.against_autograd import assert_equals_autograd, both_modes
 
 
 class Model(nn.Module):

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from semantics.against_autograd import (
+from torch import Tensor, nn
+
+import autosplit
+from autosplit import SplitError
+from tests.semantics.against_autograd import (
     assert_equals_autograd,
     assert_same,
     assert_same_state,
     both_modes,
 )
-from torch import Tensor, nn
-
-import autosplit
-from autosplit import SplitError
 
 
 class Module(nn.Module):

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from semantics.against_autograd import assert_equals_autograd
 from torch import Tensor, nn
 
 import autosplit
+from tests.semantics.against_autograd import assert_equals_autograd
 
 Function = Callable[[Tensor], Tensor]
 

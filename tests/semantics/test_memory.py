@@ -6,13 +6,13 @@ import copy
 
 import pytest
 import torch
-from semantics.against_autograd import assert_equals_autograd
 from torch import nn
-from zoo import CASES, PlainParameters, SwiGLU
 
 from autosplit import SplitError, Stage, split
 from autosplit.passes import MEMORY
 from autosplit.passes.memory_policy import Memory
+from tests.semantics.against_autograd import assert_equals_autograd
+from tests.zoo import CASES, PlainParameters, SwiGLU
 
 NAMES = ["transformer", "convolutions", "tied", "repeated", "in_place", "plain_parameters"]
 NAMES += ["frozen", "bfloat16"]

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from semantics.against_autograd import assert_equals_autograd, both_modes
 from torch import Tensor, nn
 
 import autosplit
 from autosplit import CaptureError
+from tests.semantics.against_autograd import assert_equals_autograd, both_modes
 
 
 @torch.library.custom_op("autosplit_tests::write_sine", mutates_args=("out",))

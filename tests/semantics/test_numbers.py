@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from semantics.against_autograd import assert_equals_autograd
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import autosplit
 from autosplit import Stage
+from tests.semantics.against_autograd import assert_equals_autograd
 
 FORWARDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "times": lambda x, n: x * n.item(),

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from semantics.against_autograd import assert_equals_autograd, both_modes, within
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import autosplit
+from tests.semantics.against_autograd import assert_equals_autograd, both_modes, within
 
 Pair = namedtuple("Pair", ["a", "b"])
 

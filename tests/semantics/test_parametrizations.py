@@ -7,9 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.utils.parametrizations as p
-from semantics.against_autograd import assert_equals_autograd, both_modes
 from torch import nn
 from torch.nn.utils import parametrize
+
+from tests.semantics.against_autograd import assert_equals_autograd, both_modes
 
 CASES: dict[str, Callable[[], nn.Module]] = {
     "weight norm": lambda: p.weight_norm(nn.Linear(4, 4)),

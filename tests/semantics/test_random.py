@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from semantics.against_autograd import assert_equals_autograd, both_modes, within
 from torch import Tensor, nn
 
 import autosplit
 from autosplit import CaptureError, SplitError
+from tests.semantics.against_autograd import assert_equals_autograd, both_modes, within
 
 
 class Noisy(nn.Module):

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from semantics.against_autograd import assert_equals_autograd, both_modes, within
 from torch import Tensor, nn
 
 import autosplit
 from autosplit.dynamo.backend import Backend
+from tests.semantics.against_autograd import assert_equals_autograd, both_modes, within
 
 CASES: dict[str, dict[str, Any]] = {
     "LSTM": {"batch_first": True},

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from semantics.against_autograd import assert_equals_autograd
 from torch import Tensor, nn
+
+from tests.semantics.against_autograd import assert_equals_autograd
 
 VIEWS: dict[str, Callable[[Any, Tensor], Any]] = {
     "mT alone": lambda own, x: own.weight.mT,

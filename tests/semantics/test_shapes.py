@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from semantics.against_autograd import assert_equals_autograd, both_modes
 from torch import Tensor, nn
-from zoo import Attention
 
 import autosplit
 from autosplit import SplitError
+from tests.semantics.against_autograd import assert_equals_autograd, both_modes
+from tests.zoo import Attention
 
 
 @both_modes

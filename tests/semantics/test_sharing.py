@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from semantics.against_autograd import assert_equals_autograd, both_modes, mean_square
 from torch import Tensor, nn
-from zoo import Frozen, RepeatedLayer, TiedEmbedding
 
 import autosplit
 from autosplit import Stage
+from tests.semantics.against_autograd import assert_equals_autograd, both_modes, mean_square
+from tests.zoo import Frozen, RepeatedLayer, TiedEmbedding
 
 
 def floats(*shape: int) -> list[tuple[Tensor]]:

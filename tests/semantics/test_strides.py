@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from semantics.against_autograd import assert_equals_autograd, both_modes
 from torch import Tensor, nn
 
 import autosplit
 from autosplit import SplitError
 from autosplit.dynamo.partial_model import Partial
+from tests.semantics.against_autograd import assert_equals_autograd, both_modes
 
 
 class Addressing(nn.Module):

@@ -1,0 +1,73 @@
+"""Programs that know nothing of pending gradients: transformers' Trainer, torch's pipelines."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.pipelining._backward import stage_backward_input
+
+import autosplit
+from autosplit import SplitError
+from autosplit.pipeline import launch
+from tests.autograd.pipelining_workers import SCHEDULES, all_errors
+
+transformers = pytest.importorskip("transformers")
+
+
+def tiny_llama() -> nn.Module:
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=16,
+        attn_implementation="eager", use_cache=False,
+    )  # fmt: skip
+    model: nn.Module = transformers.LlamaForCausalLM(config)
+    return model
+
+
+def test_the_inner_loop_of_a_trainer() -> None:
+    """Accumulation, a scaler, clipping, norms that a callback logs, a skipped batch."""
+    model = tiny_llama()
+    plain = copy.deepcopy(model)
+    ids = [torch.randint(0, 32, (2, 8)) for _ in range(9)]
+    logs: list[list[float]] = [[], []]
+    for log, module, under in zip(
+        logs, (autosplit.split(model), plain), (model, plain), strict=True
+    ):
+        optimizer = torch.optim.AdamW(under.parameters(), lr=0.01, fused=True)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        for step in range(3):
+            for x in ids[3 * step : 3 * step + 3]:
+                loss = module(input_ids=x, labels=x.clone()).loss / 3
+                loss.backward()
+            if step == 1:
+                under.zero_grad()
+                continue
+            log += [p.grad.norm().item() for p in under.parameters() if p.grad is not None]
+            log.append(float(nn.utils.clip_grad_norm_(under.parameters(), 0.5)))
+            optimizer.step()
+            schedule.step()
+            under.zero_grad()
+    assert logs[0] == logs[1]
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_torchs_pipelines() -> None:
+    """``scale_grads`` divides what is pending too; schedules that split say what they want."""
+    for rank in launch(all_errors, 2, timeout=100):
+        assert list(rank) == list(SCHEDULES)
+        for name, worst in rank.items():
+            assert worst < 1e-6, name
+
+
+def test_torchs_own_split_backward_says_what_it_wants() -> None:
+    """It would find no weight, and leave every gradient out."""
+    split = autosplit.split(nn.Linear(4, 4))
+    x = torch.randn(3, 4, requires_grad=True)
+    with pytest.raises(RuntimeError) as caught:
+        stage_backward_input([split(x)], [torch.ones(3, 4)], [x], iter(split.parameters()))
+    assert isinstance(caught.value.__cause__, SplitError)
+    assert "pass dw_builder=lambda: module.backward_weight" in str(caught.value.__cause__)

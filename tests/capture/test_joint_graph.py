@@ -1,0 +1,332 @@
+"""capture: roles for everything, and errors that name the user's line."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autosplit
+from autosplit import CaptureError
+from autosplit.capture.joint_graph import capture
+from autosplit.passes.graph import Kind, inputs, outputs
+from tests.zoo import Counter, Several, TiedEmbedding
+
+
+class Nested(nn.Module):
+    def forward(self, a: Tensor, pair: tuple[Tensor, int], *, extra: dict[str, Tensor]) -> Tensor:
+        return a * pair[0] * pair[1] + extra["b"]
+
+
+def test_input_names_are_the_users_paths() -> None:
+    x = torch.randn(2, requires_grad=True)
+    traced = capture(Nested(), (x, (x.detach(), 3)), {"extra": {"b": torch.ones(2)}})
+    assert traced.inputs == ("args[0]", "args[1][0]", "args[1][1]", "extra['b']")
+    found = [role.name for role in inputs(traced.joint.graph, Kind.INPUT)]
+    assert found == ["args[0]", "args[1][0]", "extra['b']"]
+    gradients = [role.name for role, _ in outputs(traced.joint.graph, Kind.INPUT_GRAD)]
+    assert gradients == ["args[0]"]
+
+
+def test_output_names_are_the_users_paths() -> None:
+    traced = capture(Several(), (torch.randn(3, 4, requires_grad=True),), {})
+    assert traced.outputs == tuple(
+        f"output[{key!r}]" for key in ("y", "b", "top", "x", "best", "none")
+    )
+    tangents = {role.name for role in inputs(traced.joint.graph, Kind.TANGENT)}
+    assert tangents == {f"output[{key!r}]" for key in ("y", "b", "top", "x")}
+
+
+def test_tied_parameter_has_one_name_and_one_gradient() -> None:
+    traced = capture(TiedEmbedding(), (torch.randint(0, 11, (3, 5)),), {})
+    names = [role.name for role in inputs(traced.joint.graph, Kind.PARAMETER)]
+    assert names == ["embed.weight", "body.weight", "body.bias"]
+    gradients = [role.name for role, _ in outputs(traced.joint.graph, Kind.PARAMETER_GRAD)]
+    assert sorted(gradients) == ["body.bias", "body.weight", "embed.weight"]
+
+
+def test_mutated_buffer() -> None:
+    traced = capture(Counter(), (torch.randn(5, 4),), {})
+    assert [role.name for role, _ in outputs(traced.joint.graph, Kind.UPDATE)] == ["scale"]
+
+
+def test_capture_does_not_touch_the_model() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    capture(model, (torch.full((2, 4), float("nan")),), {})
+    assert torch.equal(torch.get_rng_state(), state)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+def test_same_code_at_another_shape_stays_static() -> None:
+    """Dynamo turns a size that changed between captures of one code object symbolic."""
+    for size in (3, 4, 5):
+        traced = capture(nn.Sequential(nn.Linear(size, 2)), (torch.randn(size, size),), {})
+        shapes = [node.meta["val"].shape for node in inputs(traced.joint.graph).values()]
+        assert all(isinstance(extent, int) for shape in shapes for extent in shape)
+
+
+class Branches(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            return x * 2
+        return x
+
+
+class Broken(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ torch.zeros(7, 7)
+
+
+class Breaks(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return x * 2
+
+
+def line_of(function: Callable[..., object], text: str) -> int:
+    lines, start = inspect.getsourcelines(function)
+    return start + next(index for index, line in enumerate(lines) if text in line)
+
+
+@pytest.mark.parametrize(
+    ("model", "text", "because"),
+    [
+        (Branches(), "if x.sum() > 0", "Data-dependent branching"),
+        (Broken(), "torch.zeros(7, 7)", "mat"),
+        (Breaks(), "graph_break", "graph_break"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_error_names_the_users_line(model: nn.Module, text: str, because: str) -> None:
+    with pytest.raises(CaptureError) as caught:
+        capture(model, (torch.randn(2, 3, requires_grad=True),), {})
+    message = str(caught.value)
+    assert message.startswith(f"{type(model).__name__} cannot be captured in one graph.")
+    assert f"test_capture.py:{line_of(type(model).forward, text)}\n" in message
+    assert because in message
+
+
+class Replaces(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count = self.count + 1
+        return self.linear(x)
+
+
+def test_replaced_buffer_is_refused() -> None:
+    line = inspect.getsourcelines(Replaces.forward)[1]
+    expected = rf"replaces buffer 'count' by a new tensor \(at .*test_capture.py:{line}\); write"
+    with pytest.raises(CaptureError, match=expected):
+        capture(Replaces(), (torch.randn(2, 3),), {})
+
+
+class Counts(nn.Module):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * 2
+
+
+def test_python_side_effect_is_refused() -> None:
+    line = inspect.getsourcelines(Counts.forward)[1]
+    expected = rf"Counts.forward \(at .*test_capture.py:{line}\) changes Python state, L\['"
+    with pytest.raises(CaptureError, match=expected):
+        capture(Counts(), (torch.randn(2, requires_grad=True),), {})
+    capture(Counter(), (torch.randn(5, 4),), {})  # a buffer written in place is no such thing
+
+
+class WritesParameter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.mul_(0.5)
+        return x * self.weight
+
+
+def test_parameter_written_in_forward() -> None:
+    with pytest.raises(CaptureError, match=re.escape("writes into parameter 'weight' in place")):
+        capture(WritesParameter(), (torch.randn(3),), {})
+
+
+class Asserts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        torch._assert_async((lengths <= 8).all(), "too long")
+        return self.linear(x)
+
+
+def test_assertion_stays_in_forward() -> None:
+    split = autosplit.split(Asserts())
+    split(torch.randn(2, 3), torch.tensor([8])).sum().backward()
+    split.backward_weight()
+    with pytest.raises(RuntimeError, match="too long"):
+        split(torch.randn(2, 3), torch.tensor([9]))
+
+
+class FillsCache(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.cache: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.cache is None:
+            self.cache = torch.arange(3.0)
+        return self.linear(x) * self.cache
+
+
+def test_first_call_that_fills_a_cache() -> None:
+    """Only a first call changes Python state: it is run as it is, and the second captured."""
+    model = FillsCache()
+    split = autosplit.split(model, (torch.randn(2, 3),))
+    assert model.cache is None
+    for graphs in (0, 1):
+        split(torch.ones(2, 3)).sum().backward()
+        assert len(split.functions) == graphs
+        assert model.cache.tolist() == [0.0, 1.0, 2.0]
+    assert split.pending == 1
+    split.backward_weight()
+    assert model.linear.bias.grad.tolist() == [0.0, 4.0, 8.0]
+
+
+def test_first_call_made_by_a_capture() -> None:
+    split = autosplit.split(FillsCache())
+    split.capture(torch.randn(2, 3))
+    assert split.model.cache.tolist() == [0.0, 1.0, 2.0]
+
+
+def test_refusal_leaves_python_state_alone() -> None:
+    model = Counts()
+    with pytest.raises(CaptureError, match="changes Python state"):
+        autosplit.split(model, (torch.randn(2, requires_grad=True),), fullgraph=True)
+    assert model.calls == 0
+
+
+class SetsSize(nn.Module):
+    """Sets attributes and an entry on every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.length = 0
+        self.seen: dict[str, Any] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.length = x.shape[0]
+        self.seen["shape"] = tuple(x.shape)
+        self.linear.mode = "wide" if x.shape[0] > 2 else "narrow"  # type: ignore[assignment]
+        return self.linear(x) * (2 if self.linear.mode == "wide" else 3)
+
+
+def test_attributes_set_on_every_call_are_as_in_eager() -> None:
+    split = autosplit.split(SetsSize(), fullgraph=True)
+    plain = copy.deepcopy(split.model)
+    for rows in (2, 4, 4, 2):
+        x = torch.randn(rows, 3)
+        for model in (split, plain):
+            model(x).sum().backward()
+        assert (split.model.length, split.model.seen) == (plain.length, plain.seen)
+        assert split.model.linear.mode == plain.linear.mode
+    assert split.pending == 2  # the first call of each size is run as it is
+    split.backward_weight()
+    assert torch.equal(split.model.linear.weight.grad, plain.linear.weight.grad)
+
+
+class InstallsUnderLock(nn.Module):
+    """Its first call cannot be in a graph, the others can."""
+
+    lock = threading.Lock()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.installed = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.installed:
+            with self.lock:
+                self.installed = True
+        return self.linear(x)
+
+
+def test_first_call_that_no_graph_holds() -> None:
+    split = autosplit.split(InstallsUnderLock(), (torch.randn(2, 3),), fullgraph=True)
+    split(torch.randn(2, 3))
+    assert split.model.installed
+    split(torch.randn(2, 3))
+    assert len(split.functions) == 1
+
+
+def test_loss_that_torch_traces_in_another_shape() -> None:
+    """Its shape for one sample was [1] in the graph and [] in eager."""
+    scores, target = torch.randn(5, requires_grad=True), torch.tensor([1, 3, -1, 0, 0])
+    split = autosplit.split(nn.MultiLabelMarginLoss(reduction="none"), fullgraph=True)
+    losses = [split(scores, target) for _ in range(2)]
+    assert losses[0].shape == ()
+    torch.stack(losses).sum().backward()
+    twice = scores.grad
+    scores.grad = None
+    (2 * torch.nn.functional.multilabel_margin_loss(scores, target, reduction="none")).backward()
+    assert torch.equal(scores.grad, twice)
+
+
+class CountsUnderLock(nn.Module):
+    """Can be neither captured nor copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.lock = threading.Lock()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.linear(x)
+
+
+def test_side_effect_of_a_module_that_cannot_be_copied() -> None:
+    split = autosplit.split(CountsUnderLock(), fullgraph=True)
+    with pytest.raises(CaptureError, match=r"cannot pickle '_thread.lock'"):
+        split(torch.randn(2, 3))
+    parts = autosplit.split(CountsUnderLock())
+    parts(torch.randn(2, 3)).sum().backward()
+    assert parts.model.calls == 1
+
+
+class Selects(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[x[:, 0] > 0]
+
+
+def test_size_that_depends_on_the_data() -> None:
+    with pytest.raises(CaptureError, match=r"depends on the data|data-dependent|dynamic"):
+        capture(Selects(), (torch.randn(4, 3, requires_grad=True),), {})
+
+
+def test_forward_that_reads_its_parameters_through_a_closure() -> None:
+    model = nn.Linear(3, 3)
+    weight = model.weight
+    model.forward = lambda x: x @ weight
+    with pytest.raises(CaptureError, match="a tensor that requires a gradient but is neither"):
+        capture(model, (torch.randn(2, 3),), {})

@@ -1,0 +1,450 @@
+"""The command line, as a person uses it."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from autosplit.cli import main
+
+TINY = [
+    part
+    for setting in ("dim=32", "layers=2", "heads=2", "kv_heads=2", "hidden=48", "seq=16")
+    for part in ("--set", setting)
+]
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(main, list(arguments))
+
+
+def test_compare(tmp_path: pathlib.Path) -> None:
+    """Two ranks, fused and split, every promised field and file."""
+    result = run(
+        *("compare", "examples.models:llama", *TINY, "--stages", "2", "--schedule", "1f1b,gpipe"),
+        *("--microbatches", "2", "--steps", "3", "--warmup", "1"),
+        *("--output", str(tmp_path / "out"), "--json", str(tmp_path / "rows.json")),
+    )
+    assert result.exit_code == 0, result.output
+    for word in ("schedule", "speed-up", "ideal bubble", "peak memory by rank", "grad diff"):
+        assert word in result.output
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert [(row["schedule"], row["split"]) for row in rows] == [
+        ("1f1b", False),
+        ("1f1b", True),
+        ("gpipe", False),
+        ("gpipe", True),
+    ]
+    for row in rows:
+        assert (row["stages"], row["microbatches"]) == (2, 2)
+        assert row["max_grad_diff"] == 0.0
+        assert row["tokens_per_s"] == pytest.approx(2 * 2 * 16 / row["median_s"])
+        assert len(row["peak_bytes"]) == 2
+        assert min(row["peak_bytes"]) > 0
+        assert 0.0 < row["ideal_bubble"] < 1.0
+        assert 0.0 < row["bubble"] < 1.0
+    assert [row["speedup"] for row in rows if not row["split"]] == [1.0, 1.0]
+    fused, split = rows[:2]
+    assert fused["last_loss"] == split["last_loss"]
+    assert sorted(fused["durations_s"]) == ["B", "F"]
+    assert sorted(split["durations_s"]) == ["F", "I", "W"]
+    made = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*.*")}
+    assert {"timeline.png", "timeline.html", "trace.json", "results.json"} <= made
+    page = (tmp_path / "out" / "timeline.html").read_text()
+    (data,) = re.findall(r"^const data = (.*);$", page, re.MULTILINE)
+    panels = {panel["name"]: panel for panel in json.loads(data)["panels"]}
+    for row in rows:
+        title = f"{row['schedule']} {'split' if row['split'] else 'fused'}, M=2"
+        peaks = [
+            [max(held for _, held in curve) for curve in panels[f"{title}, {how}"]["memory"]]
+            for how in ("measured", "simulated")
+        ]
+        assert peaks[0] == peaks[1]  # a matter of order, not of time
+        assert min(peaks[0]) > 0
+    assert {f"graphs/stage{n}/backward_weight.py" for n in (0, 1)} <= made
+    trace = json.loads((tmp_path / "out" / "trace.json").read_text())
+    assert {event.get("name") for event in trace["traceEvents"]} >= {"0F0", "1I0", "1W1", "0B1"}
+
+
+PLAN = [
+    "plan",
+    "tests.planner.planned_models:factory",
+    "--devices",
+    "2",
+    "--batch",
+    "8",
+    "--estimate",
+]
+PIPELINE = ["simulate", "--stages", "4", "--microbatches", "8", "--times", "18.5,18.1,9.3"]
+
+
+def simulated(path: pathlib.Path, *arguments: str) -> dict[tuple[str, str], dict[str, Any]]:
+    """The rows that the command writes, by schedule and placement of W."""
+    result = run(*PIPELINE, *arguments, "--json", str(path / "rows.json"))
+    assert result.exit_code == 0, result.output
+    rows = json.loads((path / "rows.json").read_text())["rows"]
+    return {(row["schedule"], row["weights"]): row for row in rows}
+
+
+def test_simulate(tmp_path: pathlib.Path) -> None:
+    """Every schedule by its published bubble, and the pictures."""
+    rows = simulated(tmp_path, "--memory", "2,1.5", "--output", str(tmp_path / "out"))
+    fused, split = rows["1f1b", "fused"], rows["zb-h1", "fill"]
+    assert fused["makespan"] == pytest.approx((8 + 3) * 45.9)
+    assert fused["bubble"] == pytest.approx(3 / 11)
+    assert fused["peak_memory_by_rank"] == [8.0, 6.0, 4.0, 2.0]
+    assert split["makespan"] == pytest.approx(8 * 45.9 + 3 * (18.5 + 18.1 - 9.3))
+    assert rows["zb-h2", "fill"]["step_time"] < rows["zb-h2", "fill"]["makespan"]
+    for row in rows.values():
+        assert row["peak_memory"] == max(row["peak_memory_by_rank"]) > 0
+        assert 0.0 <= row["bubble"] < 1.0
+    made = {path.name for path in (tmp_path / "out").iterdir()}
+    assert made == {"pareto.png", "timeline.png", "trace.json"}
+
+
+def test_simulate_options_have_effects(tmp_path: pathlib.Path) -> None:
+    plain = simulated(tmp_path)
+    slow = simulated(tmp_path, "--latency", "1")
+    assert slow["1f1b", "fused"]["makespan"] > plain["1f1b", "fused"]["makespan"] + 5
+    narrow = simulated(tmp_path, "--bandwidth", "1", "--message", "1")  # one millisecond
+    assert narrow["gpipe", "fused"]["makespan"] == pytest.approx(slow["gpipe", "fused"]["makespan"])
+    deeper = simulated(tmp_path, "--chunks", "4")
+    assert deeper["interleaved", "fused"]["makespan"] < plain["interleaved", "fused"]["makespan"]
+    uneven = simulated(tmp_path, "--memory", "1,1,1,1,1,1,9,9")
+    assert uneven["1f1b", "fused"]["peak_memory_by_rank"] == [4.0, 3.0, 2.0, 9.0]
+    auto = simulated(tmp_path, "--cap", "3.5")["auto", "own"]
+    small = ["--microbatches", "3", "--cap", "3.5", "--exact"]
+    proved = simulated(tmp_path, *small)
+    named = proved["zb-h1", "fill"]  # of one stage a rank as well
+    assert named["peak_memory"] <= 3.5
+    assert proved["exact", "own"]["makespan"] <= named["makespan"] * (1 + 1e-9)
+    assert proved["exact", "own"]["peak_memory"] <= 3.5
+    within = [row["makespan"] for row in plain.values() if row["peak_memory"] <= 3.5]
+    assert auto["peak_memory"] <= 3.5
+    assert auto["makespan"] <= min(within)
+    result = run(*PIPELINE, "--schedule", "v-min")
+    assert "v-min: 8 stages, 8 microbatches, 4 ranks" in result.output
+    assert "7F0" in result.output
+    run(*PIPELINE, "--schedule", "naive", "--output", str(tmp_path))
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    assert {"name": "naive, fill"} in [event.get("args") for event in trace["traceEvents"]]
+
+
+def test_plan(tmp_path: pathlib.Path) -> None:
+    """A table, why others lost, the plan file, the figures and the picture."""
+    plan, figures, picture = (tmp_path / name for name in ("plan.json", "out.json", "plan.png"))
+    command = [
+        "plan",
+        "tests.planner.planned_models:factory",
+        "--devices",
+        "2",
+        "--batch",
+        "8",
+        "--estimate",
+    ]
+    command += ["--setting", "balanced", "--microbatches", "2,4", "--rows", "3"]
+    result = run(
+        *(*command, "--memory", "1GiB", "--output", str(plan), "--json", str(figures)),
+        *("--picture", str(picture)),
+    )
+    assert result.exit_code == 0, result.output
+    for text in ("the best", "slower by", "slower ones", "not dualpipe", "first block", "layers.2"):
+        assert text in result.output
+    found = json.loads(figures.read_text())
+    assert set(found) >= {"stage_times", "predicted_step_s", "schedule", "microbatches", "cuts"}
+    assert len(found["stage_times"]) == len(found["cuts"]) + 1
+    assert found["predicted_step_s"] > found["microbatches"] * max(found["stage_times"]) / 2
+    assert json.loads(plan.read_text())["cuts"] == found["cuts"]
+    assert picture.stat().st_size > 10_000
+    narrow = ["--schedule", "gpipe", "--stages", "3", "--output", str(plan), "--json", str(figures)]
+    assert run(*command[:3], "3", *command[4:], *narrow).exit_code == 0
+    other = json.loads(figures.read_text())
+    assert (other["schedule"], len(other["cuts"])) == ("gpipe", 2)
+    slow = [*narrow, "--latency", "100", "--bandwidth", "1", "--optimizer-state", "0"]
+    assert run(*command[:3], "3", *command[4:], *slow).exit_code == 0
+    later = json.loads(figures.read_text())
+    assert later["predicted_step_s"] > other["predicted_step_s"] + 0.2
+    assert max(later["peak_memory"]) < max(other["peak_memory"])
+
+
+def test_plan_of_ranks_that_measure_and_rehearse(tmp_path: pathlib.Path) -> None:
+    output = ["--output", str(tmp_path / "plan.json"), "--seconds", "0.3"]
+    one = ["--schedule", "1f1b", "--setting", "balanced", "--microbatches", "2"]
+    words = ["plan", "tests.planner.planned_models:factory", "--batch", "8", *one, *output]
+    result = run(*words, "--devices", "2")
+    assert result.exit_code == 0, result.output
+    assert "step and stages: rehearsed" in result.output
+    alone = run(*words, "--devices", "1", "--stages", "2", "--no-rehearse")
+    assert alone.exit_code == 0, alone.output
+    assert "step and stages: from blocks" in alone.output
+    refused = run(*words, "--devices", "2", "--stages", "9")
+    assert "9 stages are more than the model has blocks, 6" in refused.output
+
+
+def test_a_schedule_that_is_always_split_is_held_against_1f1b(tmp_path: pathlib.Path) -> None:
+    command = ["compare", "examples.models:llama", *TINY, "--stages", "2", "--ranks", "1"]
+    file = tmp_path / "out.json"
+    result = run(*command, "--schedule", "zb-v", "--steps", "1", "--json", str(file))
+    assert result.exit_code == 0, result.output
+    rows = json.loads(file.read_text())["rows"]
+    assert [(row["schedule"], row["split"]) for row in rows] == [("1f1b", False), ("zb-v", True)]
+    assert [row["max_grad_diff"] for row in rows] == [0.0, 0.0]
+
+
+def test_inspect_a_model(tmp_path: pathlib.Path) -> None:
+    result = run("inspect", "examples.models:llama_whole", *TINY, "--dump", str(tmp_path / "d"))
+    assert result.exit_code == 0, result.output
+    assert "Decoder: args[0] -> output" in result.output
+    assert "layers.1.feed_forward.gate.weight" in result.output
+    assert (tmp_path / "d" / "backward_input.py").exists()
+
+
+def test_inspect_a_model_that_no_graph_holds() -> None:
+    result = run("inspect", "tests.dynamo.breaking:factory")
+    assert result.exit_code == 0, result.output
+    assert "is split graph by graph" in result.output
+    assert "100.0 % of the weight gradients" in result.output
+
+
+def test_inspect_a_stage() -> None:
+    command = ["inspect", "examples.models:llama", *TINY, "--stages", "2", "--stage", "1"]
+    with_grads = run(*command)
+    without = run(*command, "--no-input-grads")
+    assert with_grads.exit_code == without.exit_code == 0
+    rows = [
+        next(row for row in result.output.splitlines() if row.startswith("I  ")).split()
+        for result in (with_grads, without)
+    ]
+    # Without, the chain ends at the first parameters: not all that leads to the input is computed.
+    assert int(rows[0][2]) > int(rows[1][2]) > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["compare", "examples.models"], "expected MODULE:FACTORY"),
+        (["compare", "examples.nothing:llama"], "no module named 'examples.nothing'"),
+        (["compare", "examples.models:lama"], "has no 'lama'; callables there:"),
+        (
+            ["compare", "examples.models:llama", "--schedule", "zigzag"],
+            "unknown schedule 'zigzag'; known: naive, gpipe, 1f1b",
+        ),
+        (
+            ["compare", "examples.models:llama", "--weights", "later"],
+            "unknown weights 'later'; known: 2bp, fill",
+        ),
+        (
+            ["compare", "examples.models:llama", "--set", "size=3"],
+            "unknown setting 'size' of LlamaConfig; known: vocabulary, dim,",
+        ),
+        (["compare", "examples.models:llama", "--steps", "0"], "steps must be at least 1, got 0"),
+        (["compare", "examples.models:llama", "--microbatches", "two"], "expected counts such as"),
+        (["compare", "examples.models:llama", "--set", "dim"], "expected NAME=VALUE, got 'dim'"),
+        (
+            ["compare", "examples.models:llama_whole", "--steps", "1"],
+            "expected a factory that returns an autosplit.compare.Workload",
+        ),
+        ([*PIPELINE[:5], "--times", "1,2"], "times needs 3 numbers, or 3 for each of the 4"),
+        ([*PIPELINE[:5], "--times", "1,2,x"], "expected numbers such as 2,1.5, got '1,2,x'"),
+        ([*PIPELINE[:5], "--times", "1,2,-3"], "times must be finite numbers >= 0"),
+        ([*PIPELINE, "--memory", "1,2,3"], "memory needs 2 numbers, or 2 for each of the 4"),
+        ([*PIPELINE, "--message", "1"], "bandwidth and message have a meaning only together"),
+        ([*PIPELINE, "--schedule", "zigzag"], "no simulated schedule 'zigzag'; simulated: naive,"),
+        ([*PLAN, "--memory", "80 lots"], "expected a size such as 80GiB or 512MiB, got '80 lots'"),
+        ([*PLAN, "--memory", "2KiB"], "nothing fits: the least cap is"),
+        ([*PLAN, "--microbatches", "3"], "a batch of 8 cannot be cut into 3 equal microbatches"),
+        ([*PLAN, "--stages", "9"], "9 stages are more than the model has blocks, 6"),
+        ([*PLAN, "--schedule", "zigzag"], "unknown schedule 'zigzag'; known: naive,"),
+        ([*PLAN, "--backend", "tpu"], "unknown backend 'tpu'; known backends: 'eager', "),
+        ([*PLAN, "--output", "nowhere/plan.json"], "there is no folder nowhere to write plan.json"),
+        ([*PLAN, "--picture", "plan.odd"], "no picture format 'odd' of plan.odd; known: "),
+        ([*PIPELINE, "--json", "nowhere/rows.json"], "there is no folder nowhere to write rows"),
+        (
+            [*PLAN, "--setting", "huge"],
+            "unknown memory setting 'huge'; known: balanced, fast, lean",
+        ),
+        (
+            ["plan", "tests.planner.planned_models:bare", *PLAN[2:]],
+            "returned a Net without example inputs; return (model, args) or (model, args, kwargs)",
+        ),
+        (
+            ["inspect", "torch.nn:Identity"],
+            "returned a Identity without example inputs; return (model, args)",
+        ),
+        (
+            ["inspect", "tests.planner.planned_models:factory", "--set", "layer=2"],
+            "planned_models:factory(layers: 'str' = '4') -> 'tuple[nn.Module, Tensor]' cannot be "
+            "called with layer=2: got an unexpected keyword argument 'layer'",
+        ),
+        (
+            ["inspect", "tests.planner.planned_models:factory", "--stages", "2"],
+            "tests.planner.planned_models:factory returned no Workload, which alone knows stages",
+        ),
+        (
+            ["inspect", "examples.models:llama", "--stage", "4"],
+            "no stage 4 of 1; stages count from 0",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bad_input(arguments: list[str], message: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code != 0
+    assert message in " ".join(result.output.split())
+    assert "Traceback" not in result.output
+
+
+HUGE = 10**9
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["simulate", "--stages", HUGE, *PIPELINE[3:]], "make a step of 48,000,000,000 actions"),
+        ([*PIPELINE, "--microbatches", HUGE], "more than the 200,000 that are taken: use fewer"),
+        ([*PIPELINE, "--chunks", 10**6], "4,000,000 stages and 8 microbatches make a step"),
+        (
+            [*PIPELINE, "--stages", 64, "--microbatches", 512, "--exact"],
+            "more than the 400 that the exact solver takes",
+        ),
+        ([*PIPELINE, "--times", "0,0,0"], "give times of which one at least is > 0"),
+        ([*PIPELINE, "--times", "1e308,1,1"], "neither more than 1e+30 in all"),
+        ([*PIPELINE, "--latency", "nan"], "transfer must be finite seconds >= 0, got nan"),
+        ([*PIPELINE, "--output", "README.md/x"], "cannot write into a folder README.md/x"),
+        ([*PIPELINE, "--output", "/proc/x"], "cannot write '/proc/x': No such file"),
+        ([*PIPELINE, "--json", "/proc/x"], "cannot write '/proc/x': No such file"),
+        ([*PIPELINE, "--json", ""], "cannot write '.': Is a directory"),
+        ([*PLAN, "--batch", 99999999999999999999], "batch must be at most 1,000,000,000, got 99"),
+        ([*PLAN, "--devices", 10**10], "devices must be at most 1,000,000,000, got 10,000"),
+        ([*PLAN, "--seconds", "nan"], "seconds to measure for must be from 0 to 86,400 (a day)"),
+        ([*PLAN, "--memory", "9" * 400], "expected a size such as 80GiB or 512MiB, got '999"),
+        ([*PLAN, "--schedule", ","], "expected one or more names with commas, got ','"),
+        ([*PLAN, "--rows", "-1"], "-1 is not in the range x>=1"),
+        ([*PLAN, "--output", "/proc/x"], "cannot write '/proc/x': No such file"),
+        (
+            ["plan", "tests.failing:raises", *PLAN[2:]],
+            "tests.failing:raises raised RuntimeError: my own fail",
+        ),
+        (
+            ["plan", "tests.failing:nothing", *PLAN[2:]],
+            "must return an nn.Module, or a tuple that begin",
+        ),
+        (
+            ["plan", "tests.failing:listed", *PLAN[2:]],
+            "returned a tuple of Linear, tuple, list; return",
+        ),
+        (["inspect", "tests.failing:raises"], "raised RuntimeError: my own failure ("),
+        (
+            ["inspect", "tests.failing:sized", "--set", "size=x"],
+            "raised ValueError: invalid literal",
+        ),
+        (
+            ["inspect", "tests.failing:fails"],
+            "called without autosplit, raised TypeError: linear()",
+        ),
+        (
+            ["inspect", "tests.failing:workload", "--stages", HUGE],
+            "1,000,000,000 stages and 1 micro",
+        ),
+        (
+            ["inspect", "tests.failing:workload", "--stages", 2, "--stage", 1],
+            "tests.failing:workload, of its batch or stages 0 to 1, raised KeyError: 'no batch'",
+        ),
+        (
+            ["inspect", "tests.failing:uncallable"],
+            "Workload needs a function as stage_fn, got a int",
+        ),
+        (["inspect", "tests.failing:text"], "Workload needs microbatch_size >= 1, got '2'"),
+        (
+            ["inspect", "tests.failing:sized", "--memory", "²"],
+            "memory is one of 'fast', 'balanced'",
+        ),
+        (
+            ["inspect", "tests.failing:sized", "--dump", "/proc/x"],
+            "cannot write '/proc/x': No such",
+        ),
+        (
+            ["compare", "tests.failing:workload", "--schedule", ""],
+            "expected one or more names with",
+        ),
+        (
+            ["compare", "tests.failing:workload", "--warmup", "-1"],
+            "warmup must be at least 0, got -1",
+        ),
+        (
+            ["compare", "tests.failing:workload", "--lr", "nan"],
+            "learning_rate must be at most 1,000,00",
+        ),
+        (
+            ["compare", "tests.failing:workload", "--timeout", "inf"],
+            "timeout must be at most 1,000,000",
+        ),
+        (
+            ["compare", "tests.failing:workload", "--timeout", "0"],
+            "timeout must be at least 0.001, got",
+        ),
+        (
+            ["compare", "tests.failing:workload", "--threads", HUGE],
+            "threads must be at most 1,024, got",
+        ),
+        (
+            ["compare", "tests.failing:workload", "--ranks", HUGE],
+            "ranks must be at most 256, got 1,000",
+        ),
+        (
+            ["compare", "tests.failing:workload", "--microbatches", HUGE],
+            "make a step of 6,000,000,000",
+        ),
+    ],
+    ids=lambda value: " ".join(map(str, value))[:60] if isinstance(value, list) else "",
+)
+def test_senseless_input_is_refused_at_once(arguments: list[object], message: str) -> None:
+    result = run(*map(str, arguments))
+    assert result.exit_code != 0
+    assert message in " ".join(result.output.split())
+    assert "Traceback" not in result.output
+    assert isinstance(result.exception, SystemExit)
+
+
+def test_a_full_disk() -> None:
+    if not pathlib.Path("/dev/full").exists():
+        pytest.skip("no /dev/full")
+    result = run(*PIPELINE, "--json", "/dev/full")
+    assert result.exit_code == 1
+    assert "OutputError: cannot write '/dev/full': No space left on device" in result.output
+
+
+def test_a_plan_is_written_where_asked_and_has_the_examples_batch(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    one = ["--devices", "2", "--schedule", "1f1b", "--setting", "balanced", "--estimate"]
+    result = run("plan", "tests.planner.planned_models:factory", *one)
+    assert result.exit_code == 0, result.output
+    assert list(tmp_path.iterdir()) == []
+    assert "written" not in result.output
+    result = run("plan", "tests.planner.planned_models:factory", *one, "--output", "p.json")
+    assert result.exit_code == 0, result.output
+    plan = json.loads((tmp_path / "p.json").read_text())
+    assert plan["microbatches"] * plan["microbatch_size"] == 2
+
+
+@pytest.mark.parametrize("command", ["compare", "inspect"])
+def test_unknown_backend(command: str) -> None:
+    result = run(command, "examples.models:llama", *TINY, "--backend", "tpu")
+    assert result.exit_code == 1
+    assert "unknown backend 'tpu'; known backends: 'eager', 'inductor'" in result.output
+
+
+def test_inspect_writes_what_inductor_generated(tmp_path: pathlib.Path) -> None:
+    factory = "tests.compile.models:linear"
+    result = run("inspect", factory, "--backend", "inductor", "--dump", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    for name in ("forward", "backward_input", "backward_weight"):
+        assert "def call(self, args)" in (tmp_path / f"{name}.generated.py").read_text()
+    assert not (tmp_path / "backward.generated.py").exists()

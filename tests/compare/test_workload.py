@@ -1,0 +1,168 @@
+"""Workload, the search for its factory, and settings from a command line."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autosplit.compare.workload import Workload, configure, load_factory
+from autosplit.errors import PipelineError
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory; sys.path and sys.modules are restored afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    monkeypatch.setattr(sys, "modules", sys.modules.copy())
+    return tmp_path
+
+
+def stage(index: int, stages: int) -> nn.Module:
+    return nn.Identity()
+
+
+def batch(step: int, size: int) -> tuple[Tensor, Tensor]:
+    return torch.zeros(size), torch.zeros(size)
+
+
+def test_a_workload_shares_nothing_by_default() -> None:
+    workload = Workload(stage, nn.functional.mse_loss, batch, 2, 1)
+    assert workload.shared_parameters(4) == ()
+
+
+@pytest.mark.parametrize("name", ["microbatch_size", "tokens_per_sample"])
+def test_a_workload_refuses_sizes_below_one(name: str) -> None:
+    sizes: dict[str, Any] = {"microbatch_size": 1, "tokens_per_sample": 1, name: 0}
+    with pytest.raises(PipelineError, match=f"^Workload needs {name} >= 1, got 0$"):
+        Workload(stage, nn.functional.mse_loss, batch, **sizes)
+
+
+def test_a_factory_is_found_in_the_working_directory(here: Path) -> None:
+    (here / "zoo_of_mine").mkdir()
+    (here / "zoo_of_mine" / "small.py").write_text("def make(): return 'made'\n")
+    assert load_factory("zoo_of_mine.small:make")() == "made"
+    assert sys.path[0] == str(here)
+    before = list(sys.path)
+    load_factory("zoo_of_mine.small:make")
+    assert sys.path == before
+
+
+@pytest.mark.parametrize("spec", ["mine", "mine:", ":make", ""])
+def test_a_spec_needs_module_and_factory(here: Path, spec: str) -> None:
+    with pytest.raises(PipelineError) as error:
+        load_factory(spec)
+    assert str(error.value) == (
+        f"expected MODULE:FACTORY, for example examples.models:llama, got {spec!r}"
+    )
+
+
+def test_a_path_is_answered_with_the_module_it_means(here: Path) -> None:
+    with pytest.raises(PipelineError) as error:
+        load_factory("zoo/small.py:make")
+    assert str(error.value) == (
+        "expected the dotted name of a module, got 'zoo/small.py'; did you mean 'zoo.small'?"
+    )
+
+
+@pytest.mark.parametrize(
+    ("spec", "missing"), [("nowhere_at_all:f", "nowhere_at_all"), ("mine.deeper:f", "mine.deeper")]
+)
+def test_a_missing_module_is_named(here: Path, spec: str, missing: str) -> None:
+    (here / "mine.py").touch()
+    module = spec.partition(":")[0]
+    with pytest.raises(PipelineError) as error:
+        load_factory(spec)
+    assert str(error.value) == (
+        f"no module named {missing!r}; {module!r} was looked for in the working directory "
+        f"{here} and among the installed packages"
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "kind", "cause"),
+    [
+        ("\nimport nowhere_at_all", "ModuleNotFoundError", "No module named 'nowhere_at_all'"),
+        ("\nfrom os import nothing_there", "ImportError", "cannot import name 'nothing_there'"),
+        ("\nraise ValueError('bad luck')", "ValueError", "bad luck"),
+        ("\ndef f(:", "SyntaxError", "invalid syntax"),
+    ],
+)
+def test_a_module_that_fails_shows_its_own_cause_and_line(
+    here: Path, source: str, kind: str, cause: str
+) -> None:
+    (here / "broken.py").write_text(source)
+    with pytest.raises(PipelineError) as error:
+        load_factory("broken:f")
+    message = str(error.value)
+    assert message.startswith(
+        f"module 'broken' was found but raised {kind} while it was imported: {cause}"
+    )
+    assert message.endswith(f"({here / 'broken.py'}:2)")
+    assert type(error.value.__cause__).__name__ == kind
+
+
+def test_a_missing_attribute_lists_the_callables_of_the_module(here: Path) -> None:
+    (here / "mine.py").write_text(
+        "from os.path import join\nsize = 3\nclass Net: ...\ndef make(): ...\ndef _hidden(): ...\n"
+    )
+    with pytest.raises(PipelineError) as error:
+        load_factory("mine:made")
+    assert str(error.value) == "mine has no 'made'; callables there: Net, make"
+    with pytest.raises(PipelineError) as error:
+        load_factory("mine:size")
+    assert str(error.value) == (
+        "mine:size is not callable but of type int; callables there: Net, make"
+    )
+
+
+def test_a_module_without_callables_says_so(here: Path) -> None:
+    (here / "mine.py").touch()
+    with pytest.raises(PipelineError, match=r"^mine has no 'make'; callables there: none$"):
+        load_factory("mine:make")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    dim: int = 4
+    rate: float = 0.5
+    tied: bool = False
+    name: str = "a"
+
+
+def test_settings_come_as_text_or_as_values() -> None:
+    assert configure(Sizes, {}) == Sizes()
+    text = {"dim": "8", "rate": "1e-3", "tied": "True", "name": "b"}
+    assert configure(Sizes, text) == Sizes(8, 1e-3, True, "b")
+    assert configure(Sizes, {"dim": 8, "rate": 1, "tied": True}) == Sizes(8, 1.0, True)
+    assert configure(Sizes, {"tied": "0"}) == Sizes(tied=False)
+
+
+def test_an_unknown_setting_lists_the_known_ones() -> None:
+    with pytest.raises(PipelineError) as error:
+        configure(Sizes, {"dimension": 8})
+    assert str(error.value) == (
+        "unknown setting 'dimension' of Sizes; known: dim, rate, tied, name"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("dim", "8.5", "setting dim expects int, got '8.5'"),
+        ("dim", True, "setting dim expects int, got True"),
+        ("rate", "fast", "setting rate expects float, got 'fast'"),
+        ("tied", "yes", "setting tied expects true or false, got 'yes'"),
+        ("name", 3, "setting name expects str, got 3"),
+    ],
+)
+def test_a_value_of_another_type_is_refused(name: str, value: object, message: str) -> None:
+    with pytest.raises(PipelineError) as error:
+        configure(Sizes, {name: value})
+    assert str(error.value) == message

@@ -1,0 +1,107 @@
+"""report(): the tables say what is there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import autosplit
+from autosplit import SplitError
+from autosplit.dump.tables import short_source, size_text
+from tests.zoo import SwiGLU
+
+
+def test_report_of_a_linear_layer() -> None:
+    split = autosplit.split(nn.Linear(3, 2), (torch.randn(4, 3, requires_grad=True),))
+    # W computes dW with 2*4*3*2 = 48 FLOPs, and the bias gradient by a sum.
+    assert split.report().splitlines() == [
+        "Linear: args[0] -> output",
+        "",
+        "graph                    ops    views    GFLOPs    state in    other in    out",
+        "---------------------  -----  -------  --------  ----------  ----------  -----",
+        "F  forward                 1        1     0.000        32 B        48 B   80 B",
+        "I  backward_input          1        2     0.000        24 B        80 B  128 B",
+        "W  backward_weight         2        4     0.000         0 B        80 B   32 B",
+        "B  backward (unsplit)      3        6     0.000        24 B        80 B   80 B",
+        "",
+        "Saved by F for the backward: 1 tensors, 48 B.",
+        "Deferred by I for W: 2 tensors, 80 B:",
+        "",
+        "tensor       shape        bytes  made at    for the gradient of",
+        "-----------  ---------  -------  ---------  ---------------------",
+        "args_0       f32[4, 3]     48 B             weight",
+        "grad_output  f32[4, 2]     32 B             weight and 1 more",
+        "",
+        "memory             after F    I to W    weight FLOPs in I    ops again    time again",
+        "---------------  ---------  --------  -------------------  -----------  ------------",
+        "fast                  48 B      80 B                   0%            0          0.0%",
+        "balanced (used)       48 B      80 B                   0%            0          0.0%",
+        "lean                  48 B      80 B                   0%            0          0.0%",
+    ]
+
+
+def test_boundary_names_line_and_consumer() -> None:
+    split = autosplit.split(SwiGLU(), (torch.randn(2, 4, 16, requires_grad=True),))
+    rows = split.report().splitlines()
+    (row,) = [row for row in rows if row.endswith("down.weight") and "f32[2, 4, 40]" in row]
+    assert "zoo.py:" in row
+    assert "self.down(F.silu" in row
+
+
+def test_report_without_gradients() -> None:
+    split = autosplit.split(nn.Linear(3, 2))
+    with torch.no_grad():
+        split(torch.randn(4, 3))
+    assert "Captured without gradients: there is no backward" in split.report()
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+def test_report_of_a_graph_with_nothing_to_do() -> None:
+    model = autosplit.split(Scaled(), torch.ones(0, requires_grad=True))
+    assert model.report().splitlines()[-1].endswith("0.0%")
+
+
+def test_report_prefers_the_graph_with_a_backward() -> None:
+    split = autosplit.split(nn.Linear(3, 2))
+    split(torch.randn(4, 3))
+    with torch.no_grad():
+        split(torch.randn(4, 3))
+    assert "Deferred by I for W" in split.report()
+
+
+def test_nothing_captured(tmp_path) -> None:
+    split = autosplit.split(nn.Linear(3, 2))
+    with pytest.raises(SplitError, match="nothing captured yet: call the module, capture"):
+        split.report()
+    with pytest.raises(SplitError, match="nothing captured yet"):
+        split.dump(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.00 KiB"),
+        (1024**2 - 1, "1024.00 KiB"),
+        (3 * 2**19, "1.50 MiB"),
+        (5 * 2**40, "5120.00 GiB"),
+    ],
+)
+def test_size_text(count: int, text: str) -> None:
+    assert size_text(count) == text
+
+
+def test_short_source() -> None:
+    assert short_source("/a/b/model.py:12 return x") == "model.py:12 return x"
+    assert short_source("/a/b/model.py:12 " + "x" * 90) == "model.py:12 " + "x" * 45 + "..."
+    assert short_source("") == ""

@@ -1,0 +1,82 @@
+"""``autosplit.split`` of models that no single graph holds."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+import autosplit
+from autosplit import CaptureError
+from tests.dynamo.breaking import MODELS, SideEffects, TwoLayers, Unbreakable, loss_of
+
+
+@pytest.mark.parametrize("build", MODELS)
+def test_equals_autograd(build: type[TwoLayers]) -> None:
+    model = build()
+    reference = copy.deepcopy(model)
+    split = autosplit.split(model)
+    batches = [torch.randn(3, 4) for _ in range(2)]
+    for forward in (split, reference):
+        for batch in batches:
+            loss_of(forward(batch)).backward()
+    assert split.pending == (0 if build is Unbreakable else 2)
+    split.backward_weight()
+    assert split.pending == split.pending_bytes == 0
+    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert (mine.grad is None) == (theirs.grad is None)
+        assert mine.grad is None or torch.equal(mine.grad, theirs.grad)
+    for a, b in zip(model.buffers(), reference.buffers(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_report_says_why() -> None:
+    split = autosplit.split(TwoLayers(), (torch.randn(3, 4),))
+    split(torch.randn(3, 4)).sum().backward()
+    split.backward_weight()
+    text = split.report()
+    assert "TwoLayers cannot be captured in one graph" in text
+    assert "breaking.py" in text
+    assert "Deferred: the gradients of 4 of 4 parameters, 100.0 %" in text
+
+
+def test_fullgraph_raises() -> None:
+    x = torch.randn(3, 4)
+    with pytest.raises(CaptureError, match="cannot be captured in one graph"):
+        autosplit.split(TwoLayers(), (x,), fullgraph=True)
+    with pytest.raises(CaptureError, match="cannot be captured in one graph"):
+        autosplit.split(TwoLayers(), fullgraph=True)(x)
+
+
+def test_python_side_effects_happen() -> None:
+    model = SideEffects()
+    split = autosplit.split(model)
+    for _ in range(2):
+        split(torch.randn(3, 4))
+    assert (model.calls, model.log) == (2, ["3 rows", "3 rows"])
+
+
+def test_backward_weight_is_public() -> None:
+    model = TwoLayers()
+    torch.compile(model, backend="aot_eager")(torch.randn(3, 4))
+    autosplit.backward_weight(model)  # nothing is pending
+
+
+class Passing(TwoLayers):
+    """Puts out a parameter, beside a graph break."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return self.a.weight
+
+
+def test_nothing_deferred_is_nothing_to_do() -> None:
+    model = Passing()
+    split = autosplit.split(model)
+    for _ in range(2):
+        split(torch.randn(3, 4)).sum().backward()
+        split.backward_weight()
+    assert split.pending == 0
+    assert torch.equal(model.a.weight.grad, torch.full((4, 4), 2.0))

@@ -1,0 +1,233 @@
+"""What a partly split model says of itself."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from autosplit import SplitError
+from autosplit.capture import aot_convention
+from autosplit.dynamo.partial_model import Partial
+from autosplit.passes import PassError
+from tests.dynamo.breaking import DisabledMiddle, TwoLayers, Unbreakable
+
+PRODUCT = 2 * 3 * 4 * 4  # operations of one weight gradient: 3 rows, 4 by 4 weights
+
+
+def called(model: nn.Module) -> Partial:
+    partial = Partial(model)
+    partial(torch.randn(3, 4)).sum().backward()
+    partial.backward_weight()
+    return partial
+
+
+def test_parts_and_breaks() -> None:
+    partial = called(DisabledMiddle())
+    first, second = partial.parts
+    assert (first.state, first.parameters) == ("split", ("a.weight", "a.bias"))
+    assert (second.state, second.parameters) == ("split", ("b.weight", "b.bias"))
+    assert first.deferred_flops == second.deferred_flops == PRODUCT
+    assert partial.calls == {first: 1, second: 1}
+    (found,) = partial.breaks
+    assert found.reason == "Skip inlining `torch.compiler.disable()`d function"
+    assert "breaking.py:" in found.line
+    assert found.line.endswith("return self.b(self.untraceable(self.a(x).relu()))")
+    number = found.line.split(" ")[0].rpartition(":")[2]
+    assert first.lines.startswith("breaking.py:")
+    assert number in first.lines
+
+
+def test_history_tells_deferred_from_ordinary() -> None:
+    model = DisabledMiddle()
+    history = called(model).history
+    assert history is not None
+    assert history.deferred == {*model.a.parameters(), *model.b.parameters()}
+    assert history.ordinary == {model.middle.weight: PRODUCT, model.middle.bias: 0}
+
+
+def test_report() -> None:
+    partial = called(DisabledMiddle())
+    text = partial.report()
+    assert "DisabledMiddle is split graph by graph: Dynamo found 2, 2 of them split." in text
+    assert "Skip inlining `torch.compiler.disable()`d function" in text
+    assert "middle.weight" in text
+    assert (
+        "Deferred: the gradients of 4 of 6 parameters, 66.7 % of the weight gradients' "
+        "floating-point operations" in text
+    )
+
+
+def test_reason_is_reported() -> None:
+    partial = Partial(TwoLayers(), reason="TwoLayers cannot be captured in one graph.")
+    partial(torch.randn(3, 4))
+    assert "TwoLayers cannot be captured in one graph." in partial.report()
+
+
+def test_everything_deferred() -> None:
+    text = called(TwoLayers()).report()
+    assert "Deferred: the gradients of 4 of 4 parameters, 100.0 %" in text
+    assert "ordinary backward" not in text
+
+
+def test_function_that_dynamo_gives_up_on() -> None:
+    partial = called(Unbreakable())
+    (found,) = partial.breaks
+    assert found.line.endswith("torch._dynamo.graph_break()")
+    assert found.reason.endswith("all of forward runs without a graph")
+    text = partial.report()
+    assert "Dynamo found 0, 0 of them split" in text
+    assert "0 of 4 parameters, 0.0 %" in text
+
+
+def test_recompilation_limit_is_reported() -> None:
+    model = TwoLayers()
+    partial = Partial(model)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for training in (True, False):
+            model.train(training)
+            for frozen in (False, True):
+                model.a.weight.requires_grad_(not frozen)
+                partial(torch.randn(3, 4)).sum().backward()
+                partial.backward_weight()
+    assert any("recompile limit" in each.reason for each in partial.breaks)
+    assert "recompile limit" in partial.report()
+
+
+def test_graph_that_cannot_be_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: object) -> None:
+        raise PassError("no pass likes this graph")
+
+    monkeypatch.setattr(aot_convention, "run", fail)
+    partial = called(TwoLayers())
+    assert [part.state for part in partial.parts] == ["no pass likes this graph"] * 2
+    assert partial.history is not None
+    assert sum(partial.history.ordinary.values()) == 2 * PRODUCT
+    assert "no pass likes this graph" in partial.report()
+    assert "0 of 4 parameters, 0.0 %" in partial.report()
+
+
+class Product(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 4, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.bmm(x, self.weight)
+
+
+@pytest.mark.parametrize(
+    ("build", "shape"),
+    [
+        (lambda: nn.Linear(4, 5), (3, 4)),
+        (lambda: nn.Linear(4, 5, bias=False), (2, 3, 4)),
+        (lambda: nn.Conv2d(4, 6, 3), (2, 4, 8, 8)),
+        (Product, (2, 3, 4)),
+    ],
+    ids=["linear", "batched", "convolution", "bmm"],
+)
+def test_operations_outside_graphs_are_counted_as_torch_does(
+    build: Callable[[], nn.Module], shape: tuple[int, ...]
+) -> None:
+    class Disabled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = build()
+
+        @torch.compiler.disable
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x)
+
+    model = Disabled()
+    partial = Partial(model)
+    output = partial(torch.randn(shape))
+    with FlopCounterMode(display=False) as counter:
+        output.sum().backward()
+    partial.backward_weight()
+    assert partial.history is not None
+    assert sum(partial.history.ordinary.values()) == counter.get_total_flops() > 0
+
+
+def test_dump(tmp_path: pathlib.Path) -> None:
+    partial = called(TwoLayers())
+    partial.dump(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["part0", "part1"]
+    names = sorted(path.name for path in (tmp_path / "part1").iterdir())
+    assert names == [
+        "backward.py",
+        "backward_input.py",
+        "backward_weight.py",
+        "forward.py",
+        "joint.py",
+    ]
+    text = (tmp_path / "part1" / "backward_weight.py").read_text()
+    assert "aten.mm.default" in text
+    assert "parameter_grad b.weight" in text
+
+
+def test_nothing_captured() -> None:
+    with pytest.raises(SplitError, match="nothing captured yet: call the module"):
+        Partial(TwoLayers()).report()
+    with pytest.raises(SplitError, match=r"split graph by graph; for a reason$"):
+        Partial(TwoLayers(), reason="for a reason").report()
+
+
+class ViewOutside(nn.Module):
+    """The weight of two products enters the second graph as two views of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.weight = nn.Parameter(torch.randn(2, 4, 4))
+
+    def parts(self) -> tuple[Tensor, ...]:
+        return self.weight.view(8, 4).chunk(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, parts = self.a(x), self.parts()
+        torch._dynamo.graph_break()
+        for part in parts:
+            h = h @ part
+        result: Tensor = self.b(h)
+        return result
+
+
+class ViewUntraced(ViewOutside):
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def parts(self) -> tuple[Tensor, ...]:
+        return tuple(each.t() for each in self.weight)
+
+
+class Scaled(ViewOutside):
+    """What enters the second graph is computed in the first from the weight alone."""
+
+    def parts(self) -> tuple[Tensor, ...]:
+        return (2 * self.weight).unbind()
+
+
+@pytest.mark.parametrize("kind", [ViewOutside, ViewUntraced, Scaled])
+def test_products_for_weights_that_enter_as_views_do_not_wait(kind: type[ViewOutside]) -> None:
+    model = kind()
+    partial = called(model)
+    assert partial.history is not None
+    assert partial.history.ordinary == {model.weight: 2 * PRODUCT}
+    assert "50.0 % of the weight gradients'" in partial.report()
+
+
+def test_products_are_counted_where_parts_of_weights_meet_outside_of_graphs() -> None:
+    class Outside(TwoLayers):
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def untraceable(self, x: Tensor) -> Tensor:
+            return x @ self.a.weight[:2].t()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.untraceable(self.b(x)).relu()
+
+    model = Outside()
+    history = called(model).history
+    assert history is not None
+    assert history.ordinary == {model.a.weight: PRODUCT // 2}

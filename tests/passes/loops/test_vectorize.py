@@ -1,0 +1,191 @@
+"""lift: what the steps of an unrolled loop need not do one by one is done once, to the last bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from autosplit.backends.compiled_graph import backend_named
+from autosplit.capture.joint_graph import capture
+from autosplit.passes import Kind, Program
+from autosplit.passes.graph import inputs
+from autosplit.passes.loops.vectorize import lift
+from autosplit.passes.manager import run
+from autosplit.passes.rewrites.padded_sums import gather
+from autosplit.passes.verify import verify
+from tests.passes.graphs import assert_gradients_are_autograds, ops, program_of
+
+X = torch.randn(3, 6, 4)
+
+
+class Call(nn.Module):
+    """A function with a weight, so that there is a W."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x @ self.weight)
+
+
+def state_space(x: Tensor) -> Tensor:
+    """As in Mamba: only the state waits for the step before."""
+    decay, drive, read = x.sigmoid(), x * 2, x.sin()
+    state, outputs = torch.zeros_like(x[:, 0]), []
+    for step in range(x.shape[1]):
+        state = decay[:, step] * state + drive[:, step]
+        outputs.append(torch.bmm(state[:, None], read[:, step, :, None])[:, 0])
+    return torch.stack(outputs, 1)
+
+
+def read_out(x: Tensor) -> Tensor:
+    """The last pieces are as long as steps, and something else lies beside them."""
+    state, outputs = torch.zeros_like(x[:, 0]), [x[:, 1:3]]
+    for step in range(x.shape[1]):
+        state = (state + x[:, step]).tanh()
+        outputs.append((state * 3).unsqueeze(1))
+    return torch.cat(outputs, 1)
+
+
+def gates(x: Tensor) -> Tensor:
+    """What is made of slices alone."""
+    state = torch.ones_like(x[:, 0])
+    for step in range(x.shape[1]):
+        state = state.tanh() * (x[:, step] * x[:, step].abs())
+    return state
+
+
+def from_the_end(x: Tensor) -> Tensor:
+    state = torch.ones_like(x[:, 0])
+    for step in reversed(range(1, x.shape[1])):
+        state = state.sin() + x[:, step].t().neg().t()
+    return state
+
+
+LIFTED = [state_space, read_out, gates, from_the_end]
+
+
+def few(x: Tensor) -> Tensor:
+    return sum(x[:, step].relu().sin() for step in range(3))  # type: ignore[return-value]
+
+
+def with_gaps(x: Tensor) -> Tensor:
+    return sum(x[:, step].relu().sin() for step in (0, 1, 3, 5))  # type: ignore[return-value]
+
+
+def inexact(x: Tensor) -> Tensor:
+    """Vectors and single numbers have different exponentials."""
+    return sum(x[:, step].exp().sin() for step in range(6))  # type: ignore[return-value]
+
+
+def too_large(x: Tensor) -> Tensor:
+    """All outer products at once would be four times as large as anything that is there."""
+    total = torch.zeros(4)
+    for step in range(x.shape[1]):
+        total = total.sin() + (x[:, step, :, None] * x[:, step, None, :]).sum((0, 1))
+    return total
+
+
+LEFT_ALONE = [few, with_gaps, inexact, too_large]
+
+
+def joint_of(function: Callable[[Tensor], Tensor], backend: str) -> Program:
+    x = X.clone().requires_grad_()
+    program = Program(
+        capture(Call(function), (x,), {}, backend_named(backend).decompositions).joint
+    )
+    gather(program)
+    return program
+
+
+def computed(joint: fx.GraphModule) -> list[Tensor]:
+    """What a joint graph returns for some inputs, always the same."""
+    generator = torch.Generator().manual_seed(0)
+    nodes = [node for node in joint.graph.nodes if node.op == "placeholder"]
+    args = [torch.randn(node.meta["val"].shape, generator=generator) for node in nodes]
+    found: list[Tensor] = fx.Interpreter(joint).run(*args, enable_io_processing=False)
+    return found
+
+
+def work(program: Program) -> int:
+    """How many operators do more than look at a tensor in another way."""
+    found = ops(program.joint)
+    return found.total() - sum(found[view] for view in ("select", "unsqueeze", "squeeze", "slice"))
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("function", LIFTED)
+def test_a_loop_does_less_and_computes_the_same(
+    function: Callable[[Tensor], Tensor], backend: str
+) -> None:
+    program = joint_of(function, backend)
+    before, expected = work(program), computed(program.joint)
+    assert lift(program)
+    verify(program)
+    assert work(program) < before
+    assert all(map(torch.equal, computed(program.joint), expected))
+    assert not lift(program)
+
+
+@pytest.mark.parametrize("function", LEFT_ALONE)
+def test_what_is_no_loop_or_would_grow_stays(function: Callable[[Tensor], Tensor]) -> None:
+    program = joint_of(function, "eager")
+    before = ops(program.joint)
+    assert not lift(program)
+    assert ops(program.joint) == before
+
+
+def test_products_of_a_state_are_one_product() -> None:
+    program = joint_of(state_space, "eager")
+    assert ops(program.joint)["bmm"] == 3 * 6
+    assert lift(program)
+    assert ops(program.joint)["bmm"] == 3
+
+
+def saved_by(function: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """What enters I, in fake."""
+    joint = program_of(Call(function), X.clone().requires_grad_()).joint
+    graphs = run(joint, memory="fast")
+    assert graphs.backward_input is not None
+    saved = inputs(graphs.backward_input.graph, Kind.SAVED)
+    return [node.meta["val"] for node in saved.values()]
+
+
+def test_states_are_saved_as_one_tensor() -> None:
+    shapes = [tuple(each.shape) for each in saved_by(state_space)]
+    assert shapes.count((3, 4)) == 1  # what the first step begins with
+    assert len(shapes) < 8
+
+
+def test_a_state_that_is_read_again_is_read_from_where_all_are() -> None:
+    """The gradient of tanh wants every state by itself, that of the read-out all of them."""
+
+    def function(x: Tensor) -> Tensor:
+        state, outputs = torch.zeros_like(x[:, 0]), []
+        for step in range(x.shape[1]):
+            state = (state + x[:, step]).tanh()
+            outputs.append(state * state)
+        return torch.stack(outputs, 1)
+
+    assert len(saved_by(function)) < 6
+
+
+def test_random_numbers_are_drawn_step_by_step() -> None:
+    def function(x: Tensor) -> Tensor:
+        return torch.stack([torch.rand_like(x[:, step]) * x[:, step] for step in range(6)])
+
+    program = joint_of(function, "eager")
+    before = ops(program.joint)["rand_like"]
+    lift(program)
+    verify(program)
+    assert ops(program.joint)["rand_like"] == before
+
+
+@pytest.mark.parametrize("function", LIFTED + LEFT_ALONE)
+def test_gradients_are_those_of_autograd(function: Callable[[Tensor], Tensor]) -> None:
+    assert_gradients_are_autograds(Call(function), X)

@@ -1,0 +1,100 @@
+"""partition: what forward saves, and what stays out of the backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autosplit.passes import PassError, Program, Role
+from autosplit.passes.graph import Kind
+from autosplit.passes.partition.forward_backward import partition
+from autosplit.passes.verify import verify
+from tests.passes.graphs import hand_made, joint_of, names_in, names_out, ops, program_of
+from tests.zoo import Attention, Counter, SwiGLU
+
+
+def partitioned(module: nn.Module, *args: Tensor) -> Program:
+    program = program_of(module, *args)
+    assert partition(program)
+    verify(program)
+    return program
+
+
+def test_linear_saves_its_input_once() -> None:
+    program = partitioned(nn.Linear(3, 2), torch.randn(4, 3, requires_grad=True))
+    assert names_out(program.forward, Kind.SAVED) == ["args_0"]
+    assert names_in(program.backward, Kind.SAVED) == ["args_0"]
+    assert names_in(program.backward, Kind.PARAMETER) == ["weight"]
+    assert ops(program.forward) == {"addmm": 1}
+    assert ops(program.backward) == {"mm": 2, "sum": 1}
+
+
+def test_nothing_but_views_runs_twice() -> None:
+    x = torch.randn(2, 8, 16, requires_grad=True)
+    model = nn.Sequential(Attention(), SwiGLU())
+    program = partitioned(model, x)
+    assert ops(program.forward) + ops(program.backward) == ops(joint_of(model, x))
+    forward, backward = ops(program.forward), ops(program.backward)
+    assert forward["_scaled_dot_product_flash_attention_for_cpu"] == 1
+    assert backward["_scaled_dot_product_flash_attention_for_cpu"] == 0
+
+
+def test_storage_is_saved_not_its_views() -> None:
+    """q, k and v are views of one matrix product; the product is saved, once."""
+    program = partitioned(Attention(), torch.randn(2, 8, 16, requires_grad=True))
+    saved = names_out(program.forward, Kind.SAVED)
+    assert saved.count("addmm") == 1
+    assert not [name for name in saved if name.startswith(("unbind", "permute", "view", "t_"))]
+
+
+def test_random_numbers_are_drawn_in_forward_only() -> None:
+    program = partitioned(
+        nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)), torch.randn(4, 3, requires_grad=True)
+    )
+    assert ops(program.forward)["native_dropout"] == 1
+    assert ops(program.backward) == {"native_dropout_backward": 1, "mm": 2, "sum": 1}
+
+
+def test_without_gradients_there_is_only_a_forward() -> None:
+    with torch.no_grad():
+        program = partitioned(nn.Linear(3, 2), torch.randn(4, 3))
+    assert program.backward is None
+    assert names_out(program.forward, Kind.SAVED) == []
+    assert names_out(program.forward, Kind.OUTPUT) == ["output"]
+
+
+def test_new_buffer_value_is_an_output() -> None:
+    program = partitioned(Counter(), torch.randn(5, 4, requires_grad=True))
+    assert names_out(program.forward, Kind.UPDATE) == ["scale"]
+    assert "scale" not in names_in(program.backward, Kind.BUFFER)
+
+
+def test_overwritten_buffer_is_saved_as_a_copy() -> None:
+    """The forward of the next microbatch writes ``scale`` before this one's backward reads it."""
+    module, nodes = hand_made()
+    graph = module.graph
+    with graph.inserting_before(nodes["y"]):
+        scale = graph.placeholder("scale")
+    with graph.inserting_before(nodes["dx"]):
+        new = graph.call_function(torch.ops.aten.add.Tensor, (scale, 1))
+    for node in (scale, new):
+        node.meta["val"] = torch.empty(3, device="meta")
+    scale.meta["role"] = Role(Kind.BUFFER, "scale")
+    nodes["dx"].args = (nodes["g"], scale)
+    output = graph.output_node()
+    output.args = ([*output.args[0], new],)
+    output.meta["roles"] = (*output.meta["roles"], Role(Kind.UPDATE, "scale"))
+    program = Program(module)
+    partition(program)
+    verify(program)
+    assert ops(program.forward) == {"mul": 1, "add": 1, "clone": 1}
+    assert names_in(program.backward, Kind.BUFFER) == []
+    assert names_in(program.backward, Kind.SAVED) == ["scale"]
+
+
+def test_output_that_depends_on_a_gradient() -> None:
+    module, nodes = hand_made()
+    nodes["y"].args = (nodes["g"], 2)
+    with pytest.raises(PassError, match="forward values depend on output gradients: g, mul"):
+        partition(Program(module))

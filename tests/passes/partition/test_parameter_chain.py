@@ -1,0 +1,156 @@
+"""chain: what I computes, and what W is left with, where no input needs a gradient."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autosplit.passes import SplitGraphs, run
+from autosplit.passes.analysis.aliasing import distinct_bytes
+from autosplit.passes.graph import Kind, outputs
+from tests.passes.graphs import names_in, names_out, ops, program_of
+
+MAKING = {"mm", "bmm", "addmm", "embedding_dense_backward", "convolution_backward", "sum"}
+
+
+def split(module: nn.Module, *args: Tensor) -> SplitGraphs:
+    return run(program_of(module, *args).joint)
+
+
+class Bottom(nn.Module):
+    """What a language model begins with, down to the embeddings of tokens and of places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(11, 8), nn.Embedding(5, 8)
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.register_buffer("at", torch.arange(5))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.norm(self.tokens(tokens) + self.places(self.at))
+        return self.down(F.gelu(self.up(x)))
+
+
+def test_i_is_the_chain_down_to_the_embeddings() -> None:
+    graphs = split(Bottom(), torch.randint(0, 11, (3, 5)))
+    assert ops(graphs.backward_input)["mm"] == 2
+    assert ops(graphs.backward_input)["native_layer_norm_backward"] == 1
+    left = ops(graphs.backward_weight)
+    assert (left["mm"], left["embedding_dense_backward"]) == (2, 2)
+    assert left.keys() <= MAKING
+
+
+def test_what_crosses_is_x_and_dy() -> None:
+    """Besides the vectors of the norm and the indices."""
+    graphs = split(Bottom(), torch.randint(0, 11, (3, 5)))
+    crossing = [v for _, v in outputs(graphs.backward_input.graph, Kind.DEFERRED)]
+    x, dy = 8 + 16, 16 + 8 + 8
+    vectors, indices = 2 * 8 * 4, 3 * 5 * 8
+    assert distinct_bytes(crossing) == 4 * 3 * 5 * (x + dy) + vectors + indices
+
+
+def test_images() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 2, 3)
+    )
+    graphs = split(model, torch.randn(2, 3, 12, 12))
+    counts = ops(graphs.backward_input)
+    assert counts["convolution_backward"] == 1
+    assert counts["native_batch_norm_backward"] == 1
+    assert ops(graphs.backward_weight) == {"convolution_backward": 2}
+
+
+def test_nothing_but_the_outputs_gradient() -> None:
+    """A single product with data: dY is what came in, so I only hands over."""
+    graphs = split(nn.Linear(3, 2), torch.randn(4, 3))
+    assert ops(graphs.backward_input) == {}
+    assert ops(graphs.backward_weight) == {"mm": 1, "sum": 1}
+
+
+def test_only_a_bias_below_a_product() -> None:
+    """dX = dY W belongs to the chain although no product follows it."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    model[0].weight.requires_grad_(False)
+    graphs = split(model, torch.randn(3, 4))
+    assert ops(graphs.backward_input)["mm"] == 1
+    assert ops(graphs.backward_weight)["mm"] == 1
+
+
+def test_norm_of_data() -> None:
+    """So does the backward of a norm, although only its own weights are below it."""
+    graphs = split(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)), torch.randn(3, 4))
+    assert ops(graphs.backward_input)["native_layer_norm_backward"] == 1
+    assert ops(graphs.backward_weight) == {"mm": 1, "sum": 1}
+
+
+def test_frozen_layers_with_adapters() -> None:
+    class Adapted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = nn.Linear(8, 8).requires_grad_(False)
+            self.a, self.b = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.base(x) + self.b(self.a(x))
+
+    embedding = nn.Embedding(11, 8).requires_grad_(False)
+    graphs = split(nn.Sequential(embedding, Adapted(), Adapted()), torch.randint(0, 11, (3, 5)))
+    # dY through base, b and a of the second layer, and through b of the first.
+    assert ops(graphs.backward_input)["mm"] == 4
+    assert ops(graphs.backward_weight) == {"mm": 4}
+
+
+def test_computed_weights_wait_with_all_that_follows() -> None:
+    """The gradient of a weight that is a product of others is W's, and so are theirs."""
+
+    class Factors(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.randn(6, 2)), nn.Parameter(torch.randn(2, 6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ (self.a @ self.b)
+
+    graphs = split(nn.Sequential(Factors(), nn.Tanh(), Factors()), torch.randn(3, 6))
+    assert ops(graphs.backward_input)["mm"] == 1
+    assert ops(graphs.backward_weight)["mm"] == 2 * 3
+
+
+def test_products_of_parameters_alone_wait() -> None:
+    """Learned queries: no data is in them before attention."""
+
+    class Queries(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.queries = nn.Parameter(torch.randn(3, 8))
+            self.q, self.k = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.q(self.queries) @ self.k(x).mT
+
+    graphs = split(Queries(), torch.randn(2, 5, 8))
+    made = names_out(graphs.backward_weight, Kind.PARAMETER_GRAD)
+    assert sorted(made) == ["k.weight", "q.weight", "queries"]
+    # dK (and dQ, which leads to no product with data) are all that may be early.
+    assert ops(graphs.backward_input)["bmm"] + ops(graphs.backward_input)["mm"] == 1
+    assert names_in(graphs.backward_weight, Kind.PARAMETER) != []
+
+
+def test_attention_below_which_are_biases_only() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+            self.qkv.weight.requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = (each.unflatten(-1, (2, 4)) for each in self.qkv(x).chunk(3, -1))
+            y = F.scaled_dot_product_attention(*(each.transpose(1, 2) for each in (q, k, v)))
+            return self.out(y.transpose(1, 2).flatten(-2))
+
+    graphs = split(Attention(), torch.randn(2, 5, 8))
+    early, late = ops(graphs.backward_input), ops(graphs.backward_weight)
+    assert sum(count for name, count in early.items() if "attention" in name) == 1
+    assert late["mm"] == 1
+    assert not any("attention" in name for name in late)

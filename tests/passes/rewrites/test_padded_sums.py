@@ -1,0 +1,143 @@
+"""gather: sums of padded pieces become one concatenation, to the last bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from autosplit.backends.compiled_graph import backend_named
+from autosplit.capture.joint_graph import capture
+from autosplit.passes import Program
+from autosplit.passes.rewrites.padded_sums import gather
+from autosplit.passes.verify import verify
+from tests.passes.graphs import assert_gradients_are_autograds, ops, program_of
+
+X = torch.randn(3, 6, 4)
+
+
+class Call(nn.Module):
+    """A function with a weight, so that there is a W."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x.sin() @ self.weight)
+
+
+def scan(x: Tensor) -> Tensor:
+    state = torch.zeros_like(x[:, 0])
+    for step in range(x.shape[1]):
+        state = state.tanh() + x[:, step]
+    return state
+
+
+def halves(x: Tensor) -> Tensor:
+    return torch.cat((-x[..., 2:], x[..., :2]), -1)
+
+
+def halves_and_whole(x: Tensor) -> Tensor:
+    return halves(x) * 0.3 + x * 0.7
+
+
+def most(x: Tensor) -> Tensor:
+    return x[:, 1:3].exp().sum(1) + x[:, -2].exp()
+
+
+REWRITTEN = [scan, halves, halves_and_whole, most]
+
+
+def overlapping(x: Tensor) -> Tensor:
+    return x[:, :4].exp().sum(1) + x[:, 3:].sin().sum(1)
+
+
+def few(x: Tensor) -> Tensor:
+    return x[:, 0].exp() + x[:, 1].sin()
+
+
+def stepped(x: Tensor) -> Tensor:
+    return x[:, ::2].exp() + x[:, 1::2].sin()
+
+
+def two_wholes(x: Tensor) -> Tensor:
+    return halves(x) * 0.3 + x.exp() * x.sin()
+
+
+def several_dimensions(x: Tensor) -> Tensor:
+    return x[:, :3].exp().sum() + x[..., 2:].sin().sum()
+
+
+LEFT_ALONE = [overlapping, few, stepped, two_wholes, several_dimensions]
+
+
+@pytest.mark.parametrize("function", REWRITTEN)
+def test_pieces_are_laid_side_by_side(function: Callable[[Tensor], Tensor]) -> None:
+    program = program_of(Call(function), X.clone().requires_grad_())
+    before = ops(program.joint)
+    assert before["select_backward"] + before["slice_backward"] >= 2
+    assert gather(program)
+    verify(program)
+    after = ops(program.joint)
+    assert after["select_backward"] + after["slice_backward"] == 0
+    assert after["cat"] == before["cat"] + 1
+    assert not gather(program)
+
+
+@pytest.mark.parametrize("function", REWRITTEN)
+def test_pieces_that_were_decomposed_are_laid_side_by_side_as_well(
+    function: Callable[[Tensor], Tensor],
+) -> None:
+    """Inductor has no padding operators: pieces are written into zeros, and adding them up would
+    visit every element once for each piece.
+    """
+    x, decompositions = X.clone().requires_grad_(), backend_named("inductor").decompositions
+    program = Program(capture(Call(function), (x,), {}, decompositions).joint)
+    before, expected = ops(program.joint), computed(program.joint)
+    assert before["select_scatter"] + before["slice_scatter"] >= 2
+    assert gather(program)
+    verify(program)
+    after = ops(program.joint)
+    assert after["select_scatter"] + after["slice_scatter"] == 0
+    assert after["cat"] == before["cat"] + 1
+    assert all(map(torch.equal, computed(program.joint), expected))
+
+
+def computed(joint: fx.GraphModule) -> list[Tensor]:
+    """What a joint graph returns for some inputs, always the same."""
+    generator = torch.Generator().manual_seed(0)
+    nodes = [node for node in joint.graph.nodes if node.op == "placeholder"]
+    args = [torch.randn(node.meta["val"].shape, generator=generator) for node in nodes]
+    found: list[Tensor] = fx.Interpreter(joint).run(*args, enable_io_processing=False)
+    return found
+
+
+@pytest.mark.parametrize("function", LEFT_ALONE)
+def test_sums_that_would_differ_or_cost_more_stay(function: Callable[[Tensor], Tensor]) -> None:
+    program = program_of(Call(function), X.clone().requires_grad_())
+    before = ops(program.joint)
+    assert before["select_backward"] + before["slice_backward"] >= 2
+    assert not gather(program)
+    assert ops(program.joint) == before
+
+
+@pytest.mark.parametrize("function", REWRITTEN + LEFT_ALONE)
+def test_gradients_are_those_of_autograd(function: Callable[[Tensor], Tensor]) -> None:
+    assert_gradients_are_autograds(Call(function), X)
+
+
+def test_piece_that_is_read_elsewhere_stays() -> None:
+    class TwoReaders(nn.Module):
+        """The gradient of one half, padded, is also the gradient of another input."""
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return (x + y)[..., :2].exp() + x[..., 2:].sin()
+
+    program = program_of(TwoReaders(), X.clone().requires_grad_(), X.clone().requires_grad_())
+    before = ops(program.joint)
+    assert not gather(program)
+    assert ops(program.joint) == before

@@ -1,0 +1,111 @@
+"""What NCCL needs that Gloo does not, without a GPU: by stand-ins for torch's calls."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from autosplit.pipeline.builders.build import build
+from autosplit.pipeline.engine.faults.first_error import Board, Fault, Guard, LostPeerError
+from autosplit.pipeline.engine.messages.default_group import device_of_group
+from autosplit.pipeline.engine.messages.nccl import abort, await_device
+from autosplit.pipeline.engine.messages.process_groups import Groups
+from autosplit.pipeline.engine.processes.launch import launch
+from autosplit.pipeline.schedule.routes import pairs_of
+from autosplit.pipeline.schedule.wiring import Feeds, Source, Wiring
+from autosplit.pipeline.training.options import choose_device
+from tests.pipeline import transport_workers
+
+CUDA = torch.device("cuda", 1)
+
+
+def test_each_direction_of_a_pair_has_a_group() -> None:
+    assert launch(transport_workers.pairwise, 3, timeout=90) == [[10, 20], [1, 21], [2, 12]]
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "pairs"),
+    [
+        ("1f1b", 4, {(0, 1), (1, 2), (2, 3)}),
+        ("interleaved", 8, {(0, 1), (1, 2), (2, 3), (0, 3)}),
+        ("zb-v", 8, {(0, 1), (1, 2), (2, 3)}),
+        ("chimera", 4, {(0, 1), (1, 2), (2, 3)}),
+    ],
+)
+def test_pairs_between_which_something_travels(
+    name: str, stages: int, pairs: set[tuple[int, int]]
+) -> None:
+    schedule = build(name, stages, 8, ranks=4)
+    assert pairs_of(schedule, Feeds(stages)) == pairs
+
+
+def test_what_skips_a_stage_connects_its_ranks() -> None:
+    first, second = Source(0, 0), Source(1, 0)
+    wiring = Wiring(((Source(None, 0),), (first,), (first, second)), (1, 1))
+    assert pairs_of(build("1f1b", 3, 3), Feeds(3, wiring)) == {(0, 1), (0, 2), (1, 2)}
+
+
+def test_groups_are_aborted_all_at_once() -> None:
+    """Each waits for a device on which messages of the others hang."""
+    all_begun = threading.Barrier(3)
+
+    class Group:
+        def abort(self) -> None:
+            all_begun.wait(timeout=20)
+
+    abort([Group(), Group(), Group()])
+    abort([])
+
+
+@pytest.mark.parametrize("config", ["cuda:nccl", "cpu:gloo,cuda:nccl"])
+def test_a_group_with_nccl_is_on_the_gpu(monkeypatch: pytest.MonkeyPatch, config: str) -> None:
+    """Also where ``get_backend`` says "undefined": the user left the backend to torch."""
+    monkeypatch.setattr(dist, "get_backend_config", lambda: config)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert device_of_group() == CUDA
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert device_of_group() == torch.device("cpu")
+
+
+def test_a_gpu_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert choose_device("cuda", 1) == CUDA
+    assert choose_device("cuda:3", 1).index == 3
+    assert choose_device("meta", 1) == torch.device("meta")
+
+
+def test_control_stays_on_the_cpu_under_another_default_device() -> None:
+    assert launch(_met, 2, timeout=60) == [True, True]
+
+
+def _met() -> bool:
+    groups = Groups(2, torch.device("cpu"), 30.0)
+    with torch.device("meta"):
+        groups.meet()
+    groups.destroy()
+    return True
+
+
+class _Stream:
+    """Is never done."""
+
+    def query(self) -> bool:
+        return False
+
+
+def test_a_wait_for_the_device_ends_when_another_rank_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    board = Board(dist.HashStore())  # type: ignore[attr-defined]  # documented, not in __all__
+    guard = Guard(0, board, lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: _Stream())
+    await_device(torch.device("cpu"), guard, 0.0)
+    with pytest.raises(LostPeerError, match="for its device"):
+        await_device(CUDA, guard, 0.0)
+    board.post(Fault(1, "1F0", "ValueError: bad weather"))
+    with pytest.raises(LostPeerError, match="another rank failed"):
+        await_device(CUDA, guard, 20.0)

@@ -1,0 +1,155 @@
+"""The local launcher: results, first causes, and no process left behind."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from autosplit.errors import PipelineError
+from autosplit.pipeline.engine.processes import launch as launching
+from autosplit.pipeline.engine.processes.launch import launch
+from autosplit.pipeline.engine.processes.outcome import Failure, first_cause
+from autosplit.pipeline.engine.processes.worker import process_group
+from tests.pipeline import workers
+from tests.pipeline.processes import alive, assert_gone, pids_in
+
+ROOT = Path(__file__).resolve().parents[4]
+
+PARENT = """
+import sys
+from pathlib import Path
+from tests.pipeline import workers
+from autosplit.pipeline.engine.processes.launch import launch
+if __name__ == "__main__":
+    launch(workers.fail, 2, (Path(sys.argv[1]), "sleep"), timeout=300)
+"""
+
+TORCHRUN = """
+import json
+import sys
+from pathlib import Path
+from tests.pipeline import workers
+from autosplit.pipeline.engine.processes.worker import process_group
+if __name__ == "__main__":
+    with process_group(timeout=60):
+        found = workers.identify(3)[:3]
+    Path(sys.argv[1], f"{found[0]}.json").write_text(json.dumps(found))
+"""
+
+
+def test_results_come_by_rank_from_a_real_process_group() -> None:
+    found = launch(workers.identify, 2, (3,), timeout=60, threads=2)
+    environment = "RANK={0} LOCAL_RANK={0} WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 MASTER_ADDR=127.0.0.1"
+    assert found == [(3 * rank, 1, environment.format(rank), 2) for rank in (0, 1)]
+
+
+def test_same_function_under_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(TORCHRUN)
+    command = ["-m", "torch.distributed.run", "--nproc-per-node=2", str(script), str(tmp_path)]
+    subprocess.run([sys.executable, *command], env=_environment(), timeout=120, check=True)
+    for rank in (0, 1):
+        product, total, environment = json.loads((tmp_path / f"{3 * rank}.json").read_text())
+        assert (product, total) == (3 * rank, 1)
+        assert environment.startswith(f"RANK={rank} LOCAL_RANK={rank} WORLD_SIZE=2 ")
+
+
+def test_the_first_cause_is_raised_and_nobody_is_left(tmp_path: Path) -> None:
+    started = time.monotonic()
+    text = r"^rank 1 failed: ValueError: bad weather\nTraceback (.|\n)*in _raise"
+    with pytest.raises(PipelineError, match=text):
+        launch(workers.fail, 2, (tmp_path, "raise"), timeout=200)
+    assert time.monotonic() - started < 100
+    assert_gone(tmp_path, 2)
+
+
+def test_timeout_names_the_ranks_that_are_not_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time is up when both ranks sleep, however long they take to start."""
+    calls = itertools.count()
+
+    def monotonic() -> float:
+        if next(calls) == 0:
+            return 0.0
+        return 60.0 if len(pids_in(tmp_path)) == 2 else 59.9
+
+    monkeypatch.setattr(launching, "time", SimpleNamespace(monotonic=monotonic))
+    with pytest.raises(PipelineError, match=r"^ranks 0, 1 did not end within 60 s$"):
+        launch(workers.fail, 2, (tmp_path, "sleep"), timeout=60)
+    assert_gone(tmp_path, 2)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_ranks_end_with_their_parent(tmp_path: Path, number: signal.Signals) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT)
+    parent = subprocess.Popen(
+        [sys.executable, str(script), str(tmp_path)],
+        env=_environment(),
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        _wait(lambda: len(pids_in(tmp_path)) == 2)
+        parent.send_signal(number)
+        parent.wait(60)
+    finally:
+        parent.kill()
+        parent.wait()
+    _wait(lambda: not any(alive(pid) for pid in pids_in(tmp_path)))
+    assert len(pids_in(tmp_path)) == 2
+
+
+def test_what_cannot_be_sent_is_refused_before_anything_starts() -> None:
+    with pytest.raises(PipelineError, match=r"cannot send <function .*top of a module"):
+        launch(lambda: None, 2, timeout=60)
+    with pytest.raises(PipelineError, match="one or more processes, got nprocs=0"):
+        launch(workers.identify, 0, (3,), timeout=60)
+
+
+def test_process_group_needs_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with (
+        pytest.raises(PipelineError, match=r"no rank .*start it with torchrun, or use "),
+        process_group(),
+    ):
+        pass
+
+
+def test_first_cause_is_the_earliest_that_is_no_consequence() -> None:
+    closed = RuntimeError("Connection closed by peer [127.0.0.1]:1")
+    failures = [
+        Failure("consequence", 1.0, True),
+        Failure("late", 3.0, False),
+        Failure("early", 2.0, False),
+    ]
+    assert first_cause(failures).report == "early"
+    assert first_cause(failures[:1]).report == "consequence"
+    assert Failure.of_error(0, closed).consequence
+    assert not Failure.of_error(0, RuntimeError("out of memory")).consequence
+    assert Failure.of_death(1, -signal.SIGSEGV).report == "rank 1 was killed by SIGSEGV"
+    assert Failure.of_death(1, 3).report == "rank 1 exited with status 3 and no result"
+    assert "must do so under if __name__ == '__main__':" in Failure.of_death(1, 1).report
+
+
+def _environment() -> dict[str, str]:
+    path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
+
+
+def _wait(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        if time.monotonic() > deadline:
+            pytest.fail("waited 60 s in vain")
+        time.sleep(0.02)

@@ -1,0 +1,340 @@
+"""The search: as good as an exact solver on small cases, never worse than a named schedule."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from autosplit.errors import ScheduleError
+from autosplit.pipeline.builders.build import SCHEDULES, build
+from autosplit.pipeline.builders.placement.fusing import fuse_adjacent
+from autosplit.pipeline.schedule.wiring import Source, Wiring
+from autosplit.pipeline.search.bound import lower_bound
+from autosplit.pipeline.search.improve import improve
+from autosplit.pipeline.search.late import late
+from autosplit.pipeline.search.named import named_schedules
+from autosplit.pipeline.search.play import play
+from autosplit.pipeline.search.problem import Problem
+from autosplit.pipeline.search.search import search
+from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
+from autosplit.pipeline.simulation.simulate import simulate
+from autosplit.pipeline.simulation.step_costs import Costs
+from autosplit.pipeline.simulation.transfer import Link, Transfer
+from autosplit.pipeline.validation.validate import validate
+from tests.pipeline.tables import rows_of, seconds, small
+
+TIMES = st.tuples(st.integers(1, 4), st.integers(0, 4), st.integers(1, 4))
+
+
+def alike(stages: int, times: tuple[float, float, float], transfer: float = 0.0) -> Costs:
+    return Costs([times] * stages, [StageMemory(1.0, 1.0)] * stages, Transfer(transfer))
+
+
+def makespan(problem: Problem, rows: list[list[int]]) -> float:
+    played = play(problem, rows)
+    assert played is not None
+    return played.makespan
+
+
+def shortest(problem: Problem) -> float:
+    """The optimum, by branch and bound over every order of one stage a rank; links cost nothing."""
+    ranks, count = len(problem.caps), problem.microbatches
+    best = math.inf
+    work = [sum(problem.costs.times[stage]) * count for stage in range(ranks)]
+
+    def visit(
+        done: tuple[tuple[int, ...], ...],
+        clocks: tuple[float, ...],
+        left: tuple[float, ...],
+        ready: dict[int, float],
+    ) -> None:
+        nonlocal best
+        if max(clock + rest for clock, rest in zip(clocks, left, strict=True)) >= best:
+            return
+        if not any(left):
+            best = max(clocks)
+            return
+        options = []
+        for rank in range(ranks):
+            forwards, inputs, weights = done[rank]
+            open_kinds = [
+                kind
+                for kind, allowed in enumerate(
+                    (
+                        forwards < count and forwards - weights < problem.caps[rank],
+                        inputs < forwards,
+                        weights < inputs,
+                    )
+                )
+                if allowed
+            ]
+            for kind in open_kinds:
+                action = (rank * 4 + kind) * count + done[rank][kind]
+                need = [problem.makers[parcel] for parcel in problem.needs[action]]
+                if not all(each in ready for each in need):
+                    continue
+                start = max([clocks[rank], *(ready[each] for each in need)])
+                options.append((start, rank, kind, action))
+        if not options:
+            return
+        # Some rank goes first in time: of all orders of moves one in order of starts is enough.
+        horizon = min(start + problem.seconds[action] for start, _, _, action in options)
+        for start, rank, kind, action in sorted(options):
+            if start > horizon:
+                break
+            end = start + problem.seconds[action]
+            counts = tuple(n + (k == kind) for k, n in enumerate(done[rank]))
+            visit(
+                (*done[:rank], counts, *done[rank + 1 :]),
+                (*clocks[:rank], end, *clocks[rank + 1 :]),
+                (*left[:rank], left[rank] - problem.seconds[action], *left[rank + 1 :]),
+                {**ready, action: end},
+            )
+
+    visit(((0, 0, 0),) * ranks, (0.0,) * ranks, tuple(work), {})
+    return best
+
+
+@pytest.mark.parametrize(
+    ("times", "cap"),
+    [
+        ([(1, 1, 1), (1, 1, 1)], 2),
+        ([(3, 3, 2), (3, 3, 2)], 2),
+        ([(2, 0, 3), (2, 2, 1)], 2),
+        ([(1, 2, 3), (3, 1, 1)], 3),
+        ([(2, 1, 1), (1, 3, 2)], 1),
+    ],
+)
+def test_as_short_as_the_shortest(times: list[tuple[int, int, int]], cap: int) -> None:
+    costs = Costs([tuple(map(float, each)) for each in times], [StageMemory(1.0, 1.0)] * 2)
+    problem = Problem(costs, (0, 1), 3, (cap, cap))
+    found = search(costs, 3, cap=float(cap))
+    assert simulate(found, costs.seconds).makespan == shortest(problem)
+
+
+@st.composite
+def wirings(draw: st.DrawFn, stages: int) -> tuple[Wiring, Transfer]:
+    """Every stage takes of earlier ones, mostly not of the next only; some send nothing back."""
+    outputs = draw(st.lists(st.integers(1, 2), min_size=stages - 1, max_size=stages - 1))
+    inputs: list[tuple[Source, ...]] = [(Source(None, 0),)]
+    for stage in range(1, stages):
+        earlier = [Source(s, p) for s in range(stage) for p in range(outputs[s])]
+        taken = draw(st.sets(st.sampled_from(earlier), min_size=1, max_size=3))
+        inputs.append(tuple(sorted(taken, key=str)))
+    sizes = {
+        s: [draw(st.sampled_from([0.5, 1.0])) for _ in range(n)] for s, n in enumerate(outputs)
+    }
+    back = {s: [size * draw(st.sampled_from([0.0, 1.0])) for size in sizes[s]] for s in sizes}
+    links = Transfer(draw(st.sampled_from([0.0, 0.5])), 2.0, sizes, back)
+    return Wiring(tuple(inputs), tuple(outputs)), links
+
+
+@st.composite
+def costs_of(draw: st.DrawFn, stages: int) -> Costs:
+    """Whatever a trainer can tell: uneven stages, links, skip connections, Ws in slices."""
+    times = draw(st.lists(TIMES, min_size=stages, max_size=stages))
+    early = draw(st.booleans())
+    cut = draw(st.integers(1, 3)) if early else 1
+    slices = {s: [times[s][2] * share for share in (0.25, 0.75)] for s in range(0, stages, 2)}
+    by_stage = early and draw(st.booleans())
+    links = Transfer(draw(st.sampled_from([0.0, 0.5])), 2.0, draw(st.sampled_from([0.0, 1.0])))
+    wiring = None
+    if draw(st.booleans()):
+        wiring, links = draw(wirings(stages))
+    if draw(st.booleans()):
+        links = replace(links, pairs={(0, 1): Link(1.0, 0.5), (1, 2): Link(0.25)})
+    return Costs(
+        [(float(f), float(i), float(w)) for f, i, w in times],
+        [StageMemory(1.0, draw(st.sampled_from([0.75, 1.25])))] * stages,
+        links,
+        full=[i + w - draw(st.sampled_from([0.0, 0.5])) * min(i, w) for _, i, w in times],
+        wiring=wiring,
+        early_weights=early,
+        slices=slices if by_stage else cut,
+    )
+
+
+@settings(deadline=None, max_examples=15)
+@given(st.data(), st.integers(1, 3), st.integers(1, 5), st.integers(1, 2))
+def test_never_worse_than_a_named_schedule(
+    data: st.DataObject, ranks: int, microbatches: int, chunks: int
+) -> None:
+    """Legal, within the cap and as short as any, as the trainer will run it."""
+    stages = ranks * chunks
+    costs = data.draw(costs_of(stages))
+    cap = data.draw(st.sampled_from([2.5 * stages, 4.0 * stages, math.inf]))
+    found = search(costs, microbatches, ranks=ranks, cap=cap)
+    validate(found, memory=costs.memory, caps=[cap] * ranks)
+    assert max(peak_memory(found, costs.memory)) <= cap
+    step = costs.timeline(found).makespan
+    for named in named_schedules(costs.times, microbatches, ranks):
+        if max(peak_memory(named, costs.memory)) <= cap:
+            assert step <= costs.timeline(named).makespan * (1 + 1e-9), named.name
+    fused = fuse_adjacent(found, costs)
+    validate(fused, memory=costs.memory, caps=[cap] * ranks)
+    assert costs.timeline(fused).makespan <= step * (1 + 1e-9)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.data(), st.sampled_from(list(SCHEDULES)), st.integers(1, 4), st.integers(1, 5))
+def test_plays_as_the_simulator_does(
+    data: st.DataObject, name: str, ranks: int, microbatches: int
+) -> None:
+    schedule = small(name, ranks, microbatches)
+    assume(schedule.mirror is None)
+    costs = data.draw(costs_of(schedule.stages))
+    problem = Problem(costs, schedule.placement, microbatches, (math.inf,) * ranks)
+    rows = problem.rows_of(schedule)
+    for order in (rows, late(problem, rows)):
+        timeline = costs.timeline(problem.schedule(name, order))  # some Bs as I and W
+        played = play(problem, order)
+        assert played is not None
+        assert played.makespan == pytest.approx(timeline.makespan)
+        starts: dict[int, float] = {}
+        for span in timeline.spans:
+            starts.setdefault(problem.number[span.action], span.start)
+        every = range(len(problem.actions))
+        assert played.starts == pytest.approx([starts.get(n, -1.0) for n in every])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "microbatches", "times"),
+    [(2, 2, (1, 1, 1)), (2, 4, (1, 1, 1)), (2, 8, (1, 1, 1)), (4, 4, (3, 3, 2))],
+)
+def test_more_stages_a_rank_are_never_worse_than_v_shapes_of_two(
+    ranks: int, microbatches: int, times: tuple[int, int, int]
+) -> None:
+    forward, inputs, weights = times
+    found = search(alike(4 * ranks, times), microbatches, ranks=ranks)
+    step = simulate(found, seconds(forward, inputs, weights)).makespan
+    for name in ("zb-v", "dualpipe-v"):
+        with contextlib.suppress(ScheduleError):  # dualpipe-v wants two microbatches for each rank
+            named = build(name, 2 * ranks, microbatches, ranks=ranks)
+            halves = seconds(2 * forward, 2 * inputs, 2 * weights)
+            assert step <= simulate(named, halves).makespan
+
+
+def test_knowing_of_links_and_waits_is_no_disadvantage() -> None:
+    """What is found without them is a start as well."""
+    plain = alike(6, (18.5, 18.1, 9.3))
+    links = Transfer(0.5, 1.0, 1.0, 0.5)
+    costs = replace(plain, transfer=links, early_weights=True, slices=4)
+    blind, found = (search(each, 12, cap=8.0) for each in (plain, costs))
+    assert costs.timeline(found).makespan <= costs.timeline(blind).makespan
+
+
+@pytest.mark.parametrize("options", [{}, {"early_weights": True, "slices": 4}])
+def test_the_bound_knows_of_links_and_is_reached(options: dict[str, Any]) -> None:
+    """A rank that is busy from its first message to the end of the step: no order is shorter."""
+    links = Transfer(0.5, 1.0, 1.0, pairs={(2, 3): Link(2.0, 2.0)})
+    costs = replace(alike(8, (9.0, 9.0, 5.0)), transfer=links, **options)
+    problem = Problem(costs, (0, 1, 2, 3, 3, 2, 1, 0), 16, (math.inf,) * 4)
+    assert lower_bound(problem) == 2 * 16 * 23.0 + 3 * 9.0 + 1.5 + 1.5 + 2.5
+    found = search(costs, 16, ranks=4)
+    assert costs.timeline(found).makespan == pytest.approx(lower_bound(problem))
+
+
+def test_weights_wait_for_a_wait() -> None:
+    """Where Ws run in waits they are put off for as long as there is memory."""
+    costs = Costs([(1.0, 1.0, 1.0)], [StageMemory(1.0, 1.0)], early_weights=True)
+    problem = Problem(costs, (0,), 3, (2.0,))
+    rows = problem.rows_of(build("1f1b", 1, 3))
+    (row,) = late(problem, rows)
+    assert " ".join(str(problem.actions[n]) for n in row) == "0F0 0I0 0F1 0I1 0W0 0F2 0I2 0W1 0W2"
+
+
+def test_a_slow_link_to_a_stage_further_on_is_part_of_the_step() -> None:
+    """Gradients of a skip connection hold up stage 0's; masks send nothing back."""
+    wiring = Wiring(
+        ((Source(None, 0),), (Source(0, 0),), (Source(1, 0), Source(0, 1))), outputs=(2, 1)
+    )
+    alone = Transfer(bandwidth=1.0, message_bytes={0: [0.0, 4.0], 1: [0.0]})
+    steps = []
+    for links in (alone, replace(alone, gradient_bytes=0.0), Transfer()):
+        costs = Costs([(1.0, 1.0, 1.0)] * 3, [StageMemory(1.0, 1.0)] * 3, links, wiring=wiring)
+        steps.append(costs.timeline(search(costs, 1)).makespan)
+    assert steps[0] > steps[1] > steps[2]
+
+
+def test_more_memory_than_1f1b_and_less_than_zb_h2() -> None:
+    """Between two named schedules there is room for one that nobody wrote down."""
+    costs = alike(4, (18.5, 18.1, 9.3))
+    steps = [
+        simulate(search(costs, 8, cap=cap), costs.seconds).makespan for cap in (4.0, 5.0, 6.0, 7.0)
+    ]
+    assert steps == sorted(steps, reverse=True)
+    one_f_one_b = simulate(build("zb-h1", 4, 8), seconds(18.5, 18.1, 9.3)).makespan
+    assert steps[0] == pytest.approx(one_f_one_b)
+    assert steps[2] < 0.97 * one_f_one_b
+
+
+def test_a_full_backward_where_it_keeps_less() -> None:
+    """What I leaves is more than what it found: room for it only where W follows in one piece."""
+    memory = [StageMemory(1.0, 1.5)] * 2
+    costs = Costs([(3.0, 2.0, 1.0)] * 2, memory)
+    found = search(costs, 4, cap=2.0)
+    assert "0B0" in rows_of(found)[0]
+    assert max(peak_memory(found, memory)) <= 2.0
+    fused = build("1f1b", 2, 4, split_backward=False)
+    assert simulate(found, costs.seconds).makespan <= simulate(fused, costs.seconds).makespan
+
+
+def test_a_full_backward_where_it_is_shorter() -> None:
+    costs = Costs([(2.0, 2.0, 2.0)], [StageMemory(1.0, 1.0)], full=[3.0])
+    found = search(costs, 3)
+    assert simulate(found, costs.seconds).makespan == 3 * (2.0 + 3.0)
+    with pytest.raises(ScheduleError, match="seconds of a B of each of 1 stages, got 2"):
+        Costs([(1.0, 1.0, 1.0)], [StageMemory(1.0, 1.0)], full=[1.0, 2.0])
+    assert costs.cut(2).full == [1.5, 1.5]
+
+
+def test_the_same_every_time() -> None:
+    costs = alike(3, (3.0, 2.0, 2.0), transfer=0.5)
+    assert rows_of(search(costs, 5, cap=4.0)) == rows_of(search(costs, 5, cap=4.0))
+
+
+def test_local_search_moves_a_weight_off_the_critical_path() -> None:
+    costs = alike(2, (1.0, 1.0, 1.0))
+    problem = Problem(costs, (0, 1), 2, (2.0, 2.0))
+    schedule = build("1f1b", 2, 2, split_backward=False)
+    rows = problem.rows_of(schedule)
+    assert makespan(problem, rows) == 8.0
+    found = improve(problem, rows, plays=50)
+    assert found is not None
+    assert found.makespan == 7.0
+
+
+def test_orders_that_cannot_run() -> None:
+    costs = alike(2, (1.0, 1.0, 1.0))
+    problem = Problem(costs, (0, 1), 2, (2.0, 2.0))
+    rows = problem.rows_of(build("1f1b", 2, 2))
+    rows[1] = [rows[1][0], *rows[1][2:4], rows[1][1], *rows[1][4:]]
+    blocked = [rows[0][:1] + rows[0][2:3] + rows[0][1:2] + rows[0][3:], rows[1]]
+    assert play(problem, blocked) is None
+    assert improve(problem, blocked, plays=5) is None
+
+
+def test_bad_arguments_are_refused() -> None:
+    costs = alike(2, (1.0, 1.0, 1.0))
+    with pytest.raises(ScheduleError, match=r"no schedule found within the cap 0\.5; the most"):
+        search(costs, 2, cap=0.5)
+    with pytest.raises(ScheduleError, match="cap must be a number > 0, or one for each of 2"):
+        search(costs, 2, cap=[1.0])
+    with pytest.raises(ScheduleError, match="2 stages cannot fill 3 ranks"):
+        search(costs, 2, ranks=3)
+    with pytest.raises(ScheduleError, match="microbatches must be an integer >= 1, got 0"):
+        search(costs, 0)
+    with pytest.raises(ScheduleError, match="expected times and memory of each stage, got 1"):
+        Costs([(1.0, 1.0, 1.0)], [])
+    with pytest.raises(ScheduleError, match="expected the wiring of 2 stages, got that of 3"):
+        replace(costs, wiring=Wiring.chain((1, 1)))
+    with pytest.raises(ScheduleError, match="slices=2 has no effect without early_weights=True"):
+        replace(costs, slices=2)
+    with pytest.raises(ScheduleError, match=r"with a wiring, .* cannot be cut further"):
+        replace(costs, wiring=Wiring.chain((1,))).cut(2)

@@ -1,0 +1,107 @@
+"""A trainer cuts a whole model for what it runs."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from autosplit import partition
+from autosplit.errors import PipelineError, ScheduleError
+from autosplit.pipeline import PipelineTrainer, build, launch
+from autosplit.planner.costs.limits import Limits
+from autosplit.planner.cuts.solve import CapError
+from tests.planner.planned_models import UNEVEN, cut_by_trainers, loss, net, sgd, tokens
+from tests.planner.whole_models import llama_with_hidden_states
+
+CASES: dict[str, tuple[dict[str, Any], int]] = {
+    "1f1b": ({}, 3),
+    "microbatches": ({"microbatches": 8}, 2),
+    "schedule": ({"schedule": "gpipe"}, 2),
+    "fused": ({"split_backward": False}, 4),
+    "a schedule": ({"schedule": build("1f1b", 2, 2, split_backward=False)}, 4),
+    "two copies": ({"schedule": "chimera"}, 3),
+    "cut_at": ({"planning": {"costs": UNEVEN, "cut_at": ["layers.1"]}}, 1),
+}
+
+
+def trainer(**options: Any) -> PipelineTrainer:
+    given = {"microbatches": 2, "ranks": 1, **options}
+    return PipelineTrainer(net(), loss, sgd, stages=2, example=tokens(), **given)
+
+
+def least_cap(**options: Any) -> float:
+    with pytest.raises(CapError) as caught:
+        trainer(planning={"costs": "estimate", "limits": Limits(cap=8.0)}, **options)
+    return caught.value.least
+
+
+def test_cuts_are_those_for_the_schedule_that_runs() -> None:
+    cases = {name: options for name, (options, _) in CASES.items()}
+    for rank in launch(cut_by_trainers, 2, (cases,), timeout=100.0):
+        assert rank == {name: layers for name, (_, layers) in CASES.items()}
+
+
+def test_memory_is_counted_as_the_trainer_needs_it() -> None:
+    usual = least_cap(schedule="gpipe")
+    assert least_cap(schedule="gpipe", microbatches=4) > usual
+    assert least_cap(schedule="gpipe", memory=0) < usual
+    assert least_cap(schedule="gpipe", autocast=torch.bfloat16) != usual
+    assert least_cap(schedule="1f1b") < usual
+
+
+def test_the_schedule_is_built_for_the_stages_that_are_cut() -> None:
+    with trainer(planning={"costs": UNEVEN}) as engine:
+        plan = partition(net(), tokens(), stages=2, microbatches=2, ranks=1, costs=UNEVEN)
+        assert engine.schedule == plan.built_schedule()
+    with trainer(planning={"costs": UNEVEN}, schedule="auto") as engine:
+        assert engine.schedule.name == "zb-v"
+
+
+@pytest.mark.parametrize("deep", [True, False])
+def test_a_model_that_puts_out_its_hidden_states(deep: bool) -> None:
+    """They go from their stages to the last, and gradients back, whether the loss reads them or
+    not.
+    """
+    torch.manual_seed(0)
+    case = llama_with_hidden_states()
+    inputs = {name: value for name, value in case.kwargs.items() if torch.is_tensor(value)}
+
+    def loss_fn(output: Any, targets: Any) -> torch.Tensor:
+        states = output.hidden_states if deep else ()
+        return torch.stack([output.loss, *(state.square().mean() for state in states)]).sum()
+
+    expected = copy.deepcopy(case.model)
+    loss_fn(expected(**case.kwargs), ()).backward()
+    with PipelineTrainer(
+        case.model,
+        loss_fn,
+        sgd,
+        stages=2,
+        example=case.kwargs,
+        microbatches=1,
+        ranks=1,
+        planning={"costs": "estimate"},
+    ) as engine:
+        engine.forward_backward((inputs, ()))
+        for module in engine.modules.values():
+            for name, parameter in module.named_parameters():
+                assert torch.equal(parameter.grad, expected.get_parameter(name).grad), name
+
+
+def test_what_no_planner_takes_is_refused() -> None:
+    with pytest.raises(PipelineError, match="unknown option 'cost' in planning; known: costs, sec"):
+        trainer(planning={"cost": "estimate"})
+    with pytest.raises(PipelineError, match="shapes=2 has no effect on a whole model"):
+        trainer(planning={"costs": UNEVEN}, shapes=2)
+    with pytest.raises(PipelineError, match="planning has no effect beside stages; it is for a wh"):
+        PipelineTrainer([net()], loss, sgd, microbatches=1, ranks=1, planning={})
+    other = build("1f1b", 2, 4)
+    with pytest.raises(ScheduleError, match=r"= \(2, 4\), but the model is to be cut for \(2, 2\)"):
+        partition(net(), tokens(), stages=2, microbatches=2, schedule=other, costs=UNEVEN)
+    with pytest.raises(ScheduleError, match="has 2 ranks, but ranks=1"):
+        partition(net(), tokens(), stages=2, microbatches=4, schedule=other, ranks=1, costs=UNEVEN)
+    with pytest.raises(ScheduleError, match="no effect beside the schedule '1f1b'"):
+        partition(net(), tokens(), stages=2, schedule=other, weights="2bp", costs=UNEVEN)

@@ -1,0 +1,268 @@
+"""Pipelines whose tensors skip stages, held bit for bit against plain autograd."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from autosplit.errors import PipelineError
+from autosplit.pipeline.builders.build import build
+from autosplit.pipeline.engine.execution.action_order import as_scheduled, early_weights
+from autosplit.pipeline.engine.execution.executor import Executor
+from autosplit.pipeline.engine.messages.process_groups import Groups
+from autosplit.pipeline.engine.messages.shape_negotiation import Negotiation, TensorMeta
+from autosplit.pipeline.engine.messages.transport import Transport
+from autosplit.pipeline.engine.processes.launch import launch
+from autosplit.pipeline.schedule.routes import routes_of
+from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.schedule.wiring import Feeds, Source, Wiring
+from autosplit.pipeline.training.trainer import PipelineTrainer
+from tests.pipeline import rendezvous, wired, wired_workers, workers
+from tests.pipeline.random_schedules import random_schedule
+from tests.pipeline.reference_stage import ReferenceStage
+from tests.pipeline.rendezvous import Port, Wire
+
+CPU = torch.device("cpu")
+ROWS = 3
+
+
+@st.composite
+def wirings(draw: st.DrawFn) -> wired.Wired:
+    """Any graph over two to five stages; outputs that nobody uses, stages that take nothing of
+    the one before, and outputs that are integers among them.
+    """
+    stages = draw(st.integers(2, 5))
+    outputs = tuple(draw(st.integers(1, 3)) for _ in range(stages - 1))
+    inputs = []
+    for stage in range(stages):
+        known = [Source(None, 0), Source(None, 1)]
+        known += [Source(s, p) for s in range(stage) for p in range(outputs[s])]
+        inputs.append(tuple(draw(st.lists(st.sampled_from(known), min_size=1, unique=True))))
+    integers = {s: draw(st.integers(0, count - 1)) for s, count in enumerate(outputs)}
+    return wired.Wired(Wiring(tuple(inputs), outputs), integers)
+
+
+class Loss(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Tensor) -> Tensor:
+        return self.module(*args).square().mean()
+
+
+class Noting(ReferenceStage):
+    """Keeps each microbatch's weight gradients apart."""
+
+    def __init__(self, module: nn.Module, args: list[Tensor], index: int) -> None:
+        super().__init__(module, args, index=index)
+        self.found: dict[int, dict[str, Tensor]] = {}
+
+    def backward_weight(self, microbatch: int) -> None:
+        super().backward_weight(microbatch)
+        self.found[microbatch], self.gradients = self.gradients, {}
+
+
+def _stages(model: wired.Wired, batch: list[Tensor]) -> tuple[list[Noting], list[Any]]:
+    """The stages, and what they agree on at each boundary."""
+    stages: list[Noting] = []
+    known: list[tuple[TensorMeta, ...]] = []
+    for index, sources in enumerate(model.wiring.inputs):
+        metas = [None if s.stage is None else known[s.stage][s.position] for s in sources]
+        args = [
+            batch[s.position]
+            if meta is None
+            else torch.zeros(meta.shape, dtype=meta.dtype, requires_grad=meta.requires_grad)
+            for s, meta in zip(sources, metas, strict=True)
+        ]
+        module = model.build(index)
+        module = Loss(module) if index == model.stages - 1 else module
+        stages.append(Noting(module, args, index))
+        known.append(tuple(TensorMeta(*spec) for spec in stages[-1].output_specs))
+    return stages, known
+
+
+def _run(model: wired.Wired, schedule: Schedule, prefetch: int, early: bool) -> list[Noting]:
+    """Every rank on a thread, over messages with the rules of NCCL."""
+    inputs = [[torch.randn(ROWS), torch.arange(ROWS) % 2] for _ in range(schedule.microbatches)]
+    stages, known = _stages(model, inputs[0])
+    feeds = Feeds(model.stages, model.wiring)
+
+    def rank(port: Port) -> None:
+        negotiation = Negotiation("train", Groups(1, CPU, 1.0), lambda: None)
+        negotiation.known.update(enumerate(known))
+        executor = Executor(
+            {i: stage for i, stage in enumerate(stages) if schedule.placement[i] == port.rank},
+            schedule,
+            port.rank,
+            Transport(
+                routes_of(schedule, port.rank, feeds),
+                port,
+                negotiation,
+                device=CPU,
+                prefetch=prefetch,
+                watch=early,
+            ),
+            loss_grad=torch.tensor(1.0),
+            order=early_weights if early else as_scheduled,
+        )
+        executor.run(inputs, [[] for _ in inputs])
+
+    ranks = len(schedule.ranks)
+    rendezvous.on_every_rank(ranks, Wire(ranks), rank)
+    for m, batch in enumerate(inputs):
+        modules = [model.build(index) for index in range(model.stages)]
+        wired.forward(modules, model.wiring, batch).square().mean().backward()
+        for index, stage in enumerate(stages):
+            expected = {n: p.grad for n, p in modules[index].named_parameters()}
+            for name, gradient in stage.found[m].items():
+                wanted = expected[name.removeprefix("module.")]
+                wanted = torch.zeros(()) if wanted is None else wanted
+                assert torch.equal(gradient, wanted), (m, index, name)
+    return stages
+
+
+@settings(max_examples=120, deadline=None)
+@given(wirings(), st.integers(0, 10**6), st.sampled_from([0, 2]), st.booleans())
+def test_random_graphs_under_random_schedules(
+    model: wired.Wired, seed: int, prefetch: int, early: bool
+) -> None:
+    """No deadlock, and the gradients of plain autograd, though a send waits for its receive."""
+    _run(model, random_schedule(seed, model.stages), prefetch, early)
+
+
+@settings(max_examples=30, deadline=None)
+@given(wirings().filter(lambda model: model.stages == 4), st.integers(2, 6))
+@pytest.mark.parametrize(("name", "ranks"), [("zb-v", 2), ("interleaved", 2), ("zb-h1", 4)])
+def test_random_graphs_under_known_schedules(
+    name: str, ranks: int, model: wired.Wired, microbatches: int
+) -> None:
+    count = 2 * microbatches
+    _run(model, build(name, 4, count, ranks=ranks), 2, False)
+
+
+def test_an_output_taken_twice_by_one_stage() -> None:
+    """Its gradients are summed before they are sent."""
+    wiring = Wiring(((Source(None, 0),), (Source(0, 0), Source(0, 0))), (1,))
+    inputs, targets = workers.data(8)
+    expected, grads = wired.reference(wired.Wired(wiring), [inputs], targets, 4)
+    with workers.trainer(wired.Wired(wiring), ranks=1) as engine:
+        assert torch.equal(engine.forward_backward((inputs, targets)), expected)
+        assert wired.differences(engine.gradients(), grads) == []
+
+
+def test_a_stage_that_puts_out_something_else_than_the_wiring_says() -> None:
+    class Wrong(wired.Wired):
+        def build(self, index: int) -> nn.Module:
+            return wired.Mix(0, 1, 2)
+
+    wiring = Wiring.chain((1,))
+    with (
+        workers.trainer(Wrong(wiring), ranks=1) as engine,
+        pytest.raises(PipelineError, match="stage 0 puts out 2 tensors; the wiring says 1"),
+    ):
+        engine.step(workers.data(8))
+
+
+def test_evaluation_refuses_to_write_into_what_others_take() -> None:
+    """Stages that train have copies; modules that evaluate are the user's own."""
+
+    class Writing(nn.Module):
+        def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+            return x.mul_(2) + sum(others)
+
+    class Twice(wired.Wired):
+        def build(self, index: int) -> nn.Module:
+            return Writing() if index == 1 else super().build(index)
+
+    first, second = Source(0, 0), Source(1, 0)
+    alone = Twice(Wiring(((Source(None, 0),), (first,), (second,)), (1, 1)))
+    with workers.trainer(alone, ranks=1) as engine:
+        assert engine.evaluate(workers.data(8)).shape == (4,)
+    shared = Twice(Wiring(((Source(None, 0),), (first,), (first, second)), (1, 1)))
+    with (
+        workers.trainer(shared, ranks=1) as engine,
+        pytest.raises(PipelineError, match="stage 1 writes in place into an input that other"),
+    ):
+        engine.evaluate(workers.data(8))
+
+
+class Model(nn.Module):
+    """A whole model with a skip, a mask used late, and tied ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed = nn.Embedding(20, 8)
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+        self.head = nn.Linear(8, 20, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        x = first = self.embed(ids)
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) * mask.unsqueeze(-1)
+        return self.head(x + first)
+
+
+def test_a_whole_module_is_cut_by_the_trainer() -> None:
+    ids = torch.randint(20, (8, 5), generator=torch.Generator().manual_seed(0))
+    inputs = {"ids": ids, "mask": ids % 3 > 0}
+    model = Model()
+    losses = []
+    for m in range(4):
+        output = model(*(each.chunk(4)[m] for each in inputs.values()))
+        loss = F.cross_entropy(output.flatten(0, 1), ids.chunk(4)[m].flatten())
+        (loss / 4).backward()
+        losses.append(loss.detach())
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    with PipelineTrainer(
+        Model(),
+        lambda output, target: F.cross_entropy(output.flatten(0, 1), target.flatten()),
+        workers.sgd,
+        stages=3,
+        example={name: each[:2] for name, each in inputs.items()},
+        microbatches=4,
+        max_grad_norm=1e9,
+        ranks=1,
+    ) as engine:
+        assert torch.equal(engine.evaluate((inputs, ids)), torch.stack(losses))
+        assert torch.equal(engine.forward_backward((inputs, ids)), torch.stack(losses))
+        norm = torch.nn.utils.get_total_norm(gradients)
+        assert engine.grad_norm == pytest.approx(float(norm))
+        found = {n: g for each in engine.gradients().values() for n, g in each.items()}
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    assert {*found} - {"head.weight"} == {*expected}
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient)
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, Any]]:
+    return launch(wired_workers.everything, 2, timeout=120)
+
+
+@pytest.mark.parametrize("case", [*wired_workers.CASES, "reference"])
+def test_a_u_net_over_two_ranks(found: list[dict[str, Any]], case: str) -> None:
+    """Skips over stages, a mask used late, labels in the last stage, and inputs by name."""
+    for rank in found:
+        assert rank[case] == {"losses": True, "evaluated": True, "differences": []}
+
+
+def test_steps_of_a_u_net(found: list[dict[str, Any]]) -> None:
+    """``step``, ``step_async``, ``schedule="auto"`` and batches of two shapes go the same way."""
+    for rank in found:
+        assert rank["steps"] == dict.fromkeys(rank["steps"], True)
+        assert set(rank["steps"]) == {"step", "step_async", "auto", "shapes"}
+
+
+def test_tied_parameters_of_a_partition(found: list[dict[str, Any]]) -> None:
+    """They are summed over their stages and counted once by the norm."""
+    for rank in found:
+        assert rank["tied"] == dict.fromkeys(rank["tied"], True)

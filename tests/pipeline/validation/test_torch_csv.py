@@ -1,0 +1,201 @@
+"""Schedules as torch's CSV files: torch reads and runs ours, and we read torch's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed.pipelining.schedules as torch_schedules
+
+from autosplit.errors import ScheduleError
+from autosplit.pipeline import launch
+from autosplit.pipeline.builders.build import SCHEDULES, build
+from autosplit.pipeline.schedule.sends import add_communication
+from autosplit.pipeline.simulation.simulate import simulate
+from autosplit.pipeline.validation import torch_csv
+from autosplit.pipeline.validation.torch_csv import FORMATS, read_csv, write_csv
+from autosplit.text import reading
+from autosplit.torch_internals.version import TORCH
+from tests.pipeline.interchange_workers import step_with_torch
+from tests.pipeline.tables import rows_of, schedule_of, seconds
+
+ONE_COPY = [name for name in SCHEDULES if name not in ("dualpipe", "chimera")]
+
+
+def of_two_a_rank(name: str) -> Any:
+    """A schedule for two ranks."""
+    return build(name, 2 * (SCHEDULES[name].chunks or 2), 4, ranks=2)
+
+
+def stages_of(rank: int, ranks: int, stages: int) -> list[Any]:
+    """As much of a stage as torch's schedules look at when they are made."""
+    held = range(rank, stages, ranks)
+    return [
+        SimpleNamespace(
+            stage_index=index,
+            num_stages=stages,
+            group_size=ranks,
+            group_rank=rank,
+            is_last=index == stages - 1,
+            submod=None,
+            stage_index_to_group_rank=None,
+        )
+        for index in held
+    ]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("name", ONE_COPY)
+def test_there_and_back(name: str, form: str, tmp_path: Path) -> None:
+    schedule = of_two_a_rank(name)
+    write_csv(schedule, tmp_path / "file.csv", form)
+    back = read_csv(tmp_path / "file.csv", form, name=schedule.name)
+    assert rows_of(back) == rows_of(schedule)
+    assert back.placement == schedule.placement
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_sends_are_waited_for_where_they_have_ended(waits: bool, tmp_path: Path) -> None:
+    schedule = build("1f1b", 2, 2, split_backward=False)
+    write_csv(schedule, tmp_path / "file.csv", "compute_comms", send_waits=waits)
+    first, last = (tmp_path / "file.csv").read_text().splitlines()
+    listed = [part for part in f"{first},{last}".split(",") if "WAIT" in part]
+    expected = ["0WAIT_SEND_F0", "0WAIT_SEND_F1", "1WAIT_SEND_B0", "1WAIT_SEND_B1"]
+    assert listed == (expected if waits else [])
+    if waits:
+        assert "0B0,0WAIT_SEND_F0" in first
+        assert last.endswith("1WAIT_SEND_B0,1WAIT_SEND_B1")
+    back = read_csv(tmp_path / "file.csv", "compute_comms", name=schedule.name)
+    assert rows_of(back) == rows_of(schedule)
+
+
+@pytest.mark.parametrize("name", ONE_COPY)
+def test_torch_takes_ours(name: str, tmp_path: Path) -> None:
+    """Its validation, its lowering and its simulation of sends and receives."""
+    schedule = of_two_a_rank(name)
+    for form in FORMATS:
+        write_csv(schedule, tmp_path / f"{form}.csv", form)
+        runtime = torch_schedules._PipelineScheduleRuntime(
+            stages_of(0, 2, schedule.stages), schedule.microbatches
+        )
+        runtime._load_csv(str(tmp_path / f"{form}.csv"), format=form)
+        mapping = runtime.stage_index_to_group_rank
+        assert tuple(mapping[stage] for stage in range(schedule.stages)) == schedule.placement
+    runtime._simulate()  # of what "compute_comms" said
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(
+    ("kind", "per_rank"),
+    [
+        ("ScheduleInterleaved1F1B", 2),
+        ("ScheduleInterleavedZeroBubble", 2),
+        ("ScheduleZBVZeroBubble", 2),
+        ("ScheduleDualPipeV", 2),
+    ],
+)
+def test_we_take_torchs(kind: str, per_rank: int, form: str, tmp_path: Path) -> None:
+    made = getattr(torch_schedules, kind)(stages_of(0, 2, 2 * per_rank), 4)
+    made._dump_csv(str(tmp_path / f"{kind}.csv"), format=form)
+    schedule = read_csv(tmp_path / f"{kind}.csv", form)
+    assert (schedule.name, schedule.stages, schedule.microbatches) == (kind, 2 * per_rank, 4)
+    busy = 4 * per_rank * 3
+    assert busy <= simulate(schedule, seconds(1, 1, 1)).makespan <= busy + 6
+
+
+def test_dual_pipe_v_is_torchs(tmp_path: Path) -> None:
+    made = torch_schedules.ScheduleDualPipeV(stages_of(0, 4, 8), 10)
+    made._dump_csv(str(tmp_path / "torch.csv"), format="compute_only")
+    assert read_csv(tmp_path / "torch.csv").ranks == build("dualpipe-v", 8, 10).ranks
+
+
+@pytest.mark.skipif(
+    TORCH < (2, 12),
+    reason="torch 2.11's own runtime sends between two stages of one rank, which gloo cannot",
+)
+def test_torchs_runtime_trains_with_ours(tmp_path: Path) -> None:
+    """Two processes; gradients as from plain autograd."""
+    write_csv(build("zb-v", 4, 4), tmp_path / "zb_v.csv")
+    differences = launch(step_with_torch, 2, (str(tmp_path / "zb_v.csv"),), timeout=60)
+    assert differences == [0.0, 0.0]
+
+
+def test_messages_stand_behind_what_makes_them() -> None:
+    schedule = schedule_of("0F0 0B0", "1F0 1B0", microbatches=1, split_backward=False)
+    assert [" ".join(map(str, row)) for row in add_communication(schedule)] == [
+        "0F0 0SEND_F0 0RECV_B0 0B0",
+        "1RECV_F0 1F0 1B0 1SEND_B0",
+    ]
+
+
+def test_a_deadlock_has_no_messages() -> None:
+    schedule = schedule_of("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1", split_backward=False)
+    with pytest.raises(ScheduleError, match="schedule 'table' deadlocks: 0B0, 1F1 wait"):
+        add_communication(schedule)
+
+
+@pytest.mark.parametrize(
+    ("text", "form", "message"),
+    [
+        ("0F0,0X0", "compute_only", "expected an action such as '0F1'"),
+        ("", "compute_only", "'file' holds no F, I, W or B"),
+        ("0F0,2F0", "compute_only", "has stages up to 2, but never runs 1$"),
+        ("0F0,0B0,1RECV_F0", "compute_only", "read the file with form='compute_comms'"),
+        ("0F0,0I0", "compute_only", "stage 0 never runs 0W0"),
+        ("0F0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0", "compute_comms", "it lacks .*0SEND_F0"),
+        ("0F0,0B0,0SEND_F0", "compute_comms", "has 0SEND_F0 in excess"),
+        ("0F0", "compute", "unknown form 'compute'; known: compute_only, compute_comms"),
+    ],
+)
+def test_files_that_are_no_schedule(text: str, form: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "file.csv").write_text(text)
+    with pytest.raises(ScheduleError, match=message):
+        read_csv(tmp_path / "file.csv", form)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"0F999999999,0B999999999", "stage 0 never runs 0I0 and 0W0, nor 0B0"),
+        (
+            b"1000000000000F0",
+            "numbers of at most 9 digits without leading zeros, got '1000000000000F0'",
+        ),
+        (b"0F0,0B0,999999999F0", "has stages up to 999999999, but never runs 1$"),
+        (b"9" * 100_000, "expected an action such as '0F1'"),
+        (b"\xff\xfe\x00", "no UTF-8 text .invalid start byte at byte 0."),
+        (b"0F0,\x000B0", "expected an action such as|is no CSV file: line contains NUL"),
+        (b'"' + b"0" * 200_000, "is no CSV file: field larger than field limit"),
+    ],
+    ids=["microbatch", "stage", "stages", "digits", "binary", "null", "field"],
+)
+def test_a_file_of_no_sense_is_refused_at_once(
+    content: bytes, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file.csv").write_bytes(content)
+    with pytest.raises(ScheduleError, match=message):
+        read_csv(tmp_path / "file.csv")
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in (tmp_path, tmp_path / "nothing", Path("bad\0name")):
+        with pytest.raises(ScheduleError, match="cannot read a schedule from "):
+            read_csv(path)
+    monkeypatch.setattr(reading, "LARGEST", 100)
+    (tmp_path / "file.csv").write_text("," * 101)
+    with pytest.raises(ScheduleError, match="it has more than 100 bytes, which none has"):
+        read_csv(tmp_path / "file.csv")
+
+
+def test_more_actions_than_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_csv(build("1f1b", 2, 2), tmp_path / "file.csv")
+    monkeypatch.setattr(torch_csv, "LARGEST", 10)
+    with pytest.raises(ScheduleError, match="holds more than 10 actions, which are all that a"):
+        read_csv(tmp_path / "file.csv")
+
+
+def test_two_copies_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(ScheduleError, match="'dualpipe' runs two copies of its stages"):
+        write_csv(build("dualpipe", 2, 4), tmp_path / "file.csv")

@@ -1,0 +1,402 @@
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import defaultdict, deque
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autosplit.errors import ScheduleError
+from autosplit.pipeline.builders.build import build
+from autosplit.pipeline.schedule.action import Action, ActionKind
+from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.search.search import search
+from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
+from autosplit.pipeline.simulation.simulate import simulate
+from autosplit.pipeline.simulation.step_costs import Costs
+from autosplit.pipeline.validation.grid import format_grid, format_schedule
+from autosplit.pipeline.validation.validate import validate
+from tests.pipeline.tables import schedule_of, seconds
+
+
+def refusal(schedule: Schedule, max_in_flight: int | None = None) -> str:
+    with pytest.raises(ScheduleError) as caught:
+        validate(schedule, max_in_flight=max_in_flight)
+    return str(caught.value)
+
+
+def faults(schedule: Schedule, max_in_flight: int | None = None) -> list[str]:
+    """The numbered lines of the error, without their numbers."""
+    return re.findall(r"^\d+\. (.*)$", refusal(schedule, max_in_flight), flags=re.MULTILINE)
+
+
+def test_a_legal_schedule_passes() -> None:
+    validate(schedule_of("0F0 0F1 0I0 0W0 0I1 0W1", "1F0 1I0 1F1 1I1 1W0 1W1"))
+
+
+def test_a_stage_may_split_some_microbatches_only() -> None:
+    validate(schedule_of("0F0 0F1 0B0 0I1 0W1", "1F0 1I0 1F1 1B1 1W0"))
+
+
+def test_the_error_shows_the_grid() -> None:
+    schedule = schedule_of("0F0 0I0 0F1 0I1 0W0 0W1", "1F0 1F1 1I0 1I1 1W0 1W1")
+    assert refusal(schedule) == "\n".join(
+        [
+            "illegal schedule (table: 2 stages, 2 microbatches, 2 ranks), 1 fault:",
+            "1. deadlock: rank 0 waits at 0I0 for 1I0, which rank 1 runs only after 1F1; "
+            "rank 1 waits at 1F1 for 0F1, which rank 0 runs only after 0I0",
+            "slot    0    1    2    3    4    5    6",
+            "rank 0  0F0  .    0I0  0F1  0I1  0W0  0W1",
+            "                  ^1                       <-- ERROR HERE",
+            "rank 1  .    1F0  1F1  1I0  1I1  1W0  1W1",
+            "                  ^1                       <-- ERROR HERE",
+        ]
+    )
+
+
+def test_all_faults_are_shown_at_once() -> None:
+    schedule = schedule_of("0F0 0W0 0F1 0B1 0I0 7F3 0SEND_F0", "1F0 1I0 0F1 1I1 1W0 1W1")
+    assert refusal(schedule) == "\n".join(
+        [
+            "illegal schedule (table: 2 stages, 2 microbatches, 2 ranks), 7 faults:",
+            "1. 7F3: no stage 7; expected 0 to 1",
+            "2. 0SEND_F0 is no compute action; a schedule lists F, I, W, B",
+            "3. 0F1 is on rank 1, but rank 0 holds stage 0",
+            "4. 0F1 runs 2 times, expected once",
+            "5. stage 1 never runs 1F1",
+            "6. 0W0 comes before 0I0, which it needs",
+            "7. rank 1 sends rank 0 the result of 1I0 before that of 1I1, but rank 0 runs 0B1 "
+            "before 0I0; a channel delivers in the order of sending",
+            "slot    0    1    2    3     4    5    6    7    8    9    10    11   12",
+            "rank 0  0F0  .    .    .     .    .    .    0W0  0F1  0B1  0I0   7F3  0SEND_F0",
+            "                                            ^6   ^4   ^7   ^6,7  ^1   ^2        "
+            "<-- ERROR HERE",
+            "rank 1  .    1F0  1I0  0F1   1I1  1W0  1W1  .    .    .    .     .    .",
+            "                       ^3,4                 ^5                                  "
+            "<-- ERROR HERE",
+        ]
+    )
+
+
+ONE: dict[str, Any] = {"stages": 1, "microbatches": 1}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        (schedule_of("0F0", **ONE), ["stage 0 never runs 0I0 and 0W0, nor 0B0"]),
+        (schedule_of("0F0 0I0", **ONE), ["stage 0 never runs 0W0"]),
+        (schedule_of("0F0 0W0", **ONE), ["stage 0 never runs 0I0"]),
+        (schedule_of("0B0", **ONE), ["stage 0 never runs 0F0"]),
+        (
+            schedule_of("0F0 0B0 0W0", **ONE),
+            ["stage 0 mixes B with I or W on microbatch 0: expected 0I0 and 0W0, or 0B0 alone"],
+        ),
+        (schedule_of("0F0 0F0 0B0", **ONE), ["0F0 runs 2 times, expected once"]),
+        (schedule_of("0F0 0I0 0W0 0W0", **ONE), ["0W0 runs 2 times, expected once"]),
+        (schedule_of("0B0 0F0", **ONE), ["0B0 comes before 0F0, which it needs"]),
+        (
+            schedule_of("0F0 0B0 0B1 0F1", stages=1),
+            ["0B1 comes before 0F1, which it needs"],
+        ),
+        (schedule_of("0F0 0B0 0F5", **ONE), ["0F5: no microbatch 5; expected 0 to 0"]),
+        (
+            schedule_of("0F0 0I0 0W0", split_backward=False, **ONE),
+            ["split_backward is False, but the schedule has I or W"],
+        ),
+        (
+            schedule_of("1F0 0F0 1B0 0B0", stages=2, microbatches=1, placement=(0, 0)),
+            ["deadlock: rank 0 waits at 1F0 for 0F0, which rank 0 runs only after 1F0"],
+        ),
+        (
+            schedule_of("0F0 0F1 0I1 0I0 0W0 0W1", "1F0 1I0 1F1 1I1 1W0 1W1"),
+            [
+                "rank 1 sends rank 0 the result of 1I0 before that of 1I1, but rank 0 runs 0I1 "
+                "before 0I0; a channel delivers in the order of sending"
+            ],
+        ),
+    ],
+)
+def test_each_fault(schedule: Schedule, expected: list[str]) -> None:
+    assert faults(schedule) == expected
+
+
+def test_each_pair_of_stages_has_a_channel_of_its_own() -> None:
+    """A V-shaped placement: rank 0 sends 0F1 after 3I0, and rank 1 takes them the other way."""
+    validate(
+        schedule_of(
+            "0F0 3F0 3B0 0F1 0B0 3F1 3B1 0B1",
+            "1F0 2F0 1F1 2B0 1B0 2F1 2B1 1B1",
+            stages=4,
+            placement=(0, 1, 1, 0),
+        )
+    )
+
+
+def test_a_second_copy_runs_the_odd_microbatches() -> None:
+    """Chimera with two ranks: each holds both stages, one of each copy."""
+    rows = "0F0 1F1 1B1 0B0", "0F1 1F0 1B0 0B1"
+    twice = dataclasses.replace(schedule_of(*rows), mirror=(1, 0))
+    validate(twice)
+    assert simulate(twice, seconds(1, 1, 0)).makespan == 4.0
+    assert "1F1 is on rank 0, but rank 1 holds stage 1" in faults(schedule_of(*rows))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"stages": 0}, "stages must be at least 1, got 0"),
+        ({"microbatches": 0}, "microbatches must be at least 1, got 0"),
+        (
+            {"placement": (0,)},
+            "placement must name a rank for each of the 2 stages, got 1: (0,)",
+        ),
+        ({"placement": (0, 2)}, "stage 1 is placed on rank 2; ranks are 0 to 1"),
+        ({"placement": (0, 0)}, "rank 1 holds no stage; use fewer ranks"),
+        (
+            {"mirror": (1, 0, 1)},
+            "mirror must name a rank for each of the 2 stages, got 3: (1, 0, 1)",
+        ),
+    ],
+)
+def test_sizes_and_placement(changes: dict[str, Any], expected: str) -> None:
+    schedule = dataclasses.replace(build("1f1b", 2, 2), **changes)
+    assert expected in faults(schedule)
+    assert "rank 0  0F0" in refusal(schedule)
+
+
+def test_activations_in_flight() -> None:
+    schedule = build("1f1b", 2, 4, weights="2bp")
+    assert faults(schedule, max_in_flight=2) == [
+        "0F2 makes 3 microbatches in flight on stage 0, more than max_in_flight=2",
+        "1F2 makes 3 microbatches in flight on stage 1, more than max_in_flight=2",
+    ]
+    validate(schedule, max_in_flight=4)
+    validate(build("1f1b", 2, 4, weights="fill"), max_in_flight=2)
+    with pytest.raises(ScheduleError, match="max_in_flight must be at least 1, got 0"):
+        validate(schedule, max_in_flight=0)
+
+
+def test_bytes_that_a_rank_keeps() -> None:
+    schedule = build("1f1b", 2, 4, weights="fill")
+    memory = [StageMemory(300.0, 200.0), StageMemory(100.0, 150.0)]
+    peaks = peak_memory(schedule, memory)
+    validate(schedule, memory=memory, caps=peaks)
+    with pytest.raises(ScheduleError, match=r"0F1 makes rank 0 keep 600, more than its cap of 599"):
+        validate(schedule, memory=memory, caps=[599.0, peaks[1]])
+    with pytest.raises(ScheduleError) as caught:
+        validate(schedule, memory=memory, caps=[peak - 1 for peak in peaks])
+    assert "2 faults" in str(caught.value)
+    with pytest.raises(ScheduleError, match="a cap for each of 2 ranks; got 2 and 0"):
+        validate(schedule, memory=memory)
+
+
+def test_a_long_grid_shows_the_faulty_part() -> None:
+    schedule = build("1f1b", 2, 40, split_backward=False)
+    row = list(schedule.ranks[1])
+    row[40], row[41] = row[41], row[40]
+    broken = dataclasses.replace(schedule, ranks=(schedule.ranks[0], tuple(row)))
+    lines = refusal(broken).splitlines()
+    assert lines[1] == "1. 1B20 comes before 1F20, which it needs"
+    assert lines[2].split() == ["slot", "...", *map(str, range(37, 51)), "..."]
+    assert lines[-2].split()[:6] == ["rank", "1", "...", "1F18", "1B18", "1F19"]
+    assert lines[-1].split() == ["^1", "^1", "<--", "ERROR", "HERE"]
+
+
+def test_grid_of_a_schedule() -> None:
+    assert format_schedule(build("1f1b", 2, 2)) == "\n".join(
+        [
+            "1f1b: 2 stages, 2 microbatches, 2 ranks",
+            "slot    0    1    2    3    4    5    6",
+            "rank 0  0F0  0F1  .    0I0  0W0  0I1  0W1",
+            "rank 1  .    1F0  1I0  1F1  1I1  1W0  1W1",
+        ]
+    )
+
+
+def test_grid_cells_widen_with_their_text() -> None:
+    assert format_grid(
+        [{0: "a", 2: "long"}, {0: "b"}], {(1, 0): "^1,2", (1, 2): "^3"}
+    ) == "\n".join(
+        [
+            "slot    0     1  2",
+            "rank 0  a     .  long",
+            "rank 1  b     .  .",
+            "        ^1,2     ^3    <-- ERROR HERE",
+        ]
+    )
+
+
+def test_of_a_billion_microbatches_the_first_faults_are_told() -> None:
+    schedule = dataclasses.replace(build("1f1b", 2, 2), microbatches=10**9)
+    text = refusal(schedule)
+    assert "1000000000 microbatches, 2 ranks), more than 50 faults:" in text
+    assert "\n50. stage 0 never runs" in text
+    assert "\n51. " not in text
+    with pytest.raises(ScheduleError, match="make a step of 6,000,000,000 actions, more than the"):
+        build("1f1b", 2, 10**9)
+    with pytest.raises(ScheduleError, match="make a step of 3,000,000,000 actions, more than the"):
+        search(Costs([(1.0, 1.0, 1.0)], [StageMemory(1.0, 1.0)]), 10**9)
+
+
+def test_a_grid_of_many_late_ranks_takes_no_more_than_their_actions() -> None:
+    """Rank by slot, this one would have 400 million cells."""
+    ranks = 20_000
+    rows = tuple((Action(stage, ActionKind.FORWARD, 0),) for stage in range(ranks))
+    text = refusal(Schedule("long", ranks, 1, rows, tuple(range(ranks)), split_backward=False))
+    assert "more than 50 faults" in text
+    assert len(text) < 50_000
+
+
+def test_a_grid_can_be_cut() -> None:
+    row = {slot: str(slot) for slot in range(5)}
+    assert format_grid([row], widest=3) == "slot    0  1  2  ...\nrank 0  0  1  2  ..."
+    many = [{0: "a"}] * 5
+    assert format_grid(many, widest=2).split() == [
+        "slot",
+        "0",
+        "rank",
+        "0",
+        "a",
+        "rank",
+        "1",
+        "a",
+        "...",
+    ]
+    marked = format_grid(many, {(3, 0): "^1"}, widest=2).splitlines()
+    assert [line.split()[0] for line in marked] == ["slot", "...", "rank", "^1", "..."]
+
+
+@st.composite
+def damaged(draw: st.DrawFn) -> Schedule:
+    """A built schedule after one or two random edits."""
+    stages, microbatches = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    split = draw(st.booleans())
+    name = draw(st.sampled_from(["naive", "gpipe", "1f1b", "chimera"]))
+    if name == "chimera":
+        stages, microbatches = 2 * stages, 2 * microbatches
+    schedule = build(
+        name,
+        stages,
+        microbatches,
+        split_backward=split,
+        ranks=2 if name == "chimera" else draw(st.integers(1, stages)),
+    )
+    rows = [list(row) for row in schedule.ranks]
+    for _ in range(draw(st.integers(1, 2))):
+        row = draw(st.sampled_from([row for row in rows if row]))
+        places = st.integers(0, len(row) - 1)
+        first, second = draw(places), draw(places)
+        match draw(st.sampled_from(["swap", "drop", "copy", "move", "kind"])):
+            case "swap":
+                row[first], row[second] = row[second], row[first]
+            case "drop" if sum(map(len, rows)) > 1:
+                del row[first]
+            case "copy":
+                row.insert(second, row[first])
+            case "move":
+                row.insert(second, row.pop(first))
+            case "kind":
+                kind = draw(st.sampled_from([kind for kind in ActionKind if kind.is_compute]))
+                row[first] = dataclasses.replace(row[first], kind=kind)
+            case _:
+                pass
+    return dataclasses.replace(schedule, ranks=tuple(map(tuple, rows)))
+
+
+def brute_force_legal(schedule: Schedule) -> bool:
+    """Run the lists with real queues between ranks, and see whether one step comes out."""
+    todo = [deque(row) for row in schedule.ranks]
+    channels: dict[tuple[int, int, int], deque[str]] = defaultdict(deque)
+    done: set[str] = set()
+
+    def receive(rank: int, stage: int, m: int, name: str) -> bool | None:
+        """True when it is there, None while it is not, False when something else comes first."""
+        if not 0 <= stage < schedule.stages:
+            return True
+        source = schedule.home(stage, m)
+        if source == rank:
+            return name in done or None
+        queue = channels[source, rank, stage]
+        return (queue[0] == name) if queue else None
+
+    moved = True
+    while moved:
+        moved = False
+        for rank, row in enumerate(todo):
+            while row:
+                action = row[0]
+                stage, kind, m = action.stage, action.kind.value, action.microbatch
+                if schedule.home(stage, m) != rank or str(action) in done:
+                    return False
+                if kind == "W":
+                    if f"{stage}I{m}" not in done:
+                        return False
+                else:
+                    neighbour = stage - 1 if kind == "F" else stage + 1
+                    name = f"{neighbour}{'F' if kind == 'F' else 'g'}{m}"
+                    if kind != "F" and f"{stage}F{m}" not in done:
+                        return False
+                    there = receive(rank, neighbour, m, name)
+                    if there is None:
+                        break
+                    if not there:
+                        return False
+                    inner = 0 <= neighbour < schedule.stages
+                    if inner and schedule.home(neighbour, m) != rank:
+                        channels[schedule.home(neighbour, m), rank, neighbour].popleft()
+                    target = stage + 1 if kind == "F" else stage - 1
+                    result = f"{stage}{'F' if kind == 'F' else 'g'}{m}"
+                    if result in done and kind != "F":
+                        return False
+                    done.add(result)
+                    if 0 <= target < schedule.stages and schedule.home(target, m) != rank:
+                        channels[rank, schedule.home(target, m), stage].append(result)
+                done.add(str(action))
+                row.popleft()
+                moved = True
+    if any(todo):
+        return False
+    for stage in range(schedule.stages):
+        for m in range(schedule.microbatches):
+            kinds = {kind for kind in "FIWB" if f"{stage}{kind}{m}" in done}
+            if kinds not in ({"F", "B"}, {"F", "I", "W"}):
+                return False
+            if not schedule.split_backward and "I" in kinds:
+                return False
+    return True
+
+
+@settings(deadline=None, max_examples=300)
+@given(damaged())
+def test_damage_is_found_exactly_where_there_is_some(schedule: Schedule) -> None:
+    if brute_force_legal(schedule):
+        validate(schedule)
+        assert simulate(schedule, seconds(1, 2, 3)).makespan > 0
+    else:
+        assert "<-- ERROR HERE" in refusal(schedule)
+
+
+@pytest.mark.parametrize("name", ["naive", "gpipe", "1f1b"])
+@pytest.mark.parametrize("split", [True, False])
+def test_no_action_can_be_left_out(name: str, split: bool) -> None:
+    schedule = build(name, 3, 2, split_backward=split)
+    for rank, row in enumerate(schedule.ranks):
+        for place in range(len(row)):
+            ranks = list(schedule.ranks)
+            ranks[rank] = row[:place] + row[place + 1 :]
+            message = refusal(dataclasses.replace(schedule, ranks=tuple(ranks)))
+            assert f"stage {row[place].stage} never runs" in message
+            assert message.count("<-- ERROR HERE") == 1
+
+
+def test_stage_and_microbatch_below_zero() -> None:
+    schedule = schedule_of("0F0 0B0", **ONE)
+    extra = Action(-1, ActionKind.FORWARD, 0), Action(0, ActionKind.FORWARD, -1)
+    assert faults(dataclasses.replace(schedule, ranks=(schedule.ranks[0] + extra,))) == [
+        "-1F0: no stage -1; expected 0 to 0",
+        "0F-1: no microbatch -1; expected 0 to 0",
+    ]

@@ -1,0 +1,269 @@
+"""A model in stages does what it did before, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autosplit.errors import PlanError
+from autosplit.pipeline.schedule.wiring import Source
+from autosplit.planner import Partition, WholeModel, cut
+from tests.planner.whole_models import (
+    Case,
+    bert,
+    checkpointed,
+    gpt2,
+    llama,
+    llama_with_hidden_states,
+    loss_of,
+    mamba,
+    mixed,
+    resnet,
+    run_modules,
+    run_stages,
+    tensors_of,
+    unet,
+)
+
+# Mamba asks through a cached function which torch it runs on.
+pytestmark = pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache")
+CASES = [llama, llama_with_hidden_states, bert, gpt2, mamba, resnet, unet, mixed, checkpointed]
+
+
+def split_of(case: Case, stages: int) -> Partition:
+    whole = WholeModel.capture(case.model, case.args, case.kwargs)
+    count = len(whole.blocks)
+    return cut(whole, [round(count * stage / stages) for stage in range(1, stages)])
+
+
+def cut_before(case: Case, *names: str) -> Partition:
+    whole = WholeModel.capture(case.model, case.args, case.kwargs).divided(names)
+    return cut(whole, [whole.start(name) for name in names])
+
+
+def outcome(model: nn.Module, call: Callable[[], Any]) -> tuple[Any, ...]:
+    """Result, buffers and gradients of one call from the same start."""
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    torch.manual_seed(0)
+    model.zero_grad()
+    result = call()
+    loss_of(result).backward()
+    after = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    for name, buffer in model.named_buffers():
+        buffer.copy_(before[name])
+    return result, after, grads
+
+
+@pytest.mark.parametrize("make", CASES)
+def test_stages_in_a_row_are_the_model(make: Callable[[], Case]) -> None:
+    torch.manual_seed(0)
+    case = make()
+    split = split_of(case, 3)
+    modules = [split.build(index) for index in range(3)]
+    state: dict[str, Tensor] = {}
+    for module in modules:
+        state |= module.state_dict(keep_vars=True)
+    expected = case.model.state_dict(keep_vars=True)
+    assert state.keys() == expected.keys()
+    assert all(state[name] is expected[name] for name in state)
+    for training in (True, False):
+        for module in (case.model, *modules):
+            module.train(training)
+        whole = outcome(case.model, lambda: case.model(*case.args, **case.kwargs))
+        parts = outcome(case.model, lambda: run_modules(split, modules, case.tensors()))
+        assert type(parts[0]) is type(whole[0])
+        for a, b in zip(tensors_of(parts), tensors_of(whole), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("make", [llama, llama_with_hidden_states, resnet, unet, checkpointed])
+def test_through_stage_every_gradient_is_autograds(make: Callable[[], Case]) -> None:
+    torch.manual_seed(0)
+    case = make()
+    split = split_of(case, 2)
+    buffers = {name: buffer.clone() for name, buffer in case.model.named_buffers()}
+    torch.manual_seed(0)
+    loss, found = run_stages(split, case.tensors())
+    for name, buffer in case.model.named_buffers():
+        buffer.data.copy_(buffers[name])
+    torch.manual_seed(0)
+    expected = loss_of(case.model(*case.args, **case.kwargs))
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach(), rtol=0, atol=0)
+    tied = {group[0][1]: [name for _, name in group[1:]] for group in split.shared}
+    for name, parameter in case.model.named_parameters():
+        grads = [g for each in (*tied.get(name, ()), name) for g in found.get(each, [])]
+        assert torch.equal(sum(grads[1:], grads[0]), parameter.grad), name
+
+
+def test_what_is_tied_is_named_in_both_stages() -> None:
+    split = split_of(llama(), 3)
+    assert split.shared == (((0, "model.embed_tokens.weight"), (2, "lm_head.weight")),)
+    first, last = split.build(0), split.build(2)
+    assert "lm_head.weight" not in first.state_dict()
+    assert first.model.embed_tokens.weight is last.lm_head.weight
+
+
+def test_a_stage_holds_only_its_own_parameters() -> None:
+    split = split_of(resnet(), 2)
+    names = [{name for name, _ in split.build(index).named_parameters()} for index in range(2)]
+    assert not names[0] & names[1]
+
+
+def test_skips_go_straight_to_where_they_are_read() -> None:
+    case = unet()
+    split = cut_before(case, "down2", "middle", "up1")
+    makers = [{source.stage for source in sources} for sources in split.wiring.inputs]
+    assert makers == [{None}, {0}, {0, 1}, {2}]
+
+
+def test_masks_are_made_in_every_stage_and_labels_go_to_the_last() -> None:
+    split = split_of(llama(3), 3)
+    assert split.wiring.names == ("input_ids", "attention_mask", "labels")
+    assert split.wiring.outputs == (1, 1)
+    assert split.wiring.inputs == (
+        (Source(None, 0), Source(None, 1)),
+        (Source(None, 1), Source(0, 0)),
+        (Source(None, 1), Source(None, 2), Source(1, 0)),
+    )
+
+
+class Noisy(nn.Module):
+    """All layers add the same noise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.rand(4)
+        for layer in self.layers:
+            x = layer(x) + noise
+        return x
+
+
+def test_what_is_random_is_drawn_once_and_sent() -> None:
+    case = Case(Noisy(), (torch.randn(2, 4),))
+    split = split_of(case, 3)
+    assert split.wiring.outputs == (2, 1)
+    modules = [split.build(index) for index in range(3)]
+    torch.manual_seed(0)
+    got = run_modules(split, modules, case.tensors())
+    torch.manual_seed(0)
+    assert torch.equal(got, case.model(*case.args))
+
+
+class Switching(nn.Module):
+    """In evaluation other tensors are alive between the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.layers[0](x)
+        x = self.layers[2](self.layers[1](first))
+        return x if self.training else x + first
+
+
+def test_a_mode_that_is_cut_otherwise_is_refused_when_it_runs() -> None:
+    case = Case(Switching(), (torch.randn(2, 4),))
+    split = cut_before(case, "layers.2")
+    modules = [split.build(index) for index in range(2)]
+    assert torch.equal(run_modules(split, modules, case.tensors()), case.model(*case.args))
+    with pytest.raises(PlanError, match=r"cut for evaluation .* other tensors would be sent"):
+        modules[0].eval()(*case.args)
+
+
+def test_stages_run_in_the_mode_that_the_model_is_in_when_they_are_built() -> None:
+    """As those of models that come in evaluation mode and are put into training before a loop."""
+    layers = (nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(3))
+    case = Case(nn.Sequential(*layers).eval(), (torch.randn(6, 4),))
+    split = split_of(case, 2)
+    case.model.train()
+    modules = [split.build(index) for index in range(2)]
+    for training in (True, False):
+        for module in (case.model, *modules):
+            module.train(training)
+        whole = outcome(case.model, lambda: case.model(*case.args))
+        parts = outcome(case.model, lambda: run_modules(split, modules, case.tensors()))
+        for a, b in zip(tensors_of(parts), tensors_of(whole), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0)
+    assert split.build(0).training is False
+
+
+def test_a_stage_refuses_another_batch_size() -> None:
+    case = Case(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), (torch.randn(6, 4),))
+    stage = split_of(case, 2).build(1)
+    with pytest.raises(PlanError, match=r"shape \[2, 4\], but .* captured with \[6, 4\]"):
+        stage(torch.randn(2, 4))
+    with pytest.raises(PlanError, match="takes 1 tensors, got 2"):
+        stage(torch.randn(6, 4), torch.randn(6, 4))
+
+
+def test_a_last_stage_can_be_copied() -> None:
+    """Under warnings as errors: torch warns when a spec that has leaves is made anew."""
+    split = split_of(resnet(), 2)
+    modules = [split.build(0), copy.deepcopy(split.build(1))]
+    result = run_modules(split, modules, resnet().args)
+    assert result.logits.shape[0] == 2
+
+
+def test_cuts_that_are_none_are_refused() -> None:
+    whole = WholeModel.capture(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(2, 4))
+    for cuts in ([0], [2], [1, 1]):
+        with pytest.raises(PlanError, match="of 1 to 1; got"):
+            cut(whole, cuts)
+    with pytest.raises(PlanError, match="stages 0 to 1, got 2"):
+        cut(whole, [1]).build(2)
+
+
+class Placed(nn.Module):
+    """Asks where its input is, under autocast for that kind of device; holds a plain tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.scale: Tensor | float = torch.full((4,), 2.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            with torch.autocast(x.device.type, enabled=False):
+                steps = torch.arange(x.shape[1], device=x.device)
+                x = layer(x) * self.scale + steps
+        return x
+
+
+def test_stages_that_are_moved_make_their_tensors_where_they_are() -> None:
+    whole = WholeModel.capture(Placed(), (torch.randn(2, 4),)).divided(["layers.1"])
+    stages = cut(whole, [whole.start("layers.1")])
+    for index in range(2):
+        stage = stages.build(index).double()
+        program = stage._programs[1]
+        assert program.device == torch.device("cpu")
+        assert "device(type='cpu')" in program.graph.code
+        stage.to("meta")
+        program = stage._programs[1]
+        assert program.device == torch.device("meta")
+        constants = [*program.graph.buffers()]
+        assert constants
+        assert all(each.is_meta and each.dtype is torch.float32 for each in constants)
+        assert "device(type='cpu')" not in program.graph.code
+
+
+def test_autocast_of_a_stage_is_that_of_the_device_to_which_it_is_moved() -> None:
+    model = Placed()
+    model.scale = 1.0
+    program = cut(WholeModel.capture(model, (torch.randn(2, 4),)), []).build(0)._programs[1]
+    assert "autocast('cpu'" in program.graph.code
+    code = program.moved(torch.device("cuda", 1)).graph.code
+    assert "autocast('cuda'" in code
+    assert "device(type='cuda', index=1)" in code
+    assert "cpu" not in code
+    assert "autocast('cpu'" in program.graph.code

@@ -1,0 +1,257 @@
+"""Whole models, whose inputs need no gradient: I and W of several microbatches, also in one W."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autosplit
+from autosplit import SplitModule
+from autosplit.passes.graph import calls
+from examples.families import FAMILIES, TINY
+from tests.operators import Operators
+from tests.zoo import CASES, Case
+
+MAKING = {"mm", "bmm", "embedding_dense_backward", "convolution_backward"}
+ONE = {"layers": 1}
+LAYERS = {"llama": ONE, "bert": ONE, "mamba": ONE, "resnet": {"depths": "1,1"}}
+
+# Operators that make a weight's gradient: one for each matrix, convolution and table of embeddings.
+PRODUCTS = {"llama": 9, "bert": 11, "mamba": 7, "resnet": 10}
+
+# What transformers' own code makes torch say.
+pytestmark = pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+
+
+class Run:
+    """A model of one of the families, split, and a twin that stays as it is."""
+
+    def __init__(self, name: str, **options: Any) -> None:
+        family = FAMILIES[name](**{**TINY[name], **LAYERS[name]})
+        torch.manual_seed(0)
+        self.plain = family.build()
+        self.split = autosplit.split(copy.deepcopy(self.plain), **options)
+        self.batches = [family.batch_fn(step, family.microbatch_size) for step in range(3)]
+        self.loss_fn = family.loss_fn
+
+    def backward(self, count: int) -> None:
+        for inputs, targets in self.batches[:count]:
+            for model in (self.split, self.plain):
+                self.loss_fn(model(inputs), targets).backward()
+
+
+def heavy(split: SplitModule, name: str) -> Counter[str]:
+    (functions,) = split.functions
+    graph = functions.graphs.graphs()[name].graph
+    names = (str(node.target).removeprefix("aten.").split(".")[0] for node in calls(graph))
+    return Counter(name for name in names if name in MAKING)
+
+
+def assert_close(mine: nn.Module, theirs: nn.Module) -> None:
+    for (name, one), other in zip(mine.named_parameters(), theirs.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None), name
+        if other.grad is not None:
+            allowed = 20 * torch.finfo(other.dtype).eps * other.grad.double().norm()
+            assert (one.grad.double() - other.grad.double()).norm() <= allowed, name
+
+
+def assert_equal(mine: nn.Module, theirs: nn.Module) -> None:
+    for (name, one), other in zip(mine.named_parameters(), theirs.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None), name
+        assert other.grad is None or torch.equal(one.grad, other.grad), name
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_halves_of_a_whole_model(name: str) -> None:
+    run = Run(name)
+    run.backward(2)
+    assert run.split.pending == 2
+    early, late = heavy(run.split, "backward_input"), heavy(run.split, "backward_weight")
+    assert early
+    assert "embedding_dense_backward" not in early
+    assert late.total() == PRODUCTS[name]
+    graph = run.split.functions[0].graphs.backward_weight.graph
+    others = {str(node.target) for node in calls(graph)}
+    assert not any("norm" in each or "attention" in each or "bmm" in each for each in others)
+    run.split.backward_weight()
+    assert_equal(run.split, run.plain)
+
+
+@pytest.mark.parametrize("name", ["llama", "resnet"])
+def test_one_product_for_each_weight_over_all_pending(name: str) -> None:
+    run = Run(name, accumulation="concatenated")
+    run.backward(3)
+    late = heavy(run.split, "backward_weight")
+    with Operators() as operators:
+        run.split.backward_weight()
+    assert run.split.pending == 0
+    for operator in ("mm", "embedding_dense_backward"):
+        assert operators.counts[operator] == late[operator]
+    # Images are added up: concatenating them takes longer.
+    assert operators.counts["convolution_backward"] == 3 * late["convolution_backward"]
+    assert_close(run.split, run.plain)
+
+
+class Adapted(nn.Module):
+    """A frozen layer beside which a product of two small ones trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(8, 8).requires_grad_(False)
+        self.a, self.b = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.b(self.a(x)).tanh()
+
+
+class Skipping(nn.Module):
+    """Token ids, and numbers that may need a gradient; puts out what skips later layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(11, 8), nn.LayerNorm(8)
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, tokens: Tensor, prompt: Tensor) -> tuple[Tensor, Tensor]:
+        low = self.one(self.norm(self.embed(tokens)))
+        return low, self.two(low.relu() + prompt)
+
+
+def adapters() -> nn.Module:
+    return nn.Sequential(nn.Embedding(11, 8).requires_grad_(False), Adapted(), Adapted())
+
+
+def frozen_bottom() -> nn.Module:
+    model = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+    model[:2].requires_grad_(False)
+    model[1].bias.requires_grad_(True)
+    return model
+
+
+@pytest.mark.parametrize("memory", ["fast", "balanced", "lean", 4096])
+@pytest.mark.parametrize("build", [adapters, frozen_bottom])
+def test_frozen_parts(build: Callable[[], nn.Module], memory: str | int) -> None:
+    model = build()
+    split, plain = autosplit.split(model, memory=memory), copy.deepcopy(model)
+    for _ in range(2):
+        tokens = torch.randint(0, 11, (3, 5))
+        for each in (split, plain):
+            each(tokens).square().sum().backward()
+    split.backward_weight()
+    assert_equal(split, plain)
+
+
+@pytest.mark.parametrize("prompted", [False, True])
+@pytest.mark.parametrize("memory", ["balanced", "lean"])
+def test_some_inputs_need_a_gradient(prompted: bool, memory: str) -> None:
+    model = Skipping()
+    split, plain = autosplit.split(model, memory=memory), copy.deepcopy(model)
+    for _ in range(2):
+        tokens, prompt = torch.randint(0, 11, (3, 5)), torch.randn(3, 5, 8)
+        grads = []
+        for each in (split, plain):
+            leaf = prompt.clone().requires_grad_(prompted)
+            sum(out.square().sum() for out in each(tokens, leaf)).backward()
+            grads.append(leaf.grad)
+        assert not prompted or torch.equal(*grads)
+    split.backward_weight()
+    assert_equal(split, plain)
+
+
+def pair(model: nn.Module, **options: Any) -> tuple[SplitModule, nn.Module]:
+    return autosplit.split(model, accumulation="concatenated", **options), copy.deepcopy(model)
+
+
+def backward(split: nn.Module, plain: nn.Module, case: Case, batches: list[Tensor]) -> None:
+    for batch in batches:
+        for model in (split, plain):
+            case.loss(model(batch)).backward()
+
+
+@pytest.mark.parametrize("memory", ["balanced", "lean"])
+def test_sums_of_earlier_microbatches_are_added_into(memory: str) -> None:
+    case = CASES["tied"]
+    split, plain = pair(case.build(), memory=memory)
+    backward(split, plain, case, [case.batch() for _ in range(2)])
+    split.backward_weight()
+    table = split.model.embed.weight.grad
+    backward(split, plain, case, [case.batch() for _ in range(3)])
+    with Operators() as operators:
+        split.backward_weight()
+    assert split.model.embed.weight.grad is table
+    assert operators.counts["addmm_"] == heavy(split, "backward_weight")["mm"]
+    assert_close(split, plain)
+
+
+def test_a_single_product_on_data() -> None:
+    """Nothing is I's to compute there; what F saved is concatenated."""
+    case = Case(lambda: nn.Linear(3, 2), lambda: torch.randn(4, 3))
+    split, plain = pair(case.build())
+    backward(split, plain, case, [case.batch() for _ in range(3)])
+    with Operators() as operators:
+        split.backward_weight()
+    assert operators.counts["mm"] == 1
+    assert_close(split, plain)
+
+
+def test_microbatches_of_several_shapes_go_together_by_shape() -> None:
+    case = CASES["tied"]
+    split, plain = pair(case.build())
+    sizes = [3, 3, 2, 3, 3, 3]
+    batches = [torch.randint(0, 11, (size, 5)) for size in sizes]
+    backward(split, plain, case, batches)
+    with Operators() as operators:
+        split.backward_weight()
+    scatters = operators.counts["embedding_dense_backward"] + operators.counts["index_add_"]
+    assert scatters == 3  # of two batches of 3, of one of 2, of three of 3
+    assert_close(split, plain)
+
+
+def test_hooks_see_each_microbatchs_own_gradient() -> None:
+    case = CASES["tied"]
+    split, plain = pair(case.build())
+    seen: list[Tensor] = []
+    split.model.body.weight.register_hook(lambda grad: seen.append(grad.clone()))
+    backward(split, plain, case, [case.batch() for _ in range(3)])
+    split.backward_weight()
+    assert len(seen) == 3
+    torch.testing.assert_close(sum(seen), plain.body.weight.grad)
+    assert_equal(split, plain)
+
+
+def test_outputs_that_take_no_part_go_by_themselves() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.one(x), self.two(x)
+
+    split, plain = pair(Two())
+    for take in (slice(None), slice(1), slice(1), slice(None), slice(None)):
+        x = torch.randn(4, 3)
+        for model in (split, plain):
+            sum(each.sum() for each in model(x)[take]).backward()
+    split.backward_weight()
+    assert_close(split, plain)
+
+
+def test_parameters_that_were_replaced_meanwhile() -> None:
+    """Microbatches before and after are of different parameters."""
+    case = Case(lambda: nn.Linear(3, 2), lambda: torch.randn(4, 3))
+    split, plain = pair(case.build())
+    first, batches = split.model.weight, [case.batch() for _ in range(4)]
+    backward(split, plain, case, batches[:2])
+    split.model.weight = nn.Parameter(first.detach().clone())
+    plain_first, plain.weight = plain.weight, nn.Parameter(plain.weight.detach().clone())
+    backward(split, plain, case, batches[2:])
+    split.backward_weight()
+    torch.testing.assert_close(first.grad, plain_first.grad)
+    assert_close(split, plain)

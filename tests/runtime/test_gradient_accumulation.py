@@ -1,0 +1,117 @@
+"""How weight gradients of several microbatches are added up."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autosplit import SplitError, Stage
+from tests.microbatches import reference, run_microbatches
+from tests.zoo import CASES
+
+
+@pytest.mark.parametrize("name", ["transformer", "tied", "repeated", "convolutions", "bfloat16"])
+def test_fused_accumulation_agrees_but_for_rounding(name: str) -> None:
+    case = CASES[name]
+    model = case.build()
+    batches = [case.batch() for _ in range(3)]
+    example = batches[0].clone().requires_grad_(batches[0].is_floating_point())
+    stage = Stage(model, [example], accumulation="fused")
+    ((shape, dtype, _),) = stage.output_specs
+    grads = [torch.randn(shape).to(dtype) for _ in batches]
+    reference(model, batches, grads)
+    run_microbatches(stage, batches, grads)
+    split = dict(stage.gradients)
+    stage.reset()
+    for m, (batch, grad) in enumerate(zip(batches, grads, strict=True)):
+        stage.forward(m, [batch.clone()])
+        stage.backward(m, [grad.clone()])
+    for key, parameter in model.named_parameters():
+        expected = parameter.grad.double()
+        allowed = 10 * torch.finfo(dtype).eps * expected.norm()
+        for mine in (split[key], stage.gradients[key]):
+            assert (mine.double() - expected).norm() <= allowed, key
+
+
+def test_unknown_accumulation() -> None:
+    with pytest.raises(
+        SplitError, match="unknown accumulation 'sum'; known ones: 'exact', 'fused'"
+    ):
+        Stage(nn.Linear(3, 2), [torch.randn(4, 3)], accumulation="sum")
+
+
+@pytest.mark.parametrize("accumulation", ["exact", "fused"])
+def test_float32_sums_of_bfloat16_gradients_are_closer(accumulation: str) -> None:
+    """To the sum in float64, over 64 microbatches, before and after the rounding at the end."""
+    model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4)).bfloat16()
+    twin = copy.deepcopy(model).double()
+    batches = [torch.randn(5, 8).bfloat16() for _ in range(64)]
+    grads = [torch.randn(5, 4).bfloat16() for _ in range(64)]
+    for batch, grad in zip(batches, grads, strict=True):
+        twin(batch.double()).backward(grad.double())
+    errors = {}
+    for dtype in (None, torch.float32):
+        stage = Stage(model, [batches[0]], accumulation=accumulation, grad_dtype=dtype)
+        run_microbatches(stage, batches, grads)
+        assert {g.dtype for g in stage.gradients.values()} == {dtype or torch.bfloat16}
+        model.zero_grad()
+        stage.publish()
+        assert {p.grad.dtype for p in model.parameters()} == {torch.bfloat16}
+        errors[dtype] = [
+            (mine.grad.double() - theirs.grad).norm().item()
+            for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True)
+        ]
+    for float32, bfloat16 in zip(errors[torch.float32], errors[None], strict=True):
+        assert 2 * float32 < bfloat16
+
+
+def test_publish_keeps_float32_where_the_parameter_takes_it() -> None:
+    model = nn.Linear(3, 2).bfloat16()
+    model.weight.grad_dtype = torch.float32
+    stage = Stage(model, [torch.randn(4, 3).bfloat16()], grad_dtype=torch.float32)
+    run_microbatches(
+        stage,
+        [torch.randn(4, 3).bfloat16() for _ in range(2)],
+        [torch.randn(4, 2).bfloat16() for _ in range(2)],
+    )
+    total = stage.gradients["weight"]
+    stage.publish()
+    assert model.weight.grad is total
+    assert (model.weight.grad.dtype, model.bias.grad.dtype) == (torch.float32, torch.bfloat16)
+
+
+def test_grad_dtype_that_cannot_hold_a_gradient() -> None:
+    with pytest.raises(SplitError, match="grad_dtype must be a floating-point dtype, got tor"):
+        Stage(nn.Linear(3, 2), [torch.randn(4, 3)], grad_dtype=torch.int64)
+
+
+def test_parameter_replaced_between_two_microbatches() -> None:
+    model = nn.Linear(3, 2)
+    stage = Stage(model, [torch.randn(4, 3)], index=2)
+    stage.forward(0, [torch.randn(4, 3)])
+    stage.backward(0, [torch.randn(4, 2)])
+    model.weight = nn.Parameter(torch.randn(2, 3))
+    stage.forward(1, [torch.randn(4, 3)])
+    with pytest.raises(SplitError, match="stage 2: parameter weight was replaced between two"):
+        stage.backward(1, [torch.randn(4, 2)])
+
+
+def test_gradient_that_holds_more_than_itself_is_copied() -> None:
+    """It is a slice of the output's gradient times two, which must not stay alive with it."""
+
+    class Sliced(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = nn.Parameter(torch.randn(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat([self.part, x]) * 2.0
+
+    stage = Stage(Sliced(), [torch.randn(1000)])
+    run_microbatches(stage, [torch.randn(1000)], [torch.ones(1002)])
+    gradient = stage.gradients["part"]
+    assert gradient.tolist() == [2.0, 2.0]
+    assert gradient.untyped_storage().nbytes() == 8
