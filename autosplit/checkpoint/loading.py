@@ -16,7 +16,7 @@ from autosplit.checkpoint.storage.formats import Reader, open_checkpoint
 from autosplit.errors import CheckpointError
 from autosplit.pipeline.training.trainer import PipelineTrainer
 
-from .naming import Entry, Mismatch, Names, Naming, check, check_kinds, source
+from .naming import Mismatch, ModelTensor, Names, Naming, check, check_kinds, source
 from .rank_agreement import Ranks
 from .state import optimizer_state, run_state
 
@@ -179,7 +179,7 @@ class _Intake:
 
     def _find_parameters(
         self, keys: Sequence[str]
-    ) -> dict[int, tuple[Entry, tuple[str, list[str]] | None]]:
+    ) -> dict[int, tuple[ModelTensor, tuple[str, list[str]] | None]]:
         """For each parameter of the optimizer, by ``id``: what it is, and what there is."""
         entries = entries_of(self._trainer, self._naming)
         optimizer = self._trainer.optimizer

@@ -172,15 +172,15 @@ def _request(
 ) -> Any:
     from autosplit.pipeline.simulation.transfer import Transfer
     from autosplit.planner.costs.limits import Limits
-    from autosplit.planner.plan.plan_search import Wishes
+    from autosplit.planner.plan.plan_search import SearchSpace
 
-    from .planning import Request
+    from .planning import PlanRequest
 
     links = Transfer((latency or 0.0) / 1e3, math.inf if bandwidth is None else 1e9 * bandwidth)
-    return Request(
+    return PlanRequest(
         devices,
         batch,
-        Wishes(stages, microbatches, schedules or None, memory or None),
+        SearchSpace(stages, microbatches, schedules or None, memory or None),
         Limits(limit, optimizer_state, links),
         estimate,
         seconds,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from operator import is_not
 from typing import Any
 
@@ -57,3 +58,23 @@ def share_state(face: nn.Module, module: nn.Module) -> None:
     for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
         face.__dict__[name] = module.__dict__[name]
     face.training = module.training
+
+
+def hold_state(stage: nn.Module, model: nn.Module, names: Iterable[str]) -> None:
+    """Register these parameters and buffers of ``model`` in ``stage`` too, under the same names, in
+    containers where the model has modules.
+    """
+    for name in names:
+        *path, last = name.split(".")
+        owner, place = model, stage
+        for part in path:
+            owner = getattr(owner, part)
+            if part not in place._modules:
+                place.add_module(part, nn.Module())
+            place = place._modules[part]  # type: ignore[assignment]
+        if last in owner._parameters:
+            place.register_parameter(last, owner._parameters[last])
+        else:
+            lasting = last not in owner._non_persistent_buffers_set
+            place.register_buffer(last, owner._buffers[last], persistent=lasting)
+        place.train(owner.training)

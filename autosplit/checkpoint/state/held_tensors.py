@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from autosplit.checkpoint.naming import Entry, Naming, persistent
+from autosplit.checkpoint.naming import ModelTensor, Naming, persistent
 from autosplit.pipeline.training.tied_parameters import Holder
 from autosplit.pipeline.training.trainer import PipelineTrainer
 
@@ -17,7 +17,7 @@ def tensors_of(trainer: PipelineTrainer, holders: Iterable[Holder]) -> dict[Hold
     return {(stage, name): found[stage][name] for stage, name in holders}
 
 
-def entries_of(trainer: PipelineTrainer, naming: Naming) -> dict[int, Entry]:
+def entries_of(trainer: PipelineTrainer, naming: Naming) -> dict[int, ModelTensor]:
     """What this rank's tensors are in the whole model, by ``id``."""
     tensors = tensors_of(trainer, naming.own)
     return {id(tensors[at]): entry for at, entry in naming.own.items()}

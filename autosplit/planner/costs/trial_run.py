@@ -19,7 +19,7 @@ from autosplit.pipeline.schedule.action import ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.timeline import Span, median_durations
 from autosplit.pipeline.training.trainer import PipelineTrainer
-from autosplit.planner.model.block_instance import Conditions, device_of, own_state
+from autosplit.planner.model.block_instance import StageOptions, device_of, own_state
 from autosplit.planner.model.captured_model import WholeModel
 from autosplit.planner.model.stages import Partition, cut
 from autosplit.torch_internals.pytree import tree_flatten
@@ -34,7 +34,7 @@ _LEAST, _MOST = 5, 40  # timed steps
 
 
 @dataclass(frozen=True)
-class Rehearsal:
+class TrialRun:
     """What the steps took.
 
     Attributes:
@@ -49,7 +49,7 @@ class Rehearsal:
     noise: float = 0.0
 
 
-def can_rehearse(whole: WholeModel, schedule: Schedule) -> bool:
+def can_run_trial(whole: WholeModel, schedule: Schedule) -> bool:
     """Whether this process, with those of its group, can run the schedule on the model's inputs."""
     ranks = len(schedule.ranks)
     together = dist.is_available() and dist.is_initialized() and dist.get_world_size() == ranks
@@ -61,23 +61,23 @@ def rehearse(
     whole: WholeModel,
     firsts: Sequence[int],
     schedule: Schedule,
-    conditions: Conditions,
+    options: StageOptions,
     *,
     planned: Sequence[Times],
     seconds: float = 3.0,
-) -> Rehearsal:
+) -> TrialRun:
     """Run a few steps of a model in stages, as a trainer will.
 
     Collective over the default process group, unless the schedule has one rank. The stages have
     buffers and gradients of their own, and random values for what is on the meta device; the model
-    and the random number generators stay as they are. Without a loss in ``conditions``, what the
+    and the random number generators stay as they are. Without a loss in ``options``, what the
     model puts out is added up.
 
     Args:
         whole: the model.
         firsts: the first block of every stage but the first.
         schedule: what the ranks run.
-        conditions: how stages are made.
+        options: how stages are made.
         planned: seconds of F, I and W of each stage as planned, from which the shares of I and W
             are taken where the schedule runs both in one.
         seconds: how long the timed steps may take, if that is enough for a few.
@@ -90,18 +90,18 @@ def rehearse(
     """
     took: list[float] = []
     recorded: list[Sequence[Span]] = []
-    with rehearsing(whole, firsts, schedule, conditions) as step:
+    with trial_steps(whole, firsts, schedule, options) as step:
         while len(took) < _LEAST or (len(took) < _MOST and sum(took) < seconds):
             slowest, spans = step()
             took.append(slowest)
             recorded.append(spans)
     middle = statistics.median(took)
-    return Rehearsal(stage_times(recorded, planned), middle, median_error(took) / middle)
+    return TrialRun(stage_times(recorded, planned), middle, median_error(took) / middle)
 
 
 @contextmanager
-def rehearsing(
-    whole: WholeModel, firsts: Sequence[int], schedule: Schedule, conditions: Conditions
+def trial_steps(
+    whole: WholeModel, firsts: Sequence[int], schedule: Schedule, options: StageOptions
 ) -> Iterator[Step]:
     """What ``rehearse`` times, warm: each call runs one step on all ranks.
 
@@ -112,12 +112,12 @@ def rehearsing(
         What gives the seconds of a step, those of the slowest rank, and what the stages did when.
     """
     ranks = len(schedule.ranks)
-    device = conditions.device or device_of(whole.model)
+    device = options.device or device_of(whole.model)
     stages = _Stages(cut(whole, firsts), device)
-    with generators_kept(), _trainer(stages, schedule, conditions, device) as run:
+    with generators_kept(), _trainer(stages, schedule, options, device) as run:
 
         def step() -> tuple[float, Sequence[Span]]:
-            batch = _batch(whole, conditions, schedule.microbatches)
+            batch = _batch(whole, options, schedule.microbatches)
             return _slowest(_step(run, batch), ranks), run.timeline().spans
 
         for _ in range(_WARMUP):
@@ -142,19 +142,19 @@ class _Stages:
 
 
 def _trainer(
-    stages: _Stages, schedule: Schedule, conditions: Conditions, device: torch.device
+    stages: _Stages, schedule: Schedule, options: StageOptions, device: torch.device
 ) -> PipelineTrainer:
     return PipelineTrainer(
         stages,
-        conditions.loss_fn or _stand_in,
+        options.loss_fn or _stand_in,
         lambda parameters: torch.optim.SGD(parameters, lr=0.0),
         microbatches=schedule.microbatches,
         schedule=schedule,
         ranks=len(schedule.ranks),
         device=device,
-        autocast=conditions.autocast,
-        backend=conditions.backend,
-        memory=conditions.memory,
+        autocast=options.autocast,
+        backend=options.backend,
+        memory=options.memory,
         record=True,
     )
 
@@ -189,7 +189,7 @@ def _inputs(whole: WholeModel) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
-def _batch(whole: WholeModel, conditions: Conditions, microbatches: int) -> Any:
+def _batch(whole: WholeModel, options: StageOptions, microbatches: int) -> Any:
     """Inputs and targets of a step: the example, once for each microbatch."""
 
     def repeated(tensor: Tensor) -> Tensor:
@@ -197,8 +197,8 @@ def _batch(whole: WholeModel, conditions: Conditions, microbatches: int) -> Any:
         return torch.cat([real] * microbatches)
 
     inputs = tuple(map(repeated, _inputs(whole)))
-    targets = conditions.targets
-    if conditions.loss_fn is None or targets is None:
+    targets = options.targets
+    if options.loss_fn is None or targets is None:
         return inputs, ()
     if isinstance(targets, Tensor):
         return inputs, repeated(targets)

@@ -13,7 +13,7 @@ from .schedule_request import form_of
 from .solve import CapError, Solution, solve, weigh
 
 
-class Wanted:
+class CutRequest:
     """What a model is to be cut into, before it is known what its blocks cost.
 
     Args:

@@ -16,7 +16,7 @@ from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.planner.costs.block_costs import ModelCosts
 from autosplit.planner.costs.limits import Limits
 
-from .candidate_cuts import Task, Way, triples
+from .candidate_cuts import Candidate, CutSearch, triples
 from .schedule_request import Fixed, Form, form_of
 
 
@@ -98,11 +98,11 @@ def solve(
     """
     form = form_of(schedule, ranks, split_backward=split_backward, weights=weights)
     limits = limits or Limits()
-    task = Task(costs, stages, microbatches, form, limits)
-    best = task.best(list(task.starts()), refine=refine)
+    search = CutSearch(costs, stages, microbatches, form, limits)
+    best = search.best(list(search.starts()), refine=refine)
     if best.overflow > 0.0:
-        frugal = task.frugal(best)
-        best = task.best([frugal.cuts], refine=refine) if frugal.overflow == 0.0 else frugal
+        frugal = search.frugal(best)
+        best = search.best([frugal.cuts], refine=refine) if frugal.overflow == 0.0 else frugal
     if best.overflow > 0.0:
         least = float(best.peaks.max())
         raise CapError(
@@ -112,7 +112,7 @@ def solve(
             "setting, or a schedule that keeps fewer microbatches",
             least,
         )
-    return _solution(task, best, limits.links)
+    return _solution(search, best, limits.links)
 
 
 def weigh(
@@ -135,29 +135,31 @@ def weigh(
         PlanError: more stages than blocks.
         ScheduleError: see ``solve``.
     """
-    task = Task(costs, len(cuts) + 1, microbatches, form, limits)
-    return _solution(task, task.evaluate(torch.tensor(cuts, dtype=torch.int64)), limits.links)
+    search = CutSearch(costs, len(cuts) + 1, microbatches, form, limits)
+    return _solution(search, search.evaluate(torch.tensor(cuts, dtype=torch.int64)), limits.links)
 
 
-def _solution(task: Task, way: Way, links: Transfer) -> Solution:
+def _solution(search: CutSearch, candidate: Candidate, links: Transfer) -> Solution:
     """The result in plain numbers."""
-    stages = task.pieces.stages(way.cuts[None])
+    stages = search.costs.stages(candidate.cuts[None])
     times = triples(stages.times[:, :, 0])
     kept = stages.kept[:, :, 0].T.tolist()
     crossing, returning = (
         dict(enumerate(sizes[:, 0].tolist())) for sizes in (stages.crossing, stages.returning)
     )
-    busy = task.microbatches * sum(map(sum, times))
+    busy = search.microbatches * sum(map(sum, times))
     return Solution(
-        cuts=tuple(way.cuts.tolist()),
-        schedule=way.order.schedule,
+        cuts=tuple(candidate.cuts.tolist()),
+        schedule=candidate.order.schedule,
         costs=Costs(
             times,
             [StageMemory(*each) for each in kept],
             replace(links, message_bytes=crossing, gradient_bytes=returning),
         ),
         parameters=tuple(stages.parameters[:, 0].tolist()),
-        step=way.step,
-        bubble=max(0.0, 1.0 - busy / (way.step * way.order.ranks)) if way.step else 0.0,
-        peaks=tuple(way.peaks.tolist()),
+        step=candidate.step,
+        bubble=max(0.0, 1.0 - busy / (candidate.step * candidate.order.ranks))
+        if candidate.step
+        else 0.0,
+        peaks=tuple(candidate.peaks.tolist()),
     )

@@ -39,7 +39,7 @@ class Stages:
     returning: Tensor
 
 
-class Pieces:
+class PrefixSums:
     """Sums over the blocks of a model, so that any run of blocks is a difference of two.
 
     Args:

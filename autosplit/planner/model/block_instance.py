@@ -22,7 +22,7 @@ _SMALL = 2**16  # bytes below which a tensor may as well have memory
 _SCALE = 0.02  # of random parameters: small enough that no block overflows
 
 
-class Block(Protocol):
+class NamedBlock(Protocol):
     """A part of the model that is never cut.
 
     Attributes:
@@ -37,7 +37,7 @@ class Block(Protocol):
     def signature(self) -> Hashable: ...
 
 
-class Blocks(Protocol):
+class BlockSequence(Protocol):
     """What costs are found of.
 
     Attributes:
@@ -47,7 +47,7 @@ class Blocks(Protocol):
     """
 
     @property
-    def blocks(self) -> Sequence[Block]: ...
+    def blocks(self) -> Sequence[NamedBlock]: ...
 
     @property
     def crossing(self) -> Sequence[Sequence[Tensor]]: ...
@@ -58,7 +58,7 @@ class Blocks(Protocol):
 
 
 @dataclass(frozen=True)
-class Conditions:
+class StageOptions:
     """How stages are made of blocks; the same as the trainer's options of these names.
 
     Attributes:
@@ -86,7 +86,7 @@ class Conditions:
 
 
 @dataclass
-class Specimen:
+class BlockInstance:
     """Some blocks as a stage, with state of its own: running it leaves the model as it is.
 
     Attributes:
@@ -100,7 +100,7 @@ class Specimen:
     parameter_bytes: int
 
 
-def distinct(whole: Blocks, conditions: Conditions) -> dict[Hashable, list[int]]:
+def distinct(whole: BlockSequence, options: StageOptions) -> dict[Hashable, list[int]]:
     """The blocks that cost the same, by what they have in common.
 
     The first block is by itself, because it has no input gradient, and so is a last one with a
@@ -109,14 +109,14 @@ def distinct(whole: Blocks, conditions: Conditions) -> dict[Hashable, list[int]]
     found: dict[Hashable, list[int]] = {}
     last = len(whole.blocks) - 1
     for index, block in enumerate(whole.blocks):
-        ends = index == last and conditions.loss_fn is not None
+        ends = index == last and options.loss_fn is not None
         found.setdefault((block.signature, index == 0, ends), []).append(index)
     return found
 
 
 def prepare(
-    whole: Blocks, first: int, last: int, conditions: Conditions, *, blank: bool = False
-) -> Specimen:
+    whole: BlockSequence, first: int, last: int, options: StageOptions, *, blank: bool = False
+) -> BlockInstance:
     """Blocks ``first`` up to but not ``last`` as a stage.
 
     Parameters on the meta device become random ones; others are used as they are. Buffers are
@@ -126,7 +126,7 @@ def prepare(
         whole: the model.
         first: the first block.
         last: the one after the last block.
-        conditions: how stages are made.
+        options: how stages are made.
         blank: trace only: neither parameters nor inputs have memory, unless they are small.
 
     Raises:
@@ -134,30 +134,30 @@ def prepare(
         SplitError: their graph cannot be split, or a bad option.
     """
     module, examples = whole.segment(first, last)
-    device = conditions.device or device_of(module)
+    device = options.device or device_of(module)
     own_state(module, device, blank=blank)
     module.to(device)  # what it makes itself, too
     size = sum(math.prod(p.shape) * p.element_size() for p in module.parameters())
     inputs = [_make(example, device, blank, scale=1.0) for example in examples]
-    if last == len(whole.blocks) and conditions.loss_fn is not None:
-        targets = conditions.targets
+    if last == len(whole.blocks) and options.loss_fn is not None:
+        targets = options.targets
         parts = [targets] if isinstance(targets, Tensor) else list(targets or ())
         count = None if isinstance(targets, Tensor) else len(parts)
-        module = WithLoss(module, conditions.loss_fn, count)
+        module = WithLoss(module, options.loss_fn, count)
         inputs += [part.detach().to(device) for part in parts]
     elif last == len(whole.blocks):
         module = _TensorsOnly(module)
-    if conditions.autocast is not None:
-        module = WithAutocast(module, device, conditions.autocast)
+    if options.autocast is not None:
+        module = WithAutocast(module, device, options.autocast)
     stage = Stage(
         module,
         inputs,
         index=first,
-        backend=conditions.backend,
-        memory=conditions.memory,
+        backend=options.backend,
+        memory=options.memory,
         late_input=True,  # as a trainer's
     )
-    return Specimen(stage, inputs, size)
+    return BlockInstance(stage, inputs, size)
 
 
 class _TensorsOnly(nn.Module):

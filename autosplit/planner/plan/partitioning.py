@@ -15,7 +15,7 @@ from autosplit.pipeline.training.stage_modules import LossFunction
 from autosplit.planner.costs.block_costs import ModelCosts
 from autosplit.planner.costs.estimate import estimate
 from autosplit.planner.costs.limits import Limits
-from autosplit.planner.cuts.cut_request import Wanted
+from autosplit.planner.cuts.cut_request import CutRequest
 from autosplit.planner.cuts.rank_measurement import (
     check_seconds,
     device_of_trainer,
@@ -23,7 +23,7 @@ from autosplit.planner.cuts.rank_measurement import (
     rehearsed,
 )
 from autosplit.planner.cuts.solve import Solution
-from autosplit.planner.model.block_instance import Conditions
+from autosplit.planner.model.block_instance import StageOptions
 from autosplit.planner.model.captured_model import WholeModel
 from autosplit.planner.model.stages import cut
 from autosplit.torch_internals.pytree import tree_flatten
@@ -109,7 +109,7 @@ def partition(
     if not isinstance(costs, ModelCosts) and costs not in COSTS:
         raise PlanError(f"unknown costs {costs!r}; known: {', '.join(COSTS)}, or a ModelCosts")
     whole, firsts = _captured(model, args, kwargs, count, cut_at)
-    wanted = Wanted(
+    wanted = CutRequest(
         count,
         firsts,
         2 * count if microbatches is None else microbatches,
@@ -119,7 +119,7 @@ def partition(
         weights=weights,
         limits=limits or Limits(),
     )
-    conditions = Conditions(
+    options = StageOptions(
         backend=backend,
         memory=memory,
         autocast=autocast,
@@ -127,12 +127,12 @@ def partition(
         targets=targets,
         device=device_of_trainer(alone=wanted.alone),
     )
-    known = _known(costs, whole, conditions, seconds, alone=wanted.alone)
+    known = _known(costs, whole, options, seconds, alone=wanted.alone)
     if rehearse or (rehearse is None and costs == "profile"):
-        found = rehearsed(whole, known, wanted.best, conditions, seconds, insist=bool(rehearse))
+        found = rehearsed(whole, known, wanted.best, options, seconds, insist=bool(rehearse))
     else:
         found = wanted.best(known)
-    return _plan(whole, wanted, found, conditions)
+    return _plan(whole, wanted, found, options)
 
 
 def _count(stages: int | None, cut_at: Sequence[str] | None) -> int:
@@ -173,7 +173,7 @@ def _captured(
 def _known(
     costs: str | ModelCosts,
     whole: WholeModel,
-    conditions: Conditions,
+    options: StageOptions,
     seconds: float,
     *,
     alone: bool,
@@ -182,11 +182,11 @@ def _known(
     if isinstance(costs, ModelCosts):
         return costs
     if costs == "profile":
-        return profile_together(whole, conditions, seconds, alone=alone)
-    return estimate(whole, conditions)
+        return profile_together(whole, options, seconds, alone=alone)
+    return estimate(whole, options)
 
 
-def _plan(whole: WholeModel, wanted: Wanted, found: Solution, conditions: Conditions) -> Plan:
+def _plan(whole: WholeModel, wanted: CutRequest, found: Solution, options: StageOptions) -> Plan:
     """What was found, as a plan bound to the model."""
     one = Configuration(
         wanted.stages,
@@ -195,10 +195,10 @@ def _plan(whole: WholeModel, wanted: Wanted, found: Solution, conditions: Condit
         _samples(whole),
         wanted.name,
         not found.schedule.split_backward,
-        conditions.memory,
+        options.memory,
         found,
     )
-    plan = make_plan(one, made_for(whole), wanted.limits, backend=conditions.backend)
+    plan = make_plan(one, made_for(whole), wanted.limits, backend=options.backend)
     return plan.bound_to(whole)
 
 
