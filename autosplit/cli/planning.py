@@ -18,6 +18,7 @@ from autosplit.compare.workload import example_of
 from autosplit.dump.tables import size_text
 from autosplit.errors import AutosplitError, PlanError
 from autosplit.pipeline.builders.build import SCHEDULES
+from autosplit.pipeline.builders.schedule_request import ScheduleRequest
 from autosplit.pipeline.engine.processes.launch import launch
 from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.planner.costs.block_costs import ModelCosts
@@ -43,6 +44,7 @@ from autosplit.planner.plan.from_solution import make_plan
 from autosplit.planner.plan.plan import Plan, made_for
 from autosplit.planner.plan.plan_search import SearchSpace, search, settings_of
 from autosplit.planner.plan.plan_signature import PlanSignature
+from autosplit.runtime.split_options import SplitOptions
 from autosplit.text.writing import write_text
 from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten
 
@@ -210,12 +212,13 @@ class _Costs:
         wanted = CutRequest(
             best.stages,
             [cut + 1 for cut in solution.cuts] if own else None,
-            best.microbatches,
-            solution.schedule if own else best.schedule,
-            ranks=best.ranks,
-            split_backward=own or not best.fused,
-            weights=None,
-            limits=limits,
+            ScheduleRequest(
+                solution.schedule if own else best.schedule,
+                best.microbatches,
+                best.ranks,
+                split_backward=own or not best.fused,
+            ),
+            limits,
         )
         costs = self(best.microbatch_size, str(best.memory))
         options = self._conditions(best.memory)
@@ -223,7 +226,7 @@ class _Costs:
 
     def _conditions(self, memory: str | int) -> StageOptions:
         device = device_of_trainer(alone=False)
-        return StageOptions(backend=self._request.backend, memory=memory, device=device)
+        return StageOptions(SplitOptions(self._request.backend, memory), device=device)
 
     def _whole(self, size: int) -> WholeModel:
         if size not in self._wholes:

@@ -12,6 +12,7 @@ from autosplit.planner.costs.profile import profile
 from autosplit.planner.cuts.rank_measurement import device_of_trainer
 from autosplit.planner.model.block_instance import StageOptions
 from autosplit.planner.model.captured_model import WholeModel
+from autosplit.runtime.split_options import SplitOptions
 
 from .settings import Settings
 from .workload import Workload
@@ -26,7 +27,7 @@ def measured_costs(workload: Workload, settings: Settings) -> ModelCosts | None:
     inputs, targets = workload.batch_fn(0, workload.microbatch_size)
     whole = WholeModel.capture(workload.model_fn(), inputs)
     options = StageOptions(
-        backend=settings.backend,
+        split=SplitOptions(settings.backend),
         loss_fn=workload.loss_fn,
         targets=targets,
         device=device_of_trainer(alone=False),

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from autosplit.pipeline.builders.schedule_request import ScheduleRequest
 from autosplit.pipeline.engine.processes.launch import launch
 from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.planner.costs.block_costs import ModelCosts, average
@@ -21,7 +22,6 @@ from autosplit.planner.costs.links import measure_links
 from autosplit.planner.costs.profile import profile
 from autosplit.planner.costs.trial_run import TrialRun, rehearse
 from autosplit.planner.cuts.refine import refine_by_trial_runs
-from autosplit.planner.cuts.schedule_request import Form
 from autosplit.planner.cuts.solve import Solution, solve, weigh
 from autosplit.planner.model.block_instance import StageOptions, distinct
 from autosplit.planner.model.captured_model import WholeModel
@@ -32,6 +32,7 @@ from .training import Training, alternate
 STAGES = 2
 MICROBATCHES = 4
 SCHEDULE = "1f1b"
+REQUEST = ScheduleRequest(SCHEDULE, MICROBATCHES)
 
 _LEAST = 5  # training steps in a turn
 _TIMEOUT = 600.0
@@ -73,7 +74,7 @@ def _compare(case: str, amount: Amount) -> dict[str, Any]:
     if plans["automatic"].firsts == by_hand:
         del plans["by hand"]
     guess = estimate(whole, options, device=_gather(measure_device())[0])
-    guessed = [index + 1 for index in solve(guess, STAGES, MICROBATCHES, SCHEDULE).cuts]
+    guessed = [index + 1 for index in solve(guess, STAGES, REQUEST).cuts]
     rows = {}
     with ExitStack() as stack:
         trained = {
@@ -128,9 +129,7 @@ class _Planner:
 
     def automatic(self) -> _Planned:
         return self._settled(
-            lambda costs: solve(
-                costs, STAGES, MICROBATCHES, SCHEDULE, limits=Limits(links=self.links)
-            )
+            lambda costs: solve(costs, STAGES, REQUEST, limits=Limits(links=self.links))
         )
 
     def given(self, firsts: list[int]) -> _Planned:
@@ -153,7 +152,7 @@ class _Planner:
     def _weighed(self, costs: ModelCosts, firsts: list[int]) -> Solution:
         # A solver's cuts lie behind a block, a partition's before one.
         cuts = [first - 1 for first in firsts]
-        return weigh(costs, cuts, MICROBATCHES, Form(SCHEDULE), Limits(links=self.links))
+        return weigh(costs, cuts, REQUEST, Limits(links=self.links))
 
     def _rehearse(self, found: Solution) -> TrialRun:
         return rehearse(

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from autosplit.pipeline.builders.schedule_request import ScheduleRequest
 from autosplit.planner.costs.device_speed import DeviceSpeed, device_named, measure_device
 from autosplit.planner.costs.estimate import estimate
 from autosplit.planner.cuts.solve import solve
@@ -62,7 +63,7 @@ def plan(device: str, *, tiny: bool) -> dict[str, Any]:
     known = time.perf_counter()
     plans = []
     for stages in STAGES[: 1 if tiny else None]:
-        found = solve(costs, stages, 2 * stages)
+        found = solve(costs, stages, ScheduleRequest("1f1b", 2 * stages))
         times = [sum(each) for each in found.costs.times]
         plans.append(
             {

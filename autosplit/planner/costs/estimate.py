@@ -37,7 +37,8 @@ def estimate(
         CaptureError: a block cannot be traced.
         SplitError: a block's graph cannot be split, or a bad option.
     """
-    options = replace(options or StageOptions(), backend="eager")
+    options = options or StageOptions()
+    options = replace(options, split=replace(options.split, backend="eager"))
     device = device or measure_device()
     blocks: dict[int, BlockCost] = {}
     # None: shown on a terminal, not in a log file.

@@ -104,7 +104,8 @@ def _measure(
     instances = [prepare(whole, first, first + 1, options) for first in group]
     device = instances[0].inputs[0].device
     nothing = [torch.ones(1, device=device)]
-    empty = Stage(_Scale().to(device), [nothing[0].requires_grad_()], backend=options.backend)
+    backend = options.split.backend
+    empty = Stage(_Scale().to(device), [nothing[0].requires_grad_()], backend=backend)
     subjects = [(each.stage, each.inputs) for each in instances]
     *rounds, least = run([*subjects, (empty, nothing)], seconds, progress)
     parts = (least.forward, least.backward_input, least.backward_weight)

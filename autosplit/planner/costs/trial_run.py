@@ -153,8 +153,8 @@ def _trainer(
         ranks=len(schedule.ranks),
         device=device,
         autocast=options.autocast,
-        backend=options.backend,
-        memory=options.memory,
+        backend=options.split.backend,
+        memory=options.split.memory,
         record=True,
     )
 

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from autosplit.errors import PlanError
+from autosplit.errors import PlanError, ScheduleError
+from autosplit.pipeline.builders.placement.fill import StageTimes
+from autosplit.pipeline.builders.schedule_request import ScheduleRequest
+from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.planner.costs.block_costs import ModelCosts
 from autosplit.planner.costs.limits import Limits
 
 from .balance import StageCost, least_largest, least_uneven
 from .local_search import Rank, count, descend, every, first_of
 from .schedule_playback import Order
-from .schedule_request import Fixed, Form
 from .stage_costs import PrefixSums
 
 _SLACKS = (1.0, 1.03, 1.1)  # how much longer than the least the slowest stage of a start may be
@@ -53,8 +55,7 @@ class CutSearch:
     Args:
         costs: of the model's blocks.
         stages: N.
-        microbatches: M.
-        form: the schedule.
+        request: the schedule.
         limits: memory and links.
 
     Raises:
@@ -62,7 +63,7 @@ class CutSearch:
     """
 
     def __init__(
-        self, costs: ModelCosts, stages: int, microbatches: int, form: Form | Fixed, limits: Limits
+        self, costs: ModelCosts, stages: int, request: ScheduleRequest, limits: Limits
     ) -> None:
         if not 1 <= stages <= len(costs.blocks):
             raise PlanError(
@@ -71,8 +72,7 @@ class CutSearch:
             )
         self.costs = PrefixSums(costs)
         self.stages = stages
-        self.microbatches = microbatches
-        self._form = form
+        self._request = request
         self._limits = limits
         self._noise = costs.noise
 
@@ -80,7 +80,7 @@ class CutSearch:
         """One way to cut, shape [S - 1]."""
         stages = self.costs.stages(cuts[None])
         times = triples(stages.times[:, :, 0])
-        schedule = self._form.build(self.stages, self.microbatches, times)
+        schedule = _schedule_for(self._request, self.stages, times)
         order = Order(schedule, self._limits.links, self._limits.factor)
         peaks = order.peaks(stages)
         overflow = float(self._overflow(peaks))
@@ -202,3 +202,19 @@ def triples(times: Tensor) -> list[tuple[float, float, float]]:
 def _distinct(ways: Sequence[Tensor]) -> list[Tensor]:
     """The ways to cut, each once, in their order."""
     return list({tuple(way.tolist()): way for way in ways}.values())
+
+
+def _schedule_for(request: ScheduleRequest, stages: int, times: Sequence[StageTimes]) -> Schedule:
+    """The schedule for stages with these times, where ranks wait for each other between steps, as
+    a trainer's do.
+
+    Raises:
+        ScheduleError: what ``ScheduleRequest.build`` refuses, or two copies of the stages.
+    """
+    built = request.build(stages, times)
+    if built.mirror is not None:
+        raise ScheduleError(
+            f"{request.name!r} runs two copies of every stage, for which nothing is planned: "
+            "partition the model for another schedule, and give a trainer the result and this one"
+        )
+    return replace(built, crosses_step=False)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from autosplit.backends.compiled_graph import check_backend
 from autosplit.pipeline.engine.execution.microbatch import Part
 from autosplit.pipeline.training.stage_modules import LossFunction, WithAutocast, WithLoss
-from autosplit.runtime.build import check_memory
 from autosplit.runtime.saved_tensors import TensorSpec
+from autosplit.runtime.split_options import SplitOptions
 from autosplit.stage import Stage
 from autosplit.torch_internals.pytree import tree_flatten
 
@@ -59,30 +58,21 @@ class BlockSequence(Protocol):
 
 @dataclass(frozen=True)
 class StageOptions:
-    """How stages are made of blocks; the same as the trainer's options of these names.
+    """How stages are made of blocks: a trainer's options that decide what a stage costs.
 
     Attributes:
-        backend: how graphs are run.
-        memory: what is held between the calls.
+        split: how blocks are split and their graphs are run.
         autocast: the dtype of autocast, or None.
         loss_fn: belongs to the last block where it is given; it needs ``targets``.
         targets: of one microbatch.
         device: where blocks run; None for where their parameters are, or the CPU.
-
-    Raises:
-        SplitError: an unknown backend or memory setting; lists the known ones.
     """
 
-    backend: str = "eager"
-    memory: str | int = "balanced"
+    split: SplitOptions = field(default_factory=SplitOptions)
     autocast: torch.dtype | None = None
     loss_fn: LossFunction | None = None
     targets: Part | None = None
     device: torch.device | None = None
-
-    def __post_init__(self) -> None:
-        check_backend(self.backend)  # an estimate runs no graph, and would not ask
-        check_memory(self.memory)
 
 
 @dataclass
@@ -149,14 +139,8 @@ def prepare(
         module = _TensorsOnly(module)
     if options.autocast is not None:
         module = WithAutocast(module, device, options.autocast)
-    stage = Stage(
-        module,
-        inputs,
-        index=first,
-        backend=options.backend,
-        memory=options.memory,
-        late_input=True,  # as a trainer's
-    )
+    split = replace(options.split, late_input=True)  # as a trainer's
+    stage = Stage(module, inputs, index=first, **vars(split))
     return BlockInstance(stage, inputs, size)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from autosplit.errors import PlanError
+from autosplit.pipeline.builders.schedule_request import ScheduleRequest
 from autosplit.pipeline.engine.execution.microbatch import Part
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.training.stage_modules import LossFunction
@@ -26,6 +27,7 @@ from autosplit.planner.cuts.solve import Solution
 from autosplit.planner.model.block_instance import StageOptions
 from autosplit.planner.model.captured_model import WholeModel
 from autosplit.planner.model.stages import cut
+from autosplit.runtime.split_options import SplitOptions
 from autosplit.torch_internals.pytree import tree_flatten
 
 from .alternatives import Configuration
@@ -112,16 +114,17 @@ def partition(
     wanted = CutRequest(
         count,
         firsts,
-        2 * count if microbatches is None else microbatches,
-        schedule,
-        ranks=ranks,
-        split_backward=split_backward,
-        weights=weights,
-        limits=limits or Limits(),
+        ScheduleRequest(
+            schedule,
+            2 * count if microbatches is None else microbatches,
+            ranks,
+            split_backward,
+            weights,
+        ),
+        limits or Limits(),
     )
     options = StageOptions(
-        backend=backend,
-        memory=memory,
+        SplitOptions(backend, memory),
         autocast=autocast,
         loss_fn=None if targets is None else loss_fn,
         targets=targets,
@@ -191,14 +194,14 @@ def _plan(whole: WholeModel, wanted: CutRequest, found: Solution, options: Stage
     one = Configuration(
         wanted.stages,
         len(found.schedule.ranks),
-        wanted.microbatches,
+        wanted.schedule.microbatches,
         _samples(whole),
-        wanted.name,
+        wanted.schedule.name,
         not found.schedule.split_backward,
-        options.memory,
+        options.split.memory,
         found,
     )
-    plan = make_plan(one, made_for(whole), wanted.limits, backend=options.backend)
+    plan = make_plan(one, made_for(whole), wanted.limits, backend=options.split.backend)
     return plan.bound_to(whole)
 
 

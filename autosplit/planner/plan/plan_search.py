@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from autosplit.dump.tables import size_text
 from autosplit.errors import PlanError, ScheduleError
 from autosplit.pipeline.builders.build import SCHEDULES
+from autosplit.pipeline.builders.schedule_request import AUTO, ScheduleRequest
 from autosplit.pipeline.search.search import search as search_schedule
 from autosplit.pipeline.simulation.activation_memory import peak_memory
 from autosplit.pipeline.simulation.simulate import simulate
@@ -24,7 +25,6 @@ CostsOf = Callable[[int, str | int], ModelCosts]
 """The costs of the model for microbatches of so many samples under a memory setting."""
 
 MEMORY = ("balanced", "fast", "lean")
-AUTO = "auto"
 _PER_DEVICE = (1, 2, 4)  # microbatches for each device, where their number is open
 _CHUNKS = (2, 3, 4)  # stages a rank, where a schedule leaves that open
 _REFINED = 6  # of the best configurations, whose cuts are worked on
@@ -110,10 +110,9 @@ def _filled(
         solution = solve(
             costs,
             blank.stages,
-            blank.microbatches,
-            blank.schedule,
-            ranks=blank.ranks,
-            split_backward=not blank.fused,
+            ScheduleRequest(
+                blank.schedule, blank.microbatches, blank.ranks, split_backward=not blank.fused
+            ),
             limits=limits,
             refine=refine,
         )

@@ -10,6 +10,7 @@ from autosplit.planner.costs.profile import profile
 from autosplit.planner.costs.timing import Rounds, error
 from autosplit.planner.model.block_instance import StageOptions, prepare
 from autosplit.planner.model.captured_model import WholeModel
+from autosplit.runtime.split_options import SplitOptions
 from tests.planner.chains import Chain, Mlp
 
 X = torch.zeros(4, 16)
@@ -62,8 +63,8 @@ def test_the_loss_belongs_to_the_last_block() -> None:
 
 def test_options_reach_the_stages() -> None:
     chain = Chain([nn.Linear(16, 32), nn.Sequential(nn.GELU(), nn.Linear(32, 32), nn.GELU())], X)
-    plain = prepare(chain, 1, 2, StageOptions(memory="fast")).stage
-    lean = prepare(chain, 1, 2, StageOptions(memory=600)).stage
+    plain = prepare(chain, 1, 2, StageOptions(SplitOptions(memory="fast"))).stage
+    lean = prepare(chain, 1, 2, StageOptions(SplitOptions(memory=600))).stage
     half = prepare(chain, 1, 2, StageOptions(autocast=torch.bfloat16)).stage
     assert footprint(lean)[1] < footprint(plain)[1]
     assert half.output_specs[0][1] is torch.bfloat16

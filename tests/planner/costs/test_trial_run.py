@@ -13,10 +13,10 @@ from autosplit.pipeline import PipelineTrainer, build
 from autosplit.planner.costs.block_costs import BlockCost, ModelCosts
 from autosplit.planner.costs.trial_run import TrialRun, can_run_trial, rehearse, trial_steps
 from autosplit.planner.cuts.refine import corrected, refine_by_trial_runs
-from autosplit.planner.cuts.solve import Solution, solve
+from autosplit.planner.cuts.solve import Solution
 from autosplit.planner.model.block_instance import StageOptions
 from autosplit.planner.model.captured_model import WholeModel
-from tests.planner.planned import even
+from tests.planner.planned import even, solved
 from tests.planner.planned_models import loss, net, tokens
 
 PLANNED = [(1.0, 0.0, 2.0), (1.0, 1.0, 1.0)]
@@ -139,7 +139,7 @@ def _settled(slow: dict[int, float], rounds: int = 4) -> tuple[Solution, list[tu
         times = (true.stage(0, first).times, true.stage(first, 8).times)
         return TrialRun(times, 4 * max(map(sum, times)))
 
-    found = refine_by_trial_runs(costs, lambda known: solve(known, 2, 4), truth, rounds=rounds)
+    found = refine_by_trial_runs(costs, lambda known: solved(known, 2, 4), truth, rounds=rounds)
     return found.solution, tried
 
 

@@ -9,7 +9,6 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from autosplit.backends.compiled_graph import check_backend
 from autosplit.dump.boundary import crossings, total_bytes
 from autosplit.errors import PipelineError
 from autosplit.passes import Kind
@@ -18,8 +17,8 @@ from autosplit.pipeline.engine.messages.stage_ports import Receive, arguments
 from autosplit.pipeline.schedule.action import ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
-from autosplit.runtime.build import check_memory
 from autosplit.runtime.gradient_accumulation import Accumulation
+from autosplit.runtime.split_options import SplitOptions
 from autosplit.stage import Stage
 
 from .executor import BackwardStage
@@ -81,8 +80,7 @@ def split_stage(
             or a ``grad_dtype`` that is not floating-point.
         PipelineError: an accumulation without effect in a pipeline.
     """
-    check_backend(backend)
-    check_memory(memory)
+    SplitOptions(backend, memory, late_input)
     if Accumulation(accumulation, grad_dtype).concatenated:
         raise PipelineError(
             f"accumulation={accumulation!r} is for weight gradients of several microbatches in "
