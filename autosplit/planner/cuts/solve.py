@@ -99,8 +99,9 @@ def solve(
         raise CapError(
             f"no cuts into {stages} stages for {request.name!r} with "
             f"{request.microbatches} microbatches fit under a cap of {limits.cap:,.0f} bytes a "
-            f"rank; the least cap that does is {least:,.0f}: raise the cap, or use more ranks, smaller microbatches, another memory "
-            "setting, or a schedule that keeps fewer microbatches",
+            f"rank; the least cap that does is {least:,.0f}: raise the cap, or use more ranks, "
+            "smaller microbatches, another memory setting, or a schedule that keeps fewer "
+            "microbatches",
             least,
         )
     return _solution(search, best, limits.links)
