@@ -20,6 +20,7 @@ from autosplit.passes import Kind, Role, SplitGraphs
 from autosplit.passes.analysis.symbolic_sizes import is_size
 from autosplit.passes.graph import STATE, inputs, outputs
 from autosplit.passes.lowering.donation import donatable, donate
+from autosplit.passes.lowering.lent_memory import lent
 
 from .autocast_guard import AutocastGuard
 from .backward_graphs import BackwardGraphs
@@ -168,6 +169,19 @@ class SplitFunctions:
         return {name: TensorSpec.of(v) for name, v in values.items() if isinstance(v, Tensor)}
 
     @cached_property
+    def lent(self) -> list[tuple[int, int | None]]:
+        """Places of what I leaves for W in memory of whoever calls, each with the place of the
+        input that it lies in, or None for one in an incoming gradient.
+        """
+        lenders = lent(self.graphs)
+        if not lenders:
+            return []
+        places = {name: at for at, name in enumerate(self.capture.inputs)}
+        roles = enumerate(self._backward.input_half.handed)
+        found = [(at, lenders[role]) for at, role in roles if role in lenders]
+        return [(at, places.get(r.name) if r.kind is Kind.INPUT else None) for at, r in found]
+
+    @cached_property
     def borrowed(self) -> list[bool]:
         """Which of ``parameter_names`` have a gradient that is not a tensor of its own."""
         return [name in self.dependence.borrowed for name in self.parameter_names]
@@ -221,7 +235,7 @@ class SplitFunctions:
         deferred = results[half.inputs :]
         del results[half.inputs :]
         kept = tuple([read[at] for at in half.read_at])
-        return results, Handover(half.names, deferred, kept, half.constants), early
+        return results, Handover(half.names, deferred, kept, half.constants, late=True), early
 
     def backward_weight(
         self,
