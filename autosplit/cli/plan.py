@@ -88,6 +88,7 @@ def plan(
         plan_table,
         refused_table,
         search_table,
+        source_line,
     )
 
     from .planning import plan_factory, write_summary
@@ -101,7 +102,9 @@ def plan(
     if refused:
         click.echo("\n" + refused)
     click.echo("\n" + plan_table(found.plan))
-    click.echo("\nstep and stages: " + ("rehearsed" if found.rehearsed else "from blocks"))
+    click.echo(
+        "\n" + source_line(found.plan, rehearsed=found.rehearsed, estimated=options["estimate"])
+    )
     files = []
     if output:
         found.plan.save(output)

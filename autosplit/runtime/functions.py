@@ -26,6 +26,7 @@ from .autocast_guard import AutocastGuard
 from .backward_graphs import BackwardGraphs
 from .gradient_accumulation import EXACT, Accumulation
 from .gradient_dependence import Dependence
+from .gradient_graphs import Call
 from .saved_tensors import Handover, State, TensorSpec
 from .weight_slices import SlicedWeight
 
@@ -123,7 +124,7 @@ class SplitFunctions:
 
     def compile(
         self,
-        calls: Iterable[str] = ("backward_input", "backward_weight"),
+        calls: Iterable[Call] = ("backward_input", "backward_weight"),
         accumulation: Accumulation = EXACT,
         *,
         slices: int = 1,
@@ -132,7 +133,8 @@ class SplitFunctions:
 
         Args:
             calls: names of methods, in the order of one step: the first of a kind makes
-                gradients, later ones add to them.
+                gradients, later ones add to them. ``("backward_weight", 4)`` is W of four
+                microbatches in one call.
             accumulation: how they add.
             slices: into how many parts W will be run.
 
