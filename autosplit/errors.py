@@ -16,7 +16,15 @@ class AutosplitError(Exception):
 
 
 class CaptureError(AutosplitError):
-    """A module could not be traced into one joint forward/backward graph."""
+    """A module could not be traced into one joint forward/backward graph.
+
+    Attributes:
+        because: why, and what to do, in a line, for those who go on without that graph.
+    """
+
+    def __init__(self, message: str = "", *, because: str = "") -> None:
+        super().__init__(message)
+        self.because = because or message
 
 
 class FailingCallError(CaptureError):
@@ -61,6 +69,7 @@ class DeferralWarning(UserWarning):
         if share >= _ENOUGH:
             return False
         text = f"{name}: {share:.0%} of the weight gradients wait for backward_weight(), because "
+        because = because.rstrip().removesuffix(".")
         warnings.warn(f"{text}{because}. Results are right; report() says more", cls, stacklevel=3)
         return True
 

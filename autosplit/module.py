@@ -12,8 +12,9 @@ from torch import nn
 
 from autosplit.autograd.deferred_backward import Deferred
 from autosplit.autograd.delivery import Delivery
-from autosplit.autograd.function import Root, Split, run_forward
+from autosplit.autograd.function import Root, run_forward, run_split
 from autosplit.autograd.module_proxy import Face, Forward
+from autosplit.autograd.parameter_hooks import hooks_text
 from autosplit.autograd.pending_queue import Backlog, checked
 from autosplit.dump.dump import dump
 from autosplit.dump.tables import report
@@ -65,13 +66,15 @@ class SplitModule(Face):
     ``.grad`` of each parameter holds a lazy gradient. Whatever first uses one (clipping, a
     scaler, an optimizer's step) has everything computed that is pending; ``backward_weight()``
     is for choosing when. Where ``.grad`` is set to None, zeroed or replaced, what was pending for
-    it is dropped, and with the last one of a microbatch its memory. Hooks on parameters fire when
-    gradients are computed. A step compiled with ``fullgraph=True`` cannot wait for that: call
-    ``backward_weight()`` before it, and before what reads memory that ``.grad`` shares. Where no
+    it is dropped, and with the last one of a microbatch its memory. Where a hook waits for a
+    parameter's gradient, ``backward()`` computes weight gradients too, as an optimizer may step in
+    it; ``report()`` names such parameters. A step compiled with ``fullgraph=True`` cannot have
+    gradients computed: call ``backward_weight()`` before it, and before what reads memory that
+    ``.grad`` shares. Where no
     input needs a gradient, ``backward()`` computes the derivatives down to the earliest parameters.
     ``torch.autograd.grad`` and ``backward(inputs=...)`` leave nothing pending: they ask for input
-    gradients only, and parameters cannot be asked for in this way. Parameters that are computed
-    (``torch.func.functional_call``) get their gradients at once.
+    gradients only; asked for parameters they raise ``SplitError`` (see docs/limitations.md).
+    Parameters that are computed (``torch.func.functional_call``) get their gradients at once.
 
     A graph is captured for each combination of input structure, shapes, dtypes, devices and
     ``requires_grad``, of values of numbers and strings, and of everything else that the forward
@@ -197,11 +200,10 @@ class SplitModule(Face):
         if functions.updated_inputs:
             refuse_overlap(functions, leaves, state)
         if functions.tangent_specs:
-            root = self._root
-            given = [functions, state, root.anchor, *leaves]
-            if together:
-                given += [state[name] for name in functions.parameter_names]
-            outputs = list(Split.apply(root, *given))  # type: ignore[no-untyped-call]
+            if not together and self._root.deliver.leaves(functions, state).watched():
+                together = True  # hooks fire in backward(): an optimizer may step in one
+                self.backward_weight()
+            outputs = run_split(self._root, functions, state, leaves, together)
         else:
             with torch.no_grad():
                 outputs = run_forward(functions, state, list(leaves)).outputs
@@ -239,7 +241,7 @@ class SplitModule(Face):
 
         Raises:
             SplitError: fewer than asked for are pending; something that W needs was written in
-                place since; a parameter was frozen; or another thread computes them, and this is
+                place since; or another thread computes them, and this is
                 inside a ``backward()``.
         """
         partial = self._partial
@@ -319,7 +321,8 @@ class SplitModule(Face):
         ]
         if unsplit and not self._graphs.captured:
             return "\n\n".join(unsplit)
-        return "\n\n".join([report(self._graphs.latest, name), *unsplit])
+        hooks = hooks_text(self.model.named_parameters())
+        return "\n\n".join([report(self._graphs.latest, name), *hooks, *unsplit])
 
     def dump(self, folder: str | os.PathLike[str]) -> None:
         """Write the latest graphs as readable, runnable code, with boundary and drawing.
@@ -359,7 +362,8 @@ class SplitModule(Face):
             )
             raise error
         if self._partial is None:
-            self.__dict__["_partial"] = self._by_graphs(str(error))
+            because = error.because if isinstance(error, CaptureError) else str(error)
+            self.__dict__["_partial"] = self._by_graphs(str(error), because)
             self.__dict__["_doubt"] = error
         self.__dict__["_tries_again"] = False
         partial: Partial = self.__dict__["_partial"]
@@ -385,10 +389,10 @@ class SplitModule(Face):
         self.__dict__["_tries_again"] = outside or before.differs
         return result
 
-    def _by_graphs(self, reason: str) -> Partial:
+    def _by_graphs(self, reason: str, because: str = "") -> Partial:
         from autosplit.dynamo.partial_model import Partial  # Dynamo takes over a second to import
 
-        return Partial(self.model, self._options.backend, reason)
+        return Partial(self.model, self._options.backend, reason, because)
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key not in _TRANSIENT}

@@ -14,6 +14,7 @@ from autosplit.runtime.build import trace, without_history
 from autosplit.runtime.call_signature import Signature
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.gradient_accumulation import Accumulation
+from autosplit.runtime.gradient_graphs import Call
 from autosplit.runtime.in_flight import Flight, Flights, WaitingWeights
 from autosplit.runtime.saved_tensors import TensorSpec
 from autosplit.runtime.specialization_cache import Graphs
@@ -199,6 +200,21 @@ class Stage:
             else:
                 self._weights.run_slice(microbatch, slice)
 
+    @property
+    def joins_weights(self) -> bool:
+        """Whether ``backward_weight`` of several microbatches may be one call."""
+        weights = self._weights
+        asked = weights.sums.accumulation.concatenated and weights.slices == 1
+        return asked and not self.functions.defers_numbers
+
+    def weight_calls(self, microbatches: Sequence[int]) -> list[list[int]]:
+        """The microbatches of each call that ``backward_weight`` of these makes, in order.
+
+        Raises:
+            SplitError: a microbatch has nothing deferred, or is named twice.
+        """
+        return self._weights.calls(microbatches)
+
     def backward(self, microbatch: int, output_grads: list[Tensor | None]) -> list[Tensor | None]:
         """B: I and W in one unsplit call; empties ``output_grads``.
 
@@ -215,13 +231,14 @@ class Stage:
                 sums.add(names, gradients, functions.dependence.borrowed)
         return grads
 
-    def compile(self, calls: Iterable[str] = ("backward_input", "backward_weight") * 2) -> None:
+    def compile(self, calls: Iterable[Call] = ("backward_input", "backward_weight") * 2) -> None:
         """Compile now, rather than when it is first needed, what these calls run, and no more.
 
         Args:
             calls: names of this class's methods, in the order of one step, which begins without
                 gradients: later calls add to those that earlier ones made, which a backend may
                 have to compile another form of a graph for. Two microbatches, split, if not said.
+                ``("backward_weight", 4)`` is W of four microbatches in one call.
 
         Raises:
             SplitError: an unknown call; lists the known ones.

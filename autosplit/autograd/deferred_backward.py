@@ -23,8 +23,6 @@ class Deferred:
         skipped: parameters that get no gradient: no output that they are in took part, or the
             gradient that theirs would be a part of is gone.
         backward: number of the backward, told by the autograd engine.
-        retained: whether that backward has ``retain_graph=True``: parameters that are computed
-            (``torch.func.functional_call``) have a graph of their own.
     """
 
     functions: SplitFunctions
@@ -33,7 +31,6 @@ class Deferred:
     state: State
     skipped: frozenset[str]
     backward: int
-    retained: bool
 
     @property
     def tensors(self) -> Sequence[Tensor]:

@@ -13,11 +13,12 @@ from torch.autograd.graph import increment_version
 
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.gradient_accumulation import Accumulation
+from autosplit.runtime.saved_tensors import State
 from autosplit.torch_internals.accumulate_grad import Leaves, add_gradients
 from autosplit.torch_internals.backward_task import without_autocast
 
 from .deferred_backward import Deferred
-from .freeze_guard import refuse_frozen
+from .frozen_parameters import thawed
 from .inplace_accumulation import addable
 
 
@@ -44,7 +45,7 @@ class Delivery:
         """Compute and deliver what one ``backward()`` left, or several as one sum.
 
         Raises:
-            SplitError: something deferred was written in place since I, or a parameter was frozen.
+            SplitError: something deferred was written in place since I.
         """
         leaves = self._unnoticed(works)
         if leaves is None:
@@ -87,19 +88,20 @@ class Delivery:
         work = works[0]
         if len(works) > 1 or work.skipped or not work.functions.dependence.dense:
             return None
-        leaves = self._leaves_of(work)
+        leaves = self.leaves(work.functions, work.state)
         return leaves if leaves.unnoticed() else None
+
+    def leaves(self, functions: SplitFunctions, state: State) -> Leaves:
+        """The parameters of a graph."""
+        parameters = [state[name] for name in functions.parameter_names]
+        leaves = self._leaves.get(functions)
+        if leaves is None or not leaves.are(parameters):
+            leaves = self._leaves[functions] = Leaves(parameters)
+        return leaves
 
     def forget(self) -> None:
         """Hold no parameters and no nodes of theirs any more."""
         self._leaves.clear()
-
-    def _leaves_of(self, work: Deferred) -> Leaves:
-        parameters = [work.state[name] for name in work.functions.parameter_names]
-        leaves = self._leaves.get(work.functions)
-        if leaves is None or not leaves.are(parameters):
-            leaves = self._leaves[work.functions] = Leaves(parameters)
-        return leaves
 
     def _add(self, works: Sequence[Deferred], leaves: Leaves) -> None:
         """One microbatch, or several in one W."""
@@ -179,16 +181,14 @@ def _through_autograd(works: Sequence[Deferred]) -> None:
     """In one pass of the engine: a parameter that several of the works have a gradient for gets
     one sum, and its hooks fire once.
     """
-    refuse_frozen(pair for work in works for pair in work.named_parameters())
     roots = []
-    with torch.enable_grad():
+    with torch.enable_grad(), thawed(each for work in works for each in work.parameters):
         # The engine runs the newest node first: gradients add up in the order of the works.
         for work in reversed(works):
-            parameters = [parameter for _, parameter in work.named_parameters()]
-            if parameters:
-                roots.append(_Deliver.apply(work, *parameters))  # type: ignore[no-untyped-call]
-    if roots:
-        torch.autograd.backward(roots, retain_graph=any(work.retained for work in works))
+            if work.parameters:
+                roots.append(_Deliver.apply(work, *work.parameters))  # type: ignore[no-untyped-call]
+        if roots:
+            torch.autograd.backward(roots)
 
 
 class _Deliver(torch.autograd.Function):

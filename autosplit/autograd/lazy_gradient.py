@@ -7,11 +7,11 @@ its values has everything computed that the gradient waits for, and then gets th
 from __future__ import annotations
 
 import enum
-import sys
 import weakref
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from sys import getrefcount
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -27,6 +27,7 @@ from autosplit.torch_internals.accumulate_grad import (
     tensor_users,
     wrapper,
 )
+from autosplit.torch_internals.backward_task import in_transform
 from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten
 from autosplit.torch_internals.tracing import in_compiler
 
@@ -53,9 +54,11 @@ class State(enum.Enum):
     IDLE = enum.auto()
     ARMED = enum.auto()
     COMPUTING = enum.auto()  # ``.grad`` is the sum so far
+    USED = enum.auto()  # idle, and the lazy gradient means the real one to whoever holds it
 
 
-IDLE, ARMED, COMPUTING = State  # looked up in an enumeration, they take longer than all the rest
+# Looked up in an enumeration, they take longer than all the rest.
+IDLE, ARMED, COMPUTING, USED = State
 
 
 class Slot:
@@ -164,6 +167,14 @@ class Slot:
         """Whoever holds the lazy gradient keeps it; the next one is another."""
         self.lazy, self.ref = None, _nobody
 
+    def reuse(self) -> None:
+        """Keep the lazy gradient for the next step, unless somebody still holds it."""
+        self.state = IDLE
+        if self.held():
+            self.forget()
+        elif self.lazy is not None:
+            self.lazy._real = None
+
     def disarm(self) -> None:
         """Nothing is pending any more."""
         self.state = IDLE
@@ -173,7 +184,7 @@ class Slot:
         """Whether somebody holds the lazy gradient, which is not in ``.grad``."""
         if self.lazy is None:
             return self.ref() is not None
-        return _references(self) > _OURS or tensor_users(self.lazy) > 1
+        return getrefcount(self.lazy) > OURS or tensor_users(self.lazy) > 1
 
     def compute(self) -> None:
         """Have all sources compute what is pending.
@@ -182,7 +193,8 @@ class Slot:
             SplitError: a part is lost.
         """
         _refuse_failed(self)
-        if in_compiler():  # what tracing set up for this thread is not meant for W
+        # What tracing and torch.func set up for this thread is not meant for W.
+        if in_compiler() or in_transform():
             with ThreadPoolExecutor(1) as pool:
                 pool.submit(self._compute).result()
         else:
@@ -300,13 +312,9 @@ class LazyGradient(Tensor):
         return self._real
 
 
-def _references(slot: Any) -> int:
-    """How many names Python has for the slot's lazy gradient, and for what it takes to count."""
-    lazy = slot.lazy
-    return sys.getrefcount(lazy)
-
-
-_OURS = _references(SimpleNamespace(lazy=object()))
+_slot = SimpleNamespace(lazy=object())
+OURS = getrefcount(_slot.lazy)
+"""How many references Python has to what is only a slot's, its being counted included."""
 
 
 def _refuse_failed(slot: Slot) -> None:

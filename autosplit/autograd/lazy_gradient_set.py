@@ -5,11 +5,14 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
+from sys import getrefcount
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from .lazy_gradient import ARMED, COMPUTING, IDLE, LazyGradient, Slot, Source
+from autosplit.torch_internals.accumulate_grad import tensor_users
+
+from .lazy_gradient import ARMED, COMPUTING, IDLE, OURS, USED, LazyGradient, Slot, Source
 
 _ATTRIBUTE = "_autosplit_pending"
 _FEW = 64
@@ -53,7 +56,7 @@ class LazyGradients:
         self._owner = weakref.ref(owner)
         self._slots: dict[int, Slot] = {}
         self._limit = _FEW
-        self._used: list[tuple[Slot, LazyGradient]] = []
+        self._used: list[Slot] = []
         self._keepers: list[weakref.ref[Tensor]] = []
         self._hidden: list[Slot] = []
         self._hiding = 0
@@ -97,17 +100,28 @@ class LazyGradients:
         if owner is None:
             return None
         self.reclaim()
-        slots, sources = self._slots, (owner,)
+        known, sources, hiding = self._slots.get, (owner,), self._hiding
         slot: Slot | None = None
         for parameter in parameters:
-            slot = slots.get(id(parameter))
+            slot = known(id(parameter))
             if slot is None or slot.parameter() is not parameter:
                 slot = self._slot(parameter)
+            if slot.state is IDLE and slot.lazy is not None and not hiding:  # as a rule: no calls
+                grad = parameter.grad
+                if type(grad) is not LazyGradient:
+                    slot.sources, slot.dense, slot.base, slot.state = sources, dense, grad, ARMED
+                    try:
+                        parameter.grad = slot.lazy
+                    except RuntimeError:
+                        slot.arm(parameter, grad)
+                    continue
+            if slot.state is USED:  # by another owner
+                slot.reuse()
             if slot.state is ARMED and not slot.installed(parameter):
                 self.sweep()
                 if slot.state is ARMED:
                     return slot
-            if self._hiding:
+            if hiding:
                 self._hide(slot)
             if slot.state is IDLE:
                 grad = parameter.grad
@@ -128,25 +142,15 @@ class LazyGradients:
         """Drop what is pending for every gradient that is gone, and let ``.grad`` of the others be
         what gradients are added to.
         """
-        lifted: list[Slot] = []
-        gone: list[Slot] = []
-        for slot in self._slots.values():
-            if slot.state is not ARMED:
-                continue
-            parameter = slot.parameter()
-            if parameter is not None and slot.installed(parameter):
-                slot.aside = None
-            elif parameter is not None and slot.failure is None and slot.held():
-                slot.aside = [parameter.grad]
-            else:
-                gone.append(slot)
-                continue
+        lifted, held = self._present()
+        for slot, parameter in held:
+            slot.aside = [parameter.grad]
+        lifted += held
+        for slot, parameter in lifted:
             slot.state = COMPUTING
-            lifted.append(slot)
             parameter.grad = slot.base
             slot.base = None
-        _drop(gone)
-        return lifted
+        return [slot for slot, _ in lifted]
 
     def discard(self) -> None:
         """Let ``.grad`` be what it was before; the owner has forgotten all works."""
@@ -169,7 +173,12 @@ class LazyGradients:
         for slot in lifted:
             if simply and len(slot.sources) == 1 and slot.aside is None and slot.failure is None:
                 slot.sources, slot.state = (), IDLE
-                if slot.held():
+                # As ``Slot.held``, without a call for each.
+                if (
+                    slot.lazy is None
+                    or getrefcount(slot.lazy) > OURS
+                    or tensor_users(slot.lazy) > 1
+                ):
                     self._hand_over(slot)
                 continue
             if failure is not None:
@@ -186,31 +195,22 @@ class LazyGradients:
 
     def reclaim(self) -> None:
         """Keep lazy gradients that were used and that nobody holds any more."""
-        while self._used:
-            slot, lazy = self._used.pop()
-            if slot.state is IDLE and slot.lazy is None:
-                slot.lazy = lazy
-                del lazy
-                if slot.held():
-                    slot.forget()
-                else:
-                    slot.lazy._real = None
-                    slot.watch(slot.lazy)
+        used, self._used = self._used, []
+        for slot in used:
+            if slot.state is not USED:
+                continue
+            # As a rule, without calls.
+            if slot.lazy is None or getrefcount(slot.lazy) > OURS or tensor_users(slot.lazy) > 1:
+                slot.reuse()
+            else:
+                slot.lazy._real = None
+                slot.state = IDLE
 
     def sweep(self) -> None:
         """Drop what is pending for every gradient that is gone."""
-        gone: list[Slot] = []
-        for slot in self._slots.values():
-            if slot.state is not ARMED:
-                continue
-            parameter = slot.parameter()
-            if parameter is not None and slot.installed(parameter):
-                continue
-            if parameter is not None and slot.failure is None and slot.held():
-                slot.lazy = None  # its end is noticed
-            else:
-                gone.append(slot)
-        _drop(gone)
+        _, held = self._present()
+        for slot, _ in held:
+            slot.lazy = None  # its end is noticed
 
     def drop(self, parameters: Collection[int]) -> None:
         """Nobody wants the gradients of these any more."""
@@ -227,6 +227,34 @@ class LazyGradients:
         self._watch(works)
         if not works:
             self._let_go()
+
+    def _present(self) -> tuple[list[tuple[Slot, Tensor]], list[tuple[Slot, Tensor]]]:
+        """Drop what is pending for every gradient that is gone.
+
+        Returns:
+            The slots of the others with their parameters: those in ``.grad``, and those that are
+            not but that somebody holds.
+        """
+        there: list[tuple[Slot, Tensor]] = []
+        held: list[tuple[Slot, Tensor]] = []
+        gone: list[Slot] = []
+        for slot in self._slots.values():
+            if slot.state is not ARMED:
+                continue
+            parameter = slot.parameter()
+            if parameter is None:
+                gone.append(slot)
+                continue
+            # One that is ending, and has this called, must not be looked at in ``.grad``.
+            kept = slot.lazy is not None
+            if (kept and parameter.grad is slot.lazy) or slot.installed(parameter):
+                there.append((slot, parameter))
+            elif slot.failure is None and slot.held():
+                held.append((slot, parameter))
+            else:
+                gone.append(slot)
+        _drop(gone)
+        return there, held
 
     def _slot(self, parameter: Tensor) -> Slot:
         """Another owner's slot, or a new one."""
@@ -266,10 +294,12 @@ class LazyGradients:
         parameter, lazy = slot.parameter(), slot.current()
         if parameter is None or lazy is None:
             return
-        lazy._real = parameter.grad
-        if slot.lazy is not None and lazy._real is not None:
-            self._used.append((slot, lazy))
-        slot.forget()
+        real = lazy._real = parameter.grad
+        if slot.lazy is not None and real is not None:
+            slot.state = USED
+            self._used.append(slot)
+        else:
+            slot.forget()
 
     def _watch(self, works: Iterable[Work]) -> None:
         """See that of each work the end of one lazy gradient is noticed."""

@@ -28,6 +28,11 @@ from torch._guards import TracingContext
 
 from autosplit.capture.workarounds.custom_functions import refuse_absent_gradients
 from autosplit.capture.workarounds.eager_settings import AS_IN_EAGER, as_eager
+from autosplit.capture.workarounds.margin_losses import (
+    refuse_unbatched,
+    right_decompositions,
+    trace_as_run,
+)
 from autosplit.capture.workarounds.recurrent_layers import divide_layers
 from autosplit.errors import CaptureError, ShardedError, SplitError
 from autosplit.passes import Kind, PassError, Role
@@ -80,9 +85,10 @@ def compile_graph(
         bw_compiler=session.backward,
         inference_compiler=session.inference,
         partition_fn=session.partition,
-        decompositions=splitter.decompositions,
+        decompositions=right_decompositions(splitter.decompositions),
     )
     divide_layers(module)
+    trace_as_run(module)
     try:
         with as_eager(module, splitter.decompositions):
             compiled: Callable[..., Any] = compiler(module, example_inputs)
@@ -165,6 +171,7 @@ def _skip_what_is_traced_wrongly(module: fx.GraphModule) -> None:
     context = TracingContext.try_get()
     try:
         refuse_absent_gradients(module, [] if context is None else context.traced_code)
+        refuse_unbatched(module)
     except CaptureError as error:
         if InstructionTranslator.current_tx().one_graph:
             raise

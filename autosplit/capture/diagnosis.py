@@ -6,11 +6,15 @@ import contextlib
 import inspect
 import logging
 from collections.abc import Iterator
+from typing import Any
 
+import torch
 from torch import nn
 from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
 
 from autosplit.errors import CaptureError, FailingCallError
+
+from .module_hooks import ModuleHook, backward_hook, forward_hook, is_torchs
 
 
 class ConstructionError(CaptureError):
@@ -34,16 +38,42 @@ def user_errors(module: nn.Module) -> Iterator[None]:
     except CaptureError:
         raise
     except Exception as error:
+        hook = backward_hook(module)
+        if hook is not None and _is_calling(error):
+            raise _hooked(module, hook) from error
         where = _user_line(error) or definition(module)
         kind = CaptureError
         if isinstance(error, TorchRuntimeError):
             kind = FailingCallError
         elif any(frame.name == "__init__" for frame in getattr(error, "real_stack", None) or ()):
             kind = ConstructionError
+        reason, advice = _reason(error), _advice(error)
         raise kind(
             f"{type(module).__name__} cannot be captured in one graph.\n"
-            f"  at {where}\n  because {_reason(error)}\n  {_advice(error)}"
+            f"  at {where}\n  because {reason}\n  {advice}",
+            because=f"{reason.partition(chr(10))[0].rstrip('.')} (at {where}). {advice}",
         ) from error
+
+
+def _is_calling(error: Exception) -> bool:
+    """Whether it was in what calls a module, hooks included, rather than in the module."""
+    stack: list[Any] = [*(getattr(error, "real_stack", None) or ())]
+    return bool(stack) and stack[-1].filename == torch.nn.modules.module.__file__
+
+
+def _hooked(module: nn.Module, hook: ModuleHook) -> CaptureError:
+    """Where a module has a backward hook, that is why."""
+    at = f" (at {hook.line})" if hook.line else ""
+    reason = f"{hook} has a backward hook{at}, which no graph holds"
+    advice = "Remove it, or split the submodules without such hooks instead of the whole"
+    if hook.owner is None:
+        advice = "Remove it, or hook into the split module"
+    elif not hook.owner:
+        advice = "Put it on the split module instead of on the model"
+    return CaptureError(
+        f"{type(module).__name__} cannot be captured in one graph: {reason}. {advice}.",
+        because=f"{reason}. {advice}",
+    )
 
 
 @contextlib.contextmanager
@@ -63,8 +93,9 @@ def _below_error(record: logging.LogRecord) -> bool:
 
 def _user_line(error: Exception) -> str:
     """``file:line`` of the innermost frame of the user's code, where Dynamo recorded it."""
-    stack = getattr(error, "real_stack", None)
-    return f"{stack[-1].filename}:{stack[-1].lineno}" if stack else ""
+    stack = getattr(error, "real_stack", None) or ()
+    own = [frame for frame in stack if not is_torchs(frame.filename)]
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
 
 
 def _advice(error: Exception) -> str:
@@ -75,15 +106,25 @@ def _advice(error: Exception) -> str:
             "The module writes into an input that shares its memory with another one; pass a "
             "clone, or one and the same tensor as both."
         )
+    if "saved_tensors_hooks" in str(error) or "save_on_cpu" in str(error):
+        return (
+            "Put these hooks around the call of the split module, or split the module that is "
+            "called under them instead of this one."
+        )
     return (
         "Write that line so that a graph can hold it (without Python that depends on tensor "
-        "values), or split the parts of the model around it separately."
+        "values or changes objects outside of the forward), or split the parts of the model "
+        "around it separately."
     )
 
 
 def definition(module: nn.Module) -> str:
+    """Where the user's code is that runs in the module's forward."""
     forward = inspect.unwrap(type(module).forward)
     try:
+        hook = forward_hook(module) if is_torchs(inspect.getsourcefile(forward) or "") else None
+        if hook is not None:
+            return f"a hook of {hook}, {hook.line}"
         return f"{inspect.getsourcefile(forward)}:{inspect.getsourcelines(forward)[1]}"
     except (OSError, TypeError):
         return f"{type(module).__module__}.{type(module).__qualname__}.forward"
@@ -94,7 +135,9 @@ def _reason(error: Exception) -> str:
     kept = [
         line.strip()
         for line in text.splitlines()
-        if line.strip() and not line.lstrip().startswith(("Hint:", "For more details", "Set TORCH"))
+        if line.strip()
+        and line.strip() not in {"Explanation:", "Developer debug context:"}
+        and not line.lstrip().startswith(("Hint:", "For more details", "Set TORCH"))
     ]
     prefix = "" if isinstance(error, TorchDynamoException) else f"{type(error).__name__}: "
     return prefix + "\n    ".join(kept[:6])

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from autosplit.capture.workarounds.margin_losses import traced_as_run
+from autosplit.capture.workarounds.margin_losses import refuse_unbatched
 from autosplit.capture.workarounds.recurrent_layers import divide_layers
 from autosplit.errors import CaptureError
 from autosplit.torch_internals.ddp_reducer import refuse_sharded
@@ -56,9 +56,10 @@ def capture_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
         ShardedError: FSDP manages the module or a part of it.
     """
     refuse_sharded(module)
-    with user_errors(module), traced_as_run(), unobserved(), torch.enable_grad():
+    with user_errors(module), unobserved(), torch.enable_grad():
         exported, _ = export(module, args, kwargs)
         divide_layers(exported)
+        refuse_unbatched(exported)
         codegen: Any = exported.graph._codegen
         values = (*args, *kwargs.values())
         given = codegen.dynamo_bytecode_flatten(*values)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from torch import fx, nn
@@ -19,7 +19,12 @@ from torch._guards import TracingContext, tracing
 
 from autosplit.capture.cache.split_graph_cache import Foreseen, Shelf
 from autosplit.capture.workarounds.eager_settings import as_eager
-from autosplit.capture.workarounds.margin_losses import traced_as_run
+from autosplit.capture.workarounds.margin_losses import (
+    Decompositions,
+    refuse_unbatched,
+    right_decompositions,
+    trace_as_run,
+)
 from autosplit.capture.workarounds.recurrent_layers import divide_layers
 from autosplit.passes import SplitGraphs
 from autosplit.torch_internals.pytree import TreeSpec, flatten_named, tree_flatten, tree_unflatten
@@ -41,8 +46,6 @@ __all__ = [
     "capture",
     "first_call_differs",
 ]
-
-Decompositions = dict[Any, Callable[..., Any]] | None
 
 _OWN_STORAGE = {OutputType.non_alias, OutputType.unsafe_view_alias}
 
@@ -96,9 +99,10 @@ def capture(
     Raises:
         CaptureError: the module cannot be traced into one graph; names the user's line.
     """
-    with user_errors(module), _same_tensors(module), traced_as_run(), unobserved():
+    with user_errors(module), _same_tensors(module), unobserved():
         exported, guards = export(module, args, kwargs, by_value=by_value)
         divide_layers(exported)
+        refuse_unbatched(exported)
         inputs = tuple(_input_name(name) for name, _ in flatten_named("", (args, kwargs)))
         foreseen = _foresee(exported, args, kwargs) if shelf else None
         key = split = None
@@ -107,6 +111,7 @@ def capture(
             split = shelf.find(key, exported.meta["fake_mode"]) if key else None
         if split and foreseen:
             return Capture(split.joint, inputs, foreseen.names, foreseen.spec, guards, split, key)
+        trace_as_run(exported)
         results = _Results(exported)
         joint = _joint(module, exported, args, kwargs, decompositions)
         aliased = [
@@ -145,6 +150,7 @@ def _joint(
     kwargs: dict[str, Any],
     decompositions: Decompositions,
 ) -> Any:
+    decompositions = right_decompositions(decompositions)
     context = exported.meta.get("tracing_context")
     if context is None:
         context = TracingContext(exported.meta["fake_mode"])

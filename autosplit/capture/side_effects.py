@@ -23,6 +23,7 @@ from autosplit.errors import CaptureError
 from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten
 
 from .diagnosis import definition, told_once
+from .module_hooks import norm_hook
 
 _SOURCE = re.compile(r"\"([LG]\['[^\"]*)\"")
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
@@ -144,9 +145,8 @@ class _Effects:
         if lasting:
             raise PythonStateError(
                 f"{type(self.module).__name__}.forward (at {definition(self.module)}) changes "
-                f"Python state, {', '.join(lasting)}, which a graph cannot repeat on every call. "
-                "Keep such state outside of the forward, or in a buffer that is written in place. "
-                "If only the first call does it, call the model once before it is split.",
+                f"Python state, {', '.join(map(_readable, lasting))}, which a graph cannot repeat "
+                f"on every call. {_advice(self.module)}",
                 inside=self._are_copied(lasting),
             )
         written = [self._find(source, self.module) for source in self._below]
@@ -201,6 +201,23 @@ class _Effects:
                 f"tensor (at {definition(self.module)}); write into it instead, as in "
                 "self.buffer.copy_(new) or self.buffer += 1"
             )
+
+
+def _advice(module: nn.Module) -> str:
+    norm = norm_hook(module)
+    if norm:
+        return f"Use torch.nn.utils.parametrizations.{norm}, which keeps such state in buffers."
+    return (
+        "Keep such state outside of the forward, or in a buffer that is written in place. "
+        "If only the first call does it, call the model once before it is split."
+    )
+
+
+def _readable(source: str) -> str:
+    """``L['self']._modules['a'].n`` -> ``self.a.n``; a global of another module keeps its name."""
+    text = re.sub(r"\._(?:modules|buffers)\['([^']*)'\]", r".\1", source)
+    text = re.sub(r"^G\['__import_([^']*)'\]", lambda m: m[1].replace("_dot_", "."), text)
+    return re.sub(r"^[LG]\['(\w+)'\]", r"\1", text)
 
 
 def _is_context(value: object) -> bool:

@@ -37,7 +37,9 @@ from .options import backend, counts, folder_to_write, json_option, names, setti
 )
 @click.option("--steps", default=20, show_default=True, help="Timed steps of each.")
 @click.option("--warmup", default=2, show_default=True, help="Steps before the timed ones.")
-@click.option("--lr", "learning_rate", default=1e-3, show_default=True, help="AdamW's.")
+@click.option(
+    "--lr", "learning_rate", default=1e-3, show_default=True, help="Learning rate of AdamW."
+)
 @click.option("--threads", default=1, show_default=True, help="Torch threads of each process.")
 @click.option("--timeout", default=120.0, show_default=True, help="Seconds to wait for a rank.")
 @folder_to_write(

@@ -125,6 +125,7 @@ def plan(
         plan_table,
         refused_table,
         search_table,
+        source_line,
     )
 
     from .planning import plan_factory, write_summary
@@ -138,7 +139,9 @@ def plan(
     if refused:
         click.echo("\n" + refused)
     click.echo("\n" + plan_table(found.plan))
-    click.echo("\nstep and stages: " + ("rehearsed" if found.rehearsed else "from blocks"))
+    click.echo(
+        "\n" + source_line(found.plan, rehearsed=found.rehearsed, estimated=options["estimate"])
+    )
     files = []
     if output:
         found.plan.save(output)

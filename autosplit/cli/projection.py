@@ -68,12 +68,14 @@ def project(
 
 
 def choose(found: Survey, name: str | None) -> Entry:
-    """The shortest step, of the schedule ``name`` if it is given.
+    """The shortest step within the cap, or of the schedule ``name`` if it is given.
 
     Raises:
         ScheduleError: no such schedule was simulated.
     """
-    entries = [entry for entry in found.entries if name in (None, entry.name)]
+    entries = [entry for entry in found.entries if name == entry.name]
+    if name is None:
+        entries = found.fitting
     if not entries:
         known = ", ".join(dict.fromkeys(entry.name for entry in found.entries))
         raise ScheduleError(

@@ -95,6 +95,18 @@ def boundary_table(rows: list[Crossing], style: str) -> str:
     return tabulate(table, headers, tablefmt=style, colalign=align, disable_numparse=True)
 
 
+def _giga(count: int) -> str:
+    """Billions; in powers of ten where they would read as none."""
+    value = count / 1e9
+    return f"{value:.3f}" if value >= 5e-4 or not count else f"{value:.1e}"
+
+
+def milliseconds(seconds: float) -> str:
+    """The number of milliseconds, in three digits where it is small."""
+    value = 1e3 * seconds
+    return f"{value:,.1f}" if value >= 10.0 or value == 0.0 else f"{value:.3g}"
+
+
 def size_text(count: int) -> str:
     """``1.50 MiB``; bytes below 1 KiB as they are."""
     units = ["KiB", "MiB", "GiB"]
@@ -121,7 +133,7 @@ def _graph_row(module: fx.GraphModule) -> list[str]:
     return [
         str(len(nodes) - views),
         str(views),
-        f"{graph_flops(graph) / 1e9:.3f}",
+        _giga(graph_flops(graph)),
         size_text(distinct_bytes(list(state.values()))),
         size_text(distinct_bytes(other)),
         size_text(distinct_bytes(results)),

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from autosplit.torch_internals.running_backward import output_shape
+from autosplit.torch_internals.running_backward import is_tie, leaf_of, output_shape
 
 from .compiled_call import call_of
 from .graph_outcome import Part
@@ -65,9 +65,11 @@ class History:
         stop = {each.grad_fn for each in inputs}
         known = {part.node: products for part in parts if (products := Products.of(part))}
         for node in _nodes([each.grad_fn for each in outputs], stop):
+            if is_tie(node):
+                continue
             found: dict[int, nn.Parameter] = {}
             for index, (operand, result) in enumerate(node.next_functions):
-                call = call_of(getattr(operand, "variable", None))
+                call = call_of(leaf_of(operand, result))
                 if call is not None:
                     history.deferred.add(call[0].parameters[call[1]])
                 parameter = _weight(operand, result, known)
@@ -109,7 +111,7 @@ def _weight(node: Any, result: int, known: Mapping[Any, Products]) -> nn.Paramet
 
 def _source(node: Any, result: int, known: Mapping[Any, Products]) -> nn.Parameter | None:
     """The parameter that a compiled graph gets here, under whatever leaf."""
-    call = call_of(getattr(node, "variable", None))
+    call = call_of(leaf_of(node, result))
     return _weight(node, result, known) if call is None else call[0].parameters[call[1]]
 
 

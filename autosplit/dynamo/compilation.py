@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, fx, nn
 
+from autosplit.autograd.parameter_request import refuse_asking, sample
 from autosplit.backends.compiled_graph import Boxed, backend_named, hand_over, prepare
 from autosplit.backends.compiled_graph import compile_graph as compile_split
 from autosplit.capture.aot_convention import AotGraphs
@@ -24,12 +26,17 @@ from autosplit.capture.aot_session import (
 from autosplit.errors import SplitError
 from autosplit.passes import Kind, Role
 from autosplit.passes.graph import GRADIENT, inputs, outputs
+from autosplit.passes.lowering.lent_memory import lent
 from autosplit.runtime.autocast_guard import AutocastGuard
 from autosplit.runtime.gradient_dependence import gradient_sources
+from autosplit.runtime.saved_tensors import is_shared
+from autosplit.torch_internals.accumulate_grad import watched
+from autosplit.torch_internals.distributed import data_parallel
 from autosplit.torch_internals.running_backward import (
     RunningBackward,
     compiled_node,
     running_backward,
+    stand_ins,
     watch_gradients,
 )
 
@@ -55,8 +62,13 @@ class Owner(Protocol):
     def compiled(self, part: Part) -> None:
         """A graph was compiled."""
 
-    def entered(self, part: Part) -> Token:
-        """A graph is called in a forward; what is returned comes back with its work."""
+    def entered(self, part: Part, parameters: Sequence[nn.Parameter]) -> Token:
+        """A graph is called in a forward; what is returned comes back with its work.
+
+        Args:
+            part: the graph.
+            parameters: those whose gradients would wait.
+        """
 
     def deferred(self, work: Work, token: Any) -> None:
         """The backward of a graph has left work."""
@@ -77,6 +89,7 @@ class Compilation:
         self._frozen = frozen_parameters(example_inputs)
         self._split: _SplitBackward | None = None
         roles = _roles(input_sources(module), example_inputs, owner)
+        self._names = {role.name: index for index, role in enumerate(roles)}
         self._part = Part(module, [role.name for role in roles if role.kind is Kind.PARAMETER])
         splitter = Splitter(
             compile=self._compile,
@@ -90,14 +103,21 @@ class Compilation:
 
     def __call__(self, *args: Any) -> Any:
         refuse_thawed(args, self._frozen)
-        token = self._owner.entered(self._part)
+        indices = self._split.parameters if self._split is not None else ()
+        parameters = {index: args[index] for index in indices}
+        token = self._owner.entered(self._part, [*parameters.values()])
         if self._split is None:
             return self._known(self._run(*args))
-        call = Call({index: args[index] for index in self._split.parameters}, token)
+        call = Call(
+            parameters,
+            token,
+            frozenset(index for index in self._split.lenders if _is_batch(args[index])),
+        )
         given = list(args)
         if not token.whole:
             for index in call.parameters:
                 given[index] = call.leaf(index)
+            _tie(given, call)
         results = self._run(*given)
         self._split.watch(call, results)
         return self._known(results)
@@ -118,7 +138,7 @@ class Compilation:
         self._part.graphs = aot.graphs
         if aot.parameters and aot.graphs.backward_weight is not None:
             weight = WeightGraph(aot.graphs.backward_weight, self._backend)
-            self._split = _SplitBackward(aot, backward, weight, self._owner)
+            self._split = _SplitBackward(aot, backward, weight, self._owner, self._names)
             backward = self._split
         return forward.call, backward
 
@@ -135,9 +155,18 @@ class _SplitBackward:
     """
 
     def __init__(
-        self, aot: AotGraphs, backward_input: Boxed, weight: WeightGraph, owner: Owner
+        self,
+        aot: AotGraphs,
+        backward_input: Boxed,
+        weight: WeightGraph,
+        owner: Owner,
+        places: Mapping[str, int],
     ) -> None:
+        """``places``: name of an input -> its index."""
         self.parameters = aot.parameters
+        # What W holds of inputs (their index) and of gradients of outputs (None).
+        self._lent = {role: places.get(lender.name) for role, lender in lent(aot.graphs).items()}
+        self.lenders = {index for index in self._lent.values() if index is not None}
         self._backward_input = backward_input
         self._weight = weight
         self._owner = owner
@@ -184,13 +213,45 @@ class _SplitBackward:
         targets = {
             self.parameters[index]: weakref.ref(call.parameters[index])
             for index in wanted
-            if not self._is_absent(self.parameters[index], call)
+            if call.parameters[index].requires_grad  # frozen since the forward: as autograd does
+            and not self._is_absent(self.parameters[index], call)
         }
-        if targets:
-            numbers = {"backward": running.number, "sequence": running.sequence}
-            self._owner.deferred(Work.of(self._weight, values, targets, **numbers), call.token)
+        tied = [found[1] for leaf in running.tied if (found := call_of(leaf)) is not None]
+        if targets and watched([call.parameters[index] for index in tied]):
+            self._all_now(values, results, targets, {self.parameters[index] for index in tied})
+        elif targets:
+            work = Work.of(
+                self._weight,
+                values,
+                targets,
+                backward=running.number,
+                sequence=running.sequence,
+                lent=[
+                    r for r, at in self._lent.items() if at in call.batch or is_shared(values[r])
+                ],
+            )
+            self._owner.deferred(work, call.token)
         pairs = zip(self._slots, results, strict=True)
         return [None if self._is_absent(role.name, call) else grad for role, grad in pairs]
+
+    def _all_now(
+        self,
+        values: dict[Role, Any],
+        results: list[Any],
+        targets: Mapping[str, weakref.ref[nn.Parameter]],
+        tied: Collection[str],
+    ) -> None:
+        """W at once, for hooks that came between the forward and the backward: the engine calls
+        those of ``tied`` parameters now, whose gradients go into ``results``.
+        """
+        found = self._weight.run(values)
+        for at, role in enumerate(self._slots):
+            if role.name in tied and role.name in targets:
+                results[at] = found.pop(role.name)
+        rest = [(targets[name](), grad) for name, grad in found.items() if name in targets]
+        alive = [(parameter, grad) for parameter, grad in rest if parameter is not None]
+        if alive:
+            torch.autograd.backward([each for each, _ in alive], [grad for _, grad in alive])
 
     def _all(self, args: list[Any], call: Call) -> list[Any]:
         """I and W: the parameters themselves wait for their gradients."""
@@ -210,6 +271,8 @@ class _SplitBackward:
                 "create_graph=True: a split backward cannot be differentiated again; run the "
                 "model without autosplit where double backward is needed"
             )
+        if running.asked:
+            refuse_asking()
         found = [(call_of(leaf), wanted) for leaf, wanted in running.leaves]
         ours = [(*each, wanted) for each, wanted in found if each is not None]
         if not ours:
@@ -222,6 +285,24 @@ class _SplitBackward:
     def _is_absent(self, name: str, call: Call) -> bool:
         sources = self._sources.get(name)
         return sources is not None and sources <= call.absent
+
+
+def _tie(given: list[Any], call: Call) -> None:
+    """Put some of the parameters behind what stands for them among a graph's inputs."""
+    if data_parallel():  # it counts how often the engine comes by
+        return
+    some = [index for index in sample([*call.parameters]) if not watched([call.parameters[index]])]
+    if not some:
+        return
+    leaves = [given[index] for index in some]
+    made = stand_ins(leaves, [call.parameters[index] for index in some])
+    for index, tensor in zip(some, made, strict=True):
+        given[index] = tensor
+
+
+def _is_batch(value: Any) -> bool:
+    """Made by the loop, which may write into it once ``backward()`` is over."""
+    return isinstance(value, Tensor) and value.is_leaf and not isinstance(value, nn.Parameter)
 
 
 def _roles(sources: list[str], example_inputs: Sequence[Any], owner: Owner) -> list[Role]:

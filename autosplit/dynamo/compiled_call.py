@@ -23,11 +23,13 @@ class Call:
     Attributes:
         parameters: index of the graph's input -> parameter.
         token: what the owner gave when the graph was entered.
+        batch: indices of other inputs that no earlier operator computed.
         absent: outputs that the backward brings no gradient for, by name.
     """
 
     parameters: dict[int, nn.Parameter]
     token: Any
+    batch: frozenset[int] = frozenset()
     absent: frozenset[str] = frozenset()
 
     def leaf(self, index: int) -> Tensor:

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from autosplit.autograd.freeze_guard import refuse_frozen
+from autosplit.autograd.frozen_parameters import thawed
 from autosplit.backends.compiled_graph import Backend, compile_graph
 from autosplit.passes import Kind, Role
 from autosplit.passes.analysis.aliasing import storage_root
 from autosplit.passes.graph import STATE, inputs, outputs
-from autosplit.runtime.saved_tensors import Handover
+from autosplit.runtime.saved_tensors import Handover, own
 from autosplit.torch_internals.backward_task import without_autocast
 
 
@@ -106,11 +106,14 @@ class Work:
         *,
         backward: int,
         sequence: int,
+        lent: Collection[Role] = (),
     ) -> Work:
-        """Work on ``values``, all that ``graph`` reads."""
+        """Work on ``values``, all that ``graph`` reads; those in ``lent`` are copied."""
         state = tuple(values[role] for role in graph.state)
         names = tuple(role.name for role in (*graph.tensors, *graph.state))
-        deferred = Handover(names, [values[role] for role in graph.tensors], state)
+        places = [at for at, role in enumerate(graph.tensors) if role in lent]
+        tensors = own([values[role] for role in graph.tensors], places)
+        deferred = Handover(names, tensors, state, late=True)
         others = {role: values[role] for role in graph.sizes}
         return cls(graph, deferred, others, targets, backward, sequence)
 
@@ -163,24 +166,23 @@ def deliver(microbatches: Iterable[Sequence[Work]]) -> None:
         microbatches: each with what its backward left, in that order.
 
     Raises:
-        SplitError: something deferred was written in place since I, or a parameter was frozen.
+        SplitError: something deferred was written in place since I.
     """
     for works in microbatches:
         _deliver(works)
 
 
 def _deliver(works: Sequence[Work]) -> None:
-    refuse_frozen(pair for work in works for pair in work.named_parameters())
     roots = []
-    with torch.enable_grad():
+    with torch.enable_grad(), thawed(each for work in works for each in work.parameters):
         # The engine runs the newest node first: gradients add up in the order of the backward.
         for work in reversed(works):
             targets = dict(work.named_parameters())
             if targets:
                 root = _Deliver.apply(work, list(targets), *targets.values())  # type: ignore[no-untyped-call]
                 roots.append(root)
-    if roots:
-        torch.autograd.backward(roots)
+        if roots:
+            torch.autograd.backward(roots)
 
 
 class _Deliver(torch.autograd.Function):

@@ -12,7 +12,7 @@ import pathlib
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from autosplit.errors import DeferralWarning, SplitError
 from autosplit.passes.lowering import codegen
 from autosplit.runtime.specialization import calls_itself
 from autosplit.text.writing import writing
+from autosplit.torch_internals.accumulate_grad import watched
 from autosplit.torch_internals.ddp_reducer import synchronises
 from autosplit.torch_internals.graph_breaks import BreakReason, BreakWatch
 from autosplit.torch_internals.pytree import tree_flatten
@@ -60,12 +61,16 @@ class Partial:
         model: the model; it keeps its parameters and its Python side effects.
         graphs: how split graphs are run, a name of ``autosplit.backends.compiled_graph.BACKENDS``.
         reason: why no single graph holds it, for the report.
+        because: the same in a line, for a warning.
     """
 
-    def __init__(self, model: nn.Module, graphs: str = "eager", reason: str = "") -> None:
+    def __init__(
+        self, model: nn.Module, graphs: str = "eager", reason: str = "", because: str = ""
+    ) -> None:
         self._model = model
         self._graphs = graphs
         self.reason = reason
+        self._because = because
         self._compiled = compile_model(model, Backend(self, graphs))
         self._parts: list[Part] = []
         self._breaks: dict[BreakReason, None] = {}
@@ -93,7 +98,7 @@ class Partial:
         if getattr(self._running, "microbatch", None) is not None:
             raise calls_itself(self._model)
         known, watch = self._known(), BreakWatch()
-        whole = synchronises()
+        whole = synchronises() or watched([*self._model.parameters()])
         if whole:
             self.backward_weight()
         microbatch = self._running.microbatch = Microbatch(whole)
@@ -122,9 +127,11 @@ class Partial:
         share = None if self._history is None else self._history.share(self.deferred_flops)
         if share is None or self._warned:
             return
-        reasons = [f"{short_source(each.line)}: {each.reason}" for each in self._breaks]
-        reasons += [part.reason for part in self._parts if part.reason]
-        because = reasons[0] if reasons else self.reason.partition("\n")[0] or "no graph holds them"
+        breaks = [f"{short_source(b.line)}: {b.reason}" for b in self._breaks if b.line]
+        given_up = [part.reason for part in self._parts if part.reason]
+        lineless = [b.reason for b in self._breaks]
+        reasons = [self._because, *breaks, *given_up, *lineless, "no graph holds them"]
+        because = next(filter(None, reasons))
         self._warned = DeferralWarning.issue(type(self._model).__name__, share, because)
 
     def _known(self) -> tuple[int, int]:
@@ -221,7 +228,7 @@ class Partial:
     def compiled(self, part: Part) -> None:
         self._parts.append(part)
 
-    def entered(self, part: Part) -> Microbatch:
+    def entered(self, part: Part, parameters: Sequence[nn.Parameter]) -> Microbatch:
         """The forward call under way; a recomputation belongs to the backward under way."""
         microbatch: Microbatch = getattr(self._running, "microbatch", None) or self._latest
         microbatch.calls[part] += 1
@@ -236,7 +243,7 @@ class Partial:
         self._latest = microbatch
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Partial, (self._model, self._graphs, self.reason)
+        return Partial, (self._model, self._graphs, self.reason, self._because)
 
 
 class _Begin:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from tabulate import tabulate
 
+from autosplit.autograd.parameter_hooks import hooks_text
 from autosplit.dump.tables import short_source
 from autosplit.text.names import few
 
@@ -29,7 +30,7 @@ def partial_report(partial: Partial, title: str) -> str:
     ordinary = _ordinary(partial)
     if ordinary:
         sections.append("Gradients from an ordinary backward:\n\n" + ordinary)
-    sections.append(_share(partial))
+    sections += [_share(partial), *hooks_text(partial.named_parameters())]
     return "\n\n".join(sections)
 
 

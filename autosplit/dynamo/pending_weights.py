@@ -7,16 +7,18 @@ deferred work waits on the parameters that it is for.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import chain, groupby
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from autosplit.autograd.lazy_gradient import Slot
 from autosplit.autograd.pending_queue import Backlog, checked
 from autosplit.errors import SplitError
 from autosplit.runtime.saved_tensors import distinct_bytes
+from autosplit.torch_internals.accumulate_grad import watched
 from autosplit.torch_internals.ddp_reducer import refuse_sharded, synchronises
 from autosplit.torch_internals.distributed import data_parallel
 
@@ -38,12 +40,15 @@ class OnParameters(Backlog[Work]):
     def compiled(self, part: Part) -> None:
         """Nobody asks for a report."""
 
-    def entered(self, part: Part) -> Entry:
+    def entered(self, part: Part, parameters: Sequence[nn.Parameter]) -> Entry:
         """Microbatches are told apart by their backward alone."""
         wrapper = data_parallel()
-        whole = wrapper is not None and synchronises()
-        if whole and wrapper is not None:
+        if wrapper is not None and synchronises():
             Deferral(wrapper).backward_weight()
+            return Entry(True)
+        whole = torch.is_grad_enabled() and watched(parameters)
+        if whole:
+            Deferral(parameters).backward_weight()
         return Entry(whole)
 
     def deferred(self, work: Work, token: Entry) -> None:

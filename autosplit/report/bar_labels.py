@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from autosplit.pipeline.schedule.action import Action, ActionKind
+from autosplit.pipeline.schedule.action import Action, ActionKind, numbered
 from autosplit.pipeline.simulation.timeline import Timeline
 
 
@@ -31,6 +31,8 @@ def choose_lettering(timeline: Timeline, points_per_second: float) -> Lettering:
     ("2F0") where a rank holds several stages.
     """
     spans = [span for span in timeline.spans if span.action.kind.is_compute]
+    # The bar of several W in one call is as long as they are, and so has room for its text.
+    single = [span for span in spans if len(span.action.microbatches) == 1]
     usual = points_per_second * _usual_duration(timeline)
     choices: list[tuple[Callable[[Action], str], float]]
     if _several_stages_on_a_rank(timeline):
@@ -39,7 +41,7 @@ def choose_lettering(timeline: Timeline, points_per_second: float) -> Lettering:
         choices = [(_kind_and_microbatch, 8.0), (_kind_and_microbatch, 6.5)]
         choices += [(_microbatch, 8.0), (_microbatch, 6.5), (_microbatch, 5.5)]
     for form, size in choices:
-        least = 2.0 + size * max(_ems(form(span.action)) for span in spans)
+        least = 2.0 + size * max(_ems(form(span.action)) for span in single or spans)
         if least <= usual:
             break
     return Lettering(form, size, 0.95 * least)
@@ -68,8 +70,8 @@ def _ems(text: str) -> float:
 
 
 def _kind_and_microbatch(action: Action) -> str:
-    return f"{action.kind.value}{action.microbatch}"
+    return f"{action.kind.value}{_microbatch(action)}"
 
 
 def _microbatch(action: Action) -> str:
-    return str(action.microbatch)
+    return numbered(action.microbatches)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
 
-from autosplit.dump.tables import size_text
+from autosplit.dump.tables import milliseconds, size_text
 from autosplit.errors import AutosplitError
 from autosplit.planner.plan.alternatives import Configuration
 from autosplit.planner.plan.plan import Plan
@@ -39,7 +39,7 @@ def search_table(found: Sequence[Configuration], rows: int | None = None) -> str
     text = tabulate(table, headers, colalign=align, disable_numparse=True)
     left_out = sum(each.solution is not None for each in found) - len(able)
     if left_out:
-        text += f"\n... and {left_out} slower ones"
+        text += f"\n... and {left_out} more, none faster (--rows shows them)"
     return text
 
 
@@ -64,7 +64,7 @@ def plan_table(plan: Plan) -> str:
             str(plan.placement[stage]),
             _short(first),
             _short(last),
-            *(f"{1e3 * seconds:,.2f}" for seconds in plan.stage_times[stage]),
+            *map(milliseconds, plan.stage_times[stage]),
             f"{sum(plan.stage_times[stage]) / mean:.3f}x" if mean else "",
             size_text(round(plan.stage_parameters[stage])),
             size_text(round(plan.crossing[stage])) if stage < plan.stages - 1 else "",
@@ -85,6 +85,21 @@ def plan_table(plan: Plan) -> str:
     ]
     align = ("right", "right", "left", "left", *["right"] * 6)
     return tabulate(rows, headers, colalign=align, disable_numparse=True)
+
+
+def source_line(plan: Plan, *, rehearsed: bool, estimated: bool) -> str:
+    """The plan's step in words, and what its times are made of: after a rehearsal others than in
+    the table of the search.
+    """
+    source = "measured block by block"
+    if estimated:
+        source = "estimated from FLOPs and bytes, nothing was measured"
+    elif rehearsed:
+        source = "rehearsed: run in whole steps; the search above goes by blocks"
+    return (
+        f"plan: {plan.schedule}, N={plan.stages}, M={plan.microbatches}, a step of "
+        f"{milliseconds(plan.predicted_step)} ms; {source}"
+    )
 
 
 def spans(plan: Plan) -> list[tuple[str, str]]:
@@ -152,13 +167,13 @@ def _draw_times(axes: Axes, plan: Plan) -> None:
                 gid=f"{stage}/{label[0]}",
             )
             if width > 0.07 * widest:
-                text = f"{width:,.1f}"
+                text = milliseconds(seconds)
                 axes.text(left + width / 2, stage, text, color=ink, ha="center", va="center")
             left += width
         axes.text(
             left + 0.008 * widest,
             stage,
-            f"{left:,.1f}",
+            milliseconds(sum(times)),
             color=_INK,
             va="center",
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0},
@@ -222,7 +237,7 @@ def _title(plan: Plan) -> str:
     return (
         f"{plan.made_for.model}: {plan.stages} stages on {plan.ranks} ranks, {plan.schedule}, "
         f"{plan.microbatches} microbatches of {plan.microbatch_size}, memory {plan.memory!r}; "
-        f"predicted step {1e3 * plan.predicted_step:,.1f} ms, bubble {plan.bubble:.1%}"
+        f"predicted step {milliseconds(plan.predicted_step)} ms, bubble {plan.bubble:.1%}"
     )
 
 
@@ -235,7 +250,7 @@ def _cells(one: Configuration) -> list[str]:
         str(one.microbatches),
         str(one.microbatch_size),
         str(one.memory),
-        f"{1e3 * found.step:,.1f}",
+        milliseconds(found.step),
         f"{found.bubble:.1%}",
         size_text(round(max(found.peaks))),
     ]

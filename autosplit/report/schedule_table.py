@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
 
+from autosplit.dump.tables import milliseconds
 from autosplit.errors import AutosplitError
-from autosplit.pipeline.search.survey import Entry, Survey
+from autosplit.pipeline.search.survey import PROVED, Entry, Survey
 from autosplit.text.writing import writing
 
 if TYPE_CHECKING:
@@ -20,24 +21,74 @@ _SLOWEST = 1.6  # of the shortest step: slower ones would press all others into 
 
 
 def survey_table(survey: Survey) -> str:
-    """A row a schedule: milliseconds, bubble, memory, and what is best marked with a star."""
-    front = {id(entry) for entry in pareto_front(survey.entries)}
-    shortest = min(entry.timeline.step_time for entry in survey.entries)
+    """A row a schedule: milliseconds, bubble, memory, and what is best marked with a star. Below
+    it, what the columns mean and what can be compared with what.
+    """
+    front = {id(entry) for entry in pareto_front(survey.fitting)}
+    shortest = min(entry.timeline.step_time for entry in survey.fitting)
     rows = [
         [
-            entry.name,
+            f"{entry.name}, 1 stage" if entry.name == PROVED else entry.name,
             entry.weights,
-            f"{1e3 * entry.timeline.step_time:,.1f}",
+            _held(entry),
+            milliseconds(entry.timeline.step_time),
             f"{entry.timeline.step_time / shortest:.3f}x",
             f"{max(0.0, entry.timeline.bubble_ratio()):.1%}",
             f"{max(entry.peaks):,.2f}",
-            "*" if id(entry) in front else "",
+            "*" if id(entry) in front else "" if survey.fits(entry) else "over cap",
         ]
         for entry in survey.entries
     ]
-    headers = ["schedule", "weights", "step ms", "of best", "bubble", "peak memory", "Pareto"]
-    align = ("left", "left", "right", "right", "right", "right", "center")
-    return tabulate(rows, headers, colalign=align, disable_numparse=True)
+    headers = [
+        "schedule",
+        "weights",
+        "rank holds",
+        "step ms",
+        "of best",
+        "bubble",
+        "peak",
+        "Pareto",
+    ]
+    align = ("left", "left", "left", "right", "right", "right", "right", "center")
+    table = tabulate(rows, headers, colalign=align, disable_numparse=True)
+    return "\n".join([table, "", *_notes(survey)])
+
+
+def _notes(survey: Survey) -> list[str]:
+    """What a reader of the table could take wrongly."""
+    within = "" if survey.cap is None else " that keeps the cap"
+    notes = [
+        "weights     fused: full backwards (B); own: where the schedule itself has them",
+        "rank holds  parts: of its stage, cut equally; copies: a stage of each of two models",
+        "peak        what a microbatch leaves (--memory) on the fullest rank; no parameters",
+        f"Pareto      *: no other row{within} is as fast and keeps as little",
+    ]
+    if survey.cap is not None:
+        notes.append(
+            f"            over cap: keeps more than {survey.cap:g} on a rank, counts as no best"
+        )
+    if any(entry.name == PROVED for entry in survey.entries):
+        notes.append(
+            f"{PROVED}       {_proof(survey)}: of 1 stage a rank, steps one after another;\n"
+            "            rows of parts or copies, and steps that overlap (zb-h2), may be shorter"
+        )
+    return notes
+
+
+def _proof(survey: Survey) -> str:
+    """What was found of the entry that was to be proved."""
+    within = "" if survey.cap is None else " within the cap"
+    if survey.bound is None:
+        return f"proved to be the shortest step there is{within}"
+    return (
+        f"the shortest step that was found{within}, none is below {milliseconds(survey.bound)} ms"
+    )
+
+
+def _held(entry: Entry) -> str:
+    if entry.copies > 1:
+        return f"{entry.copies} copies"
+    return "1 stage" if entry.parts == 1 else f"{entry.parts} parts"
 
 
 def survey_rows(survey: Survey) -> list[dict[str, Any]]:
@@ -46,6 +97,9 @@ def survey_rows(survey: Survey) -> list[dict[str, Any]]:
         {
             "schedule": entry.name,
             "weights": entry.weights,
+            "stages_per_rank": entry.parts,
+            "copies": entry.copies,
+            "over_cap": not survey.fits(entry),
             "makespan": 1e3 * entry.timeline.makespan,
             "step_time": 1e3 * entry.timeline.step_time,
             "bubble": max(0.0, entry.timeline.bubble_ratio()),
@@ -72,7 +126,8 @@ def pareto_front(entries: Sequence[Entry]) -> list[Entry]:
 def draw_survey(survey: Survey, path: str | Path, *, title: str | None = None) -> None:
     """Draw step time against peak memory, with the Pareto front as a line.
 
-    Schedules of more than 1.6 times the shortest step are named below the picture.
+    The cap, where there is one, is a line too; the front keeps it. Schedules of more than 1.6 times
+    the shortest step are named below the picture.
 
     Raises:
         AutosplitError: no matplotlib.
@@ -86,10 +141,13 @@ def draw_survey(survey: Survey, path: str | Path, *, title: str | None = None) -
         ) from error
     figure = Figure(figsize=(9.0, 6.0), facecolor="white", layout="constrained")
     axes = figure.add_subplot()
-    limit = _SLOWEST * min(entry.timeline.step_time for entry in survey.entries)
+    limit = _SLOWEST * min(entry.timeline.step_time for entry in survey.fitting)
     shown = [entry for entry in survey.entries if entry.timeline.step_time <= limit]
+    fitting = [entry for entry in shown if survey.fits(entry)]
     slow = dict.fromkeys(entry.name for entry in survey.entries if entry not in shown)
-    _draw_front(axes, pareto_front(shown))
+    _draw_front(axes, pareto_front(fitting))
+    if survey.cap is not None:
+        axes.axvline(survey.cap, color=_INK, linewidth=0.8, linestyle="--", label="cap", gid="cap")
     _draw_points(axes, shown, withStroke(linewidth=2.5, foreground="white"))
     note = f"\nslower than all shown: {', '.join(slow)}" if slow else ""
     axes.set_xlabel(f"peak memory of the fullest rank{note}", color=_INK)

@@ -81,7 +81,7 @@ def _panel(panel: Panel) -> dict[str, Any]:
                 "text": str(span.action),
                 "kind": span.action.kind.value,
                 "stage": span.action.stage,
-                "microbatch": span.action.microbatch,
+                "microbatches": span.action.microbatches,
                 "start": _milliseconds(span.start - origin),
                 "end": _milliseconds(span.end - origin),
             }

@@ -20,7 +20,7 @@ from autosplit.passes.verify import verify_graph
 
 from .gradient_accumulation import Accumulation
 from .gradient_dependence import Dependence
-from .gradient_graphs import GradientGraph, PassedOn, forms
+from .gradient_graphs import Call, CalledForm, GradientGraph, PassedOn, forms
 from .saved_tensors import Constants
 from .weight_slices import SlicedWeight
 
@@ -99,7 +99,7 @@ class BackwardGraphs:
         self.early_parameters = [name for name in self.parameter_names if name in early]
         self.late_parameters = [name for name in self.parameter_names if name not in early]
 
-    def compile(self, calls: Iterable[str], accumulation: Accumulation, slices: int) -> None:
+    def compile(self, calls: Iterable[Call], accumulation: Accumulation, slices: int) -> None:
         """Compile what some calls run; all of it is as for ``SplitFunctions.compile``."""
         makes = {
             "backward_input": self.early_parameters,
@@ -107,15 +107,18 @@ class BackwardGraphs:
             "backward": self.parameter_names,
         }
         needed = forms(calls, makes)
-        for call in makes:  # I before W: it decides how what W gets lies in memory
-            for adds in (False, True):
-                if self._graphs.backward is not None and (call, adds) in needed:
-                    self._graph_of(call, slices).compile(accumulation if adds else None)
+        if self._graphs.backward is None:
+            return
+        order = [*makes]  # I before W: it decides how what W gets lies in memory
+        for form in sorted(needed, key=lambda each: (order.index(each.call), *each[1:])):
+            self._graph_of(form, slices).compile(accumulation if form.adds else None)
 
-    def _graph_of(self, call: str, slices: int) -> GradientGraph | SlicedWeight | PassedOn:
-        match call:
+    def _graph_of(self, form: CalledForm, slices: int) -> GradientGraph | SlicedWeight | PassedOn:
+        match form.call:
             case "backward_input":
                 return self.input_half.graph
+            case "backward_weight" if form.microbatches > 1:
+                return self.together(form.microbatches)
             case "backward_weight":
                 return self.weight if slices == 1 else self.sliced(slices)
         return self.unsplit
@@ -187,6 +190,7 @@ class BackwardGraphs:
     def together(self, count: int) -> GradientGraph:
         """W of so many microbatches in one call; takes what each hands over, one after another."""
         if count not in self._together:
+            self.input_half.graph.compile()  # decides how what W gets lies in memory
             handed = self.input_half.handed
             module = batch(self._module("backward_weight"), count)
             verify_graph("backward_weight", module, "batch")

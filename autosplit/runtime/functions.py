@@ -20,11 +20,13 @@ from autosplit.passes import Kind, Role, SplitGraphs
 from autosplit.passes.analysis.symbolic_sizes import is_size
 from autosplit.passes.graph import STATE, inputs, outputs
 from autosplit.passes.lowering.donation import donatable, donate
+from autosplit.passes.lowering.lent_memory import lent
 
 from .autocast_guard import AutocastGuard
 from .backward_graphs import BackwardGraphs
 from .gradient_accumulation import EXACT, Accumulation
 from .gradient_dependence import Dependence
+from .gradient_graphs import Call
 from .saved_tensors import Handover, State, TensorSpec
 from .weight_slices import SlicedWeight
 
@@ -122,7 +124,7 @@ class SplitFunctions:
 
     def compile(
         self,
-        calls: Iterable[str] = ("backward_input", "backward_weight"),
+        calls: Iterable[Call] = ("backward_input", "backward_weight"),
         accumulation: Accumulation = EXACT,
         *,
         slices: int = 1,
@@ -131,7 +133,8 @@ class SplitFunctions:
 
         Args:
             calls: names of methods, in the order of one step: the first of a kind makes
-                gradients, later ones add to them.
+                gradients, later ones add to them. ``("backward_weight", 4)`` is W of four
+                microbatches in one call.
             accumulation: how they add.
             slices: into how many parts W will be run.
 
@@ -166,6 +169,19 @@ class SplitFunctions:
         pairs = outputs(self.graphs.forward.graph, Kind.OUTPUT, Kind.UPDATE)
         values = {role.name: getattr(value, "meta", {}).get("val") for role, value in pairs}
         return {name: TensorSpec.of(v) for name, v in values.items() if isinstance(v, Tensor)}
+
+    @cached_property
+    def lent(self) -> list[tuple[int, int | None]]:
+        """Places of what I leaves for W in memory of whoever calls, each with the place of the
+        input that it lies in, or None for one in an incoming gradient.
+        """
+        lenders = lent(self.graphs)
+        if not lenders:
+            return []
+        places = {name: at for at, name in enumerate(self.capture.inputs)}
+        roles = enumerate(self._backward.input_half.handed)
+        found = [(at, lenders[role]) for at, role in roles if role in lenders]
+        return [(at, places.get(r.name) if r.kind is Kind.INPUT else None) for at, r in found]
 
     @cached_property
     def borrowed(self) -> list[bool]:
@@ -221,7 +237,7 @@ class SplitFunctions:
         deferred = results[half.inputs :]
         del results[half.inputs :]
         kept = tuple([read[at] for at in half.read_at])
-        return results, Handover(half.names, deferred, kept, half.constants), early
+        return results, Handover(half.names, deferred, kept, half.constants, late=True), early
 
     def backward_weight(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, fx
 
@@ -160,11 +160,26 @@ class PassedOn:
         """There is nothing to compile."""
 
 
-def forms(
-    calls: Iterable[str], parameters: Mapping[str, Sequence[str]]
-) -> dict[tuple[str, bool], None]:
-    """In which forms some calls run their graphs, each with whether it adds into gradients that
-    earlier calls made.
+class CalledForm(NamedTuple):
+    """What a call runs.
+
+    Attributes:
+        call: its name.
+        microbatches: how many it is for at a time.
+        adds: whether it adds into gradients that earlier calls made.
+    """
+
+    call: str
+    microbatches: int
+    adds: bool
+
+
+Call: TypeAlias = str | tuple[str, int]
+"""A call of a step: its name, and for how many microbatches at a time where that is not one."""
+
+
+def forms(calls: Iterable[Call], parameters: Mapping[str, Sequence[str]]) -> dict[CalledForm, None]:
+    """In which forms some calls run their graphs.
 
     Args:
         calls: in the order of one step, before which there are no gradients.
@@ -174,13 +189,14 @@ def forms(
         SplitError: an unknown call; lists the known ones.
     """
     made: set[str] = set()
-    found: dict[tuple[str, bool], None] = {}
-    for call in calls:
+    found: dict[CalledForm, None] = {}
+    for each in calls:
+        call, count = (each, 1) if isinstance(each, str) else each
         if call not in parameters:
             known = ", ".join(map(repr, parameters))
             raise SplitError(f"unknown call {call!r}; known ones: {known}")
         names = parameters[call]
-        found[call, bool(names) and made.issuperset(names)] = None
+        found[CalledForm(call, count, bool(names) and made.issuperset(names))] = None
         made.update(names)
     return found
 

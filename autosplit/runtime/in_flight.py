@@ -131,27 +131,37 @@ class WaitingWeights:
         Raises:
             SplitError: as ``run``; a microbatch is named twice.
         """
+        for together in self.calls(microbatches):
+            self._run_together(together)
+
+    def calls(self, microbatches: Sequence[int]) -> list[list[int]]:
+        """The microbatches of each call that ``run_all`` makes of these, in order.
+
+        Raises:
+            SplitError: as ``run_all``.
+        """
         repeated = [m for at, m in enumerate(microbatches) if m in microbatches[:at]]
         if repeated:
             raise SplitError(f"{self._owner}: W of microbatch {repeated[0]} is asked for twice")
-        together: list[int] = []
+        found: list[list[int]] = []
         for microbatch in microbatches:
-            if together and not self._fit(together[0], microbatch):
-                self._run_together(together)
-                together = []
-            together.append(microbatch)
-        if together:
-            self._run_together(together)
+            if found and self._fit(found[-1][0], microbatch):
+                found[-1].append(microbatch)
+            else:
+                found.append([microbatch])
+        return found
 
     def _fit(self, first: int, second: int) -> bool:
         """Whether W of two microbatches can run in one call."""
         one, other = self.flights.get(first), self.flights.get(second)
+        names = one.functions.late_parameters
         return (
             self.sums.accumulation.concatenated
             and one.functions is other.functions
+            and all(one.state[name] is other.state[name] for name in names)
             and self._begun.keys().isdisjoint((first, second))
             and one.functions.concatenates(one.handover, other.handover)
-            and not hooked(one.state[name] for name in one.functions.late_parameters)
+            and not hooked(one.state[name] for name in names)
         )
 
     def _run_together(self, microbatches: list[int]) -> None:

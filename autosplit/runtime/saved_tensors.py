@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -87,6 +87,7 @@ class Handover:
         "_constants",
         "_counts",
         "_donated",
+        "_late",
         "_names",
         "_places",
         "_state",
@@ -101,16 +102,19 @@ class Handover:
         state: tuple[Tensor, ...],
         constants: Constants = Constants(),  # noqa: B008 (immutable)
         donated: Sequence[int] = (),
+        *,
+        late: bool = False,
     ) -> None:
         """``state`` is what the next graph reads besides; ``names`` name the tensors and it.
         ``constants`` are those that the next graph, or one after it, holds. ``donated`` are the
-        places of tensors that the next graph may write over.
+        places of tensors that the next graph may write over. ``late``: the next graph is W.
         """
         self._names = names + constants.names
         self._tensors = tensors
         self._state = state
         self._constants = constants.tensors
         self._donated = donated
+        self._late = late
         self._counts = versions((*tensors, *state, *self._constants))
         self._places = _places((*state, *self._constants))
         self._stream = stream_under(tensors)
@@ -141,6 +145,20 @@ class Handover:
         self._tensors = self._apart(back)  # the hooks may keep what they gave
         self._counts = versions(self._tensors) + self._counts[len(self._tensors) :]
 
+    def is_shared(self, place: int) -> bool:
+        """Whether others than torch can write into the tensor's memory: NumPy, other processes."""
+        return is_shared(self._tensors[place])
+
+    def own(self, places: Collection[int]) -> None:
+        """Copy the tensors at these places, whose memory is somebody else's to write into."""
+        if not places:
+            return
+        copies = own(self._tensors, places)
+        counts = list(self._counts)
+        for at in places:
+            (counts[at],) = versions((copies[at],))
+        self._tensors, self._counts = copies, tuple(counts)
+
     def again(self) -> Handover:
         """The same hand-over once more, for a backward that runs twice (``retain_graph=True``)."""
         twin = Handover.__new__(Handover)
@@ -152,7 +170,7 @@ class Handover:
             if tensor is not self._tensors[at]:
                 (counts[at],) = versions((tensor,))
         twin._counts, twin._places = tuple(counts), self._places
-        twin._stream = self._stream
+        twin._stream, twin._late = self._stream, self._late
         return twin
 
     def _apart(self, tensors: Iterable[Any]) -> list[Any]:
@@ -171,24 +189,52 @@ class Handover:
                 constant has other data; names it.
         """
         watched = (*self._state, *self._constants)
+        when = "backward() and backward_weight()" if self._late else "the forward and its backward"
+        first = "Call backward_weight()" if self._late else "Run the backward"
         written = _different(self._names, self._counts, versions((*self._tensors, *watched)))
         if written:
             raise SplitError(
-                f"written in place between the forward and its backward: {written}. Run the "
-                "backward and backward_weight() before writing, or write into a clone."
+                f"written in place between {when}: {written}. {first} before writing, or write "
+                "into a clone."
             )
         names = self._names[len(self._tensors) :]
         moved = _different(names, self._places, _places(watched))
         if moved:
             raise SplitError(
-                f"moved, converted or given other data between the forward and its backward: "
-                f"{moved}. Run the backward and backward_weight() before that."
+                f"moved, converted or given other data between {when}: {moved}. {first} before "
+                "that."
             )
         tensors, self._tensors = self._tensors, []
         follow(self._stream, tensors)
         tensors += self._state
         self._state = ()
         return tensors
+
+
+def is_shared(value: Any) -> bool:
+    """Whether it is a tensor into whose memory others than torch can write: NumPy, DLPack,
+    another process.
+    """
+    return isinstance(value, Tensor) and not value.untyped_storage().resizable()
+
+
+def own(values: Sequence[Any], places: Iterable[int]) -> list[Any]:
+    """The values, with copies of the tensors at these places, as they lie in memory; those over
+    the same memory share one copy.
+    """
+    found = list(values)
+    copies: dict[tuple[int, int, torch.dtype], Tensor] = {}
+    for at in places:
+        tensor = found[at]
+        if not isinstance(tensor, Tensor) or not tensor.numel():
+            continue
+        size, stride = tensor.shape, tensor.stride()
+        span = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        key = (tensor.data_ptr(), span, tensor.dtype)
+        if key not in copies:
+            copies[key] = tensor.as_strided((span,), (1,)).clone()
+        found[at] = copies[key].as_strided(size, stride, 0)
+    return found
 
 
 def _different(names: Sequence[str], then: tuple[Any, ...], now: tuple[Any, ...]) -> str:

@@ -121,7 +121,7 @@ class SlicedWeight:
         kept = [pool[at] for at in tensors_at]
         made, found = graph.run(pool, gradients, accumulation)
         left = tuple([read[at] for at in state_at])
-        return found, Handover(names, kept + made, left, constants)
+        return found, Handover(names, kept + made, left, constants, late=True)
 
 
 def _slice(

@@ -45,7 +45,8 @@ class Leaves:
             and len(set(map(id, parameters))) == len(parameters)
             and all(map(_is_plain, parameters))
         )
-        self._nodes = [get_gradient_edge(p).node for p in parameters] if self._plain else []
+        own = {id(p): p for p in parameters if p.is_leaf and p.requires_grad}
+        self._nodes = [get_gradient_edge(p).node for p in own.values()]
         self._hooks = [hooks for node in self._nodes for hooks in _python_hooks(node)]
         self._checked = -1
 
@@ -60,7 +61,7 @@ class Leaves:
         """
         return (
             self._plain
-            and self._unhooked()
+            and not self.watched()
             and all(map(_NEEDS_GRAD, self.parameters))
             and all(map(_IS_LEAF, self.parameters))
             and not torch.is_inference_mode_enabled()
@@ -69,13 +70,14 @@ class Leaves:
             and not (torch.distributed.is_available() and torch.distributed.is_initialized())
         )
 
-    def _unhooked(self) -> bool:
+    def watched(self) -> bool:
+        """Whether somebody hooked into one of them, or into its node."""
         latest = RemovableHandle.next_id  # counts every hook that is put on anything
         if latest != self._checked:
-            if any(self._hooks) or hooked(self.parameters) or hooked_late(self.parameters):
-                return False
+            if any(self._hooks) or watched(self.parameters):
+                return True
             self._checked = latest
-        return True
+        return False
 
 
 def hooked(parameters: Iterable[Tensor]) -> bool:
@@ -86,6 +88,11 @@ def hooked(parameters: Iterable[Tensor]) -> bool:
 def hooked_late(parameters: Iterable[Tensor]) -> bool:
     """Whether a hook waits for one of them to have its gradient."""
     return any(map(_LATE_HOOKS, parameters))
+
+
+def watched(parameters: Sequence[Tensor]) -> bool:
+    """Whether any hook waits for a gradient of one of them."""
+    return hooked(parameters) or hooked_late(parameters)
 
 
 def add_gradients(
@@ -146,6 +153,8 @@ def own_gradient(parameter: Tensor, grad: Tensor, borrowed: bool) -> Tensor:
 
 def wrapper(kind: type[T], like: Tensor, dtype: torch.dtype) -> T:
     """A tensor of a subclass of Tensor, without memory, in the shape and on the device of another.
+    Functions in C that ask for its memory raise a RuntimeError; without being told, they read it
+    at address 0.
 
     Args:
         kind: the subclass.
@@ -153,8 +162,9 @@ def wrapper(kind: type[T], like: Tensor, dtype: torch.dtype) -> T:
         dtype: of the new one.
     """
     make: Any = Tensor._make_wrapper_subclass
-    made: T = make(kind, like.shape, dtype=dtype, device=like.device)
-    return made
+    made = make(kind, like.shape, dtype=dtype, device=like.device)
+    torch._C._set_throw_on_mutable_data_ptr(made)
+    return cast(T, made)
 
 
 tensor_users = Tensor._use_count  # type: ignore[attr-defined]

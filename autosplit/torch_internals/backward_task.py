@@ -28,6 +28,16 @@ def will_run(node: Node) -> bool:
     return bool(torch._C._will_engine_execute_node(node))
 
 
+def is_asked_for(node: Node) -> bool:
+    """Whether the backward under way comes to a leaf's node, also where it is to return, and not
+    to accumulate, that leaf's gradient.
+    """
+    try:
+        return will_run(node)
+    except RuntimeError:  # torch does not answer for what torch.autograd.grad was given
+        return True
+
+
 def in_transform() -> bool:
     """Whether this runs inside a ``torch.func`` transform or forward-mode differentiation."""
     return bool(torch._C._are_functorch_transforms_active()) or forward_ad._current_level >= 0

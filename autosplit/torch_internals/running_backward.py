@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from autosplit.torch_internals.backward_task import is_asked_for, will_run
 
 _LONGEST_VIEW = 32  # nodes in a row
 
@@ -22,33 +24,82 @@ class RunningBackward:
         leaves: leaf inputs of the forward call, and whether the backward accumulates into
             each: into none under ``torch.autograd.grad``, only into those that are named under
             ``backward(inputs=...)``.
+        tied: those of them that have a parameter behind them, see ``StandIns``.
+        asked: whether it is for parameters that such leaves stand for, by either.
         again: whether it is to be differentiated again (``create_graph=True``).
     """
 
     number: int
     sequence: int
     leaves: list[tuple[Tensor, bool]]
+    tied: list[Tensor]
+    asked: bool
     again: bool
+
+
+class StandIns(torch.autograd.Function):
+    """Leaves in the place of parameters that stay behind them in autograd's graph, so that a
+    backward that asks for those is noticed. Nothing arrives at either, as a rule.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, leaves: list[Tensor], *both: Tensor) -> tuple[Tensor, ...]:
+        ctx.leaves = leaves
+        ctx.set_materialize_grads(False)
+        return tuple([leaf.detach() for leaf in leaves])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (None, *[None] * len(ctx.leaves), *grads)
+
+
+def stand_ins(leaves: list[Tensor], parameters: Sequence[Tensor]) -> Sequence[Tensor]:
+    """What a graph gets: tensors over the leaves' memory, with the parameters behind them."""
+    made: Sequence[Tensor] = StandIns.apply(leaves, *leaves, *parameters)  # type: ignore[no-untyped-call]
+    return made
+
+
+def is_tie(node: Any) -> bool:
+    """Whether a node of autograd's graph is one of ``stand_ins``."""
+    return isinstance(node, StandIns._backward_cls)
+
+
+def leaf_of(node: Any, result: int) -> Tensor | None:
+    """The leaf that an operand of autograd's graph is, or that is behind it; None where it was
+    computed.
+    """
+    leaf: Tensor | None = node.leaves[result] if is_tie(node) else getattr(node, "variable", None)
+    return leaf
+
+
+def _edges(node: Any, result: int) -> tuple[Any, Any]:
+    """Nodes of a leaf and, where it stands for a parameter that is behind it, of that."""
+    if not is_tie(node):
+        return node, None
+    following = node.next_functions
+    return following[result][0], following[len(node.leaves) + result][0]
 
 
 def running_backward(is_ours: Callable[[Tensor], bool]) -> RunningBackward:
     """What the engine is running now, with those leaves that ``is_ours`` accepts."""
     node = torch._C._current_autograd_node()
     following = () if node is None else node.next_functions
-    edges = [function for function, _ in following if function is not None]
-    pairs = [(getattr(function, "variable", None), function) for function in edges]
+    found = [(leaf_of(*edge), _edges(*edge)) for edge in following if edge[0] is not None]
+    ours = [(leaf, nodes) for leaf, nodes in found if leaf is not None and is_ours(leaf)]
     # The engine does not answer for a leaf that the user asked for by torch.autograd.grad; the
     # caller's are known to nobody.
-    leaves = [
-        (leaf, bool(torch._C._will_engine_execute_node(function)))
-        for leaf, function in pairs
-        if leaf is not None and is_ours(leaf)
-    ]
+    leaves = [(leaf, will_run(node)) for leaf, (node, _) in ours]
+    ordinary = any(wanted for _, wanted in leaves)
+    behind = [(leaf, node) for leaf, (_, node) in ours if node is not None]
+    asked = not ordinary and any(is_asked_for(node) for _, node in behind)
+    tied = [leaf for leaf, _ in behind]
     # create_graph=True runs this inside another autograd function's forward, and only there
     # is forward-mode differentiation off; torch 2.11 does so only where it gives input gradients.
     again = not torch._C._is_fwd_grad_enabled() or torch.is_grad_enabled()
     number = torch._C._current_graph_task_id()
-    return RunningBackward(number, -1 if node is None else node._sequence_nr(), leaves, again)
+    return RunningBackward(
+        number, -1 if node is None else node._sequence_nr(), leaves, tied, asked, again
+    )
 
 
 def watch_gradients(
@@ -70,7 +121,7 @@ def watch_gradients(
         for _ in range(_LONGEST_VIEW):
             if node is None:
                 break
-            leaves = [getattr(function, "variable", None) for function, _ in node.next_functions]
+            leaves = [leaf_of(*edge) for edge in node.next_functions]
             if any(leaf is not None and is_ours(leaf) for leaf in leaves):
                 node.register_prehook(note)
                 return

@@ -61,7 +61,7 @@ MEASUREMENTS: Mapping[str, Callable[[Settings, Results], Iterable[dict[str, Any]
     "cells": lambda settings, results: cells.measure(settings),
     "peers": lambda settings, results: peers.measure(settings),
     "scaling": lambda settings, results: scaling.measure(settings, results.rows("stages")),
-    "concatenation": lambda settings, results: concatenation.measure(settings),
+    "joined": lambda settings, results: concatenation.measure(settings),
     "training": lambda settings, results: training.measure(settings),
     "projection": lambda settings, results: projection.measure(settings),
 }
@@ -116,14 +116,16 @@ over fused, M = 1, N, N and 2N.""",
         scaling.render,
     ),
     "concatenation": Table(
-        "W one by one, added in the graph, or concatenated",
+        "W one by one, fused, or concatenated",
         """\
-The middle one of three stages of each family, W of k microbatches after their F and I. *One by
-one*: W returns its gradients and the caller adds them. *Accumulated*: W adds each where it is made;
-*fused* lets the matrix product add. *Concatenated*: one product for each parameter over all k, as
-the paper does it. *Slices*: accumulated, W in parts. *MiB on top*: the most alive inside W above
-what was alive before. The same measurement as in [benchmarks/split](../../split/README.md).""",
-        ("concatenation",),
+Each family in two stages, one a process with one thread, under GPipe with every W at the end
+(`weights="2bp"`). Three `PipelineTrainer`s take turns step by step: `accumulation="exact"`, W *one
+by one*; `"fused"`, where the matrix product adds into the sum; `"concatenated"`, one call of W for
+all microbatches of a stage, with one product for each parameter, as the paper does it. *W of a
+step*: of both ranks together. *Peak*: of the larger rank. *Distance*: the largest of a gradient
+concatenated from one by one, over the norm of all. How W compares by itself, also cut in slices:
+[benchmarks/split](../../split/README.md).""",
+        ("joined",),
         concatenation.render,
     ),
     "training": Table(

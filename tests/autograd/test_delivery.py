@@ -62,8 +62,11 @@ HOOKS = [tensor_hook, late_hook, hook_behind, hook_before, hook_on_several]
 
 
 @pytest.mark.parametrize("register", HOOKS, ids=lambda each: each.__name__)
-def test_hooks_are_found_whenever_they_are_put_on(register: Callable[[Tensor, Log], Any]) -> None:
-    """Before the first delivery or between two, and gone again after they were taken off."""
+@pytest.mark.parametrize("late", [False, True], ids=["before", "while pending"])
+def test_hooks_are_found_whenever_they_are_put_on(
+    register: Callable[[Tensor, Log], Any], late: bool
+) -> None:
+    """They fire in ``backward()``; what was pending before they were put on comes by them too."""
     model = nn.Linear(3, 2)
     plain = copy.deepcopy(model)
     split = autosplit.split(model)
@@ -71,12 +74,16 @@ def test_hooks_are_found_whenever_they_are_put_on(register: Callable[[Tensor, Lo
     mine: Log = []
     theirs: Log = []
     for hooked in (True, False, True):
+        if late:
+            backward(split, x, y)
         if hooked:
             handles = register(model.weight, mine), register(plain.weight, theirs)
-        backward(split, x, y)
-        assert mine == theirs
-        split.backward_weight()
+        if not late:
+            backward(split, x, y)
         backward(plain, x, y)
+        assert (mine == theirs) is not (late and hooked)
+        assert split.pending == (2 if late or not hooked else 0)
+        split.backward_weight()
         assert mine == theirs
         assert torch.equal(model.weight.grad, plain.weight.grad)
         assert torch.equal(model.bias.grad, plain.bias.grad)
@@ -91,8 +98,8 @@ def test_engine_only_where_somebody_hooks_in() -> None:
     for _ in range(2):
         backward(split, x)
         assert ENGINE not in names_run(split.backward_weight)
-    handle = split.bias.register_hook(lambda grad: None)
     backward(split, x)
+    handle = split.bias.register_hook(lambda grad: None)
     assert ENGINE in names_run(split.backward_weight)
     handle.remove()
     backward(split, x)

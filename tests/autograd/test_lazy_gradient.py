@@ -15,12 +15,15 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import reduce_tensor
 
 import autosplit
 from autosplit import SplitError
+from autosplit.autograd import lazy_gradient
 from autosplit.autograd.lazy_gradient import LazyGradient
 from autosplit.dynamo.partial_model import Partial
 from autosplit.dynamo.pending_weights import Deferral
+from autosplit.torch_internals.accumulate_grad import wrapper
 
 
 class Net(nn.Module):
@@ -111,6 +114,14 @@ USES: dict[str, Callable[[Any], Any]] = {
     "inference": lambda p: _inference(p),
     "no grad": lambda p: _no_grad(p),
     "vmap": lambda p: torch.vmap(lambda row: row * 2)(p.grad),
+    "jvp": lambda p: torch.func.jvp(lambda grad: grad * 2, (p.grad,), (p.grad,))[1],
+    "collate": lambda p: torch.utils.data.default_collate([p.grad, p.grad]),
+    "capsule": lambda p: torch.from_dlpack(p.grad.__dlpack__()).clone(),
+    "numpy's dlpack": lambda p: torch.from_numpy(numpy.from_dlpack(p.grad).copy()),
+    "sharing": lambda p: _rebuilt(p.grad),
+    "foreach": lambda p: torch._foreach_mul([p.grad], 2.0)[0],
+    "set": lambda p: torch.empty(0).set_(p.grad).clone(),
+    "compiled, from the parameter": lambda p: _doubled(p),
     "flattened": lambda p: torch.nn.utils.parameters_to_vector([p.grad]),
     "sparse": lambda p: p.grad.to_sparse().to_dense(),
     "channels": lambda p: p.grad.is_contiguous(),
@@ -122,6 +133,19 @@ def _saved(tensor: Tensor) -> Tensor:
     torch.save(tensor, file)
     file.seek(0)
     found: Tensor = torch.load(file)
+    return found
+
+
+def _rebuilt(tensor: Tensor) -> Tensor:
+    """As it goes to another process."""
+    function, arguments = reduce_tensor(tensor)
+    found: Tensor = function(*arguments).clone()
+    return found
+
+
+@torch.compile(backend="eager", fullgraph=True)
+def _doubled(parameter: Any) -> Tensor:
+    found: Tensor = parameter.grad * 2
     return found
 
 
@@ -164,6 +188,18 @@ def test_any_use_has_it_computed(name: str, pair: tuple[Net, Net]) -> None:
     assert split.pending == 0
     assert type(model.a.weight.grad) is Tensor
     assert_equal_grads(model, plain)
+
+
+@pytest.mark.parametrize("function", [torch.utils.dlpack.to_dlpack, torch._C._to_dlpack_versioned])
+def test_functions_in_c_are_refused_its_memory(function: Callable[[Tensor], Any]) -> None:
+    """They do not ask subclasses; torch says what they did, and nothing is lost."""
+    model = Net()
+    split = autosplit.split(model)
+    backward(split, *batches(1))
+    with pytest.raises(RuntimeError, match="Cannot access data pointer of Tensor"):
+        function(model.a.weight.grad)
+    split.backward_weight()
+    assert function(model.a.weight.grad) is not None
 
 
 def test_shape_and_the_like_are_known_before() -> None:
@@ -415,6 +451,53 @@ def test_what_is_held_goes_on_accumulating_as_autograds_would(pair: tuple[Net, N
     assert torch.equal(held[0] * 1, held[1])
 
 
+def test_wrappers_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that a list held while they were computed; not one that is held still."""
+    made: list[LazyGradient] = []
+
+    def counting(kind: Any, like: Tensor, dtype: torch.dtype) -> Any:
+        made.append(wrapper(kind, like, dtype))
+        return made[-1]
+
+    monkeypatch.setattr(lazy_gradient, "wrapper", counting)
+    model = Net()
+    plain = copy.deepcopy(model)
+    split = autosplit.split(model)
+    kept: list[list[Any]] = []
+    for at in range(6):
+        made.clear()
+        x = torch.randn(3, 4)
+        norms = []
+        for module, under in ((split, model), (plain, plain)):
+            backward(module, x)
+            grads = [p.grad for p in under.parameters()]
+            norms.append(torch._foreach_norm(grads))
+            if at == 3:
+                kept.append(grads)
+            del grads
+            under.zero_grad()
+        assert all(map(torch.equal, *norms))
+        assert len(made) == (4 if at in (0, 4) else 1)  # the one whose end is noticed
+    assert all(torch.equal(mine * 1, theirs) for mine, theirs in zip(*kept, strict=True))
+
+
+def test_lazy_gradient_that_was_used_means_its_batch(pair: tuple[Net, Net]) -> None:
+    """However it is held: by Python, or by ``.grad`` of another parameter."""
+    model, _ = pair
+    split = autosplit.split(model)
+    other = nn.Parameter(torch.zeros(5, 4))
+    backward(split, *batches(1))
+    held = [p.grad for p in model.parameters()]
+    other.grad = held[0]
+    values = [lazy * 1 for lazy in held]
+    model.zero_grad()
+    del held[0]
+    backward(split, *batches(1))
+    split.backward_weight()
+    assert torch.equal(other.grad * 1, values[0])
+    assert all(torch.equal(lazy * 1, value) for lazy, value in zip(held, values[1:], strict=True))
+
+
 def test_discard(pair: tuple[Net, Net]) -> None:
     model, plain = pair
     for module in (autosplit.split(model), Partial(model)):
@@ -535,9 +618,9 @@ def test_failure_is_not_forgotten() -> None:
     """A part is lost then, and ``.grad`` without it would be wrong."""
     model = Net()
     split = autosplit.split(model)
-    (x,) = batches(1)
+    x = batches(1)[0].requires_grad_() * 1.0
     backward(split, x)
-    x.zero_()
+    x.detach().zero_()
     for _ in range(2):
         with pytest.raises(SplitError, match="written in place"):
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -11,7 +11,7 @@ import pytest
 
 from autosplit.pipeline.simulation.simulate import simulate
 from benchmarks.paper import __main__ as command
-from benchmarks.paper import projection, scaling, theory, training
+from benchmarks.paper import concatenation, projection, scaling, theory, training
 from benchmarks.paper.overview import overview
 from benchmarks.paper.projection import __main__ as projecting
 from benchmarks.paper.settings import SIZES, Settings
@@ -101,6 +101,15 @@ def test_a_training_with_and_without_split_on_two_ranks() -> None:
     (row,) = MEASUREMENTS["training"](SMALLEST, Results(Path(), {}))
     assert row["split"] == pytest.approx(row["fused"], abs=training.TOLERANCE)
     assert len(row["fused"]) == SMALLEST.training_steps
+
+
+def test_w_of_several_microbatches_is_a_trainers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(concatenation, "COUNTS", (2,))
+    rows = [*concatenation.measure(SMALLEST)]
+    assert rows[0]["calls"] == {"one by one": 4, "fused": 4, "concatenated": 2}
+    assert 0.0 < rows[0]["gap"]["concatenated"] < 1e-5
+    text = concatenation.render({"joined": rows})
+    assert text.count("llama, 2 microbatches") == 4
 
 
 def test_nothing_is_projected_from_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

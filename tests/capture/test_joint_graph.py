@@ -144,7 +144,7 @@ class Counts(nn.Module):
 
 def test_python_side_effect_is_refused() -> None:
     line = inspect.getsourcelines(Counts.forward)[1]
-    expected = rf"Counts.forward \(at .*test_capture.py:{line}\) changes Python state, L\['"
+    expected = rf"Counts.forward \(at .*test_capture.py:{line}\) changes Python state, self"
     with pytest.raises(CaptureError, match=expected):
         capture(Counts(), (torch.randn(2, requires_grad=True),), {})
     capture(Counter(), (torch.randn(5, 4),), {})  # a buffer written in place is no such thing

@@ -117,7 +117,11 @@ def test_simulate_options_have_effects(tmp_path: pathlib.Path) -> None:
     assert deeper["interleaved", "fused"]["makespan"] < plain["interleaved", "fused"]["makespan"]
     uneven = simulated(tmp_path, "--memory", "1,1,1,1,1,1,9,9")
     assert uneven["1f1b", "fused"]["peak_memory_by_rank"] == [4.0, 3.0, 2.0, 9.0]
-    auto = simulated(tmp_path, "--cap", "3.5")["auto", "own"]
+    capped = simulated(tmp_path, "--cap", "3.5")
+    over = {name: row["over_cap"] for name, row in capped.items()}
+    assert over == {name: row["peak_memory"] > 3.5 for name, row in capped.items()}
+    assert set(over.values()) == {True, False}
+    auto = capped["auto", "own"]
     small = ["--microbatches", "3", "--cap", "3.5", "--exact"]
     proved = simulated(tmp_path, *small)
     named = proved["zb-h1", "fill"]  # of one stage a rank as well
@@ -127,6 +131,8 @@ def test_simulate_options_have_effects(tmp_path: pathlib.Path) -> None:
     within = [row["makespan"] for row in plain.values() if row["peak_memory"] <= 3.5]
     assert auto["peak_memory"] <= 3.5
     assert auto["makespan"] <= min(within)
+    kinds = (("exact", "own"), ("zb-v", "fill"))
+    assert [proved[name]["stages_per_rank"] for name in kinds] == [1, 2]
     result = run(*PIPELINE, "--schedule", "v-min")
     assert "v-min: 8 stages, 8 microbatches, 4 ranks" in result.output
     assert "7F0" in result.output
@@ -153,7 +159,14 @@ def test_plan(tmp_path: pathlib.Path) -> None:
         *("--picture", str(picture)),
     )
     assert result.exit_code == 0, result.output
-    for text in ("the best", "slower by", "slower ones", "not dualpipe", "first block", "layers.2"):
+    for text in (
+        "the best",
+        "slower by",
+        " more, none faster",
+        "not dualpipe",
+        "first block",
+        "layers.2",
+    ):
         assert text in result.output
     found = json.loads(figures.read_text())
     assert set(found) >= {"stage_times", "predicted_step_s", "schedule", "microbatches", "cuts"}
@@ -201,10 +214,10 @@ def test_plan_of_ranks_that_measure_and_rehearse(tmp_path: pathlib.Path) -> None
     words = ["plan", "tests.planner.planned_models:factory", "--batch", "8", *one, *output]
     result = run(*words, "--devices", "2")
     assert result.exit_code == 0, result.output
-    assert "step and stages: rehearsed" in result.output
+    assert " ms; rehearsed: run in whole steps" in result.output
     alone = run(*words, "--devices", "1", "--stages", "2", "--no-rehearse")
     assert alone.exit_code == 0, alone.output
-    assert "step and stages: from blocks" in alone.output
+    assert " ms; measured block by block" in alone.output
     refused = run(*words, "--devices", "2", "--stages", "9")
     assert "9 stages are more than the model has blocks, 6" in refused.output
 

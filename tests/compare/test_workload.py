@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autosplit.compare.workload import Workload, configure, load_factory
+from autosplit.compare.workload import Workload, configure, load_factory, prepared
 from autosplit.errors import PipelineError
 
 
@@ -165,4 +165,80 @@ def test_an_unknown_setting_lists_the_known_ones() -> None:
 def test_a_value_of_another_type_is_refused(name: str, value: object, message: str) -> None:
     with pytest.raises(PipelineError) as error:
         configure(Sizes, {name: value})
+    assert str(error.value) == message
+
+
+FACTORY = """
+from typing import Any, Literal, Optional
+import torch
+
+class Built:
+    def __init__(self, width: int = 8):
+        self.width = width
+
+def annotated(width: int, rate: float = 0.1, tied: bool = False, name: str = "x"):
+    return width, rate, tied, name
+
+def plain(width=8, rate=0.5, tied=True, name="x", sizes=None):
+    return width, rate, tied, name, sizes
+
+def one_of(act: Literal["relu", "gelu"] = "relu", cap: Optional[int] = 3, by: int | str = 1):
+    return act, cap, by
+
+def more(**settings):
+    return settings
+
+def texts(**settings: object):
+    return settings
+
+def odd(dtype: torch.dtype = torch.float32, anything: Any = 0, late: "Missing" = None):
+    return dtype, anything, late
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "texts", "expected"),
+    [
+        ("annotated", "width=4 rate=1 tied=true name=5", (4, 1.0, True, "5")),
+        ("plain", "width=4 rate=1 tied=false name=5 sizes=(1,2)", (4, 1.0, False, "5", (1, 2))),
+        ("plain", "sizes=large", (8, 0.5, True, "x", "large")),
+        ("one_of", "act=gelu cap=none by=left", ("gelu", None, "left")),
+        ("one_of", "cap=7 by=2", ("relu", 7, 2)),
+        ("more", "width=4 name=wide", {"width": 4, "name": "wide"}),
+        ("texts", "width=4", {"width": "4"}),
+        ("odd", "dtype=bfloat16 anything=[1] late=2", ("bfloat16", [1], 2)),
+    ],
+)
+def test_texts_become_what_a_plain_factory_takes(
+    here: Path, name: str, texts: str, expected: object
+) -> None:
+    (here / "plain_factories.py").write_text(FACTORY)
+    overrides = dict(text.split("=", 1) for text in texts.split())
+    assert prepared(f"plain_factories:{name}", overrides)() == expected
+
+
+def test_a_class_and_values_that_are_no_texts(here: Path) -> None:
+    (here / "plain_factories.py").write_text(FACTORY)
+    assert prepared("plain_factories:Built", {"width": "4"})().width == 4
+    assert prepared("plain_factories:plain", {"sizes": [3]})()[-1] == [3]
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "message"),
+    [
+        ("annotated", "width=wide", "setting width expects int, got 'wide'"),
+        ("plain", "width=1.5", "setting width expects int, got '1.5'"),
+        ("plain", "tied=perhaps", "setting tied expects true or false, got 'perhaps'"),
+        ("one_of", "act=tanh", "setting act is one of relu, gelu, got 'tanh'"),
+        ("one_of", "cap=many", "setting cap expects int, got 'many'"),
+    ],
+)
+def test_texts_that_do_not_fit_are_refused(
+    here: Path, name: str, setting: str, message: str
+) -> None:
+    (here / "plain_factories.py").write_text(FACTORY)
+    key, _, text = setting.partition("=")
+    needed = {} if key == "width" or name != "annotated" else {"width": "1"}
+    with pytest.raises(PipelineError) as error:
+        prepared(f"plain_factories:{name}", {**needed, key: text})
     assert str(error.value) == message

@@ -127,8 +127,6 @@ def test_hooks_fire_once_with_the_sum_over_graphs() -> None:
     model.a.weight.register_hook(seen.append)
     x = torch.randn(3, 4)
     compiled(model)(x).sum().backward()
-    assert seen == []
-    backward_weight(model)
     reference(x).sum().backward()
     assert len(seen) == 1
     assert torch.equal(seen[0], reference.a.weight.grad)
@@ -214,7 +212,7 @@ def test_gradient_of_inputs_only() -> None:
     torch.autograd.grad(forward(x).sum(), x)
     forward(x).sum().backward(inputs=[x])
     assert Deferral(model).pending == 0
-    with pytest.raises(RuntimeError, match="appears to not have been used in the graph"):
+    with pytest.raises(SplitError, match="asks for gradients of parameters"):
         torch.autograd.grad(forward(x).sum(), [model.a.weight])
 
 
@@ -256,9 +254,9 @@ def test_pending_gradient_is_neither_pickled_nor_lost() -> None:
 
 def test_delivery_that_failed_is_not_repeated_as_if_nothing_had_been() -> None:
     model = TwoLayers()
-    x = torch.randn(3, 4)
+    x = torch.randn(3, 4, requires_grad=True) * 1.0
     compiled(model)(x).square().sum().backward()
-    x.zero_()
+    x.detach().zero_()
     with pytest.raises(SplitError, match="written in place"):
         backward_weight(model)
     assert Deferral(model).pending == 0

@@ -31,10 +31,8 @@ def test_hooks_fire_once_a_microbatch_with_the_sum_over_graphs() -> None:
     partial = Partial(model)
     batches = [torch.randn(3, 4) for _ in range(2)]
     train(partial, batches)
-    assert seen["mine"] == []
-    partial.backward_weight()
     train(reference, batches)
-    assert len(steps) == 2
+    assert steps == [0, 0]
     for mine, theirs in zip(seen["mine"], seen["theirs"], strict=True):
         assert torch.equal(mine, theirs)
 

@@ -13,8 +13,9 @@ import pytest
 
 from autosplit.errors import AutosplitError
 from autosplit.pipeline.builders.build import build
+from autosplit.pipeline.schedule.action import Action, JoinedWeights
 from autosplit.pipeline.simulation.simulate import simulate
-from autosplit.pipeline.simulation.timeline import Timeline
+from autosplit.pipeline.simulation.timeline import Span, Timeline
 from autosplit.report.timeline_page import Panel, write_page
 
 BROWSER = next(
@@ -64,6 +65,15 @@ def test_names_cannot_end_the_script(tmp_path: Path) -> None:
 def test_refusals(panels: list[Panel], text: str, tmp_path: Path) -> None:
     with pytest.raises(AutosplitError, match=text):
         write_page(panels, tmp_path / "page.html")
+
+
+def test_a_call_for_several_w_is_one_bar_of_all_its_microbatches(tmp_path: Path) -> None:
+    several = JoinedWeights.of([Action.parse("0W0"), Action.parse("0W1"), Action.parse("0W2")])
+    path = tmp_path / "page.html"
+    write_page([Panel("joined", Timeline(1, (Span(0, several, 0.0, 0.003),)))], path)
+    (panel,) = _data(path)["panels"]  # type: ignore[misc]
+    (bar,) = panel["spans"]
+    assert (bar["text"], bar["microbatches"]) == ("0W0-2", [0, 1, 2])
 
 
 @pytest.mark.skipif(not BROWSER, reason="needs chromium")

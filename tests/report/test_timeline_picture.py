@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from autosplit.errors import AutosplitError
-from autosplit.pipeline.schedule.action import Action
+from autosplit.pipeline.schedule.action import Action, JoinedWeights
 from autosplit.pipeline.simulation.timeline import Span, Timeline
 from autosplit.report.bar_labels import choose_lettering
 from autosplit.report.timeline_picture import draw_timelines, timeline_figure
@@ -163,6 +163,17 @@ def test_bars_say_as_much_as_has_room(points: float, labels: set[str]) -> None:
     assert {lettering.form(span.action) for span in even.spans} == labels
     assert lettering.least <= points
     assert lettering.size >= 5.5
+
+
+def test_a_bar_of_several_w_names_all_of_them() -> None:
+    """Its longer text does not make that of the others smaller."""
+    several = JoinedWeights.of([Action.parse(f"0W{each}") for each in (0, 2, 4, 6)])
+    spans = (Span(0, Action.parse("0F0"), 0.0, 0.1), Span(0, several, 0.1, 0.5))
+    axes = timeline_figure([("joined", Timeline(1, spans))]).axes[0]
+    assert {"F0", "W0,2,4,6"} <= set(texts(axes))
+    assert "0/0/0W0,2,4,6" in bars(axes)
+    alone = choose_lettering(Timeline(1, spans[:1]), 26.0 / 0.1)
+    assert choose_lettering(Timeline(1, spans), 26.0 / 0.1).size == alone.size
 
 
 def test_bars_that_are_too_narrow_for_any_text_stay_empty() -> None:

@@ -35,8 +35,9 @@ def refuse_absent_gradients(module: fx.GraphModule, traced: Collection[CodeType]
         line = next(filter(None, map(source_line, applied)), "a custom autograd function")
         raise CaptureError(
             f"ctx.set_materialize_grads(False), at {line}: a graph would hand the backward zeros "
-            "where autograd hands it None. Leave it out if zeros will do, or call the function "
-            "under torch.compiler.disable"
+            "where autograd hands it None. Leave it out if zeros will do; or call the function "
+            "from a method decorated with torch.compiler.disable, around which a model is split "
+            "in parts (without fullgraph=True or a memory setting)"
         )
 
 

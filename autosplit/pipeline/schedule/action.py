@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import re
 import reprlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autosplit.errors import ScheduleError
@@ -58,6 +59,11 @@ class Action:
     def __str__(self) -> str:
         return f"{self.stage}{self.kind.value}{self.microbatch}"
 
+    @property
+    def microbatches(self) -> tuple[int, ...]:
+        """The microbatches that it runs on: one, unless a call runs several W together."""
+        return (self.microbatch,)
+
     @classmethod
     def parse(cls, text: str) -> Action:
         """Read ``str(action)`` back.
@@ -73,3 +79,40 @@ class Action:
                 + ", ".join(_KINDS)
             )
         return cls(int(match[1]), _KINDS[match[2]], int(match[3]))
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedWeights(Action):
+    """W of several microbatches of one stage in one call: something that a rank did, which no
+    schedule lists.
+
+    The text form is that of W with all its microbatches: ``0W0-3``, or ``0W0,2,4``.
+
+    Attributes:
+        others: the microbatches behind the first one, ``microbatch``.
+    """
+
+    others: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, weights: Sequence[Action]) -> Action:
+        """One call for some W of one stage, in this order; of a single one, it itself."""
+        first, *rest = weights
+        if not rest:
+            return first
+        return cls(first.stage, first.kind, first.microbatch, tuple(w.microbatch for w in rest))
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind.value}{numbered(self.microbatches)}"
+
+    @property
+    def microbatches(self) -> tuple[int, ...]:
+        return (self.microbatch, *self.others)
+
+
+def numbered(microbatches: Sequence[int]) -> str:
+    """Numbers of microbatches in few letters: a run as its ends, ``0-3``, others with commas."""
+    first, last = microbatches[0], microbatches[-1]
+    if len(microbatches) > 2 and tuple(microbatches) == tuple(range(first, last + 1)):
+        return f"{first}-{last}"
+    return ",".join(map(str, microbatches))

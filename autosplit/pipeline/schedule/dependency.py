@@ -20,13 +20,13 @@ def needs_of(action: Action, stages: int) -> tuple[Action, ...]:
     """The results that must exist before ``action`` starts, in a pipeline of ``stages`` stages.
 
     F needs the previous stage's output, I and B need their own F and the next stage's input
-    gradient, W needs its own I.
+    gradient, W needs its own I, and the I of each of its microbatches where it is of several.
     """
     stage, microbatch = action.stage, action.microbatch
     if action.kind is ActionKind.FORWARD:
         return () if stage == 0 else (Action(stage - 1, ActionKind.FORWARD, microbatch),)
     if action.kind is ActionKind.BACKWARD_WEIGHT:
-        return (Action(stage, ActionKind.BACKWARD_INPUT, microbatch),)
+        return tuple(Action(stage, ActionKind.BACKWARD_INPUT, m) for m in action.microbatches)
     if action.kind in (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD):
         own = Action(stage, ActionKind.FORWARD, microbatch)
         if stage == stages - 1:

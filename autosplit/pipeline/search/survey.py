@@ -22,6 +22,10 @@ from .search import caps_of, search
 MOST = 200_000
 """Actions of a step, over all chunks: some twenty schedules of it take minutes and gigabytes."""
 
+PROVED = "exact"
+"""Name of the entry that is proved to be the shortest with one stage a rank."""
+
+_ROUNDING = 1e-9  # of sums of what is kept
 _SHORTEST, _LARGEST = 1e-30, 1e30  # in seconds and any unit of memory: beyond, sums lose digits
 
 
@@ -29,7 +33,8 @@ _SHORTEST, _LARGEST = 1e-30, 1e30  # in seconds and any unit of memory: beyond, 
 class Entry:
     """One schedule of a survey.
 
-    ``weights`` is the placement of W, or ``"fused"``; ``peaks`` is the most each rank keeps.
+    ``weights`` is the placement of W, ``"fused"`` or ``"own"``; ``peaks`` is the most each rank
+    keeps.
     """
 
     name: str
@@ -38,13 +43,38 @@ class Entry:
     timeline: Timeline
     peaks: tuple[float, ...]
 
+    @property
+    def parts(self) -> int:
+        """Into how many stages a rank's part of the model is cut."""
+        return self.schedule.stages // len(self.schedule.ranks)
+
+    @property
+    def copies(self) -> int:
+        """How many copies of the model there are."""
+        return 1 if self.schedule.mirror is None else 2
+
 
 @dataclass(frozen=True)
 class Survey:
-    """The schedules that a pipeline admits, and why it does not admit the others, by name."""
+    """The schedules that a pipeline admits, and why it does not admit the others, by name.
+
+    ``cap`` is the most that a rank may keep, None for any. ``bound`` is in seconds, for an exact
+    entry that could not be proved in time: no step of its kind is shorter.
+    """
 
     entries: tuple[Entry, ...]
     refused: dict[str, str]
+    cap: float | None = None
+    bound: float | None = None
+
+    @property
+    def fitting(self) -> list[Entry]:
+        """The entries that keep the cap."""
+        return [entry for entry in self.entries if self.fits(entry)]
+
+    def fits(self, entry: Entry) -> bool:
+        """Whether no rank keeps more than the cap."""
+        return self.cap is None or max(entry.peaks) <= self.cap * (1 + _ROUNDING)
 
 
 def survey(
@@ -88,10 +118,12 @@ def survey(
         raise ScheduleError(next(iter(refused.values())))
     if cap is not None:
         entries.append(_searched(costs, microbatches, cap))
+    bound = None
     if proved:
         found = exact(costs, microbatches, cap=math.inf if cap is None else cap)
-        entries.append(_entry("exact", "own", found.schedule, costs))
-    return Survey(tuple(entries), refused)
+        entries.append(_entry(PROVED, "own", found.schedule, costs))
+        bound = None if found.proved else found.bound
+    return Survey(tuple(entries), refused, cap, bound)
 
 
 def _check(

@@ -76,7 +76,8 @@ def memory_over_time(
 ) -> list[tuple[float, float]]:
     """What ``rank`` keeps from each second of one step's timeline on, whenever that changes.
 
-    A W that ran in slices lets go with the last of them: what each slice frees is not known.
+    A W that ran in slices lets go with the last of them: what each slice frees is not known. So do
+    several W that ran in one call, at its end.
     """
     steps: list[tuple[float, float]] = [(0.0, 0.0)]
     now = 0.0
@@ -87,7 +88,8 @@ def memory_over_time(
     last = {span.action: place for place, span in enumerate(spans)}
     for place, span in enumerate(spans):
         size, kind = sizes[span.action.stage], span.action.kind
-        freed = size.after(kind) if last[span.action] == place else 0.0
+        count = len(span.action.microbatches)
+        freed = count * size.after(kind) if last[span.action] == place else 0.0
         for when, change in ((span.start, size.before(kind)), (span.end, -freed)):
             if change:
                 now += change

@@ -13,7 +13,10 @@ from autosplit.pipeline.schedule.action import Action, ActionKind
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One action on one rank, from ``start`` to ``end`` in seconds on a clock all ranks share."""
+    """One action on one rank, from ``start`` to ``end`` in seconds on a clock all ranks share.
+
+    Several W that ran as one call are one ``JoinedWeights``.
+    """
 
     rank: int
     action: Action
@@ -88,15 +91,19 @@ def median_durations(steps: Iterable[Iterable[Span]]) -> dict[tuple[int, ActionK
     """Median seconds of each kind of action of each stage, by (stage, kind).
 
     Args:
-        steps: the spans of each step. Those of one action, such as the slices of a W, are one.
+        steps: the spans of each step. Those of one action, such as the slices of a W, are one; of
+            a call for several W each counts for an equal part.
     """
     found: dict[tuple[int, ActionKind], list[float]] = defaultdict(list)
     for spans in steps:
-        took: dict[Action, float] = defaultdict(float)
+        took: dict[tuple[int, ActionKind, int], float] = defaultdict(float)
         for span in spans:
-            took[span.action] += span.end - span.start
-        for action, seconds in took.items():
-            found[action.stage, action.kind].append(seconds)
+            action, many = span.action, span.action.microbatches
+            for microbatch in many:
+                key = action.stage, action.kind, microbatch
+                took[key] += (span.end - span.start) / len(many)
+        for (stage, kind, _), seconds in took.items():
+            found[stage, kind].append(seconds)
     return {key: statistics.median(values) for key, values in found.items()}
 
 

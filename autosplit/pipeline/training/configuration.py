@@ -11,7 +11,7 @@ from autosplit.pipeline.engine.messages.default_group import process_count
 from autosplit.pipeline.schedule.schedule import Schedule
 
 from .auto_partition import Uncut
-from .options import Options, choose_schedule
+from .options import Options, check_joining, choose_schedule
 from .stage_modules import LossFunction, Stages
 
 
@@ -52,6 +52,7 @@ class Arrangement:
             weights=options.weights,
             ranks=processes,
         )
+        check_joining(options.given_stage, schedule)
         # Stages of an uncut model are balanced for that.
         late = options.late_input or isinstance(whole, Uncut)
         factory = options.stage_factory or split_stage(**options.given_stage, late_input=late)

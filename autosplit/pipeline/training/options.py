@@ -181,6 +181,32 @@ def check_slices(slices: int | None, early_weights: bool) -> None:
         raise PipelineError(f"slices={slices} has no effect without early_weights=True")
 
 
+def check_joining(stage: Mapping[str, Any], schedule: Schedule) -> None:
+    """Refuse to concatenate over microbatches where nothing could be.
+
+    Args:
+        stage: the stage options that the user gave.
+        schedule: what is to be run.
+
+    Raises:
+        PipelineError: says what stands against it.
+    """
+    form, slices = stage.get("accumulation"), stage.get("slices", 1)
+    if form != "concatenated":
+        return
+    if not schedule.split_backward:
+        raise PipelineError(
+            "accumulation='concatenated' joins weight gradients (W) of several microbatches, and a "
+            "schedule with split_backward=False has no W: use accumulation='fused', or leave "
+            "split_backward=False out"
+        )
+    if slices > 1:
+        raise PipelineError(
+            f"accumulation='concatenated' joins W of several microbatches, and slices={slices} "
+            "cuts each: leave one of the two out"
+        )
+
+
 def choose_order(early: bool, schedule: Schedule, device: torch.device) -> Order:
     """In which order a rank takes up its actions.
 

@@ -96,7 +96,8 @@ class PipelineTrainer:
         backend: how stages are compiled, see ``autosplit.Stage``; None means ``"eager"``.
         memory: what a microbatch holds, see ``autosplit.split``; None means ``"balanced"``.
         accumulation: how weight gradients of microbatches are added up, see ``autosplit.Stage``;
-            None means ``"exact"``.
+            None means ``"exact"``. ``"concatenated"`` makes one call of those Ws of a stage that
+            the schedule has next to each other on a rank.
         grad_dtype: in which dtype they are, see ``autosplit.Stage``; None means each parameter's.
         stage_factory: makes stages in place of ``autosplit.Stage``.
 

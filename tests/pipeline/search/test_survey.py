@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
 import pytest
 
+from autosplit.cli.projection import choose
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.builders.build import SCHEDULES
 from autosplit.pipeline.search.survey import survey
 from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.pipeline.simulation.step_costs import Costs
 from autosplit.pipeline.simulation.transfer import Transfer
-from autosplit.report.schedule_table import pareto_front
+from autosplit.report.schedule_table import pareto_front, survey_table
 
 
 def pipeline(ranks: int) -> Costs:
@@ -97,3 +99,40 @@ def test_auto_keeps_the_cap_and_is_never_worse() -> None:
     assert auto.timeline.step_time == min(within)
     with pytest.raises(ScheduleError, match=r"no schedule found within the cap 0\.5"):
         survey(pipeline(2), 4, cap=0.5)
+
+
+def _row(table: str, name: str) -> str:
+    return next(line for line in table.splitlines() if line.startswith(name))
+
+
+def test_the_table_says_what_an_exact_step_was_held_against() -> None:
+    """V-shapes of two parts a rank were printed as shorter beside a proved optimum."""
+    table = survey_table(survey(pipeline(4), 4, proved=True))
+    assert "exact, 1 stage" in table
+    assert " 1 stage " in _row(table, "exact")
+    assert " 2 parts " in _row(table, "zb-v")
+    assert " 2 copies " in _row(table, "chimera")
+    assert "proved to be the shortest step there is: of 1 stage a rank" in table
+    assert "parts or copies, and steps that overlap (zb-h2), may be shorter" in table
+    assert "proved" not in survey_table(survey(pipeline(4), 4))
+
+
+def test_a_step_that_could_not_be_proved_says_so() -> None:
+    found = dataclasses.replace(survey(pipeline(2), 2, proved=True), bound=0.1)
+    assert "the shortest step that was found, none is below 100.0 ms" in survey_table(found)
+
+
+def test_rows_above_the_cap_are_marked_and_count_as_no_best() -> None:
+    found = survey(pipeline(4), 8, cap=3.5)
+    table = survey_table(found)
+    assert "over cap" in _row(table, "gpipe")
+    assert "over cap" not in _row(table, "auto")
+    assert "over cap: keeps more than 3.5 on a rank" in table
+    best = choose(found, None)
+    assert "1.000x" in next(
+        line for line in table.splitlines() if line.split()[:2] == [best.name, best.weights]
+    )
+    shortest = min(found.entries, key=lambda entry: entry.timeline.step_time)
+    assert max(shortest.peaks) > 3.5
+    assert max(best.peaks) <= 3.5
+    assert "over cap" not in survey_table(survey(pipeline(4), 8))

@@ -342,11 +342,6 @@ def test_training_without_gradients_is_refused() -> None:
         ({"memory": "tight", "stage_factory": None, "ranks": 1}, SplitError, "got 'tight'"),
         ({"accumulation": "fused", "ranks": 1}, PipelineError, "accumulation='fused' has no effec"),
         (
-            {"accumulation": "concatenated", "stage_factory": None, "ranks": 1},
-            PipelineError,
-            "a schedule runs them one by one; use 'exact' or 'fused'",
-        ),
-        (
             {"grad_dtype": torch.int8, "stage_factory": None, "ranks": 1},
             SplitError,
             "grad_dtype must be a floating-point dtype, got torch.int8",

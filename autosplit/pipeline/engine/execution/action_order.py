@@ -24,6 +24,8 @@ class Step:
         compute: the work.
         deliver: hands on the result.
         arrived: whether ``fetch`` would return at once.
+        calls: for several W that a stage may run together, the steps to run in place of this one:
+            known only when it is their turn, by what their microbatches left.
     """
 
     action: Action
@@ -31,6 +33,7 @@ class Step:
     compute: Callable[[Values], Values]
     deliver: Callable[[Values], None]
     arrived: Callable[[], bool]
+    calls: Callable[[], Sequence[Step]] | None = None
 
 
 Order = Callable[[Sequence[Step]], Iterator[Step]]

@@ -20,12 +20,13 @@ from autosplit.pipeline.engine.messages.stage_ports import (
     output_gradients,
 )
 from autosplit.pipeline.engine.messages.transport import Transport
-from autosplit.pipeline.schedule.action import Action, ActionKind
+from autosplit.pipeline.schedule.action import Action, ActionKind, JoinedWeights
 from autosplit.pipeline.schedule.dependency import result_of
 from autosplit.pipeline.schedule.routes import parcels_for
 from autosplit.pipeline.schedule.schedule import Schedule
 
 from .action_order import Order, Step, Values, as_scheduled
+from .joint_weights import JoiningStage, joined, joined_step
 from .recorder import Recorder
 
 __all__ = ["BackwardStage", "Executor", "ForwardStage"]
@@ -84,7 +85,8 @@ class Executor:
     """Runs the actions of ``rank`` on its stages.
 
     Each action is prepared once, as three calls without arguments to look up; a step is a loop
-    over them, without autograd.
+    over them, without autograd. Ws of one stage that stand next to each other are one call where
+    the stage joins them.
 
     Args:
         stages: the rank's stages by index.
@@ -127,7 +129,8 @@ class Executor:
         self._place = Place() if place is None else place
         self._parts: Counter[int] = Counter()  # per stage, what makes weight gradients
         self._left: Counter[int] = Counter()
-        self._steps = tuple(step for each in schedule.ranks[rank] for step in self._prepare(each))
+        row = joined(schedule.ranks[rank], stages)
+        self._steps = tuple(step for each in row for step in self._prepare(each))
 
     @torch.no_grad()
     def run(
@@ -160,15 +163,17 @@ class Executor:
             self._transport.begin()
             for step in self._order(self._steps):
                 action = step.action
-                place.fetch(action)
-                values = step.fetch()
-                place.compute()
-                if recorder is None:
-                    step.deliver(step.compute(values))
-                else:
-                    compute = partial(step.compute, values)
-                    del values  # what is taken is cleared at its last use
-                    step.deliver(recorder.run(action, compute))
+                for call in (step,) if step.calls is None else step.calls():
+                    action = call.action
+                    place.fetch(action)
+                    values = call.fetch()
+                    place.compute()
+                    if recorder is None:
+                        call.deliver(call.compute(values))
+                    else:
+                        compute = partial(call.compute, values)
+                        del values  # what is taken is cleared at its last use
+                        call.deliver(recorder.run(action, compute))
             place.fetch(None)
             self._transport.finish()
             return dict(sorted(self._losses.items()))
@@ -197,6 +202,9 @@ class Executor:
             return
         if not isinstance(stage, BackwardStage):
             raise PipelineError(f"{action} is scheduled, but stage {action.stage} has no backward")
+        if isinstance(action, JoinedWeights) and isinstance(stage, JoiningStage):
+            yield joined_step(action, stage, self._counted(action.stage, _drop))
+            return
         if action.kind is ActionKind.BACKWARD_WEIGHT:
             for call in _weight_calls(stage, microbatch):
                 deliver = self._counted(action.stage, _drop)

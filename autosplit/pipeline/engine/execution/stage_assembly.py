@@ -22,6 +22,7 @@ from autosplit.runtime.split_options import SplitOptions
 from autosplit.stage import Stage
 
 from .executor import BackwardStage
+from .joint_weights import joined
 
 
 class TrainableStage(BackwardStage, Protocol):
@@ -78,14 +79,9 @@ def split_stage(
     Raises:
         SplitError: an unknown backend, memory setting or accumulation (lists the known ones),
             or a ``grad_dtype`` that is not floating-point.
-        PipelineError: an accumulation without effect in a pipeline.
     """
     SplitOptions(backend, memory, late_input)
-    if Accumulation(accumulation, grad_dtype).concatenated:
-        raise PipelineError(
-            f"accumulation={accumulation!r} is for weight gradients of several microbatches in "
-            "one call, and a schedule runs them one by one; use 'exact' or 'fused'"
-        )
+    Accumulation(accumulation, grad_dtype)
     return partial(
         Stage,
         backend=backend,
@@ -180,9 +176,9 @@ def compile_stages(stages: Mapping[int, TrainableStage], schedule: Schedule) -> 
     """Compile what the schedule runs of each stage: in a step, other ranks would wait for it."""
     for index, stage in stages.items():
         if isinstance(stage, Stage):
-            for actions in schedule.ranks:  # a stage's two copies each begin without gradients
-                mine = [a.kind for a in actions if a.stage == index]
-                stage.compile([_CALLS[kind] for kind in mine if kind in _CALLS])
+            for row in schedule.ranks:  # a stage's two copies each begin without gradients
+                mine = [a for a in joined(row, stages) if a.stage == index and a.kind in _CALLS]
+                stage.compile([(_CALLS[a.kind], len(a.microbatches)) for a in mine])
 
 
 class _Frozen:

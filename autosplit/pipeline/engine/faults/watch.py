@@ -140,6 +140,7 @@ class Watch:
         with contextlib.ExitStack() as stack, self._ears, self._mouth:
             selector = stack.enter_context(selectors.DefaultSelector())
             selector.register(self._ears, selectors.EVENT_READ)
+            self._beat()
             while self._look_on(selector, stack):
                 pass
 
@@ -219,18 +220,13 @@ class Watch:
         first = self._pulses()
         time.sleep(_SILENCE)
         second = self._pulses()
+        if (fault := self._ended()) is not None:  # meanwhile
+            return fault
+        mute = [rank for rank in self._others if rank not in second]
         silent = [r for r, pulse in second.items() if r in first and first[r].beat == pulse.beat]
-        if silent:
-            rank = min(silent, key=lambda each: second[each].time)
-            pulse = second[rank]
-            seconds = max(time.time() - pulse.time, _SILENCE)  # of another machine's clock
-            return Fault(
-                rank,
-                pulse.place,
-                f"has not answered for {seconds:.3g} s, last in {pulse.place}: it was stopped, cut "
-                f"off, or holds the interpreter; rank {self._rank} {waited}",
-                ended=True,
-            )
+        if mute or silent:
+            rank = mute[0] if mute else min(silent, key=lambda each: second[each].time)
+            return self._silent(rank, second.get(rank), waited)
         busy = [
             rank
             for rank, pulse in second.items()
@@ -245,6 +241,21 @@ class Watch:
             pulse.place,
             f"has been in {pulse.place} for {pulse.seconds:.3g} s: it is stuck, or needs a longer "
             f"timeout=; rank {self._rank} {waited}",
+            ended=True,
+        )
+
+    def _silent(self, rank: int, pulse: Pulse | None, waited: str) -> Fault:
+        """A rank that does not beat, or never did: it was stopped before it came to that."""
+        if pulse is None:
+            place, so_long = self._register.get("phase", rank) or "starting", "at all"
+        else:
+            seconds = max(time.time() - pulse.time, _SILENCE)  # of another machine's clock
+            place, so_long = pulse.place, f"for {seconds:.3g} s"
+        return Fault(
+            rank,
+            place,
+            f"has not answered {so_long}, last in {place}: it was stopped, cut off, or holds the "
+            f"interpreter; rank {self._rank} {waited}",
             ended=True,
         )
 

@@ -176,6 +176,15 @@ def test_a_rank_that_does_not_answer_is_named(ranks: Ranks) -> None:
     assert " s, last in the optimizer step: it was stopped" in fault.headline
 
 
+def test_a_rank_that_was_stopped_before_it_said_anything_is_named(ranks: Ranks) -> None:
+    ranks.pretend(Process.of(os.getpid()))
+    Register(ranks.store).put("phase", 1, "building its stages")
+    fault = ranks.watch(0).explain(TIMEOUT)
+    assert fault is not None
+    expected = "rank 1 has not answered at all, last in building its stages: it was stopped"
+    assert fault.headline.startswith(expected)
+
+
 def test_a_fault_of_any_rank_ends_the_waits_of_all(ranks: Ranks) -> None:
     ranks.watch(0)
     guard = Guard(1, ranks.board, lambda: None)

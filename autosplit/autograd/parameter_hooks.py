@@ -1,0 +1,21 @@
+"""Hooks on parameters, which are to fire in ``backward()``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from autosplit.text.names import few
+from autosplit.torch_internals.accumulate_grad import Leaves
+
+
+def hooks_text(named_parameters: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """For a report: which parameters have hooks, and what follows; nothing where none has."""
+    names = [name for name, parameter in named_parameters if Leaves([parameter]).watched()]
+    if not names:
+        return []
+    return [
+        "backward() computes weight gradients too where a hook waits for one of them: "
+        f"{few(names, 3)}. Without hooks on parameters they are deferred."
+    ]

@@ -1,0 +1,146 @@
+"""Training loops in which hooks on parameters use gradients: optimizers inside ``backward()``."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autosplit
+from autosplit.dynamo.partial_model import Partial
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x).tanh())
+
+
+class Broken(Net):
+    """No single graph holds it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x).tanh()
+        torch._dynamo.graph_break()
+        return self.b(h)
+
+
+def optimizers_in_backward(model: nn.Module) -> None:
+    """As torch's tutorial has it."""
+    optimizers = {p: torch.optim.Adam([p], lr=0.1, foreach=False) for p in model.parameters()}
+
+    def hook(parameter: Any) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(hook)
+
+
+def update_in_tensor_hooks(model: nn.Module) -> None:
+    """As it was done before torch had the other hooks."""
+
+    def update(parameter: Tensor, gradient: Tensor) -> None:
+        parameter.data.add_(gradient, alpha=-0.1)
+
+    for parameter in model.parameters():
+        parameter.register_hook(lambda grad, p=parameter: update(p, grad))
+
+
+def sums_behind_nodes(model: nn.Module) -> None:
+    """As wrappers do that keep gradients in buffers of their own."""
+    model.nodes = []  # type: ignore[assignment]
+
+    def move(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.data.add_(parameter.grad, alpha=-0.1)
+        parameter.grad = None
+
+    for parameter in model.parameters():
+        node: Any = parameter.expand_as(parameter).grad_fn
+        node = node.next_functions[0][0]
+        node.register_hook(lambda *_, p=parameter: move(p))
+        model.nodes.append(node)  # type: ignore[union-attr,operator]
+
+
+FACES: dict[str, tuple[type[Net], Callable[[nn.Module], Any]]] = {
+    "whole": (Net, autosplit.split),
+    "parts": (Broken, Partial),
+    "compiled": (Broken, lambda model: torch.compile(model, backend="autosplit")),
+}
+
+
+def train(module: Any, batches: list[Tensor]) -> None:
+    """Nobody asks for gradients; each backward goes through two calls."""
+    for x in batches:
+        (module(x) * module(x + 1)).square().sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("face", "register"),
+    [
+        *((face, hooks) for face in FACES for hooks in (optimizers_in_backward,)),
+        *((face, update_in_tensor_hooks) for face in FACES),
+        ("whole", sums_behind_nodes),
+    ],
+)
+def test_trains_as_plain_autograd_does(face: str, register: Callable[[nn.Module], None]) -> None:
+    torch._dynamo.reset()
+    kind, wrap = FACES[face]
+    model = kind()
+    plain = copy.deepcopy(model)
+    register(model)
+    register(plain)
+    module = wrap(model)
+    batches = [torch.randn(3, 4) for _ in range(4)]
+    for at, x in enumerate(batches):
+        train(module, [x])
+        train(plain, [x])
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(mine, theirs), at
+
+
+def test_gradient_from_elsewhere_in_the_same_backward_is_one_with_it() -> None:
+    """The hook must not see, and step on, a part of the gradient."""
+    model = Net()
+    plain = copy.deepcopy(model)
+    split = autosplit.split(model)
+    for each in (model, plain):
+        optimizers_in_backward(each)
+    for x in torch.randn(3, 2, 4):
+        for module, under in ((split, model), (plain, plain)):
+            penalty = sum(p.square().sum() for p in under.parameters())
+            (module(x).square().sum() + penalty).backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_deferred_again_without_hooks() -> None:
+    split = autosplit.split(Net())
+    handle = split.a.weight.register_hook(lambda grad: None)
+    for pending in (0, 1):
+        split(torch.randn(2, 4)).sum().backward()
+        assert split.pending == pending
+        handle.remove()
+
+
+@pytest.mark.parametrize("face", ["whole", "parts"])
+def test_report_says_so(face: str) -> None:
+    torch._dynamo.reset()
+    kind, wrap = FACES[face]
+    module = wrap(kind())
+    module(torch.randn(2, 4)).sum().backward()
+    said = "backward() computes weight gradients too where a hook waits for one of them"
+    assert said not in module.report()
+    parameter = dict(module.named_parameters())["a.weight"]
+    handle = parameter.register_post_accumulate_grad_hook(lambda _: None)
+    assert f"{said}: a.weight" in module.report()
+    handle.remove()
+    assert said not in module.report()

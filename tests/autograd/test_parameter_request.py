@@ -1,0 +1,143 @@
+"""``torch.autograd.grad`` and ``backward(inputs=...)`` of a split module's parameters."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autosplit
+from autosplit import SplitError
+
+
+class InParts(nn.Module):
+    """A branch on data: two graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return self.b(h.relu() if h.sum() > 0 else h.tanh())
+
+
+def layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+
+
+def many() -> nn.Module:
+    """More parameters than are tied to the graph."""
+    return nn.Sequential(*[nn.Linear(4, 4) for _ in range(8)])
+
+
+Asks = Callable[[Tensor, Sequence[Tensor]], Any]
+
+ASKS: dict[str, Asks] = {
+    "inputs": lambda loss, asked: loss.backward(inputs=asked),
+    "grad": lambda loss, asked: torch.autograd.grad(loss, asked),
+    "unused": lambda loss, asked: torch.autograd.grad(loss, asked, allow_unused=True),
+    "retain": lambda loss, asked: torch.autograd.grad(loss, asked, retain_graph=True),
+}
+
+MODELS = pytest.mark.parametrize("build", [layers, many, InParts])
+
+
+def batch() -> Tensor:
+    torch.manual_seed(3)
+    return torch.randn(3, 4, requires_grad=True)
+
+
+@pytest.mark.parametrize("ask", ASKS)
+@pytest.mark.parametrize("with_input", [False, True])
+@MODELS
+def test_refused_with_advice_that_works(
+    build: Callable[[], nn.Module], with_input: bool, ask: str
+) -> None:
+    plain = build()
+    split = autosplit.split(copy.deepcopy(plain))
+    x, given = batch(), [*plain.parameters()]
+    expected = torch.autograd.grad(plain(x).square().sum(), given)
+    parameters = [*split.parameters()]
+    asked = [x, *parameters] if with_input else parameters
+    with pytest.raises(SplitError, match=r"Call loss\.backward\(\) and read \.grad, or ask with"):
+        ASKS[ask](split(x).square().sum(), asked)
+    assert split.pending == 0
+    assert all(each.grad is None for each in parameters)
+    found = torch.autograd.grad(split.model(x).square().sum(), parameters)
+    assert all(map(torch.equal, found, expected))
+    split(x).square().sum().backward()
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(parameters, expected, strict=True))
+
+
+@pytest.mark.parametrize("which", [0, 1, -2, -1])
+@MODELS
+def test_one_parameter_of_those_near_the_ends(build: Callable[[], nn.Module], which: int) -> None:
+    split = autosplit.split(build())
+    parameter = [*split.parameters()][which]
+    with pytest.raises(SplitError, match="asks for gradients of parameters"):
+        torch.autograd.grad(split(batch()).sum(), parameter, allow_unused=True)
+
+
+@MODELS
+def test_input_gradients_as_ever(build: Callable[[], nn.Module]) -> None:
+    plain = build()
+    split = autosplit.split(copy.deepcopy(plain))
+    found = []
+    for model in (plain, split):
+        x = batch()
+        loss = model(x).square().sum()
+        loss.backward(inputs=[x], retain_graph=True)
+        (again,) = torch.autograd.grad(loss, x, retain_graph=True)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        found.append([again, x.grad, *(p.grad.clone() for p in model.parameters())])
+    assert all(map(torch.equal, *found))
+
+
+@MODELS
+def test_create_graph_of_parameters(build: Callable[[], nn.Module]) -> None:
+    split = autosplit.split(build())
+    with pytest.raises(SplitError, match="create_graph=True"):
+        torch.autograd.grad(split(batch()).sum(), [*split.parameters()], create_graph=True)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@MODELS
+def test_hook_between_forward_and_backward(build: Callable[[], nn.Module], late: bool) -> None:
+    """It gets a gradient, once."""
+    plain = build()
+    split = autosplit.split(copy.deepcopy(plain))
+    found = []
+    for model in (plain, split):
+        seen = []
+        first = next(model.parameters())
+        loss = model(batch()).square().sum()
+        if late:
+            first.register_post_accumulate_grad_hook(lambda p, seen=seen: seen.append(p.grad.sum()))
+        else:
+            first.register_hook(lambda grad, seen=seen: seen.append(grad.sum()))
+        loss.backward()
+        gradients = [each.grad + 0 for each in model.parameters()]
+        found.append([*seen, *gradients])
+    assert len(found[0]) == len(found[1])
+    assert all(map(torch.equal, *found))
+
+
+def test_sources_of_computed_parameters() -> None:
+    """They get what they ask for: parameters that are computed do not wait."""
+    plain = layers()
+    split = autosplit.split(copy.deepcopy(plain))
+    sources = {
+        name: each.detach().clone().requires_grad_() for name, each in plain.named_parameters()
+    }
+    found = []
+    for model in (plain, split):
+        computed = {name: each * 2 for name, each in sources.items()}
+        loss = torch.func.functional_call(model, computed, (batch(),)).square().sum()
+        found.append(torch.autograd.grad(loss, [*sources.values()]))
+    assert all(map(torch.equal, *found))

@@ -1,0 +1,323 @@
+"""accumulation="concatenated" in a trainer: W next to each other are one call."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autosplit
+from autosplit.errors import PipelineError
+from autosplit.pipeline.builders.build import build
+from autosplit.pipeline.engine.execution.joint_weights import joined
+from autosplit.pipeline.engine.execution.stage_assembly import compile_stages
+from autosplit.pipeline.engine.processes.launch import launch
+from autosplit.pipeline.schedule.action import Action, ActionKind, JoinedWeights, numbered
+from autosplit.pipeline.schedule.dependency import needs_of
+from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.simulation.activation_memory import StageMemory, memory_over_time
+from autosplit.pipeline.simulation.timeline import Span, Timeline, median_durations
+from autosplit.pipeline.training.trainer import PipelineTrainer
+from autosplit.runtime.backward_graphs import BackwardGraphs
+from autosplit.runtime.functions import SplitFunctions
+from tests.pipeline import joining_workers
+from tests.pipeline.joining_workers import differences, joined_row, mean_loss, trained
+
+W = ActionKind.BACKWARD_WEIGHT
+
+
+def _weights(text: str) -> list[Action]:
+    return [Action.parse(each) for each in text.split()]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [((3,), "3"), ((0, 1), "0,1"), ((0, 1, 2, 3), "0-3"), ((0, 2, 4), "0,2,4"), ((2, 1), "2,1")],
+)
+def test_text_of_several_microbatches(numbers: tuple[int, ...], text: str) -> None:
+    assert numbered(numbers) == text
+    assert str(JoinedWeights.of([Action(5, W, each) for each in numbers])) == f"5W{text}"
+
+
+def test_one_w_is_itself_and_several_need_all_their_inputs() -> None:
+    one = Action(0, W, 3)
+    assert JoinedWeights.of([one]) is one
+    several = JoinedWeights.of(_weights("1W0 1W2"))
+    assert several.microbatches == (0, 2)
+    assert list(map(str, needs_of(several, 3))) == ["1I0", "1I2"]
+
+
+class _Joins:
+    joins_weights = True
+
+    def weight_calls(self, microbatches: Any) -> Any:
+        raise NotImplementedError
+
+    def backward_weight(self, microbatch: Any) -> None:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ("0I0 0W0 0I1 0W1", "0I0 0W0 0I1 0W1"),
+        ("0I0 0I1 0W0 0W1 0I2 0W2", "0I0 0I1 0W0,1 0I2 0W2"),
+        ("1W0 0W0 1W1 0W1 1W2", "1W0-2 0W0,1"),  # nothing waits in between
+        ("2W0 2W1 0W0 2W2 0W1", "2W0 2W1 0W0,1 2W2"),  # stage 2 joins none
+    ],
+)
+def test_which_weights_stand_next_to_each_other(row: str, expected: str) -> None:
+    stages = {0: _Joins(), 1: _Joins(), 2: object()}
+    assert " ".join(map(str, joined(_weights(row), stages))) == expected
+
+
+def test_a_call_for_several_counts_for_each() -> None:
+    several = JoinedWeights.of(_weights("0W0 0W1 0W2"))
+    spans = (
+        Span(0, Action.parse("0F0"), 0.0, 1.0),
+        Span(0, several, 2.0, 5.0),
+        Span(0, Action.parse("0W3"), 5.0, 7.0),
+    )
+    assert median_durations([spans])[0, W] == 1.0  # of 1, 1, 1 and 2
+    held = memory_over_time(Timeline(1, spans), [StageMemory(4.0, 2.0)], 0)
+    assert held[-2:] == [(5.0, 4.0 - 3 * 2.0), (7.0, 4.0 - 4 * 2.0)]
+
+
+def _linear() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 12), nn.GELU(), nn.Linear(12, 6))
+
+
+class _Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+def _normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.LayerNorm(6))
+
+
+class _Tokens(nn.Module):
+    """Token ids, among them the same ones in several microbatches."""
+
+    def __init__(self, *, sparse: bool = False) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 6, sparse=sparse)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.table((x > 0).long() + (x > 1).long()).mean(1))
+
+
+def _images() -> nn.Module:
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 4, 3), nn.Flatten(), nn.Linear(16, 6)
+    )
+
+
+def _frozen() -> nn.Module:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    model[0].requires_grad_(False)
+    return model
+
+
+MODELS: dict[str, Callable[[], list[nn.Module]]] = {
+    "linear": lambda: [_linear(), _linear()],
+    "tied": lambda: [_Tied(), _Tied()],
+    "norms": lambda: [_normed(), _normed()],
+    "tokens": lambda: [_Tokens(), _linear()],
+    "sparse": lambda: [_Tokens(sparse=True), _linear()],
+    "images": lambda: [_images(), _linear()],
+    "frozen": lambda: [_frozen(), _linear()],
+    "all frozen": lambda: [_linear().requires_grad_(False), _linear()],
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_those_of_autograd_but_for_the_order_of_sums(name: str) -> None:
+    torch.manual_seed(0)
+    modules = MODELS[name]()
+    row, worst = trained(modules, schedule="gpipe", weights="2bp")
+    assert worst < 1e-5
+    assert "1W0-3" in row
+    assert ("0W0-3" in row) is (name != "all frozen")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"schedule": "naive", "weights": "2bp"},
+        {"schedule": "1f1b"},
+        {"schedule": "1f1b", "weights": "2bp"},
+        {"schedule": "zb-h1", "early_weights": True},
+        {"schedule": "gpipe", "memory": "lean"},
+        {"schedule": "gpipe", "memory": "fast", "grad_dtype": torch.float64},
+        {"schedule": "gpipe", "autocast": torch.bfloat16},
+    ],
+)
+def test_other_options_beside_it(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    bf16 = options.get("autocast") is not None
+    _, worst = trained([_linear(), _normed()], **options)
+    assert worst < (4 * 2**-8 if bf16 else 1e-5)
+
+
+def test_w_of_four_microbatches_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[int] = []
+    original = SplitFunctions.backward_weight_together
+
+    def counted(self: SplitFunctions, deferred: Any, *more: Any) -> Any:
+        found.append(len(deferred))
+        return original(self, deferred, *more)
+
+    monkeypatch.setattr(SplitFunctions, "backward_weight_together", counted)
+    monkeypatch.setattr(SplitFunctions, "backward_weight", None)
+    trained([_linear()], schedule="naive", weights="2bp")
+    assert found == [4, 4]
+
+
+def test_clipping_and_steps() -> None:
+    """Weights after three clipped steps, of which each adds two batches."""
+    torch.manual_seed(0)
+    modules = [_linear(), _linear()]
+    twin = nn.Sequential(*copy.deepcopy(modules))
+    optimizer = torch.optim.AdamW(twin.parameters(), lr=0.01)
+    with PipelineTrainer(
+        modules,
+        nn.functional.mse_loss,
+        lambda p: torch.optim.AdamW(p, lr=0.01),
+        microbatches=4,
+        ranks=1,
+        schedule="gpipe",
+        weights="2bp",
+        accumulation="concatenated",
+        max_grad_norm=0.1,
+    ) as engine:
+        for step in range(3):
+            batches = [joining_workers.batch(2 * step + each) for each in range(2)]
+            for inputs, targets in batches:
+                mean_loss(twin, inputs, targets, 4).backward()
+            norm = nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+            engine.forward_backward(batches[0])
+            engine.step(batches[1])
+            assert engine.grad_norm == pytest.approx(float(norm), rel=1e-5)
+    for mine, theirs in zip(nn.Sequential(*modules).parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_hooks_see_every_microbatch_and_the_timeline_says_so() -> None:
+    torch.manual_seed(0)
+    model, seen = _linear(), []
+    model[0].weight.register_hook(lambda grad: seen.append(grad.norm()))
+    row, worst = trained([model], schedule="gpipe", weights="2bp", steps=1)
+    assert worst < 1e-5
+    assert len(seen) == 4, "one for each microbatch"
+    assert [text for text in row if "W" in text] == ["0W0", "0W1", "0W2", "0W3"]
+
+
+def test_a_fault_names_all_microbatches_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> None:
+        raise ValueError("bad weather")
+
+    monkeypatch.setattr(SplitFunctions, "backward_weight_together", fail)
+    with pytest.raises(PipelineError, match=r"^rank 0 failed in 0W0-3: ValueError: bad weather$"):
+        trained([_linear()], schedule="gpipe", weights="2bp")
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"split_backward": False}, "has no W: use accumulation='fused'"),
+        ({"slices": 2, "early_weights": True}, "slices=2 cuts each: leave one of the two out"),
+    ],
+)
+def test_what_has_nothing_to_join_is_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(PipelineError, match=re.escape(text)):
+        trained([_linear(), _linear()], schedule="gpipe", **options)
+    options["accumulation"] = "fused"  # as it says
+    options.pop("slices", None)
+    trained([_linear(), _linear()], schedule="gpipe", **options)
+
+
+def test_a_whole_model_that_is_cut() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)])
+    twin = copy.deepcopy(model)
+    inputs, targets = joining_workers.batch(0)
+    mean_loss(twin, inputs, targets, 4).backward()
+    planned = autosplit.partition(
+        model,
+        (inputs[:4],),
+        stages=2,
+        microbatches=4,
+        schedule="gpipe",
+        weights="2bp",
+        costs="estimate",
+        ranks=1,
+    )
+    with planned.trainer(
+        nn.functional.mse_loss, joining_workers.sgd, accumulation="concatenated", record=True
+    ) as engine:
+        engine.forward_backward((inputs, targets))
+        assert {"0W0-3", "1W0-3"} <= set(joined_row(engine))
+        for stage in engine.gradients().values():
+            assert all(torch.isfinite(each).all() for each in stage.values())
+        mine = sorted(float(g.norm()) for s in engine.gradients().values() for g in s.values())
+    assert mine == pytest.approx(sorted(float(p.grad.norm()) for p in twin.parameters()))
+
+
+def test_over_processes() -> None:
+    for found in launch(joining_workers.two_ranks, 2, timeout=90):
+        assert {name: worst < 1e-5 for name, (_, worst) in found.items()} == {
+            "gpipe": True,
+            "tied": True,
+            "chimera": True,
+            "auto": True,
+        }
+        assert any("W0-3" in text for text in found["gpipe"][0])
+
+
+def test_replaced_parameters_do_not_go_together() -> None:
+    """Whose gradient it is was taken from the first microbatch alone."""
+    model = nn.Linear(3, 2)
+    stage = autosplit.Stage(model, [torch.randn(4, 3)], accumulation="concatenated")
+    for microbatch in range(2):
+        stage.forward(microbatch, [torch.randn(4, 3)])
+        stage.backward_input(microbatch, [torch.ones(4, 2)])
+        model.weight = nn.Parameter(model.weight.detach().clone())
+    with pytest.raises(autosplit.SplitError, match="weight was replaced between two microbatches"):
+        stage.backward_weight([0, 1])
+
+
+def test_what_an_accumulating_schedule_compiles_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is compiled within a step, where other ranks would wait for it."""
+    made: list[int] = []
+    original = BackwardGraphs.together
+
+    def noted(self: BackwardGraphs, count: int) -> Any:
+        made.append(count)
+        return original(self, count)
+
+    monkeypatch.setattr(BackwardGraphs, "together", noted)
+    row = build("gpipe", 1, 3, weights="2bp").ranks
+    mine = Schedule("mine", 1, 3, row, (0,), True)
+    stage = autosplit.Stage(_linear(), [torch.randn(2, 6)], accumulation="concatenated")
+    compile_stages({0: stage}, mine)
+    assert made == [3]
+
+
+def test_differences_can_fail() -> None:
+    model = nn.Sequential(_linear())
+    (sum(p.sum() for p in model.parameters())).backward()
+    grads = {0: {name: torch.zeros_like(p) for name, p in model[0].named_parameters()}}
+    assert differences(grads, model) > 0.5

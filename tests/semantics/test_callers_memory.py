@@ -1,0 +1,135 @@
+"""A loop may write into its batch after ``backward()``, seen by torch or not, as in eager."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autosplit
+
+
+class InParts(nn.Module):
+    """A branch on data: two graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return self.b(h.relu() if h.sum() > 0 else h.tanh())
+
+
+class Twice(nn.Module):
+    """W holds the input itself and a transposed view of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x).tanh().sum() + self.b(x.t()).tanh().sum()
+
+
+def layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+def array() -> np.ndarray:
+    return np.random.RandomState(0).randn(6, 8).astype(np.float32)
+
+
+WRITES: dict[str, Callable[[np.ndarray, Tensor], object]] = {
+    "numpy": lambda memory, x: memory.fill(0.0),
+    "data": lambda memory, x: x.data.zero_(),
+    "torch": lambda memory, x: x.detach().zero_(),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("needs_grad", [False, True])
+@pytest.mark.parametrize("build", [layers, InParts, Twice])
+def test_input_written_after_backward(
+    build: Callable[[], nn.Module], needs_grad: bool, write: str
+) -> None:
+    plain = build()
+    split = autosplit.split(copy.deepcopy(plain))
+    for model in (plain, split):
+        for _ in range(2):
+            memory = array()
+            x = torch.from_numpy(memory).requires_grad_(needs_grad)
+            model(x).square().sum().backward()
+            WRITES[write](memory, x)
+    for name, parameter in split.named_parameters():
+        assert torch.equal(parameter.grad, plain.get_parameter(name).grad), name
+
+
+def test_token_ids_in_one_buffer() -> None:
+    plain = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 4))
+    split = autosplit.split(copy.deepcopy(plain))
+    for model in (plain, split):
+        ids = torch.zeros(6, dtype=torch.long)
+        for step in range(3):
+            ids.copy_(torch.arange(6) + step)
+            model(ids).sum().backward()
+    assert split.pending == 3
+    for name, parameter in split.named_parameters():
+        assert torch.equal(parameter.grad, plain.get_parameter(name).grad), name
+
+
+@pytest.mark.parametrize("build", [lambda: nn.Linear(8, 4), InParts])
+def test_incoming_gradient_in_memory_of_numpy(build: Callable[[], nn.Module]) -> None:
+    plain = build()
+    split = autosplit.split(copy.deepcopy(plain))
+    for model in (plain, split):
+        memory = np.ones((6, 4), np.float32)
+        model(torch.from_numpy(array())).backward(torch.from_numpy(memory))
+        memory.fill(0.0)
+    for name, parameter in split.named_parameters():
+        assert torch.equal(parameter.grad, plain.get_parameter(name).grad), name
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x[:, ::2],
+        lambda x: x[:, :1].expand(6, 4),
+        lambda x: x.as_strided((6, 4), (8, 1), 2),
+        lambda x: x[:, :4].t().contiguous().t(),
+        lambda x: x[:0, :4],
+    ],
+    ids=["gaps", "expanded", "offset", "transposed", "empty"],
+)
+def test_copies_lie_as_the_input_does(view: Callable[[Tensor], Tensor]) -> None:
+    plain = nn.Linear(4, 3)
+    split = autosplit.split(copy.deepcopy(plain), fullgraph=True)
+    for model in (plain, split):
+        memory = array()
+        model(view(torch.from_numpy(memory))).square().sum().backward()
+        memory.fill(0.0)
+    assert torch.equal(split.weight.grad, plain.weight.grad)
+
+
+def test_views_of_one_input_share_a_copy() -> None:
+    split = autosplit.split(Twice())
+    x = torch.randn(6, 8)
+    split(x).backward()
+    ((work,),) = split._queue._microbatches.values()
+    places = {t.untyped_storage().data_ptr() for t in work.tensors if t.shape in {(6, 8), (8, 6)}}
+    assert x.untyped_storage().data_ptr() not in places
+    copies = [t for t in work.tensors if sorted(t.shape) == [6, 8] and torch.equal(t, x)]
+    copies += [t for t in work.tensors if t.shape == (8, 6) and torch.equal(t, x.t())]
+    assert len({t.untyped_storage().data_ptr() for t in copies}) == 1
+
+
+def test_what_an_earlier_module_computed_is_not_copied() -> None:
+    split = autosplit.split(nn.Linear(8, 4))
+    hidden = torch.randn(6, 8, requires_grad=True) * 2
+    split(hidden).square().sum().backward()
+    ((work,),) = split._queue._microbatches.values()
+    assert hidden.data_ptr() in {tensor.data_ptr() for tensor in work.tensors}
