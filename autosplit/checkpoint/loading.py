@@ -14,7 +14,7 @@ from autosplit.checkpoint.state.held_tensors import entries_of, groups_of, tenso
 from autosplit.checkpoint.storage.folder import DistributedFolder
 from autosplit.checkpoint.storage.formats import Reader, open_checkpoint
 from autosplit.errors import CheckpointError
-from autosplit.pipeline.training.trainer import PipelineTrainer
+from autosplit.pipeline.training.stage_trainer import StageTrainer
 
 from .naming import Mismatch, ModelTensor, Names, Naming, check, check_kinds, source
 from .rank_agreement import Ranks
@@ -41,7 +41,7 @@ class Loaded:
 
 
 def load_checkpoint(
-    trainer: PipelineTrainer,
+    trainer: StageTrainer,
     path: str | Path,
     *,
     names: Names | None = None,

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from autosplit.checkpoint.storage.single_file import kind_of
 from autosplit.errors import CheckpointError
+from autosplit.pipeline.training.stage_trainer import StageTrainer
 from autosplit.pipeline.training.tied_parameters import Holder
-from autosplit.pipeline.training.trainer import PipelineTrainer
 
 from .rank_agreement import Ranks
 
@@ -202,7 +202,7 @@ class _HeldTensor:
     buffer: bool
 
 
-def _rows(trainer: PipelineTrainer, names: Names | None) -> list[_HeldTensor]:
+def _rows(trainer: StageTrainer, names: Names | None) -> list[_HeldTensor]:
     rows = []
     for stage, module in trainer.modules.items():
         for position, (name, tensor) in enumerate(persistent(module).items()):

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from autosplit.errors import PipelineError
-from autosplit.pipeline.training.trainer import PipelineTrainer
+from autosplit.pipeline.trainer import PipelineTrainer
 from autosplit.planner.costs.trial_run import stage_times, trial_steps
 from autosplit.planner.cuts.solve import Solution
 from autosplit.planner.model.block_instance import StageOptions

@@ -319,7 +319,7 @@ def test_an_optimizer_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 
 
 def test_stages_that_were_not_cut_from_one_model_need_names(tmp_path: Path) -> None:
-    from autosplit.pipeline.training.trainer import PipelineTrainer
+    from autosplit.pipeline.trainer import PipelineTrainer
 
     def build(count: int) -> PipelineTrainer:
         modules = [nn.Linear(3, 3) for _ in range(count)]

@@ -74,14 +74,25 @@ class ScheduleRequest:
                 times=times if self._heeds_times else None,
             )
         there = self.schedule
-        has, asked = (there.stages, there.microbatches), (stages, self.microbatches)
-        if has != asked:
-            raise ScheduleError(
-                f"the schedule {there.name!r} is for (stages, microbatches) = {has}, but "
-                f"{asked} are asked for"
-            )
+        self.check_fits(stages)
         validate(there)
         return there
+
+    def check_fits(self, stages: int) -> None:
+        """Refuse a schedule that is there and is for other counts.
+
+        Raises:
+            ScheduleError: says for which.
+        """
+        given = self.schedule
+        if isinstance(given, str):
+            return
+        has, asked = (given.stages, given.microbatches), (stages, self.microbatches)
+        if has != asked:
+            raise ScheduleError(
+                f"the schedule {given.name!r} is for (stages, microbatches) = {has}, but {asked} "
+                "are asked for"
+            )
 
     @property
     def _heeds_times(self) -> bool:

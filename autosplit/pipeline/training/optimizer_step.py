@@ -36,7 +36,7 @@ class _Early:
     settled: bool = False
 
 
-class Update:
+class OptimizerStep:
     """The optimizer of one rank.
 
     Args:

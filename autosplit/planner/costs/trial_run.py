@@ -14,11 +14,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autosplit.device import generators_kept
+from autosplit.pipeline.builders.schedule_request import ScheduleRequest
+from autosplit.pipeline.engine.execution.stage_assembly import SplitStage
 from autosplit.pipeline.engine.messages.default_group import gather
 from autosplit.pipeline.schedule.action import ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.timeline import Span, median_durations
-from autosplit.pipeline.training.trainer import PipelineTrainer
+from autosplit.pipeline.training.options import TrainerOptions
+from autosplit.pipeline.training.stage_modules import StageSource
+from autosplit.pipeline.training.stage_trainer import StageTrainer
+from autosplit.pipeline.training.training_setup import TrainingSetup
 from autosplit.planner.model.block_instance import StageOptions, device_of, own_state
 from autosplit.planner.model.captured_model import WholeModel
 from autosplit.planner.model.stages import Partition, cut
@@ -113,7 +118,7 @@ def trial_steps(
     """
     ranks = len(schedule.ranks)
     device = options.device or device_of(whole.model)
-    stages = _Stages(cut(whole, firsts), device)
+    stages = _stages(cut(whole, firsts), device)
     with generators_kept(), _trainer(stages, schedule, options, device) as run:
 
         def step() -> tuple[float, Sequence[Span]]:
@@ -125,36 +130,31 @@ def trial_steps(
         yield step
 
 
-class _Stages:
+def _stages(partition: Partition, device: torch.device) -> StageSource:
     """The stages of a partition with state of their own."""
 
-    def __init__(self, partition: Partition, device: torch.device) -> None:
-        self.wiring = partition.wiring
-        self.shared = partition.shared
-        self.stages = partition.stages
-        self._partition = partition
-        self._device = device
-
-    def build(self, index: int) -> nn.Module:
-        module = self._partition.sketch(index)
-        own_state(module, self._device, blank=False, gradients=True)
+    def build(index: int) -> nn.Module:
+        module = partition.sketch(index)
+        own_state(module, device, blank=False, gradients=True)
         return module
+
+    return StageSource(partition.stages, build, partition.wiring, partition.shared, cut=True)
 
 
 def _trainer(
-    stages: _Stages, schedule: Schedule, options: StageOptions, device: torch.device
-) -> PipelineTrainer:
-    return PipelineTrainer(
-        stages,
-        options.loss_fn or _stand_in,
+    stages: StageSource, schedule: Schedule, options: StageOptions, device: torch.device
+) -> StageTrainer:
+    request = ScheduleRequest(schedule, schedule.microbatches, len(schedule.ranks))
+    split = options.split
+    training = TrainerOptions(
+        request, SplitStage(split.backend, split.memory), autocast=options.autocast
+    )
+    setup = TrainingSetup.of(stages, options.loss_fn or _stand_in, training)
+    return StageTrainer(
+        setup,
         lambda parameters: torch.optim.SGD(parameters, lr=0.0),
-        microbatches=schedule.microbatches,
-        schedule=schedule,
-        ranks=len(schedule.ranks),
+        training,
         device=device,
-        autocast=options.autocast,
-        backend=options.split.backend,
-        memory=options.split.memory,
         record=True,
     )
 
@@ -167,7 +167,7 @@ def _stand_in(output: Any, targets: Any) -> Tensor:
     return scalars[0] if scalars else torch.stack([leaf.sum() for leaf in wanted or leaves]).sum()
 
 
-def _step(trainer: PipelineTrainer, batch: Any) -> float:
+def _step(trainer: StageTrainer, batch: Any) -> float:
     """Seconds of one step on this rank."""
     start = time.perf_counter()
     trainer.forward_backward(batch)

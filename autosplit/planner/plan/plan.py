@@ -15,9 +15,10 @@ from autosplit.errors import PlanError
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Wiring
+from autosplit.pipeline.trainer import PipelineTrainer
 from autosplit.pipeline.training.stage_modules import LossFunction
+from autosplit.pipeline.training.stage_trainer import OptimizerFunction
 from autosplit.pipeline.training.tied_parameters import Holder
-from autosplit.pipeline.training.trainer import OptimizerFunction, PipelineTrainer
 from autosplit.pipeline.validation.validate import validate
 from autosplit.planner.meta_init.initialise import Init
 from autosplit.planner.model.captured_model import WholeModel
