@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from operator import is_not
 from typing import Any
 
@@ -78,3 +79,14 @@ def hold_state(stage: nn.Module, model: nn.Module, names: Iterable[str]) -> None
             lasting = last not in owner._non_persistent_buffers_set
             place.register_buffer(last, owner._buffers[last], persistent=lasting)
         place.train(owner.training)
+
+
+@contextlib.contextmanager
+def modes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Every submodule is in training or evaluation afterwards as it was before."""
+    before = [(part, part.training) for module in modules for part in module.modules()]
+    try:
+        yield
+    finally:
+        for part, training in before:
+            part.training = training

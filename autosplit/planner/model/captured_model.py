@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from autosplit.capture.forward_graph import capture_forward
 from autosplit.errors import CaptureError, PlanError
 from autosplit.planner.meta_init.meta_model import named_tensors, stand_ins
-from autosplit.torch_internals.module_state import hold_state
+from autosplit.torch_internals.module_state import hold_state, modes_kept
 from autosplit.torch_internals.pytree import flatten_named, tree_flatten, tree_unflatten
 
 from .blocks import find_cuts, make_blocks
@@ -104,7 +103,9 @@ class WholeModel:
         Raises:
             CaptureError: in that mode it cannot be captured.
         """
-        with _in_mode(self.model, training=not self.training):
+        with modes_kept([self.model]):
+            if self.model.training is self.training:
+                self.model.train(not self.training)
             return WholeModel.capture(self.model, self.args, self.kwargs)
 
     def index(self, name: str) -> int:
@@ -248,19 +249,6 @@ def _apart(inputs: Any) -> Any:
             leaves[position] = leaf.detach().requires_grad_(leaf.requires_grad)
         seen.add(id(leaf))
     return tree_unflatten(leaves, spec)
-
-
-@contextlib.contextmanager
-def _in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """The model in training or evaluation for a while; as it is where that is its mode."""
-    before = {module: module.training for module in model.modules()}
-    if model.training is not training:
-        model.train(training)
-    try:
-        yield
-    finally:
-        for module, training in before.items():
-            module.training = training
 
 
 def _device(model: nn.Module, inputs: Any) -> torch.device:
