@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial, reduce
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from autosplit.torch_internals.accumulate_grad import Leaves, add_gradients
 from autosplit.torch_internals.backward_task import without_autocast
 
 from .deferred_backward import Deferred
-from .engine_delivery import deliver_through_engine
 from .frozen_parameters import thawed
 from .inplace_accumulation import addable
 
@@ -179,16 +178,31 @@ def _gradients(works: Sequence[Deferred]) -> Sequence[Tensor]:
 
 
 def _through_autograd(works: Sequence[Deferred]) -> None:
-    """In one pass of the engine; gradients add up in the order of the works."""
-    with thawed(each for work in works for each in work.parameters):
-        deliver_through_engine(
-            (work.parameters, partial(_wanted, work)) for work in reversed(works) if work.parameters
-        )
+    """In one pass of the engine: a parameter that several of the works have a gradient for gets
+    one sum, and its hooks fire once.
+    """
+    roots = []
+    with torch.enable_grad(), thawed(each for work in works for each in work.parameters):
+        # The engine runs the newest node first: gradients add up in the order of the works.
+        for work in reversed(works):
+            if work.parameters:
+                roots.append(_Deliver.apply(work, *work.parameters))  # type: ignore[no-untyped-call]
+        if roots:
+            torch.autograd.backward(roots)
 
 
-def _wanted(work: Deferred) -> list[Tensor]:
-    """W of one microbatch, without the gradients that are to be skipped."""
-    with without_autocast():
-        grads = _gradients([work])
-    pairs = zip(work.functions.parameter_names, grads, strict=True)
-    return [grad for name, grad in pairs if name not in work.skipped]
+class _Deliver(torch.autograd.Function):
+    """A root whose backward is W: the engine hands the gradients straight to the parameters."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, work: Deferred, *_: Tensor) -> Tensor:
+        ctx.work = work  # type: ignore[attr-defined]
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, _: Tensor) -> tuple[Tensor | None, ...]:
+        work: Deferred = ctx.work  # type: ignore[attr-defined]
+        with without_autocast():
+            grads = _gradients([work])
+        pairs = zip(work.functions.parameter_names, grads, strict=True)
+        return (None, *(grad for name, grad in pairs if name not in work.skipped))

@@ -12,13 +12,11 @@ import dataclasses
 import weakref
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from autosplit.autograd.engine_delivery import deliver_through_engine
 from autosplit.autograd.frozen_parameters import thawed
 from autosplit.backends.compiled_graph import Backend, compile_graph
 from autosplit.passes import Kind, Role
@@ -175,16 +173,28 @@ def deliver(microbatches: Iterable[Sequence[Work]]) -> None:
 
 
 def _deliver(works: Sequence[Work]) -> None:
-    """Of one microbatch; gradients add up in the order of the backward."""
-    with thawed(each for work in works for each in work.parameters):
-        targets = [(work, dict(work.named_parameters())) for work in reversed(works)]
-        deliver_through_engine(
-            ([*named.values()], partial(_gradients, work, [*named]))
-            for work, named in targets
-            if named
-        )
+    roots = []
+    with torch.enable_grad(), thawed(each for work in works for each in work.parameters):
+        # The engine runs the newest node first: gradients add up in the order of the backward.
+        for work in reversed(works):
+            targets = dict(work.named_parameters())
+            if targets:
+                root = _Deliver.apply(work, list(targets), *targets.values())  # type: ignore[no-untyped-call]
+                roots.append(root)
+        if roots:
+            torch.autograd.backward(roots)
 
 
-def _gradients(work: Work, names: Sequence[str]) -> list[Tensor]:
-    grads = work.run()
-    return [grads.pop(name) for name in names]
+class _Deliver(torch.autograd.Function):
+    """A root whose backward is W: the engine hands the gradients straight to the parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, work: Work, names: list[str], *parameters: Tensor) -> Tensor:
+        ctx.work, ctx.names = work, names
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        work, ctx.work = ctx.work, None
+        grads = work.run()
+        return (None, None, *map(grads.pop, ctx.names))
