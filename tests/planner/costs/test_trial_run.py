@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from autosplit.errors import CaptureError
-from autosplit.pipeline import PipelineTrainer, build
+from autosplit.pipeline import build
+from autosplit.pipeline.training.stage_trainer import StageTrainer
 from autosplit.planner.costs.block_costs import BlockCost, ModelCosts
 from autosplit.planner.costs.trial_run import TrialRun, can_run_trial, rehearse, trial_steps
 from autosplit.planner.cuts.refine import corrected, refine_by_trial_runs
@@ -78,13 +79,13 @@ def test_each_step_has_a_batch_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
     """As in training: what was read in the step before is in no cache."""
     batches: list[torch.Tensor] = []
 
-    def trained(self: PipelineTrainer, batch: Any) -> torch.Tensor:
+    def trained(self: StageTrainer, batch: Any) -> torch.Tensor:
         batches.append(batch[0][0])
         assert all(p.grad is None for m in self.modules.values() for p in m.parameters())
         return run(self, batch)
 
-    run = PipelineTrainer.forward_backward
-    monkeypatch.setattr(PipelineTrainer, "forward_backward", trained)
+    run = StageTrainer.forward_backward
+    monkeypatch.setattr(StageTrainer, "forward_backward", trained)
     whole = WholeModel.capture(net(), tokens())
     with trial_steps(whole, [1], build("1f1b", 2, 2, ranks=1), StageOptions()) as step:
         warm = len(batches)
