@@ -118,7 +118,7 @@ def plan(
     """Cut FACTORY's model into balanced stages and choose how to run them. FACTORY (MODULE:NAME)
     returns (model, args) or (model, args, kwargs). Parameters get memory only in a rehearsal.
     """
-    from autosplit.compare.workload import prepared
+    from autosplit.compare.factory import prepared
     from autosplit.report.plan_tables import (
         check_picture,
         draw_plan,

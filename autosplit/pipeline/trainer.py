@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autosplit.errors import PipelineError
-from autosplit.pipeline.builders.schedule_request import ScheduleRequest
+from autosplit.pipeline.builders.schedule_request import AUTO, ScheduleRequest
 from autosplit.pipeline.engine.execution.stage_assembly import SplitStage, StageFactory
 from autosplit.pipeline.engine.messages.default_group import process_count
 from autosplit.pipeline.schedule.schedule import Schedule
@@ -180,9 +180,6 @@ def _cut(
 ) -> TrainingSetup:
     """Cut a whole model into stages for what they are to run.
 
-    A schedule by name is built anew for the stages' times. For two copies of the stages nothing is
-    planned: they want equal stages, as 1F1B does.
-
     Raises:
         CaptureError: the model cannot be captured in one graph; names the user's line.
         PlanError: it cannot be cut so; says why.
@@ -198,28 +195,19 @@ def _cut(
         )
     how = Planning.of(planning or {})
     request = options.schedule
-    processes = process_count(request.ranks, count)
-    built = options.schedule_for(count, processes)
+    built = options.schedule_for(count, process_count(request.ranks, count))
     if options.shapes > 1:
         raise PipelineError(
             f"shapes={options.shapes} has no effect on a whole model, which is cut for batches of "
             "one shape: pad the others to it, or give stages"
         )
-    if built.mirror is not None:
-        asked = ScheduleRequest(
-            "1f1b", request.microbatches, processes, split_backward=request.split_backward
-        )
-    elif options.tunes:
-        asked = ScheduleRequest(built, request.microbatches, processes)
-    else:
-        asked = replace(request, ranks=processes)
     factory = options.factory
     found = cut_model(
         model,
         example,
         None,
         count,
-        asked,
+        _planned_for(request, built),
         how,
         split=factory.split if isinstance(factory, SplitStage) else SplitOptions(),
         autocast=options.autocast,
@@ -229,3 +217,21 @@ def _cut(
     stages = StageSource(count, partition.build, partition.wiring, partition.shared, cut=True)
     schedule = found.solution.schedule if built.mirror is None else built
     return TrainingSetup.of(stages, loss_fn, options, schedule)
+
+
+def _planned_for(request: ScheduleRequest, built: Schedule) -> ScheduleRequest:
+    """What stages are cut for: a schedule by name is built anew for their times.
+
+    For two copies of the stages nothing is planned: they want equal stages, as 1F1B does.
+
+    Args:
+        request: what the user asked for.
+        built: the schedule before it is known what stages take.
+    """
+    ranks = len(built.ranks)
+    if built.mirror is not None:
+        split = request.split_backward
+        return ScheduleRequest("1f1b", request.microbatches, ranks, split_backward=split)
+    if request.name == AUTO:
+        return ScheduleRequest(built, request.microbatches, ranks)
+    return replace(request, ranks=ranks)

@@ -79,17 +79,8 @@ class Runner:
         self.schedule: Schedule = setup.schedule
         self._order = order
         self._feeds = Feeds(setup.stages.count, setup.stages.wiring)
-        self._tuner: Tuner | None = None
-        if options.tunes:
-            self._tuner = Tuner(
-                self.schedule,
-                groups,
-                links=partial(
-                    measure_transfer, groups, device, pairs_of(self.schedule, self._feeds)
-                ),
-                wiring=setup.stages.wiring,
-                early_weights=options.early_weights,
-            )
+        self._tuner = self._tuner_for(setup, options.early_weights) if options.tunes else None
+        if self._tuner is not None:
             self.schedule = self._tuner.measured
         source = self.schedule.placement[self._feeds.first_from_batch]
         make = partial(self._make_mode, "train", self.schedule, self._order)
@@ -107,6 +98,16 @@ class Runner:
         )
         self.stages: Mapping[int, TrainableStage] = MappingProxyType({})
         self.spans: list[Span] = []
+
+    def _tuner_for(self, setup: TrainingSetup, early_weights: bool) -> Tuner:
+        pairs = pairs_of(setup.schedule, self._feeds)
+        return Tuner(
+            setup.schedule,
+            self._groups,
+            links=partial(measure_transfer, self._groups, self._device, pairs),
+            wiring=setup.stages.wiring,
+            early_weights=early_weights,
+        )
 
     def train(self, batch: Batch | None, *, clipping: bool, record: bool) -> Agreement:
         """Run the schedule and add its gradients to the parameters' ``.grad``.
