@@ -177,7 +177,7 @@ def _request(
     from autosplit.planner.costs.limits import Limits
     from autosplit.planner.plan.plan_search import SearchSpace
 
-    from .planning import PlanRequest
+    from .plan_request import PlanRequest
 
     links = Transfer((latency or 0.0) / 1e3, math.inf if bandwidth is None else 1e9 * bandwidth)
     return PlanRequest(

@@ -20,7 +20,7 @@ from autosplit.planner.costs.estimate import estimate
 from autosplit.planner.costs.limits import Limits
 from autosplit.planner.costs.links import measure_links
 from autosplit.planner.costs.profile import profile
-from autosplit.planner.costs.trial_run import TrialRun, rehearse
+from autosplit.planner.costs.trial_run import TrialRun, run_trial
 from autosplit.planner.cuts.refine import refine_by_trial_runs
 from autosplit.planner.cuts.solve import Solution, solve, weigh
 from autosplit.planner.model.block_instance import StageOptions, distinct
@@ -155,7 +155,7 @@ class _Planner:
         return weigh(costs, cuts, REQUEST, Limits(links=self.links))
 
     def _rehearse(self, found: Solution) -> TrialRun:
-        return rehearse(
+        return run_trial(
             self.whole,
             [cut + 1 for cut in found.cuts],
             found.schedule,

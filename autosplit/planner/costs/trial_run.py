@@ -62,7 +62,7 @@ def can_run_trial(whole: WholeModel, schedule: Schedule) -> bool:
     return (ranks == 1 or together) and bool(rows) and all(rows)
 
 
-def rehearse(
+def run_trial(
     whole: WholeModel,
     firsts: Sequence[int],
     schedule: Schedule,
@@ -108,9 +108,9 @@ def rehearse(
 def trial_steps(
     whole: WholeModel, firsts: Sequence[int], schedule: Schedule, options: StageOptions
 ) -> Iterator[Step]:
-    """What ``rehearse`` times, warm: each call runs one step on all ranks.
+    """What ``run_trial`` times, warm: each call runs one step on all ranks.
 
-    Arguments and errors are those of ``rehearse``. A step is a training step but for the
+    Arguments and errors are those of ``run_trial``. A step is a training step but for the
     optimizer's update: its batch and its gradients are tensors of its own, made anew.
 
     Yields:

@@ -22,7 +22,12 @@ from autosplit.planner.model.stages import Partition, cut
 from autosplit.runtime.split_options import SplitOptions
 
 from .cut_request import CutRequest
-from .rank_measurement import check_seconds, device_of_trainer, profile_together, rehearsed
+from .rank_measurement import (
+    check_seconds,
+    device_of_trainer,
+    profile_together,
+    refined_by_trial_runs,
+)
 from .solve import Solution
 
 COSTS = ("profile", "estimate")
@@ -134,7 +139,9 @@ def cut_model(
     costs = _costs(planning, whole, options, alone=request.alone)
     if planning.rehearses:
         insist = bool(planning.rehearse)
-        found = rehearsed(whole, costs, request.best, options, planning.seconds, insist=insist)
+        found = refined_by_trial_runs(
+            whole, costs, request.best, options, planning.seconds, insist=insist
+        )
     else:
         found = request.best(costs)
     return CutModel(whole, request, found, split)

@@ -13,7 +13,7 @@ from autosplit.pipeline.engine.messages.default_group import device_of_group, ga
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.planner.costs.block_costs import ModelCosts, average
 from autosplit.planner.costs.profile import profile
-from autosplit.planner.costs.trial_run import TrialRun, can_run_trial, rehearse
+from autosplit.planner.costs.trial_run import TrialRun, can_run_trial, run_trial
 from autosplit.planner.model.block_instance import StageOptions
 from autosplit.planner.model.captured_model import WholeModel
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 Find = Callable[[ModelCosts], Solution]
 
-# For the timed steps of each rehearsal: of the seconds of profiling, and at the most.
+# For the timed steps of each trial run: of the seconds of profiling, and at the most.
 _SHARE, _MOST = 0.3, 5.0
 _DAY = 86_400
 
@@ -57,7 +57,7 @@ def profile_together(
     return average(_everywhere(lambda: profile(whole, options, seconds=seconds)))
 
 
-def rehearsed(
+def refined_by_trial_runs(
     whole: WholeModel,
     costs: ModelCosts,
     find: Find,
@@ -66,15 +66,15 @@ def rehearsed(
     *,
     insist: bool = False,
 ) -> Solution:
-    """The stages that costs lead to, after rehearsals; those of the costs where none can be run.
+    """The stages that costs lead to, after trial runs; those of the costs where none can be run.
 
     Args:
         whole: the model.
         costs: of its blocks.
-        find: the best stages for some costs, for the number of ranks that a rehearsal has.
+        find: the best stages for some costs, for the number of ranks that a trial run has.
         options: how stages are made.
-        seconds: how long blocks were measured; a rehearsal takes less.
-        insist: refuse rather than leave the rehearsal out.
+        seconds: how long blocks were measured; a trial run takes less.
+        insist: refuse rather than leave the trial run out.
 
     Raises:
         PlanError: insisted on what cannot be run.
@@ -86,7 +86,7 @@ def rehearsed(
         return first
 
     def run(found: Solution) -> TrialRun:
-        return rehearse(
+        return run_trial(
             whole,
             [cut + 1 for cut in found.cuts],
             found.schedule,

@@ -1,4 +1,4 @@
-"""From costs of blocks to stages that were rehearsed: plan, run, correct, plan again."""
+"""From costs of blocks to stages that were tried: plan, run, correct, plan again."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Refinement:
     """What came of it.
 
     Attributes:
-        solution: the stages with the shortest step that was rehearsed, or more even ones whose
-            step is as short but for noise; their times and the step are those of the rehearsal.
-        costs: of the blocks, as corrected by all rehearsals.
+        solution: the stages with the shortest step that was tried, or more even ones whose
+            step is as short but for noise; their times and the step are those of the trial run.
+        costs: of the blocks, as corrected by all trial runs.
     """
 
     solution: Solution
@@ -32,22 +32,22 @@ class Refinement:
 def refine_by_trial_runs(
     costs: ModelCosts,
     find: Callable[[ModelCosts], Solution],
-    rehearse: Callable[[Solution], TrialRun],
+    run_trial: Callable[[Solution], TrialRun],
     *,
     rounds: int = _ROUNDS,
 ) -> Refinement:
     """Rehearse what costs lead to, correct them by what it took, and see where they lead then.
 
     Blocks that are timed one by one do not add up to a stage: a block alone finds its tensors in
-    the cache, and the machine for itself. Their ratios show where to cut, and a rehearsal what that
-    takes. This ends when the costs lead to what was rehearsed already. The best of several is
-    rehearsed once more at the end, for the luckiest looks better than it is.
+    the cache, and the machine for itself. Their ratios show where to cut, and a trial run what that
+    takes. This ends when the costs lead to what was tried already. The best of several is
+    tried once more at the end, for the luckiest looks better than it is.
 
     Args:
         costs: of the model's blocks.
         find: the best stages for some costs.
-        rehearse: runs them.
-        rounds: how many different stages to rehearse at the most.
+        run_trial: runs them.
+        rounds: how many different stages to run_trial at the most.
 
     Raises:
         PlanError: no rounds.
@@ -62,12 +62,12 @@ def refine_by_trial_runs(
         if key in tried:
             break
         tried.append(key)
-        seen = rehearse(found)
+        seen = run_trial(found)
         costs = corrected(costs, [cut + 1 for cut in found.cuts], seen.times)
         known.append((_as_seen(found, seen), seen.noise))
     best = _best(known)
     if len(tried) > 1:
-        best = _as_seen(best, rehearse(best))
+        best = _as_seen(best, run_trial(best))
     return Refinement(best, costs)
 
 

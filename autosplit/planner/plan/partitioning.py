@@ -50,9 +50,9 @@ def partition(
 
     Where a process group is up, all ranks must call it, but for ``ranks=1``: they measure at the
     same time, as they will run, and all cut alike. If the group is of the plan's ranks, they also
-    rehearse: they run a few steps of the stages that the measured blocks lead to, correct the
-    blocks' costs by what these took, cut again, and keep the fastest. ``predicted_step`` and
-    ``stage_times`` are then those of the rehearsal. The model stays as it is.
+    make trial runs: they run a few steps of the stages that the measured blocks lead to, correct
+    the blocks' costs by what these took, cut again, and keep the fastest. ``predicted_step`` and
+    ``stage_times`` are then those of the trial runs. The model stays as it is.
 
     Training and evaluation are captured each. What the forward reads besides, such as an attribute
     or the rate of a dropout, stays in the stages as it was: cut the model again after changing it.
@@ -78,7 +78,7 @@ def partition(
             the model puts out stands in for the loss.
         costs: ``"profile"`` measures blocks, ``"estimate"`` goes by their FLOPs and bytes; or the
             costs themselves, if they are known.
-        seconds: how long to measure blocks; each rehearsal, of five at the most, takes a third.
+        seconds: how long to measure blocks; each trial run, of five at the most, takes a third.
         rehearse: False plans from costs alone; True insists, also for costs that are not measured
             here. None: with ``"profile"``, where it can be done.
         limits: memory of a rank and links; None: any, and none that takes time.
@@ -89,7 +89,7 @@ def partition(
     Raises:
         CaptureError: the model cannot be captured in one graph; names the user's line.
         PlanError: more stages than blocks, a name in ``cut_at`` that cannot be cut at, an
-            unknown option, or a rehearsal insisted on that cannot be run.
+            unknown option, or a trial run insisted on that cannot be run.
         CapError: nothing fits; says the least cap that would do.
         ScheduleError: an unknown schedule, or one that refuses the counts.
     """

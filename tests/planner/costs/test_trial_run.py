@@ -12,7 +12,7 @@ from autosplit.errors import CaptureError
 from autosplit.pipeline import build
 from autosplit.pipeline.training.stage_trainer import StageTrainer
 from autosplit.planner.costs.block_costs import BlockCost, ModelCosts
-from autosplit.planner.costs.trial_run import TrialRun, can_run_trial, rehearse, trial_steps
+from autosplit.planner.costs.trial_run import TrialRun, can_run_trial, run_trial, trial_steps
 from autosplit.planner.cuts.refine import corrected, refine_by_trial_runs
 from autosplit.planner.cuts.solve import Solution
 from autosplit.planner.model.block_instance import StageOptions
@@ -42,7 +42,7 @@ def _rehearsed(
     whole = WholeModel.capture(model, x)
     schedule = build("1f1b", 2, 2, ranks=1, split_backward=split)
     assert can_run_trial(whole, schedule)
-    return rehearse(whole, [1], schedule, options or StageOptions(), planned=PLANNED, seconds=0.01)
+    return run_trial(whole, [1], schedule, options or StageOptions(), planned=PLANNED, seconds=0.01)
 
 
 def test_a_rehearsal_leaves_the_model_as_it_is() -> None:
