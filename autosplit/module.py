@@ -16,15 +16,14 @@ from autosplit.autograd.function import Root, run_forward, run_split
 from autosplit.autograd.module_proxy import Face, Forward
 from autosplit.autograd.parameter_hooks import hooks_text
 from autosplit.autograd.pending_queue import Backlog, checked
-from autosplit.backends.compiled_graph import check_backend
 from autosplit.dump.dump import dump
 from autosplit.dump.tables import report
-from autosplit.runtime.build import check_memory
 from autosplit.runtime.call_signature import Flattening
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.gradient_accumulation import Accumulation
 from autosplit.runtime.input_overlap import refuse_overlap
 from autosplit.runtime.specialization import FittingGraphs
+from autosplit.runtime.split_options import SplitOptions
 from autosplit.torch_internals.backward_task import in_transform
 from autosplit.torch_internals.ddp_reducer import refuse_sharded, synchronises
 from autosplit.torch_internals.distributed import is_fsdp_managed
@@ -100,8 +99,7 @@ class SplitModule(Face):
     own graphs; what is pending stays with the original, as ``.grad`` does.
     """
 
-    _backend: str
-    _memory: str | int
+    _options: SplitOptions
     _accumulation: Accumulation
     _max_graphs: int
     _graphs: FittingGraphs
@@ -127,8 +125,7 @@ class SplitModule(Face):
         max_graphs: int = 64,
     ) -> None:
         super().__init__(model)
-        check_backend(backend)
-        check_memory(memory)
+        self.__dict__["_options"] = SplitOptions(backend, memory)
         if max_graphs < 1:
             raise SplitError(f"max_graphs must be at least 1, got {max_graphs}")
         if dynamic and (fullgraph or memory != "balanced"):
@@ -136,8 +133,6 @@ class SplitModule(Face):
                 "dynamic=True splits graph by graph, as torch.compile finds them; it goes with "
                 "neither fullgraph=True nor a memory setting of your own"
             )
-        self.__dict__["_backend"] = backend
-        self.__dict__["_memory"] = memory
         self.__dict__["_accumulation"] = Accumulation(accumulation)
         self.__dict__["_fullgraph"] = fullgraph
         self.__dict__["_dynamic"] = dynamic
@@ -156,8 +151,8 @@ class SplitModule(Face):
         own["_doubt"] = None  # why it is in parts, until the first call in parts was looked at
         deliver = Delivery(own["_accumulation"])
         own["_queue"] = Backlog(deliver.all)
-        options = own["_backend"], own["_memory"], limit, insist
-        own["_graphs"] = FittingGraphs(self.model, *options, own["_queue"].hidden)
+        hidden = own["_queue"].hidden
+        own["_graphs"] = FittingGraphs(self.model, own["_options"], limit, insist, hidden)
         own["_root"] = Root(own["_queue"], deliver)
         # Parameters hold what is pending for them, also when this is gone, and may go with it only
         # if no node of autograd's holds them.
@@ -360,9 +355,10 @@ class SplitModule(Face):
         """From now on graph by graph, where whole-graph capture is not insisted on."""
         if self._fullgraph:
             raise error
-        if self._memory != "balanced":
+        memory = self._options.memory
+        if memory != "balanced":
             error.add_note(
-                f"memory={self._memory!r} needs one graph; in parts a model is split as 'balanced'"
+                f"memory={memory!r} needs one graph; in parts a model is split as 'balanced'"
             )
             raise error
         if self._partial is None:
@@ -396,7 +392,7 @@ class SplitModule(Face):
     def _by_graphs(self, reason: str, because: str = "") -> Partial:
         from autosplit.dynamo.partial_model import Partial  # Dynamo takes over a second to import
 
-        return Partial(self.model, self._backend, reason, because)
+        return Partial(self.model, self._options.backend, reason, because)
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key not in _TRANSIENT}

@@ -18,6 +18,7 @@ from autosplit.runtime.gradient_graphs import Call
 from autosplit.runtime.in_flight import Flight, Flights, WaitingWeights
 from autosplit.runtime.saved_tensors import TensorSpec
 from autosplit.runtime.specialization_cache import Graphs
+from autosplit.runtime.split_options import SplitOptions
 from autosplit.torch_internals.backward_task import without_autocast
 from autosplit.torch_internals.module_state import StateReader
 
@@ -84,9 +85,7 @@ class Stage:
         """
         self.index = index
         self.module = module
-        self._backend = backend
-        self._memory = memory
-        self._late_input = late_input
+        self._options = SplitOptions(backend, memory, late_input)
         args = tuple(map(_laid_apart, args))
         self._specs = [TensorSpec.of(example) for example in args]
         self._blanks = tuple(map(_blank, args))
@@ -290,14 +289,7 @@ class Stage:
         return found
 
     def _trace(self, args: list[Tensor]) -> SplitFunctions:
-        functions = trace(
-            self.module,
-            tuple(args),
-            {},
-            self._backend,
-            self._memory,
-            late_input=self._late_input,
-        )
+        functions = trace(self.module, tuple(args), {}, self._options)
         if functions.has_backward and self._weights.slices != 1:
             functions.sliced(self._weights.slices)  # now is the time to hear that it cannot be
         self._graphs.add(Signature.of(list(self._blanks), None), functions)

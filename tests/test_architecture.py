@@ -34,6 +34,12 @@ def test_importing_autosplit_is_light() -> None:
     assert "torch._dynamo.eval_frame" not in loaded
 
 
+def test_training_stages_that_are_there_needs_no_planner() -> None:
+    loaded = modules_after("import autosplit.pipeline, autosplit.checkpoint")
+    assert "autosplit.pipeline.trainer" in loaded
+    assert not [name for name in loaded if name.startswith("autosplit.planner")]
+
+
 @pytest.mark.parametrize(("version", "fits"), [("2.10.1+cpu", False), ("2.11.0a0", True)])
 def test_importing_autosplit_refuses_a_torch_that_is_too_old(version: str, fits: bool) -> None:
     code = f"import torch; torch.__version__ = {version!r}; import autosplit"

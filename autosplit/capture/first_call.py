@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,6 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from autosplit.device import generators_kept
 from autosplit.errors import CaptureError
+from autosplit.torch_internals.module_state import modes_kept
 from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten
 
 
@@ -32,7 +31,8 @@ def materialise(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     """
     if not _lazy_names(module):
         return
-    with _evaluating(module):
+    with modes_kept([module]):
+        module.eval()
         _run(module, args, kwargs)
     left = _lazy_names(module)
     if left:
@@ -54,17 +54,6 @@ def _run(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
     for name, buffer in module.named_buffers():
         if name in buffers and buffers[name].shape == buffer.shape:
             buffer.copy_(buffers[name])
-
-
-@contextlib.contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    modes = [(part, part.training) for part in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, training in modes:
-            part.training = training
 
 
 def is_unshaped(module: nn.Module) -> bool:

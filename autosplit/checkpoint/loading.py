@@ -14,9 +14,9 @@ from autosplit.checkpoint.state.held_tensors import entries_of, groups_of, tenso
 from autosplit.checkpoint.storage.folder import DistributedFolder
 from autosplit.checkpoint.storage.formats import Reader, open_checkpoint
 from autosplit.errors import CheckpointError
-from autosplit.pipeline.training.trainer import PipelineTrainer
+from autosplit.pipeline.training.stage_trainer import StageTrainer
 
-from .naming import Entry, Mismatch, Names, Naming, check, check_kinds, source
+from .naming import Mismatch, ModelTensor, Names, Naming, check, check_kinds, source
 from .rank_agreement import Ranks
 from .state import optimizer_state, run_state
 
@@ -41,7 +41,7 @@ class Loaded:
 
 
 def load_checkpoint(
-    trainer: PipelineTrainer,
+    trainer: StageTrainer,
     path: str | Path,
     *,
     names: Names | None = None,
@@ -179,7 +179,7 @@ class _Intake:
 
     def _find_parameters(
         self, keys: Sequence[str]
-    ) -> dict[int, tuple[Entry, tuple[str, list[str]] | None]]:
+    ) -> dict[int, tuple[ModelTensor, tuple[str, list[str]] | None]]:
         """For each parameter of the optimizer, by ``id``: what it is, and what there is."""
         entries = entries_of(self._trainer, self._naming)
         optimizer = self._trainer.optimizer

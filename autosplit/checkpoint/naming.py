@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from autosplit.checkpoint.storage.single_file import kind_of
 from autosplit.errors import CheckpointError
+from autosplit.pipeline.training.stage_trainer import StageTrainer
 from autosplit.pipeline.training.tied_parameters import Holder
-from autosplit.pipeline.training.trainer import PipelineTrainer
 
 from .rank_agreement import Ranks
 
@@ -22,7 +22,7 @@ Names: TypeAlias = "Callable[[int, str], str]"
 
 
 @dataclass(frozen=True)
-class Entry:
+class ModelTensor:
     """One tensor of the whole model.
 
     Attributes:
@@ -72,7 +72,7 @@ class Naming:
         own: those of this rank, by stage and name within it.
     """
 
-    def __init__(self, entries: Iterable[Entry], own: Mapping[Holder, Entry]) -> None:
+    def __init__(self, entries: Iterable[ModelTensor], own: Mapping[Holder, ModelTensor]) -> None:
         self.entries = tuple(entries)
         self.own = dict(own)
 
@@ -84,7 +84,7 @@ class Naming:
         for name, tensor in tensors.items():
             groups.setdefault(id(tensor), []).append(name)
         firsts = ((group, tensors[group[0]]) for group in groups.values())
-        entries = [Entry(tuple(group), first.shape, first.dtype) for group, first in firsts]
+        entries = [ModelTensor(tuple(group), first.shape, first.dtype) for group, first in firsts]
         return cls(entries, {(0, name): entry for entry in entries for name in entry.names})
 
     @classmethod
@@ -107,12 +107,14 @@ class Naming:
         for same in (*_same(rows.values()), *trainer.shared_parameters):
             known = [tuple(holder) for holder in same if tuple(holder) in rows]
             nx.add_path(graph, known)
-        found: dict[Holder, Entry] = {}
+        found: dict[Holder, ModelTensor] = {}
         for holder in rows:
             if holder not in found:
                 group = nx.node_connected_component(graph, holder)
                 ordered = dict.fromkeys(row.name for at, row in rows.items() if at in group)
-                entry = Entry(tuple(ordered), rows[holder].shape, rows[holder].dtype, holder[0])
+                entry = ModelTensor(
+                    tuple(ordered), rows[holder].shape, rows[holder].dtype, holder[0]
+                )
                 found |= dict.fromkeys(group, entry)
         entries = list(dict.fromkeys(found.values()))
         _check_unique(entries)
@@ -176,7 +178,7 @@ def check_kinds(
         raise CheckpointError(f"the checkpoint {path} does not fit the model:\n  {listed}")
 
 
-def source(entry: Entry, shapes: Mapping[str, torch.Size]) -> str | None:
+def source(entry: ModelTensor, shapes: Mapping[str, torch.Size]) -> str | None:
     """The name under which a checkpoint has a tensor."""
     return next((name for name in entry.names if name in shapes), None)
 
@@ -188,7 +190,7 @@ def persistent(module: nn.Module) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True)
-class _Row:
+class _HeldTensor:
     """One tensor of one stage, as other ranks get to know it."""
 
     holder: Holder
@@ -200,12 +202,12 @@ class _Row:
     buffer: bool
 
 
-def _rows(trainer: PipelineTrainer, names: Names | None) -> list[_Row]:
+def _rows(trainer: StageTrainer, names: Names | None) -> list[_HeldTensor]:
     rows = []
     for stage, module in trainer.modules.items():
         for position, (name, tensor) in enumerate(persistent(module).items()):
             rows.append(
-                _Row(
+                _HeldTensor(
                     holder=(stage, name),
                     order=(stage, position),
                     name=name if names is None else names(stage, name),
@@ -218,7 +220,7 @@ def _rows(trainer: PipelineTrainer, names: Names | None) -> list[_Row]:
     return rows
 
 
-def _same(rows: Iterable[_Row]) -> list[list[Holder]]:
+def _same(rows: Iterable[_HeldTensor]) -> list[list[Holder]]:
     """Holders of one tensor: the same object, or buffers of the same name."""
     groups: dict[Any, list[Holder]] = {}
     for row in rows:
@@ -228,8 +230,8 @@ def _same(rows: Iterable[_Row]) -> list[list[Holder]]:
     return list(groups.values())
 
 
-def _check_unique(entries: Iterable[Entry]) -> None:
-    homes: dict[str, Entry] = {}
+def _check_unique(entries: Iterable[ModelTensor]) -> None:
+    homes: dict[str, ModelTensor] = {}
     for entry in entries:
         for name in entry.names:
             other = homes.setdefault(name, entry)

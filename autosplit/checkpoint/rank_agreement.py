@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from autosplit.errors import CheckpointError
 from autosplit.pipeline.engine.messages.process_groups import Groups
-from autosplit.pipeline.training.trainer import PipelineTrainer
+from autosplit.pipeline.training.stage_trainer import StageTrainer
 
 T = TypeVar("T")
 
@@ -25,7 +25,7 @@ class Ranks:
         count: how many there are.
     """
 
-    def __init__(self, trainer: PipelineTrainer, doing: str) -> None:
+    def __init__(self, trainer: StageTrainer, doing: str) -> None:
         self.trainer = trainer
         self.number = trainer.rank
         self.count = len(trainer.schedule.ranks)

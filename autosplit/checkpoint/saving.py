@@ -10,7 +10,7 @@ from autosplit.checkpoint.state.held_tensors import groups_of, tensors_of
 from autosplit.checkpoint.storage.commit import Staging, new_number
 from autosplit.checkpoint.storage.manifest import digest
 from autosplit.errors import CheckpointError
-from autosplit.pipeline.training.trainer import PipelineTrainer
+from autosplit.pipeline.training.stage_trainer import StageTrainer
 
 from .naming import Names, Naming
 from .rank_agreement import Ranks
@@ -18,7 +18,7 @@ from .state import optimizer_state, run_state
 
 
 def save_checkpoint(
-    trainer: PipelineTrainer,
+    trainer: StageTrainer,
     path: str | Path,
     *,
     names: Names | None = None,

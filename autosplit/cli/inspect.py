@@ -40,7 +40,7 @@ def inspect(
     """Report how FACTORY's model is split. FACTORY (MODULE:NAME) returns a Workload or
     (model, args) or (model, args, kwargs).
     """
-    from autosplit.compare.workload import prepared
+    from autosplit.compare.factory import prepared
 
     from .inspection import example, split_example
 

@@ -7,7 +7,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from autosplit.compare.workload import Workload, example_of, failures_of
+from autosplit.compare.factory import failures_of
+from autosplit.compare.workload import Workload, example_of
 from autosplit.errors import AutosplitError, PipelineError
 from autosplit.module import SplitModule
 from autosplit.pipeline.schedule.schedule import check_size

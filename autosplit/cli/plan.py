@@ -10,15 +10,52 @@ import click
 
 from .options import backend, counts, file_to_write, json_option, names, setting, typed_errors
 
+# Where the deprecated options leave their values for those that took their place.
+_LIMIT, _MEMORY = f"{__name__}.limit", f"{__name__}.memory"
 
-def _size(context: click.Context, parameter: click.Parameter, value: str | None) -> float:
+
+def _limit(context: click.Context, parameter: click.Parameter, value: str | None) -> float:
+    """Bytes of a device; where the option is left out, those of a deprecated ``--memory``."""
+    if value is not None:
+        _note_limit(context, value)
+    return float(context.meta.get(_LIMIT, math.inf))
+
+
+def _memory(
+    context: click.Context, parameter: click.Parameter, value: str | None
+) -> tuple[str, ...]:
+    """Memory settings of the split. A size is what ``--limit`` takes now."""
+    if value is not None and value.strip()[:1].isdigit():
+        _warn_moved(f"--memory {value[:20]}", f"--limit {value[:20]}")
+        _note_limit(context, value)
+        value = None
+    return names(context, parameter, value) or context.meta.get(_MEMORY, ())
+
+
+def _note_limit(context: click.Context, text: str) -> None:
+    if _LIMIT in context.meta:
+        raise click.BadParameter(f"{text!r} is a second limit: give --limit once, and no size else")
+    context.meta[_LIMIT] = _size(text)
+
+
+def _setting(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
+    """The deprecated name of ``--memory``."""
+    if value is not None:
+        _warn_moved("--setting", "--memory")
+        context.meta[_MEMORY] = names(context, parameter, value)
+
+
+def _warn_moved(old: str, new: str) -> None:
+    # Python shows a DeprecationWarning to developers only; this is for who typed the command.
+    click.echo(f"DeprecationWarning: of autosplit plan, {old} is now {new}", err=True)
+
+
+def _size(text: str) -> float:
     from autosplit.errors import PlanError
     from autosplit.text.byte_sizes import parse_size
 
-    if value is None:
-        return math.inf
     try:
-        return parse_size(value)
+        return parse_size(text)
     except PlanError as error:
         raise click.BadParameter(str(error)) from error
 
@@ -31,16 +68,16 @@ def _size(context: click.Context, parameter: click.Parameter, value: str | None)
 @click.option(
     "--batch", type=click.IntRange(min=1), help="Samples in a step; default: as the example has."
 )
-@click.option("--memory", "cap", callback=_size, help="Of each device, such as 80GiB.")
+@click.option(
+    "--memory",
+    callback=_memory,
+    help="Memory settings of the split to try: balanced, fast, lean. Default: all.",
+)
+@click.option("--setting", callback=_setting, expose_value=False, hidden=True, is_eager=True)
+@click.option("--limit", callback=_limit, help="Memory of each device, such as 80GiB.")
 @click.option("--stages", type=click.IntRange(min=1), help="Default: as the schedules want.")
 @click.option("--schedule", "schedules", callback=names, help="Default: try all.")
 @click.option("--microbatches", callback=counts, help="Default: about 1, 2 and 4 a device.")
-@click.option(
-    "--setting",
-    "settings",
-    callback=names,
-    help="Memory settings of the split to try: balanced, fast, lean. Default: all.",
-)
 @click.option("--estimate", is_flag=True, help="From FLOPs and bytes; measure nothing.")
 @click.option("--seconds", default=60.0, show_default=True, help="To measure blocks for, in all.")
 @click.option(
@@ -81,7 +118,7 @@ def plan(
     """Cut FACTORY's model into balanced stages and choose how to run them. FACTORY (MODULE:NAME)
     returns (model, args) or (model, args, kwargs). Parameters get memory only in a rehearsal.
     """
-    from autosplit.compare.workload import prepared
+    from autosplit.compare.factory import prepared
     from autosplit.report.plan_tables import (
         check_picture,
         draw_plan,
@@ -124,11 +161,11 @@ def _request(
     backend: str,
     devices: int,
     batch: int | None,
-    cap: float,
+    limit: float,
     stages: int | None,
     schedules: tuple[str, ...],
     microbatches: tuple[int, ...] | None,
-    settings: tuple[str, ...],
+    memory: tuple[str, ...],
     estimate: bool,
     seconds: float,
     rehearse: bool,
@@ -138,16 +175,16 @@ def _request(
 ) -> Any:
     from autosplit.pipeline.simulation.transfer import Transfer
     from autosplit.planner.costs.limits import Limits
-    from autosplit.planner.plan.plan_search import Wishes
+    from autosplit.planner.plan.plan_search import SearchSpace
 
-    from .planning import Request
+    from .planning import PlanRequest
 
     links = Transfer((latency or 0.0) / 1e3, math.inf if bandwidth is None else 1e9 * bandwidth)
-    return Request(
+    return PlanRequest(
         devices,
         batch,
-        Wishes(stages, microbatches, schedules or None, settings or None),
-        Limits(cap, optimizer_state, links),
+        SearchSpace(stages, microbatches, schedules or None, memory or None),
+        Limits(limit, optimizer_state, links),
         estimate,
         seconds,
         backend,

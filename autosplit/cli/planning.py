@@ -18,15 +18,16 @@ from autosplit.compare.workload import example_of
 from autosplit.dump.tables import size_text
 from autosplit.errors import AutosplitError, PlanError
 from autosplit.pipeline.builders.build import SCHEDULES
+from autosplit.pipeline.builders.schedule_request import ScheduleRequest
 from autosplit.pipeline.engine.processes.launch import launch
 from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.planner.costs.block_costs import ModelCosts
-from autosplit.planner.costs.device_speed import Device, measure_device
+from autosplit.planner.costs.device_speed import DeviceSpeed, measure_device
 from autosplit.planner.costs.estimate import estimate
 from autosplit.planner.costs.limits import Limits
 from autosplit.planner.costs.links import measure_links, profile_transfer
-from autosplit.planner.costs.trial_run import can_rehearse
-from autosplit.planner.cuts.cut_request import Wanted
+from autosplit.planner.costs.trial_run import can_run_trial
+from autosplit.planner.cuts.cut_request import CutRequest
 from autosplit.planner.cuts.rank_measurement import (
     check_seconds,
     device_of_trainer,
@@ -36,13 +37,14 @@ from autosplit.planner.cuts.rank_measurement import (
 )
 from autosplit.planner.cuts.solve import Solution
 from autosplit.planner.meta_init.meta_model import meta_model
-from autosplit.planner.model.block_instance import Conditions
+from autosplit.planner.model.block_instance import StageOptions
 from autosplit.planner.model.captured_model import WholeModel
 from autosplit.planner.plan.alternatives import Configuration
 from autosplit.planner.plan.from_solution import make_plan
 from autosplit.planner.plan.plan import Plan, made_for
-from autosplit.planner.plan.plan_search import Wishes, search, settings_of
-from autosplit.planner.plan.plan_signature import MadeFor
+from autosplit.planner.plan.plan_search import SearchSpace, search, settings_of
+from autosplit.planner.plan.plan_signature import PlanSignature
+from autosplit.runtime.split_options import SplitOptions
 from autosplit.text.writing import write_text
 from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten
 
@@ -50,13 +52,13 @@ _TIMEOUT = 24 * 3600.0  # a model may take long to capture; a rank that dies end
 
 
 @dataclass(frozen=True)
-class Request:
+class PlanRequest:
     """What is asked for.
 
     Attributes:
         devices: one rank each.
         batch: samples in a step; None: as many as the example inputs have.
-        wishes: what is settled.
+        space: what is settled.
         limits: memory and links; links that take no time are measured, unless costs are estimated.
         estimated: from FLOPs and bytes, rather than measured.
         seconds: to measure for, in all.
@@ -70,7 +72,7 @@ class Request:
 
     devices: int
     batch: int | None
-    wishes: Wishes
+    space: SearchSpace
     limits: Limits
     estimated: bool = False
     seconds: float = 60.0
@@ -82,7 +84,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlanResult:
     """All configurations, the best first, and the plan of the best.
 
     Attributes:
@@ -96,7 +98,7 @@ class Planned:
     rehearsed: bool = False
 
 
-def plan_factory(build: Callable[[], Any], name: str, request: Request) -> Planned:
+def plan_factory(build: Callable[[], Any], name: str, request: PlanRequest) -> PlanResult:
     """Plan what a factory builds.
 
     Where this machine has a device or a core for each rank, so many processes measure at the same
@@ -133,7 +135,9 @@ def _can_launch(build: Callable[[], Any], devices: int) -> bool:
     return devices <= (torch.cuda.device_count() or os.cpu_count() or 1)
 
 
-def _outcome(build: Callable[[], Any], name: str, request: Request) -> Planned | AutosplitError:
+def _outcome(
+    build: Callable[[], Any], name: str, request: PlanRequest
+) -> PlanResult | AutosplitError:
     """What a rank finds. A typed error goes back as it is, for launch would wrap it."""
     try:
         return _plan(build, name, request)
@@ -141,13 +145,13 @@ def _outcome(build: Callable[[], Any], name: str, request: Request) -> Planned |
         return error
 
 
-def _value(outcome: Planned | AutosplitError) -> Planned:
+def _value(outcome: PlanResult | AutosplitError) -> PlanResult:
     if isinstance(outcome, AutosplitError):
         raise outcome
     return outcome
 
 
-def _plan(build: Callable[[], Any], name: str, request: Request) -> Planned:
+def _plan(build: Callable[[], Any], name: str, request: PlanRequest) -> PlanResult:
     """The plan, measured by this process or by all of its group at once."""
     model, args, kwargs = example_of(meta_model(build), name)
     batch = _samples((args, kwargs)) if request.batch is None else request.batch
@@ -160,7 +164,7 @@ def _plan(build: Callable[[], Any], name: str, request: Request) -> Planned:
         source,
         request.devices,
         batch,
-        wishes=request.wishes,
+        space=request.space,
         limits=limits,
     )
     best = found[0]
@@ -168,7 +172,7 @@ def _plan(build: Callable[[], Any], name: str, request: Request) -> Planned:
     made = source.made_for[best.microbatch_size]
     best = best if seen is None else replace(best, solution=seen)
     plan = make_plan(best, made, limits, backend=request.backend)
-    return Planned(found, plan, rehearsed=seen is not None)
+    return PlanResult(found, plan, rehearsed=seen is not None)
 
 
 class _Costs:
@@ -179,16 +183,16 @@ class _Costs:
         model: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        request: Request,
+        request: PlanRequest,
         batch: int,
     ) -> None:
-        self.made_for: dict[int, MadeFor] = {}
+        self.made_for: dict[int, PlanSignature] = {}
         self._model, self._args, self._kwargs = model, args, kwargs
         self._request = request
         self._wholes: dict[int, WholeModel] = {}
         self._known: dict[tuple[int, str | int], ModelCosts] = {}
-        self._device: Device | None = None
-        self._share = request.seconds / settings_of(request.wishes, request.devices, batch)
+        self._device: DeviceSpeed | None = None
+        self._share = request.seconds / settings_of(request.space, request.devices, batch)
 
     def __call__(self, size: int, memory: str | int) -> ModelCosts:
         if (size, memory) not in self._known:
@@ -201,27 +205,28 @@ class _Costs:
         if solution is None or _needs(best, limits) > _room():
             return None
         whole = self._whole(best.microbatch_size)
-        if not can_rehearse(whole, solution.schedule):
+        if not can_run_trial(whole, solution.schedule):
             return None
         # A schedule that was searched for suits the cuts that it was searched for.
         own = best.schedule not in SCHEDULES
-        wanted = Wanted(
+        wanted = CutRequest(
             best.stages,
             [cut + 1 for cut in solution.cuts] if own else None,
-            best.microbatches,
-            solution.schedule if own else best.schedule,
-            ranks=best.ranks,
-            split_backward=own or not best.fused,
-            weights=None,
-            limits=limits,
+            ScheduleRequest(
+                solution.schedule if own else best.schedule,
+                best.microbatches,
+                best.ranks,
+                split_backward=own or not best.fused,
+            ),
+            limits,
         )
         costs = self(best.microbatch_size, str(best.memory))
-        conditions = self._conditions(best.memory)
-        return rehearsed(whole, costs, wanted.best, conditions, self._request.seconds)
+        options = self._conditions(best.memory)
+        return rehearsed(whole, costs, wanted.best, options, self._request.seconds)
 
-    def _conditions(self, memory: str | int) -> Conditions:
+    def _conditions(self, memory: str | int) -> StageOptions:
         device = device_of_trainer(alone=False)
-        return Conditions(backend=self._request.backend, memory=memory, device=device)
+        return StageOptions(SplitOptions(self._request.backend, memory), device=device)
 
     def _whole(self, size: int) -> WholeModel:
         if size not in self._wholes:
@@ -231,11 +236,11 @@ class _Costs:
         return self._wholes[size]
 
     def _find(self, whole: WholeModel, memory: str | int) -> ModelCosts:
-        conditions = self._conditions(memory)
+        options = self._conditions(memory)
         if not self._request.estimated:
-            return profile_together(whole, conditions, self._share, alone=not grouped())
+            return profile_together(whole, options, self._share, alone=not grouped())
         self._device = self._device or measure_device()
-        return estimate(whole, conditions, device=self._device)
+        return estimate(whole, options, device=self._device)
 
 
 def _needs(best: Configuration, limits: Limits) -> float:

@@ -10,8 +10,9 @@ from autosplit.pipeline.engine.messages.default_group import gather
 from autosplit.planner.costs.block_costs import ModelCosts, average
 from autosplit.planner.costs.profile import profile
 from autosplit.planner.cuts.rank_measurement import device_of_trainer
-from autosplit.planner.model.block_instance import Conditions
+from autosplit.planner.model.block_instance import StageOptions
 from autosplit.planner.model.captured_model import WholeModel
+from autosplit.runtime.split_options import SplitOptions
 
 from .settings import Settings
 from .workload import Workload
@@ -25,13 +26,13 @@ def measured_costs(workload: Workload, settings: Settings) -> ModelCosts | None:
         return None
     inputs, targets = workload.batch_fn(0, workload.microbatch_size)
     whole = WholeModel.capture(workload.model_fn(), inputs)
-    conditions = Conditions(
-        backend=settings.backend,
+    options = StageOptions(
+        split=SplitOptions(settings.backend),
         loss_fn=workload.loss_fn,
         targets=targets,
         device=device_of_trainer(alone=False),
     )
-    costs = profile(whole, conditions, seconds=settings.profiling)
+    costs = profile(whole, options, seconds=settings.profiling)
     if not dist.is_initialized():
         return costs
     return average(gather(costs))

@@ -21,9 +21,10 @@ from autosplit.pipeline.schedule.action import ActionKind
 from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.pipeline.simulation.timeline import Timeline, median_durations
-from autosplit.pipeline.training.trainer import PipelineTrainer
+from autosplit.pipeline.trainer import PipelineTrainer
 from autosplit.planner.costs.block_costs import ModelCosts
 from autosplit.stage import Stage
+from autosplit.text.quartiles import spread
 
 from .cutting import measured_costs, stages_for
 from .peak_memory import peak_bytes
@@ -196,7 +197,6 @@ class _Case:
         ideal = simulate(run.trainer.schedule, durations)
         ideal_fused = simulate(fused.trainer.schedule, fused.durations())
         median = statistics.median(run.seconds)
-        quarters = statistics.quantiles(run.seconds, n=4) if len(run.seconds) > 1 else [median] * 3
         pairs = zip(fused.seconds, run.seconds, strict=True)
         samples = self.microbatches * self.workload.microbatch_size
         row = Row(
@@ -205,7 +205,7 @@ class _Case:
             stages=self.settings.stages,
             microbatches=self.microbatches,
             median_s=median,
-            spread_s=quarters[2] - quarters[0],
+            spread_s=spread(run.seconds),
             tokens_per_s=samples * self.workload.tokens_per_sample / median,
             speedup=statistics.median(a / b for a, b in pairs),
             ideal_speedup=ideal_fused.makespan / ideal.makespan,

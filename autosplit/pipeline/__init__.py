@@ -12,7 +12,7 @@ from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.pipeline.simulation.step_costs import Costs
 from autosplit.pipeline.simulation.timeline import Span, Timeline
 from autosplit.pipeline.simulation.transfer import Transfer
-from autosplit.pipeline.training.trainer import PipelineTrainer
+from autosplit.pipeline.trainer import PipelineTrainer
 from autosplit.pipeline.validation.validate import validate
 
 __all__ = [

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from autosplit.backends.compiled_graph import Backend, backend_named, prepare
 from autosplit.capture.first_call import is_unshaped, materialise, settle
 from autosplit.errors import CaptureError, FailingCallError, FirstCallError, SplitError
-from autosplit.passes import Memory, PassError, SplitGraphs, memory_setting, run
+from autosplit.passes import Memory, PassError, SplitGraphs, run
 from autosplit.text.writing import check_folder, writing
 from autosplit.torch_internals.ddp_reducer import refuse_sharded
 from autosplit.torch_internals.garbage_collection import only_new_garbage
 
 from .functions import SplitFunctions
+from .split_options import SplitOptions
 
 if TYPE_CHECKING:
     from autosplit.capture.joint_graph import Capture, Shelf
@@ -41,13 +42,11 @@ def trace(
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    backend: str,
-    memory: str | int,
+    options: SplitOptions,
     *,
     called: bool = False,
     insist: bool = True,
     by_value: bool = False,
-    late_input: bool = False,
 ) -> SplitFunctions:
     """Capture, split and compile a module for inputs like these; with ``by_value``, where their
     values decide, for inputs of which the graph's guards hold.
@@ -58,15 +57,13 @@ def trace(
 
     With ``AUTOSPLIT_DUMP=dir`` in the environment every stage of the pass pipeline is
     written below ``dir``, a numbered folder for each traced module. Otherwise what was made of
-    an equal graph before, in any process, is taken from disk (``capture.shelf``). ``late_input``:
-    see ``passes.memory``.
+    an equal graph before, in any process, is taken from disk (``capture.shelf``).
 
     Args:
         module: what to trace.
         args: example positional inputs.
         kwargs: example keyword inputs.
-        backend: how graphs are run.
-        memory: what is held between the calls.
+        options: how it is split.
         called: whether the inputs are those of a call that is to be run.
         insist: whether nothing but a graph will do. Then a forward that cannot be traced may be
             tried on a copy without data, and what it does outside of the module it does then, too.
@@ -74,19 +71,16 @@ def trace(
     Raises:
         CaptureError: the module cannot be traced.
         FirstCallError: ``called``, and the call is to be run without a graph.
-        SplitError: the graph cannot be split, the backend or the memory setting is unknown, or
-            a memory budget cannot be met.
+        SplitError: the graph cannot be split, or a memory budget cannot be met.
         ShardedError: FSDP manages the module or a part of it.
         BackendError: the backend cannot compile the graph.
         OutputError: the folder that ``AUTOSPLIT_DUMP`` names cannot be written.
     """
     refuse_sharded(module)
-    compiler = backend_named(backend)
-    check_memory(memory)
-    setting = memory_setting(memory, late_input=late_input)
+    compiler, setting = backend_named(options.backend), options.memory_policy
     with _TRACING, _undrawn(), only_new_garbage():
         dump = _dump_folder(module)
-        shelf = None if dump else _shelf(backend, setting)
+        shelf = None if dump else _shelf(options.backend, setting)
         traced = _capture(module, args, kwargs, compiler, shelf, called, insist, by_value)
         try:
             return SplitFunctions(traced, _split(traced, compiler, setting, dump, shelf), compiler)
@@ -116,14 +110,6 @@ def _split(
     if shelf and traced.key:
         shelf.keep(traced.key, graphs)
     return graphs
-
-
-def check_memory(memory: str | int) -> None:
-    """Raise SplitError where there is no such memory setting; it lists the known ones."""
-    try:
-        memory_setting(memory)
-    except PassError as error:
-        raise SplitError(str(error)) from None
 
 
 def _capture(

@@ -24,6 +24,7 @@ from .build import trace, without_history
 from .call_signature import Signature, Structure
 from .functions import SplitFunctions
 from .specialization_cache import Graphs
+from .split_options import SplitOptions
 
 
 class FittingGraphs:
@@ -33,8 +34,7 @@ class FittingGraphs:
 
     Args:
         model: what is captured.
-        backend: how graphs are run, see ``autosplit.split``.
-        memory: what is held between the calls, see ``autosplit.split``.
+        split: how it is split and its graphs are run.
         limit: how many graphs to keep.
         insist: whether nothing but a graph will do for a call either, see ``tracing.trace``.
         traced: what is around a capture, given the parameters.
@@ -46,15 +46,13 @@ class FittingGraphs:
     def __init__(
         self,
         model: nn.Module,
-        backend: str,
-        memory: str | int,
+        split: SplitOptions,
         limit: int,
         insist: bool,
         traced: Callable[[Iterable[Tensor]], AbstractContextManager[None]],
     ) -> None:
         self._model = model
-        self._backend = backend
-        self._memory = memory
+        self._split = split
         self._graphs = Graphs(type(model).__name__, limit)
         self._insist = insist
         self._traced = traced
@@ -145,7 +143,7 @@ class FittingGraphs:
                 "by_value": True,
             }
             with self._traced(self._model.parameters()):
-                made = trace(self._model, args, kwargs, self._backend, self._memory, **options)
+                made = trace(self._model, args, kwargs, self._split, **options)
         except FirstCallError:
             self._first.add(signature)
             raise

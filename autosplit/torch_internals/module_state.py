@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable, Iterator
 from operator import is_not
 from typing import Any
 
@@ -57,3 +59,34 @@ def share_state(face: nn.Module, module: nn.Module) -> None:
     for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
         face.__dict__[name] = module.__dict__[name]
     face.training = module.training
+
+
+def hold_state(stage: nn.Module, model: nn.Module, names: Iterable[str]) -> None:
+    """Register these parameters and buffers of ``model`` in ``stage`` too, under the same names, in
+    containers where the model has modules.
+    """
+    for name in names:
+        *path, last = name.split(".")
+        owner, place = model, stage
+        for part in path:
+            owner = getattr(owner, part)
+            if part not in place._modules:
+                place.add_module(part, nn.Module())
+            place = place._modules[part]  # type: ignore[assignment]
+        if last in owner._parameters:
+            place.register_parameter(last, owner._parameters[last])
+        else:
+            lasting = last not in owner._non_persistent_buffers_set
+            place.register_buffer(last, owner._buffers[last], persistent=lasting)
+        place.train(owner.training)
+
+
+@contextlib.contextmanager
+def modes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Every submodule is in training or evaluation afterwards as it was before."""
+    before = [(part, part.training) for module in modules for part in module.modules()]
+    try:
+        yield
+    finally:
+        for part, training in before:
+            part.training = training

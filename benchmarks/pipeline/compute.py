@@ -15,7 +15,7 @@ from autosplit.pipeline.engine.processes.launch import launch
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.pipeline.simulation.timeline import Timeline, median_durations
-from autosplit.pipeline.training.trainer import PipelineTrainer
+from autosplit.pipeline.trainer import PipelineTrainer
 
 from ..results import Rows, table
 

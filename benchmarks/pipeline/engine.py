@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.engine.processes.launch import launch
-from autosplit.pipeline.training.trainer import PipelineTrainer
+from autosplit.pipeline.trainer import PipelineTrainer
 
 from ..results import Rows, table
 

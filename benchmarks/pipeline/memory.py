@@ -17,7 +17,7 @@ from autosplit.pipeline.engine.execution.stage_assembly import footprint
 from autosplit.pipeline.engine.processes.launch import launch
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
-from autosplit.pipeline.training.trainer import PipelineTrainer
+from autosplit.pipeline.trainer import PipelineTrainer
 from autosplit.stage import Stage
 from examples.decoder import Block, LlamaConfig, Rotary
 

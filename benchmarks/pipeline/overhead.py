@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import autosplit
 from autosplit.cli.inspection import example
 from autosplit.compare import Workload
+from autosplit.text.quartiles import quartiles, ratios
 from examples.models import convnet, llama, mlp
 
 from ..results import Rows, table
@@ -79,18 +80,17 @@ def measure(name: str, module: nn.Module, x: Tensor, rounds: int) -> Overhead:
     parts.clear()
     times = [[_seconds(way) for way in ways] for _ in range(rounds)]
     plain_s, stage_s, fused_s, module_s = (list(column) for column in zip(*times, strict=True))
-    ratios = [a / b for a, b in zip(stage_s, plain_s, strict=True)]
-    quarters = statistics.quantiles(ratios, n=4)
+    low, middle, high = quartiles(ratios(stage_s, plain_s))
     first, second, third = (1e3 * statistics.median(column) for column in zip(*parts, strict=True))
     return Overhead(
         name,
         1e3 * statistics.median(plain_s),
         1e3 * statistics.median(stage_s),
         (first, second, third),
-        statistics.median(ratios),
+        middle,
         _ratio(fused_s, plain_s),
         _ratio(module_s, plain_s),
-        quarters[2] - quarters[0],
+        high - low,
     )
 
 

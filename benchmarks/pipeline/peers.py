@@ -14,6 +14,7 @@ import torch
 from autosplit.compare.peak_memory import peak_bytes
 from autosplit.compare.workload import load_workload
 from autosplit.pipeline.engine.processes.launch import launch
+from autosplit.text.quartiles import quartiles, ratios, spread
 
 from ..results import Rows, table
 from .contenders import IN_FLIGHT, OURS, THEIRS, Contender
@@ -60,7 +61,7 @@ class Row:
     @property
     def spread(self) -> float:
         """Between the quartiles."""
-        return _spread(self.rounds)
+        return spread(self.rounds)
 
 
 def _nowhere(rows: Rows) -> None:
@@ -176,7 +177,7 @@ def _cells(row: dict[str, Any], mine: Rows) -> list[str]:
         by,
         row["schedule"],
         f"{1e3 * statistics.median(row['rounds']):.0f}",
-        f"{1e3 * _spread(row['rounds']):.0f}" if len(row["rounds"]) > 1 else "",
+        f"{1e3 * spread(row['rounds']):.0f}" if len(row["rounds"]) > 1 else "",
         f"{row['peak'] / 2**20:.0f}",
         _over(row, same[0], 1.0) if same and not same[0]["error"] else "",
     ]
@@ -199,22 +200,11 @@ def _verdict(mine: Rows, in_flight: bool) -> str:
 
 def _over(theirs: dict[str, Any], ours: dict[str, Any], target: float) -> str:
     """The median ratio of turns in the same round, and its quartiles."""
-    ratios = [a / b for a, b in zip(theirs["rounds"], ours["rounds"], strict=True)]
-    middle = statistics.median(ratios)
+    low, middle, high = quartiles(ratios(theirs["rounds"], ours["rounds"]))
     figure = f"{middle:.3f}x" if middle >= target else f"**{middle:.3f}x**"
-    if len(ratios) < 2:
-        return figure
-    low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
-    return f"{figure} ({low:.2f}-{high:.2f})"
+    return f"{figure} ({low:.2f}-{high:.2f})" if len(ours["rounds"]) > 1 else figure
 
 
 def _median(row: dict[str, Any]) -> float:
     rounds: Sequence[float] = row["rounds"]
     return statistics.median(rounds)
-
-
-def _spread(values: Sequence[float]) -> float:
-    if len(values) < 2:
-        return 0.0
-    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-    return high - low

@@ -15,12 +15,12 @@ from torch.distributed.pipelining import PipelineStage
 
 from autosplit.compare import Workload
 from autosplit.pipeline.engine.execution.stage_assembly import (
+    SplitStage,
     StageFactory,
     TrainableStage,
-    split_stage,
 )
 from autosplit.pipeline.engine.messages.process_groups import disconnect
-from autosplit.pipeline.training.trainer import PipelineTrainer
+from autosplit.pipeline.trainer import PipelineTrainer
 
 from .contenders import Contender
 
@@ -178,7 +178,7 @@ class Turns:
 
     def _factory(self, accumulation: str, total: int) -> StageFactory:
         """Makes a stage of a module or finds the one that was made of it before."""
-        make = split_stage(self._backend, accumulation=accumulation)
+        make = SplitStage(self._backend, accumulation=accumulation)
 
         def factory(module: nn.Module, args: list[Tensor], *, index: int) -> TrainableStage:
             key = (accumulation, total, index)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from autosplit.pipeline.builders.schedule_request import ScheduleRequest
 from autosplit.pipeline.engine.processes.launch import launch
 from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.planner.costs.block_costs import ModelCosts, average
@@ -19,11 +20,10 @@ from autosplit.planner.costs.estimate import estimate
 from autosplit.planner.costs.limits import Limits
 from autosplit.planner.costs.links import measure_links
 from autosplit.planner.costs.profile import profile
-from autosplit.planner.costs.trial_run import Rehearsal, rehearse
-from autosplit.planner.cuts.refine import settle
-from autosplit.planner.cuts.schedule_request import Form
+from autosplit.planner.costs.trial_run import TrialRun, rehearse
+from autosplit.planner.cuts.refine import refine_by_trial_runs
 from autosplit.planner.cuts.solve import Solution, solve, weigh
-from autosplit.planner.model.block_instance import Conditions, distinct
+from autosplit.planner.model.block_instance import StageOptions, distinct
 from autosplit.planner.model.captured_model import WholeModel
 
 from .models import CASES
@@ -32,6 +32,7 @@ from .training import Training, alternate
 STAGES = 2
 MICROBATCHES = 4
 SCHEDULE = "1f1b"
+REQUEST = ScheduleRequest(SCHEDULE, MICROBATCHES)
 
 _LEAST = 5  # training steps in a turn
 _TIMEOUT = 600.0
@@ -62,18 +63,18 @@ def _compare(case: str, amount: Amount) -> dict[str, Any]:
     names = subject.cut_by_hand(STAGES)
     whole = WholeModel.capture(model, subject.example()).divided(names)
     _, targets = subject.batch_fn(0, subject.microbatch_size)
-    conditions = Conditions(loss_fn=subject.loss_fn, targets=targets)
+    options = StageOptions(loss_fn=subject.loss_fn, targets=targets)
     start = time.perf_counter()
-    costs = average(_gather(profile(whole, conditions, seconds=amount.seconds)))
+    costs = average(_gather(profile(whole, options, seconds=amount.seconds)))
     links = measure_links()
-    planner = _Planner(whole, conditions, costs, links, amount.rehearsal)
+    planner = _Planner(whole, options, costs, links, amount.rehearsal)
     by_hand = [whole.start(name) for name in names]
     plans = {"automatic": planner.automatic(), "by hand": planner.given(by_hand)}
     planning = time.perf_counter() - start
     if plans["automatic"].firsts == by_hand:
         del plans["by hand"]
-    guess = estimate(whole, conditions, device=_gather(measure_device())[0])
-    guessed = [index + 1 for index in solve(guess, STAGES, MICROBATCHES, SCHEDULE).cuts]
+    guess = estimate(whole, options, device=_gather(measure_device())[0])
+    guessed = [index + 1 for index in solve(guess, STAGES, REQUEST).cuts]
     rows = {}
     with ExitStack() as stack:
         trained = {
@@ -82,13 +83,13 @@ def _compare(case: str, amount: Amount) -> dict[str, Any]:
         }
         for way, training in trained.items():
             steps = max(_LEAST, math.ceil(amount.turn / plans[way].rehearsed.step))
-            beside = training.beside_rehearsals(conditions, turns=amount.turns, steps=steps)
+            beside = training.beside_rehearsals(options, turns=amount.turns, steps=steps)
             rows[way] = {**plans[way].row(), "cuts": training.cuts, **beside}
         alternating = alternate(trained, steps=amount.steps) if len(trained) > 1 else None
     return {
         "name": case,
         "blocks": len(whole.blocks),
-        "kinds": len(distinct(whole, conditions)),
+        "kinds": len(distinct(whole, options)),
         "planning": planning,
         **planner.most_even(plans["automatic"]),
         "estimated": [whole.blocks[index].name for index in guessed],
@@ -121,16 +122,14 @@ class _Planner:
     """What ``autosplit.partition`` does, with what it passes over on the way."""
 
     whole: WholeModel
-    conditions: Conditions
+    options: StageOptions
     costs: ModelCosts
     links: Transfer
     seconds: float
 
     def automatic(self) -> _Planned:
         return self._settled(
-            lambda costs: solve(
-                costs, STAGES, MICROBATCHES, SCHEDULE, limits=Limits(links=self.links)
-            )
+            lambda costs: solve(costs, STAGES, REQUEST, limits=Limits(links=self.links))
         )
 
     def given(self, firsts: list[int]) -> _Planned:
@@ -146,21 +145,21 @@ class _Planner:
         return {"even": even.uneven, "even_step": even.step / own.step}
 
     def _settled(self, find: Callable[[ModelCosts], Solution]) -> _Planned:
-        found = settle(self.costs, find, self._rehearse)
+        found = refine_by_trial_runs(self.costs, find, self._rehearse)
         firsts = [cut + 1 for cut in found.solution.cuts]
         return _Planned(firsts, self._weighed(self.costs, firsts), found.solution, found.costs)
 
     def _weighed(self, costs: ModelCosts, firsts: list[int]) -> Solution:
         # A solver's cuts lie behind a block, a partition's before one.
         cuts = [first - 1 for first in firsts]
-        return weigh(costs, cuts, MICROBATCHES, Form(SCHEDULE), Limits(links=self.links))
+        return weigh(costs, cuts, REQUEST, Limits(links=self.links))
 
-    def _rehearse(self, found: Solution) -> Rehearsal:
+    def _rehearse(self, found: Solution) -> TrialRun:
         return rehearse(
             self.whole,
             [cut + 1 for cut in found.cuts],
             found.schedule,
-            self.conditions,
+            self.options,
             planned=found.costs.times,
             seconds=self.seconds,
         )

@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 
-from autosplit.planner.costs.device_speed import Device, device_named, measure_device
+from autosplit.pipeline.builders.schedule_request import ScheduleRequest
+from autosplit.planner.costs.device_speed import DeviceSpeed, device_named, measure_device
 from autosplit.planner.costs.estimate import estimate
 from autosplit.planner.cuts.solve import solve
 from autosplit.planner.meta_init.meta_model import meta_model
-from autosplit.planner.model.block_instance import Conditions
+from autosplit.planner.model.block_instance import StageOptions
 from autosplit.planner.model.captured_model import WholeModel
 from examples.families import FAMILIES, PAPER, TINY
 
@@ -52,17 +53,17 @@ def plan(device: str, *, tiny: bool) -> dict[str, Any]:
     whole = WholeModel.capture(model, family.example())
     captured = time.perf_counter()
     here = device == "this CPU"
-    rates: Device = measure_device() if here else device_named(device)
-    conditions = Conditions(
+    rates: DeviceSpeed = measure_device() if here else device_named(device)
+    options = StageOptions(
         loss_fn=family.loss_fn,
         targets=family.example()[0],
         autocast=None if here else torch.bfloat16,
     )
-    costs = estimate(whole, conditions, device=rates)
+    costs = estimate(whole, options, device=rates)
     known = time.perf_counter()
     plans = []
     for stages in STAGES[: 1 if tiny else None]:
-        found = solve(costs, stages, 2 * stages)
+        found = solve(costs, stages, ScheduleRequest("1f1b", 2 * stages))
         times = [sum(each) for each in found.costs.times]
         plans.append(
             {

@@ -5,6 +5,8 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
+from autosplit.text.quartiles import quartiles, ratios
+
 from ..results import Rows, table
 from .models import CASES
 
@@ -93,7 +95,7 @@ def _step(row: dict[str, Any]) -> list[str]:
         same = _mark("same", row["name"] not in CASES or not CASES[row["name"]].lopsided)
         return [*start, names, names, median, median, same, "", guess]
     ours, theirs = (row["alternating"][way] for way in WAYS)
-    low, middle, high = _ratios(ours, theirs)
+    low, middle, high = quartiles(ratios(ours, theirs))
     most = 1 / LOPSIDED if CASES[row["name"]].lopsided else 1.0
     return [
         *start,
@@ -112,7 +114,7 @@ def _prediction(row: dict[str, Any], way: str) -> list[str]:
     ratio = _beside(found)
     stages = [sum(times) for times in found["times"]]
     uneven = max(stages) / statistics.fmean(stages)
-    low, _, high = _ratios(found["rehearsed"], found["seconds"])
+    low, _, high = quartiles(ratios(found["rehearsed"], found["seconds"]))
     fine = way != "automatic" or uneven <= EVEN or row["even"] > EVEN
     return [
         row["name"],
@@ -132,17 +134,12 @@ def _prediction(row: dict[str, Any], way: str) -> list[str]:
 
 def _beside(found: dict[str, Any]) -> float:
     """Rehearsed over measured step, by pairs."""
-    return _ratios(found["rehearsed"], found["seconds"])[1]
+    return quartiles(ratios(found["rehearsed"], found["seconds"]))[1]
 
 
 def _before(found: dict[str, Any]) -> float:
     """Predicted over measured step."""
     return float(found["predicted"] / statistics.median(found["seconds"]))
-
-
-def _ratios(ours: list[float], theirs: list[float]) -> list[float]:
-    """Quartiles over pairs."""
-    return statistics.quantiles([a / b for a, b in zip(ours, theirs, strict=True)], n=4)
 
 
 def _ms(seconds: list[float]) -> str:

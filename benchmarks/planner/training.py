@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from autosplit.errors import PipelineError
-from autosplit.pipeline.training.trainer import PipelineTrainer
-from autosplit.planner.costs.trial_run import rehearsing, stage_times
+from autosplit.pipeline.trainer import PipelineTrainer
+from autosplit.planner.costs.trial_run import stage_times, trial_steps
 from autosplit.planner.cuts.solve import Solution
-from autosplit.planner.model.block_instance import Conditions
+from autosplit.planner.model.block_instance import StageOptions
 from autosplit.planner.model.captured_model import WholeModel
 from autosplit.planner.model.stages import cut
 
@@ -63,14 +63,12 @@ class Training:
             raise PipelineError(f"a loss of {losses.tolist()}")
         return seconds
 
-    def beside_rehearsals(
-        self, conditions: Conditions, *, turns: int, steps: int
-    ) -> dict[str, Any]:
+    def beside_rehearsals(self, options: StageOptions, *, turns: int, steps: int) -> dict[str, Any]:
         """Steps alternate with those of a rehearsal, another one in each turn."""
         seconds: dict[str, list[float]] = {"rehearsed": [], "seconds": []}
         spans: dict[str, list[Any]] = {"rehearsed_times": [], "times": []}
         for _ in range(turns):
-            with rehearsing(self._whole, self._firsts, self._plan.schedule, conditions) as rehearse:
+            with trial_steps(self._whole, self._firsts, self._plan.schedule, options) as rehearse:
                 for _ in range(_WARMUP):
                     self.step()
                 for _ in range(steps):

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from autosplit.text.quartiles import quartiles, ratios
+
 from .contenders import Contender
 from .models import Subject
 from .run import ACTIONS, microbatch
@@ -74,11 +76,8 @@ def elapsed(call: Callable[[], object], device: torch.device) -> float:
 
 def ratio(mine: Durations, theirs: Durations) -> tuple[float, float]:
     """Median and interquartile range of the rounds' own ratios."""
-    ratios = [a / b for a, b in zip(mine.step, theirs.step, strict=True)]
-    if len(ratios) < 2:
-        return ratios[0], 0.0
-    quarters = statistics.quantiles(ratios, n=4)
-    return statistics.median(ratios), quarters[2] - quarters[0]
+    low, middle, high = quartiles(ratios(mine.step, theirs.step))
+    return middle, high - low
 
 
 def _durations(contender: Contender, subject: Subject) -> dict[str, float]:

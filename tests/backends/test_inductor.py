@@ -20,7 +20,7 @@ from autosplit.dynamo.pending_weights import backward_weight
 from autosplit.pipeline.engine.execution.executor import Executor
 from autosplit.pipeline.schedule.action import Action
 from autosplit.pipeline.schedule.schedule import Schedule
-from autosplit.pipeline.training.trainer import PipelineTrainer
+from autosplit.pipeline.trainer import PipelineTrainer
 from autosplit.torch_internals import inductor
 
 # Float32 against float64; what torch.compile meets on the same models.

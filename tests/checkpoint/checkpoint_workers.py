@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from autosplit import CheckpointError
 from autosplit.checkpoint import load_checkpoint, save_checkpoint
 from autosplit.pipeline.schedule.wiring import Wiring
+from autosplit.pipeline.trainer import PipelineTrainer
 from autosplit.pipeline.training.tied_parameters import Holder
-from autosplit.pipeline.training.trainer import PipelineTrainer
 from autosplit.planner.meta_init.materialise import Values, materialise
 from tests.pipeline.reference_stage import ReferenceStage
 

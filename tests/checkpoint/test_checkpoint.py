@@ -23,7 +23,7 @@ from autosplit.checkpoint import load_checkpoint, save_checkpoint
 from autosplit.checkpoint.storage.formats import open_checkpoint, read_checkpoint
 from autosplit.checkpoint.storage.writer import unworried
 from autosplit.pipeline import launch
-from autosplit.planner.meta_init.checkpoint_values import Loader
+from autosplit.planner.meta_init.checkpoint_values import CheckpointValues
 from autosplit.planner.meta_init.materialise import materialise
 from autosplit.planner.meta_init.meta_model import meta_model
 from tests.checkpoint import checkpoint_workers
@@ -104,7 +104,7 @@ def test_every_format_loads_into_stages(save: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("save", [save_file, save_sharded, save_distributed])
 def test_a_skeleton_starts_with_the_checkpoints_values(save: Any, tmp_path: Path) -> None:
     model = meta_model(whole)
-    with trainer(model, 3, ranks=1, values=Loader(model, save(tmp_path))) as engine:
+    with trainer(model, 3, ranks=1, values=CheckpointValues(model, save(tmp_path))) as engine:
         expected = whole(3).state_dict()
         assert all(torch.equal(value, expected[name]) for name, value in named(engine).items())
         assert torch.isfinite(engine.step(checkpoint_workers.batch(0))).all()
@@ -114,14 +114,14 @@ def test_a_skeleton_starts_with_the_checkpoints_values(save: Any, tmp_path: Path
 def test_a_loader_overwrites_values_that_are_there(tmp_path: Path) -> None:
     model = whole(1)
     weight = model[1][0].weight
-    materialise(model, Loader(model, save_file(tmp_path)))
+    materialise(model, CheckpointValues(model, save_file(tmp_path)))
     assert model[1][0].weight is weight
     assert torch.equal(weight, whole(3)[1][0].weight)
 
 
 def test_only_what_is_wanted_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = meta_model(whole)
-    loader = Loader(model, save_sharded(tmp_path))
+    loader = CheckpointValues(model, save_sharded(tmp_path))
     (tmp_path / "b.safetensors").unlink()
     stage = checkpoint_workers.Part(model, range(2))
     materialise(stage, loader)
@@ -253,8 +253,8 @@ def test_strict_is_for_missing_and_extra_only(tmp_path: Path) -> None:
     model = meta_model(whole)
     path = changed(tmp_path, **{"1_0_bias": None, "nose": torch.zeros(1)})
     with pytest.raises(CheckpointError, match=r"1\.0\.bias.*\n.*nose.*\nstrict=False"):
-        Loader(model, path)
-    loader = Loader(model, path, strict=False, seed=4)
+        CheckpointValues(model, path)
+    loader = CheckpointValues(model, path, strict=False, seed=4)
     assert [str(m).partition(":")[0] for m in loader.mismatches] == ["1.0.bias", "nose"]
     values = loader(["1.0.bias", "1.0.weight"])
     assert 0 < values["1.0.bias"].abs().max() < 1
@@ -264,7 +264,7 @@ def test_strict_is_for_missing_and_extra_only(tmp_path: Path) -> None:
         assert torch.equal(named(engine)["1.0.bias"], whole(1)[1][0].bias)
         assert torch.equal(named(engine)["1.0.weight"], state()["1.0.weight"])
     with pytest.raises(CheckpointError, match=r"1\.0\.bias: expected \[8\], came \[2\]$"):
-        Loader(model, changed(tmp_path, **{"1_0_bias": torch.zeros(2)}), strict=False)
+        CheckpointValues(model, changed(tmp_path, **{"1_0_bias": torch.zeros(2)}), strict=False)
 
 
 def test_buffers_that_no_checkpoint_has_come_from_the_factory(tmp_path: Path) -> None:
@@ -275,11 +275,15 @@ def test_buffers_that_no_checkpoint_has_come_from_the_factory(tmp_path: Path) ->
 
     torch.save(Rotary().state_dict(), tmp_path / "x.pt")
     model = meta_model(Rotary)
-    assert materialise(model, Loader(model, tmp_path / "x.pt")).angles.tolist() == [0, 1, 2]
+    assert materialise(model, CheckpointValues(model, tmp_path / "x.pt")).angles.tolist() == [
+        0,
+        1,
+        2,
+    ]
     with torch.device("meta"):
         model = Rotary()
     with pytest.raises(PlanError, match="angles: buffers that are in no checkpoint"):
-        materialise(model, Loader(model, tmp_path / "x.pt"))
+        materialise(model, CheckpointValues(model, tmp_path / "x.pt"))
 
 
 def test_the_optimizer_is_left_out_on_demand(tmp_path: Path) -> None:
@@ -319,7 +323,7 @@ def test_an_optimizer_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 
 
 def test_stages_that_were_not_cut_from_one_model_need_names(tmp_path: Path) -> None:
-    from autosplit.pipeline.training.trainer import PipelineTrainer
+    from autosplit.pipeline.trainer import PipelineTrainer
 
     def build(count: int) -> PipelineTrainer:
         modules = [nn.Linear(3, 3) for _ in range(count)]

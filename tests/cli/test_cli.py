@@ -153,9 +153,9 @@ def test_plan(tmp_path: pathlib.Path) -> None:
         "8",
         "--estimate",
     ]
-    command += ["--setting", "balanced", "--microbatches", "2,4", "--rows", "3"]
+    command += ["--memory", "balanced", "--microbatches", "2,4", "--rows", "3"]
     result = run(
-        *(*command, "--memory", "1GiB", "--output", str(plan), "--json", str(figures)),
+        *(*command, "--limit", "1GiB", "--output", str(plan), "--json", str(figures)),
         *("--picture", str(picture)),
     )
     assert result.exit_code == 0, result.output
@@ -185,9 +185,32 @@ def test_plan(tmp_path: pathlib.Path) -> None:
     assert max(later["peak_memory"]) < max(other["peak_memory"])
 
 
+def test_options_of_plan_that_have_other_names_now(tmp_path: pathlib.Path) -> None:
+    """What ``--memory`` and ``--setting`` were is still taken, and said to have moved."""
+    one = [*PLAN, "--schedule", "1f1b", "--microbatches", "2", "--json", str(tmp_path / "p.json")]
+    tight = ["2KiB", "nothing fits: the least cap is"]
+    for old, new, (value, refusal) in (
+        ("--memory", "--limit", tight),
+        ("--setting", "--memory", ["huge", "unknown memory setting 'huge'"]),
+    ):
+        renamed = run(*one, new, value)
+        assert refusal in " ".join(renamed.stderr.split())
+        assert "Deprecat" not in renamed.stderr
+        result = run(*one, old, value)
+        assert refusal in " ".join(result.stderr.split())
+        first = result.stderr.splitlines()[0]
+        assert first.startswith("DeprecationWarning: of autosplit plan, " + old)
+        assert first.partition(" is now ")[2].startswith(new)
+    both = run(*one, "--memory", "1GiB", "--setting", "lean")
+    assert both.exit_code == 0, both.output
+    assert json.loads((tmp_path / "p.json").read_text())["memory"] == "lean"
+    for pair in (["--memory", "1GiB", "--limit", "2KiB"], ["--limit", "2KiB", "--memory", "1GiB"]):
+        assert "is a second limit: give --limit once" in run(*one, *pair).stderr
+
+
 def test_plan_of_ranks_that_measure_and_rehearse(tmp_path: pathlib.Path) -> None:
     output = ["--output", str(tmp_path / "plan.json"), "--seconds", "0.3"]
-    one = ["--schedule", "1f1b", "--setting", "balanced", "--microbatches", "2"]
+    one = ["--schedule", "1f1b", "--memory", "balanced", "--microbatches", "2"]
     words = ["plan", "tests.planner.planned_models:factory", "--batch", "8", *one, *output]
     result = run(*words, "--devices", "2")
     assert result.exit_code == 0, result.output
@@ -268,8 +291,8 @@ def test_inspect_a_stage() -> None:
         ([*PIPELINE, "--memory", "1,2,3"], "memory needs 2 numbers, or 2 for each of the 4"),
         ([*PIPELINE, "--message", "1"], "bandwidth and message have a meaning only together"),
         ([*PIPELINE, "--schedule", "zigzag"], "no simulated schedule 'zigzag'; simulated: naive,"),
-        ([*PLAN, "--memory", "80 lots"], "expected a size such as 80GiB or 512MiB, got '80 lots'"),
-        ([*PLAN, "--memory", "2KiB"], "nothing fits: the least cap is"),
+        ([*PLAN, "--limit", "80 lots"], "expected a size such as 80GiB or 512MiB, got '80 lots'"),
+        ([*PLAN, "--limit", "2KiB"], "nothing fits: the least cap is"),
         ([*PLAN, "--microbatches", "3"], "a batch of 8 cannot be cut into 3 equal microbatches"),
         ([*PLAN, "--stages", "9"], "9 stages are more than the model has blocks, 6"),
         ([*PLAN, "--schedule", "zigzag"], "unknown schedule 'zigzag'; known: naive,"),
@@ -278,7 +301,7 @@ def test_inspect_a_stage() -> None:
         ([*PLAN, "--picture", "plan.odd"], "no picture format 'odd' of plan.odd; known: "),
         ([*PIPELINE, "--json", "nowhere/rows.json"], "there is no folder nowhere to write rows"),
         (
-            [*PLAN, "--setting", "huge"],
+            [*PLAN, "--memory", "huge"],
             "unknown memory setting 'huge'; known: balanced, fast, lean",
         ),
         (
@@ -335,7 +358,7 @@ HUGE = 10**9
         ([*PLAN, "--batch", 99999999999999999999], "batch must be at most 1,000,000,000, got 99"),
         ([*PLAN, "--devices", 10**10], "devices must be at most 1,000,000,000, got 10,000"),
         ([*PLAN, "--seconds", "nan"], "seconds to measure for must be from 0 to 86,400 (a day)"),
-        ([*PLAN, "--memory", "9" * 400], "expected a size such as 80GiB or 512MiB, got '999"),
+        ([*PLAN, "--limit", "9" * 400], "expected a size such as 80GiB or 512MiB, got '999"),
         ([*PLAN, "--schedule", ","], "expected one or more names with commas, got ','"),
         ([*PLAN, "--rows", "-1"], "-1 is not in the range x>=1"),
         ([*PLAN, "--output", "/proc/x"], "cannot write '/proc/x': No such file"),
@@ -436,7 +459,7 @@ def test_a_plan_is_written_where_asked_and_has_the_examples_batch(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    one = ["--devices", "2", "--schedule", "1f1b", "--setting", "balanced", "--estimate"]
+    one = ["--devices", "2", "--schedule", "1f1b", "--memory", "balanced", "--estimate"]
     result = run("plan", "tests.planner.planned_models:factory", *one)
     assert result.exit_code == 0, result.output
     assert list(tmp_path.iterdir()) == []

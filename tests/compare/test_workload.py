@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autosplit.compare.workload import Workload, configure, load_factory, prepared
+from autosplit.compare.factory import load_factory, prepared
+from autosplit.compare.factory_settings import configure
+from autosplit.compare.workload import Workload
 from autosplit.errors import PipelineError
 
 

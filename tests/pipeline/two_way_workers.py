@@ -16,7 +16,7 @@ from autosplit.checkpoint import load_checkpoint, save_checkpoint
 from autosplit.pipeline.engine.messages.gradient_buckets import Bucket
 from autosplit.pipeline.schedule.action import ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
-from autosplit.pipeline.training.trainer import PipelineTrainer
+from autosplit.pipeline.trainer import PipelineTrainer
 from tests.pipeline.parameter_workers import Tied
 from tests.pipeline.reference_stage import ReferenceStage
 from tests.pipeline.two_way_endings import SCENARIOS, undone

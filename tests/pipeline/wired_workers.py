@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from autosplit.pipeline.schedule.wiring import Source, Wiring
-from autosplit.pipeline.training.trainer import PipelineTrainer
+from autosplit.pipeline.trainer import PipelineTrainer
 from tests.pipeline import wired, workers
 from tests.pipeline.reference_stage import ReferenceStage
 

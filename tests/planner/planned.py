@@ -11,11 +11,14 @@ from typing import Any
 from hypothesis import strategies as st
 
 from autosplit.pipeline.builders.build import build
+from autosplit.pipeline.builders.schedule_request import ScheduleRequest
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
 from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.planner.costs.block_costs import BlockCost, ModelCosts
+from autosplit.planner.costs.limits import Limits
+from autosplit.planner.cuts.solve import Solution, solve
 
 _small = st.integers(0, 6).map(float)
 _time = st.integers(1, 8).map(float)
@@ -114,3 +117,18 @@ def all_tried(
     schedule = build(name, stages, microbatches, **form)
     for cuts in itertools.combinations(range(len(costs.blocks) - 1), stages - 1):
         yield tried(costs, cuts, schedule, **memory)
+
+
+def solved(
+    costs: ModelCosts,
+    stages: int,
+    microbatches: int,
+    schedule: str = "1f1b",
+    *,
+    limits: Limits | None = None,
+    refine: bool = True,
+    **options: Any,
+) -> Solution:
+    """The stages for a schedule by name and its options."""
+    request = ScheduleRequest(schedule, microbatches, **options)
+    return solve(costs, stages, request, limits=limits, refine=refine)

@@ -6,24 +6,24 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from autosplit.checkpoint.naming import Entry, Naming, persistent
+from autosplit.checkpoint.naming import ModelTensor, Naming, persistent
+from autosplit.pipeline.training.stage_trainer import StageTrainer
 from autosplit.pipeline.training.tied_parameters import Holder
-from autosplit.pipeline.training.trainer import PipelineTrainer
 
 
-def tensors_of(trainer: PipelineTrainer, holders: Iterable[Holder]) -> dict[Holder, Tensor]:
+def tensors_of(trainer: StageTrainer, holders: Iterable[Holder]) -> dict[Holder, Tensor]:
     """The tensors of this rank's ``holders``."""
     found = {stage: persistent(module) for stage, module in trainer.modules.items()}
     return {(stage, name): found[stage][name] for stage, name in holders}
 
 
-def entries_of(trainer: PipelineTrainer, naming: Naming) -> dict[int, Entry]:
+def entries_of(trainer: StageTrainer, naming: Naming) -> dict[int, ModelTensor]:
     """What this rank's tensors are in the whole model, by ``id``."""
     tensors = tensors_of(trainer, naming.own)
     return {id(tensors[at]): entry for at, entry in naming.own.items()}
 
 
-def groups_of(trainer: PipelineTrainer, naming: Naming) -> list[list[tuple[str, ...]]]:
+def groups_of(trainer: StageTrainer, naming: Naming) -> list[list[tuple[str, ...]]]:
     """For each group of this rank's optimizer, for each of its parameters, all its names."""
     entries = entries_of(trainer, naming)
     groups = trainer.optimizer.param_groups if trainer.optimizer is not None else []

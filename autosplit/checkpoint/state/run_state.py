@@ -122,7 +122,9 @@ def unpack(
 
 def _scheduler(rows: list[Any], ranks: Ranks, groups: Groups, *, same: bool) -> dict[str, Any]:
     saved = [
-        scheduler_state.Saved(row["scheduler"], row["groups"]) for row in rows if "scheduler" in row
+        scheduler_state.SchedulerState(row["scheduler"], row["groups"])
+        for row in rows
+        if "scheduler" in row
     ]
     if not saved:
         raise CheckpointError("the checkpoint has no scheduler's state: leave out scheduler=")

@@ -29,7 +29,7 @@ _INNER = "_schedulers"
 
 
 @dataclass(frozen=True)
-class Saved:
+class SchedulerState:
     """A rank's scheduler in a checkpoint.
 
     Attributes:
@@ -41,7 +41,9 @@ class Saved:
     groups: list[list[str]]
 
 
-def regrouped(saved: Sequence[Saved], groups: Sequence[Sequence[Sequence[str]]]) -> dict[str, Any]:
+def regrouped(
+    saved: Sequence[SchedulerState], groups: Sequence[Sequence[Sequence[str]]]
+) -> dict[str, Any]:
     """The state for a scheduler over other groups.
 
     Args:

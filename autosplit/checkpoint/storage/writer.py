@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from autosplit.pipeline.engine.messages.process_groups import Groups
 
 
-class _Writer(FileSystemWriter):
+class _StagedWriter(FileSystemWriter):
     """Names the files of a folder from the folder above it, where the metadata will be."""
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -46,7 +46,12 @@ def write(state: Mapping[str, Any], folder: Path, groups: Groups) -> str | None:
     group = None if alone else groups.control
     try:
         with groups.losing("the other ranks"), unworried():
-            save(dict(state), storage_writer=_Writer(folder), process_group=group, no_dist=alone)
+            save(
+                dict(state),
+                storage_writer=_StagedWriter(folder),
+                process_group=group,
+                no_dist=alone,
+            )
     except CheckpointException as error:
         own = error.failures.get(groups.rank)
         return None if own is None else f"cannot write to {folder}: {own[0]}"

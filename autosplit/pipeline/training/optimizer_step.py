@@ -14,7 +14,7 @@ from autosplit.pipeline.engine.messages.step_results import Agreement
 from autosplit.torch_internals.storage import versions
 
 from .gradient_norm import clip_gradients, leaves_alone
-from .snapshot import Settings, Snapshot, apply_settings, changed, settings_of
+from .snapshot import OptimizerSnapshot, Settings, apply_settings, changed, settings_of
 
 
 @dataclass
@@ -30,13 +30,13 @@ class _Early:
     """
 
     agreement: Agreement
-    snapshot: Snapshot | None
+    snapshot: OptimizerSnapshot | None
     gradients: list[Tensor | None]
     settings: Settings
     settled: bool = False
 
 
-class Update:
+class OptimizerStep:
     """The optimizer of one rank.
 
     Args:
@@ -188,8 +188,8 @@ class Update:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def _snapshot(self) -> Snapshot | None:
-        return None if self._optimizer is None else Snapshot(self._optimizer, self._device)
+    def _snapshot(self) -> OptimizerSnapshot | None:
+        return None if self._optimizer is None else OptimizerSnapshot(self._optimizer, self._device)
 
 
 def _check_moves(optimizer: Any, parameters: Sequence[nn.Parameter]) -> None:

@@ -13,12 +13,12 @@ from autosplit.pipeline.engine.messages.process_groups import Groups
 from autosplit.pipeline.schedule.schedule import Schedule
 
 from .gradient_norm import squared_norm
-from .replicated_stages import Copies
-from .stage_modules import Stages, own_modules
+from .replicated_stages import ReplicatedStages
+from .stage_modules import StageSource, own_modules
 from .tied_parameters import Holder, SharedParameters
 
 
-class Holdings:
+class RankState:
     """The modules of this rank's stages, kept equal with what other ranks hold of the same.
 
     Creating one is collective over all ranks.
@@ -37,13 +37,13 @@ class Holdings:
         shared: sums the gradients of what several hold.
 
     Raises:
-        PipelineError: a stage that is no module, or what ``Copies`` and ``SharedParameters``
-            refuse.
+        PipelineError: a stage that is no module, or what ``ReplicatedStages`` and
+            ``SharedParameters`` refuse.
     """
 
     def __init__(
         self,
-        stages: Stages,
+        stages: StageSource,
         shared: Sequence[Sequence[Holder]],
         schedule: Schedule,
         groups: Groups,
@@ -51,13 +51,13 @@ class Holdings:
         settled: Callable[[], None],
     ) -> None:
         self.modules = own_modules(stages, schedule.held(groups.rank), device)
-        self._copies = Copies(self.modules, schedule, groups)
+        self._copies = ReplicatedStages(self.modules, schedule, groups)
         self.shared = SharedParameters(shared, self.modules, schedule, groups, settled)
         self.parameters = _trainable(self.modules.values())
         self._known = frozenset(map(id, self.parameters))
 
     def steady(self) -> AbstractContextManager[None]:
-        """Refuse what would set the copies of a stage apart; see ``Copies``."""
+        """Refuse what would set the copies of a stage apart; see ``ReplicatedStages``."""
         return self._copies.steady()
 
     def check(self) -> None:

@@ -13,7 +13,7 @@ from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.torch_internals.storage import versions
 
 
-class Copies:
+class ReplicatedStages:
     """This rank's stages of which another rank holds a copy too.
 
     Each copy runs half of the microbatches. Parameters stay alike because both get the sum of the

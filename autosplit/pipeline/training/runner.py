@@ -27,12 +27,12 @@ from autosplit.pipeline.simulation.timeline import Span
 
 from .auto_schedule import Tuner
 from .batch_agreement import check_same_batch
-from .configuration import Arrangement
-from .optimizer_step import Update
-from .options import Options
-from .rank_state import Holdings
+from .optimizer_step import OptimizerStep
+from .options import TrainerOptions
+from .rank_state import RankState
 from .snapshot import ForwardState
-from .stage_builder import Builder
+from .stage_builder import StageBuilder
+from .training_setup import TrainingSetup
 
 
 class Runner:
@@ -41,7 +41,7 @@ class Runner:
     Whoever calls it guards the call.
 
     Args:
-        arrangement: what there is to run.
+        setup: what there is to run.
         options: how.
         order: in which this rank takes up its actions.
         held: what this rank holds; its stages are built of it when the first batch is there.
@@ -59,13 +59,13 @@ class Runner:
 
     def __init__(
         self,
-        arrangement: Arrangement,
-        options: Options,
+        setup: TrainingSetup,
+        options: TrainerOptions,
         order: Order,
-        held: Holdings,
+        held: RankState,
         groups: Groups,
         guard: Guard,
-        update: Update,
+        update: OptimizerStep,
         device: torch.device,
         settled: Callable[[], None],
     ) -> None:
@@ -76,37 +76,38 @@ class Runner:
         self._guard = guard
         self._update = update
         self._device = device
-        self.schedule: Schedule = arrangement.schedule
+        self.schedule: Schedule = setup.schedule
         self._order = order
-        self._feeds = Feeds(arrangement.stages.count, arrangement.stages.wiring)
-        self._tuner: Tuner | None = None
-        if options.schedule == "auto":
-            self._tuner = Tuner(
-                self.schedule,
-                groups,
-                links=partial(
-                    measure_transfer, groups, device, pairs_of(self.schedule, self._feeds)
-                ),
-                wiring=arrangement.stages.wiring,
-                early_weights=options.early_weights,
-            )
+        self._feeds = Feeds(setup.stages.count, setup.stages.wiring)
+        self._tuner = self._tuner_for(setup, options.early_weights) if options.tunes else None
+        if self._tuner is not None:
             self.schedule = self._tuner.measured
         source = self.schedule.placement[self._feeds.first_from_batch]
         make = partial(self._make_mode, "train", self.schedule, self._order)
         self._train = Modes(options.shapes, groups, source, make)
         make = partial(self._make_mode, "evaluate", forward_only(self.schedule), as_scheduled)
         self._evaluate = Modes(options.shapes, groups, source, make)
-        self._builder = Builder(
+        self._builder = StageBuilder(
             held.modules,
             self.schedule,
             self._feeds,
-            arrangement.loss_fn,
-            arrangement.factory,
+            setup.loss_fn,
+            setup.factory,
             autocast=options.autocast,
             device=device,
         )
         self.stages: Mapping[int, TrainableStage] = MappingProxyType({})
         self.spans: list[Span] = []
+
+    def _tuner_for(self, setup: TrainingSetup, early_weights: bool) -> Tuner:
+        pairs = pairs_of(setup.schedule, self._feeds)
+        return Tuner(
+            setup.schedule,
+            self._groups,
+            links=partial(measure_transfer, self._groups, self._device, pairs),
+            wiring=setup.stages.wiring,
+            early_weights=early_weights,
+        )
 
     def train(self, batch: Batch | None, *, clipping: bool, record: bool) -> Agreement:
         """Run the schedule and add its gradients to the parameters' ``.grad``.

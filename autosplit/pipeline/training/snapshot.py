@@ -13,7 +13,7 @@ Settings = list[dict[str, Any]]
 """Per parameter group of an optimizer, all but its parameters."""
 
 
-class Random:
+class GeneratorState:
     """Where the random generators stand: the CPU's, and that of ``device`` if it is a GPU."""
 
     def __init__(self, device: torch.device) -> None:
@@ -28,14 +28,14 @@ class Random:
             torch.cuda.set_rng_state(self._gpu, self._device)
 
 
-class Snapshot:
+class OptimizerSnapshot:
     """A copy of all that an optimizer step changes: parameters, the optimizer's state and groups,
     and random generators. Takes as much memory as parameters and state.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         self._optimizer = optimizer
-        self._random = Random(device)
+        self._random = GeneratorState(device)
         parameters = (p for group in optimizer.param_groups for p in group["params"])
         self._values = [(p, p.detach().clone()) for p in parameters]
         self._state = {key: copy.deepcopy(value) for key, value in optimizer.state.items()}
@@ -57,7 +57,7 @@ class ForwardState:
     """What running the forward changes: buffers and random generators."""
 
     def __init__(self, modules: Iterable[nn.Module], device: torch.device) -> None:
-        self._random = Random(device)
+        self._random = GeneratorState(device)
         buffers = (buffer for module in modules for buffer in module.buffers())
         self._buffers = [(buffer, buffer.clone()) for buffer in buffers]
 

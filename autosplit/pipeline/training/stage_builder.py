@@ -18,7 +18,7 @@ from autosplit.pipeline.schedule.wiring import Feeds
 from .stage_modules import LossFunction, complete
 
 
-class Builder:
+class StageBuilder:
     """Makes the executors of one trainer.
 
     Args:

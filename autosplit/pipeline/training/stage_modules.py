@@ -4,62 +4,70 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline.engine.execution.microbatch import Part
-from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Wiring
 
-from .auto_partition import Example, Partitioned, Uncut
 from .tied_parameters import Holder
 
 LossFunction: TypeAlias = Callable[[Any, Any], Tensor]
-Model: TypeAlias = "Sequence[nn.Module] | Callable[[int], nn.Module] | Partitioned | nn.Module"
+StageList: TypeAlias = "Sequence[nn.Module] | Callable[[int], nn.Module] | Partitioned"
+
+
+@runtime_checkable
+class Partitioned(Protocol):
+    """A model that is cut into stages, as ``autosplit.partition`` returns one."""
+
+    @property
+    def wiring(self) -> Wiring:
+        """Who feeds whom."""
+        ...
+
+    @property
+    def shared(self) -> Sequence[Sequence[Holder]]:
+        """Parameters that several stages hold: groups of (stage, name)."""
+        ...
+
+    @property
+    def stages(self) -> int:
+        """How many stages there are."""
+        ...
+
+    def build(self, index: int) -> nn.Module:
+        """The module of one stage."""
+        ...
 
 
 @dataclass(frozen=True)
-class Stages:
-    """What a trainer trains: the stages, none of them built yet.
+class StageSource:
+    """The stages that a trainer trains, none of them built yet.
 
     Attributes:
         count: how many there are.
         build: makes stage ``index``.
         wiring: who feeds whom; None for a chain.
         shared: parameters that several stages hold.
+        cut: whether they were cut from a whole model by the trainer itself.
     """
 
     count: int
     build: Callable[[int], nn.Module]
     wiring: Wiring | None = None
     shared: Sequence[Sequence[Holder]] = ()
+    cut: bool = False
 
     @classmethod
-    def of(
-        cls,
-        model: Model,
-        count: int | None,
-        example: Example | None = None,
-        planning: Mapping[str, Any] | None = None,
-    ) -> Stages | Uncut:
-        """The stages of whatever was given, a whole model still to be cut into ``count``.
+    def of(cls, model: StageList, count: int | None = None) -> StageSource:
+        """The stages of whatever was given.
 
         Raises:
-            PipelineError: nothing says how many stages there are, or two things say different;
-                or a whole model comes without an example, or an example or ``planning`` with
-                anything else.
+            PipelineError: nothing says how many stages there are, or two things say different.
         """
-        if isinstance(model, nn.Module) and not isinstance(model, (nn.ModuleList, Partitioned)):
-            return Uncut.of(model, count, example, planning)
-        for name, value in (("example", example), ("planning", planning)):
-            if value is not None:
-                what = "a model that is already cut" if isinstance(model, Partitioned) else "stages"
-                raise PipelineError(
-                    f"{name} has no effect beside {what}; it is for a whole nn.Module"
-                )
         stages = _stages_of(model, count)
         if count not in (None, stages.count):
             raise PipelineError(f"got {stages.count} stages, but stages={count}")
@@ -67,37 +75,16 @@ class Stages:
             raise PipelineError(f"a pipeline needs at least one stage; got {stages.count}")
         return stages
 
-    @classmethod
-    def cut(cls, model: Uncut, schedule: str | Schedule, **known: Any) -> tuple[Stages, Schedule]:
-        """The stages of a whole model, and the schedule that they were cut for.
 
-        Args:
-            model: what ``of`` gave.
-            schedule: a name, of which the schedule is built for the stages' times; or one that is
-                to be run as it is. For one with two copies of the stages they are cut as for 1F1B.
-            known: what else is known, by the names that ``autosplit.partition`` has for it.
-
-        Raises:
-            CaptureError: the model cannot be captured in one graph; names the user's line.
-            PlanError: it cannot be cut so; says why.
-        """
-        if isinstance(schedule, Schedule) and schedule.mirror is not None:
-            # Nothing is planned for two copies: they want equal stages, as 1F1B does.
-            return cls.cut(model, "1f1b", **{**known, "weights": None})[0], schedule
-        found = model.cut(schedule=schedule, **known)
-        stages = cls(found.stages, found.build, found.wiring, found.shared)
-        return stages, found.built_schedule()
-
-
-def _stages_of(model: Any, count: int | None) -> Stages:
+def _stages_of(model: Any, count: int | None) -> StageSource:
     if isinstance(model, Partitioned):
-        return Stages(model.stages, model.build, model.wiring, model.shared)
+        return StageSource(model.stages, model.build, model.wiring, model.shared)
     if not callable(model) or isinstance(model, nn.ModuleList):
         modules = list(model)
-        return Stages(len(modules), modules.__getitem__, shared=_tied(modules))
+        return StageSource(len(modules), modules.__getitem__, shared=_tied(modules))
     if count is None:
         raise PipelineError("with a function for stages, say how many: stages=N")
-    return Stages(count, model)
+    return StageSource(count, model)
 
 
 def _tied(modules: Sequence[Any]) -> Sequence[Sequence[Holder]]:
@@ -110,7 +97,9 @@ def _tied(modules: Sequence[Any]) -> Sequence[Sequence[Holder]]:
     return [held for held in holders.values() if len(held) > 1]
 
 
-def own_modules(stages: Stages, own: Iterable[int], device: torch.device) -> dict[int, nn.Module]:
+def own_modules(
+    stages: StageSource, own: Iterable[int], device: torch.device
+) -> dict[int, nn.Module]:
     """The modules of the stages ``own``, built if need be, on ``device``.
 
     Raises:

@@ -18,7 +18,7 @@ _CALLS = 200
 
 
 @dataclass(frozen=True)
-class Device:
+class DeviceSpeed:
     """A roofline: an operator takes the longer of computing and of moving its tensors.
 
     Attributes:
@@ -50,28 +50,30 @@ class Device:
 # the device's memory. Models reach about half of both; what the estimate is for, how blocks
 # compare, depends on the ratio.
 DEVICES = {
-    "a100": Device(312e12, 2.0e12, 5e-6),
-    "h100": Device(989e12, 3.35e12, 5e-6),
-    "h200": Device(989e12, 4.8e12, 5e-6),
-    "b200": Device(2250e12, 8.0e12, 5e-6),
-    "mi300x": Device(1307e12, 5.3e12, 5e-6),
+    "a100": DeviceSpeed(312e12, 2.0e12, 5e-6),
+    "h100": DeviceSpeed(989e12, 3.35e12, 5e-6),
+    "h200": DeviceSpeed(989e12, 4.8e12, 5e-6),
+    "b200": DeviceSpeed(2250e12, 8.0e12, 5e-6),
+    "mi300x": DeviceSpeed(1307e12, 5.3e12, 5e-6),
 }
 
 
-def device_named(name: str) -> Device:
+def device_named(name: str) -> DeviceSpeed:
     """One of ``DEVICES``.
 
     Raises:
         PlanError: there is none of this name (lists the known ones).
     """
     if name not in DEVICES:
-        raise PlanError(f"unknown device {name!r}; known: {', '.join(DEVICES)}, or give a Device")
+        raise PlanError(
+            f"unknown device {name!r}; known: {', '.join(DEVICES)}, or give a DeviceSpeed"
+        )
     return DEVICES[name]
 
 
 def measure_device(
     device: torch.device | None = None, dtype: torch.dtype = torch.float32
-) -> Device:
+) -> DeviceSpeed:
     """The rates of this machine, measured in about a second: the best of a few tries each.
 
     Args:
@@ -88,7 +90,7 @@ def measure_device(
         for _ in range(_CALLS):
             one.add_(1.0)
 
-    return Device(
+    return DeviceSpeed(
         2.0 * _SIDE**3 / _best(lambda: torch.mm(a, b, out=product), device),
         2.0 * _COPIED / _best(lambda: target.copy_(source), device),
         _best(calls, device) / _CALLS,

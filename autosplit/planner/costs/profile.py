@@ -12,7 +12,13 @@ from tqdm import tqdm
 from autosplit.device import generators_kept
 from autosplit.passes.analysis.operator_cost import value_bytes
 from autosplit.pipeline.engine.execution.stage_assembly import footprint
-from autosplit.planner.model.block_instance import Blocks, Conditions, Specimen, distinct, prepare
+from autosplit.planner.model.block_instance import (
+    BlockInstance,
+    BlockSequence,
+    StageOptions,
+    distinct,
+    prepare,
+)
 from autosplit.stage import Stage
 
 from .block_costs import BlockCost, ModelCosts
@@ -20,7 +26,7 @@ from .timing import Rounds, error, run
 
 
 def profile(
-    whole: Blocks, conditions: Conditions | None = None, *, seconds: float = 60.0
+    whole: BlockSequence, options: StageOptions | None = None, *, seconds: float = 60.0
 ) -> ModelCosts:
     """Time F, I and W of a block of each kind, warm, by medians.
 
@@ -31,7 +37,7 @@ def profile(
 
     Args:
         whole: the model in blocks, for one microbatch.
-        conditions: how stages are made of blocks; None for a trainer's defaults.
+        options: how stages are made of blocks; None for a trainer's defaults.
         seconds: how long to measure, all kinds of blocks together; tracing is not counted. It ends
             sooner where the medians are known sooner.
 
@@ -43,8 +49,8 @@ def profile(
         CaptureError: a block cannot be traced.
         SplitError: a block's graph cannot be split, or a bad option.
     """
-    conditions = conditions or Conditions()
-    kinds = list(distinct(whole, conditions).values())
+    options = options or StageOptions()
+    kinds = list(distinct(whole, options).values())
     costs: dict[int, BlockCost] = {}
     calls: list[float] = []
     noise = 0.0
@@ -52,7 +58,7 @@ def profile(
     with generators_kept(), tqdm(total=seconds, unit="s", disable=None) as bar:
         for group in _groups(whole, [members[0] for members in kinds]):
             share = seconds * len(group) / len(kinds)
-            found, call, off = _measure(whole, group, conditions, share, bar.update)
+            found, call, off = _measure(whole, group, options, share, bar.update)
             costs |= found
             calls.append(call)
             noise = max(noise, off)
@@ -76,7 +82,7 @@ def returning_bytes(tensors: Sequence[Tensor]) -> float:
     return crossing_bytes([tensor for tensor in tensors if tensor.requires_grad])
 
 
-def _groups(whole: Blocks, kinds: list[int]) -> list[list[int]]:
+def _groups(whole: BlockSequence, kinds: list[int]) -> list[list[int]]:
     """Which kinds (by a block of each) are in memory at once."""
     for first in kinds:
         module, _ = whole.segment(first, first + 1)
@@ -86,24 +92,25 @@ def _groups(whole: Blocks, kinds: list[int]) -> list[list[int]]:
 
 
 def _measure(
-    whole: Blocks,
+    whole: BlockSequence,
     group: Sequence[int],
-    conditions: Conditions,
+    options: StageOptions,
     seconds: float,
     progress: Callable[[float], object],
 ) -> tuple[dict[int, BlockCost], float, float]:
     """The costs of some blocks, the seconds of a call with next to nothing to compute, and by what
     share the blocks' sum may be off.
     """
-    specimens = [prepare(whole, first, first + 1, conditions) for first in group]
-    device = specimens[0].inputs[0].device
+    instances = [prepare(whole, first, first + 1, options) for first in group]
+    device = instances[0].inputs[0].device
     nothing = [torch.ones(1, device=device)]
-    empty = Stage(_Scale().to(device), [nothing[0].requires_grad_()], backend=conditions.backend)
-    subjects = [(each.stage, each.inputs) for each in specimens]
+    backend = options.split.backend
+    empty = Stage(_Scale().to(device), [nothing[0].requires_grad_()], backend=backend)
+    subjects = [(each.stage, each.inputs) for each in instances]
     *rounds, least = run([*subjects, (empty, nothing)], seconds, progress)
     parts = (least.forward, least.backward_input, least.backward_weight)
     call = statistics.fmean(map(statistics.median, parts))
-    pairs = zip(group, specimens, rounds, strict=True)
+    pairs = zip(group, instances, rounds, strict=True)
     return {first: _cost(each, found, call) for first, each, found in pairs}, call, error(rounds)
 
 
@@ -118,7 +125,7 @@ class _Scale(nn.Module):
         return x * self.weight
 
 
-def _cost(specimen: Specimen, rounds: Rounds, call: float) -> BlockCost:
+def _cost(instance: BlockInstance, rounds: Rounds, call: float) -> BlockCost:
     forward, inputs, weights, backward = (
         max(statistics.median(values) - call, 0.0)
         for values in (
@@ -128,7 +135,7 @@ def _cost(specimen: Specimen, rounds: Rounds, call: float) -> BlockCost:
             rounds.backward,
         )
     )
-    saved, deferred = footprint(specimen.stage)
-    if specimen.stage.index == 0:
+    saved, deferred = footprint(instance.stage)
+    if instance.stage.index == 0:
         inputs, weights = 0.0, backward
-    return BlockCost(forward, inputs, weights, saved, deferred, specimen.parameter_bytes, backward)
+    return BlockCost(forward, inputs, weights, saved, deferred, instance.parameter_bytes, backward)

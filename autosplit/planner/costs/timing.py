@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from autosplit.stage import Stage
+from autosplit.text.quartiles import spread
 
 _WARMUP = 2
 _LEAST = 3
@@ -77,8 +78,7 @@ def _enough(rounds: Sequence[Rounds], *, late: bool) -> bool:
 
 def median_error(values: Sequence[float]) -> float:
     """The median of n normal values with interquartile range r errs by about 0.93 r / sqrt(n)."""
-    low, _, high = statistics.quantiles(values, n=4)
-    return 0.93 * (high - low) / math.sqrt(len(values))
+    return 0.93 * spread(values) / math.sqrt(len(values))
 
 
 def _round(clocks: Sequence[_Clock]) -> None:

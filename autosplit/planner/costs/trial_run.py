@@ -14,12 +14,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autosplit.device import generators_kept
+from autosplit.pipeline.builders.schedule_request import ScheduleRequest
+from autosplit.pipeline.engine.execution.stage_assembly import SplitStage
 from autosplit.pipeline.engine.messages.default_group import gather
 from autosplit.pipeline.schedule.action import ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.timeline import Span, median_durations
-from autosplit.pipeline.training.trainer import PipelineTrainer
-from autosplit.planner.model.block_instance import Conditions, device_of, own_state
+from autosplit.pipeline.training.options import TrainerOptions
+from autosplit.pipeline.training.stage_modules import StageSource
+from autosplit.pipeline.training.stage_trainer import StageTrainer
+from autosplit.pipeline.training.training_setup import TrainingSetup
+from autosplit.planner.model.block_instance import StageOptions, device_of, own_state
 from autosplit.planner.model.captured_model import WholeModel
 from autosplit.planner.model.stages import Partition, cut
 from autosplit.torch_internals.pytree import tree_flatten
@@ -34,7 +39,7 @@ _LEAST, _MOST = 5, 40  # timed steps
 
 
 @dataclass(frozen=True)
-class Rehearsal:
+class TrialRun:
     """What the steps took.
 
     Attributes:
@@ -49,7 +54,7 @@ class Rehearsal:
     noise: float = 0.0
 
 
-def can_rehearse(whole: WholeModel, schedule: Schedule) -> bool:
+def can_run_trial(whole: WholeModel, schedule: Schedule) -> bool:
     """Whether this process, with those of its group, can run the schedule on the model's inputs."""
     ranks = len(schedule.ranks)
     together = dist.is_available() and dist.is_initialized() and dist.get_world_size() == ranks
@@ -61,23 +66,23 @@ def rehearse(
     whole: WholeModel,
     firsts: Sequence[int],
     schedule: Schedule,
-    conditions: Conditions,
+    options: StageOptions,
     *,
     planned: Sequence[Times],
     seconds: float = 3.0,
-) -> Rehearsal:
+) -> TrialRun:
     """Run a few steps of a model in stages, as a trainer will.
 
     Collective over the default process group, unless the schedule has one rank. The stages have
     buffers and gradients of their own, and random values for what is on the meta device; the model
-    and the random number generators stay as they are. Without a loss in ``conditions``, what the
+    and the random number generators stay as they are. Without a loss in ``options``, what the
     model puts out is added up.
 
     Args:
         whole: the model.
         firsts: the first block of every stage but the first.
         schedule: what the ranks run.
-        conditions: how stages are made.
+        options: how stages are made.
         planned: seconds of F, I and W of each stage as planned, from which the shares of I and W
             are taken where the schedule runs both in one.
         seconds: how long the timed steps may take, if that is enough for a few.
@@ -90,18 +95,18 @@ def rehearse(
     """
     took: list[float] = []
     recorded: list[Sequence[Span]] = []
-    with rehearsing(whole, firsts, schedule, conditions) as step:
+    with trial_steps(whole, firsts, schedule, options) as step:
         while len(took) < _LEAST or (len(took) < _MOST and sum(took) < seconds):
             slowest, spans = step()
             took.append(slowest)
             recorded.append(spans)
     middle = statistics.median(took)
-    return Rehearsal(stage_times(recorded, planned), middle, median_error(took) / middle)
+    return TrialRun(stage_times(recorded, planned), middle, median_error(took) / middle)
 
 
 @contextmanager
-def rehearsing(
-    whole: WholeModel, firsts: Sequence[int], schedule: Schedule, conditions: Conditions
+def trial_steps(
+    whole: WholeModel, firsts: Sequence[int], schedule: Schedule, options: StageOptions
 ) -> Iterator[Step]:
     """What ``rehearse`` times, warm: each call runs one step on all ranks.
 
@@ -112,12 +117,12 @@ def rehearsing(
         What gives the seconds of a step, those of the slowest rank, and what the stages did when.
     """
     ranks = len(schedule.ranks)
-    device = conditions.device or device_of(whole.model)
-    stages = _Stages(cut(whole, firsts), device)
-    with generators_kept(), _trainer(stages, schedule, conditions, device) as run:
+    device = options.device or device_of(whole.model)
+    stages = _stages(cut(whole, firsts), device)
+    with generators_kept(), _trainer(stages, schedule, options, device) as run:
 
         def step() -> tuple[float, Sequence[Span]]:
-            batch = _batch(whole, conditions, schedule.microbatches)
+            batch = _batch(whole, options, schedule.microbatches)
             return _slowest(_step(run, batch), ranks), run.timeline().spans
 
         for _ in range(_WARMUP):
@@ -125,36 +130,31 @@ def rehearsing(
         yield step
 
 
-class _Stages:
+def _stages(partition: Partition, device: torch.device) -> StageSource:
     """The stages of a partition with state of their own."""
 
-    def __init__(self, partition: Partition, device: torch.device) -> None:
-        self.wiring = partition.wiring
-        self.shared = partition.shared
-        self.stages = partition.stages
-        self._partition = partition
-        self._device = device
-
-    def build(self, index: int) -> nn.Module:
-        module = self._partition.sketch(index)
-        own_state(module, self._device, blank=False, gradients=True)
+    def build(index: int) -> nn.Module:
+        module = partition.sketch(index)
+        own_state(module, device, blank=False, gradients=True)
         return module
+
+    return StageSource(partition.stages, build, partition.wiring, partition.shared, cut=True)
 
 
 def _trainer(
-    stages: _Stages, schedule: Schedule, conditions: Conditions, device: torch.device
-) -> PipelineTrainer:
-    return PipelineTrainer(
-        stages,
-        conditions.loss_fn or _stand_in,
+    stages: StageSource, schedule: Schedule, options: StageOptions, device: torch.device
+) -> StageTrainer:
+    request = ScheduleRequest(schedule, schedule.microbatches, len(schedule.ranks))
+    split = options.split
+    training = TrainerOptions(
+        request, SplitStage(split.backend, split.memory), autocast=options.autocast
+    )
+    setup = TrainingSetup.of(stages, options.loss_fn or _stand_in, training)
+    return StageTrainer(
+        setup,
         lambda parameters: torch.optim.SGD(parameters, lr=0.0),
-        microbatches=schedule.microbatches,
-        schedule=schedule,
-        ranks=len(schedule.ranks),
+        training,
         device=device,
-        autocast=conditions.autocast,
-        backend=conditions.backend,
-        memory=conditions.memory,
         record=True,
     )
 
@@ -167,7 +167,7 @@ def _stand_in(output: Any, targets: Any) -> Tensor:
     return scalars[0] if scalars else torch.stack([leaf.sum() for leaf in wanted or leaves]).sum()
 
 
-def _step(trainer: PipelineTrainer, batch: Any) -> float:
+def _step(trainer: StageTrainer, batch: Any) -> float:
     """Seconds of one step on this rank."""
     start = time.perf_counter()
     trainer.forward_backward(batch)
@@ -189,7 +189,7 @@ def _inputs(whole: WholeModel) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
-def _batch(whole: WholeModel, conditions: Conditions, microbatches: int) -> Any:
+def _batch(whole: WholeModel, options: StageOptions, microbatches: int) -> Any:
     """Inputs and targets of a step: the example, once for each microbatch."""
 
     def repeated(tensor: Tensor) -> Tensor:
@@ -197,8 +197,8 @@ def _batch(whole: WholeModel, conditions: Conditions, microbatches: int) -> Any:
         return torch.cat([real] * microbatches)
 
     inputs = tuple(map(repeated, _inputs(whole)))
-    targets = conditions.targets
-    if conditions.loss_fn is None or targets is None:
+    targets = options.targets
+    if options.loss_fn is None or targets is None:
         return inputs, ()
     if isinstance(targets, Tensor):
         return inputs, repeated(targets)

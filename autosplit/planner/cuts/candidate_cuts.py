@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from autosplit.errors import PlanError
+from autosplit.errors import PlanError, ScheduleError
+from autosplit.pipeline.builders.placement.fill import StageTimes
+from autosplit.pipeline.builders.schedule_request import ScheduleRequest
+from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.planner.costs.block_costs import ModelCosts
 from autosplit.planner.costs.limits import Limits
 
 from .balance import StageCost, least_largest, least_uneven
 from .local_search import Rank, count, descend, every, first_of
 from .schedule_playback import Order
-from .schedule_request import Fixed, Form
-from .stage_costs import Pieces
+from .stage_costs import PrefixSums
 
 _SLACKS = (1.0, 1.03, 1.1)  # how much longer than the least the slowest stage of a start may be
 _EXHAUSTIVE = 4_000_000  # actions to play, below which every way to cut is tried
@@ -27,7 +29,7 @@ _SAME = 1 + 1e-9
 
 
 @dataclass(frozen=True)
-class Way:
+class Candidate:
     """One way to cut, with the schedule built for it.
 
     Attributes:
@@ -47,14 +49,13 @@ class Way:
         return self.overflow, self.step
 
 
-class Task:
+class CutSearch:
     """Everything that stays the same while cuts are tried.
 
     Args:
         costs: of the model's blocks.
         stages: N.
-        microbatches: M.
-        form: the schedule.
+        request: the schedule.
         limits: memory and links.
 
     Raises:
@@ -62,31 +63,30 @@ class Task:
     """
 
     def __init__(
-        self, costs: ModelCosts, stages: int, microbatches: int, form: Form | Fixed, limits: Limits
+        self, costs: ModelCosts, stages: int, request: ScheduleRequest, limits: Limits
     ) -> None:
         if not 1 <= stages <= len(costs.blocks):
             raise PlanError(
                 f"cannot cut {len(costs.blocks)} blocks into {stages} stages: expected 1 to "
                 f"{len(costs.blocks)} stages"
             )
-        self.pieces = Pieces(costs)
+        self.costs = PrefixSums(costs)
         self.stages = stages
-        self.microbatches = microbatches
-        self._form = form
+        self._request = request
         self._limits = limits
         self._noise = costs.noise
 
-    def evaluate(self, cuts: Tensor) -> Way:
+    def evaluate(self, cuts: Tensor) -> Candidate:
         """One way to cut, shape [S - 1]."""
-        stages = self.pieces.stages(cuts[None])
+        stages = self.costs.stages(cuts[None])
         times = triples(stages.times[:, :, 0])
-        schedule = self._form.build(self.stages, self.microbatches, times)
+        schedule = _schedule_for(self._request, self.stages, times)
         order = Order(schedule, self._limits.links, self._limits.factor)
         peaks = order.peaks(stages)
         overflow = float(self._overflow(peaks))
         seconds = stages.times[:, :, 0].sum(0)
         uneven = float(seconds.max() / seconds.mean()) if seconds.any() else 1.0
-        return Way(cuts, order, overflow, float(order.steps(stages)), peaks[:, 0], uneven)
+        return Candidate(cuts, order, overflow, float(order.steps(stages)), peaks[:, 0], uneven)
 
     def starts(self) -> Iterator[Tensor]:
         """Cuts to begin from, by dynamic programming."""
@@ -112,11 +112,11 @@ class Task:
                 yield torch.tensor(cuts, dtype=torch.int64)
 
     def _seconds(self, stage: int) -> Tensor:
-        return self.pieces.table(first=stage == 0)[0].sum(0)
+        return self.costs.table(first=stage == 0)[0].sum(0)
 
     def _bytes(self, order: Order, stage: int) -> Tensor:
         """The most that a stage makes its rank hold."""
-        _, kept, parameters = self.pieces.table(first=stage == 0)
+        _, kept, parameters = self.costs.table(first=stage == 0)
         states = order.states(order.schedule.placement[stage])[:, [stage, self.stages + stage]]
         moving = torch.einsum("tk,kij->tij", torch.unique(states, dim=0), kept).amax(0)
         return moving + self._limits.factor * parameters
@@ -128,58 +128,62 @@ class Task:
 
         return cost
 
-    def best(self, starts: Sequence[Tensor], *, refine: bool) -> Way:
+    def best(self, starts: Sequence[Tensor], *, refine: bool) -> Candidate:
         """The best of the starts and of what is reached from them: the most even of those whose
         steps are within the noise of the shortest.
         """
         known = {tuple(cuts.tolist()): self.evaluate(cuts) for cuts in starts}
         tried: set[int] = set()
         for _ in range(_ROUNDS if refine and self.stages > 1 else 0):
-            ways = sorted(known.values(), key=lambda way: way.key)[:_ORDERS]
-            fresh = [way for way in ways if id(way) not in tried]
+            ways = sorted(known.values(), key=lambda candidate: candidate.key)[:_ORDERS]
+            fresh = [candidate for candidate in ways if id(candidate) not in tried]
             if not fresh:
                 break
             tried |= set(map(id, fresh))
-            found = [cuts for way in fresh for cuts in self._improved(way, ways)]
+            found = [cuts for candidate in fresh for cuts in self._improved(candidate, ways)]
             for cuts in found:
                 if tuple(cuts.tolist()) not in known:
                     known[tuple(cuts.tolist())] = self.evaluate(cuts)
-        best = min(known.values(), key=lambda way: way.key)
+        best = min(known.values(), key=lambda candidate: candidate.key)
         bound = best.step * (1.0 + self._noise)
         near = [w for w in known.values() if w.overflow <= best.overflow and w.step <= bound]
-        return min(near, key=lambda way: (way.uneven, way.step)) if self._noise else best
+        return (
+            min(near, key=lambda candidate: (candidate.uneven, candidate.step))
+            if self._noise
+            else best
+        )
 
-    def _improved(self, way: Way, starts: Sequence[Way]) -> list[Tensor]:
-        """Better cuts under the order of ``way``."""
+    def _improved(self, candidate: Candidate, starts: Sequence[Candidate]) -> list[Tensor]:
+        """Better cuts under the order of ``candidate``."""
 
         def rank(cuts: Tensor) -> Tensor:
-            stages = self.pieces.stages(cuts)
-            overflow = self._overflow(way.order.peaks(stages))
+            stages = self.costs.stages(cuts)
+            overflow = self._overflow(candidate.order.peaks(stages))
             uneven = stages.times.sum(0).square().sum(0)
-            return torch.stack([overflow, way.order.steps(stages), uneven])
+            return torch.stack([overflow, candidate.order.steps(stages), uneven])
 
-        return self._search(way, [each.cuts for each in starts], rank)
+        return self._search(candidate, [each.cuts for each in starts], rank)
 
-    def frugal(self, way: Way) -> Way:
+    def frugal(self, candidate: Candidate) -> Candidate:
         """The cuts whose fullest rank holds least."""
 
         def rank(cuts: Tensor) -> Tensor:
-            stages = self.pieces.stages(cuts)
-            peaks = way.order.peaks(stages)
+            stages = self.costs.stages(cuts)
+            peaks = candidate.order.peaks(stages)
             return torch.stack([peaks.amax(0), peaks.square().sum(0)])
 
-        found = least_largest(lambda stage: self._bytes(way.order, stage), self.stages)
-        starts = [way.cuts]
+        found = least_largest(lambda stage: self._bytes(candidate.order, stage), self.stages)
+        starts = [candidate.cuts]
         if found is not None:
             starts.append(torch.tensor(found[1], dtype=torch.int64))
-        cuts = _distinct([*self._search(way, starts, rank), *starts])
+        cuts = _distinct([*self._search(candidate, starts, rank), *starts])
         ways = [self.evaluate(each) for each in cuts]
         return min(ways, key=lambda each: float(each.peaks.max()))
 
-    def _search(self, way: Way, starts: Sequence[Tensor], rank: Rank) -> list[Tensor]:
+    def _search(self, candidate: Candidate, starts: Sequence[Tensor], rank: Rank) -> list[Tensor]:
         """All ways to cut where they are few, else what local search reaches."""
-        blocks = self.pieces.blocks
-        if count(blocks, self.stages) * way.order.actions <= _EXHAUSTIVE:
+        blocks = self.costs.blocks
+        if count(blocks, self.stages) * candidate.order.actions <= _EXHAUSTIVE:
             ways = every(blocks, self.stages)
             return [ways[first_of(rank(ways))]]
         return _distinct([descend(start, blocks, rank) for start in _distinct(starts)])
@@ -198,3 +202,19 @@ def triples(times: Tensor) -> list[tuple[float, float, float]]:
 def _distinct(ways: Sequence[Tensor]) -> list[Tensor]:
     """The ways to cut, each once, in their order."""
     return list({tuple(way.tolist()): way for way in ways}.values())
+
+
+def _schedule_for(request: ScheduleRequest, stages: int, times: Sequence[StageTimes]) -> Schedule:
+    """The schedule for stages with these times, where ranks wait for each other between steps, as
+    a trainer's do.
+
+    Raises:
+        ScheduleError: what ``ScheduleRequest.build`` refuses, or two copies of the stages.
+    """
+    built = request.build(stages, times)
+    if built.mirror is not None:
+        raise ScheduleError(
+            f"{request.name!r} runs two copies of every stage, for which nothing is planned: "
+            "partition the model for another schedule, and give a trainer the result and this one"
+        )
+    return replace(built, crosses_step=False)

@@ -3,60 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.builders.schedule_request import ScheduleRequest
 from autosplit.planner.costs.block_costs import ModelCosts
 from autosplit.planner.costs.limits import Limits
 
 from .rank_measurement import agreed
-from .schedule_request import form_of
 from .solve import CapError, Solution, solve, weigh
 
 
-class Wanted:
+@dataclass(frozen=True)
+class CutRequest:
     """What a model is to be cut into, before it is known what its blocks cost.
-
-    Args:
-        stages: how many.
-        firsts: the first blocks of all stages but the first; None: where the step is shortest.
-        microbatches: M.
-        schedule: see ``partition``, as are the next three.
-        limits: memory of a rank and links.
 
     Attributes:
         stages: how many.
-        microbatches: M.
-        name: of the schedule.
+        firsts: the first blocks of all stages but the first; None: where the step is shortest.
+        schedule: what they are to run.
         limits: memory of a rank and links.
-        alone: whether this process plans for itself, whatever group it is in.
-
-    Raises:
-        ScheduleError: options that a schedule that is there leaves without effect.
     """
 
-    def __init__(
-        self,
-        stages: int,
-        firsts: Sequence[int] | None,
-        microbatches: int,
-        schedule: str | Schedule,
-        *,
-        ranks: int | None,
-        split_backward: bool,
-        weights: str | None,
-        limits: Limits,
-    ) -> None:
-        self.stages = stages
-        self.microbatches = microbatches
-        self.limits = limits
-        self.alone = ranks == 1
-        self._firsts = firsts
-        self._schedule = schedule
-        self._ranks = ranks
-        self._split_backward = split_backward
-        self._weights = weights
-        self._form = form_of(schedule, ranks, split_backward=split_backward, weights=weights)
-        self.name = self._form.name
+    stages: int
+    firsts: Sequence[int] | None
+    schedule: ScheduleRequest
+    limits: Limits
+
+    @property
+    def alone(self) -> bool:
+        """Whether this process plans for itself, whatever group it is in."""
+        return self.schedule.ranks == 1
 
     def best(self, costs: ModelCosts) -> Solution:
         """The best stages for ``costs``, the same on all ranks.
@@ -68,20 +44,10 @@ class Wanted:
         return self._find(costs) if self.alone else agreed(lambda: self._find(costs))
 
     def _find(self, costs: ModelCosts) -> Solution:
-        limits = self.limits
-        if self._firsts is not None:
-            cuts = [first - 1 for first in self._firsts]
-            return _fitting(weigh(costs, cuts, self.microbatches, self._form, limits), limits)
-        return solve(
-            costs,
-            self.stages,
-            self.microbatches,
-            self._schedule,
-            ranks=self._ranks,
-            split_backward=self._split_backward,
-            weights=self._weights,
-            limits=limits,
-        )
+        if self.firsts is None:
+            return solve(costs, self.stages, self.schedule, limits=self.limits)
+        cuts = [first - 1 for first in self.firsts]
+        return _fitting(weigh(costs, cuts, self.schedule, self.limits), self.limits)
 
 
 def _fitting(found: Solution, limits: Limits) -> Solution:

@@ -13,11 +13,11 @@ from autosplit.pipeline.engine.messages.default_group import device_of_group, ga
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.planner.costs.block_costs import ModelCosts, average
 from autosplit.planner.costs.profile import profile
-from autosplit.planner.costs.trial_run import Rehearsal, can_rehearse, rehearse
-from autosplit.planner.model.block_instance import Conditions
+from autosplit.planner.costs.trial_run import TrialRun, can_run_trial, rehearse
+from autosplit.planner.model.block_instance import StageOptions
 from autosplit.planner.model.captured_model import WholeModel
 
-from .refine import settle
+from .refine import refine_by_trial_runs
 from .solve import Solution
 
 T = TypeVar("T")
@@ -42,26 +42,26 @@ def check_seconds(seconds: float) -> None:
 
 
 def profile_together(
-    whole: WholeModel, conditions: Conditions, seconds: float, *, alone: bool
+    whole: WholeModel, options: StageOptions, seconds: float, *, alone: bool
 ) -> ModelCosts:
     """Profile on all ranks at once, for in a step they share memory and caches too; the mean.
 
     Args:
         whole: the model.
-        conditions: how stages are made.
+        options: how stages are made.
         seconds: how long to measure.
         alone: whether this process measures for itself, whatever group it is in.
     """
     if alone or not grouped():
-        return profile(whole, conditions, seconds=seconds)
-    return average(_everywhere(lambda: profile(whole, conditions, seconds=seconds)))
+        return profile(whole, options, seconds=seconds)
+    return average(_everywhere(lambda: profile(whole, options, seconds=seconds)))
 
 
 def rehearsed(
     whole: WholeModel,
     costs: ModelCosts,
     find: Find,
-    conditions: Conditions,
+    options: StageOptions,
     seconds: float,
     *,
     insist: bool = False,
@@ -72,7 +72,7 @@ def rehearsed(
         whole: the model.
         costs: of its blocks.
         find: the best stages for some costs, for the number of ranks that a rehearsal has.
-        conditions: how stages are made.
+        options: how stages are made.
         seconds: how long blocks were measured; a rehearsal takes less.
         insist: refuse rather than leave the rehearsal out.
 
@@ -80,22 +80,22 @@ def rehearsed(
         PlanError: insisted on what cannot be run.
     """
     first = find(costs)
-    if not can_rehearse(whole, first.schedule):
+    if not can_run_trial(whole, first.schedule):
         if insist:
             raise _cannot(first.schedule)
         return first
 
-    def run(found: Solution) -> Rehearsal:
+    def run(found: Solution) -> TrialRun:
         return rehearse(
             whole,
             [cut + 1 for cut in found.cuts],
             found.schedule,
-            conditions,
+            options,
             planned=found.costs.times,
             seconds=min(seconds * _SHARE, _MOST),
         )
 
-    return settle(costs, find, run).solution
+    return refine_by_trial_runs(costs, find, run).solution
 
 
 def agreed(find: Callable[[], T]) -> T:

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from autosplit.errors import PlanError
 from autosplit.planner.costs.block_costs import BlockCost, ModelCosts
-from autosplit.planner.costs.trial_run import Rehearsal, Times
+from autosplit.planner.costs.trial_run import Times, TrialRun
 
 from .solve import Solution
 
@@ -16,7 +16,7 @@ _ROUNDS = 4
 
 
 @dataclass(frozen=True)
-class Settled:
+class Refinement:
     """What came of it.
 
     Attributes:
@@ -29,13 +29,13 @@ class Settled:
     costs: ModelCosts
 
 
-def settle(
+def refine_by_trial_runs(
     costs: ModelCosts,
     find: Callable[[ModelCosts], Solution],
-    rehearse: Callable[[Solution], Rehearsal],
+    rehearse: Callable[[Solution], TrialRun],
     *,
     rounds: int = _ROUNDS,
-) -> Settled:
+) -> Refinement:
     """Rehearse what costs lead to, correct them by what it took, and see where they lead then.
 
     Blocks that are timed one by one do not add up to a stage: a block alone finds its tensors in
@@ -68,7 +68,7 @@ def settle(
     best = _best(known)
     if len(tried) > 1:
         best = _as_seen(best, rehearse(best))
-    return Settled(best, costs)
+    return Refinement(best, costs)
 
 
 def corrected(costs: ModelCosts, firsts: Sequence[int], times: Sequence[Times]) -> ModelCosts:
@@ -117,7 +117,7 @@ def _factor(seen: float, planned: float) -> float:
     return max(seen, 0.0) / planned if planned > 0.0 else 1.0
 
 
-def _as_seen(found: Solution, seen: Rehearsal) -> Solution:
+def _as_seen(found: Solution, seen: TrialRun) -> Solution:
     busy = found.schedule.microbatches * sum(map(sum, seen.times))
     return replace(
         found,

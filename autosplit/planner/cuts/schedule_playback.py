@@ -19,7 +19,7 @@ from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.replay import replay
 from autosplit.pipeline.simulation.transfer import Transfer
 
-from .stage_costs import Stages
+from .stage_costs import StageCosts
 
 _CHANGES = {
     ActionKind.FORWARD: (1, 0),
@@ -74,7 +74,7 @@ class Order:
         """How many actions one pass goes over."""
         return len(self._plays)
 
-    def steps(self, stages: Stages) -> Tensor:
+    def steps(self, stages: StageCosts) -> Tensor:
         """Seconds of a step, ranks waiting for each other at its end; shape [K]."""
         times = torch.cat([stages.times, stages.times[1:2] + stages.times[2:3]])
         zero = torch.zeros(stages.times.shape[2], dtype=torch.float64)
@@ -100,7 +100,7 @@ class Order:
         target: int,
         end: Tensor,
         links: dict[tuple[int, int], Tensor],
-        stages: Stages,
+        stages: StageCosts,
     ) -> Tensor:
         """When the result is on the other rank; a link carries one message after the other."""
         link = play.rank, target
@@ -113,7 +113,7 @@ class Order:
             links[link] = end
         return end + latency if latency else end
 
-    def peaks(self, stages: Stages) -> Tensor:
+    def peaks(self, stages: StageCosts) -> Tensor:
         """The most that each rank holds at once, parameters and all; shape [P, K]."""
         kept = torch.cat([stages.kept[0], stages.kept[1]])
         moving = torch.stack([(states @ kept).amax(0) for states in self._states])

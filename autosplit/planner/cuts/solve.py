@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from autosplit.errors import PlanError
+from autosplit.pipeline.builders.schedule_request import ScheduleRequest
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.pipeline.simulation.step_costs import Costs
@@ -16,8 +17,7 @@ from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.planner.costs.block_costs import ModelCosts
 from autosplit.planner.costs.limits import Limits
 
-from .candidate_cuts import Task, Way, triples
-from .schedule_request import Fixed, Form, form_of
+from .candidate_cuts import Candidate, CutSearch, triples
 
 
 class CapError(PlanError):
@@ -62,12 +62,8 @@ class Solution:
 def solve(
     costs: ModelCosts,
     stages: int,
-    microbatches: int,
-    schedule: str | Schedule = "1f1b",
+    request: ScheduleRequest,
     *,
-    ranks: int | None = None,
-    split_backward: bool = True,
-    weights: str | None = None,
     limits: Limits | None = None,
     refine: bool = True,
 ) -> Solution:
@@ -82,11 +78,7 @@ def solve(
     Args:
         costs: of the model's blocks, for one microbatch.
         stages: N.
-        microbatches: M.
-        schedule: a key of ``pipeline.SCHEDULES``, or a schedule that is to be run as it is.
-        ranks: processes, see ``pipeline.build``.
-        split_backward: False for full backwards.
-        weights: where the weight gradients go, see ``pipeline.build``.
+        request: the schedule.
         limits: memory of a rank and links; None: as much as is needed, and transfers take no time.
         refine: False stops after the dynamic programming.
 
@@ -96,30 +88,29 @@ def solve(
         ScheduleError: an unknown schedule, one that refuses the counts, or one that runs two
             copies of the stages.
     """
-    form = form_of(schedule, ranks, split_backward=split_backward, weights=weights)
     limits = limits or Limits()
-    task = Task(costs, stages, microbatches, form, limits)
-    best = task.best(list(task.starts()), refine=refine)
+    search = CutSearch(costs, stages, request, limits)
+    best = search.best(list(search.starts()), refine=refine)
     if best.overflow > 0.0:
-        frugal = task.frugal(best)
-        best = task.best([frugal.cuts], refine=refine) if frugal.overflow == 0.0 else frugal
+        frugal = search.frugal(best)
+        best = search.best([frugal.cuts], refine=refine) if frugal.overflow == 0.0 else frugal
     if best.overflow > 0.0:
         least = float(best.peaks.max())
         raise CapError(
-            f"no cuts into {stages} stages for {form.name!r} with {microbatches} microbatches fit "
-            f"under a cap of {limits.cap:,.0f} bytes a rank; the least cap that does is "
-            f"{least:,.0f}: raise the cap, or use more ranks, smaller microbatches, another memory "
-            "setting, or a schedule that keeps fewer microbatches",
+            f"no cuts into {stages} stages for {request.name!r} with "
+            f"{request.microbatches} microbatches fit under a cap of {limits.cap:,.0f} bytes a "
+            f"rank; the least cap that does is {least:,.0f}: raise the cap, or use more ranks, "
+            "smaller microbatches, another memory setting, or a schedule that keeps fewer "
+            "microbatches",
             least,
         )
-    return _solution(task, best, limits.links)
+    return _solution(search, best, limits.links)
 
 
 def weigh(
     costs: ModelCosts,
     cuts: Sequence[int],
-    microbatches: int,
-    form: Form | Fixed,
+    request: ScheduleRequest,
     limits: Limits,
 ) -> Solution:
     """What a step of given cuts is predicted to take, whether they fit under the cap or not.
@@ -127,37 +118,38 @@ def weigh(
     Args:
         costs: of the model's blocks.
         cuts: k cuts behind block k; increasing.
-        microbatches: M.
-        form: the schedule.
+        request: the schedule.
         limits: memory and links.
 
     Raises:
         PlanError: more stages than blocks.
         ScheduleError: see ``solve``.
     """
-    task = Task(costs, len(cuts) + 1, microbatches, form, limits)
-    return _solution(task, task.evaluate(torch.tensor(cuts, dtype=torch.int64)), limits.links)
+    search = CutSearch(costs, len(cuts) + 1, request, limits)
+    return _solution(search, search.evaluate(torch.tensor(cuts, dtype=torch.int64)), limits.links)
 
 
-def _solution(task: Task, way: Way, links: Transfer) -> Solution:
+def _solution(search: CutSearch, candidate: Candidate, links: Transfer) -> Solution:
     """The result in plain numbers."""
-    stages = task.pieces.stages(way.cuts[None])
+    stages = search.costs.stages(candidate.cuts[None])
     times = triples(stages.times[:, :, 0])
     kept = stages.kept[:, :, 0].T.tolist()
     crossing, returning = (
         dict(enumerate(sizes[:, 0].tolist())) for sizes in (stages.crossing, stages.returning)
     )
-    busy = task.microbatches * sum(map(sum, times))
+    busy = candidate.order.schedule.microbatches * sum(map(sum, times))
     return Solution(
-        cuts=tuple(way.cuts.tolist()),
-        schedule=way.order.schedule,
+        cuts=tuple(candidate.cuts.tolist()),
+        schedule=candidate.order.schedule,
         costs=Costs(
             times,
             [StageMemory(*each) for each in kept],
             replace(links, message_bytes=crossing, gradient_bytes=returning),
         ),
         parameters=tuple(stages.parameters[:, 0].tolist()),
-        step=way.step,
-        bubble=max(0.0, 1.0 - busy / (way.step * way.order.ranks)) if way.step else 0.0,
-        peaks=tuple(way.peaks.tolist()),
+        step=candidate.step,
+        bubble=max(0.0, 1.0 - busy / (candidate.step * candidate.order.ranks))
+        if candidate.step
+        else 0.0,
+        peaks=tuple(candidate.peaks.tolist()),
     )

@@ -21,7 +21,7 @@ _FIELDS = (
 
 
 @dataclass(frozen=True)
-class Stages:
+class StageCosts:
     """The stages of K ways to cut a model into S stages, float64.
 
     Attributes:
@@ -39,7 +39,7 @@ class Stages:
     returning: Tensor
 
 
-class Pieces:
+class PrefixSums:
     """Sums over the blocks of a model, so that any run of blocks is a difference of two.
 
     Args:
@@ -57,7 +57,7 @@ class Pieces:
         self._crossing = torch.tensor((*costs.crossing, 0.0), dtype=torch.float64)
         self._returning = torch.tensor((*costs.gradients, 0.0), dtype=torch.float64)
 
-    def stages(self, cuts: Tensor) -> Stages:
+    def stages(self, cuts: Tensor) -> StageCosts:
         """The stages of each way to cut.
 
         Args:
@@ -71,7 +71,7 @@ class Pieces:
         times, kept = pieces[:3] + self._call, pieces[3:5]
         self._as_first(times[:, 0], kept[:, 0], pieces[6, 0], self._returning[ends[1] - 1])
         crossing, returning = self._crossing[cuts.T], self._returning[cuts.T]
-        return Stages(times, kept, pieces[5], crossing, returning)
+        return StageCosts(times, kept, pieces[5], crossing, returning)
 
     def table(self, *, first: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Every run of blocks as a stage: times [3, B + 1, B + 1], kept [2, B + 1, B + 1] and

@@ -13,7 +13,7 @@ from autosplit.checkpoint.storage.formats import open_checkpoint
 from .initialise import Init, Initialiser
 
 
-class Loader:
+class CheckpointValues:
     """Gives stages the values that a checkpoint of the whole model has for them.
 
     Buffers that no checkpoint has, and with ``strict=False`` whatever is missing, start as

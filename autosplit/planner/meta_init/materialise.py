@@ -35,9 +35,10 @@ def materialise(
     Args:
         module: a stage, or any module whose parameters and buffers have the names of the whole
             model.
-        values: an ``Initialiser`` or a ``Loader``; may be None where nothing is on the meta device.
+        values: an ``Initialiser`` or ``CheckpointValues``; may be None where nothing is on the meta
+            device.
         device: where the memory is. What is not on the meta device stays where it is, and only a
-            ``Loader`` overwrites it.
+            ``CheckpointValues`` overwrites it.
 
     Returns:
         ``module``.

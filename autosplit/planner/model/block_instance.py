@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from autosplit.backends.compiled_graph import check_backend
 from autosplit.pipeline.engine.execution.microbatch import Part
 from autosplit.pipeline.training.stage_modules import LossFunction, WithAutocast, WithLoss
-from autosplit.runtime.build import check_memory
 from autosplit.runtime.saved_tensors import TensorSpec
+from autosplit.runtime.split_options import SplitOptions
 from autosplit.stage import Stage
 from autosplit.torch_internals.pytree import tree_flatten
 
@@ -22,7 +21,7 @@ _SMALL = 2**16  # bytes below which a tensor may as well have memory
 _SCALE = 0.02  # of random parameters: small enough that no block overflows
 
 
-class Block(Protocol):
+class NamedBlock(Protocol):
     """A part of the model that is never cut.
 
     Attributes:
@@ -37,7 +36,7 @@ class Block(Protocol):
     def signature(self) -> Hashable: ...
 
 
-class Blocks(Protocol):
+class BlockSequence(Protocol):
     """What costs are found of.
 
     Attributes:
@@ -47,7 +46,7 @@ class Blocks(Protocol):
     """
 
     @property
-    def blocks(self) -> Sequence[Block]: ...
+    def blocks(self) -> Sequence[NamedBlock]: ...
 
     @property
     def crossing(self) -> Sequence[Sequence[Tensor]]: ...
@@ -58,35 +57,26 @@ class Blocks(Protocol):
 
 
 @dataclass(frozen=True)
-class Conditions:
-    """How stages are made of blocks; the same as the trainer's options of these names.
+class StageOptions:
+    """How stages are made of blocks: a trainer's options that decide what a stage costs.
 
     Attributes:
-        backend: how graphs are run.
-        memory: what is held between the calls.
+        split: how blocks are split and their graphs are run.
         autocast: the dtype of autocast, or None.
         loss_fn: belongs to the last block where it is given; it needs ``targets``.
         targets: of one microbatch.
         device: where blocks run; None for where their parameters are, or the CPU.
-
-    Raises:
-        SplitError: an unknown backend or memory setting; lists the known ones.
     """
 
-    backend: str = "eager"
-    memory: str | int = "balanced"
+    split: SplitOptions = field(default_factory=SplitOptions)
     autocast: torch.dtype | None = None
     loss_fn: LossFunction | None = None
     targets: Part | None = None
     device: torch.device | None = None
 
-    def __post_init__(self) -> None:
-        check_backend(self.backend)  # an estimate runs no graph, and would not ask
-        check_memory(self.memory)
-
 
 @dataclass
-class Specimen:
+class BlockInstance:
     """Some blocks as a stage, with state of its own: running it leaves the model as it is.
 
     Attributes:
@@ -100,7 +90,7 @@ class Specimen:
     parameter_bytes: int
 
 
-def distinct(whole: Blocks, conditions: Conditions) -> dict[Hashable, list[int]]:
+def distinct(whole: BlockSequence, options: StageOptions) -> dict[Hashable, list[int]]:
     """The blocks that cost the same, by what they have in common.
 
     The first block is by itself, because it has no input gradient, and so is a last one with a
@@ -109,14 +99,14 @@ def distinct(whole: Blocks, conditions: Conditions) -> dict[Hashable, list[int]]
     found: dict[Hashable, list[int]] = {}
     last = len(whole.blocks) - 1
     for index, block in enumerate(whole.blocks):
-        ends = index == last and conditions.loss_fn is not None
+        ends = index == last and options.loss_fn is not None
         found.setdefault((block.signature, index == 0, ends), []).append(index)
     return found
 
 
 def prepare(
-    whole: Blocks, first: int, last: int, conditions: Conditions, *, blank: bool = False
-) -> Specimen:
+    whole: BlockSequence, first: int, last: int, options: StageOptions, *, blank: bool = False
+) -> BlockInstance:
     """Blocks ``first`` up to but not ``last`` as a stage.
 
     Parameters on the meta device become random ones; others are used as they are. Buffers are
@@ -126,7 +116,7 @@ def prepare(
         whole: the model.
         first: the first block.
         last: the one after the last block.
-        conditions: how stages are made.
+        options: how stages are made.
         blank: trace only: neither parameters nor inputs have memory, unless they are small.
 
     Raises:
@@ -134,30 +124,24 @@ def prepare(
         SplitError: their graph cannot be split, or a bad option.
     """
     module, examples = whole.segment(first, last)
-    device = conditions.device or device_of(module)
+    device = options.device or device_of(module)
     own_state(module, device, blank=blank)
     module.to(device)  # what it makes itself, too
     size = sum(math.prod(p.shape) * p.element_size() for p in module.parameters())
     inputs = [_make(example, device, blank, scale=1.0) for example in examples]
-    if last == len(whole.blocks) and conditions.loss_fn is not None:
-        targets = conditions.targets
+    if last == len(whole.blocks) and options.loss_fn is not None:
+        targets = options.targets
         parts = [targets] if isinstance(targets, Tensor) else list(targets or ())
         count = None if isinstance(targets, Tensor) else len(parts)
-        module = WithLoss(module, conditions.loss_fn, count)
+        module = WithLoss(module, options.loss_fn, count)
         inputs += [part.detach().to(device) for part in parts]
     elif last == len(whole.blocks):
         module = _TensorsOnly(module)
-    if conditions.autocast is not None:
-        module = WithAutocast(module, device, conditions.autocast)
-    stage = Stage(
-        module,
-        inputs,
-        index=first,
-        backend=conditions.backend,
-        memory=conditions.memory,
-        late_input=True,  # as a trainer's
-    )
-    return Specimen(stage, inputs, size)
+    if options.autocast is not None:
+        module = WithAutocast(module, device, options.autocast)
+    split = replace(options.split, late_input=True)  # as a trainer's
+    stage = Stage(module, inputs, index=first, **vars(split))
+    return BlockInstance(stage, inputs, size)
 
 
 class _TensorsOnly(nn.Module):

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from autosplit.passes.analysis.operator_cost import value_bytes
 
 from .module_paths import common, stack
-from .operation_line import Line
+from .operation_sequence import OperationSequence
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Block:
     last: int
 
 
-def find_cuts(line: Line, wanted: Iterable[int] = ()) -> list[int]:
+def find_cuts(line: OperationSequence, wanted: Iterable[int] = ()) -> list[int]:
     """Where to cut at most: one place at best between two operations that compute much, where
     fewest tensors and bytes are alive.
 
@@ -53,7 +53,7 @@ def find_cuts(line: Line, wanted: Iterable[int] = ()) -> list[int]:
     return _Search(line).cuts(set(wanted))
 
 
-def make_blocks(line: Line, cuts: Sequence[int]) -> tuple[Block, ...]:
+def make_blocks(line: OperationSequence, cuts: Sequence[int]) -> tuple[Block, ...]:
     """The blocks between these cuts."""
     ends = {path: index for index, node in enumerate(line.body) for path in stack(node)}
     seen: Counter[str] = Counter()
@@ -71,7 +71,7 @@ def make_blocks(line: Line, cuts: Sequence[int]) -> tuple[Block, ...]:
 
 
 class _Search:
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: OperationSequence) -> None:
         self.line = line
         self.stacks = [stack(node) for node in line.body]
         self.heavy = [index for index, node in enumerate(line.body) if _is_heavy(line, node)]
@@ -138,18 +138,18 @@ class _Search:
         return sides[0] != sides[1] and (all(big) if self._is_part(around) else any(big))
 
 
-def _is_heavy(line: Line, node: fx.Node) -> bool:
+def _is_heavy(line: OperationSequence, node: fx.Node) -> bool:
     def is_matrix(n: fx.Node) -> bool:
         return _is_parameter(line, n) and line.value(n).dim() > 1
 
     return line.effects[node].heavy or any(map(is_matrix, node.all_input_nodes))
 
 
-def _is_parameter(line: Line, node: fx.Node) -> bool:
+def _is_parameter(line: OperationSequence, node: fx.Node) -> bool:
     return line.forward.state.get(node) in line.forward.parameters
 
 
-def _widths(line: Line) -> tuple[list[int], list[int]]:
+def _widths(line: OperationSequence) -> tuple[list[int], list[int]]:
     """For every cut, how many tensors cross it, and how many bytes."""
     counts, sizes = ([0] * (len(line.body) + 2) for _ in range(2))
     for index, node in enumerate(line.body):
@@ -164,7 +164,7 @@ def _widths(line: Line) -> tuple[list[int], list[int]]:
     return counts, sizes
 
 
-def _name(line: Line, first: int, ends: dict[str, int]) -> str:
+def _name(line: OperationSequence, first: int, ends: dict[str, int]) -> str:
     """The outermost module that starts here and is no more than half of the model."""
     path = stack(line.body[first])
     before = stack(line.body[first - 1]) if first else ()
@@ -175,7 +175,9 @@ def _name(line: Line, first: int, ends: dict[str, int]) -> str:
     return parts[0] if parts else starts[-1]
 
 
-def _signature(line: Line, nodes: list[fx.Node], outside: list[fx.Node], last: int) -> str:
+def _signature(
+    line: OperationSequence, nodes: list[fx.Node], outside: list[fx.Node], last: int
+) -> str:
     """A digest of the operations, of what they read, and of what is read of them later."""
     number = {node: f"%{index}" for index, node in enumerate([*outside, *nodes])}
 
@@ -207,7 +209,7 @@ def _called(target: Any) -> str:
     return f"{getattr(target, '__module__', '')}.{name}"
 
 
-def _look(line: Line, node: fx.Node) -> str:
+def _look(line: OperationSequence, node: fx.Node) -> str:
     """What a node outside of the block is for those inside it."""
     value = line.value(node)
     if not isinstance(value, Tensor):

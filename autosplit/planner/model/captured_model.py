@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -15,12 +14,13 @@ from torch import Tensor, nn
 from autosplit.capture.forward_graph import capture_forward
 from autosplit.errors import CaptureError, PlanError
 from autosplit.planner.meta_init.meta_model import named_tensors, stand_ins
+from autosplit.torch_internals.module_state import hold_state, modes_kept
 from autosplit.torch_internals.pytree import flatten_named, tree_flatten, tree_unflatten
 
 from .blocks import find_cuts, make_blocks
 from .module_paths import name_modules, stack
-from .operation_line import Line
-from .subgraph_module import StageModule, hold_state, make_program
+from .operation_sequence import OperationSequence
+from .subgraph_module import StageModule, make_stage_graph
 
 
 class WholeModel:
@@ -41,7 +41,7 @@ class WholeModel:
         model: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        line: Line,
+        line: OperationSequence,
         wanted: Sequence[int] = (),
         *,
         training: bool,
@@ -82,7 +82,7 @@ class WholeModel:
                 "Change that line, or cut by hand: give the trainer a list of stages, each a module"
             ) from error
         name_modules(forward.module, model)
-        line = Line(forward)
+        line = OperationSequence(forward)
         if not line.body:
             raise PlanError(f"{type(model).__name__} computes nothing that could be a stage")
         return cls(model, args, given, line, training=model.training)
@@ -103,7 +103,9 @@ class WholeModel:
         Raises:
             CaptureError: in that mode it cannot be captured.
         """
-        with _in_mode(self.model, training=not self.training):
+        with modes_kept([self.model]):
+            if self.model.training is self.training:
+                self.model.train(not self.training)
             return WholeModel.capture(self.model, self.args, self.kwargs)
 
     def index(self, name: str) -> int:
@@ -161,7 +163,7 @@ class WholeModel:
         nodes, outside = line.part(start, end)
         given = line.given(outside)
         sent = [n for n in line.body[start:end] if line.last_use[n] >= end]
-        program = make_program(line, nodes, given, None if end == len(line.body) else sent)
+        program = make_stage_graph(line, nodes, given, None if end == len(line.body) else sent)
         other = PlanError("blocks can be run only in the mode in which they were captured")
         pair = (program, other) if self.training else (other, program)
         module = StageModule(first, *pair)
@@ -247,19 +249,6 @@ def _apart(inputs: Any) -> Any:
             leaves[position] = leaf.detach().requires_grad_(leaf.requires_grad)
         seen.add(id(leaf))
     return tree_unflatten(leaves, spec)
-
-
-@contextlib.contextmanager
-def _in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """The model in training or evaluation for a while; as it is where that is its mode."""
-    before = {module: module.training for module in model.modules()}
-    if model.training is not training:
-        model.train(training)
-    try:
-        yield
-    finally:
-        for module, training in before.items():
-            module.training = training
 
 
 def _device(model: nn.Module, inputs: Any) -> torch.device:

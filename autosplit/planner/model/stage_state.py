@@ -12,7 +12,7 @@ from autosplit.errors import PlanError
 
 from .captured_model import WholeModel
 from .module_paths import stack
-from .subgraph_module import Program
+from .subgraph_module import StageGraph
 
 
 class StageState:
@@ -49,7 +49,7 @@ class StageState:
                 found.append(tuple((stage, self._local(stage, first)) for stage in sorted(place)))
         return tuple(sorted(found))
 
-    def renamed(self, stage: int, program: Program) -> Program:
+    def renamed(self, stage: int, program: StageGraph) -> StageGraph:
         """With the names that a stage has for what the program reads.
 
         Raises:

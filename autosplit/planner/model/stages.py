@@ -13,15 +13,16 @@ from torch import fx, nn
 from autosplit.checkpoint.naming import Mismatch
 from autosplit.errors import AutosplitError, PlanError
 from autosplit.pipeline.schedule.wiring import Source, Wiring
-from autosplit.planner.meta_init.checkpoint_values import Loader
+from autosplit.planner.meta_init.checkpoint_values import CheckpointValues
 from autosplit.planner.meta_init.initialise import Init, Initialiser
 from autosplit.planner.meta_init.materialise import Values, materialise
+from autosplit.torch_internals.module_state import hold_state
 
 from .captured_model import WholeModel
 from .module_paths import stack
-from .operation_line import Line
+from .operation_sequence import OperationSequence
 from .stage_state import StageState
-from .subgraph_module import Program, StageModule, hold_state, make_program
+from .subgraph_module import StageGraph, StageModule, make_stage_graph
 
 
 def cut(whole: WholeModel, cuts: Sequence[int]) -> Partition:
@@ -107,9 +108,9 @@ class Partition:
         Raises:
             CheckpointError: it cannot be read, or tensors are missing, too much or misshapen.
         """
-        loader = Loader(self.whole.model, path, strict=strict, init=init, seed=seed)
-        self._values = loader
-        return loader.mismatches
+        values = CheckpointValues(self.whole.model, path, strict=strict, init=init, seed=seed)
+        self._values = values
+        return values.mismatches
 
     def build(self, index: int) -> nn.Module:
         """The module of a stage, with the model's own parameters and buffers. What the model has on
@@ -142,7 +143,7 @@ class Partition:
         if not 0 <= index < self.stages:
             raise PlanError(f"there are stages 0 to {self.stages - 1}, got {index}")
 
-    def _module(self, index: int, other: Program | PlanError) -> StageModule:
+    def _module(self, index: int, other: StageGraph | PlanError) -> StageModule:
         training = self.whole.training
         own = self._program(index)
         module = StageModule(index, *((own, other) if training else (other, own)))
@@ -150,11 +151,11 @@ class Partition:
         hold_state(module, self.whole.model, self._state.names[index])
         return module
 
-    def _program(self, index: int) -> Program:
+    def _program(self, index: int) -> StageGraph:
         program = self._layout.program(index, self._layout.given[index])
         return self._state.renamed(index, program)
 
-    def _other(self, index: int) -> Program | PlanError:
+    def _other(self, index: int) -> StageGraph | PlanError:
         mode = "evaluation" if self.whole.training else "training"
         try:
             twin = self.whole.twin
@@ -169,7 +170,7 @@ class Partition:
 class _Layout:
     """Which stage holds which operations, is given what, and sends what."""
 
-    def __init__(self, line: Line, places: Sequence[int]) -> None:
+    def __init__(self, line: OperationSequence, places: Sequence[int]) -> None:
         self.line = line
         self.places = list(places)
         bounds = [0, *places, len(line.body)]
@@ -193,11 +194,13 @@ class _Layout:
             for outside in self.outside
         ]
 
-    def program(self, index: int, given: Sequence[fx.Node | None]) -> Program:
+    def program(self, index: int, given: Sequence[fx.Node | None]) -> StageGraph:
         last = index == len(self.places)
-        return make_program(self.line, self.nodes[index], given, None if last else self.sent[index])
+        return make_stage_graph(
+            self.line, self.nodes[index], given, None if last else self.sent[index]
+        )
 
-    def again(self, index: int, line: Line) -> Program:
+    def again(self, index: int, line: OperationSequence) -> StageGraph:
         """The same stage in another capture of the model.
 
         Raises:
@@ -232,7 +235,7 @@ def _looks(layout: _Layout, nodes: Sequence[fx.Node]) -> list[Any]:
     return [(tuple(value.shape), value.dtype) for value in values]
 
 
-def _find(line: Line, nodes: Sequence[fx.Node], known: Line) -> list[int]:
+def _find(line: OperationSequence, nodes: Sequence[fx.Node], known: OperationSequence) -> list[int]:
     """Where the same lines of the user's code run in another capture."""
     places = {key: index for index, key in enumerate(_keys(line))}
     keys = _keys(known)
@@ -245,7 +248,7 @@ def _find(line: Line, nodes: Sequence[fx.Node], known: Line) -> list[int]:
     return found
 
 
-def _keys(line: Line) -> list[Any]:
+def _keys(line: OperationSequence) -> list[Any]:
     """Each operation by its modules, its line, what it calls, and how often that came before."""
     seen: Counter[Any] = Counter()
     found = []

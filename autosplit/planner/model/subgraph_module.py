@@ -1,9 +1,9 @@
-"""A part of the line as a graph of its own, and the module that runs it."""
+"""A range of operations as a graph of its own, and the module that runs it."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,11 +16,11 @@ from autosplit.capture.mode_switches import Switches, enters_autocast
 from autosplit.errors import PlanError
 from autosplit.torch_internals.pytree import TreeSpec, tree_unflatten
 
-from .operation_line import Line
+from .operation_sequence import OperationSequence
 
 
 @dataclass(frozen=True)
-class Structure:
+class OutputStructure:
     """How a model's result is made of the tensors that its last stage computes.
 
     Attributes:
@@ -33,7 +33,7 @@ class Structure:
     constants: tuple[Any, ...]
     spec: TreeSpec
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Structure:
+    def __deepcopy__(self, memo: dict[int, Any]) -> OutputStructure:
         # Nothing in it is ever changed, and torch (2.13) warns when a spec with leaves is copied.
         return self
 
@@ -44,7 +44,7 @@ class Structure:
 
 
 @dataclass(frozen=True)
-class Program:
+class StageGraph:
     """One mode, training or evaluation, of a stage.
 
     Attributes:
@@ -58,10 +58,10 @@ class Program:
     graph: fx.GraphModule
     state: tuple[str, ...]
     shapes: tuple[tuple[int, ...] | None, ...]
-    structure: Structure | None
+    structure: OutputStructure | None
     device: torch.device
 
-    def moved(self, device: torch.device) -> Program:
+    def moved(self, device: torch.device) -> StageGraph:
         """The same for another device: ``x.device`` is written into the graph as where the model
         was captured, ``autocast(x.device.type)`` likewise, and constants are there.
         """
@@ -76,12 +76,12 @@ class Program:
         return replace(self, graph=graph, device=device)
 
 
-def make_program(
-    line: Line,
+def make_stage_graph(
+    line: OperationSequence,
     nodes: Sequence[fx.Node],
     inputs: Sequence[fx.Node | None],
     outputs: Sequence[fx.Node] | None,
-) -> Program:
+) -> StageGraph:
     """The graph of these operations.
 
     Args:
@@ -118,8 +118,8 @@ def make_program(
     graph.output(tuple(new[node] for node in results))
     structure = _structure(line) if outputs is None else None
     shapes = tuple(None if n is None else tuple(line.value(n).shape) for n in inputs)
-    module = fx.GraphModule(root, graph, "Program")
-    return Program(module, names, shapes, structure, line.device)
+    module = fx.GraphModule(root, graph, "StageGraph")
+    return StageGraph(module, names, shapes, structure, line.device)
 
 
 def _move(node: fx.Node, old: torch.device, new: torch.device) -> None:
@@ -144,12 +144,12 @@ def _copy(graph: fx.Graph, node: fx.Node, new: dict[fx.Node, fx.Node]) -> fx.Nod
     return copy
 
 
-def _structure(line: Line) -> Structure:
+def _structure(line: OperationSequence) -> OutputStructure:
     tensors = iter(range(len(line.results)))
     leaves = line.forward.leaves
     at = tuple(next(tensors) if isinstance(leaf, fx.Node) else None for leaf in leaves)
     rest = tuple(None if isinstance(leaf, fx.Node) else leaf for leaf in leaves)
-    return Structure(at, rest, line.forward.spec)
+    return OutputStructure(at, rest, line.forward.spec)
 
 
 def _identifier(name: str) -> str:
@@ -170,8 +170,8 @@ class StageModule(nn.Module):
     def __init__(
         self,
         index: int,
-        training: Program | PlanError,
-        evaluation: Program | PlanError,
+        training: StageGraph | PlanError,
+        evaluation: StageGraph | PlanError,
     ) -> None:
         super().__init__()
         self._index = index
@@ -192,7 +192,7 @@ class StageModule(nn.Module):
         """What ``to`` and the like do to parameters and buffers; programs go where those go."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
-        def along(program: Program | PlanError) -> Program | PlanError:
+        def along(program: StageGraph | PlanError) -> StageGraph | PlanError:
             if isinstance(program, PlanError):
                 return program
             return program.moved(fn(torch.empty(0, device=program.device)).device)
@@ -201,7 +201,7 @@ class StageModule(nn.Module):
         self._programs = (along(evaluation), along(training))
         return self
 
-    def check_inputs(self, inputs: Sequence[Tensor]) -> Program:
+    def check_inputs(self, inputs: Sequence[Tensor]) -> StageGraph:
         """What runs on these inputs.
 
         Raises:
@@ -229,21 +229,3 @@ def _find(module: nn.Module, name: str) -> Any:
     for part in name.split("."):
         found = getattr(found, part)
     return found
-
-
-def hold_state(stage: nn.Module, model: nn.Module, names: Iterable[str]) -> None:
-    """Give a stage these parameters and buffers of the model, under their names in containers."""
-    for name in names:
-        *path, last = name.split(".")
-        owner, place = model, stage
-        for part in path:
-            owner = getattr(owner, part)
-            if part not in place._modules:
-                place.add_module(part, nn.Module())
-            place = place._modules[part]  # type: ignore[assignment]
-        if last in owner._parameters:
-            place.register_parameter(last, owner._parameters[last])
-        else:
-            lasting = last not in owner._non_persistent_buffers_set
-            place.register_buffer(last, owner._buffers[last], persistent=lasting)
-        place.train(owner.training)

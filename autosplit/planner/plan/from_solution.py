@@ -7,11 +7,11 @@ from autosplit.planner.costs.limits import Limits
 
 from .alternatives import Configuration
 from .plan import Plan
-from .plan_signature import MadeFor
+from .plan_signature import PlanSignature
 
 
 def make_plan(
-    one: Configuration, made_for: MadeFor, limits: Limits, *, backend: str = "eager"
+    one: Configuration, made_for: PlanSignature, limits: Limits, *, backend: str = "eager"
 ) -> Plan:
     """The plan of a configuration, not bound to a model.
 

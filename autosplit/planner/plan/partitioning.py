@@ -8,31 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autosplit.errors import PlanError
+from autosplit.pipeline.builders.schedule_request import ScheduleRequest
 from autosplit.pipeline.engine.execution.microbatch import Part
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.training.stage_modules import LossFunction
 from autosplit.planner.costs.block_costs import ModelCosts
-from autosplit.planner.costs.estimate import estimate
 from autosplit.planner.costs.limits import Limits
-from autosplit.planner.cuts.cut_request import Wanted
-from autosplit.planner.cuts.rank_measurement import (
-    check_seconds,
-    device_of_trainer,
-    profile_together,
-    rehearsed,
-)
-from autosplit.planner.cuts.solve import Solution
-from autosplit.planner.model.block_instance import Conditions
+from autosplit.planner.cuts.cut_model import CutModel, Planning, cut_model, stage_count
 from autosplit.planner.model.captured_model import WholeModel
-from autosplit.planner.model.stages import cut
+from autosplit.runtime.split_options import SplitOptions
 from autosplit.torch_internals.pytree import tree_flatten
 
 from .alternatives import Configuration
 from .from_solution import make_plan
 from .plan import Plan, made_for
-
-COSTS = ("profile", "estimate")
 
 
 def partition(
@@ -104,102 +93,43 @@ def partition(
         CapError: nothing fits; says the least cap that would do.
         ScheduleError: an unknown schedule, or one that refuses the counts.
     """
-    count = _count(stages, cut_at)
-    check_seconds(seconds)
-    if not isinstance(costs, ModelCosts) and costs not in COSTS:
-        raise PlanError(f"unknown costs {costs!r}; known: {', '.join(COSTS)}, or a ModelCosts")
-    whole, firsts = _captured(model, args, kwargs, count, cut_at)
-    wanted = Wanted(
+    count = stage_count(stages, cut_at)
+    planning = Planning(costs, seconds, rehearse, targets, limits, cut_at)
+    found = cut_model(
+        model,
+        args,
+        kwargs,
         count,
-        firsts,
-        2 * count if microbatches is None else microbatches,
-        schedule,
-        ranks=ranks,
-        split_backward=split_backward,
-        weights=weights,
-        limits=limits or Limits(),
-    )
-    conditions = Conditions(
-        backend=backend,
-        memory=memory,
+        ScheduleRequest(
+            schedule,
+            2 * count if microbatches is None else microbatches,
+            ranks,
+            split_backward,
+            weights,
+        ),
+        planning,
+        split=SplitOptions(backend, memory),
         autocast=autocast,
-        loss_fn=None if targets is None else loss_fn,
-        targets=targets,
-        device=device_of_trainer(alone=wanted.alone),
+        loss_fn=loss_fn,
     )
-    known = _known(costs, whole, conditions, seconds, alone=wanted.alone)
-    if rehearse or (rehearse is None and costs == "profile"):
-        found = rehearsed(whole, known, wanted.best, conditions, seconds, insist=bool(rehearse))
-    else:
-        found = wanted.best(known)
-    return _plan(whole, wanted, found, conditions)
+    return _plan(found)
 
 
-def _count(stages: int | None, cut_at: Sequence[str] | None) -> int:
-    if cut_at is None:
-        if stages is None:
-            raise PlanError("say how many stages: stages=N, or where they begin: cut_at=[...]")
-        return stages
-    if stages not in (None, len(cut_at) + 1):
-        raise PlanError(
-            f"cut_at has {len(cut_at)} names, which gives {len(cut_at) + 1} stages, but "
-            f"stages={stages}"
-        )
-    return len(cut_at) + 1
-
-
-def _captured(
-    model: nn.Module,
-    args: Any,
-    kwargs: Mapping[str, Any] | None,
-    count: int,
-    cut_at: Sequence[str] | None,
-) -> tuple[WholeModel, list[int] | None]:
-    """The model in blocks, and those that ``cut_at`` names; refuses what is no cut of it."""
-    whole = WholeModel.capture(model, args, kwargs)
-    firsts = None
-    if cut_at is not None:
-        whole = whole.divided(cut_at)
-        firsts = [whole.start(name) for name in cut_at]
-        cut(whole, firsts)  # refuses what is no cut, before anything is measured
-    if not 1 <= count <= len(whole.blocks):
-        raise PlanError(
-            f"{type(model).__name__} has blocks for 1 to {len(whole.blocks)} stages, got "
-            f"stages={count}"
-        )
-    return whole, firsts
-
-
-def _known(
-    costs: str | ModelCosts,
-    whole: WholeModel,
-    conditions: Conditions,
-    seconds: float,
-    *,
-    alone: bool,
-) -> ModelCosts:
-    """What the blocks cost: measured, estimated, or as given."""
-    if isinstance(costs, ModelCosts):
-        return costs
-    if costs == "profile":
-        return profile_together(whole, conditions, seconds, alone=alone)
-    return estimate(whole, conditions)
-
-
-def _plan(whole: WholeModel, wanted: Wanted, found: Solution, conditions: Conditions) -> Plan:
+def _plan(found: CutModel) -> Plan:
     """What was found, as a plan bound to the model."""
+    request, solution = found.request, found.solution
     one = Configuration(
-        wanted.stages,
-        len(found.schedule.ranks),
-        wanted.microbatches,
-        _samples(whole),
-        wanted.name,
-        not found.schedule.split_backward,
-        conditions.memory,
-        found,
+        request.stages,
+        len(solution.schedule.ranks),
+        request.schedule.microbatches,
+        _samples(found.whole),
+        request.schedule.name,
+        not solution.schedule.split_backward,
+        found.split.memory,
+        solution,
     )
-    plan = make_plan(one, made_for(whole), wanted.limits, backend=conditions.backend)
-    return plan.bound_to(whole)
+    plan = make_plan(one, made_for(found.whole), request.limits, backend=found.split.backend)
+    return plan.bound_to(found.whole)
 
 
 def _samples(whole: WholeModel) -> int:

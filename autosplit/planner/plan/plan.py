@@ -15,16 +15,17 @@ from autosplit.errors import PlanError
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Wiring
+from autosplit.pipeline.trainer import PipelineTrainer
 from autosplit.pipeline.training.stage_modules import LossFunction
+from autosplit.pipeline.training.stage_trainer import OptimizerFunction
 from autosplit.pipeline.training.tied_parameters import Holder
-from autosplit.pipeline.training.trainer import OptimizerFunction, PipelineTrainer
 from autosplit.pipeline.validation.validate import validate
 from autosplit.planner.meta_init.initialise import Init
 from autosplit.planner.model.captured_model import WholeModel
 from autosplit.planner.model.stages import Partition, cut
 
 from .plan_file import read, write
-from .plan_signature import MadeFor, inputs_of
+from .plan_signature import PlanSignature, inputs_of
 from .validation import check_plan
 
 
@@ -75,7 +76,7 @@ class Plan:
     bubble: float
     peak_memory: tuple[float, ...]
     resting_memory: tuple[float, ...]
-    made_for: MadeFor
+    made_for: PlanSignature
     partition: Partition | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -224,9 +225,9 @@ class Plan:
         return plan
 
 
-def made_for(whole: WholeModel) -> MadeFor:
+def made_for(whole: WholeModel) -> PlanSignature:
     """What a plan of this model is made for."""
-    return MadeFor(
+    return PlanSignature(
         type(whole.model).__name__,
         tuple(block.name for block in whole.blocks),
         inputs_of(whole.args, whole.kwargs),

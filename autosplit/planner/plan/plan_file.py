@@ -12,7 +12,7 @@ from autosplit.errors import PlanError
 from autosplit.text.reading import read_text
 from autosplit.text.writing import write_text
 
-from .plan_signature import Input, MadeFor
+from .plan_signature import Input, PlanSignature
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -69,9 +69,9 @@ def _names(kind: type[Plan]) -> list[str]:
     return [field.name for field in fields(kind) if field.name != "partition"]
 
 
-def _made_for(data: Any) -> MadeFor:
+def _made_for(data: Any) -> PlanSignature:
     inputs = [Input(each["name"], tuple(each["shape"]), each["dtype"]) for each in data["inputs"]]
-    return MadeFor(data["model"], tuple(data["blocks"]), tuple(inputs))
+    return PlanSignature(data["model"], tuple(data["blocks"]), tuple(inputs))
 
 
 def _frozen(value: Any) -> Any:

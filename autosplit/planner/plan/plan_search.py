@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from autosplit.dump.tables import size_text
 from autosplit.errors import PlanError, ScheduleError
 from autosplit.pipeline.builders.build import SCHEDULES
+from autosplit.pipeline.builders.schedule_request import AUTO, ScheduleRequest
 from autosplit.pipeline.search.search import search as search_schedule
 from autosplit.pipeline.simulation.activation_memory import peak_memory
 from autosplit.pipeline.simulation.simulate import simulate
@@ -24,7 +25,6 @@ CostsOf = Callable[[int, str | int], ModelCosts]
 """The costs of the model for microbatches of so many samples under a memory setting."""
 
 MEMORY = ("balanced", "fast", "lean")
-AUTO = "auto"
 _PER_DEVICE = (1, 2, 4)  # microbatches for each device, where their number is open
 _CHUNKS = (2, 3, 4)  # stages a rank, where a schedule leaves that open
 _REFINED = 6  # of the best configurations, whose cuts are worked on
@@ -33,7 +33,7 @@ _SEARCHED = 2  # of these, for which a schedule of their own is searched
 
 
 @dataclass(frozen=True)
-class Wishes:
+class SearchSpace:
     """What a search is to hold on to; None leaves it open.
 
     Attributes:
@@ -54,7 +54,7 @@ def search(
     devices: int,
     batch: int,
     *,
-    wishes: Wishes | None = None,
+    space: SearchSpace | None = None,
     limits: Limits | None = None,
 ) -> list[Configuration]:
     """All configurations, the shortest predicted step first; those that cannot run come last.
@@ -66,7 +66,7 @@ def search(
         costs_of: gives the costs; asked once for each size and setting.
         devices: one rank each.
         batch: samples in a step.
-        wishes: what is settled.
+        space: what is settled.
         limits: memory of a rank and links; None: as much as is needed, and transfers take no time.
 
     Raises:
@@ -75,24 +75,24 @@ def search(
         CapError: nothing fits under the cap; says the least cap that would do.
         ScheduleError: an unknown schedule.
     """
-    wishes = wishes or Wishes()
+    space = space or SearchSpace()
     limits = limits or Limits()
-    _check(wishes, devices, batch)
+    _check(space, devices, batch)
     found: list[Configuration] = []
     for memory, count in itertools.product(
-        wishes.memory or MEMORY, _microbatches(wishes, devices, batch)
+        space.memory or MEMORY, _microbatches(space, devices, batch)
     ):
         costs = costs_of(batch // count, memory)
-        if wishes.stages is not None and wishes.stages > len(costs.blocks):
+        if space.stages is not None and space.stages > len(costs.blocks):
             raise PlanError(
-                f"{wishes.stages} stages are more than the model has blocks, {len(costs.blocks)}"
+                f"{space.stages} stages are more than the model has blocks, {len(costs.blocks)}"
             )
-        for form in _forms(wishes, devices):
+        for form in _forms(space, devices):
             blank = Configuration(
                 form.stages, devices, count, batch // count, form.schedule, form.fused, memory
             )
             found.append(_filled(blank, costs, limits, refine=False))
-    return ranked(_refined(found, costs_of, limits, wishes))
+    return ranked(_refined(found, costs_of, limits, space))
 
 
 @dataclass(frozen=True)
@@ -110,10 +110,9 @@ def _filled(
         solution = solve(
             costs,
             blank.stages,
-            blank.microbatches,
-            blank.schedule,
-            ranks=blank.ranks,
-            split_backward=not blank.fused,
+            ScheduleRequest(
+                blank.schedule, blank.microbatches, blank.ranks, split_backward=not blank.fused
+            ),
             limits=limits,
             refine=refine,
         )
@@ -159,19 +158,19 @@ def _searched(one: Configuration, limits: Limits) -> Configuration | None:
     return replace(one, schedule=AUTO, fused=False, solution=better)
 
 
-def _check(wishes: Wishes, devices: int, batch: int) -> None:
-    for what, value in (("devices", devices), ("batch", batch), ("stages", wishes.stages)):
+def _check(space: SearchSpace, devices: int, batch: int) -> None:
+    for what, value in (("devices", devices), ("batch", batch), ("stages", space.stages)):
         if value is not None and value < 1:
             raise PlanError(f"{what} must be at least 1, got {value}")
         if value is not None and value > _MOST:
             raise PlanError(f"{what} must be at most {_MOST:,}, got {value:,}")
-    for name in wishes.schedules or ():
+    for name in space.schedules or ():
         if name not in SCHEDULES and name != AUTO:
             raise ScheduleError(f"unknown schedule {name!r}; known: {', '.join(SCHEDULES)}, {AUTO}")
-    for setting in wishes.memory or ():
+    for setting in space.memory or ():
         if setting not in MEMORY:
             raise PlanError(f"unknown memory setting {setting!r}; known: {', '.join(MEMORY)}")
-    for count in wishes.microbatches or ():
+    for count in space.microbatches or ():
         if count < 1 or batch % count:
             may = few([*map(str, _divisors(batch))], 20)
             raise PlanError(
@@ -180,10 +179,10 @@ def _check(wishes: Wishes, devices: int, batch: int) -> None:
             )
 
 
-def settings_of(wishes: Wishes, devices: int, batch: int) -> int:
+def settings_of(space: SearchSpace, devices: int, batch: int) -> int:
     """For how many pairs of a size and a memory setting a search asks the costs."""
-    _check(wishes, devices, batch)
-    return len(wishes.memory or MEMORY) * len(_microbatches(wishes, devices, batch))
+    _check(space, devices, batch)
+    return len(space.memory or MEMORY) * len(_microbatches(space, devices, batch))
 
 
 def _divisors(batch: int) -> list[int]:
@@ -191,30 +190,30 @@ def _divisors(batch: int) -> list[int]:
     return sorted({*small, *(batch // count for count in small)})
 
 
-def _microbatches(wishes: Wishes, devices: int, batch: int) -> list[int]:
+def _microbatches(space: SearchSpace, devices: int, batch: int) -> list[int]:
     """The numbers of microbatches to try."""
-    if wishes.microbatches is not None:
-        return sorted(set(wishes.microbatches))
+    if space.microbatches is not None:
+        return sorted(set(space.microbatches))
     wanted = (each * devices for each in _PER_DEVICE)
     divisors = _divisors(batch)
     return sorted({min(divisors, key=lambda d: abs(math.log(d / want))) for want in wanted})
 
 
-def _forms(wishes: Wishes, devices: int) -> Iterator[_Form]:
+def _forms(space: SearchSpace, devices: int) -> Iterator[_Form]:
     """Every schedule, with the stages that it wants, split and, if it can be, fused."""
-    names = wishes.schedules or tuple(SCHEDULES)
+    names = space.schedules or tuple(SCHEDULES)
     # What a schedule of their own is searched for must come from somewhere.
     named = [name for name in names if name != AUTO] or ["1f1b", "zb-v"]
     for name in named:
         family = SCHEDULES[name]
         chunks = _CHUNKS if family.chunks is None else (family.chunks,)
-        counts = (wishes.stages,) if wishes.stages else tuple(each * devices for each in chunks)
+        counts = (space.stages,) if space.stages else tuple(each * devices for each in chunks)
         for stages in counts:
             yield from (_Form(name, stages, fused) for fused in (False, True)[: 1 + family.fused])
 
 
 def _refined(
-    found: list[Configuration], costs_of: CostsOf, limits: Limits, wishes: Wishes
+    found: list[Configuration], costs_of: CostsOf, limits: Limits, space: SearchSpace
 ) -> list[Configuration]:
     """The best ones worked on, and their like with a schedule of their own."""
     ordered = sorted((each for each in found if each.solution), key=lambda each: each.key)
@@ -228,7 +227,7 @@ def _refined(
         )
         for each in ordered[:_REFINED]
     ]
-    names = wishes.schedules
+    names = space.schedules
     if names is not None and AUTO not in names:
         return best + rest
     own = [_searched(each, limits) for each in sorted(best, key=lambda each: each.key)[:_SEARCHED]]

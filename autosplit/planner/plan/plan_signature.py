@@ -30,7 +30,7 @@ class Input:
 
 
 @dataclass(frozen=True)
-class MadeFor:
+class PlanSignature:
     """A model and the inputs of one microbatch.
 
     Attributes:
@@ -51,7 +51,7 @@ class MadeFor:
         if not self.blocks:
             raise PlanError("'blocks' must name at least one block of the model")
 
-    def check(self, came: MadeFor) -> None:
+    def check(self, came: PlanSignature) -> None:
         """Refuse another model, or other inputs.
 
         Raises:

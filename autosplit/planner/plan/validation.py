@@ -10,9 +10,8 @@ import typing
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from autosplit.backends.compiled_graph import check_backend
 from autosplit.errors import PlanError, SplitError
-from autosplit.runtime.build import check_memory
+from autosplit.runtime.split_options import SplitOptions
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -69,8 +68,7 @@ def check_plan(plan: Plan) -> None:
             f"for have {shaped[0]} samples"
         )
     try:
-        check_backend(plan.backend)
-        check_memory(plan.memory)
+        SplitOptions(plan.backend, plan.memory)
     except SplitError as error:
         raise PlanError(str(error)) from error
 

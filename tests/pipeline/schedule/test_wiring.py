@@ -7,7 +7,7 @@ from torch import nn
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline.schedule.wiring import Feeds, Source, Wiring
-from autosplit.pipeline.training.stage_modules import Partitioned, Stages
+from autosplit.pipeline.training.stage_modules import Partitioned, StageSource
 
 SKIP = Wiring(
     inputs=(
@@ -78,12 +78,12 @@ class Cut:
 def test_what_may_be_given_as_a_model() -> None:
     layers = [nn.Linear(1, 1), nn.Linear(1, 2)]
     for model in (layers, nn.ModuleList(layers)):
-        assert Stages.of(model, None, None).build(1) is layers[1]
-    made = Stages.of(lambda index: layers[index], 2, None)
+        assert StageSource.of(model, None, None).build(1) is layers[1]
+    made = StageSource.of(lambda index: layers[index], 2, None)
     assert (made.count, made.build(1), made.wiring) == (2, layers[1], None)
     cut = Cut()
     assert isinstance(cut, Partitioned)
-    stages = Stages.of(cut, 2, None)
+    stages = StageSource.of(cut, 2, None)
     assert (stages.count, stages.wiring, stages.shared) == (2, Cut.wiring, Cut.shared)
     assert isinstance(stages.build(1), nn.Linear)
 
@@ -91,10 +91,10 @@ def test_what_may_be_given_as_a_model() -> None:
 def test_what_may_not() -> None:
     layers = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
     with pytest.raises(PipelineError, match=r"a Sequential is one module.*list, \[\*module\]"):
-        Stages.of(layers, None, None)
+        StageSource.of(layers, None, None)
     with pytest.raises(PipelineError, match="got 2 stages, but stages=3"):
-        Stages.of(Cut(), 3, None)
+        StageSource.of(Cut(), 3, None)
     with pytest.raises(PipelineError, match="example has no effect beside a model that is already"):
-        Stages.of(Cut(), 2, ())
+        StageSource.of(Cut(), 2, ())
     with pytest.raises(PipelineError, match="example has no effect beside stages"):
-        Stages.of([*layers], None, ())
+        StageSource.of([*layers], None, ())

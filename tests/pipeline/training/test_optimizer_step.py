@@ -10,7 +10,7 @@ from torch import nn
 
 from autosplit.pipeline.engine.processes.launch import launch
 from autosplit.pipeline.training.gradient_norm import clip_gradients, leaves_alone
-from autosplit.pipeline.training.snapshot import Snapshot
+from autosplit.pipeline.training.snapshot import OptimizerSnapshot
 from tests.pipeline import update_workers
 
 CPU = torch.device("cpu")
@@ -72,7 +72,7 @@ def test_a_snapshot_goes_back_to_the_same_steps(name: str, steps: int) -> None:
 
     for _ in range(steps):
         step()
-    before, snapshot = weight.clone(), Snapshot(optimizer, CPU)
+    before, snapshot = weight.clone(), OptimizerSnapshot(optimizer, CPU)
     step()
     step()
     first = weight.clone()

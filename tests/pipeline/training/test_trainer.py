@@ -16,7 +16,7 @@ from autosplit.pipeline.engine.execution import stage_assembly
 from autosplit.pipeline.engine.processes.launch import launch
 from autosplit.pipeline.schedule.action import Action
 from autosplit.pipeline.schedule.schedule import Schedule
-from autosplit.pipeline.training.trainer import PipelineTrainer
+from autosplit.pipeline.trainer import PipelineTrainer
 from autosplit.stage import Stage
 from tests.pipeline import training_workers, workers
 from tests.pipeline.failing_workers import trip_stage
@@ -328,7 +328,7 @@ def test_training_without_gradients_is_refused() -> None:
         (
             {"schedule": WHOLE, "ranks": 1},
             PipelineError,
-            "is for (stages, microbatches, ranks) = (2, 1, 1), but the trainer has (2, 4, 1)",
+            "is for (stages, microbatches) = (2, 1), but (2, 4) are asked for",
         ),
         ({"max_grad_norm": 0.0}, PipelineError, "positive number or None; got 0.0"),
         ({"timeout": 0}, PipelineError, "positive number of seconds; got 0"),

@@ -22,7 +22,7 @@ from autosplit.pipeline.engine.processes.launch import launch
 from autosplit.pipeline.schedule.routes import routes_of
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds, Source, Wiring
-from autosplit.pipeline.training.trainer import PipelineTrainer
+from autosplit.pipeline.trainer import PipelineTrainer
 from tests.pipeline import rendezvous, wired, wired_workers, workers
 from tests.pipeline.random_schedules import random_schedule
 from tests.pipeline.reference_stage import ReferenceStage

@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 from autosplit.errors import PlanError
-from autosplit.planner.costs.device_speed import DEVICES, Device, device_named, measure_device
+from autosplit.planner.costs.device_speed import DEVICES, DeviceSpeed, device_named, measure_device
 from autosplit.planner.costs.estimate import estimate
 from autosplit.planner.costs.profile import profile
-from autosplit.planner.model.block_instance import Conditions
+from autosplit.planner.model.block_instance import StageOptions
 from tests.planner.chains import Chain, Mlp
 
 X = torch.zeros(4, 16)
-COMPUTING = Device(1e9, math.inf)
-MOVING = Device(math.inf, 1e9)
+COMPUTING = DeviceSpeed(1e9, math.inf)
+MOVING = DeviceSpeed(math.inf, 1e9)
 
 
 def _chain() -> Chain:
@@ -44,7 +44,7 @@ def test_seconds_by_bytes() -> None:
 
 def test_a_call_takes_its_time_however_small_it_is() -> None:
     quick = estimate(_chain(), device=COMPUTING).blocks[-1].forward
-    slow = estimate(_chain(), device=Device(1e9, math.inf, call=1e-3)).blocks[-1].forward
+    slow = estimate(_chain(), device=DeviceSpeed(1e9, math.inf, call=1e-3)).blocks[-1].forward
     assert quick < slow == 1e-3
 
 
@@ -66,7 +66,7 @@ def test_parameters_need_no_memory(device: torch.device | None) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with torch.device("meta"):
         chain = Chain([nn.Embedding(10, width), nn.Linear(width, width)], torch.zeros(4).long())
-    costs = estimate(chain, Conditions(device=device), device=COMPUTING)
+    costs = estimate(chain, StageOptions(device=device), device=COMPUTING)
     assert costs.blocks[1].forward == pytest.approx(2 * 4 * width**2 / 1e9)
     assert costs.blocks[1].parameters == 4 * (width**2 + width)
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
@@ -91,6 +91,6 @@ def test_named_devices() -> None:
     with pytest.raises(PlanError, match="unknown device 'z1'; known: a100, h100"):
         device_named("z1")
     with pytest.raises(PlanError, match="flops_per_second must be > 0, got 0"):
-        Device(0.0, 1.0)
+        DeviceSpeed(0.0, 1.0)
     with pytest.raises(PlanError, match="call must be >= 0, got -1"):
-        Device(1.0, 1.0, -1)
+        DeviceSpeed(1.0, 1.0, -1)

@@ -9,14 +9,15 @@ import torch
 from torch import nn
 
 from autosplit.errors import CaptureError
-from autosplit.pipeline import PipelineTrainer, build
+from autosplit.pipeline import build
+from autosplit.pipeline.training.stage_trainer import StageTrainer
 from autosplit.planner.costs.block_costs import BlockCost, ModelCosts
-from autosplit.planner.costs.trial_run import Rehearsal, can_rehearse, rehearse, rehearsing
-from autosplit.planner.cuts.refine import corrected, settle
-from autosplit.planner.cuts.solve import Solution, solve
-from autosplit.planner.model.block_instance import Conditions
+from autosplit.planner.costs.trial_run import TrialRun, can_run_trial, rehearse, trial_steps
+from autosplit.planner.cuts.refine import corrected, refine_by_trial_runs
+from autosplit.planner.cuts.solve import Solution
+from autosplit.planner.model.block_instance import StageOptions
 from autosplit.planner.model.captured_model import WholeModel
-from tests.planner.planned import even
+from tests.planner.planned import even, solved
 from tests.planner.planned_models import loss, net, tokens
 
 PLANNED = [(1.0, 0.0, 2.0), (1.0, 1.0, 1.0)]
@@ -36,12 +37,12 @@ class Noisy(nn.Module):
 
 
 def _rehearsed(
-    model: nn.Module, x: torch.Tensor, conditions: Conditions | None = None, *, split: bool = True
-) -> Rehearsal:
+    model: nn.Module, x: torch.Tensor, options: StageOptions | None = None, *, split: bool = True
+) -> TrialRun:
     whole = WholeModel.capture(model, x)
     schedule = build("1f1b", 2, 2, ranks=1, split_backward=split)
-    assert can_rehearse(whole, schedule)
-    return rehearse(whole, [1], schedule, conditions or Conditions(), planned=PLANNED, seconds=0.01)
+    assert can_run_trial(whole, schedule)
+    return rehearse(whole, [1], schedule, options or StageOptions(), planned=PLANNED, seconds=0.01)
 
 
 def test_a_rehearsal_leaves_the_model_as_it_is() -> None:
@@ -67,9 +68,9 @@ def test_parameters_on_meta_are_made_for_the_rehearsal() -> None:
 
 
 def test_the_loss_and_its_targets_are_run() -> None:
-    whole = Conditions(loss_fn=loss, targets=tokens())
+    whole = StageOptions(loss_fn=loss, targets=tokens())
     assert _rehearsed(net(), tokens(), whole).step > 0.0
-    short = Conditions(loss_fn=loss, targets=tokens()[:, 1:])
+    short = StageOptions(loss_fn=loss, targets=tokens()[:, 1:])
     with pytest.raises(CaptureError, match="batch_size"):
         _rehearsed(net(), tokens(), short)
 
@@ -78,15 +79,15 @@ def test_each_step_has_a_batch_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
     """As in training: what was read in the step before is in no cache."""
     batches: list[torch.Tensor] = []
 
-    def trained(self: PipelineTrainer, batch: Any) -> torch.Tensor:
+    def trained(self: StageTrainer, batch: Any) -> torch.Tensor:
         batches.append(batch[0][0])
         assert all(p.grad is None for m in self.modules.values() for p in m.parameters())
         return run(self, batch)
 
-    run = PipelineTrainer.forward_backward
-    monkeypatch.setattr(PipelineTrainer, "forward_backward", trained)
+    run = StageTrainer.forward_backward
+    monkeypatch.setattr(StageTrainer, "forward_backward", trained)
     whole = WholeModel.capture(net(), tokens())
-    with rehearsing(whole, [1], build("1f1b", 2, 2, ranks=1), Conditions()) as step:
+    with trial_steps(whole, [1], build("1f1b", 2, 2, ranks=1), StageOptions()) as step:
         warm = len(batches)
         seconds, spans = step()
     assert len(batches) == warm + 1 > 1
@@ -103,7 +104,7 @@ def test_full_backwards_are_shared_out_as_planned() -> None:
 
 def test_what_cannot_be_run_here_is_not_rehearsed() -> None:
     whole = WholeModel.capture(net(), tokens())
-    assert not can_rehearse(whole, build("1f1b", 2, 2))  # two ranks, and one process
+    assert not can_run_trial(whole, build("1f1b", 2, 2))  # two ranks, and one process
 
 
 def test_corrected_blocks_add_up_to_the_stages_that_were_seen() -> None:
@@ -122,7 +123,7 @@ def _settled(slow: dict[int, float], rounds: int = 4) -> tuple[Solution, list[tu
     costs = even(8)
     tried: list[tuple[int, ...]] = []
 
-    def truth(found: Solution) -> Rehearsal:
+    def truth(found: Solution) -> TrialRun:
         tried.append(found.cuts)
         blocks = [
             BlockCost(
@@ -137,9 +138,9 @@ def _settled(slow: dict[int, float], rounds: int = 4) -> tuple[Solution, list[tu
         true = ModelCosts(tuple(blocks), costs.crossing, costs.call)
         first = found.cuts[0] + 1
         times = (true.stage(0, first).times, true.stage(first, 8).times)
-        return Rehearsal(times, 4 * max(map(sum, times)))
+        return TrialRun(times, 4 * max(map(sum, times)))
 
-    found = settle(costs, lambda known: solve(known, 2, 4), truth, rounds=rounds)
+    found = refine_by_trial_runs(costs, lambda known: solved(known, 2, 4), truth, rounds=rounds)
     return found.solution, tried
 
 

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 
 from autosplit.errors import PlanError, ScheduleError
 from autosplit.pipeline.builders.build import build
+from autosplit.pipeline.builders.schedule_request import ScheduleRequest
 from autosplit.pipeline.simulation.transfer import Link, Transfer
 from autosplit.pipeline.validation.validate import validate
 from autosplit.planner.costs.block_costs import BlockCost, ModelCosts
 from autosplit.planner.costs.limits import Limits
 from autosplit.planner.cuts import candidate_cuts
-from autosplit.planner.cuts.schedule_request import Form
-from autosplit.planner.cuts.solve import CapError, Solution, solve, weigh
-from tests.planner.planned import all_tried, even, models, stage_times, tried
+from autosplit.planner.cuts.solve import CapError, Solution, weigh
+from tests.planner.planned import all_tried, even, models, solved, stage_times, tried
 
 # Schedules whose order is the same whatever the stages take.
 FIXED = [
@@ -55,7 +55,7 @@ def test_no_cuts_are_better_than_those_found(data: st.DataObject) -> None:
     costs, stages, microbatches, name, form = cases(data)
     links = data.draw(LINKS)
     every = list(all_tried(costs, stages, microbatches, name, form, links=links))
-    found = solve(
+    found = solved(
         costs, stages, microbatches, name, limits=Limits(links=links or Transfer()), **form
     )
     assert found.step == pytest.approx(min(each.step for each in every))
@@ -73,16 +73,16 @@ def test_a_cap_is_kept_or_the_least_one_is_named(data: st.DataObject) -> None:
     every = list(all_tried(costs, stages, microbatches, name, form, **memory))
     within = [each.step for each in every if each.overflow == 0.0]
     if within:
-        found = solve(costs, stages, microbatches, name, limits=Limits(**memory), **form)
+        found = solved(costs, stages, microbatches, name, limits=Limits(**memory), **form)
         assert found.step == pytest.approx(min(within))
         assert max(found.peaks) <= cap * (1 + 1e-9)
         return
     with pytest.raises(CapError) as caught:
-        solve(costs, stages, microbatches, name, limits=Limits(**memory), **form)
+        solved(costs, stages, microbatches, name, limits=Limits(**memory), **form)
     least = caught.value.least
     assert least == pytest.approx(min(max(each.peaks) for each in every))
     memory["cap"] = least
-    found = solve(costs, stages, microbatches, name, limits=Limits(**memory), **form)
+    found = solved(costs, stages, microbatches, name, limits=Limits(**memory), **form)
     assert max(found.peaks) == pytest.approx(least)
 
 
@@ -95,7 +95,7 @@ def test_local_search_finds_nearly_the_best(data: st.DataObject) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(candidate_cuts, "_EXHAUSTIVE", 0)
         try:
-            found = solve(costs, stages, microbatches, name, limits=Limits(cap), **form)
+            found = solved(costs, stages, microbatches, name, limits=Limits(cap), **form)
         except CapError:
             return
     every = all_tried(costs, stages, microbatches, name, form, cap=cap)
@@ -107,7 +107,7 @@ def test_local_search_finds_nearly_the_best(data: st.DataObject) -> None:
 @given(models(least=3, most=6), st.integers(1, 5), st.sampled_from(["1f1b", "gpipe", "zb-h1"]))
 def test_a_schedule_built_for_its_stages(costs: ModelCosts, microbatches: int, name: str) -> None:
     """The step is that of the schedule found, which is legal, and hardly any cuts are better."""
-    found = solve(costs, 3, microbatches, name)
+    found = solved(costs, 3, microbatches, name)
     validate(found.schedule)
     own = tried(costs, found.cuts, found.schedule)
     assert found.step == pytest.approx(own.step)
@@ -119,7 +119,7 @@ def test_a_schedule_built_for_its_stages(costs: ModelCosts, microbatches: int, n
 
 
 def test_equal_blocks_are_dealt_out_evenly() -> None:
-    found = solve(even(16), 4, 8, "gpipe", split_backward=False)
+    found = solved(even(16), 4, 8, "gpipe", split_backward=False)
     assert found.cuts == (3, 7, 11)
     assert found.parameters == (4.0,) * 4
     assert found.costs.times[1] == (4.0, 4.0, 4.0)
@@ -129,11 +129,11 @@ def test_equal_blocks_are_dealt_out_evenly() -> None:
 def test_of_steps_that_noise_makes_equal_the_most_even_wins() -> None:
     blocks = tuple(BlockCost(1, 1, 1, 1, 1, 1, 2.2 if k else 1.2) for k in range(9))
     costs = ModelCosts(blocks, (1.0,) * 8)
-    exact = solve(costs, 2, 4)
-    rough = solve(replace(costs, noise=0.2), 2, 4)
+    exact = solved(costs, 2, 4)
+    rough = solved(replace(costs, noise=0.2), 2, 4)
     assert rough.uneven <= exact.uneven
     assert exact.step <= rough.step <= 1.2 * exact.step
-    every = [weigh(costs, [k], 4, Form("1f1b"), Limits()) for k in range(8)]
+    every = [weigh(costs, [k], ScheduleRequest("1f1b", 4), Limits()) for k in range(8)]
     near = [way for way in every if way.step <= 1.2 * exact.step]
     assert rough.uneven == pytest.approx(min(way.uneven for way in near))
 
@@ -144,13 +144,13 @@ def test_several_stages_of_a_rank_count_against_its_cap_together() -> None:
         tuple(BlockCost(1, 1, 1, 1, 1, 9 if k in (0, 9) else 1, 1) for k in range(12)),
         (1.0,) * 11,
     )
-    free = solve(costs, 4, 4, "zb-v", ranks=2)
+    free = solved(costs, 4, 4, "zb-v", ranks=2)
     assert free.schedule.placement == (0, 1, 1, 0)
     with pytest.raises(CapError) as caught:
-        solve(costs, 4, 4, "zb-v", ranks=2, limits=Limits(cap=1.0))
+        solved(costs, 4, 4, "zb-v", ranks=2, limits=Limits(cap=1.0))
     cap = (caught.value.least + max(free.peaks)) / 2
     assert cap < max(free.peaks)
-    capped = solve(costs, 4, 4, "zb-v", ranks=2, limits=Limits(cap=cap))
+    capped = solved(costs, 4, 4, "zb-v", ranks=2, limits=Limits(cap=cap))
     assert max(capped.peaks) <= cap
 
 
@@ -159,20 +159,20 @@ def test_options_change_the_result() -> None:
         tuple(BlockCost(1 + k % 3, 1, 1, 4, 3, 1 + k % 4, 1) for k in range(12)),
         tuple(10.0 if k % 3 else 1.0 for k in range(11)),
     )
-    plain = solve(costs, 4, 8)
-    assert solve(costs, 4, 8, limits=Limits(links=Transfer(1.0))).step > plain.step + 6.0
-    narrow = solve(costs, 4, 8, limits=Limits(links=Transfer(0.0, 5.0)))
+    plain = solved(costs, 4, 8)
+    assert solved(costs, 4, 8, limits=Limits(links=Transfer(1.0))).step > plain.step + 6.0
+    narrow = solved(costs, 4, 8, limits=Limits(links=Transfer(0.0, 5.0)))
     assert narrow.step > plain.step
     assert {costs.crossing[cut] for cut in narrow.cuts} == {1.0}
     assert narrow.costs.transfer.message_bytes == {0: 1.0, 1: 1.0, 2: 1.0}
-    assert max(solve(costs, 4, 8, limits=Limits(optimizer_state=0.0)).peaks) < max(plain.peaks)
-    fused = solve(costs, 4, 8, split_backward=False)
+    assert max(solved(costs, 4, 8, limits=Limits(optimizer_state=0.0)).peaks) < max(plain.peaks)
+    fused = solved(costs, 4, 8, split_backward=False)
     assert not fused.schedule.split_backward
     assert fused.step > plain.step
-    assert solve(costs, 4, 8, weights="2bp").schedule != plain.schedule
-    rough = solve(costs, 4, 8, "zb-h2", refine=False)
-    assert rough.step >= solve(costs, 4, 8, "zb-h2").step
-    assert solve(costs, 8, 8, "interleaved", ranks=4).schedule.placement == (0, 1, 2, 3) * 2
+    assert solved(costs, 4, 8, weights="2bp").schedule != plain.schedule
+    rough = solved(costs, 4, 8, "zb-h2", refine=False)
+    assert rough.step >= solved(costs, 4, 8, "zb-h2").step
+    assert solved(costs, 8, 8, "interleaved", ranks=4).schedule.placement == (0, 1, 2, 3) * 2
 
 
 def test_a_hundred_blocks_in_seconds() -> None:
@@ -181,7 +181,7 @@ def test_a_hundred_blocks_in_seconds() -> None:
         BlockCost(1 + k % 3, 1 + k % 2, 1 + k % 5, 4, 3, 1 + k % 4, 1) for k in range(100)
     )
     began = time.process_time()
-    found = solve(ModelCosts(blocks, (1.0,) * 99), 8, 32, limits=Limits(cap=1000.0))
+    found = solved(ModelCosts(blocks, (1.0,) * 99), 8, 32, limits=Limits(cap=1000.0))
     assert time.process_time() - began < 20.0
     assert found.bubble < 0.2
 
@@ -206,11 +206,11 @@ def test_bad_input(options: dict[str, Any], error: type[Exception], message: str
         given["microbatches"] = 4
     offered = {name: given.pop(name) for name in ("cap", "optimizer_state") if name in given}
     with pytest.raises(error, match=message):
-        solve(even(4), limits=Limits(**offered), **given)
+        solved(even(4), limits=Limits(**offered), **given)
 
 
 def test_a_solution_says_what_it_is_made_of() -> None:
-    found = solve(even(4), 1, 2)
+    found = solved(even(4), 1, 2)
     assert isinstance(found, Solution)
     assert (found.cuts, found.bubble) == ((), 0.0)
     assert found.peaks == (4.0 * 4 + 4 * 4.0,)

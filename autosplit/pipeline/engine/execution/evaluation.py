@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from autosplit.errors import PipelineError
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.torch_internals.module_state import modes_kept
 from autosplit.torch_internals.storage import versions
 
 
@@ -85,11 +86,7 @@ class ModuleStage:
 def eval_mode(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Put modules into eval mode; afterwards each submodule is as it was before."""
     roots = list(modules)
-    before = [(part, part.training) for root in roots for part in root.modules()]
-    for root in roots:
-        root.eval()
-    try:
+    with modes_kept(roots):
+        for root in roots:
+            root.eval()
         yield
-    finally:
-        for part, training in before:
-            part.training = training

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline.engine.faults.first_error import ActionError, LostPeerError
-from autosplit.pipeline.engine.faults.rank_activity import Place
+from autosplit.pipeline.engine.faults.rank_activity import RankActivity
 from autosplit.pipeline.engine.messages.stage_ports import (
     Probe,
     Receive,
@@ -114,7 +114,7 @@ class Executor:
         loss_grad: Tensor | None,
         order: Order = as_scheduled,
         finished: Callable[[int], None] | None = None,
-        place: Place | None = None,
+        place: RankActivity | None = None,
     ) -> None:
         self._stages = stages
         self._schedule = schedule
@@ -126,7 +126,7 @@ class Executor:
         self._targets: Sequence[Sequence[Tensor]] = ()
         self._losses: dict[int, Tensor] = {}
         self._finished = finished
-        self._place = Place() if place is None else place
+        self._place = RankActivity() if place is None else place
         self._parts: Counter[int] = Counter()  # per stage, what makes weight gradients
         self._left: Counter[int] = Counter()
         row = joined(schedule.ranks[rank], stages)

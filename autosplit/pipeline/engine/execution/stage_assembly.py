@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from autosplit.backends.compiled_graph import check_backend
 from autosplit.dump.boundary import crossings, total_bytes
 from autosplit.errors import PipelineError
 from autosplit.passes import Kind
@@ -18,8 +17,8 @@ from autosplit.pipeline.engine.messages.stage_ports import Receive, arguments
 from autosplit.pipeline.schedule.action import ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
-from autosplit.runtime.build import check_memory
 from autosplit.runtime.gradient_accumulation import Accumulation
+from autosplit.runtime.split_options import SplitOptions
 from autosplit.stage import Stage
 
 from .executor import BackwardStage
@@ -63,16 +62,9 @@ class StageFactory(Protocol):
         ...
 
 
-def split_stage(
-    backend: str = "eager",
-    memory: str | int = "balanced",
-    accumulation: str = "exact",
-    grad_dtype: torch.dtype | None = None,
-    slices: int = 1,
-    *,
-    late_input: bool = True,
-) -> StageFactory:
-    """The factory of ``autosplit.stage.Stage`` with these options.
+@dataclass(frozen=True)
+class SplitStage:
+    """The factory of ``autosplit.Stage`` with these options, which are those of ``Stage``.
 
     Where a stage's inputs need no gradient, no other stage waits for its I, which would put off the
     forwards behind it: with ``late_input`` its W is the whole backward.
@@ -80,19 +72,30 @@ def split_stage(
     Raises:
         SplitError: an unknown backend, memory setting or accumulation (lists the known ones),
             or a ``grad_dtype`` that is not floating-point.
+        PipelineError: a number of slices that is none.
     """
-    check_backend(backend)
-    check_memory(memory)
-    Accumulation(accumulation, grad_dtype)
-    return partial(
-        Stage,
-        backend=backend,
-        memory=memory,
-        accumulation=accumulation,
-        grad_dtype=grad_dtype,
-        slices=slices,
-        late_input=late_input,
-    )
+
+    backend: str = "eager"
+    memory: str | int = "balanced"
+    accumulation: str = "exact"
+    grad_dtype: torch.dtype | None = None
+    slices: int = 1
+    late_input: bool = True
+
+    def __post_init__(self) -> None:
+        SplitOptions(self.backend, self.memory)
+        Accumulation(self.accumulation, self.grad_dtype)
+        if self.slices < 1:
+            raise PipelineError(f"slices is a count, 1 or more; got {self.slices}")
+
+    @property
+    def split(self) -> SplitOptions:
+        """How each stage is split."""
+        return SplitOptions(self.backend, self.memory, self.late_input)
+
+    def __call__(self, module: nn.Module, args: list[Tensor], *, index: int) -> TrainableStage:
+        """A stage for ``module(*args)``; see ``StageFactory``."""
+        return Stage(module, args, index=index, **vars(self))
 
 
 def footprint(stage: TrainableStage) -> tuple[float, float]:

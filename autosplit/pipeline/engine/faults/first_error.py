@@ -19,7 +19,7 @@ from typing import NoReturn, Protocol
 from autosplit.errors import AutosplitError, PipelineError
 from autosplit.pipeline.schedule.action import Action
 
-from .rank_activity import AROUND, Place
+from .rank_activity import AROUND, RankActivity
 
 _KEY = "autosplit/fault"
 # A rank posts before it closes a connection, so the cause is on the board by the time a peer
@@ -95,7 +95,7 @@ class RankError(PipelineError):
 
 
 class Watcher(Protocol):
-    """Knows of ranks that cannot say themselves what became of them; see ``watch.Watch``."""
+    """Knows of ranks that cannot say themselves what became of them; see ``watch.PeerWatch``."""
 
     @property
     def missing(self) -> Fault | None:
@@ -107,7 +107,7 @@ class Watcher(Protocol):
         ...
 
 
-class Store(Protocol):
+class KeyValueStore(Protocol):
     """The part of ``torch.distributed.Store`` in use."""
 
     def check(self, keys: list[str], /) -> bool: ...
@@ -119,7 +119,7 @@ class Store(Protocol):
 class Board:
     """Where ranks post faults; only the first one stays."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: KeyValueStore) -> None:
         self._store = store
 
     def post(self, fault: Fault) -> Fault:
@@ -164,13 +164,13 @@ class Guard:
         rank: int,
         board: Board | None,
         close: Callable[[], None],
-        place: Place | None = None,
+        place: RankActivity | None = None,
         watch: Watcher | None = None,
     ) -> None:
         self._rank = rank
         self._board = board
         self._close = close
-        self._place = Place() if place is None else place
+        self._place = RankActivity() if place is None else place
         self._watch = watch
         self._ended: Fault | None = None
 

@@ -10,7 +10,7 @@ from autosplit.pipeline.schedule.action import Action
 AROUND = "the code around the trainer"
 
 
-class Place:
+class RankActivity:
     """Written by the thread that does it, read by the one that watches.
 
     Attributes:

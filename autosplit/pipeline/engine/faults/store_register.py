@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from autosplit.pipeline.engine.messages.plain_data import read, written
 
-from .first_error import Store
+from .first_error import KeyValueStore
 from .rank_process import Process
 
 RETURNED = "came to the end of its program"
@@ -18,7 +18,7 @@ _LOOK_EVERY = 0.02
 class Register:
     """The entries of all ranks, in a store that may end before they do."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: KeyValueStore) -> None:
         self._store = store
         self._known: dict[int, Process] = {}
 

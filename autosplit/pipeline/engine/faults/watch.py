@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 from autosplit.pipeline.engine.messages.process_groups import Groups
 
-from .first_error import Board, Fault, LostPeerError, Store
-from .rank_activity import Place
+from .first_error import Board, Fault, KeyValueStore, LostPeerError
+from .rank_activity import RankActivity
 from .rank_process import QUIETLY, Process
 from .store_register import RETURNED, Register
 
@@ -60,7 +60,7 @@ class Pulse(NamedTuple):
     waiting: bool
 
 
-class Watch:
+class PeerWatch:
     """What a rank knows of the others.
 
     Args:
@@ -77,9 +77,9 @@ class Watch:
         self,
         rank: int,
         ranks: int,
-        stores: tuple[Store, Store],
-        words: Store | None,
-        place: Place,
+        stores: tuple[KeyValueStore, KeyValueStore],
+        words: KeyValueStore | None,
+        place: RankActivity,
         cut: Callable[[], None],
     ) -> None:
         self._rank = rank
@@ -268,8 +268,8 @@ class Watch:
         self._own.put("phase", self._rank, phase)
 
 
-def watch_over(groups: Groups) -> Watch:
-    """Watch over the ranks of a trainer's process groups, which this does not keep alive."""
+def watch_over(groups: Groups) -> PeerWatch:
+    """PeerWatch over the ranks of a trainer's process groups, which this does not keep alive."""
     cut = weakref.WeakMethod(groups.cut)
     world = dist.group.WORLD
     words = None if world is None else _another(world.get_group_store())
@@ -280,10 +280,10 @@ def watch_over(groups: Groups) -> Watch:
         if call is not None:
             call()
 
-    return Watch(groups.rank, groups.ranks, stores, words, groups.place, cut_if_there)
+    return PeerWatch(groups.rank, groups.ranks, stores, words, groups.place, cut_if_there)
 
 
-def _another(store: Any) -> Store:
+def _another(store: Any) -> KeyValueStore:
     """A connection of its own: one waits while another thread uses it."""
-    found: Store = store.clone()
+    found: KeyValueStore = store.clone()
     return found

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autosplit.errors import PipelineError
-from autosplit.pipeline.engine.faults.first_error import LostPeerError, Store
-from autosplit.pipeline.engine.faults.rank_activity import Place
+from autosplit.pipeline.engine.faults.first_error import KeyValueStore, LostPeerError
+from autosplit.pipeline.engine.faults.rank_activity import RankActivity
 
 from . import plain_messages
 from .nccl import abort, greet
@@ -102,7 +102,7 @@ class Groups:
         self.ranks = ranks
         self.rank = dist.get_rank() if ranks > 1 else 0
         self.timeout = timeout
-        self.place = Place()
+        self.place = RankActivity()
         self._device = device
         self._backend = "nccl" if device.type == "cuda" else "gloo"
         self._pairwise = self._backend == "nccl"
@@ -119,7 +119,7 @@ class Groups:
         return self._lane("control")
 
     @property
-    def store(self) -> Store:
+    def store(self) -> KeyValueStore:
         """A key-value store that the ranks share and nobody else writes to."""
         return self.control.get_group_store()
 

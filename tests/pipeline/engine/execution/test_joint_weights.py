@@ -22,7 +22,7 @@ from autosplit.pipeline.schedule.dependency import needs_of
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.activation_memory import StageMemory, memory_over_time
 from autosplit.pipeline.simulation.timeline import Span, Timeline, median_durations
-from autosplit.pipeline.training.trainer import PipelineTrainer
+from autosplit.pipeline.trainer import PipelineTrainer
 from autosplit.runtime.backward_graphs import BackwardGraphs
 from autosplit.runtime.functions import SplitFunctions
 from tests.pipeline import joining_workers

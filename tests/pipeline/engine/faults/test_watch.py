@@ -13,10 +13,10 @@ import pytest
 import torch.distributed as dist
 
 from autosplit.pipeline.engine.faults.first_error import Board, Guard, LostPeerError, RankError
-from autosplit.pipeline.engine.faults.rank_activity import AROUND, Place
+from autosplit.pipeline.engine.faults.rank_activity import AROUND, RankActivity
 from autosplit.pipeline.engine.faults.rank_process import Process, ended
 from autosplit.pipeline.engine.faults.store_register import RETURNED, Register, await_ending
-from autosplit.pipeline.engine.faults.watch import Watch
+from autosplit.pipeline.engine.faults.watch import PeerWatch
 from autosplit.pipeline.schedule.action import Action
 
 CLOSED = LostPeerError("lost the other ranks: Connection closed by peer")
@@ -30,14 +30,14 @@ class Ranks:
         self.store = dist.HashStore()  # type: ignore[attr-defined]  # documented
         self.words = dist.HashStore()  # type: ignore[attr-defined]
         self.board = Board(self.store)
-        self.places = [Place(), Place()]
+        self.places = [RankActivity(), RankActivity()]
         self.cuts: list[int] = []
-        self.watches: list[Watch] = []
+        self.watches: list[PeerWatch] = []
 
-    def watch(self, rank: int) -> Watch:
+    def watch(self, rank: int) -> PeerWatch:
         stores = (self.store, self.store)
         place = self.places[rank]
-        made = Watch(rank, 2, stores, self.words, place, lambda: self.cuts.append(rank))
+        made = PeerWatch(rank, 2, stores, self.words, place, lambda: self.cuts.append(rank))
         self.watches.append(made)
         return made
 

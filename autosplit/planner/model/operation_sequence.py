@@ -18,7 +18,7 @@ from autosplit.capture.mode_switches import Setting, settings
 from autosplit.torch_internals.pytree import tree_flatten
 
 
-class Line:
+class OperationSequence:
     """The operations of a forward in the order in which they run.
 
     Attributes:
@@ -121,7 +121,7 @@ class Line:
         return last
 
 
-def _alive(calls: list[fx.Node], line: Line) -> list[fx.Node]:
+def _alive(calls: list[fx.Node], line: OperationSequence) -> list[fx.Node]:
     """Those that something reads, or that write or draw. What nobody reads would still have to
     be sent what it reads itself.
     """
@@ -134,7 +134,7 @@ def _alive(calls: list[fx.Node], line: Line) -> list[fx.Node]:
     return [node for node in calls if node in alive]
 
 
-def _writers(calls: list[fx.Node], line: Line) -> dict[int, list[fx.Node]]:
+def _writers(calls: list[fx.Node], line: OperationSequence) -> dict[int, list[fx.Node]]:
     found: dict[int, list[fx.Node]] = {}
     for node in calls:
         for storage in line.effects[node].writes:
@@ -142,7 +142,7 @@ def _writers(calls: list[fx.Node], line: Line) -> dict[int, list[fx.Node]]:
     return found
 
 
-def _replicated(calls: list[fx.Node], line: Line) -> set[fx.Node]:
+def _replicated(calls: list[fx.Node], line: OperationSequence) -> set[fx.Node]:
     """Operations that every stage can do for itself, with the same result in each."""
     forward, effects, writers = line.forward, line.effects, line.writers
     sources = [*forward.inputs, *forward.constants]
@@ -173,7 +173,7 @@ def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]
 
 
-def _forbidden(line: Line) -> dict[int, str]:
+def _forbidden(line: OperationSequence) -> dict[int, str]:
     """Cuts inside of what must be in one stage -> why."""
     found: dict[int, str] = {}
 
@@ -208,7 +208,7 @@ def _forbidden(line: Line) -> dict[int, str]:
     return found
 
 
-def _touched(line: Line) -> dict[int, list[int]]:
+def _touched(line: OperationSequence) -> dict[int, list[int]]:
     """Storage -> where on the line it is made, read or written."""
     found: dict[int, list[int]] = {}
     for index, node in enumerate(line.body):

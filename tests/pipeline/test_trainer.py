@@ -99,7 +99,7 @@ def test_what_no_planner_takes_is_refused() -> None:
     with pytest.raises(PipelineError, match="planning has no effect beside stages; it is for a wh"):
         PipelineTrainer([net()], loss, sgd, microbatches=1, ranks=1, planning={})
     other = build("1f1b", 2, 4)
-    with pytest.raises(ScheduleError, match=r"= \(2, 4\), but the model is to be cut for \(2, 2\)"):
+    with pytest.raises(ScheduleError, match=r"= \(2, 4\), but \(2, 2\) are asked for"):
         partition(net(), tokens(), stages=2, microbatches=2, schedule=other, costs=UNEVEN)
     with pytest.raises(ScheduleError, match="has 2 ranks, but ranks=1"):
         partition(net(), tokens(), stages=2, microbatches=4, schedule=other, ranks=1, costs=UNEVEN)

@@ -1,4 +1,4 @@
-"""Trains a model that is cut into stages, over any number of processes."""
+"""Trains a model's stages, over any number of processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from autosplit.errors import PipelineError
 from autosplit.pipeline.engine.execution.evaluation import eval_mode
 from autosplit.pipeline.engine.execution.microbatch import Batch
-from autosplit.pipeline.engine.execution.stage_assembly import StageFactory, TrainableStage
+from autosplit.pipeline.engine.execution.stage_assembly import TrainableStage
 from autosplit.pipeline.engine.faults.first_error import Board, Guard
 from autosplit.pipeline.engine.faults.watch import watch_over
 from autosplit.pipeline.engine.messages.nccl import await_device
@@ -24,173 +24,64 @@ from autosplit.pipeline.engine.messages.step_results import Agreement
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.timeline import Timeline
 
-from .auto_partition import Example
-from .configuration import Arrangement
-from .optimizer_step import Update
+from .optimizer_step import OptimizerStep
 from .option_agreement import check_unanimous
-from .options import Options, choose_device, choose_order
-from .rank_state import Holdings
+from .options import TrainerOptions, choose_device, choose_order
+from .rank_state import RankState
 from .runner import Runner
-from .stage_modules import LossFunction, Model, Stages
 from .tied_parameters import Holder, joined
+from .training_setup import TrainingSetup
 
 OptimizerFunction = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
-class PipelineTrainer:
-    """Trains a pipeline of stages: one process per stage, or several stages per process.
+class StageTrainer:
+    """Trains stages that are there or can be built, one after the other or wired.
 
-    Every process makes the same calls. Start them with torchrun or ``autosplit.pipeline.launch``.
-    Whatever goes wrong on one rank ends the trainer on all of them, with the first cause as
-    message; a new trainer must then be built.
-
-    Under a schedule with two copies of the stages (``"chimera"``, ``"dualpipe"``), two ranks hold
-    each stage and half of the microbatches go each way. The copies start with the parameters and
-    buffers of the first; every rank that holds the first or the last stage needs the batch, the
-    same on all. Losses are bit for bit those of a schedule with one copy on the same weights. Each
-    copy adds up the gradients of its own microbatches, then both get the sum of the two: another
-    order of summation than with one copy, so gradients differ by its rounding (not with two
-    microbatches), but they are the same bit for bit on both ranks and from run to run. Optimizers
-    must do the same with the same gradients, so none may draw random numbers. No buffer may be
-    written, and random layers draw from the generator of their rank: seed ranks differently.
+    What ``PipelineTrainer`` is beside cutting whole models, which needs a planner, whose trial runs
+    need this.
 
     Args:
-        model: the modules in order (a list, or an ``nn.ModuleList``), or a function that builds
-            module ``index`` and is called for this process's stages only: outputs of one are the
-            positional inputs of the next. Or a model that ``autosplit.partition`` has cut, or any
-            other ``nn.Module``, ``nn.Sequential`` included, which it then cuts into ``stages``.
-        loss_fn: ``loss_fn(output, targets)`` gives the scalar loss of one microbatch.
+        setup: the stages and what they run.
         optimizer_fn: builds the optimizer of this process's parameters.
-        stages: how many stages there are; required with a function and with a whole model.
-        example: the inputs of one microbatch, to cut a whole model with: a tensor, a tuple, or
-            a dictionary of keyword arguments. With anything but a whole model not allowed.
-        planning: further options of ``autosplit.partition`` for a whole model, such as ``{"costs":
-            "estimate", "limits": Limits(cap=8e9)}``; what the trainer knows, it hands on itself.
-        schedule: a name from ``autosplit.pipeline.SCHEDULES``, a Schedule, or ``"auto"``:
-            measure the first three steps and run the shortest schedule that ``search`` finds for
-            them from then on, on the same placement and within the memory of the split schedule
-            that they ran.
-        microbatches: M, into how many equal parts a batch is cut along dimension 0.
-        split_backward: run input and weight gradients as separate actions.
-        weights: where the weight gradients go, see ``schedules.build``.
-        early_weights: run the next weight gradients wherever a rank would wait for a message,
-            rather than where the schedule has them; the results are the same, bit for bit. Only
-            on the CPU: on a GPU, the host does not know when the device waits.
-        slices: into how many parts of near-equal FLOPs ``early_weights`` may cut a weight gradient,
-            so that it fits a wait shorter than the whole.
-        shapes: how many shapes the batches may have, such as a shorter last batch or several
-            sequence lengths. Each has its own graphs, built when it first comes.
-        autocast: ``torch.bfloat16`` runs modules and loss under autocast.
-        max_grad_norm: clips the norm of the whole model's gradient to this.
-        undo_steps: if an optimizer fails in ``step``, take the step back on every rank. Keeps a
-            copy of parameters and optimizer state while the optimizers move.
-        shared_parameters: groups of (stage, name) that are one parameter of the model. They start
-            with the values of the first holder, and each gets the sum of the gradients. Those that
-            modules of a list, or a model that is cut, have in common are found.
-        device: where this process's stages go; None means the current CUDA device if the default
-            process group has NCCL, else the CPU.
-        ranks: how many processes take part; None means all. 1 keeps all stages in this process
-            and needs no process group.
-        timeout: seconds to wait for another rank, and for each stage to be built.
+        options: how to train.
+        shared_parameters: groups of (stage, name) that are one parameter, beside those known.
+        device: where this process's stages go, see ``PipelineTrainer``.
         record: record each step for ``timeline``; may be changed between steps.
-        backend: how stages are compiled, see ``autosplit.Stage``; None means ``"eager"``.
-        memory: what a microbatch holds, see ``autosplit.split``; None means ``"balanced"``.
-        accumulation: how weight gradients of microbatches are added up, see ``autosplit.Stage``;
-            None means ``"exact"``. ``"concatenated"`` makes one call of those Ws of a stage that
-            the schedule has next to each other on a rank.
-        grad_dtype: in which dtype they are, see ``autosplit.Stage``; None means each parameter's.
-        stage_factory: makes stages in place of ``autosplit.Stage``.
+
+    Attributes:
+        modules: this process's modules by stage.
+        optimizer: this process's optimizer; None where it has no parameters to train.
+        shared_parameters: groups of (stage, name) that are one parameter.
+        device: where this process's stages are.
 
     Raises:
-        PipelineError: no process group, a count that does not fit, or any other bad argument.
-        ScheduleError: an unknown schedule or placement of weight gradients, or an illegal schedule.
+        PipelineError: ranks that were told different things, or a bad stage.
     """
 
     def __init__(
         self,
-        model: Model,
-        loss_fn: LossFunction,
+        setup: TrainingSetup,
         optimizer_fn: OptimizerFunction,
+        options: TrainerOptions,
         *,
-        microbatches: int,
-        stages: int | None = None,
-        example: Example | None = None,
-        planning: Mapping[str, Any] | None = None,
-        schedule: str | Schedule = "1f1b",
-        split_backward: bool = True,
-        weights: str | None = None,
-        early_weights: bool = False,
-        slices: int | None = None,
-        shapes: int = 1,
-        autocast: torch.dtype | None = None,
-        max_grad_norm: float | None = None,
-        undo_steps: bool = False,
         shared_parameters: Sequence[Sequence[Holder]] = (),
         device: torch.device | str | None = None,
-        ranks: int | None = None,
-        timeout: float = 300.0,
         record: bool = False,
-        backend: str | None = None,
-        memory: str | int | None = None,
-        accumulation: str | None = None,
-        grad_dtype: torch.dtype | None = None,
-        stage_factory: StageFactory | None = None,
     ) -> None:
-        options = Options(
-            microbatches=microbatches,
-            schedule=schedule,
-            split_backward=split_backward,
-            weights=weights,
-            early_weights=early_weights,
-            shapes=shapes,
-            autocast=autocast,
-            max_grad_norm=max_grad_norm,
-            ranks=ranks,
-            timeout=timeout,
-            stage={
-                "backend": backend,
-                "memory": memory,
-                "accumulation": accumulation,
-                "grad_dtype": grad_dtype,
-                "slices": slices,
-            },
-            stage_factory=stage_factory,
-        )
-        whole = Stages.of(model, stages, example, planning)
-        arranged = Arrangement.of(whole, loss_fn, options)
-        self.shared_parameters = joined(arranged.stages.shared, shared_parameters)
+        self.shared_parameters = joined(setup.stages.shared, shared_parameters)
         self.record = record
-        self.device = choose_device(device, arranged.processes)
-        self._clipping = max_grad_norm is not None
-        self._groups = Groups(arranged.processes, self.device, timeout)
-        board = Board(self._groups.store) if arranged.processes > 1 else None
-        self._update = Update(max_norm=max_grad_norm, undo=undo_steps, device=self.device)
-        self._watch = watch_over(self._groups) if arranged.processes > 1 else None
-        if self._watch is not None:
-            dropped = weakref.finalize(self, self._watch.leave, "dropped its trainer")
-            dropped.atexit = False  # how the process ends says more
-        self._guard = Guard(self.rank, board, self._end, self._groups.place, self._watch)
-        settled = partial(await_device, self.device, self._guard, timeout)
-        order = choose_order(early_weights, arranged.schedule, self.device)
+        self.device = choose_device(device, setup.processes)
+        self._clipping = options.max_grad_norm is not None
+        self._connect(setup.processes, options)
+        settled = partial(await_device, self.device, self._guard, options.timeout)
+        order = choose_order(options.early_weights, setup.schedule, self.device)
         with self._guard("building the model"):
-            check_unanimous(
-                {
-                    "stages": arranged.stages.count,
-                    "microbatches": microbatches,
-                    "schedule": arranged.schedule,
-                    "schedule='auto'": schedule == "auto",
-                    "shapes": shapes,
-                    "autocast": autocast,
-                    "max_grad_norm": max_grad_norm,
-                    "undo_steps": undo_steps,
-                    "shared_parameters": [*map(list, self.shared_parameters)],
-                },
-                self._groups,
-            )
-            self._held = Holdings(
-                arranged.stages,
+            check_unanimous(self._said(setup, options), self._groups)
+            self._held = RankState(
+                setup.stages,
                 self.shared_parameters,
-                arranged.schedule,
+                setup.schedule,
                 self._groups,
                 self.device,
                 settled,
@@ -202,7 +93,7 @@ class PipelineTrainer:
             # Whoever gets here knows that every other rank did.
             self._groups.meet()
         self._runner = Runner(
-            arranged,
+            setup,
             options,
             order,
             self._held,
@@ -212,6 +103,33 @@ class PipelineTrainer:
             self.device,
             settled,
         )
+
+    def _connect(self, processes: int, options: TrainerOptions) -> None:
+        """Connect the ranks, and have them watch over each other."""
+        self._groups = Groups(processes, self.device, options.timeout)
+        board = Board(self._groups.store) if processes > 1 else None
+        self._update = OptimizerStep(
+            max_norm=options.max_grad_norm, undo=options.undo_steps, device=self.device
+        )
+        self._watch = watch_over(self._groups) if processes > 1 else None
+        if self._watch is not None:
+            dropped = weakref.finalize(self, self._watch.leave, "dropped its trainer")
+            dropped.atexit = False  # how the process ends says more
+        self._guard = Guard(self.rank, board, self._end, self._groups.place, self._watch)
+
+    def _said(self, setup: TrainingSetup, options: TrainerOptions) -> dict[str, Any]:
+        """What all ranks must be told alike."""
+        return {
+            "stages": setup.stages.count,
+            "microbatches": options.schedule.microbatches,
+            "schedule": setup.schedule,
+            "schedule='auto'": options.tunes,
+            "shapes": options.shapes,
+            "autocast": options.autocast,
+            "max_grad_norm": options.max_grad_norm,
+            "undo_steps": options.undo_steps,
+            "shared_parameters": [*map(list, self.shared_parameters)],
+        }
 
     @property
     def rank(self) -> int:

@@ -1,0 +1,237 @@
+"""Trains a model that is cut into stages, over any number of processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from autosplit.errors import PipelineError
+from autosplit.pipeline.builders.schedule_request import AUTO, ScheduleRequest
+from autosplit.pipeline.engine.execution.stage_assembly import SplitStage, StageFactory
+from autosplit.pipeline.engine.messages.default_group import process_count
+from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.runtime.split_options import SplitOptions
+
+from .training.options import TrainerOptions, schedule_request, stage_factory_of
+from .training.stage_modules import LossFunction, Partitioned, StageList, StageSource
+from .training.stage_trainer import OptimizerFunction, StageTrainer
+from .training.tied_parameters import Holder
+from .training.training_setup import TrainingSetup
+
+Model: TypeAlias = "StageList | nn.Module"
+Example: TypeAlias = "Tensor | Sequence[Tensor] | Mapping[str, Tensor]"
+"""Example inputs of a whole model: one tensor, several, or keyword arguments by name."""
+
+
+class PipelineTrainer(StageTrainer):
+    """Trains a pipeline of stages: one process per stage, or several stages per process.
+
+    Every process makes the same calls. Start them with torchrun or ``autosplit.pipeline.launch``.
+    Whatever goes wrong on one rank ends the trainer on all of them, with the first cause as
+    message; a new trainer must then be built.
+
+    Under a schedule with two copies of the stages (``"chimera"``, ``"dualpipe"``), two ranks hold
+    each stage and half of the microbatches go each way. The copies start with the parameters and
+    buffers of the first; every rank that holds the first or the last stage needs the batch, the
+    same on all. Losses are bit for bit those of a schedule with one copy on the same weights. Each
+    copy adds up the gradients of its own microbatches, then both get the sum of the two: another
+    order of summation than with one copy, so gradients differ by its rounding (not with two
+    microbatches), but they are the same bit for bit on both ranks and from run to run. Optimizers
+    must do the same with the same gradients, so none may draw random numbers. No buffer may be
+    written, and random layers draw from the generator of their rank: seed ranks differently.
+
+    Args:
+        model: the modules in order (a list, or an ``nn.ModuleList``), or a function that builds
+            module ``index`` and is called for this process's stages only: outputs of one are the
+            positional inputs of the next. Or a model that ``autosplit.partition`` has cut, or any
+            other ``nn.Module``, ``nn.Sequential`` included, which it then cuts into ``stages``.
+        loss_fn: ``loss_fn(output, targets)`` gives the scalar loss of one microbatch.
+        optimizer_fn: builds the optimizer of this process's parameters.
+        stages: how many stages there are; required with a function and with a whole model.
+        example: the inputs of one microbatch, to cut a whole model with: a tensor, a tuple, or
+            a dictionary of keyword arguments. With anything but a whole model not allowed.
+        planning: further options of ``autosplit.partition`` for a whole model, such as ``{"costs":
+            "estimate", "limits": Limits(cap=8e9)}``; what the trainer knows, it hands on itself.
+        schedule: a name from ``autosplit.pipeline.SCHEDULES``, a Schedule, or ``"auto"``:
+            measure the first three steps and run the shortest schedule that ``search`` finds for
+            them from then on, on the same placement and within the memory of the split schedule
+            that they ran.
+        microbatches: M, into how many equal parts a batch is cut along dimension 0.
+        split_backward: run input and weight gradients as separate actions.
+        weights: where the weight gradients go, see ``schedules.build``.
+        early_weights: run the next weight gradients wherever a rank would wait for a message,
+            rather than where the schedule has them; the results are the same, bit for bit. Only
+            on the CPU: on a GPU, the host does not know when the device waits.
+        slices: into how many parts of near-equal FLOPs ``early_weights`` may cut a weight gradient,
+            so that it fits a wait shorter than the whole.
+        shapes: how many shapes the batches may have, such as a shorter last batch or several
+            sequence lengths. Each has its own graphs, built when it first comes.
+        autocast: ``torch.bfloat16`` runs modules and loss under autocast.
+        max_grad_norm: clips the norm of the whole model's gradient to this.
+        undo_steps: if an optimizer fails in ``step``, take the step back on every rank. Keeps a
+            copy of parameters and optimizer state while the optimizers move.
+        shared_parameters: groups of (stage, name) that are one parameter of the model. They start
+            with the values of the first holder, and each gets the sum of the gradients. Those that
+            modules of a list, or a model that is cut, have in common are found.
+        device: where this process's stages go; None means the current CUDA device if the default
+            process group has NCCL, else the CPU.
+        ranks: how many processes take part; None means all. 1 keeps all stages in this process
+            and needs no process group.
+        timeout: seconds to wait for another rank, and for each stage to be built.
+        record: record each step for ``timeline``; may be changed between steps.
+        backend: how stages are compiled, see ``autosplit.Stage``; None means ``"eager"``.
+        memory: what a microbatch holds, see ``autosplit.split``; None means ``"balanced"``.
+        accumulation: how weight gradients of microbatches are added up, see ``autosplit.Stage``;
+            None means ``"exact"``. ``"concatenated"`` makes one call of those Ws of a stage that
+            the schedule has next to each other on a rank.
+        grad_dtype: in which dtype they are, see ``autosplit.Stage``; None means each parameter's.
+        stage_factory: makes stages in place of ``autosplit.Stage``.
+
+    Raises:
+        PipelineError: no process group, a count that does not fit, or any other bad argument.
+        ScheduleError: an unknown schedule or placement of weight gradients, or an illegal schedule.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        loss_fn: LossFunction,
+        optimizer_fn: OptimizerFunction,
+        *,
+        microbatches: int,
+        stages: int | None = None,
+        example: Example | None = None,
+        planning: Mapping[str, Any] | None = None,
+        schedule: str | Schedule = "1f1b",
+        split_backward: bool = True,
+        weights: str | None = None,
+        early_weights: bool = False,
+        slices: int | None = None,
+        shapes: int = 1,
+        autocast: torch.dtype | None = None,
+        max_grad_norm: float | None = None,
+        undo_steps: bool = False,
+        shared_parameters: Sequence[Sequence[Holder]] = (),
+        device: torch.device | str | None = None,
+        ranks: int | None = None,
+        timeout: float = 300.0,
+        record: bool = False,
+        backend: str | None = None,
+        memory: str | int | None = None,
+        accumulation: str | None = None,
+        grad_dtype: torch.dtype | None = None,
+        stage_factory: StageFactory | None = None,
+    ) -> None:
+        factory = stage_factory_of(
+            stage_factory,
+            backend=backend,
+            memory=memory,
+            accumulation=accumulation,
+            grad_dtype=grad_dtype,
+            slices=slices,
+        )
+        options = TrainerOptions(
+            schedule_request(schedule, microbatches, ranks, split_backward, weights),
+            factory,
+            early_weights=early_weights,
+            shapes=shapes,
+            autocast=autocast,
+            max_grad_norm=max_grad_norm,
+            undo_steps=undo_steps,
+            timeout=timeout,
+        )
+        if _is_whole(model):
+            setup = _cut(model, stages, example, planning, loss_fn, options)
+        else:
+            _refuse_beside_stages(model, example=example, planning=planning)
+            setup = TrainingSetup.of(StageSource.of(model, stages), loss_fn, options)
+        super().__init__(
+            setup,
+            optimizer_fn,
+            options,
+            shared_parameters=shared_parameters,
+            device=device,
+            record=record,
+        )
+
+
+def _is_whole(model: Model) -> TypeGuard[nn.Module]:
+    return isinstance(model, nn.Module) and not isinstance(model, (nn.ModuleList, Partitioned))
+
+
+def _refuse_beside_stages(model: Model, **options: object) -> None:
+    for name, value in options.items():
+        if value is not None:
+            what = "a model that is already cut" if isinstance(model, Partitioned) else "stages"
+            raise PipelineError(f"{name} has no effect beside {what}; it is for a whole nn.Module")
+
+
+def _cut(
+    model: nn.Module,
+    count: int | None,
+    example: Example | None,
+    planning: Mapping[str, Any] | None,
+    loss_fn: LossFunction,
+    options: TrainerOptions,
+) -> TrainingSetup:
+    """Cut a whole model into stages for what they are to run.
+
+    Raises:
+        CaptureError: the model cannot be captured in one graph; names the user's line.
+        PlanError: it cannot be cut so; says why.
+    """
+    # Training stages that are there needs no planner, which takes long to import.
+    from autosplit.planner.cuts.cut_model import Planning, cut_model
+
+    if count is None or example is None:
+        raise PipelineError(
+            f"a {type(model).__name__} is one module, to be cut into stages: say how many, "
+            "stages=N, and give the inputs of one microbatch as example=...; a module whose "
+            "children are the stages is given as a list, [*module]"
+        )
+    how = Planning.of(planning or {})
+    request = options.schedule
+    built = options.schedule_for(count, process_count(request.ranks, count))
+    if options.shapes > 1:
+        raise PipelineError(
+            f"shapes={options.shapes} has no effect on a whole model, which is cut for batches of "
+            "one shape: pad the others to it, or give stages"
+        )
+    factory = options.factory
+    found = cut_model(
+        model,
+        example,
+        None,
+        count,
+        _planned_for(request, built),
+        how,
+        split=factory.split if isinstance(factory, SplitStage) else SplitOptions(),
+        autocast=options.autocast,
+        loss_fn=loss_fn,
+    )
+    partition = found.partition()
+    stages = StageSource(count, partition.build, partition.wiring, partition.shared, cut=True)
+    schedule = found.solution.schedule if built.mirror is None else built
+    return TrainingSetup.of(stages, loss_fn, options, schedule)
+
+
+def _planned_for(request: ScheduleRequest, built: Schedule) -> ScheduleRequest:
+    """What stages are cut for: a schedule by name is built anew for their times.
+
+    For two copies of the stages nothing is planned: they want equal stages, as 1F1B does.
+
+    Args:
+        request: what the user asked for.
+        built: the schedule before it is known what stages take.
+    """
+    ranks = len(built.ranks)
+    if built.mirror is not None:
+        split = request.split_backward
+        return ScheduleRequest("1f1b", request.microbatches, ranks, split_backward=split)
+    if request.name == AUTO:
+        return ScheduleRequest(built, request.microbatches, ranks)
+    return replace(request, ranks=ranks)

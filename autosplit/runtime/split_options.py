@@ -1,0 +1,40 @@
+"""How a module is split and its graphs are run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autosplit.backends.compiled_graph import check_backend
+from autosplit.errors import SplitError
+from autosplit.passes import Memory, PassError, memory_setting
+
+
+@dataclass(frozen=True)
+class SplitOptions:
+    """What the passes and the backend are told; ``autosplit.split`` says what each means.
+
+    Attributes:
+        backend: how graphs are run.
+        memory: what one microbatch holds, a setting or a budget in bytes.
+        late_input: whether W does the whole backward where no input needs a gradient, see
+            ``autosplit.Stage``.
+
+    Raises:
+        SplitError: an unknown backend or memory setting; lists the known ones.
+    """
+
+    backend: str = "eager"
+    memory: str | int = "balanced"
+    late_input: bool = False
+
+    def __post_init__(self) -> None:
+        check_backend(self.backend)
+        try:
+            memory_setting(self.memory)
+        except PassError as error:
+            raise SplitError(str(error)) from None
+
+    @property
+    def memory_policy(self) -> Memory:
+        """The memory setting as the passes take it."""
+        return memory_setting(self.memory, late_input=self.late_input)
