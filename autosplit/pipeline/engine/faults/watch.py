@@ -29,11 +29,12 @@ from .rank_process import QUIETLY, Process
 from .store_register import RETURNED, Register
 
 _BEAT = 0.25
-# Whoever loses a peer looks this long for what became of it.
-_PATIENCE = 1.0
 _LOOK_EVERY = 0.02
 # A rank that does not beat for so long is silent; a busy machine may be late.
 _SILENCE = 4 * _BEAT
+# Whoever loses a peer looks this long for what became of it. A wait that times out closes the
+# connections of its rank, which only then listens for who is silent: leave it time to say so.
+_PATIENCE = 3 * _SILENCE
 _JOIN = 2.0
 
 _DEPARTED = ("left", -1)  # any rank
