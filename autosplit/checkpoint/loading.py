@@ -100,7 +100,7 @@ def load_checkpoint(
 
 
 class _Intake:
-    """What one rank takes from a checkpoint."""
+    """One rank's share of a checkpoint being loaded."""
 
     def __init__(self, ranks: Ranks, naming: Naming, path: Path, *, optimizer: bool | None) -> None:
         self._ranks = ranks

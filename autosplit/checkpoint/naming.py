@@ -1,4 +1,4 @@
-"""What the tensors of a trainer's stages are called in the whole model, and where each lives."""
+"""Whole-model names of the tensors in a trainer's stages, and the stage that holds each."""
 
 from __future__ import annotations
 

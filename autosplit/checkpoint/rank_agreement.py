@@ -1,4 +1,4 @@
-"""What all ranks of a trainer do together between two steps, or none does."""
+"""Collective work of a trainer's ranks between two steps: it succeeds on all ranks or none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From what a factory returned to a module and example inputs to split it with."""
+"""The module and example inputs in what a factory returned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the random generators of a rank stand, to go on there."""
+"""States of a rank's random generators, saved and restored."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class _Early:
 
 
 class OptimizerStep:
-    """The optimizer of one rank.
+    """One rank's optimizer: clipped steps, optimistic steps, and rollback.
 
     Args:
         max_norm: clips the norm of the whole model's gradient to this, if given.

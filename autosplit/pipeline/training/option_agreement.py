@@ -1,4 +1,4 @@
-"""What all ranks of a trainer must be told alike."""
+"""Options that must be equal on all ranks of a trainer."""
 
 from __future__ import annotations
 

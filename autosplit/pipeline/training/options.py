@@ -1,4 +1,4 @@
-"""What may be said to a trainer."""
+"""Options of a trainer, checked where they are made."""
 
 from __future__ import annotations
 

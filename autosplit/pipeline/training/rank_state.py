@@ -1,4 +1,4 @@
-"""What one rank holds of the model that is trained."""
+"""One rank's share of the model in training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .tied_parameters import Holder, SharedParameters
 
 
 class RankState:
-    """The modules of this rank's stages, kept equal with what other ranks hold of the same.
+    """This rank's stage modules and trainable parameters, kept equal with their replicas.
 
     Creating one is collective over all ranks.
 

@@ -1,4 +1,4 @@
-"""Stages that two ranks hold a copy of, and what would set the copies apart."""
+"""Stages replicated on two ranks, and what would let the replicas diverge."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autosplit.torch_internals.storage import versions
 
 
 class ReplicatedStages:
-    """This rank's stages of which another rank holds a copy too.
+    """This rank's stages that another rank holds a replica of.
 
     Each copy runs half of the microbatches. Parameters stay alike because both get the sum of the
     gradients (see ``shared``) and their optimizers do the same with it. A buffer that the forward

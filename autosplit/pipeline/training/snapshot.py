@@ -1,4 +1,4 @@
-"""A rank's weights, optimizer, buffers and random numbers as they were, to go back to."""
+"""Copies of parameters, optimizer state, buffers and random generators, for rollback."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Settings = list[dict[str, Any]]
 
 
 class GeneratorState:
-    """Where the random generators stand: the CPU's, and that of ``device`` if it is a GPU."""
+    """States of the random generators: the CPU's, and that of ``device`` if it is a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,4 +1,4 @@
-"""Gives a mode its stages when the first batch of its shape is there."""
+"""Builds the stages of a mode when the first batch of its shape arrives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the modules that the user gave to those that this process runs."""
+"""The stages that a trainer is given, and their modules completed with loss and autocast."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def _check_trained(loss_fn: LossFunction, module: nn.Module) -> None:
 
 
 class WithLoss(nn.Module):
-    """The last stage: its inputs, then the targets; puts out the loss.
+    """The last stage with the loss: takes its inputs, then the targets, and returns the loss.
 
     Args:
         targets: how many of the arguments are targets; None if the target is one plain tensor,

@@ -36,9 +36,9 @@ OptimizerFunction = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 class StageTrainer:
-    """Trains stages that are there or can be built, one after the other or wired.
+    """Trains pipeline stages over any number of processes.
 
-    What ``PipelineTrainer`` is beside cutting whole models, which needs a planner, whose trial runs
+    All of ``PipelineTrainer`` but cutting whole models. That needs the planner, whose trial runs
     need this.
 
     Args:

@@ -1,4 +1,4 @@
-"""Parameters that are one in the model and held more than once.
+"""Tied parameters: one parameter of the model that several stages or ranks hold.
 
 Tied ones, such as embeddings, are on several stages. Where a schedule runs two copies of the
 stages, every parameter is on two ranks.

@@ -1,4 +1,4 @@
-"""From what a trainer is given to what it is to run, before any rank is connected."""
+"""What a trainer runs, resolved before any rank is connected."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .stage_modules import LossFunction, StageSource
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """What is known before ranks connect.
+    """Stages, schedule and stage factory, known before ranks connect.
 
     Attributes:
         stages: the stages, none of them built yet.

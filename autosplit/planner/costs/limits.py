@@ -1,4 +1,4 @@
-"""What the ranks offer: memory and the links between them."""
+"""Limits of a plan: the memory of a rank and the links between ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autosplit.pipeline.simulation.transfer import Transfer
 
 @dataclass(frozen=True)
 class Limits:
-    """Memory and links.
+    """The memory of a rank, and the links between ranks.
 
     Attributes:
         cap: bytes that each rank may hold.

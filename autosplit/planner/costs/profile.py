@@ -115,7 +115,7 @@ def _measure(
 
 
 class _Scale(nn.Module):
-    """The least that has an F, an I and a W."""
+    """The smallest module with an F, an I and a W."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -40,7 +40,7 @@ _LEAST, _MOST = 5, 40  # timed steps
 
 @dataclass(frozen=True)
 class TrialRun:
-    """What the steps took.
+    """Measured times of a trial run.
 
     Attributes:
         times: per stage, median seconds of F, I and W.

@@ -1,4 +1,4 @@
-"""Ways to cut one model for one schedule: where to begin, and what is better."""
+"""Candidate cuts for a schedule: starts by dynamic programming, improved by local search."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SAME = 1 + 1e-9
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to cut, with the schedule built for it.
+    """Cuts with the schedule built for them, and what a step takes.
 
     Attributes:
         overflow: bytes above the cap, over all ranks.
@@ -50,7 +50,7 @@ class Candidate:
 
 
 class CutSearch:
-    """Everything that stays the same while cuts are tried.
+    """The search for one model's cuts under one schedule.
 
     Args:
         costs: of the model's blocks.

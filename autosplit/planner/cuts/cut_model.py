@@ -1,4 +1,4 @@
-"""A whole model in, stages that suit a schedule out: captured, measured, cut, and tried."""
+"""A whole model captured, measured, cut for a schedule, and refined by trial runs."""
 
 from __future__ import annotations
 

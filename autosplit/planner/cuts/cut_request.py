@@ -1,4 +1,4 @@
-"""Which stages are wanted, and the best of them for some costs."""
+"""What a model is to be cut into, and the best cuts for given costs."""
 
 from __future__ import annotations
 

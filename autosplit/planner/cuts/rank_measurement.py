@@ -1,4 +1,4 @@
-"""What ranks measure together: each at the same time, and all get the same."""
+"""Measurements that all ranks make at once, with the same result on each."""
 
 from __future__ import annotations
 

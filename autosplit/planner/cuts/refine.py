@@ -1,4 +1,4 @@
-"""From costs of blocks to stages that were tried: plan, run, correct, plan again."""
+"""Refines cuts by trial runs: plan, run, correct the costs, plan again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ROUNDS = 4
 
 @dataclass(frozen=True)
 class Refinement:
-    """What came of it.
+    """Cuts and costs of blocks after trial runs.
 
     Attributes:
         solution: the stages with the shortest step that was tried, or more even ones whose
@@ -47,7 +47,7 @@ def refine_by_trial_runs(
         costs: of the model's blocks.
         find: the best stages for some costs.
         run_trial: runs them.
-        rounds: how many different stages to run_trial at the most.
+        rounds: how many different cuts to try at the most.
 
     Raises:
         PlanError: no rounds.

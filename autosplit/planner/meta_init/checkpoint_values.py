@@ -1,4 +1,4 @@
-"""The values of a checkpoint for stages that are built from a model without memory."""
+"""Checkpoint values for the stages of a meta-device model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory and values for the parameters of one stage."""
+"""Materialises a stage's meta-device parameters: memory and values."""
 
 from __future__ import annotations
 

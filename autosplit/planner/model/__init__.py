@@ -1,1 +1,1 @@
-"""A whole model as a line of blocks, and its stages as modules."""
+"""A captured model as a sequence of blocks, and its stages as modules."""

@@ -1,4 +1,4 @@
-"""One block of a model by itself, ready to be traced or run."""
+"""Blocks of a model as a Stage with state of its own, ready to be traced or run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class NamedBlock(Protocol):
 
 
 class BlockSequence(Protocol):
-    """What costs are found of.
+    """A model in blocks, as profiles and estimates take it.
 
     Attributes:
         blocks: in order.

@@ -1,4 +1,4 @@
-"""Where a model can be cut with little to send, and what lies between these cuts."""
+"""Blocks of a model: what lies between the places where a cut sends little."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from .operation_sequence import OperationSequence
 
 @dataclass(frozen=True)
 class Block:
-    """A part of the line that is never cut.
+    """A range of operations that is never cut.
 
     Attributes:
         name: the outermost module that starts here; where none does, the module that it is in
             and the first operation, as ``encoder:add_3``. No two blocks have one name.
         signature: equal for blocks that do the same on tensors of the same shapes.
         parameters: names of the parameters that it reads, each once, in order.
-        first: where on the line it starts.
+        first: where in the sequence it starts.
         last: where the next one starts.
     """
 

@@ -1,4 +1,4 @@
-"""A whole model, captured, as a line of blocks."""
+"""A whole model, captured, as a sequence of blocks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .subgraph_module import StageModule, make_stage_graph
 
 
 class WholeModel:
-    """The forward of a model for one microbatch, as a line of blocks.
+    """The captured forward of a model for one microbatch, as a sequence of blocks.
 
     Attributes:
         model: the user's module itself.

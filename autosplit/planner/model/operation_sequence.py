@@ -1,8 +1,8 @@
-"""The forward of a model as a line of operations that can be cut between any two.
+"""The forward of a model as a sequence of operations that can be cut between any two.
 
-Some operations are not on the line: what depends on nothing but the batch, buffers and
-constants, and is cheap (masks, position ids, rotary tables), is done again in every stage that
-wants it, which costs less than sending it.
+Some operations are not in the sequence: what depends on nothing but the batch, buffers and
+constants, and is cheap (masks, position ids, rotary tables), is replicated in every stage that
+reads it, which costs less than sending it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class OperationSequence:
 
     Attributes:
         forward: the captured forward.
-        body: the operations on the line.
+        body: the operations in order, without replicated ones.
         position: of each of them.
         settings: grad mode and autocast around every node that a stage may hold.
         replicated: operations that every stage does for itself.
-        last_use: of each of them, where on the line it is read last; the line's length if the
+        last_use: of each of them, where in ``body`` it is read last; its length if the
             model returns it.
         writers: storage -> the operations that write into it.
         forbidden: cuts that would divide what belongs together -> why; cut k is before
@@ -77,12 +77,12 @@ class OperationSequence:
         return [leaf for leaf in self.forward.leaves if isinstance(leaf, fx.Node)]
 
     def part(self, first: int, last: int) -> tuple[list[fx.Node], list[fx.Node]]:
-        """What a stage holds that runs the line from ``first`` up to but not ``last``, and what it
+        """What a stage holds that runs ``body`` from ``first`` up to but not ``last``, and what it
         reads; the last one has what the model returns as well.
 
         Returns:
-            operations in order, those included that are done again; and the nodes outside of the
-            part that they read: operations on the line, inputs, state and constants.
+            operations in order, replicated ones included; and the nodes outside of the
+            part that they read: operations of the sequence, inputs, state and constants.
         """
         results = self.results if last == len(self.body) else []
         own = {*self.body[first:last], *(n for n in results if n in self.replicated)}
@@ -209,7 +209,7 @@ def _forbidden(line: OperationSequence) -> dict[int, str]:
 
 
 def _touched(line: OperationSequence) -> dict[int, list[int]]:
-    """Storage -> where on the line it is made, read or written."""
+    """Storage -> where in the sequence it is made, read or written."""
     found: dict[int, list[int]] = {}
     for index, node in enumerate(line.body):
         effect = line.effects[node]

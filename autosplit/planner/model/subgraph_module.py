@@ -21,7 +21,7 @@ from .operation_sequence import OperationSequence
 
 @dataclass(frozen=True)
 class OutputStructure:
-    """How a model's result is made of the tensors that its last stage computes.
+    """The pytree of a model's outputs, rebuilt from the tensors of its last stage.
 
     Attributes:
         leaves: for each leaf the position among these tensors, or None for one that is no tensor.
@@ -45,7 +45,7 @@ class OutputStructure:
 
 @dataclass(frozen=True)
 class StageGraph:
-    """One mode, training or evaluation, of a stage.
+    """The graph of a stage in one mode, training or evaluation.
 
     Attributes:
         graph: takes the state in the order of ``state``, then the inputs; gives a tuple.
@@ -86,9 +86,9 @@ def make_stage_graph(
 
     Args:
         line: where they are on.
-        nodes: in order, those included that are done again.
+        nodes: in order, replicated ones included.
         inputs: what the program is given; None for an argument that it does not read.
-        outputs: what it puts out; None for the result of the model.
+        outputs: what it returns; None for the result of the model.
     """
     forward = line.forward
     graph = fx.Graph()

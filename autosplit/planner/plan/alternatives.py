@@ -1,4 +1,4 @@
-"""One way to run a model on some devices, and how it compares with the others."""
+"""Configurations of a model on some devices, ranked by their predicted steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autosplit.planner.cuts.solve import CapError, Solution
 
 @dataclass(frozen=True)
 class Configuration:
-    """One way to run the model.
+    """Stages, schedule and memory setting of one way to run a model.
 
     Attributes:
         stages: N.

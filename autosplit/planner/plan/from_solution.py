@@ -1,4 +1,4 @@
-"""From a solution to a plan."""
+"""Plans made from a solution of the cut search."""
 
 from __future__ import annotations
 

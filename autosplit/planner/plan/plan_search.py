@@ -34,7 +34,7 @@ _SEARCHED = 2  # of these, for which a schedule of their own is searched
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """What a search is to hold on to; None leaves it open.
+    """What a search may choose from; None leaves a choice open.
 
     Attributes:
         stages: N, else one a device, or as many as a schedule wants.

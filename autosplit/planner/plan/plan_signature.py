@@ -1,4 +1,4 @@
-"""What a plan was made for, so that it is not run on anything else."""
+"""Plan signatures: the model and the microbatch inputs that a plan is valid for."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Input:
 
 @dataclass(frozen=True)
 class PlanSignature:
-    """A model and the inputs of one microbatch.
+    """The model and the inputs of one microbatch that a plan is valid for.
 
     Attributes:
         model: its class, for messages.

@@ -1,4 +1,4 @@
-"""Whether the values of a plan are such as it can have, whoever made it: us, a user, or a file."""
+"""Validation of plans, whether made here, by a user, or read from a file."""
 
 from __future__ import annotations
 

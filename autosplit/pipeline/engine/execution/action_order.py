@@ -16,7 +16,7 @@ Values = list[Any]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """An action in parts, so that waiting for input does not count as work.
+    """An action as fetch, compute and deliver, so that waiting for input is not counted as work.
 
     Attributes:
         action: what it is.

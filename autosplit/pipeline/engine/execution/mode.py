@@ -22,7 +22,7 @@ from .stage_assembly import TrainableStage, compile_stages
 
 
 class Mode:
-    """What a rank needs to run ``schedule`` again and again.
+    """One rank's executor, static shapes and messages for repeated runs of ``schedule``.
 
     Args:
         name: tells the modes of one trainer apart.

@@ -1,4 +1,4 @@
-"""When a rank ran what, in seconds of ``time.perf_counter``."""
+"""Records when a rank ran which action, in seconds of ``time.perf_counter``."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class HostRecorder:
 
 
 class DeviceRecorder:
-    """For stages whose calls only give a GPU its work: by events between the kernels.
+    """For stages whose calls only enqueue kernels on a GPU: by events between them.
 
     In a step nobody may wait for the whole device, for a receive that was posted ahead stands
     there until another rank has what this one has yet to send. And a wait at every action would

@@ -64,7 +64,7 @@ class StageFactory(Protocol):
 
 @dataclass(frozen=True)
 class SplitStage:
-    """The factory of ``autosplit.Stage`` with these options, which are those of ``Stage``.
+    """Makes an ``autosplit.Stage`` with these options, which are its own.
 
     Where a stage's inputs need no gradient, no other stage waits for its I, which would put off the
     forwards behind it: with ``late_input`` its W is the whole backward.

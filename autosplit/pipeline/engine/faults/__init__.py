@@ -1,1 +1,1 @@
-"""What became of other ranks: who failed first, who died, left or is stuck."""
+"""Failure detection: which rank failed first, died, left or hangs."""

@@ -1,4 +1,4 @@
-"""What a rank is doing: what it was in when it died, or whether others wait for it."""
+"""A rank's current phase and action, and whether it waits for others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ AROUND = "the code around the trainer"
 
 
 class RankActivity:
-    """Written by the thread that does it, read by the one that watches.
+    """What a rank is doing: written by the thread that does it, read by the one that watches.
 
     Attributes:
         phase: in words.

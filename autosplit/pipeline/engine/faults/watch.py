@@ -41,7 +41,7 @@ _DEPARTED = ("left", -1)  # any rank
 
 
 class Pulse(NamedTuple):
-    """What a rank says of itself.
+    """A rank's heartbeat.
 
     Attributes:
         beat: counts.
@@ -61,7 +61,7 @@ class Pulse(NamedTuple):
 
 
 class PeerWatch:
-    """What a rank knows of the others.
+    """Sends a rank's heartbeat and watches those of the others.
 
     Args:
         rank: this rank.

@@ -1,4 +1,4 @@
-"""What the default process group is to a trainer."""
+"""The default process group: its device and size, and plain data over it."""
 
 from __future__ import annotations
 

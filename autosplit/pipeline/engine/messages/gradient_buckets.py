@@ -1,4 +1,4 @@
-"""The gradients of parameters that are held more than once, added up a bucket at a time."""
+"""Gradients of tied parameters, summed across ranks a bucket at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST = 2**25
 
 @dataclass(frozen=True)
 class Member:
-    """This rank's part in one parameter of the model.
+    """This rank's copies of one tied parameter.
 
     Attributes:
         copies: what this rank holds of it, one or more.

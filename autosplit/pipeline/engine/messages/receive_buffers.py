@@ -1,4 +1,4 @@
-"""Memory for what arrives, used again as soon as nobody has a tensor in it any more.
+"""Receive buffers, reused as soon as nobody holds a tensor in them any more.
 
 A received activation lives in the stage that took it until its backward, and whoever keeps it
 longer (a user's list, another stage, a message that passes it on) keeps it alive by its storage,

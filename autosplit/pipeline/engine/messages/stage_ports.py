@@ -1,4 +1,4 @@
-"""What goes into a stage and what comes out of it, put together from parcels of other stages."""
+"""A stage's inputs and output gradients, assembled from the messages of other stages."""
 
 from __future__ import annotations
 

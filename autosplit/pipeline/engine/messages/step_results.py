@@ -14,7 +14,7 @@ from .process_groups import Groups, Sum
 
 
 class Agreement:
-    """One step's numbers on their way; whoever has them knows that every rank ran the step.
+    """Losses and gradient norm of a step in flight; having them means that every rank ran it.
 
     One small sum carries the losses (on ranks without them they are zero) and the norm's
     squares. It is collective, and starts when this is made.

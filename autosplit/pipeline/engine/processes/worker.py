@@ -28,7 +28,7 @@ from .outcome import Failure, Success
 
 @dataclass(frozen=True)
 class Job:
-    """What all ranks of a launch have in common.
+    """A launched function with its arguments, the same for all ranks.
 
     Attributes:
         call: the pickled function and arguments.
