@@ -16,7 +16,7 @@ from autosplit.checkpoint.storage.formats import Reader, open_checkpoint
 from autosplit.errors import CheckpointError
 from autosplit.pipeline.training.stage_trainer import StageTrainer
 
-from .naming import Mismatch, ModelTensor, Names, Naming, check, check_kinds, source
+from .naming import Mismatch, ModelTensor, Names, Naming, check_kinds, check_mismatches, source
 from .rank_agreement import Ranks
 from .state import optimizer_state, run_state
 
@@ -119,7 +119,7 @@ class _Intake:
 
     def check(self, *, strict: bool) -> None:
         """Refuse what does not fit; collective."""
-        self._ranks.do(lambda: check(self.mismatches, self._path, strict=strict))
+        self._ranks.do(lambda: check_mismatches(self.mismatches, self._path, strict=strict))
         self._ranks.do(
             lambda: check_kinds(
                 ((name, tensor.dtype) for tensor, name in self._tensors.values()),
@@ -139,7 +139,7 @@ class _Intake:
         """What there is of the run."""
         found = self.reader.read_run() if isinstance(self.reader, DistributedFolder) else {}
         groups = groups_of(self._trainer, self._naming)
-        return run_state.unpack(
+        return run_state.unpack_run(
             found, self._ranks, groups, scheduler=scheduler, generators=generators
         )
 
@@ -161,7 +161,7 @@ class _Intake:
         keys = self._keys()
         if keys and self._trainer.optimizer and isinstance(self.reader, DistributedFolder):
             flat = self.reader.read_optimizer(keys)
-            optimizer_state.restore(self._trainer.optimizer, self._called(), flat)
+            optimizer_state.restore_optimizer(self._trainer.optimizer, self._called(), flat)
 
     def _keys(self) -> list[str]:
         found = (found for _, found in self._parameters.values() if found is not None)

@@ -137,7 +137,7 @@ class Naming:
         return found + [Mismatch(name, None, tuple(shapes[name])) for name in extra]
 
 
-def check(mismatches: Sequence[Mismatch], path: object, *, strict: bool) -> None:
+def check_mismatches(mismatches: Sequence[Mismatch], path: object, *, strict: bool) -> None:
     """Refuse a checkpoint that does not fit.
 
     Args:

@@ -65,10 +65,10 @@ def save_checkpoint(
     )
     staging = _staging(ranks, path)
     try:
-        from autosplit.checkpoint.storage.writer import write
+        from autosplit.checkpoint.storage.writer import write_tensors
 
         with ranks.together() as groups:
-            problem = write(state, staging.folder, groups)
+            problem = write_tensors(state, staging.folder, groups)
         ranks.check(problem)
         own = ranks.do(lambda: _digests(staging.folder, ranks.number))
         digests = {name: value for part in ranks.gather(own) for name, value in part.items()}
@@ -92,7 +92,7 @@ def _state(
     }
     tensors = tensors_of(trainer, homes)
     state: dict[str, Any] = {
-        "autosplit": run_state.pack(
+        "autosplit": run_state.pack_run(
             ranks, groups_of(trainer, naming), scheduler=scheduler, step=step, extra=extra
         )
     }

@@ -60,7 +60,7 @@ def compare(
     backward, alternating step by step, and print what changed.
     """
     from autosplit.compare.run import compare as run
-    from autosplit.compare.run import write_json, write_pictures
+    from autosplit.compare.run import write_json, write_timelines
     from autosplit.compare.settings import Settings
     from autosplit.compare.table import comparison_table, durations_table
 
@@ -77,7 +77,7 @@ def compare(
         write_json(found, json_file)
     if output:
         write_json(found, output / "results.json")
-        files = [*write_pictures(found, output), output / "results.json", output / "graphs"]
+        files = [*write_timelines(found, output), output / "results.json", output / "graphs"]
         click.echo("\nwritten: " + ", ".join(map(str, files)))
 
 

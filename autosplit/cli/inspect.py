@@ -6,7 +6,7 @@ import pathlib
 
 import click
 
-from .options import backend, folder_to_write, memory_setting, setting, typed_errors
+from .options import backend, folder_to_write, memory_option, setting, typed_errors
 
 
 @click.command()
@@ -22,7 +22,7 @@ from .options import backend, folder_to_write, memory_setting, setting, typed_er
     "--memory",
     default="balanced",
     show_default=True,
-    callback=memory_setting,
+    callback=memory_option,
     help="fast, balanced, lean, or the bytes that one microbatch may hold between I and W.",
 )
 @folder_to_write("--dump", "folder", help="Write the graphs to this folder.")
@@ -42,10 +42,10 @@ def inspect(
     """
     from autosplit.compare.factory import prepared
 
-    from .inspection import example, split_example
+    from .inspection import example_inputs, split_example
 
     made = prepared(factory, overrides)()
-    given = example(made, factory, stages, stage, input_grads=not no_input_grads)
+    given = example_inputs(made, factory, stages, stage, input_grads=not no_input_grads)
     module = split_example(given, factory, backend=backend, memory=memory)
     click.echo(module.report())
     if folder:

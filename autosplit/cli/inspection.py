@@ -19,7 +19,9 @@ Example: TypeAlias = "tuple[nn.Module, tuple[Any, ...], dict[str, Any]]"
 """A module with positional and keyword inputs."""
 
 
-def example(made: Any, factory: str, stages: int, stage: int, *, input_grads: bool) -> Example:
+def example_inputs(
+    made: Any, factory: str, stages: int, stage: int, *, input_grads: bool
+) -> Example:
     """A module with positional and keyword inputs.
 
     Args:
@@ -53,7 +55,7 @@ def split_example(given: Example, factory: str, *, backend: str, memory: str | i
     """The module split, and captured for its inputs.
 
     Args:
-        given: what ``example`` found.
+        given: what ``example_inputs`` found.
         factory: its name, for messages.
         backend: see ``split``.
         memory: see ``split``.

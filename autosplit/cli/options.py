@@ -69,7 +69,7 @@ def counts(
     return counts
 
 
-def memory_setting(context: click.Context, parameter: click.Parameter, value: str) -> str | int:
+def memory_option(context: click.Context, parameter: click.Parameter, value: str) -> str | int:
     return int(value) if re.fullmatch("[0-9]{1,18}", value) else value
 
 

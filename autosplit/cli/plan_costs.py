@@ -26,7 +26,7 @@ from autosplit.planner.model.block_instance import StageOptions
 from autosplit.planner.model.captured_model import WholeModel
 from autosplit.planner.plan.alternatives import Configuration
 from autosplit.planner.plan.plan import made_for
-from autosplit.planner.plan.plan_search import settings_of
+from autosplit.planner.plan.plan_search import count_settings
 from autosplit.planner.plan.plan_signature import PlanSignature
 from autosplit.runtime.split_options import SplitOptions
 
@@ -51,7 +51,7 @@ class KnownCosts:
         self._wholes: dict[int, WholeModel] = {}
         self._known: dict[tuple[int, str | int], ModelCosts] = {}
         self._device: DeviceSpeed | None = None
-        self._share = request.seconds / settings_of(request.space, request.devices, batch)
+        self._share = request.seconds / count_settings(request.space, request.devices, batch)
 
     def __call__(self, size: int, memory: str | int) -> ModelCosts:
         if (size, memory) not in self._known:

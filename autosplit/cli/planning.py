@@ -22,7 +22,7 @@ from autosplit.planner.meta_init.meta_model import meta_model
 from autosplit.planner.plan.alternatives import Configuration
 from autosplit.planner.plan.from_solution import make_plan
 from autosplit.planner.plan.plan import Plan
-from autosplit.planner.plan.plan_search import search
+from autosplit.planner.plan.plan_search import search_plans
 from autosplit.text.writing import write_text
 
 from .example_inputs import samples_of
@@ -109,7 +109,7 @@ def _plan(build: Callable[[], Any], name: str, request: PlanRequest) -> PlanResu
         links = measure_links() if grouped() else profile_transfer()
         limits = replace(limits, links=links)
     source = KnownCosts(model, args, kwargs, request, batch)
-    found = search(
+    found = search_plans(
         source,
         request.devices,
         batch,

@@ -67,7 +67,7 @@ def project(
     return survey(costs, microbatches, chunks=chunks, cap=cap, proved=exact)
 
 
-def choose(found: Survey, name: str | None) -> Entry:
+def choose_schedules(found: Survey, name: str | None) -> Entry:
     """The shortest step within the cap, or of the schedule ``name`` if it is given.
 
     Raises:

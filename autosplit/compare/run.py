@@ -54,7 +54,7 @@ def write_json(comparison: Comparison, file: pathlib.Path) -> None:
     write_text(file, json.dumps({"rows": rows}, indent=2) + "\n")
 
 
-def write_pictures(comparison: Comparison, folder: pathlib.Path) -> list[pathlib.Path]:
+def write_timelines(comparison: Comparison, folder: pathlib.Path) -> list[pathlib.Path]:
     """``timeline.png``, ``timeline.html`` and ``trace.json``; returns their paths."""
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)

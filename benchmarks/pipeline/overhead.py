@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import autosplit
-from autosplit.cli.inspection import example
+from autosplit.cli.inspection import example_inputs
 from autosplit.compare import Workload
 from autosplit.text.quartiles import quartiles, ratios
 from examples.models import convnet, llama, mlp
@@ -41,7 +41,7 @@ def measure_all(rounds: int) -> Rows:
     cases: dict[str, Workload] = {"llama": llama(), "mlp": mlp(), "convnet": convnet()}
     found: Rows = []
     for name, workload in cases.items():
-        module, (x,), _ = example(workload, name, 2, 1, input_grads=True)
+        module, (x,), _ = example_inputs(workload, name, 2, 1, input_grads=True)
         found.append(dataclasses.asdict(measure(name, module, x, rounds)))
     return found
 

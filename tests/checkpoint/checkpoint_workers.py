@@ -15,7 +15,7 @@ from autosplit.checkpoint import load_checkpoint, save_checkpoint
 from autosplit.pipeline.schedule.wiring import Wiring
 from autosplit.pipeline.trainer import PipelineTrainer
 from autosplit.pipeline.training.tied_parameters import Holder
-from autosplit.planner.meta_init.materialise import Values, materialise
+from autosplit.planner.meta_init.materialise import Values, materialise_stage
 from tests.pipeline.reference_stage import ReferenceStage
 
 VOCABULARY, WIDTH, LAYERS = 13, 8, 6
@@ -72,7 +72,7 @@ class Chain:
         self.shared = [tied] if stages > 1 else []
 
     def build(self, index: int) -> nn.Module:
-        return materialise(Part(self._model, self._ranges[index]), self._values)
+        return materialise_stage(Part(self._model, self._ranges[index]), self._values)
 
 
 def adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

@@ -24,7 +24,7 @@ from autosplit.checkpoint.storage.formats import open_checkpoint, read_checkpoin
 from autosplit.checkpoint.storage.writer import unworried
 from autosplit.pipeline import launch
 from autosplit.planner.meta_init.checkpoint_values import CheckpointValues
-from autosplit.planner.meta_init.materialise import materialise
+from autosplit.planner.meta_init.materialise import materialise_stage
 from autosplit.planner.meta_init.meta_model import meta_model
 from tests.checkpoint import checkpoint_workers
 from tests.checkpoint.checkpoint_workers import adam, named, train, trainer, whole
@@ -114,7 +114,7 @@ def test_a_skeleton_starts_with_the_checkpoints_values(save: Any, tmp_path: Path
 def test_a_loader_overwrites_values_that_are_there(tmp_path: Path) -> None:
     model = whole(1)
     weight = model[1][0].weight
-    materialise(model, CheckpointValues(model, save_file(tmp_path)))
+    materialise_stage(model, CheckpointValues(model, save_file(tmp_path)))
     assert model[1][0].weight is weight
     assert torch.equal(weight, whole(3)[1][0].weight)
 
@@ -124,7 +124,7 @@ def test_only_what_is_wanted_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     loader = CheckpointValues(model, save_sharded(tmp_path))
     (tmp_path / "b.safetensors").unlink()
     stage = checkpoint_workers.Part(model, range(2))
-    materialise(stage, loader)
+    materialise_stage(stage, loader)
     assert torch.equal(stage.get_parameter("1.0.weight"), whole(3)[1][0].weight)
 
 
@@ -275,7 +275,7 @@ def test_buffers_that_no_checkpoint_has_come_from_the_factory(tmp_path: Path) ->
 
     torch.save(Rotary().state_dict(), tmp_path / "x.pt")
     model = meta_model(Rotary)
-    assert materialise(model, CheckpointValues(model, tmp_path / "x.pt")).angles.tolist() == [
+    assert materialise_stage(model, CheckpointValues(model, tmp_path / "x.pt")).angles.tolist() == [
         0,
         1,
         2,
@@ -283,7 +283,7 @@ def test_buffers_that_no_checkpoint_has_come_from_the_factory(tmp_path: Path) ->
     with torch.device("meta"):
         model = Rotary()
     with pytest.raises(PlanError, match="angles: buffers that are in no checkpoint"):
-        materialise(model, CheckpointValues(model, tmp_path / "x.pt"))
+        materialise_stage(model, CheckpointValues(model, tmp_path / "x.pt"))
 
 
 def test_the_optimizer_is_left_out_on_demand(tmp_path: Path) -> None:

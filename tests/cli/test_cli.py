@@ -478,7 +478,7 @@ def test_unknown_backend(command: str) -> None:
 
 
 def test_inspect_writes_what_inductor_generated(tmp_path: pathlib.Path) -> None:
-    factory = "tests.compile.models:linear"
+    factory = "tests.backends.models:linear"
     result = run("inspect", factory, "--backend", "inductor", "--dump", str(tmp_path))
     assert result.exit_code == 0, result.output
     for name in ("forward", "backward_input", "backward_weight"):

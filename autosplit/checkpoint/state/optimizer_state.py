@@ -68,7 +68,9 @@ def is_option(key: str) -> bool:
 def check_groups(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str], flat: Mapping[str, Any]
 ) -> None:
-    """Refuse options that the groups of ``optimizer`` cannot have; arguments as for ``restore``.
+    """Refuse options that the groups of ``optimizer`` cannot have.
+
+    Arguments are those of ``restore_optimizer``.
 
     Raises:
         CheckpointError: parameters of one group had different options.
@@ -79,7 +81,7 @@ def check_groups(
         _check_alike([(name, known.get(f"param_groups.{name}", {})) for name in called])
 
 
-def restore(
+def restore_optimizer(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str], flat: Mapping[str, Any]
 ) -> None:
     """Put back what ``flatten`` gave.

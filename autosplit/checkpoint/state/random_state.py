@@ -22,7 +22,7 @@ def states(device: torch.device) -> dict[str, Tensor]:
     return found
 
 
-def check(found: States, device: torch.device) -> None:
+def check_generators(found: States, device: torch.device) -> None:
     """Refuse states that generators cannot take.
 
     Raises:
@@ -40,7 +40,7 @@ def check(found: States, device: torch.device) -> None:
         torch.Generator().set_state(found["cpu"])  # raises for what is none
 
 
-def restore(found: States, device: torch.device) -> None:
+def restore_generators(found: States, device: torch.device) -> None:
     """Go on from there."""
     torch.set_rng_state(found["cpu"])
     if device.type != "cpu":

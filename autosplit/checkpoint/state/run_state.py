@@ -22,7 +22,7 @@ Groups = list[list[tuple[str, ...]]]
 _ALL, _RANK = "all", "rank_"
 
 
-def pack(
+def pack_run(
     ranks: Ranks, groups: Groups, *, scheduler: Any, step: int | None, extra: Mapping[str, Any]
 ) -> dict[str, Tensor]:
     """What this rank writes, each as bytes.
@@ -80,13 +80,13 @@ class RunState:
             each()
 
 
-def unpack(
+def unpack_run(
     found: Mapping[str, Any], ranks: Ranks, groups: Groups, *, scheduler: Any, generators: bool
 ) -> RunState:
     """What there is for this rank; nothing is set yet.
 
     Args:
-        found: what ``pack`` gave on all ranks; empty for a checkpoint of others.
+        found: what ``pack_run`` gave on all ranks; empty for a checkpoint of others.
         ranks: those that take it up.
         groups: of this rank's optimizer.
         scheduler: that is to take up a state; None: there is none.
@@ -113,8 +113,8 @@ def unpack(
         how = "continued" if same and device.type in states[ranks.number] else "seeded"
         if how == "continued":
             own = states[ranks.number]
-            random_state.check(own, device)
-            restore.append(lambda: random_state.restore(own, device))
+            random_state.check_generators(own, device)
+            restore.append(lambda: random_state.restore_generators(own, device))
         else:
             restore.append(lambda: random_state.reseed(states, ranks.number))
     return RunState(run["step"], run["extra"], how, restore)

@@ -28,7 +28,7 @@ class _StagedWriter(FileSystemWriter):
         super().finish(metadata, results)
 
 
-def write(state: Mapping[str, Any], folder: Path, groups: Groups) -> str | None:
+def write_tensors(state: Mapping[str, Any], folder: Path, groups: Groups) -> str | None:
     """Write what the ranks have; collective over them.
 
     Args:

@@ -14,7 +14,7 @@ from autosplit.pipeline.engine.messages.step_results import Agreement
 from autosplit.torch_internals.storage import versions
 
 from .gradient_norm import clip_gradients, leaves_alone
-from .snapshot import OptimizerSnapshot, Settings, apply_settings, changed, settings_of
+from .snapshot import OptimizerSnapshot, Settings, apply_settings, changed, group_settings
 
 
 @dataclass
@@ -122,7 +122,7 @@ class OptimizerStep:
                 "taken back to clip them: use step(), or build the trainer without max_grad_norm"
             )
         self._clear()
-        settings = [] if self._optimizer is None else settings_of(self._optimizer)
+        settings = [] if self._optimizer is None else group_settings(self._optimizer)
         self._early = _Early(agreement, snapshot, gradients, settings)
 
     def settle(self) -> None:
@@ -162,7 +162,7 @@ class OptimizerStep:
         if optimizer is None or early.snapshot is None:
             return
         # A scheduler may have set the learning rate of the next step by now.
-        since = changed(early.settings, settings_of(optimizer))
+        since = changed(early.settings, group_settings(optimizer))
         kept = [p.grad for p in self._parameters]
         early.snapshot.restore()
         for parameter, gradient in zip(self._parameters, early.gradients, strict=True):

@@ -39,7 +39,7 @@ class OptimizerSnapshot:
         parameters = (p for group in optimizer.param_groups for p in group["params"])
         self._values = [(p, p.detach().clone()) for p in parameters]
         self._state = {key: copy.deepcopy(value) for key, value in optimizer.state.items()}
-        self._settings = settings_of(optimizer)
+        self._settings = group_settings(optimizer)
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -69,7 +69,7 @@ class ForwardState:
             buffer.copy_(value)
 
 
-def settings_of(optimizer: torch.optim.Optimizer) -> Settings:
+def group_settings(optimizer: torch.optim.Optimizer) -> Settings:
     """A copy of the groups' settings, such as learning rates."""
     return [
         {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}

@@ -29,7 +29,7 @@ from .option_agreement import check_unanimous
 from .options import TrainerOptions, choose_device, choose_order
 from .rank_state import RankState
 from .runner import Runner
-from .tied_parameters import Holder, joined
+from .tied_parameters import Holder, union_of_groups
 from .training_setup import TrainingSetup
 
 OptimizerFunction = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -69,7 +69,7 @@ class StageTrainer:
         device: torch.device | str | None = None,
         record: bool = False,
     ) -> None:
-        self.shared_parameters = joined(setup.stages.shared, shared_parameters)
+        self.shared_parameters = union_of_groups(setup.stages.shared, shared_parameters)
         self.record = record
         self.device = choose_device(device, setup.processes)
         self._clipping = options.max_grad_norm is not None

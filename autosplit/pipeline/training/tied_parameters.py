@@ -146,7 +146,7 @@ class SharedParameters:
             copy.copy_(values)
 
 
-def joined(
+def union_of_groups(
     found: Sequence[Sequence[Holder]], given: Sequence[Sequence[Holder]]
 ) -> tuple[Sequence[Holder], ...]:
     """The groups that were found in the model and those that the user gave, equal ones once."""

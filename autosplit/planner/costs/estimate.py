@@ -9,7 +9,12 @@ from tqdm import tqdm
 
 from autosplit.passes.analysis.operator_cost import flops, traffic
 from autosplit.pipeline.engine.execution.stage_assembly import footprint
-from autosplit.planner.model.block_instance import BlockSequence, StageOptions, distinct, prepare
+from autosplit.planner.model.block_instance import (
+    BlockSequence,
+    StageOptions,
+    distinct,
+    prepare_blocks,
+)
 
 from .block_costs import BlockCost, ModelCosts
 from .device_speed import DeviceSpeed, measure_device
@@ -64,7 +69,7 @@ def graph_seconds(graph: fx.GraphModule | None, device: DeviceSpeed) -> float:
 def _cost(
     whole: BlockSequence, index: int, options: StageOptions, device: DeviceSpeed
 ) -> BlockCost:
-    instance = prepare(whole, index, index + 1, options, blank=True)
+    instance = prepare_blocks(whole, index, index + 1, options, blank=True)
     graphs = instance.stage.functions.graphs
     forward, inputs, weights, backward = (
         graph_seconds(graph, device)

@@ -17,12 +17,12 @@ from autosplit.planner.model.block_instance import (
     BlockSequence,
     StageOptions,
     distinct,
-    prepare,
+    prepare_blocks,
 )
 from autosplit.stage import Stage
 
 from .block_costs import BlockCost, ModelCosts
-from .timing import Rounds, error, run
+from .timing import Rounds, error, time_stages
 
 
 def profile(
@@ -101,13 +101,13 @@ def _measure(
     """The costs of some blocks, the seconds of a call with next to nothing to compute, and by what
     share the blocks' sum may be off.
     """
-    instances = [prepare(whole, first, first + 1, options) for first in group]
+    instances = [prepare_blocks(whole, first, first + 1, options) for first in group]
     device = instances[0].inputs[0].device
     nothing = [torch.ones(1, device=device)]
     backend = options.split.backend
     empty = Stage(_Scale().to(device), [nothing[0].requires_grad_()], backend=backend)
     subjects = [(each.stage, each.inputs) for each in instances]
-    *rounds, least = run([*subjects, (empty, nothing)], seconds, progress)
+    *rounds, least = time_stages([*subjects, (empty, nothing)], seconds, progress)
     parts = (least.forward, least.backward_input, least.backward_weight)
     call = statistics.fmean(map(statistics.median, parts))
     pairs = zip(group, instances, rounds, strict=True)

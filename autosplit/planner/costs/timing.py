@@ -29,7 +29,7 @@ class Rounds:
     backward: list[float] = field(default_factory=list)
 
 
-def run(
+def time_stages(
     subjects: Sequence[tuple[Stage, list[Tensor]]],
     seconds: float,
     progress: Callable[[float], object] = lambda seconds: None,

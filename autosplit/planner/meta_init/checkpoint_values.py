@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from autosplit.checkpoint.naming import Naming, check, check_kinds, source
+from autosplit.checkpoint.naming import Naming, check_kinds, check_mismatches, source
 from autosplit.checkpoint.storage.formats import open_checkpoint
 
 from .initialise import Init, Initialiser
@@ -46,7 +46,7 @@ class CheckpointValues:
         self._naming = Naming.of_model(model)
         self._initialiser = Initialiser(model, init, seed=seed)
         self.mismatches = tuple(self._naming.mismatches(self._reader.shapes))
-        check(self.mismatches, path, strict=strict)
+        check_mismatches(self.mismatches, path, strict=strict)
         wanted = ((source(e, self._reader.shapes), e.dtype) for e in self._naming.entries)
         check_kinds(((n, d) for n, d in wanted if n is not None), self._reader.kinds, path)
 

@@ -25,7 +25,7 @@ class Values(Protocol):
         ...
 
 
-def materialise(
+def materialise_stage(
     module: nn.Module, values: Values | None, device: torch.device | str = "cpu"
 ) -> nn.Module:
     """Give what ``module`` has on the meta device memory and values, in place.

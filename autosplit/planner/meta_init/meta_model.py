@@ -153,7 +153,7 @@ def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
 
 
 @contextlib.contextmanager
-def stand_ins(model: nn.Module, device: torch.device | str = "cpu") -> Iterator[None]:
+def stand_in_tensors(model: nn.Module, device: torch.device | str = "cpu") -> Iterator[None]:
     """Inside, what is on the meta device has a stand-in on ``device``, with any values.
 
     For tracing, which wants one device but looks at no values. Stand-ins take no room: on the CPU

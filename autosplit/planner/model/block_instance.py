@@ -104,7 +104,7 @@ def distinct(whole: BlockSequence, options: StageOptions) -> dict[Hashable, list
     return found
 
 
-def prepare(
+def prepare_blocks(
     whole: BlockSequence, first: int, last: int, options: StageOptions, *, blank: bool = False
 ) -> BlockInstance:
     """Blocks ``first`` up to but not ``last`` as a stage.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from autosplit.capture.forward_graph import capture_forward
 from autosplit.errors import CaptureError, PlanError
-from autosplit.planner.meta_init.meta_model import named_tensors, stand_ins
+from autosplit.planner.meta_init.meta_model import named_tensors, stand_in_tensors
 from autosplit.torch_internals.module_state import hold_state, modes_kept
 from autosplit.torch_internals.pytree import flatten_named, tree_flatten, tree_unflatten
 
@@ -74,7 +74,7 @@ class WholeModel:
         """
         args, given = _apart(_inputs(args, kwargs))
         try:
-            with stand_ins(model, _device(model, (args, given))):
+            with stand_in_tensors(model, _device(model, (args, given))):
                 forward = capture_forward(model, args, given)
         except CaptureError as error:
             raise CaptureError(

@@ -15,7 +15,7 @@ from autosplit.errors import AutosplitError, PlanError
 from autosplit.pipeline.schedule.wiring import Source, Wiring
 from autosplit.planner.meta_init.checkpoint_values import CheckpointValues
 from autosplit.planner.meta_init.initialise import Init, Initialiser
-from autosplit.planner.meta_init.materialise import Values, materialise
+from autosplit.planner.meta_init.materialise import Values, materialise_stage
 from autosplit.torch_internals.module_state import hold_state
 
 from .captured_model import WholeModel
@@ -127,7 +127,7 @@ class Partition:
         self._check(index)
         module = self._module(index, self._other(index))
         module.training = self.whole.model.training  # what is inside has that of the model already
-        return materialise(module, self._values)
+        return materialise_stage(module, self._values)
 
     def sketch(self, index: int) -> nn.Module:
         """The module of a stage in the mode of the capture only, with the model's own parameters

@@ -24,7 +24,7 @@ from autosplit.planner.meta_init.initialise import Init
 from autosplit.planner.model.captured_model import WholeModel
 from autosplit.planner.model.stages import Partition, cut
 
-from .plan_file import read, write
+from .plan_file import read_plan, write_plan
 from .plan_signature import PlanSignature, inputs_of
 from .validation import check_plan
 
@@ -210,17 +210,17 @@ class Plan:
         Raises:
             OutputError: the file cannot be written.
         """
-        write(self, path)
+        write_plan(self, path)
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Read what ``save`` wrote.
 
         Raises:
-            PlanError: the file cannot be read, or is no plan.
+            PlanError: the file cannot be read_plan, or is no plan.
             ScheduleError: its schedule cannot run.
         """
-        plan = read(cls, path)
+        plan = read_plan(cls, path)
         plan.built_schedule()
         return plan
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _FORMAT = "autosplit plan 1"
 
 
-def write(plan: Plan, path: str | Path) -> None:
+def write_plan(plan: Plan, path: str | Path) -> None:
     """Write all fields of a plan but the model that it may be bound to.
 
     Raises:
@@ -38,8 +38,8 @@ def write(plan: Plan, path: str | Path) -> None:
     write_text(path, json.dumps(data, indent=1) + "\n")
 
 
-def read(kind: type[Plan], path: str | Path) -> Plan:
-    """Read what ``write`` wrote.
+def read_plan(kind: type[Plan], path: str | Path) -> Plan:
+    """Read what ``write_plan`` wrote.
 
     Raises:
         PlanError: there is no such file, it cannot be read, or it is no plan.

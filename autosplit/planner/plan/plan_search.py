@@ -49,7 +49,7 @@ class SearchSpace:
     memory: Sequence[str] | None = None
 
 
-def search(
+def search_plans(
     costs_of: CostsOf,
     devices: int,
     batch: int,
@@ -179,7 +179,7 @@ def _check(space: SearchSpace, devices: int, batch: int) -> None:
             )
 
 
-def settings_of(space: SearchSpace, devices: int, batch: int) -> int:
+def count_settings(space: SearchSpace, devices: int, batch: int) -> int:
     """For how many pairs of a size and a memory setting a search asks the costs."""
     _check(space, devices, batch)
     return len(space.memory or MEMORY) * len(_microbatches(space, devices, batch))

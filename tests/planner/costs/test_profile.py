@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from autosplit.pipeline.engine.execution.stage_assembly import footprint
 from autosplit.planner.costs.profile import profile
 from autosplit.planner.costs.timing import Rounds, error
-from autosplit.planner.model.block_instance import StageOptions, prepare
+from autosplit.planner.model.block_instance import StageOptions, prepare_blocks
 from autosplit.planner.model.captured_model import WholeModel
 from autosplit.runtime.split_options import SplitOptions
 from tests.planner.chains import Chain, Mlp
@@ -46,7 +46,7 @@ def test_blocks_add_up_to_what_a_stage_keeps() -> None:
     chain = _chain()
     costs = profile(chain, seconds=0.05)
     for first, last in ((0, 2), (1, 4)):
-        kept = footprint(prepare(chain, first, last, StageOptions()).stage)
+        kept = footprint(prepare_blocks(chain, first, last, StageOptions()).stage)
         stage = costs.stage(first, last)
         assert (stage.saved, stage.deferred) == kept
 
@@ -63,9 +63,9 @@ def test_the_loss_belongs_to_the_last_block() -> None:
 
 def test_options_reach_the_stages() -> None:
     chain = Chain([nn.Linear(16, 32), nn.Sequential(nn.GELU(), nn.Linear(32, 32), nn.GELU())], X)
-    plain = prepare(chain, 1, 2, StageOptions(SplitOptions(memory="fast"))).stage
-    lean = prepare(chain, 1, 2, StageOptions(SplitOptions(memory=600))).stage
-    half = prepare(chain, 1, 2, StageOptions(autocast=torch.bfloat16)).stage
+    plain = prepare_blocks(chain, 1, 2, StageOptions(SplitOptions(memory="fast"))).stage
+    lean = prepare_blocks(chain, 1, 2, StageOptions(SplitOptions(memory=600))).stage
+    half = prepare_blocks(chain, 1, 2, StageOptions(autocast=torch.bfloat16)).stage
     assert footprint(lean)[1] < footprint(plain)[1]
     assert half.output_specs[0][1] is torch.bfloat16
 
@@ -84,7 +84,7 @@ class Mixed(nn.Module):
 
 def test_what_is_no_tensor_in_a_models_result_costs_nothing() -> None:
     whole = WholeModel.capture(Mixed(), X)
-    stage = prepare(whole, 0, len(whole.blocks), StageOptions()).stage
+    stage = prepare_blocks(whole, 0, len(whole.blocks), StageOptions()).stage
     assert [tuple(shape) for shape, _, _ in stage.output_specs] == [(4, 8), (4, 16)]
 
 
@@ -108,7 +108,7 @@ def test_parameters_on_meta_are_made_for_the_block_that_is_timed() -> None:
     costs = profile(chain, seconds=0.05)
     assert costs.blocks[1].forward > 0.0
     assert all(p.is_meta for module in chain.modules for p in module.parameters())
-    instance = prepare(chain, 1, 2, StageOptions())
+    instance = prepare_blocks(chain, 1, 2, StageOptions())
     assert not any(p.is_meta for p in instance.stage.module.parameters())
 
 
@@ -117,7 +117,7 @@ def test_what_is_tied_stays_tied() -> None:
         tied = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
         tied[1].weight = tied[0].weight
         chain = Chain([tied, nn.Linear(16, 16)], X)
-    module = prepare(chain, 0, 1, StageOptions()).stage.module
+    module = prepare_blocks(chain, 0, 1, StageOptions()).stage.module
     assert module.get_parameter("0.0.weight") is module.get_parameter("0.1.weight")
 
 

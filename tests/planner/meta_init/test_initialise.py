@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autosplit import PlanError
 from autosplit.planner.meta_init.initialise import Initialiser
-from autosplit.planner.meta_init.materialise import materialise
+from autosplit.planner.meta_init.materialise import materialise_stage
 from autosplit.planner.meta_init.meta_model import meta_model, named_buffers, named_tensors
 
 
@@ -154,7 +154,7 @@ def test_materialise_fills_a_stage_in_place() -> None:
     stage = copy.deepcopy(model)
     stage.out = nn.Linear(1, 1)  # real, so it stays
     kept = stage.out.weight
-    assert materialise(stage, Initialiser(model)) is stage
+    assert materialise_stage(stage, Initialiser(model)) is stage
     for name, parameter in stage.named_parameters():
         assert isinstance(parameter, nn.Parameter)
         assert not parameter.is_meta
@@ -167,7 +167,7 @@ def test_materialise_fills_a_stage_in_place() -> None:
 def test_materialise_keeps_dtype_and_freezing() -> None:
     model = meta_model(Scaled).bfloat16()
     model.gain.requires_grad_(False)
-    stage = materialise(copy.deepcopy(model), Initialiser(model))
+    stage = materialise_stage(copy.deepcopy(model), Initialiser(model))
     assert {p.dtype for p in stage.parameters()} == {torch.bfloat16}
     assert not stage.gain.requires_grad
     assert stage.out.weight.requires_grad
@@ -175,6 +175,6 @@ def test_materialise_keeps_dtype_and_freezing() -> None:
 
 def test_materialise_needs_values_only_for_meta() -> None:
     module = nn.Linear(2, 2)
-    assert materialise(module, None) is module
+    assert materialise_stage(module, None) is module
     with pytest.raises(PlanError, match=r"weight, bias: on the meta device.*initialise\(\)"):
-        materialise(meta_model(lambda: nn.Linear(2, 2)), None)
+        materialise_stage(meta_model(lambda: nn.Linear(2, 2)), None)

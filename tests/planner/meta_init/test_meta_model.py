@@ -15,7 +15,7 @@ from autosplit.planner.meta_init.meta_model import (
     meta_model,
     named_buffers,
     named_tensors,
-    stand_ins,
+    stand_in_tensors,
 )
 
 
@@ -94,7 +94,7 @@ def test_a_factory_without_a_model_is_refused() -> None:
 def test_stand_ins_have_the_right_form_and_go_away() -> None:
     model = meta_model(Tables)
     before = named_tensors(model)
-    with stand_ins(model):
+    with stand_in_tensors(model):
         for name, tensor in named_tensors(model).items():
             assert tensor.device.type == "cpu"
             assert tensor.shape == before[name].shape
@@ -107,7 +107,7 @@ def test_stand_ins_have_the_right_form_and_go_away() -> None:
 
 def test_stand_ins_elsewhere_are_one_element() -> None:
     model = meta_model(Tables)
-    with stand_ins(model, "meta"):  # in place of an accelerator
+    with stand_in_tensors(model, "meta"):  # in place of an accelerator
         weight = model.head.weight
         assert weight.shape == (11, 6)
         assert weight.untyped_storage().nbytes() == weight.element_size()
@@ -116,7 +116,7 @@ def test_stand_ins_elsewhere_are_one_element() -> None:
 
 def test_stand_ins_leave_after_an_error() -> None:
     model = meta_model(Tables)
-    with pytest.raises(KeyError), stand_ins(model):
+    with pytest.raises(KeyError), stand_in_tensors(model):
         raise KeyError
     assert model.head.weight.is_meta
 
@@ -131,7 +131,7 @@ before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 build = lambda: nn.Sequential(*(nn.Linear(4096, 4096, bias=False) for _ in range(16)))
 model = meta_model(build)
 torch.use_deterministic_algorithms(True)  # has torch fill fresh memory
-with stand_ins(model):
+with stand_in_tensors(model):
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 

@@ -15,7 +15,7 @@ from autosplit.planner.costs.block_costs import ModelCosts
 from autosplit.planner.costs.limits import Limits
 from autosplit.planner.cuts.solve import CapError
 from autosplit.planner.plan.alternatives import Configuration
-from autosplit.planner.plan.plan_search import SearchSpace, search
+from autosplit.planner.plan.plan_search import SearchSpace, search_plans
 from tests.planner.planned import even
 
 
@@ -39,7 +39,7 @@ def named(found: list[Configuration], **values: Any) -> list[Configuration]:
 
 
 def test_the_best_comes_first_and_the_others_say_why_not() -> None:
-    found = search(costs_of, 4, 32, space=SearchSpace(memory=["balanced", "fast"]))
+    found = search_plans(costs_of, 4, 32, space=SearchSpace(memory=["balanced", "fast"]))
     best = found[0]
     assert best.solution is not None
     assert best.lost == ""
@@ -64,10 +64,10 @@ def test_the_best_comes_first_and_the_others_say_why_not() -> None:
 
 def test_a_cap_makes_others_win() -> None:
     space = SearchSpace(microbatches=[8], schedules=["1f1b", "gpipe"])
-    free = search(costs_of, 4, 32, space=space)
+    free = search_plans(costs_of, 4, 32, space=space)
     assert free[0].solution is not None
     most = max(free[0].solution.peaks)
-    capped = search(costs_of, 4, 32, space=space, limits=Limits(cap=0.75 * most))
+    capped = search_plans(costs_of, 4, 32, space=space, limits=Limits(cap=0.75 * most))
     assert capped[0].solution is not None
     assert max(capped[0].solution.peaks) <= 0.75 * most
     assert capped[0].memory != "fast"
@@ -75,33 +75,33 @@ def test_a_cap_makes_others_win() -> None:
     assert over.solution is None
     assert over.lost.startswith("over the cap by ")
     with pytest.raises(CapError, match="nothing fits: the least cap is") as caught:
-        search(costs_of, 4, 32, space=space, limits=Limits(cap=10.0))
+        search_plans(costs_of, 4, 32, space=space, limits=Limits(cap=10.0))
     least = caught.value.least
-    fits = search(costs_of, 4, 32, space=space, limits=Limits(cap=least))
+    fits = search_plans(costs_of, 4, 32, space=space, limits=Limits(cap=least))
     assert [each.lost for each in fits if each.solution] == [""]
     with pytest.raises(CapError):
-        search(costs_of, 4, 32, space=space, limits=Limits(cap=0.999 * least))
+        search_plans(costs_of, 4, 32, space=space, limits=Limits(cap=0.999 * least))
 
 
 def test_what_is_settled_stays() -> None:
     space = SearchSpace(stages=8, microbatches=[16], schedules=["interleaved"], memory=["lean"])
-    found = search(costs_of, 4, 32, space=space)
+    found = search_plans(costs_of, 4, 32, space=space)
     for each in found:
         assert (each.stages, each.ranks, each.microbatches) == (8, 4, 16)
         assert (each.schedule, each.memory) == ("interleaved", "lean")
     assert {each.fused for each in found} == {True, False}
-    open_stages = search(costs_of, 4, 32, space=replace(space, stages=None))
+    open_stages = search_plans(costs_of, 4, 32, space=replace(space, stages=None))
     assert {each.stages for each in open_stages} == {8, 12, 16}
-    odd = search(
+    odd = search_plans(
         costs_of, 4, 32, space=replace(space, schedules=["1f1b", "interleaved"], stages=10)
     )
     (lost, *_) = named(odd, schedule="interleaved")
     assert "expected a multiple of 4 stages for 4 ranks, got 10" in lost.lost
-    own = search(costs_of, 4, 32, space=replace(space, schedules=["auto"], stages=None))
+    own = search_plans(costs_of, 4, 32, space=replace(space, schedules=["auto"], stages=None))
     assert {each.schedule for each in own} == {"auto"}
-    slow = search(costs_of, 4, 32, space=space, limits=Limits(links=Transfer(5.0)))
+    slow = search_plans(costs_of, 4, 32, space=space, limits=Limits(links=Transfer(5.0)))
     assert slow[0].key > found[0].key
-    light = search(costs_of, 4, 32, space=space, limits=Limits(optimizer_state=0.0))
+    light = search_plans(costs_of, 4, 32, space=space, limits=Limits(optimizer_state=0.0))
     assert light[0].key[1] < found[0].key[1]
 
 
@@ -140,11 +140,11 @@ def test_what_is_settled_stays() -> None:
 )
 def test_bad_input(space: SearchSpace, batch: int, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        search(costs_of, 4, batch, space=space)
+        search_plans(costs_of, 4, batch, space=space)
 
 
 def test_one_reason_for_all_is_said_once() -> None:
     space = SearchSpace(schedules=["gpipe", "1f1b"])
     with pytest.raises(PlanError, match="cannot cut 16 blocks into 20 stages") as caught:
-        search(costs_of, 20, 20, space=space)
+        search_plans(costs_of, 20, 20, space=space)
     assert str(caught.value).count("cannot cut") == 1

@@ -26,7 +26,7 @@ from autosplit.pipeline.schedule.routes import parcels_for
 from autosplit.pipeline.schedule.schedule import Schedule
 
 from .action_order import Order, Step, Values, as_scheduled
-from .joint_weights import JoiningStage, joined, joined_step
+from .joint_weights import JoiningStage, join_adjacent_weights, joined_step
 from .recorder import Recorder
 
 __all__ = ["BackwardStage", "Executor", "ForwardStage"]
@@ -129,7 +129,7 @@ class Executor:
         self._place = RankActivity() if place is None else place
         self._parts: Counter[int] = Counter()  # per stage, what makes weight gradients
         self._left: Counter[int] = Counter()
-        row = joined(schedule.ranks[rank], stages)
+        row = join_adjacent_weights(schedule.ranks[rank], stages)
         self._steps = tuple(step for each in row for step in self._prepare(each))
 
     @torch.no_grad()

@@ -30,7 +30,7 @@ class JoiningStage(Protocol):
         ...
 
 
-def joined(row: Iterable[Action], stages: Mapping[int, object]) -> Iterator[Action]:
+def join_adjacent_weights(row: Iterable[Action], stages: Mapping[int, object]) -> Iterator[Action]:
     """A rank's actions, with W of one stage next to each other as one action where the stage can
     run them together.
 

@@ -22,7 +22,7 @@ from autosplit.runtime.split_options import SplitOptions
 from autosplit.stage import Stage
 
 from .executor import BackwardStage
-from .joint_weights import joined
+from .joint_weights import join_adjacent_weights
 
 
 class TrainableStage(BackwardStage, Protocol):
@@ -182,7 +182,11 @@ def compile_stages(stages: Mapping[int, TrainableStage], schedule: Schedule) -> 
     for index, stage in stages.items():
         if isinstance(stage, Stage):
             for row in schedule.ranks:  # a stage's two copies each begin without gradients
-                mine = [a for a in joined(row, stages) if a.stage == index and a.kind in _CALLS]
+                mine = [
+                    a
+                    for a in join_adjacent_weights(row, stages)
+                    if a.stage == index and a.kind in _CALLS
+                ]
                 stage.compile([(_CALLS[a.kind], len(a.microbatches)) for a in mine])
 
 

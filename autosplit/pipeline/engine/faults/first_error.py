@@ -269,7 +269,7 @@ class Guard:
 
     def _fault(self, where: str, cause: BaseException, trace: TracebackType | None) -> Fault:
         text = "".join(traceback.format_exception(type(cause), cause, trace))
-        return Fault(self._rank, where, describe(cause), text)
+        return Fault(self._rank, where, describe_error(cause), text)
 
     def _end(self, fault: Fault) -> None:
         self._post(fault)
@@ -283,6 +283,6 @@ class Guard:
         self._close()
 
 
-def describe(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Type and message of an error, as the last line of its traceback has them."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

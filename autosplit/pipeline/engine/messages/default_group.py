@@ -35,7 +35,7 @@ def gather(value: object) -> list[Any]:
         PipelineError: a process did not take part; it names one that has ended.
     """
     with _naming_the_lost():
-        return plain_messages.gather(value, None, _device_of_news())
+        return plain_messages.gather_in(value, None, _device_of_news())
 
 
 def tell(value: object, source: int) -> Any:
@@ -45,7 +45,7 @@ def tell(value: object, source: int) -> Any:
         PipelineError: as ``gather``.
     """
     with _naming_the_lost():
-        return plain_messages.tell(value, source, None, _device_of_news())
+        return plain_messages.tell_in(value, source, None, _device_of_news())
 
 
 def register_of_world() -> Register:

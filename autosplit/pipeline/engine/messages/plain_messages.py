@@ -13,7 +13,7 @@ from .plain_data import read, written
 _CPU = torch.device("cpu")
 
 
-def tell(
+def tell_in(
     value: object, source: int, group: dist.ProcessGroup | None, device: torch.device = _CPU
 ) -> Any:
     """``value`` of rank ``source`` on all ranks of a group; None for the default group.
@@ -36,12 +36,12 @@ def tell(
     return _unpacked(data)
 
 
-def gather(
+def gather_in(
     value: object, group: dist.ProcessGroup | None, device: torch.device = _CPU
 ) -> list[Any]:
     """``value`` of every rank of a group, by rank, on all of them.
 
-    Arguments and errors are those of ``tell``.
+    Arguments and errors are those of ``tell_in``.
     """
     data = _packed(value, device)
     count = dist.get_world_size(group)

@@ -219,7 +219,7 @@ class Groups:
         """
         if self.ranks > 1:
             with self.losing(f"rank {source}"):
-                value = plain_messages.tell(value, source, self.control)
+                value = plain_messages.tell_in(value, source, self.control)
         return value or ""
 
     def gather(self, value: Any) -> list[Any]:
@@ -231,7 +231,7 @@ class Groups:
         if self.ranks == 1:
             return [value]
         with self.losing(_OTHERS):
-            return plain_messages.gather(value, self.control)
+            return plain_messages.gather_in(value, self.control)
 
     @contextlib.contextmanager
     def losing(self, what: str) -> Iterator[None]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autosplit.pipeline.engine.faults.first_error import RankError, describe
+from autosplit.pipeline.engine.faults.first_error import RankError, describe_error
 from autosplit.pipeline.engine.faults.rank_process import ended
 
 # What Gloo says when the other end is gone; a rank that says so suffers from another's failure.
@@ -55,7 +55,7 @@ class Failure:
             return cls(fault.report, time.time(), fault.lost, tells_of=of)
         text = "".join(traceback.format_exception(error)).rstrip()
         consequence = any(each in str(error) for each in _CONSEQUENCES)
-        return cls(f"rank {rank} failed: {describe(error)}\n{text}", time.time(), consequence)
+        return cls(f"rank {rank} failed: {describe_error(error)}\n{text}", time.time(), consequence)
 
     @classmethod
     def of_death(cls, rank: int, status: int | None) -> Failure:

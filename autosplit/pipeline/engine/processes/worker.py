@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from autosplit.errors import PipelineError
-from autosplit.pipeline.engine.faults.first_error import describe
+from autosplit.pipeline.engine.faults.first_error import describe_error
 from autosplit.pipeline.engine.faults.rank_process import Process
 from autosplit.pipeline.engine.faults.store_register import RETURNED
 from autosplit.pipeline.engine.messages.default_group import register_of_world
@@ -80,7 +80,7 @@ def process_group(timeout: float = 300.0) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
-            register.put("words", rank, f"raised {describe(error)}")
+            register.put("words", rank, f"raised {describe_error(error)}")
             raise
         else:
             register.put("words", rank, RETURNED)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import autosplit
 from autosplit.errors import PipelineError
 from autosplit.pipeline.builders.build import build
-from autosplit.pipeline.engine.execution.joint_weights import joined
+from autosplit.pipeline.engine.execution.joint_weights import join_adjacent_weights
 from autosplit.pipeline.engine.execution.stage_assembly import compile_stages
 from autosplit.pipeline.engine.processes.launch import launch
 from autosplit.pipeline.schedule.action import Action, ActionKind, JoinedWeights, numbered
@@ -73,7 +73,7 @@ class _Joins:
 )
 def test_which_weights_stand_next_to_each_other(row: str, expected: str) -> None:
     stages = {0: _Joins(), 1: _Joins(), 2: object()}
-    assert " ".join(map(str, joined(_weights(row), stages))) == expected
+    assert " ".join(map(str, join_adjacent_weights(_weights(row), stages))) == expected
 
 
 def test_a_call_for_several_counts_for_each() -> None:
