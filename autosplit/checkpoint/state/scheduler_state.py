@@ -10,10 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from autosplit.errors import CheckpointError
+from autosplit.pipeline.training.snapshot import same_value
 
 # Of the schedulers in torch.optim.lr_scheduler.
 _PER_GROUP = {
@@ -82,7 +80,7 @@ def _merged(states: Sequence[Mapping[str, Any]], places: list[list[_Place]]) -> 
         elif key == _INNER and isinstance(value, list):
             inner = zip(*(state[key] for state in states), strict=True)
             found[key] = [_merged(each, places) for each in inner]
-        elif all(_same(state[key], value) for state in states):
+        elif all(same_value(state[key], value) for state in states):
             found[key] = value
         else:
             raise CheckpointError(
@@ -97,15 +95,9 @@ def _of_group(key: str, states: Sequence[Mapping[str, Any]], group: list[_Place]
     values = [(name, states[rank][key][index]) for name, (rank, index) in group]
     first, value = values[0]
     for name, other in values:
-        if not _same(value, other):
+        if not same_value(value, other):
             raise CheckpointError(
                 f"the scheduler has {first} and {name} in one group, but in the checkpoint they "
                 f"differ in {key}: group them as then"
             )
     return value
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.equal(one, other)
-    return type(one) is type(other) and bool(one == other)

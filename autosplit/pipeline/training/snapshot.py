@@ -86,12 +86,13 @@ def apply_settings(optimizer: torch.optim.Optimizer, settings: Settings) -> None
 def changed(before: Settings, after: Settings) -> Settings:
     """Of ``after``, what is not as ``before``."""
     return [
-        {name: value for name, value in late.items() if not _same(early.get(name), value)}
+        {name: value for name, value in late.items() if not same_value(early.get(name), value)}
         for early, late in zip(before, after, strict=True)
     ]
 
 
-def _same(one: object, other: object) -> bool:
+def same_value(one: object, other: object) -> bool:
+    """Whether two settings are equal, and of one type; tensors by their values."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return torch.equal(one, other)
     return type(one) is type(other) and bool(one == other)

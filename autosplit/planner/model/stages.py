@@ -58,7 +58,7 @@ class Partition:
     def __init__(self, whole: WholeModel, cuts: tuple[int, ...]) -> None:
         self.whole = whole
         self.cuts = cuts
-        self._layout = _Layout(whole.line, [whole.blocks[k].first for k in cuts])
+        self._layout = _StageLayout(whole.line, [whole.blocks[k].first for k in cuts])
         sources = [[_source(self._layout, n) for n in given] for given in self._layout.given]
         self.wiring = Wiring(
             tuple(map(tuple, sources)),
@@ -167,7 +167,7 @@ class Partition:
             return PlanError(f"the model cannot be cut for {mode} where it is cut: {error}")
 
 
-class _Layout:
+class _StageLayout:
     """Which stage holds which operations, is given what, and sends what."""
 
     def __init__(self, line: OperationSequence, places: Sequence[int]) -> None:
@@ -206,7 +206,7 @@ class _Layout:
         Raises:
             PlanError: it would take or put out something else.
         """
-        there = _Layout(
+        there = _StageLayout(
             line, _find(line, [self.line.body[place] for place in self.places], self.line)
         )
         if [_looks(self, s) for s in self.sent] != [_looks(there, s) for s in there.sent]:
@@ -218,7 +218,7 @@ class _Layout:
         return there.program(index, [known.get(source) for source in wanted])
 
 
-def _source(layout: _Layout, node: fx.Node) -> Source:
+def _source(layout: _StageLayout, node: fx.Node) -> Source:
     position = layout.line.forward.inputs.get(node)
     if position is not None:
         return Source(None, position)
@@ -230,7 +230,7 @@ def _order(source: Source) -> tuple[int, int]:
     return (-1 if source.stage is None else source.stage, source.position)
 
 
-def _looks(layout: _Layout, nodes: Sequence[fx.Node]) -> list[Any]:
+def _looks(layout: _StageLayout, nodes: Sequence[fx.Node]) -> list[Any]:
     values = [layout.line.value(node) for node in nodes]
     return [(tuple(value.shape), value.dtype) for value in values]
 

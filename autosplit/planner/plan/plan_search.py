@@ -87,7 +87,7 @@ def search_plans(
             raise PlanError(
                 f"{space.stages} stages are more than the model has blocks, {len(costs.blocks)}"
             )
-        for form in _forms(space, devices):
+        for form in _schedule_choices(space, devices):
             blank = Configuration(
                 form.stages, devices, count, batch // count, form.schedule, form.fused, memory
             )
@@ -96,7 +96,7 @@ def search_plans(
 
 
 @dataclass(frozen=True)
-class _Form:
+class _ScheduleChoice:
     schedule: str
     stages: int
     fused: bool
@@ -199,7 +199,7 @@ def _microbatches(space: SearchSpace, devices: int, batch: int) -> list[int]:
     return sorted({min(divisors, key=lambda d: abs(math.log(d / want))) for want in wanted})
 
 
-def _forms(space: SearchSpace, devices: int) -> Iterator[_Form]:
+def _schedule_choices(space: SearchSpace, devices: int) -> Iterator[_ScheduleChoice]:
     """Every schedule, with the stages that it wants, split and, if it can be, fused."""
     names = space.schedules or tuple(SCHEDULES)
     # What a schedule of their own is searched for must come from somewhere.
@@ -209,7 +209,9 @@ def _forms(space: SearchSpace, devices: int) -> Iterator[_Form]:
         chunks = _CHUNKS if family.chunks is None else (family.chunks,)
         counts = (space.stages,) if space.stages else tuple(each * devices for each in chunks)
         for stages in counts:
-            yield from (_Form(name, stages, fused) for fused in (False, True)[: 1 + family.fused])
+            yield from (
+                _ScheduleChoice(name, stages, fused) for fused in (False, True)[: 1 + family.fused]
+            )
 
 
 def _refined(

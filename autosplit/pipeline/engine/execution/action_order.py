@@ -36,6 +36,15 @@ class Step:
     calls: Callable[[], Sequence[Step]] | None = None
 
 
+def drop(values: Values) -> None:
+    """Delivery of a step whose results nobody takes."""
+
+
+def at_once() -> bool:
+    """Arrival of a step that waits for nothing."""
+    return True
+
+
 Order = Callable[[Sequence[Step]], Iterator[Step]]
 """Yields every step once; whoever asks for the next has run the one before."""
 

@@ -25,7 +25,7 @@ from autosplit.pipeline.schedule.dependency import result_of
 from autosplit.pipeline.schedule.routes import parcels_for
 from autosplit.pipeline.schedule.schedule import Schedule
 
-from .action_order import Order, Step, Values, as_scheduled
+from .action_order import Order, Step, Values, as_scheduled, at_once, drop
 from .joint_weights import JoiningStage, join_adjacent_weights, joined_step
 from .recorder import Recorder
 
@@ -203,12 +203,12 @@ class Executor:
         if not isinstance(stage, BackwardStage):
             raise PipelineError(f"{action} is scheduled, but stage {action.stage} has no backward")
         if isinstance(action, JoinedWeights) and isinstance(stage, JoiningStage):
-            yield joined_step(action, stage, self._counted(action.stage, _drop))
+            yield joined_step(action, stage, self._counted(action.stage, drop))
             return
         if action.kind is ActionKind.BACKWARD_WEIGHT:
             for call in _weight_calls(stage, microbatch):
-                deliver = self._counted(action.stage, _drop)
-                yield Step(action, list, _without_values(call), deliver, _at_once)
+                deliver = self._counted(action.stage, drop)
+                yield Step(action, list, _without_values(call), deliver, at_once)
             return
         fused = action.kind is ActionKind.BACKWARD
         backward = partial(stage.backward if fused else stage.backward_input, microbatch)
@@ -254,7 +254,7 @@ class Executor:
 
     def _fetch_grads(self, action: Action) -> tuple[Fetch, Probe]:
         if action.stage == self._schedule.stages - 1:
-            return lambda: [self._loss_grad], _at_once
+            return lambda: [self._loss_grad], at_once
         receives, arrived = self._receivers(action)
         return output_gradients(action.stage, self._transport.feeds, receives), arrived
 
@@ -281,11 +281,3 @@ def _without_values(call: Callable[[], None]) -> Compute:
         return values
 
     return compute
-
-
-def _drop(values: Values) -> None:
-    pass
-
-
-def _at_once() -> bool:
-    return True

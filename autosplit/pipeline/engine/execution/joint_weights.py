@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 
 from autosplit.pipeline.schedule.action import Action, ActionKind, JoinedWeights
 
-from .action_order import Step, Values
+from .action_order import Step, Values, at_once, drop
 
 
 @runtime_checkable
@@ -77,12 +77,12 @@ def joined_step(
         steps = []
         for group in groups:
             weights = [Action(action.stage, action.kind, each) for each in group]
-            deliver = finish if group is groups[-1] else _drop
+            deliver = finish if group is groups[-1] else drop
             compute = partial(_run, stage, group)
-            steps.append(Step(JoinedWeights.of(weights), list, compute, deliver, _at_once))
+            steps.append(Step(JoinedWeights.of(weights), list, compute, deliver, at_once))
         return steps
 
-    return Step(action, list, _as_it_is, _drop, _at_once, calls)
+    return Step(action, list, _as_it_is, drop, at_once, calls)
 
 
 def _is_weight(action: Action) -> bool:
@@ -96,11 +96,3 @@ def _run(stage: JoiningStage, microbatches: Sequence[int], values: Values) -> Va
 
 def _as_it_is(values: Values) -> Values:
     return values
-
-
-def _drop(values: Values) -> None:
-    pass
-
-
-def _at_once() -> bool:
-    return True
