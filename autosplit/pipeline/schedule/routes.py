@@ -12,10 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from autosplit.errors import ScheduleError
-
 from .action import Action, ActionKind
-from .dependency import result_of
+from .dependency import needs_of, result_of
 from .schedule import Schedule
 from .wiring import Feeds
 
@@ -95,35 +93,15 @@ class Channel:
         return self.source_rank == self.target_rank
 
 
-def channel_of(result: Action, schedule: Schedule) -> Channel:
-    """The channel of a result that another stage needs.
-
-    Raises:
-        ScheduleError: no other stage needs it.
-    """
-    target = target_of(result, schedule.stages)
-    if target is None:
-        raise ScheduleError(f"no stage needs the result of {result} from another")
+def channel_of(parcel: Parcel, schedule: Schedule) -> Channel:
+    """The channel over which a parcel goes."""
+    result, target = parcel
     return Channel(
         result.stage,
         target,
         schedule.home(result.stage, result.microbatch),
         schedule.home(target, result.microbatch),
     )
-
-
-def target_of(result: Action, stages: int) -> int | None:
-    """The stage that needs ``result``, or None when no other stage does."""
-    if result.kind is ActionKind.FORWARD:
-        return result.stage + 1 if result.stage + 1 < stages else None
-    if result.kind is ActionKind.BACKWARD_INPUT:
-        return result.stage - 1 if result.stage > 0 else None
-    return None
-
-
-def boundary_of(result: Action) -> int:
-    """The boundary that ``result`` crosses: boundary s lies between stages s and s + 1."""
-    return result.stage if result.kind is ActionKind.FORWARD else result.stage - 1
 
 
 def routes_of(schedule: Schedule, rank: int, feeds: Feeds | None = None) -> Routes:
@@ -177,14 +155,8 @@ def parcels_of(result: Action, feeds: Feeds) -> tuple[Parcel, ...]:
 
 def parcels_for(action: Action, feeds: Feeds) -> tuple[Parcel, ...]:
     """What ``action`` needs of other stages: one parcel of each, in the order of the stages."""
-    stage, microbatch = action.stage, action.microbatch
-    if action.kind is ActionKind.FORWARD:
-        makers, kind = feeds.sources(stage), ActionKind.FORWARD
-    elif action.kind in (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD):
-        makers, kind = feeds.targets(stage), ActionKind.BACKWARD_INPUT
-    else:
-        return ()
-    return tuple(Parcel(Action(maker, kind, microbatch), stage) for maker in makers)
+    stage = action.stage
+    return tuple(Parcel(need, stage) for need in needs_of(action, feeds) if need.stage != stage)
 
 
 def positions_of(parcel: Parcel, schedule: Schedule, feeds: Feeds) -> tuple[int, ...] | None:

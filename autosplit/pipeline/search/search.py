@@ -19,7 +19,6 @@ from .construct import Policy, construct
 from .improve import improve
 from .late import late
 from .named import named_schedules
-from .play import play
 from .problem import Problem, Rows
 
 __all__ = ["caps_of", "placements", "search"]
@@ -164,7 +163,7 @@ def _known(
 def _played(problem: Problem, rows: Rows) -> Iterator[Start]:
     """The order with its length, if it runs within the caps."""
     if all(map(problem.fits, rows, range(len(rows)))):
-        played = play(problem, rows)
+        played = problem.play(rows)
         if played is not None:
             yield played.makespan, problem, rows
 

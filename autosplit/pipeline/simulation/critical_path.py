@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from autosplit.pipeline.schedule.action import Action
 from autosplit.pipeline.schedule.dependency import needs_of, result_of
+from autosplit.pipeline.schedule.wiring import Feeds
 
 from .timeline import Span, Timeline
 
@@ -19,7 +20,7 @@ def critical_path(timeline: Timeline) -> tuple[Span, ...]:
     """
     if not timeline.spans:
         return ()
-    stages = 1 + max(span.action.stage for span in timeline.spans)
+    feeds = Feeds(1 + max(span.action.stage for span in timeline.spans))
     makers: dict[Action, Span] = {}
     before: dict[Span, Span] = {}
     latest: dict[int, Span] = {}
@@ -37,7 +38,7 @@ def critical_path(timeline: Timeline) -> tuple[Span, ...]:
         if own is not None and own.end >= span.start - slack:
             path.append(own)
             continue
-        needed = [makers[need] for need in needs_of(span.action, stages) if need in makers]
+        needed = [makers[need] for need in needs_of(span.action, feeds) if need in makers]
         waits = [
             each for each in needed if each.rank != span.rank or each.end >= span.start - slack
         ]

@@ -11,8 +11,9 @@ from itertools import chain, islice
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.dependency import needs_of, result_of
-from autosplit.pipeline.schedule.routes import Channel, channel_of
+from autosplit.pipeline.schedule.routes import Channel, channel_of, parcels_for, parcels_of
 from autosplit.pipeline.schedule.schedule import LARGEST, Schedule
+from autosplit.pipeline.schedule.wiring import Feeds
 from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.pipeline.simulation.replay import Wait, replay, unmade
 
@@ -207,8 +208,9 @@ def _counts(positions: _Positions) -> Iterator[_Fault]:
 
 def _order(positions: _Positions) -> Iterator[_Fault]:
     """F before I or B, I before W, on each rank."""
+    feeds = Feeds(positions.schedule.stages)
     for action in list(positions.of):
-        for need in needs_of(action, positions.schedule.stages):
+        for need in needs_of(action, feeds):
             before, after = positions.first(need), positions.first(action)
             same_stage = need.stage == action.stage
             if before and after and same_stage and before[0] == after[0] and before[1] > after[1]:
@@ -231,19 +233,18 @@ def _standing(wait: Wait, times: list[list[tuple[float, float]]]) -> Cell:
 
 def _messages(positions: _Positions) -> Iterator[_Fault]:
     """First in, first out: the first message of each channel that is received out of turn."""
-    schedule = positions.schedule
+    schedule, feeds = positions.schedule, Feeds(positions.schedule.stages)
     received: dict[Channel, list[Action]] = defaultdict(list)
     sent: dict[Channel, list[Action]] = defaultdict(list)
     takers: dict[Action, Action] = {}
     for _, action in positions.in_order():
-        for need in needs_of(action, schedule.stages):
-            if need.stage != action.stage:
-                received[channel_of(need, schedule)].append(need)
-                takers[need] = action
+        for parcel in parcels_for(action, feeds):
+            received[channel_of(parcel, schedule)].append(parcel.result)
+            takers[parcel.result] = action
     for _, action in positions.in_order():
-        result = result_of(action)
-        if result in takers:
-            sent[channel_of(result, schedule)].append(result)
+        for parcel in parcels_of(result_of(action), feeds):
+            if parcel.result in takers:
+                sent[channel_of(parcel, schedule)].append(parcel.result)
     for channel, arrivals in sorted(received.items()):
         common = set(sent[channel]) & set(arrivals)
         departures = [message for message in sent[channel] if message in common]

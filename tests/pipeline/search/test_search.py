@@ -19,7 +19,6 @@ from autosplit.pipeline.search.bound import lower_bound
 from autosplit.pipeline.search.improve import improve
 from autosplit.pipeline.search.late import late
 from autosplit.pipeline.search.named import named_schedules
-from autosplit.pipeline.search.play import play
 from autosplit.pipeline.search.problem import Problem
 from autosplit.pipeline.search.search import search
 from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
@@ -37,7 +36,7 @@ def alike(stages: int, times: tuple[float, float, float], transfer: float = 0.0)
 
 
 def makespan(problem: Problem, rows: list[list[int]]) -> float:
-    played = play(problem, rows)
+    played = problem.play(rows)
     assert played is not None
     return played.makespan
 
@@ -193,7 +192,7 @@ def test_plays_as_the_simulator_does(
     rows = problem.rows_of(schedule)
     for order in (rows, late(problem, rows)):
         timeline = costs.timeline(problem.schedule(name, order))  # some Bs as I and W
-        played = play(problem, order)
+        played = problem.play(order)
         assert played is not None
         assert played.makespan == pytest.approx(timeline.makespan)
         starts: dict[int, float] = {}
@@ -316,7 +315,7 @@ def test_orders_that_cannot_run() -> None:
     rows = problem.rows_of(build("1f1b", 2, 2))
     rows[1] = [rows[1][0], *rows[1][2:4], rows[1][1], *rows[1][4:]]
     blocked = [rows[0][:1] + rows[0][2:3] + rows[0][1:2] + rows[0][3:], rows[1]]
-    assert play(problem, blocked) is None
+    assert problem.play(blocked) is None
     assert improve(problem, blocked, plays=5) is None
 
 
