@@ -25,11 +25,11 @@ def needs_of(action: Action, feeds: Feeds) -> tuple[Action, ...]:
     """
     stage, kind, microbatch = action.stage, action.kind, action.microbatch
     if kind is ActionKind.FORWARD:
-        return tuple(Action(source, kind, microbatch) for source in feeds.sources(stage))
+        return tuple([Action(source, kind, microbatch) for source in feeds.sources(stage)])
     if kind is ActionKind.BACKWARD_WEIGHT:
         return (Action(stage, ActionKind.BACKWARD_INPUT, microbatch),)
     if kind is ActionKind.BACKWARD_INPUT or kind is ActionKind.BACKWARD:
         inputs = ActionKind.BACKWARD_INPUT
-        behind = (Action(target, inputs, microbatch) for target in feeds.targets(stage))
+        behind = [Action(target, inputs, microbatch) for target in feeds.targets(stage)]
         return (Action(stage, ActionKind.FORWARD, microbatch), *behind)
     return ()

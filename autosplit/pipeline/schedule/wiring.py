@@ -67,21 +67,6 @@ class Wiring:
                 if problem is not None:
                     raise PipelineError(f"input {place} of stage {stage} is {source}: {problem}")
 
-    @classmethod
-    def chain(cls, outputs: tuple[int, ...], batch: int = 1) -> Wiring:
-        """Every stage takes all that the one before puts out, and the first what the batch gives.
-
-        Args:
-            outputs: how many tensors each stage but the last puts out.
-            batch: how many tensors the inputs of a batch are.
-        """
-        first = tuple(Source(None, position) for position in range(batch))
-        later = (
-            tuple(Source(stage, position) for position in range(count))
-            for stage, count in enumerate(outputs)
-        )
-        return cls((first, *later), outputs)
-
     @property
     def stages(self) -> int:
         """How many stages there are."""

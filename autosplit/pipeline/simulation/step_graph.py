@@ -83,13 +83,12 @@ class StepGraph:
         self.parcels: list[Parcel] = []
         self.takers: list[int] = []
         self.makers: list[int] = []
-        self._numbers: dict[tuple[Action, int, int], int] = {}
         self._of_result: dict[Action, list[int]] = defaultdict(list)
         self.needs = [
             tuple(
                 self._number(need, action.stage, rank)
                 for need in needs_of(action, self._feeds)
-                if need not in given and (own_needs or need.stage != action.stage)
+                if (not given or need not in given) and (own_needs or need.stage != action.stage)
             )
             for rank, action in placed
         ]
@@ -101,15 +100,16 @@ class StepGraph:
                     self.makers[message.parcel] = number
 
     def _number(self, result: Action, stage: int, rank: int) -> int:
-        key = result, stage, rank
-        number = self._numbers.get(key)
-        if number is None:
-            number = self._numbers[key] = len(self.parcels)
-            self.parcels.append(Parcel(result, stage))
-            self.takers.append(rank)
-            self.makers.append(-1)
-            self._of_result[result].append(number)
-        return number
+        """The number of a result on its way to a stage on a rank."""
+        numbers = self._of_result[result]
+        for number in numbers:
+            if self.takers[number] == rank and self.parcels[number].stage == stage:
+                return number
+        numbers.append(len(self.parcels))
+        self.parcels.append(Parcel(result, stage))
+        self.takers.append(rank)
+        self.makers.append(-1)
+        return numbers[-1]
 
     def _at_once(self, result: Action, _: int) -> Iterator[Message]:
         for number in self._of_result.get(result, ()):

@@ -62,7 +62,6 @@ class _Positions:
 def validate(
     schedule: Schedule,
     *,
-    max_in_flight: int | None = None,
     memory: Sequence[StageMemory] | None = None,
     caps: Sequence[float] | None = None,
 ) -> None:
@@ -75,8 +74,6 @@ def validate(
 
     Args:
         schedule: what to check.
-        max_in_flight: if given, no stage may hold more microbatches whose F has run and whose W
-            (or B) has not.
         memory: what each stage keeps of a microbatch, beside ``caps``.
         caps: if given, the most that each rank may keep of its microbatches at once, in the unit
             of ``memory``.
@@ -86,8 +83,6 @@ def validate(
             one of ``memory`` and ``caps`` without the other, or not as many as there are stages
             and ranks.
     """
-    if max_in_flight is not None and max_in_flight < 1:
-        raise ScheduleError(f"max_in_flight must be at least 1, got {max_in_flight}")
     count = sum(map(len, schedule.ranks))
     if count > LARGEST:
         raise ScheduleError(
@@ -104,8 +99,6 @@ def validate(
             _deadlocks(schedule),
             _messages(positions),
         ]
-        if max_in_flight is not None:
-            checks.append(_in_flight(positions, max_in_flight))
         if memory is not None or caps is not None:
             checks.append(_kept(positions, memory or (), caps or ()))
         faults = list(islice(chain(*checks), _MOST + 1))
@@ -259,25 +252,6 @@ def _messages(positions: _Positions) -> Iterator[_Fault]:
                 "sending",
                 tuple(positions.of[takers[each]][0] for each in (wanted, first)),
             )
-
-
-def _in_flight(positions: _Positions, limit: int) -> Iterator[_Fault]:
-    """The first F of each stage that takes it over the limit."""
-    flying: dict[int, set[int]] = defaultdict(set)
-    reported: set[int] = set()
-    for _, action in positions.in_order():
-        stage = action.stage
-        if action.kind in (ActionKind.BACKWARD_WEIGHT, ActionKind.BACKWARD):
-            flying[stage].discard(action.microbatch)
-        elif action.kind is ActionKind.FORWARD:
-            flying[stage].add(action.microbatch)
-            if len(flying[stage]) > limit and stage not in reported:
-                reported.add(stage)
-                yield _Fault(
-                    f"{action} makes {len(flying[stage])} microbatches in flight on stage "
-                    f"{stage}, more than max_in_flight={limit}",
-                    (positions.of[action][0],),
-                )
 
 
 def _kept(

@@ -26,9 +26,8 @@ from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.pipeline.simulation.step_costs import Costs
 from autosplit.pipeline.simulation.transfer import Link, Transfer
 from autosplit.pipeline.validation.validate import validate
-from tests.pipeline.tables import rows_of, seconds, small
-
-TIMES = st.tuples(st.integers(1, 4), st.integers(0, 4), st.integers(1, 4))
+from tests.pipeline.random_costs import costs_of
+from tests.pipeline.tables import chain_of, rows_of, seconds, small
 
 
 def alike(stages: int, times: tuple[float, float, float], transfer: float = 0.0) -> Costs:
@@ -115,48 +114,6 @@ def test_as_short_as_the_shortest(times: list[tuple[int, int, int]], cap: int) -
     problem = Problem(costs, (0, 1), 3, (cap, cap))
     found = search(costs, 3, cap=float(cap))
     assert simulate(found, costs.seconds).makespan == shortest(problem)
-
-
-@st.composite
-def wirings(draw: st.DrawFn, stages: int) -> tuple[Wiring, Transfer]:
-    """Every stage takes of earlier ones, mostly not of the next only; some send nothing back."""
-    outputs = draw(st.lists(st.integers(1, 2), min_size=stages - 1, max_size=stages - 1))
-    inputs: list[tuple[Source, ...]] = [(Source(None, 0),)]
-    for stage in range(1, stages):
-        earlier = [Source(s, p) for s in range(stage) for p in range(outputs[s])]
-        taken = draw(st.sets(st.sampled_from(earlier), min_size=1, max_size=3))
-        inputs.append(tuple(sorted(taken, key=str)))
-    sizes = {
-        s: [draw(st.sampled_from([0.5, 1.0])) for _ in range(n)] for s, n in enumerate(outputs)
-    }
-    back = {s: [size * draw(st.sampled_from([0.0, 1.0])) for size in sizes[s]] for s in sizes}
-    links = Transfer(draw(st.sampled_from([0.0, 0.5])), 2.0, sizes, back)
-    return Wiring(tuple(inputs), tuple(outputs)), links
-
-
-@st.composite
-def costs_of(draw: st.DrawFn, stages: int) -> Costs:
-    """Whatever a trainer can tell: uneven stages, links, skip connections, Ws in slices."""
-    times = draw(st.lists(TIMES, min_size=stages, max_size=stages))
-    early = draw(st.booleans())
-    cut = draw(st.integers(1, 3)) if early else 1
-    slices = {s: [times[s][2] * share for share in (0.25, 0.75)] for s in range(0, stages, 2)}
-    by_stage = early and draw(st.booleans())
-    links = Transfer(draw(st.sampled_from([0.0, 0.5])), 2.0, draw(st.sampled_from([0.0, 1.0])))
-    wiring = None
-    if draw(st.booleans()):
-        wiring, links = draw(wirings(stages))
-    if draw(st.booleans()):
-        links = replace(links, pairs={(0, 1): Link(1.0, 0.5), (1, 2): Link(0.25)})
-    return Costs(
-        [(float(f), float(i), float(w)) for f, i, w in times],
-        [StageMemory(1.0, draw(st.sampled_from([0.75, 1.25])))] * stages,
-        links,
-        full=[i + w - draw(st.sampled_from([0.0, 0.5])) * min(i, w) for _, i, w in times],
-        wiring=wiring,
-        early_weights=early,
-        slices=slices if by_stage else cut,
-    )
 
 
 @settings(deadline=None, max_examples=15)
@@ -332,8 +289,8 @@ def test_bad_arguments_are_refused() -> None:
     with pytest.raises(ScheduleError, match="expected times and memory of each stage, got 1"):
         Costs([(1.0, 1.0, 1.0)], [])
     with pytest.raises(ScheduleError, match="expected the wiring of 2 stages, got that of 3"):
-        replace(costs, wiring=Wiring.chain((1, 1)))
+        replace(costs, wiring=chain_of((1, 1)))
     with pytest.raises(ScheduleError, match="slices=2 has no effect without early_weights=True"):
         replace(costs, slices=2)
     with pytest.raises(ScheduleError, match=r"with a wiring, .* cannot be cut further"):
-        replace(costs, wiring=Wiring.chain((1,))).cut(2)
+        replace(costs, wiring=chain_of((1,))).cut(2)
