@@ -1,7 +1,8 @@
 """The order of a schedule, played through with the stages of many cuts at once.
 
 The times are those of ``pipeline.simulate`` and the bytes those of ``pipeline.peak_memory``: the
-order alone decides who waits for whom, so one pass over the actions serves any number of cuts.
+order alone decides who waits for whom, so the simulator's core plays it once, and one pass over its
+actions serves any number of cuts. What that saves is in ``benchmarks/planner``, part "playback".
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _CHANGES = {
     ActionKind.BACKWARD_WEIGHT: (0, -1),
     ActionKind.BACKWARD: (-1, 0),
 }
-_PLACES = {
+PLACES = {  # of times, the fourth of which is I + W
     ActionKind.FORWARD: 0,
     ActionKind.BACKWARD_INPUT: 1,
     ActionKind.BACKWARD_WEIGHT: 2,
@@ -46,8 +47,8 @@ class Order:
         self.schedule = schedule
         self._links = links
         self._factor = factor
-        self._graph = StepGraph(schedule, own_needs=False)
-        self._order = _order(self._graph, schedule)
+        self.graph = StepGraph(schedule, own_needs=False)
+        self._order = _order(self.graph, schedule)
         held = [torch.tensor(sorted(_states(schedule, rank))) for rank in range(self.ranks)]
         self._states = [each.to(torch.float64) for each in held]
         self._homes = torch.tensor(schedule.placement)
@@ -68,13 +69,13 @@ class Order:
         clocks = [zero] * self.ranks
         links: dict[tuple[int, int], Tensor] = {}
         arrived: dict[int, Tensor] = {}
-        graph = self._graph
+        graph = self.graph
         for number in self._order:
             action, rank = graph.actions[number], graph.ranks[number]
             start = clocks[rank]
             for parcel in graph.needs[number]:
                 start = torch.maximum(start, arrived.pop(parcel))
-            clocks[rank] = end = start + times[_PLACES[action.kind], action.stage]
+            clocks[rank] = end = start + times[PLACES[action.kind], action.stage]
             for message in graph.makes[number]:
                 arrived[message.parcel] = self._arrival(message.parcel, rank, end, links, stages)
         return torch.stack(clocks).amax(0)
@@ -88,7 +89,7 @@ class Order:
         stages: Stages,
     ) -> Tensor:
         """When a parcel is on the rank that waits for it; a link carries one after the other."""
-        parcel, target = self._graph.parcels[number], self._graph.takers[number]
+        parcel, target = self.graph.parcels[number], self.graph.takers[number]
         if target == source:
             return end
         link = source, target
