@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tabulate import tabulate
 
 from autosplit.errors import AutosplitError
-from autosplit.pipeline.search.survey import Entry, Survey
+from autosplit.pipeline.search.survey import SimulatedSchedule, Survey
 from autosplit.text.writing import writing
 
 if TYPE_CHECKING:
@@ -59,10 +59,10 @@ def survey_rows(survey: Survey) -> list[dict[str, Any]]:
     ]
 
 
-def pareto_front(entries: Sequence[Entry]) -> list[Entry]:
+def pareto_front(entries: Sequence[SimulatedSchedule]) -> list[SimulatedSchedule]:
     """The entries that no other beats in step time and peak memory, the shortest step first."""
     ordered = sorted(entries, key=lambda each: (each.timeline.step_time, max(each.peaks)))
-    front: list[Entry] = []
+    front: list[SimulatedSchedule] = []
     for entry in ordered:
         if not front or max(entry.peaks) < max(front[-1].peaks):
             front.append(entry)
@@ -103,7 +103,7 @@ def draw_survey(survey: Survey, path: str | Path, *, title: str | None = None) -
         figure.savefig(path, dpi=150)
 
 
-def _draw_front(axes: Axes, front: Sequence[Entry]) -> None:
+def _draw_front(axes: Axes, front: Sequence[SimulatedSchedule]) -> None:
     axes.step(
         [max(entry.peaks) for entry in front],
         [1e3 * entry.timeline.step_time for entry in front],
@@ -115,7 +115,7 @@ def _draw_front(axes: Axes, front: Sequence[Entry]) -> None:
     )
 
 
-def _draw_points(axes: Axes, entries: Sequence[Entry], halo: Any) -> None:
+def _draw_points(axes: Axes, entries: Sequence[SimulatedSchedule], halo: Any) -> None:
     """One dot a place; what lies on one place shares its label, legible on a neighbour's dot."""
     places: dict[tuple[float, float], list[str]] = {}
     for entry in entries:

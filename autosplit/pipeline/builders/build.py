@@ -7,10 +7,9 @@ from autosplit.pipeline.builders.placement.building_blocks import block_sizes, b
 from autosplit.pipeline.builders.placement.weights import (
     WEIGHTS,
     Times,
-    check_counts,
     place_weights,
 )
-from autosplit.pipeline.schedule.schedule import Schedule, check_size
+from autosplit.pipeline.schedule.schedule import Schedule, check_counts, check_size
 
 from .families import SCHEDULES, Family
 

@@ -80,7 +80,7 @@ def _phases(near: int, ranks: int, count: int, lanes: tuple[Lane, Lane]) -> Row:
     ``count`` microbatches pass in each lane. The first lane is the one in which the rank stands in
     the first half of the way.
     """
-    rank = _Row(lanes)
+    rank = _RowWriter(lanes)
     behind = ranks - 1 - near
     for _ in range(2 * behind):
         rank.forward(0)
@@ -112,7 +112,7 @@ def _phases(near: int, ranks: int, count: int, lanes: tuple[Lane, Lane]) -> Row:
     return tuple(rank.row)
 
 
-class _Row:
+class _RowWriter:
     """A row being written: the next pass of each lane, and the Ws that wait."""
 
     def __init__(self, lanes: tuple[Lane, Lane]) -> None:

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.builders.placement.weights import check_counts
-from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.schedule.schedule import Schedule, check_counts
 from autosplit.pipeline.simulation.step_costs import Costs
 from autosplit.pipeline.validation.validate import validate
 

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.builders.placement.weights import check_counts
-from autosplit.pipeline.schedule.schedule import Schedule, check_size
+from autosplit.pipeline.schedule.schedule import Schedule, check_counts, check_size
 from autosplit.pipeline.simulation.activation_memory import peak_memory
 from autosplit.pipeline.simulation.replay import replay
 from autosplit.pipeline.simulation.step_costs import Costs

@@ -53,17 +53,6 @@ def place_weights(
     return with_rows(name, template, ranks)
 
 
-def check_counts(**counts: int) -> None:
-    """Refuse anything but integers from 1 on.
-
-    Raises:
-        ScheduleError: names the argument and what came.
-    """
-    for what, value in counts.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ScheduleError(f"{what} must be an integer >= 1, got {value!r}")
-
-
 def _inputs_only(row: Sequence[Action]) -> Row:
     """The row with each B replaced by its I."""
     return tuple(
