@@ -1,9 +1,10 @@
-"""Which results travel between which ranks, in which order: a pure function of a schedule.
+"""Point-to-point traffic between ranks, in order: a pure function of a schedule.
 
-A result is named by the action that makes it (see ``dependency``): ``0F1`` is what stage 0 put
-out for microbatch 1, ``1I1`` the gradient of stage 1's inputs. Schedules order stages as a chain.
-Tensors may go past the next stage (see ``wiring``), but never against that order, so a schedule
-that is legal for a chain is so for every wiring: what skips a stage arrives early and waits.
+A result is named by the action that makes it (see ``dependency``): ``0F1`` stands for the
+outputs of stage 0 for microbatch 1, ``1I1`` for the gradients of stage 1's inputs. Schedules order
+stages as a chain. Tensors may go past the next stage (see ``wiring``), but never against that
+order, so a schedule that is legal for a chain is so for every wiring: what skips a stage arrives
+early and waits.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from .wiring import Feeds
 
 
 class Parcel(NamedTuple):
-    """What goes from one stage to another for one microbatch.
+    """The tensors that one stage sends another for one microbatch: outputs, or gradients of such.
 
     ``result`` names it, ``stage`` is where it goes.
     """
@@ -48,7 +49,7 @@ class Parcel(NamedTuple):
 
 @dataclass(frozen=True)
 class Routes:
-    """One rank's traffic in one step.
+    """The sends and receives of one rank in one step.
 
     Attributes:
         feeds: who feeds whom.
@@ -76,7 +77,7 @@ class Routes:
 
 @dataclass(frozen=True, order=True)
 class Channel:
-    """The way of results of one kind from one stage to its neighbour; first in, first out.
+    """The first-in, first-out channel of results of one kind from one stage to another.
 
     Activations go from stage s to s + 1, gradients from s + 1 to s, so the two stages name the
     kind as well.

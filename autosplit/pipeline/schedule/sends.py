@@ -26,7 +26,7 @@ _MESSAGES = {
 def add_communication(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
     """Per rank, its actions with sends and receives between them.
 
-    ``sSEND_Fm`` sends what stage s puts out for microbatch m, ``sRECV_Fm`` receives what stage s
+    ``sSEND_Fm`` sends the outputs of stage s for microbatch m, ``sRECV_Fm`` receives what stage s
     takes; likewise with B for gradients. A rank runs its next action as soon as all that the action
     needs is listed, rank by rank in turn.
 

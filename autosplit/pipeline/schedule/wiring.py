@@ -1,4 +1,4 @@
-"""Who feeds whom: where the inputs of every stage come from, as plain data."""
+"""Data flow between stages: where the inputs of every stage come from, as plain data."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Wiring:
 
     Attributes:
         inputs: per stage, the sources of its module's arguments, in order.
-        outputs: how many tensors each stage but the last puts out.
+        outputs: how many output tensors each stage but the last has.
         names: the names of the batch's inputs in the order of their positions, where a batch
             gives them as a dictionary; empty where it gives a tensor or a tuple.
 
@@ -87,12 +87,12 @@ class Wiring:
 
 
 class Feeds:
-    """A wiring as the engine asks for it; without one, a chain whose tensors nobody counted.
+    """Producers and consumers of every stage; without a wiring, a chain of unknown tensor counts.
 
     Args:
         stages: how many stages there are.
-        wiring: who feeds whom; None: each stage takes all that the one before puts out, and the
-            first all that the batch gives.
+        wiring: the data flow; None: each stage takes all outputs of the one before, and the first
+            all that the batch gives.
     """
 
     def __init__(self, stages: int, wiring: Wiring | None = None) -> None:
@@ -130,7 +130,7 @@ class Feeds:
         return None if self.wiring is None else self._positions[source, target]
 
     def select(self, outputs: Sequence[T], source: int, target: int) -> Sequence[T]:
-        """Of what belongs to the outputs of ``source``, that of those which go to ``target``."""
+        """Of one value for each output of ``source``, the values of those that ``target`` takes."""
         positions = self.positions(source, target)
         return outputs if positions is None else [outputs[position] for position in positions]
 
@@ -157,7 +157,7 @@ class Feeds:
         return next(takers, 0)
 
     def check_outputs(self, stage: int, count: int) -> None:
-        """Refuse a stage that puts out another number of tensors than the wiring says.
+        """Refuse a stage with another number of outputs than the wiring says.
 
         Raises:
             PipelineError: says both numbers.

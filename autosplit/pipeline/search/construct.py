@@ -1,4 +1,4 @@
-"""List scheduling with look-ahead: build an order by playing the step through in time."""
+"""List scheduling with look-ahead: orders to begin a search from."""
 
 from __future__ import annotations
 

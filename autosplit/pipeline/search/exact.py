@@ -12,7 +12,7 @@ from autosplit.pipeline.schedule.schedule import Schedule, check_counts
 from autosplit.pipeline.simulation.step_costs import Costs
 from autosplit.pipeline.validation.validate import validate
 
-from .model import StepModel
+from .constraint_model import StepModel
 from .problem import Problem, Rows
 from .search import caps_of, placements, search
 

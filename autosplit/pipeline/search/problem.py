@@ -1,4 +1,4 @@
-"""A pipeline as numbers, so that thousands of orders can be played through in a second."""
+"""The scheduling problem: all actions of a step with what they take and keep, under caps."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ from autosplit.pipeline.simulation.transfer import Transfer
 
 from .bound import lower_bound
 from .construct import Policy, construct
+from .defer_weights import defer_weights
 from .improve import improve
-from .late import late
 from .named import named_schedules
 from .problem import Problem, Rows
 
@@ -191,7 +191,7 @@ def _begun(problem: Problem, rows: Rows | None) -> Iterator[Start]:
     if rows is not None:
         yield from _played(problem, rows)
         if problem.costs.early_weights:
-            yield from _played(problem, late(problem, rows))
+            yield from _played(problem, defer_weights(problem, rows))
 
 
 def _shortest(starts: Sequence[Start]) -> float:
@@ -230,7 +230,7 @@ def _improved(starts: Sequence[Start], work: int) -> tuple[float, Schedule] | No
 
 
 def _runs_as_chain(schedule: Schedule, costs: Costs) -> bool:
-    """Whether it is legal whoever feeds whom, as schedules have to be (see ``routes``).
+    """Whether it is legal for every wiring, as schedules have to be (see ``routes``).
 
     Where a stage takes nothing of the one before, an order may be too free for that.
     """

@@ -12,7 +12,7 @@ from autosplit.pipeline.schedule.routes import Parcel
 
 Bytes = float | Mapping[int, float | Sequence[float]]
 """Of one microbatch at each boundary: one number for all, or by the stage before the boundary one
-for all that it puts out, or one for each of its outputs.
+for all its outputs, or one for each.
 """
 
 

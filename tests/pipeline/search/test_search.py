@@ -16,8 +16,8 @@ from autosplit.pipeline.builders.build import SCHEDULES, build
 from autosplit.pipeline.builders.placement.fusing import fuse_adjacent
 from autosplit.pipeline.schedule.wiring import Source, Wiring
 from autosplit.pipeline.search.bound import lower_bound
+from autosplit.pipeline.search.defer_weights import defer_weights
 from autosplit.pipeline.search.improve import improve
-from autosplit.pipeline.search.late import late
 from autosplit.pipeline.search.named import named_schedules
 from autosplit.pipeline.search.problem import Problem
 from autosplit.pipeline.search.search import search
@@ -147,7 +147,7 @@ def test_plays_as_the_simulator_does(
     costs = data.draw(costs_of(schedule.stages))
     problem = Problem(costs, schedule.placement, microbatches, (math.inf,) * ranks)
     rows = problem.rows_of(schedule)
-    for order in (rows, late(problem, rows)):
+    for order in (rows, defer_weights(problem, rows)):
         timeline = costs.timeline(problem.schedule(name, order))  # some Bs as I and W
         played = problem.play(order)
         assert played is not None
@@ -201,7 +201,7 @@ def test_weights_wait_for_a_wait() -> None:
     costs = Costs([(1.0, 1.0, 1.0)], [StageMemory(1.0, 1.0)], early_weights=True)
     problem = Problem(costs, (0,), 3, (2.0,))
     rows = problem.rows_of(build("1f1b", 1, 3))
-    (row,) = late(problem, rows)
+    (row,) = defer_weights(problem, rows)
     assert " ".join(str(problem.actions[n]) for n in row) == "0F0 0I0 0F1 0I1 0W0 0F2 0I2 0W1 0W2"
 
 

@@ -1,4 +1,4 @@
-"""A step as constraints: no overlap on a rank, results before their use, memory under the cap.
+"""A step as a constraint model: no overlap on a rank, precedence, messages, memory under the cap.
 
 Microbatches cost all the same, so of any schedule's Fs on a stage the j-th may be called
 microbatch j, and likewise its Is and its Ws, without changing when anything runs or what is kept.
