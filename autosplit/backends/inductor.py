@@ -50,9 +50,11 @@ class Inductor:
         return inductor.decompositions()
 
     def rewrite(self, joint: fx.GraphModule) -> None:
+        from autosplit.capture.node_origins import note_origins
         from autosplit.torch_internals import inductor
 
         inductor.rewrite_joint(joint)
+        note_origins(joint.graph)
 
     def compile(self, name: str, module: fx.GraphModule) -> Code:
         from autosplit.torch_internals import inductor

@@ -13,6 +13,7 @@ from torch import fx
 from ..analysis.operators import is_recomputed
 from ..analysis.symbolic_sizes import is_fixed
 from ..graph import calls, tensor_of
+from ..origin import origin_of
 from ..rewrites.emit import emit
 from .stacked_operators import Whole, arguments_of, is_computing, lift_of, shaped
 
@@ -276,8 +277,9 @@ def traits(node: fx.Node) -> tuple[Any, ...] | None:
     value = tensor_of(node)
     if value is None or not is_fixed(value) or value.ndim == 0 or value.numel() == 0:
         return None
-    marks = [node.meta.get(key) for key in ("partitioner_tag", "recompute", "ac_graph_id")]
-    return tuple(value.shape), value.dtype, value.device, is_recomputed(node), *marks
+    origin = origin_of(node)
+    fate = origin.is_backward, origin.recomputed, origin.checkpoint, is_recomputed(node)
+    return tuple(value.shape), value.dtype, value.device, *fate
 
 
 def _is_reachable(tensor: fx.Node, at: fx.Node) -> bool:

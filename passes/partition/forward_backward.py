@@ -29,12 +29,10 @@ from ..graph import (
     role_of,
     source_line,
 )
+from ..origin import origin_of
 from .extract import extract
 from .multiplier_search import choose
 from .reachability import Reach
-
-# Where AOTAutograd notes which half of the joint graph it was tracing.
-_TAG = "partitioner_tag"
 
 
 def partition(program: Program) -> bool:
@@ -62,10 +60,10 @@ def _refuse_draws_in_backward(graph: fx.Graph) -> None:
     """A custom backward may draw random numbers that depend on no gradient. Drawn in forward
     instead, they and all that follow would be others than autograd's.
     """
-    if not any(_TAG in node.meta for node in graph.nodes):
+    if all(origin_of(node).is_backward is None for node in graph.nodes):
         return  # tracing had no backward to tell apart
     for node in calls(graph):
-        if is_random(node) and node.meta.get(_TAG) != "is_forward":
+        if is_random(node) and origin_of(node).is_backward is not False:
             line = source_line(node)
             raise PassError(
                 f"{node.target} draws random numbers in the backward"

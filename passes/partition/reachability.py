@@ -6,9 +6,10 @@ import dataclasses
 
 from torch import fx
 
-from ..analysis.operators import CHECKS, TAG, checkpoint_region, is_effect, is_random
+from ..analysis.operators import CHECKS, checkpoint_region, is_effect, is_random
 from ..errors import PassError
 from ..graph import FORWARD_OUTPUT, Kind, ancestors, calls, descendants, inputs, is_state, outputs
+from ..origin import origin_of
 from .parameter_chain import chain
 
 
@@ -79,7 +80,7 @@ class Reach:
 
 def _is_forwards(node: fx.Node) -> bool:
     """Whether the effect is one of the forward's: what the backward checks it also computes."""
-    return node.target not in CHECKS or node.meta.get(TAG) != "is_backward"
+    return node.target not in CHECKS or not origin_of(node).is_backward
 
 
 def _values(graph: fx.Graph, *kinds: Kind) -> list[fx.Node]:

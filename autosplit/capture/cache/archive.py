@@ -25,6 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from autosplit.passes import Kind, Role, SplitGraphs
 from autosplit.passes.analysis.operators import OVERLOAD
 from autosplit.passes.memory_policy import Memory
+from autosplit.passes.origin import Origin
 
 # Of the user's modules and of other graphs, or said by the value; no pass and no backend asks.
 _FORGOTTEN = frozenset(
@@ -45,6 +46,7 @@ _CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 _CLASSES = (
     CheckpointPolicy,
     Kind,
+    Origin,
     Role,
     immutable_dict,
     immutable_list,

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from autosplit.passes.analysis.operator_cost import value_bytes
 
-from .module_paths import common, stack
+from autosplit.capture.module_paths import common, stack
 from .operation_line import Line
 
 

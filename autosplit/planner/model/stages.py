@@ -18,7 +18,7 @@ from autosplit.planner.meta_init.initialise import Init, Initialiser
 from autosplit.planner.meta_init.materialise import Values, materialise
 
 from .captured_model import WholeModel
-from .module_paths import stack
+from autosplit.capture.module_paths import stack
 from .operation_line import Line
 from .stage_state import StageState
 from .subgraph_module import Program, StageModule, hold_state, make_program
