@@ -18,6 +18,7 @@ from .partition.forward_backward import partition
 from .partition.split_backward import split_backward
 from .rewrites.dead_code import dead_code
 from .rewrites.divide_backward_operators import divide
+from .rewrites.fold_transposes import fold_transposes
 from .rewrites.half_precision_dropout import dropout
 from .rewrites.padded_sums import gather
 from .verify import verify
@@ -41,6 +42,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("dead_code", dead_code),
     Pass("gather", gather),
     Pass("lift", lift),
+    Pass("fold_transposes", fold_transposes),
     Pass("partition", partition, required=True),
     Pass("split_backward", split_backward, required=True),
 )

@@ -33,6 +33,7 @@ from ..origin import origin_of
 from .extract import extract
 from .multiplier_search import choose
 from .reachability import Reach
+from .tensor_names import name_boundaries
 
 
 def partition(program: Program) -> bool:
@@ -76,6 +77,7 @@ def _fill_backward(program: Program, reach: Reach) -> list[tuple[Role, fx.Node]]
     """Divide the graph and fill in ``backward``; returns what forward must save for it."""
     graph = program.joint.graph
     regions = program.regions = choose(graph, reach, program.memory)
+    name_boundaries(graph, regions, reach)
     saved = {node: Role(Kind.SAVED, node.name) for node in regions.saved}
     program.backward = extract(
         program.joint,
