@@ -100,7 +100,7 @@ class Regions:
 
 
 @dataclasses.dataclass
-class Program:
+class SplitProgram:
     """The graphs of one module, from the joint graph to the split ones.
 
     A pass fills in or rewrites fields. ``backward`` is the unsplit backward; it stays beside
@@ -141,7 +141,7 @@ class SplitGraphs:
         return _existing(self)
 
 
-def _existing(record: Program | SplitGraphs) -> dict[str, fx.GraphModule]:
+def _existing(record: SplitProgram | SplitGraphs) -> dict[str, fx.GraphModule]:
     fields = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
     return {name: value for name, value in fields.items() if isinstance(value, fx.GraphModule)}
 

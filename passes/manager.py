@@ -10,17 +10,17 @@ from collections.abc import Callable, Collection
 from torch import fx
 
 from .errors import PassError
-from .graph import Program, SplitGraphs, calls
-from .loops.vectorize import lift
+from .graph import SplitGraphs, SplitProgram, calls
+from .loops.vectorize import vectorize_loops
 from .lowering import codegen
 from .memory_policy import BALANCED, Memory, memory_setting
-from .partition.forward_backward import partition
+from .partition.forward_backward import partition_forward_backward
 from .partition.split_backward import split_backward
 from .rewrites.dead_code import dead_code
-from .rewrites.divide_backward_operators import divide
+from .rewrites.divide_backward_operators import divide_backward_operators
 from .rewrites.fold_transposes import fold_transposes
-from .rewrites.half_precision_dropout import dropout
-from .rewrites.padded_sums import gather
+from .rewrites.half_precision_dropout import half_precision_dropout
+from .rewrites.padded_sums import concatenate_padded_sums
 from .verify import verify
 
 
@@ -32,18 +32,18 @@ class Pass:
     """
 
     name: str
-    run: Callable[[Program], bool]
+    run: Callable[[SplitProgram], bool]
     required: bool = False
 
 
 PASSES: tuple[Pass, ...] = (
-    Pass("divide", divide),
-    Pass("dropout", dropout),
+    Pass("divide", divide_backward_operators),
+    Pass("dropout", half_precision_dropout),
     Pass("dead_code", dead_code),
-    Pass("gather", gather),
-    Pass("lift", lift),
+    Pass("gather", concatenate_padded_sums),
+    Pass("lift", vectorize_loops),
     Pass("fold_transposes", fold_transposes),
-    Pass("partition", partition, required=True),
+    Pass("partition", partition_forward_backward, required=True),
     Pass("split_backward", split_backward, required=True),
 )
 
@@ -73,7 +73,7 @@ def run(
     """
     _check_skip(passes, skip)
     setting = memory if isinstance(memory, Memory) else memory_setting(memory)
-    program = Program(joint, setting)
+    program = SplitProgram(joint, setting)
     verify(program, "capture")
     step = _Dump(dump)
     step.write("capture", program)
@@ -102,11 +102,11 @@ def _fields() -> list[str]:
     return [field.name for field in dataclasses.fields(SplitGraphs)]
 
 
-def _sizes(program: Program) -> dict[str, int]:
+def _sizes(program: SplitProgram) -> dict[str, int]:
     return {name: len(module.graph.nodes) for name, module in program.graphs().items()}
 
 
-def _recompile(program: Program) -> None:
+def _recompile(program: SplitProgram) -> None:
     for module in program.graphs().values():
         module.recompile()
 
@@ -126,7 +126,7 @@ class _Dump:
     number: int = 0
     known: dict[str, Counter[str]] = dataclasses.field(default_factory=dict)
 
-    def write(self, name: str, program: Program) -> None:
+    def write(self, name: str, program: SplitProgram) -> None:
         if self.folder is None:
             return
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -49,7 +49,7 @@ def storage_root(node: fx.Node) -> fx.Node:
     return node
 
 
-def maker(node: fx.Node) -> fx.Node:
+def producer(node: fx.Node) -> fx.Node:
     """The operator that computed the node's value, behind views and results picked from tuples."""
     while is_view(node) or node.target is operator.getitem:
         parent = node.args[0]
@@ -92,7 +92,7 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
     return False
 
 
-def is_whole(node: fx.Node) -> bool:
+def fills_storage(node: fx.Node) -> bool:
     """Whether the value was made by the graph and fills its storage, each element once."""
     value, root = tensor_of(node), storage_root(node)
     if value is None or root.op != "call_function" or overlaps_itself(value):

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import flop_registry
 from ..graph import calls, tensor_of
 from .aliasing import is_free, is_view
 from .operators import is_effect, is_random, overload
-from .symbolic_sizes import concrete, example, is_size
+from .symbolic_sizes import concrete, is_size, with_concrete_sizes
 
 aten = torch.ops.aten
 
@@ -90,9 +90,9 @@ def flops(node: fx.Node) -> int:
     if formula is None:
         return 0
     args, kwargs = fx.node.map_arg(
-        (node.args, dict(node.kwargs)), lambda n: example(n.meta.get("val"))
+        (node.args, dict(node.kwargs)), lambda n: with_concrete_sizes(n.meta.get("val"))
     )
-    return int(formula(*args, **kwargs, out_val=example(node.meta.get("val"))))
+    return int(formula(*args, **kwargs, out_val=with_concrete_sizes(node.meta.get("val"))))
 
 
 def traffic(node: fx.Node) -> int:
@@ -122,7 +122,7 @@ def duration(node: fx.Node) -> float:
     return _CALL + moved * passes + flops(node) / _balance(node)
 
 
-def recomputation(node: fx.Node) -> float | None:
+def recompute_cost(node: fx.Node) -> float | None:
     """What running the node once more costs, as ``duration``; None where it must not be.
 
     Views and constants are free. Pointwise work, copies and the reductions of norms may be done

@@ -38,7 +38,7 @@ def is_size(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), NUMBERS)
 
 
-def example(value: Any) -> Any:
+def with_concrete_sizes(value: Any) -> Any:
     """A tensor without data and with concrete sizes in place of a symbolic one; numbers for
     symbolic numbers; containers of them likewise; anything else as it is.
     """
@@ -53,5 +53,5 @@ def example(value: Any) -> Any:
         case torch.SymFloat() | torch.SymBool():
             return type(value.node.hint or 0)(value.node.hint or 0)
         case list() | tuple():
-            return type(value)(example(item) for item in value)
+            return type(value)(with_concrete_sizes(item) for item in value)
     return value

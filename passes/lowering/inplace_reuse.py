@@ -69,7 +69,7 @@ _FRESH_FIRST = frozenset(
 )
 
 
-def overwritten(graph: fx.Graph) -> dict[fx.Node, int]:
+def reusable_operands(graph: fx.Graph) -> dict[fx.Node, int]:
     """Node -> position of the operand whose memory it may write its result into: one made in
     this graph, as large as the result, that nobody reads afterwards under any name.
     """

@@ -22,7 +22,7 @@ from ..graph import Kind, Role, calls, outputs, role_of
 from ..partition.extract import extract
 
 
-def slices(module: fx.GraphModule, count: int) -> list[fx.GraphModule]:
+def slice_weight_graph(module: fx.GraphModule, count: int) -> list[fx.GraphModule]:
     """W as ``count`` graphs, each with some of the gradients.
 
     A slice takes, besides parameters and buffers, deferred tensors of W and of earlier slices,

@@ -10,12 +10,12 @@ from ..analysis.aliasing import distinct_bytes
 from ..analysis.operator_cost import duration, flops
 from ..graph import calls
 from ..memory_policy import Memory
-from .multiplier_search import choose, runs, time_again, weight_work
-from .reachability import Reach
+from .multiplier_search import best_division, recompute_time, run_counts, weight_work
+from .reachability import Reachability
 
 
 @dataclasses.dataclass(frozen=True)
-class Trade:
+class MemoryTradeoff:
     """What one microbatch costs under a setting.
 
     Attributes:
@@ -37,24 +37,24 @@ class Trade:
     time: float
 
 
-def trade(graph: fx.Graph, memory: Memory) -> Trade:
+def memory_tradeoff(graph: fx.Graph, memory: Memory) -> MemoryTradeoff:
     """What a division of this joint graph under a setting costs.
 
     Raises:
         BudgetError: a budget cannot be met.
     """
-    reach = Reach.of(graph, late_input=memory.late_input)
-    regions = choose(graph, reach, memory)
+    reach = Reachability.of(graph, late_input=memory.late_input)
+    regions = best_division(graph, reach, memory)
     work = weight_work(reach)
     late = sum(map(flops, work & regions.weight.runs))
-    counts = runs(regions, reach)
+    counts = run_counts(regions, reach)
     whole = sum(map(duration, calls(graph)))
-    return Trade(
+    return MemoryTradeoff(
         memory.name,
         saved=distinct_bytes(regions.saved),
         deferred=distinct_bytes(regions.deferred),
         early_flops=sum(map(flops, work)) - late,
         late_flops=late,
         again=sum(count - 1 for node, count in counts.items() if duration(node)),
-        time=time_again(regions, reach) / whole if whole else 0.0,
+        time=recompute_time(regions, reach) / whole if whole else 0.0,
     )

@@ -18,7 +18,7 @@ from ..analysis.operator_cost import duration, flops
 from ..errors import BudgetError
 from ..graph import Regions, ancestors, calls
 from ..memory_policy import Memory, Price
-from .reachability import Reach
+from .reachability import Reachability
 from .regions import Division
 
 _STEPS = 24
@@ -35,14 +35,16 @@ _ALL_WAIT = 16.0
 Parts = Callable[[Price], tuple[float, float]]
 
 
-def choose(graph: fx.Graph, reach: Reach, memory: Memory) -> Regions:
+def best_division(graph: fx.Graph, reach: Reachability, memory: Memory) -> Regions:
     """Divide a joint graph as the setting asks.
 
     Raises:
         PassError: the graph cannot be divided.
         BudgetError: a budget cannot be met; names the least possible.
     """
-    division = Division(graph, reach, again=memory.recompute > 0, release=memory.releases_weights)
+    division = Division(
+        graph, reach, recompute=memory.recompute > 0, release=memory.releases_weights
+    )
     limit = memory.recompute * sum(map(duration, calls(graph)))
     rate = 0.0
     if memory.recompute:
@@ -50,7 +52,7 @@ def choose(graph: fx.Graph, reach: Reach, memory: Memory) -> Regions:
             lambda rate: division.cut(rate, _ALL_WAIT),
             _RATES,
             lambda price: (price.bytes + _ALL_WAIT * price.flops, price.time),
-            lambda regions: time_again(regions, reach) <= limit,
+            lambda regions: recompute_time(regions, reach) <= limit,
         )
     if not memory.releases_weights:
         return regions if memory.recompute else division.cut()
@@ -62,7 +64,7 @@ def choose(graph: fx.Graph, reach: Reach, memory: Memory) -> Regions:
         return price.bytes + rate * price.time, price.flops
 
     if memory.budget is not None:
-        return _within(memory.budget, at, parts)
+        return _meet_budget(memory.budget, at, parts)
     return _search(
         at,
         (0.0, _ALL_WAIT),
@@ -71,34 +73,34 @@ def choose(graph: fx.Graph, reach: Reach, memory: Memory) -> Regions:
     )[1]
 
 
-def time_again(regions: Regions, reach: Reach) -> float:
+def recompute_time(regions: Regions, reach: Reachability) -> float:
     """Estimated time of everything that runs more often than it must."""
     return sum(
-        (count - 1 - (node in reach.redone)) * duration(node)
-        for node, count in runs(regions, reach).items()
+        (count - 1 - (node in reach.recomputed)) * duration(node)
+        for node, count in run_counts(regions, reach).items()
         if count > 1
     )
 
 
-def runs(regions: Regions, reach: Reach) -> Counter[fx.Node]:
+def run_counts(regions: Regions, reach: Reachability) -> Counter[fx.Node]:
     """How often F, I and W together run each node."""
     forward = reach.forward | ancestors(regions.saved)
     return Counter([*forward, *regions.input.runs, *regions.weight.runs])
 
 
-def weight_work(reach: Reach) -> set[fx.Node]:
+def weight_work(reach: Reachability) -> set[fx.Node]:
     """What only weight gradients need, all of which may wait."""
     return ancestors(reach.weight_grads) & reach.gradient - reach.urgent
 
 
-def waiting_share(regions: Regions, reach: Reach) -> float:
+def waiting_share(regions: Regions, reach: Reachability) -> float:
     """What share of the weight gradients' floating-point operations W does."""
     work = weight_work(reach)
     total = sum(map(flops, work))
     return sum(map(flops, work & regions.weight.runs)) / total if total else 1.0
 
 
-def _within(budget: int, at: Callable[[float], Regions], parts: Parts) -> Regions:
+def _meet_budget(budget: int, at: Callable[[float], Regions], parts: Parts) -> Regions:
     """The division that lets the most work wait while I hands over no more than the budget."""
 
     def exceeds(regions: Regions) -> bool:

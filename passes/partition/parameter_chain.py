@@ -30,7 +30,9 @@ _SUMS = frozenset({aten.sum.default, aten.sum.dim_IntList})
 _OF_ACTIVATIONS = ("norm_backward", "attention")
 
 
-def chain(graph: fx.Graph, gradient: set[fx.Node], weight_grads: list[fx.Node]) -> set[fx.Node]:
+def parameter_chain(
+    graph: fx.Graph, gradient: set[fx.Node], weight_grads: list[fx.Node]
+) -> set[fx.Node]:
     """What I must compute, and all that this needs; empty where that is nothing but views of the
     outputs' gradients.
 

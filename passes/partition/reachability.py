@@ -10,11 +10,11 @@ from ..analysis.operators import CHECKS, checkpoint_region, is_effect, is_random
 from ..errors import PassError
 from ..graph import FORWARD_OUTPUT, Kind, ancestors, calls, descendants, inputs, is_state, outputs
 from ..origin import origin_of
-from .parameter_chain import chain
+from .parameter_chain import parameter_chain
 
 
 @dataclasses.dataclass(frozen=True)
-class Reach:
+class Reachability:
     """Sets of nodes of one joint graph.
 
     Attributes:
@@ -31,13 +31,13 @@ class Reach:
     forward: set[fx.Node]
     gradient: set[fx.Node]
     urgent: set[fx.Node]
-    redone: set[fx.Node]
+    recomputed: set[fx.Node]
     overwritten: set[fx.Node]
     input_grads: list[fx.Node]
     weight_grads: list[fx.Node]
 
     @classmethod
-    def of(cls, graph: fx.Graph, *, late_input: bool = False) -> Reach:
+    def of(cls, graph: fx.Graph, *, late_input: bool = False) -> Reachability:
         """Look at a joint graph.
 
         Args:
@@ -60,12 +60,12 @@ class Reach:
         weight_grads = _values(graph, Kind.PARAMETER_GRAD)
         urgent = ancestors(input_grads)
         if not (input_grads or late_input):
-            urgent = chain(graph, gradient, weight_grads)
+            urgent = parameter_chain(graph, gradient, weight_grads)
         return cls(
             forward=forward,
             gradient=gradient,
             urgent=urgent,
-            redone={node for node in forward if _is_inside_checkpoint(node, gradient)},
+            recomputed={node for node in forward if _is_inside_checkpoint(node, gradient)},
             overwritten=_overwritten(graph),
             input_grads=input_grads,
             weight_grads=weight_grads,

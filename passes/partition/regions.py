@@ -21,15 +21,15 @@ from collections.abc import Callable, Collection, Iterable
 
 from torch import fx
 
-from ..analysis.aliasing import is_free, maker, storage_bytes, storage_root
-from ..analysis.operator_cost import effort, is_cheap, recomputation
+from ..analysis.aliasing import is_free, producer, storage_bytes, storage_root
+from ..analysis.operator_cost import effort, is_cheap, recompute_cost
 from ..analysis.operators import checkpoint_region, is_random
 from ..analysis.symbolic_sizes import is_size
 from ..errors import PassError
 from ..graph import Region, Regions, tensor_of
 from ..memory_policy import Price
 from .min_cut import SINK, SOURCE, Network
-from .reachability import Reach
+from .reachability import Reachability
 
 _SIZE_BYTES = 8  # of an integer that crosses
 _SPREAD = 0.05
@@ -48,9 +48,11 @@ class Division:
         PassError: the backward needs a value that can neither be carried nor recomputed.
     """
 
-    def __init__(self, graph: fx.Graph, reach: Reach, *, again: bool, release: bool) -> None:
+    def __init__(
+        self, graph: fx.Graph, reach: Reachability, *, recompute: bool, release: bool
+    ) -> None:
         self._reach = reach
-        self._again = again
+        self._recompute = recompute
         self._order = {node: index for index, node in enumerate(graph.nodes)}
         made = {storage_root(node) for node in reach.weight_grads} if release else set()
         self._releasable = {node for node in made if node.op == "call_function"} & reach.gradient
@@ -112,8 +114,10 @@ class Division:
                 continue
             self._in_first.add(node)
             half = _first(self._order[node])
-            self._network.add(half, half + 1, None if node in reach.redone else self._price(node))
-            self._tie(node, _first, early=node in reach.forward - reach.redone)
+            self._network.add(
+                half, half + 1, None if node in reach.recomputed else self._price(node)
+            )
+            self._tie(node, _first, early=node in reach.forward - reach.recomputed)
             stack.extend(node.all_input_nodes)
 
     def _add_second_layer(self) -> None:
@@ -124,15 +128,15 @@ class Division:
             index = self._order[node]
             half = _second(index)
             self._network.add(half, half + 1, self._price(node))
-            early = node in reach.urgent or node in reach.forward - reach.redone
+            early = node in reach.urgent or node in reach.forward - reach.recomputed
             self._tie(node, _second, early=early)
             if node not in reach.gradient:
                 self._add_to_first_layer(node)
                 self._network.add(_first(index) + 1, half + 1)
             if early or is_free(node) or node.op == "placeholder":
                 continue
-            if node not in reach.gradient | reach.redone:
-                self._network.add(_first(index), half, self._price_again(node))
+            if node not in reach.gradient | reach.recomputed:
+                self._network.add(_first(index), half, self._price_recompute(node))
             if not reach.urgent or not is_cheap(node):
                 # To run in F is for the first layer to decide.
                 beyond = SINK if node in reach.gradient else _first(index)
@@ -147,29 +151,29 @@ class Division:
         half = layer(self._order[node])
         for operand in node.all_input_nodes:
             self._network.add(layer(self._order[operand]) + 1, half)
-        if is_free(node) or (node in self._reach.redone and layer is _first):
+        if is_free(node) or (node in self._reach.recomputed and layer is _first):
             return
         if early or node.op == "placeholder" or is_random(node):
-            self._network.add(SOURCE, half, self._price_again(node))
+            self._network.add(SOURCE, half, self._price_recompute(node))
             return
         # Running a node before the boundary needs its operands there. One that runs behind it
         # nevertheless runs twice.
-        for operand in {maker(each) for each in node.all_input_nodes}:
-            if not is_free(operand) and not (operand in self._reach.redone and layer is _first):
-                price = self._price_again(operand) if self._ready(operand, layer) else None
+        for operand in {producer(each) for each in node.all_input_nodes}:
+            if not is_free(operand) and not (operand in self._reach.recomputed and layer is _first):
+                price = self._price_recompute(operand) if self._ready(operand, layer) else None
                 self._network.add(half, layer(self._order[operand]), price)
 
     def _ready(self, node: fx.Node, layer: Callable[[int], int]) -> bool:
         """Whether all that the node reads is before the boundary in any case, so that running it
         there as well as behind takes nothing else along.
         """
-        return all(self._is_before(maker(each), layer) for each in node.all_input_nodes)
+        return all(self._is_before(producer(each), layer) for each in node.all_input_nodes)
 
     def _is_before(self, node: fx.Node, layer: Callable[[int], int]) -> bool:
         if is_free(node) or node.op == "placeholder":
             return True
         if layer is _first:
-            return node in self._reach.forward and node not in self._reach.redone
+            return node in self._reach.forward and node not in self._reach.recomputed
         return node in self._reach.urgent or node not in self._reach.gradient
 
     def _price(self, node: fx.Node) -> Price | None:
@@ -197,11 +201,11 @@ class Division:
         """
         return cost * (1 + _SPREAD * self._order[node] / len(self._order))
 
-    def _price_again(self, node: fx.Node) -> Price | None:
+    def _price_recompute(self, node: fx.Node) -> Price | None:
         """What running a node on both sides costs; None where it must not."""
-        if checkpoint_region(node) is not None and node not in self._reach.redone:
+        if checkpoint_region(node) is not None and node not in self._reach.recomputed:
             return None  # what leaves a checkpointed region is what recomputing others starts from
-        time = recomputation(node) if self._again else None
+        time = recompute_cost(node) if self._recompute else None
         return None if time is None or is_random(node) else Price(time=self._spread(node, time))
 
 

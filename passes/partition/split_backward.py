@@ -10,12 +10,12 @@ hidden] tensors), and in W when the deferred matrix products keep them anyway.
 
 from __future__ import annotations
 
-from ..graph import Kind, Program, Role, outputs, role_of
+from ..graph import Kind, Role, SplitProgram, outputs, role_of
 from .extract import extract
-from .reachability import Reach
+from .reachability import Reachability
 
 
-def split_backward(program: Program) -> bool:
+def split_backward(program: SplitProgram) -> bool:
     """Fill in ``backward_input`` and ``backward_weight``; False where there is no backward.
 
     Where no input needs a gradient and there is no chain of derivatives either (see ``chain``), I
@@ -25,7 +25,7 @@ def split_backward(program: Program) -> bool:
     if regions is None:
         return False
     graph = program.joint.graph
-    reach = Reach.of(graph, late_input=program.memory.late_input)
+    reach = Reachability.of(graph, late_input=program.memory.late_input)
     saved = {node: Role(Kind.SAVED, node.name) for node in regions.saved}
     deferred = {node: Role(Kind.DEFERRED, node.name) for node in regions.deferred}
     gradients = outputs(graph, Kind.PARAMETER_GRAD)

@@ -1,4 +1,4 @@
-"""Names of the tensors that cross from one graph to the next: the module and what the tensor is to it.
+"""Names of saved and deferred tensors: a module, and what the tensor is to it.
 
     layers_4_mlp_down_input       what a module was given
     layers_4_norm_output          what a module made
@@ -15,28 +15,29 @@ gradients of outputs keep the names that the user has for them.
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator
 
 from torch import fx
 
-from ..analysis.aliasing import is_free, maker
+from ..analysis.aliasing import is_free, producer
 from ..graph import Kind, Regions, outputs, source_line
 from ..origin import origin_of
-from .reachability import Reach
+from .reachability import Reachability
 
 Modules = tuple[str, ...]
 
 _NO_WORD = re.compile(r"\W+")
 
 
-def name_boundaries(graph: fx.Graph, regions: Regions, reach: Reach) -> None:
+def name_boundaries(graph: fx.Graph, regions: Regions, reach: Reachability) -> None:
     """Rename, in the joint graph, what F saves and what I defers. Each name occurs once."""
     taken = {node.name for node in graph.nodes}
     parameters = {node: role.name for role, node in outputs(graph, Kind.PARAMETER_GRAD)}
-    readers = {node: regions.backward.runs for node in regions.saved}
-    readers |= {node: regions.weight.runs for node in regions.deferred}
+    readers = dict.fromkeys(regions.saved, regions.backward.runs)
+    readers |= dict.fromkeys(regions.deferred, regions.weight.runs)
     for node, region in readers.items():
         if node.op != "call_function":
             continue
@@ -81,12 +82,13 @@ def _views(node: fx.Node) -> Iterable[fx.Node]:
 
 def _common(one: Modules, other: Modules) -> Modules:
     """The modules around both."""
-    return tuple(os.path.commonprefix([one, other]))
+    pairs = zip(one, other, strict=False)
+    return tuple(a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _operator(node: fx.Node) -> str:
     """What made a value, as its users say it: ``softmax`` for ``aten._softmax_backward_data``."""
-    name = str(maker(node).target).split(".")
+    name = str(producer(node).target).split(".")
     word = name[1] if name[0] == "aten" else name[0]
     return word.removesuffix("_data").removesuffix("_backward").strip("_")
 

@@ -14,12 +14,12 @@ import operator
 import torch
 from torch import fx
 
-from ..graph import Program, calls
+from ..graph import SplitProgram, calls
 
 _MASK = 10  # position of output_mask in convolution_backward's schema
 
 
-def divide(program: Program) -> bool:
+def divide_backward_operators(program: SplitProgram) -> bool:
     """Divide every fused convolution backward of the joint graph; True if any was."""
     graph = program.joint.graph
     fused = [node for node in calls(graph) if _is_fused(node)]

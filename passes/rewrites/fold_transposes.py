@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..graph import FORWARD_OUTPUT, Program, calls, outputs, tensor_of
+from ..graph import FORWARD_OUTPUT, SplitProgram, calls, outputs, tensor_of
 
 aten = torch.ops.aten
 
 
-def fold_transposes(program: Program) -> bool:
+def fold_transposes(program: SplitProgram) -> bool:
     """Have the joint graph read what was transposed in place of what two transposes make of it;
     True if there was such a pair.
     """

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from ..graph import Program, calls, tensor_of
+from ..graph import SplitProgram, calls, tensor_of
 from .emit import emit
 
 aten = torch.ops.aten
@@ -18,7 +18,7 @@ aten = torch.ops.aten
 _HALF = (torch.bfloat16, torch.float16)
 
 
-def dropout(program: Program) -> bool:
+def half_precision_dropout(program: SplitProgram) -> bool:
     """Take every such backward in those steps; True if there was one."""
     graph = program.joint.graph
     found = [node for node in calls(graph) if _rounds_otherwise(node)]

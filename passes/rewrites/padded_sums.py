@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from ..analysis.symbolic_sizes import is_fixed
-from ..graph import Program, calls, tensor_of
+from ..graph import SplitProgram, calls, tensor_of
 from .emit import emit, erase
 
 aten = torch.ops.aten
@@ -44,7 +44,7 @@ class _Piece:
     is_selected: bool
 
 
-def gather(program: Program) -> bool:
+def concatenate_padded_sums(program: SplitProgram) -> bool:
     """Rewrite such sums in the joint graph; True if there was any."""
     graph = program.joint.graph
     tops = [node for node in calls(graph) if _is_sum(node) and not _is_inner(node)]

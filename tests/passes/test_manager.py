@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from autosplit.passes import PASSES, Pass, PassError, Program, run
+from autosplit.passes import PASSES, Pass, PassError, SplitProgram, run
 from tests.passes.graphs import joint_of, ops
 
 CONVOLUTION = (nn.Conv2d(2, 3, 3), torch.randn(1, 2, 5, 5, requires_grad=True))
@@ -43,7 +43,7 @@ def test_skip_what_cannot_be_skipped() -> None:
 
 
 def test_pass_that_hides_a_change() -> None:
-    def sly(program: Program) -> bool:
+    def sly(program: SplitProgram) -> bool:
         graph = program.joint.graph
         with graph.inserting_before(graph.output_node()):
             graph.call_function(torch.ops.aten.rand.default, ([3],))
@@ -54,7 +54,7 @@ def test_pass_that_hides_a_change() -> None:
 
 
 def test_pass_that_breaks_an_invariant_is_named() -> None:
-    def breaks(program: Program) -> bool:
+    def breaks(program: SplitProgram) -> bool:
         for node in program.joint.graph.nodes:
             node.meta.pop("val", None)
         return True

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import fx, nn
 
+from autosplit.capture.module_paths import stack
 from autosplit.checkpoint.naming import Mismatch
 from autosplit.errors import AutosplitError, PlanError
 from autosplit.pipeline.schedule.wiring import Source, Wiring
@@ -18,7 +19,6 @@ from autosplit.planner.meta_init.initialise import Init, Initialiser
 from autosplit.planner.meta_init.materialise import Values, materialise
 
 from .captured_model import WholeModel
-from autosplit.capture.module_paths import stack
 from .operation_line import Line
 from .stage_state import StageState
 from .subgraph_module import Program, StageModule, hold_state, make_program
