@@ -15,9 +15,9 @@ __all__ = [
     "Memory",
     "Pass",
     "PassError",
-    "Program",
     "Role",
     "SplitGraphs",
+    "SplitProgram",
     "memory_setting",
     "run",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 from torch import fx
 
@@ -26,25 +26,21 @@ from .verify import verify
 
 @dataclasses.dataclass(frozen=True)
 class Pass:
-    """A named step. ``run`` changes the program and says whether it did.
-
-    ``required`` passes make the graphs that later ones work on and cannot be skipped.
-    """
+    """A named step. ``run`` changes the program and says whether it did."""
 
     name: str
     run: Callable[[SplitProgram], bool]
-    required: bool = False
 
 
 PASSES: tuple[Pass, ...] = (
-    Pass("divide", divide_backward_operators),
-    Pass("dropout", half_precision_dropout),
+    Pass("divide_backward_operators", divide_backward_operators),
+    Pass("half_precision_dropout", half_precision_dropout),
     Pass("dead_code", dead_code),
-    Pass("gather", concatenate_padded_sums),
-    Pass("lift", vectorize_loops),
+    Pass("padded_sums", concatenate_padded_sums),
+    Pass("vectorize_loops", vectorize_loops),
     Pass("fold_transposes", fold_transposes),
-    Pass("partition", partition_forward_backward, required=True),
-    Pass("split_backward", split_backward, required=True),
+    Pass("partition", partition_forward_backward),
+    Pass("split_backward", split_backward),
 )
 
 
@@ -52,8 +48,6 @@ def run(
     joint: fx.GraphModule,
     *,
     memory: str | int | Memory = BALANCED.name,
-    passes: tuple[Pass, ...] = PASSES,
-    skip: Collection[str] = (),
     dump: pathlib.Path | None = None,
 ) -> SplitGraphs:
     """Joint graph -> forward | backward_input | backward_weight (and the unsplit backward).
@@ -62,24 +56,18 @@ def run(
         joint: a joint forward/backward graph with roles; it is changed in place.
         memory: how bytes, time and waiting weight gradients are traded: a setting, a name of
             ``MEMORY`` or a budget in bytes, see ``memory_setting``.
-        passes: what to run, in order.
-        skip: names of optional passes to leave out (to bisect a wrong result).
         dump: folder that gets every stage of the pipeline as numbered readable files.
 
     Raises:
         PassError: an invariant is broken after a pass (every violation is listed), a pass
-            that reported no change changed something, ``skip`` holds a name that is
-            unknown or required, or ``memory`` is unknown or cannot be met.
+            that reported no change changed something, or ``memory`` is unknown or cannot be met.
     """
-    _check_skip(passes, skip)
     setting = memory if isinstance(memory, Memory) else memory_setting(memory)
     program = SplitProgram(joint, setting)
     verify(program, "capture")
     step = _Dump(dump)
     step.write("capture", program)
-    for each in passes:
-        if each.name in skip:
-            continue
+    for each in PASSES:
         before = _sizes(program)
         changed = each.run(program)
         if not changed and _sizes(program) != before:
@@ -89,7 +77,7 @@ def run(
             verify(program, each.name)
         step.write(each.name, program)
     if program.forward is None:
-        raise PassError("the pipeline has no partition pass: no forward graph was made")
+        raise PassError("no pass made a forward graph")
     return SplitGraphs(**{name: getattr(program, name) for name in _fields()})
 
 
@@ -111,16 +99,11 @@ def _recompile(program: SplitProgram) -> None:
         module.recompile()
 
 
-def _check_skip(passes: tuple[Pass, ...], skip: Collection[str]) -> None:
-    optional = [each.name for each in passes if not each.required]
-    wrong = sorted(set(skip) - set(optional))
-    if wrong:
-        raise PassError(f"cannot skip {', '.join(wrong)}; passes that can be: {optional}")
-
-
 @dataclasses.dataclass
 class _Dump:
-    """Writes ``00_capture.joint.py``, ``01_divide.joint.py``, ... and what each pass changed."""
+    """Writes ``00_capture.joint.py``, ``07_partition.forward.py``, ..., each with the difference in
+    operator counts that its pass made.
+    """
 
     folder: pathlib.Path | None
     number: int = 0

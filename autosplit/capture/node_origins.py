@@ -1,4 +1,4 @@
-"""AOTAutograd's notes on the nodes of a joint graph -> ``node.meta["origin"]``, which passes read."""
+"""AOTAutograd's notes on the nodes of a joint graph -> the origins that passes read."""
 
 from __future__ import annotations
 

@@ -13,10 +13,10 @@ from autosplit.passes.lowering.codegen import value_text
 
 @dataclasses.dataclass(frozen=True)
 class BoundaryTensor:
-    """A tensor that crosses.
+    """A saved or deferred tensor.
 
     Attributes:
-        name: the node that computed it.
+        name: module and use, see ``passes/partition/tensor_names.py``.
         shape: dtype and shape.
         bytes: storage it keeps alive; 0 where a tensor above it in the table counts it.
         source: the user's line that made it, or an empty string.
@@ -50,5 +50,5 @@ def boundary_tensors(
 
 
 def total_bytes(rows: list[BoundaryTensor]) -> int:
-    """Bytes of distinct storage that crosses."""
+    """Bytes of distinct storage on the boundary."""
     return sum(row.bytes for row in rows)

@@ -1,4 +1,4 @@
-"""``report()``: what each graph costs and what crosses between them, as text tables."""
+"""``report()``: costs of the graphs and the tensors on their boundaries, as text tables."""
 
 from __future__ import annotations
 
@@ -135,6 +135,6 @@ def _memory_row(found: MemoryTradeoff, used: bool) -> list[str]:
         size_text(found.saved),
         size_text(found.deferred),
         f"{found.early_flops / total:.0%}" if total else "0%",
-        str(found.again),
+        str(found.recomputed),
         f"{found.time:.1%}",
     ]

@@ -1,4 +1,4 @@
-"""What an operator is, told through torch's public face."""
+"""Classes of operators: random, attention, effects, accumulations, checkpointed."""
 
 from __future__ import annotations
 

@@ -29,8 +29,8 @@ class Stacked:
 
 
 BatchingRule = Callable[[Emit, fx.Node, list[Any]], fx.Node]
-"""Takes an emitter, the operator's call in one iteration, and the arguments of that call, those that
-differ between iterations as ``Stacked``; returns the stacked results.
+"""Takes an emitter, the operator's call in one iteration, and the arguments of that call, of which
+those that differ between iterations are ``Stacked``; returns the stacked results.
 """
 
 

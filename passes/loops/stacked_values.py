@@ -1,4 +1,4 @@
-"""Stacked loop-carried values: where a stack of per-iteration values is found, or how it is made."""
+"""Stacked loop-carried values: where a stack is found in the graph, or how it is made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Graph -> Python source: the code that is dumped is the code that runs.
+"""Code generation, graph -> Python source: the code that is dumped is the code that runs.
 
 The generated function takes one list and empties it ("boxed"), and deletes every name
 after its last use, so each tensor dies inside the function as early as it can, provided

@@ -37,7 +37,7 @@ aten = torch.ops.aten
 
 
 def microbatch_role(role: Role, microbatch: int) -> Role:
-    """The role in a batched graph of what one microbatch hands over."""
+    """The role that one microbatch's deferred tensor has in the concatenated graph."""
     if role.kind in STATE and microbatch == 0:
         return role  # one copy serves all
     return Role(role.kind, f"{role.name}@{microbatch}")

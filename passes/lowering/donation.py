@@ -1,4 +1,4 @@
-"""Saved values that a backward graph may write its own values over.
+"""Buffer donation: saved tensors whose memory a backward graph may reuse.
 
 A backward reads most of what the forward saved for the last time where it makes a value of the
 same size. Written over the old one, the new value needs no memory of its own, and it goes where

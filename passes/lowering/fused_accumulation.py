@@ -1,4 +1,4 @@
-"""Let the operator that makes a gradient add it to the accumulator itself.
+"""Fuse gradient accumulation into the operator that computes the gradient.
 
 ``accumulator.add_(a @ b)`` writes a gradient, reads it again, and reads and writes the
 accumulator; ``accumulator.addmm_(a, b)`` reads and writes the accumulator only. Embeddings gain

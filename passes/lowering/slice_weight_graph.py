@@ -1,4 +1,4 @@
-"""Cut W into slices of near-equal FLOPs, to be run one after the other with pauses between.
+"""Slice W into graphs of near-equal FLOPs, which run in order with other work between them.
 
 A pause in a pipeline may be shorter than a whole W, and the first gradients can be reduced
 over ranks while later ones are computed. The order of W's operators is cut, so that what one

@@ -1,4 +1,4 @@
-"""Build a graph from some of another graph's nodes."""
+"""Extract a subgraph with given live-ins, nodes and results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a memory setting gives for what: bytes held, work that waits, operators done again."""
+"""The cost of a memory setting: saved and deferred bytes, deferred FLOPs, recomputed operators."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .reachability import Reachability
 
 @dataclasses.dataclass(frozen=True)
 class MemoryTradeoff:
-    """What one microbatch costs under a setting.
+    """The cost of one microbatch under a memory setting.
 
     Attributes:
         name: of the setting.
@@ -24,8 +24,8 @@ class MemoryTradeoff:
         deferred: bytes that I leaves for W, likewise.
         early_flops: floating-point operations of weight gradients that I does.
         late_flops: those that W does.
-        again: operators that run more often than once, views not counted.
-        time: estimated time of that, as a share of the step's.
+        recomputed: operators that run more than once, views not counted.
+        time: estimated time of recomputation, as a share of the step's.
     """
 
     name: str
@@ -33,12 +33,12 @@ class MemoryTradeoff:
     deferred: int
     early_flops: int
     late_flops: int
-    again: int
+    recomputed: int
     time: float
 
 
 def memory_tradeoff(graph: fx.Graph, memory: Memory) -> MemoryTradeoff:
-    """What a division of this joint graph under a setting costs.
+    """The cost of dividing a joint graph under a memory setting.
 
     Raises:
         BudgetError: a budget cannot be met.
@@ -55,6 +55,6 @@ def memory_tradeoff(graph: fx.Graph, memory: Memory) -> MemoryTradeoff:
         deferred=distinct_bytes(regions.deferred),
         early_flops=sum(map(flops, work)) - late,
         late_flops=late,
-        again=sum(count - 1 for node, count in counts.items() if duration(node)),
+        recomputed=sum(count - 1 for node, count in counts.items() if duration(node)),
         time=recompute_time(regions, reach) / whole if whole else 0.0,
     )

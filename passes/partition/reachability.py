@@ -1,4 +1,4 @@
-"""What every node of a joint graph is needed for."""
+"""Which results of a joint graph each node is needed for."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Reachability:
     """Sets of nodes of one joint graph.
 
     Attributes:
-        forward: what the outputs of the forward need, its effects and its random numbers.
-        gradient: what depends on the gradient of an output.
-        urgent: what I must compute, and what that needs: the input gradients, or where no input
-            needs one the chain of derivatives down to the earliest parameters, see ``chain``.
+        forward: needed by the outputs of the forward, by its side effects and random operators.
+        gradient: depends on the gradient of an output.
+        urgent: needed by what I must compute: the input gradients, or where no input needs one
+            the chain of derivatives down to the earliest parameters, see ``parameter_chain``.
         redone: nodes of ``forward`` that the user wants recomputed and not saved.
         overwritten: buffers and inputs that the forward overwrites when it is done.
         input_grads: the gradients that I returns.

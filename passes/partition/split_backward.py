@@ -18,8 +18,8 @@ from .reachability import Reachability
 def split_backward(program: SplitProgram) -> bool:
     """Fill in ``backward_input`` and ``backward_weight``; False where there is no backward.
 
-    Where no input needs a gradient and there is no chain of derivatives either (see ``chain``), I
-    only hands over what W needs.
+    Where no input needs a gradient and there is no chain of derivatives either (see
+    ``parameter_chain``), I only hands over what W needs.
     """
     regions = program.regions
     if regions is None:

@@ -1,4 +1,4 @@
-"""Remove nodes that no output depends on.
+"""Dead-code elimination that keeps random operators where eager would draw.
 
 Random operators stay in the joint graph and in forward: without one, all that is drawn later
 would differ from eager's. Each runs once, in forward; a copy left in a backward graph would

@@ -1,4 +1,4 @@
-"""Divide backward operators that compute dX and dW in one call.
+"""Divide backward operators that compute dX and dW in one call into one call for each.
 
 ``convolution_backward`` yields the gradients of input, weight and bias together, so plain
 reachability would put all of it into the input-gradient graph. Its ``output_mask`` says

@@ -1,4 +1,4 @@
-"""New nodes for a pass that rewrites a graph in place."""
+"""Emit and erase nodes of a graph that a pass rewrites in place."""
 
 from __future__ import annotations
 

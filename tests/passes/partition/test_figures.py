@@ -54,7 +54,7 @@ def graph(request: pytest.FixtureRequest) -> fx.Graph:
 
 def test_fast_does_nothing_twice(graph: fx.Graph) -> None:
     found = memory_tradeoff(graph, FAST)
-    assert (found.again, found.time, found.early_flops) == (0, 0.0, 0)
+    assert (found.recomputed, found.time, found.early_flops) == (0, 0.0, 0)
 
 
 def test_balanced_holds_no_more_than_fast_and_defers_all(graph: fx.Graph) -> None:
