@@ -18,6 +18,7 @@ import functools
 import itertools
 import os
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 
 from torch import fx
@@ -29,12 +30,14 @@ from .reachability import Reachability
 
 Modules = tuple[str, ...]
 
+_CALL = re.compile(r"@(\d+)")
 _NO_WORD = re.compile(r"\W+")
 
 
 def name_boundaries(graph: fx.Graph, regions: Regions, reach: Reachability) -> None:
     """Rename, in the joint graph, what F saves and what I defers. Each name occurs once."""
     taken = {node.name for node in graph.nodes}
+    repeats: Counter[str] = Counter()
     parameters = {node: role.name for role, node in outputs(graph, Kind.PARAMETER_GRAD)}
     readers = dict.fromkeys(regions.saved, regions.backward.runs)
     readers |= dict.fromkeys(regions.deferred, regions.weight.runs)
@@ -48,7 +51,7 @@ def name_boundaries(graph: fx.Graph, regions: Regions, reach: Reachability) -> N
         else:
             wanted = f"{results[0]}_grad"
         taken.discard(node.name)
-        node.name = _unique(_identifier(wanted), taken)
+        node.name = _unique(_identifier(wanted), taken, repeats)
         taken.add(node.name)
 
 
@@ -60,7 +63,7 @@ def _name(node: fx.Node, used: list[Modules], *, derivative: bool) -> str:
         return f"{around[-1]}_{'dy' if derivative else 'input'}"
     operator = _operator(node) + ("_grad" if derivative else "")
     if not made_in:
-        return f"{operator}_{_place(node)}"
+        return operator + _place(node)
     if used and not any(modules[: len(made_in)] == made_in for modules in used):
         return f"{made_in[-1]}_{'dx' if derivative else 'output'}"
     return f"{made_in[-1]}_{operator}"
@@ -90,24 +93,32 @@ def _operator(node: fx.Node) -> str:
     """What made a value, as its users say it: ``softmax`` for ``aten._softmax_backward_data``."""
     name = str(producer(node).target).split(".")
     word = name[1] if name[0] == "aten" else name[0]
-    return word.removesuffix("_data").removesuffix("_backward").strip("_")
+    return word.removesuffix("_data").removesuffix("_backward").strip("_").removeprefix("native_")
 
 
 def _place(node: fx.Node) -> str:
-    """File and line of the user's statement."""
+    """File and line of the user's statement, where they are known."""
     path, _, line = source_line(node).partition(" ")[0].rpartition(":")
     stem, _ = os.path.splitext(os.path.basename(path))
-    return f"{stem}_line_{line}" if line else "unknown"
+    return f"_{stem}_line_{line}" if line else ""
 
 
 def _identifier(text: str) -> str:
-    name = _NO_WORD.sub("_", text.replace("@", "_call_")).strip("_")
+    numbered = _CALL.sub(lambda call: f"_call_{int(call[1]) + 1}", text)
+    name = _NO_WORD.sub("_", numbered).strip("_")
     return f"_{name}" if name[0].isdigit() else name
 
 
-def _unique(name: str, taken: Collection[str]) -> str:
-    found, number = name, 1
+def _unique(name: str, taken: Collection[str], repeats: Counter[str]) -> str:
+    """The name, with a number behind it where a node has it already.
+
+    Args:
+        name: the name.
+        taken: names of nodes.
+        repeats: how often a number was needed before, by name; counted on.
+    """
+    found = name
     while found in taken:
-        number += 1
-        found = f"{name}_{number}"
+        repeats[name] += 1
+        found = f"{name}_{repeats[name] + 1}"
     return found
