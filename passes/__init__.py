@@ -4,7 +4,7 @@ Imports torch and networkx and nothing of autosplit.
 """
 
 from .errors import PassError
-from .graph import Kind, Program, Role, SplitGraphs
+from .graph import Kind, Role, SplitGraphs, SplitProgram
 from .manager import PASSES, Pass, run
 from .memory_policy import MEMORY, Memory, memory_setting
 
@@ -15,9 +15,9 @@ __all__ = [
     "Memory",
     "Pass",
     "PassError",
-    "Program",
     "Role",
     "SplitGraphs",
+    "SplitProgram",
     "memory_setting",
     "run",
 ]

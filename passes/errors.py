@@ -1,8 +1,12 @@
-"""The error a pass raises; autosplit turns it into a SplitError for its users."""
+"""Errors of passes and of the code they generate; autosplit turns them into a SplitError."""
 
 
 class PassError(Exception):
     """A graph broke an invariant, or a pass cannot do its work on it."""
+
+
+class StrideError(PassError):
+    """A kernel gave a tensor other strides than tracing saw; raised by generated code."""
 
 
 class BudgetError(PassError):

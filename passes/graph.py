@@ -1,4 +1,4 @@
-"""What a pass works on: FX graphs whose inputs and outputs carry named roles.
+"""FX graphs whose inputs and outputs carry named roles: what a pass works on.
 
 No pass counts positions. A placeholder's role is in ``node.meta["role"]``; the output
 node's roles are a tuple in ``node.meta["roles"]``, one for each returned value.
@@ -23,7 +23,7 @@ class Kind(enum.Enum):
     PARAMETER = "parameter"
     BUFFER = "buffer"
     INPUT = "input"
-    TANGENT = "tangent"  # gradient of an output, handed in by whoever runs the backward
+    TANGENT = "tangent"  # gradient of an output, an input of the backward
     SAVED = "saved"  # left by forward for the backward
     DEFERRED = "deferred"  # left by backward_input for backward_weight
     ACCUMULATOR = "accumulator"  # sum of a parameter's gradients, written in place
@@ -44,7 +44,7 @@ class Role:
     """A kind and the user's name for the thing.
 
     The name is a parameter or buffer FQN, a user input or output path, or, for saved and
-    deferred values, the node that computed them.
+    deferred tensors, the name of the node that computes them (``partition/tensor_names.py``).
     """
 
     kind: Kind
@@ -59,8 +59,8 @@ class Region:
     """One of the graphs that a joint graph is divided into.
 
     Attributes:
-        runs: the joint graph's nodes that it runs.
-        takes: values that it reads and does not compute, in graph order.
+        runs: nodes of the joint graph that it executes.
+        takes: its live-ins, values that it reads and does not compute, in graph order.
     """
 
     runs: set[fx.Node]
@@ -69,15 +69,15 @@ class Region:
 
 @dataclasses.dataclass(frozen=True)
 class Regions:
-    """A division of a joint graph, made by ``choose``.
+    """A joint graph divided into F, I and W.
 
     Attributes:
         backward: the unsplit backward.
         input: I.
         weight: W.
-        released: weight gradients that I returns.
-        kept: state that the module keeps, so that it need not cross.
-        price: what the minimum cut that the division is cost.
+        released: weight gradients that I computes and returns.
+        kept: parameters and buffers, which W reads from the module and nobody saves.
+        price: of the minimum cut.
     """
 
     backward: Region
@@ -89,23 +89,23 @@ class Regions:
 
     @property
     def saved(self) -> list[fx.Node]:
-        """What crosses from F to the backward."""
+        """The tensors that F saves for the backward."""
         taken = dict.fromkeys([*self.backward.takes, *self.input.takes])
         return [node for node in taken if node not in self.kept]
 
     @property
     def deferred(self) -> list[fx.Node]:
-        """What crosses from I to W."""
+        """The tensors that I defers to W."""
         return [node for node in self.weight.takes if node not in self.kept]
 
 
 @dataclasses.dataclass
-class Program:
-    """The graphs of one module, from the joint graph to the split ones.
+class SplitProgram:
+    """The graphs of one module while passes split them.
 
     A pass fills in or rewrites fields. ``backward`` is the unsplit backward; it stays beside
     its two halves because an engine that runs I and W back to back calls it instead.
-    ``memory`` says how the boundaries are to be chosen; ``regions`` are the choice.
+    ``memory`` is the policy for the boundaries; ``regions`` are the division under it.
     """
 
     joint: fx.GraphModule
@@ -141,7 +141,7 @@ class SplitGraphs:
         return _existing(self)
 
 
-def _existing(record: Program | SplitGraphs) -> dict[str, fx.GraphModule]:
+def _existing(record: SplitProgram | SplitGraphs) -> dict[str, fx.GraphModule]:
     fields = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
     return {name: value for name, value in fields.items() if isinstance(value, fx.GraphModule)}
 

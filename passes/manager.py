@@ -5,44 +5,42 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 from torch import fx
 
 from .errors import PassError
-from .graph import Program, SplitGraphs, calls
-from .loops.vectorize import lift
+from .graph import SplitGraphs, SplitProgram, calls
+from .loops.vectorize import vectorize_loops
 from .lowering import codegen
 from .memory_policy import BALANCED, Memory, memory_setting
-from .partition.forward_backward import partition
+from .partition.forward_backward import partition_forward_backward
 from .partition.split_backward import split_backward
 from .rewrites.dead_code import dead_code
-from .rewrites.divide_backward_operators import divide
-from .rewrites.half_precision_dropout import dropout
-from .rewrites.padded_sums import gather
+from .rewrites.divide_backward_operators import divide_backward_operators
+from .rewrites.fold_transposes import fold_transposes
+from .rewrites.half_precision_dropout import half_precision_dropout
+from .rewrites.padded_sums import concatenate_padded_sums
 from .verify import verify
 
 
 @dataclasses.dataclass(frozen=True)
 class Pass:
-    """A named step. ``run`` changes the program and says whether it did.
-
-    ``required`` passes make the graphs that later ones work on and cannot be skipped.
-    """
+    """A named step. ``run`` changes the program and says whether it did."""
 
     name: str
-    run: Callable[[Program], bool]
-    required: bool = False
+    run: Callable[[SplitProgram], bool]
 
 
 PASSES: tuple[Pass, ...] = (
-    Pass("divide", divide),
-    Pass("dropout", dropout),
+    Pass("divide_backward_operators", divide_backward_operators),
+    Pass("half_precision_dropout", half_precision_dropout),
     Pass("dead_code", dead_code),
-    Pass("gather", gather),
-    Pass("lift", lift),
-    Pass("partition", partition, required=True),
-    Pass("split_backward", split_backward, required=True),
+    Pass("padded_sums", concatenate_padded_sums),
+    Pass("vectorize_loops", vectorize_loops),
+    Pass("fold_transposes", fold_transposes),
+    Pass("partition", partition_forward_backward),
+    Pass("split_backward", split_backward),
 )
 
 
@@ -50,8 +48,6 @@ def run(
     joint: fx.GraphModule,
     *,
     memory: str | int | Memory = BALANCED.name,
-    passes: tuple[Pass, ...] = PASSES,
-    skip: Collection[str] = (),
     dump: pathlib.Path | None = None,
 ) -> SplitGraphs:
     """Joint graph -> forward | backward_input | backward_weight (and the unsplit backward).
@@ -60,24 +56,18 @@ def run(
         joint: a joint forward/backward graph with roles; it is changed in place.
         memory: how bytes, time and waiting weight gradients are traded: a setting, a name of
             ``MEMORY`` or a budget in bytes, see ``memory_setting``.
-        passes: what to run, in order.
-        skip: names of optional passes to leave out (to bisect a wrong result).
         dump: folder that gets every stage of the pipeline as numbered readable files.
 
     Raises:
         PassError: an invariant is broken after a pass (every violation is listed), a pass
-            that reported no change changed something, ``skip`` holds a name that is
-            unknown or required, or ``memory`` is unknown or cannot be met.
+            that reported no change changed something, or ``memory`` is unknown or cannot be met.
     """
-    _check_skip(passes, skip)
     setting = memory if isinstance(memory, Memory) else memory_setting(memory)
-    program = Program(joint, setting)
+    program = SplitProgram(joint, setting)
     verify(program, "capture")
     step = _Dump(dump)
     step.write("capture", program)
-    for each in passes:
-        if each.name in skip:
-            continue
+    for each in PASSES:
         before = _sizes(program)
         changed = each.run(program)
         if not changed and _sizes(program) != before:
@@ -87,7 +77,7 @@ def run(
             verify(program, each.name)
         step.write(each.name, program)
     if program.forward is None:
-        raise PassError("the pipeline has no partition pass: no forward graph was made")
+        raise PassError("no pass made a forward graph")
     return SplitGraphs(**{name: getattr(program, name) for name in _fields()})
 
 
@@ -100,31 +90,26 @@ def _fields() -> list[str]:
     return [field.name for field in dataclasses.fields(SplitGraphs)]
 
 
-def _sizes(program: Program) -> dict[str, int]:
+def _sizes(program: SplitProgram) -> dict[str, int]:
     return {name: len(module.graph.nodes) for name, module in program.graphs().items()}
 
 
-def _recompile(program: Program) -> None:
+def _recompile(program: SplitProgram) -> None:
     for module in program.graphs().values():
         module.recompile()
 
 
-def _check_skip(passes: tuple[Pass, ...], skip: Collection[str]) -> None:
-    optional = [each.name for each in passes if not each.required]
-    wrong = sorted(set(skip) - set(optional))
-    if wrong:
-        raise PassError(f"cannot skip {', '.join(wrong)}; passes that can be: {optional}")
-
-
 @dataclasses.dataclass
 class _Dump:
-    """Writes ``00_capture.joint.py``, ``01_divide.joint.py``, ... and what each pass changed."""
+    """Writes ``00_capture.joint.py``, ``07_partition.forward.py``, ..., each with the difference in
+    operator counts that its pass made.
+    """
 
     folder: pathlib.Path | None
     number: int = 0
     known: dict[str, Counter[str]] = dataclasses.field(default_factory=dict)
 
-    def write(self, name: str, program: Program) -> None:
+    def write(self, name: str, program: SplitProgram) -> None:
         if self.folder is None:
             return
         self.folder.mkdir(parents=True, exist_ok=True)

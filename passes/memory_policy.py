@@ -1,4 +1,4 @@
-"""The ``memory`` setting: what may be done again, and what may not wait, to hold less."""
+"""The ``memory`` setting: how recomputation and early weight gradients are traded for memory."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from .errors import PassError
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """How bytes, time and waiting weight gradients are traded.
+    """How memory, recomputation and deferred weight gradients are traded.
 
     Attributes:
         name: what the user asked for.
-        recompute: time to spend on doing cheap operators again, as a share of the step's
+        recompute: time to spend on recomputing cheap operators, as a share of the step's
             estimated time.
-        waiting: share of the weight gradients' FLOPs that must wait for W. Below 1, I computes
-            the weight gradients that free the most bytes for their FLOPs.
-        budget: bytes to hold between I and W for one microbatch; None asks for as few as
-            ``waiting`` lets it.
+        waiting: least share of the weight gradients' FLOPs that is deferred to W. Below 1, I
+            computes the weight gradients that free the most bytes for their FLOPs.
+        budget: bytes to hold between I and W for one microbatch; None asks for the fewest that
+            ``waiting`` allows.
         late_input: whether I computes nothing where no input needs a gradient, and W does all of
             the backward in one graph: a pipeline's other stages wait for no such I.
     """
@@ -68,12 +68,12 @@ def memory_setting(memory: str | int, *, late_input: bool = False) -> Memory:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Price:
-    """What cutting an edge costs, in three currencies that the caller weighs.
+    """Capacity of an edge in three currencies, which the caller weighs against each other.
 
     Attributes:
-        bytes: storage that is held.
-        time: time of what is done again.
-        flops: work that does not wait.
+        bytes: storage of a saved or deferred tensor.
+        time: time of recomputing an operator.
+        flops: work of a weight gradient that I computes.
     """
 
     bytes: int = 0

@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from .analysis.aliasing import is_view, storage_root
-from .analysis.operator_cost import recomputation
+from .analysis.operator_cost import recompute_cost
 from .analysis.operators import (
     CHECKS,
     is_accumulation,
@@ -26,7 +26,7 @@ from .graph import (
     PRIMAL,
     STATE,
     Kind,
-    Program,
+    SplitProgram,
     calls,
     inputs,
     outputs,
@@ -63,7 +63,7 @@ _MAY_LEAVE = {
 }
 
 
-def verify(program: Program, after: str = "the pipeline") -> None:
+def verify(program: SplitProgram, after: str = "the pipeline") -> None:
     """Check every invariant on every graph that exists.
 
     Args:
@@ -165,7 +165,7 @@ def _nodes_in(arguments: Any) -> list[fx.Node]:
     return found
 
 
-def _boundaries_match(program: Program) -> Iterator[str]:
+def _boundaries_match(program: SplitProgram) -> Iterator[str]:
     pairs = (
         ("forward", "backward", Kind.SAVED),
         ("backward_input", "backward_weight", Kind.DEFERRED),
@@ -185,7 +185,7 @@ def _boundaries_match(program: Program) -> Iterator[str]:
                 yield f"{giver}: {role} is {value!r}; boundaries carry tensors or numbers only"
 
 
-def _outputs_once(program: Program) -> Iterator[str]:
+def _outputs_once(program: SplitProgram) -> Iterator[str]:
     if program.backward_weight is None and program.backward is not None:
         return
     halves = ("forward", "backward_input", "backward_weight")
@@ -200,14 +200,14 @@ def _outputs_once(program: Program) -> Iterator[str]:
             yield f"{role} is returned {made[role]} times over the graphs, not {wanted[role]}"
 
 
-def _only_cheap_work_runs_again(program: Program) -> Iterator[str]:
+def _only_cheap_work_runs_again(program: SplitProgram) -> Iterator[str]:
     """Copies of a joint graph's node keep its name."""
     ran: dict[str, str] = {}
     for name in ("forward", "backward_input", "backward_weight"):
         module = program.graphs().get(name)
         for node in () if module is None else calls(module.graph):
             first = ran.setdefault(node.name, name)
-            if first != name and recomputation(node) is None and not is_recomputed(node):
+            if first != name and recompute_cost(node) is None and not is_recomputed(node):
                 yield _at(name, node, f"{node.target} ran in {first} and runs again")
 
 
@@ -223,7 +223,7 @@ OF_A_GRAPH: tuple[Callable[[str, fx.GraphModule], Iterator[str]], ...] = (
     _backward_is_pure,
     _accumulators_only_grow,
 )
-BETWEEN_GRAPHS: tuple[Callable[[Program], Iterator[str]], ...] = (
+BETWEEN_GRAPHS: tuple[Callable[[SplitProgram], Iterator[str]], ...] = (
     _boundaries_match,
     _outputs_once,
     _only_cheap_work_runs_again,

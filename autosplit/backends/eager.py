@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import fx
 
+from autosplit.errors import SplitError
+from autosplit.passes.errors import StrideError
 from autosplit.passes.lowering import codegen
 
 from .backend import Code
@@ -38,7 +40,15 @@ class Eager:
         space.__loader__ = _Source(source)
         exec(compile(source, file, "exec"), space.__dict__)
         function = getattr(space, name)
-        return Code(lambda args: function(args, constants))
+
+        def call(args: list[Any]) -> list[Any]:
+            try:
+                found: list[Any] = function(args, constants)
+            except StrideError as error:
+                raise SplitError(str(error)) from error
+            return found
+
+        return Code(call)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -50,9 +50,11 @@ class Inductor:
         return inductor.decompositions()
 
     def rewrite(self, joint: fx.GraphModule) -> None:
+        from autosplit.capture.node_origins import note_origins
         from autosplit.torch_internals import inductor
 
         inductor.rewrite_joint(joint)
+        note_origins(joint.graph)
 
     def compile(self, name: str, module: fx.GraphModule) -> Code:
         from autosplit.torch_internals import inductor
@@ -116,7 +118,7 @@ def _for_inductor(module: fx.GraphModule) -> tuple[fx.GraphModule, list[Tensor]]
         elif node.target is aten.add_.Tensor:
             copies[node] = _accumulate(graph, copies[node.args[0]], copies[node.args[1]])
         elif node.op not in {"placeholder", "output"}:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
+            copies[node] = _copy_without_name(graph, node, copies)
     results = [value for _, value in outputs(module.graph) if isinstance(value, fx.Node)]
     graph.output([copies[value] for value in results])
     return fx.GraphModule(module, graph), list(tensors.values())
@@ -126,6 +128,14 @@ def _placeholder(graph: fx.Graph, name: str, value: Any) -> fx.Node:
     node = graph.placeholder(name)
     node.meta["val"] = value
     return node
+
+
+def _copy_without_name(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+    """A copy called after its operator: the node's own name tells of the user's modules."""
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
+    copy = graph.create_node(node.op, node.target, args, kwargs)
+    copy.meta = dict(node.meta)
+    return copy
 
 
 def _accumulate(graph: fx.Graph, total: fx.Node, gradient: fx.Node) -> fx.Node:

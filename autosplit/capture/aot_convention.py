@@ -25,6 +25,8 @@ from autosplit.passes.graph import (
     set_outputs,
 )
 
+from .node_origins import note_origins
+
 _REFUSAL = (
     "autosplit defers weight gradients, which compiled autograd would lose; call backward() "
     "outside torch._dynamo.config.compiled_autograd"
@@ -78,6 +80,7 @@ def label(graph: fx.Graph, roles: list[Role], num_forward: int, static: set[int]
         labels.append(_gradient_role(desc, value, names, position))
     output.args = ([value for _, value in descs],)
     output.meta["roles"] = tuple(labels)
+    note_origins(graph)
     return parameters
 
 

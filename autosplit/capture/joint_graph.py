@@ -31,6 +31,7 @@ from autosplit.torch_internals.pytree import TreeSpec, flatten_named, tree_flatt
 
 from .diagnosis import ConstructionError, user_errors
 from .export import Guards, export
+from .module_paths import name_modules
 from .observers import unobserved
 from .pytree_objects import hold
 from .roles import Names, canonical_names, with_roles
@@ -103,6 +104,7 @@ def capture(
         exported, guards = export(module, args, kwargs, by_value=by_value)
         divide_layers(exported)
         refuse_unbatched(exported)
+        name_modules(exported, module)
         inputs = tuple(_input_name(name) for name, _ in flatten_named("", (args, kwargs)))
         foreseen = _foresee(exported, args, kwargs) if shelf else None
         key = split = None

@@ -13,6 +13,8 @@ from torch._functorch._aot_autograd import descriptors as d
 from autosplit.errors import CaptureError
 from autosplit.passes.graph import Kind, Role, placeholders
 
+from .node_origins import note_origins
+
 
 def canonical_names(module: nn.Module) -> dict[str, str]:
     """Every name of a parameter or buffer -> the name it has in ``named_parameters()``."""
@@ -90,6 +92,7 @@ def with_roles(module: fx.GraphModule, names: Names) -> fx.GraphModule:
         _settle_size(role, node)
         _rename(node, role)
     _label_outputs(graph, names)
+    note_origins(graph)
     module.recompile()
     return module
 

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.builders.placement.weights import check_counts
-from autosplit.pipeline.schedule.schedule import check_size
-from autosplit.pipeline.search.survey import MOST, Entry, Survey, survey
+from autosplit.pipeline.schedule.schedule import check_counts, check_size
+from autosplit.pipeline.search.survey import MOST, SimulatedSchedule, Survey, survey
 from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.pipeline.simulation.step_costs import Costs
 from autosplit.pipeline.simulation.transfer import Transfer
@@ -67,7 +66,7 @@ def project(
     return survey(costs, microbatches, chunks=chunks, cap=cap, proved=exact)
 
 
-def choose_schedules(found: Survey, name: str | None) -> Entry:
+def choose_schedule(found: Survey, name: str | None) -> SimulatedSchedule:
     """The shortest step within the cap, or of the schedule ``name`` if it is given.
 
     Raises:
@@ -91,7 +90,7 @@ def write_rows(found: Survey, path: Path) -> None:
     write_text(path, json.dumps(data, indent=2) + "\n")
 
 
-def write_pictures(found: Survey, shown: Entry, folder: Path) -> list[Path]:
+def write_pictures(found: Survey, shown: SimulatedSchedule, folder: Path) -> list[Path]:
     """Time against memory of all schedules; timeline and trace of one."""
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)

@@ -56,10 +56,10 @@ def simulate(
     from autosplit.pipeline.validation.grid import format_schedule
     from autosplit.report.schedule_table import survey_table
 
-    from .projection import choose_schedules, project, write_pictures, write_rows
+    from .projection import choose_schedule, project, write_pictures, write_rows
 
     found = project(**options)
-    shown = choose_schedules(found, schedule)
+    shown = choose_schedule(found, schedule)
     click.echo(survey_table(found))
     for name, reason in found.refused.items():
         click.echo(f"\nnot {name}: {reason}")

@@ -8,15 +8,15 @@ from torch import fx
 
 from autosplit.passes.analysis.aliasing import storage_bytes, storage_root
 from autosplit.passes.graph import Kind, descendants, inputs, outputs, source_line
-from autosplit.passes.lowering.codegen import describe
+from autosplit.passes.lowering.codegen import value_text
 
 
 @dataclasses.dataclass(frozen=True)
-class Crossing:
-    """A tensor that crosses.
+class BoundaryTensor:
+    """A saved or deferred tensor.
 
     Attributes:
-        name: the node that computed it.
+        name: module and use, see ``passes/partition/tensor_names.py``.
         shape: dtype and shape.
         bytes: storage it keeps alive; 0 where a tensor above it in the table counts it.
         source: the user's line that made it, or an empty string.
@@ -30,7 +30,9 @@ class Crossing:
     consumers: tuple[str, ...]
 
 
-def crossings(giver: fx.GraphModule, taker: fx.GraphModule, kind: Kind) -> list[Crossing]:
+def boundary_tensors(
+    giver: fx.GraphModule, taker: fx.GraphModule, kind: Kind
+) -> list[BoundaryTensor]:
     """Every tensor of the given kind that ``giver`` returns and ``taker`` takes."""
     taken = {role.name: node for role, node in inputs(taker.graph, kind).items()}
     results = [(role, value) for role, value in outputs(taker.graph) if isinstance(value, fx.Node)]
@@ -42,11 +44,11 @@ def crossings(giver: fx.GraphModule, taker: fx.GraphModule, kind: Kind) -> list[
         counted.add(root)
         reached = descendants([taken[role.name]])
         consumers = tuple(r.name for r, v in results if v in reached and r.kind is not kind)
-        shape = describe(value.meta["val"])
-        rows.append(Crossing(role.name, shape, size, source_line(value), consumers))
+        shape = value_text(value.meta["val"])
+        rows.append(BoundaryTensor(role.name, shape, size, source_line(value), consumers))
     return rows
 
 
-def total_bytes(rows: list[Crossing]) -> int:
-    """Bytes of distinct storage that crosses."""
+def total_bytes(rows: list[BoundaryTensor]) -> int:
+    """Bytes of distinct storage on the boundary."""
     return sum(row.bytes for row in rows)

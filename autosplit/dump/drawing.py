@@ -1,14 +1,15 @@
-"""The three graphs as one picture in Graphviz's DOT: F, I and W side by side, and what crosses."""
+"""The graphs F, I and W as one picture in Graphviz's DOT, and the tensors on their boundaries."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 
 from torch import fx
 
 from autosplit.passes.analysis.aliasing import is_free, storage_root
 from autosplit.passes.graph import Kind, SplitGraphs, calls, inputs, outputs
-from autosplit.passes.lowering.codegen import describe
+from autosplit.passes.lowering.codegen import value_text
 
 _COLOURS = {"forward": "#4477AA", "backward_input": "#EE6677", "backward_weight": "#228833"}
 _LETTERS = {"forward": "F", "backward_input": "I", "backward_weight": "W"}
@@ -16,7 +17,8 @@ _LETTERS = {"forward": "F", "backward_input": "I", "backward_weight": "W"}
 
 def draw(graphs: SplitGraphs, title: str) -> str:
     """DOT text. Views are left out: an edge goes from the operator that allocated a tensor
-    to the operators that read it. Edges between graphs are what is saved and deferred.
+    to the operators that read it. Edges between graphs are saved and deferred tensors, whose
+    names are in the boxes that make them.
     """
     parts = {name: module for name, module in graphs.graphs().items() if name in _COLOURS}
     lines = [
@@ -30,15 +32,16 @@ def draw(graphs: SplitGraphs, title: str) -> str:
     ]
     for name, module in parts.items():
         lines += _cluster(name, module.graph)
-    lines += _crossing_edges(parts)
+    lines += _boundary_edges(parts)
     return "\n".join([*lines, "}"]) + "\n"
 
 
 def _cluster(name: str, graph: fx.Graph) -> Iterator[str]:
     yield f"  subgraph cluster_{name} {{"
     yield f'    label="{_LETTERS[name]}: {name}"; color="{_COLOURS[name]}";'
+    names = _boundary_names(graph)
     for node in _drawn(graph):
-        label = f"{_operator(node)}\n{describe(node.meta.get('val'))}"
+        label = "\n".join([_operator(node), *names[node], value_text(node.meta.get("val"))])
         yield f'    {_id(name, node)} [label={_quoted(label)}, fillcolor="{_COLOURS[name]}"];'
     for node in _drawn(graph):
         for operand in _operands(node):
@@ -46,7 +49,15 @@ def _cluster(name: str, graph: fx.Graph) -> Iterator[str]:
     yield "  }"
 
 
-def _crossing_edges(parts: dict[str, fx.GraphModule]) -> Iterator[str]:
+def _boundary_names(graph: fx.Graph) -> dict[fx.Node, list[str]]:
+    """The saved and deferred tensors that an operator makes."""
+    names: dict[fx.Node, list[str]] = defaultdict(list)
+    for role, value in outputs(graph, Kind.SAVED, Kind.DEFERRED):
+        names[_operator_behind(storage_root(value))].append(role.name)
+    return names
+
+
+def _boundary_edges(parts: dict[str, fx.GraphModule]) -> Iterator[str]:
     """From the operator that made a saved or deferred tensor to its readers in later graphs."""
     makers: dict[str, str] = {}
     for name, module in parts.items():
@@ -61,14 +72,14 @@ def _crossing_edges(parts: dict[str, fx.GraphModule]) -> Iterator[str]:
         for role, value in outputs(module.graph, Kind.SAVED, Kind.DEFERRED):
             root = storage_root(value)
             if root.op == "call_function":
-                makers[role.name] = _id(name, _named(root))
+                makers[role.name] = _id(name, _operator_behind(root))
 
 
 def _drawn(graph: fx.Graph) -> list[fx.Node]:
-    return [node for node in calls(graph) if not is_free(node) and _named(node) is node]
+    return [node for node in calls(graph) if not is_free(node) and _operator_behind(node) is node]
 
 
-def _named(node: fx.Node) -> fx.Node:
+def _operator_behind(node: fx.Node) -> fx.Node:
     """The operator behind a ``getitem`` of its results."""
     parent = node.args[0] if node.args else None
     is_item = getattr(node.target, "__name__", "") == "getitem"
@@ -76,7 +87,7 @@ def _named(node: fx.Node) -> fx.Node:
 
 
 def _operands(node: fx.Node) -> set[fx.Node]:
-    found = {_named(storage_root(operand)) for operand in node.all_input_nodes}
+    found = {_operator_behind(storage_root(operand)) for operand in node.all_input_nodes}
     return {operand for operand in found if operand.op == "call_function"}
 
 
@@ -85,7 +96,7 @@ def _readers(node: fx.Node) -> set[fx.Node]:
     found: set[fx.Node] = set()
     for user in node.users:
         if user.op == "call_function":
-            through = is_free(user) or _named(user) is not user
+            through = is_free(user) or _operator_behind(user) is not user
             found |= _readers(user) if through else {user}
     return found
 

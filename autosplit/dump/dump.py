@@ -14,7 +14,7 @@ from autosplit.passes.lowering import codegen
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.text.writing import writing
 
-from .boundary import crossings, total_bytes
+from .boundary import boundary_tensors, total_bytes
 from .drawing import draw
 from .tables import boundary_table, graph_table, size_text
 
@@ -56,7 +56,7 @@ def _boundary(functions: SplitFunctions, title: str) -> str:
             ("Saved: F to the backward", graphs.forward, graphs.backward, Kind.SAVED),
             ("Deferred: I to W", graphs.backward_input, graphs.backward_weight, Kind.DEFERRED),
         ):
-            rows = crossings(giver, taker, kind)
+            rows = boundary_tensors(giver, taker, kind)
             count = f"{len(rows)} tensors, {size_text(total_bytes(rows))} of distinct storage."
             parts += [f"## {heading}", count, boundary_table(rows, "github")]
     return "\n\n".join(parts) + "\n"

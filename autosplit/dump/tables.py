@@ -1,4 +1,4 @@
-"""``report()``: what each graph costs and what crosses between them, as text tables."""
+"""``report()``: costs of the graphs and the tensors on their boundaries, as text tables."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from autosplit.passes import MEMORY
 from autosplit.passes.analysis.aliasing import distinct_bytes, is_view
 from autosplit.passes.analysis.operator_cost import graph_flops
 from autosplit.passes.graph import Kind, calls, inputs, outputs
-from autosplit.passes.partition.memory_tradeoff import Trade, trade
+from autosplit.passes.partition.memory_tradeoff import MemoryTradeoff, memory_tradeoff
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.text.names import few
 
-from .boundary import Crossing, crossings, total_bytes
+from .boundary import BoundaryTensor, boundary_tensors, total_bytes
 
 _TITLES = {
     "forward": "F  forward",
@@ -36,14 +36,14 @@ def report(functions: SplitFunctions, title: str) -> str:
     if graphs.backward is None or graphs.backward_input is None or graphs.backward_weight is None:
         parts.append("Captured without gradients: there is no backward and nothing is saved.")
         return "\n\n".join(parts)
-    saved = crossings(graphs.forward, graphs.backward, Kind.SAVED)
-    deferred = crossings(graphs.backward_input, graphs.backward_weight, Kind.DEFERRED)
+    saved = boundary_tensors(graphs.forward, graphs.backward, Kind.SAVED)
+    deferred = boundary_tensors(graphs.backward_input, graphs.backward_weight, Kind.DEFERRED)
     parts.append(
         f"Saved by F for the backward: {len(saved)} tensors, {size_text(total_bytes(saved))}.\n"
         f"Deferred by I for W: {len(deferred)} tensors, {size_text(total_bytes(deferred))}:"
     )
     parts.append(boundary_table(deferred, "simple"))
-    parts.append(trade_table(functions))
+    parts.append(memory_table(functions))
     if functions.dependence.inseparable:
         parts.append("Not deferred, for an operator makes them with what input gradients need:")
         parts.append(inseparable_table(functions))
@@ -59,7 +59,7 @@ def graph_table(functions: SplitFunctions, style: str = "simple") -> str:
     return tabulate(rows, headers, tablefmt=style, colalign=align, disable_numparse=True)
 
 
-def trade_table(functions: SplitFunctions, style: str = "simple") -> str:
+def memory_table(functions: SplitFunctions, style: str = "simple") -> str:
     """A row a memory setting, the one in use marked: what a microbatch holds, which share of the
     weight gradients' FLOPs I does, and how many operators run again, with their estimated share
     of the step's time.
@@ -68,8 +68,8 @@ def trade_table(functions: SplitFunctions, style: str = "simple") -> str:
     late = graphs.memory.late_input
     known = [dataclasses.replace(each, late_input=late) for each in MEMORY.values()]
     settings = {each.name: each for each in (*known, graphs.memory)}
-    trades = [trade(graphs.joint.graph, setting) for setting in settings.values()]
-    rows = [_trade_row(each, each.name == graphs.memory.name) for each in trades]
+    trades = [memory_tradeoff(graphs.joint.graph, setting) for setting in settings.values()]
+    rows = [_memory_row(each, each.name == graphs.memory.name) for each in trades]
     headers = ["memory", "after F", "I to W", "weight FLOPs in I", "ops again", "time again"]
     align = ("left", *["right"] * 5)
     return tabulate(rows, headers, tablefmt=style, colalign=align, disable_numparse=True)
@@ -81,7 +81,7 @@ def inseparable_table(functions: SplitFunctions, style: str = "simple") -> str:
     return tabulate(rows, ["parameter", "operator"], tablefmt=style, disable_numparse=True)
 
 
-def boundary_table(rows: list[Crossing], style: str) -> str:
+def boundary_table(rows: list[BoundaryTensor], style: str) -> str:
     """A row a tensor, the largest first."""
     ordered = sorted(rows, key=lambda row: -row.bytes)
     table = [
@@ -140,13 +140,13 @@ def _graph_row(module: fx.GraphModule) -> list[str]:
     ]
 
 
-def _trade_row(found: Trade, used: bool) -> list[str]:
+def _memory_row(found: MemoryTradeoff, used: bool) -> list[str]:
     total = found.early_flops + found.late_flops
     return [
         found.name + (" (used)" if used else ""),
         size_text(found.saved),
         size_text(found.deferred),
         f"{found.early_flops / total:.0%}" if total else "0%",
-        str(found.again),
+        str(found.recomputed),
         f"{found.time:.1%}",
     ]

@@ -1,0 +1,1 @@
+"""Timelines, traces and tables of schedules and plans, for people to look at."""

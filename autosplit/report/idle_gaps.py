@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from autosplit.pipeline.schedule.action import Action
 from autosplit.pipeline.schedule.dependency import needs_of, result_of
+from autosplit.pipeline.schedule.wiring import Feeds
 from autosplit.pipeline.simulation.timeline import Span, Timeline
 
 
@@ -36,19 +37,19 @@ def gaps(timeline: Timeline) -> Iterator[Gap]:
     if not spans:
         return
     begin, end = min(s.start for s in spans), max(s.end for s in spans)
-    stages = 1 + max(span.action.stage for span in spans)
+    feeds = Feeds(1 + max(span.action.stage for span in spans))
     makers = {result_of(span.action): span for span in spans}
     for rank in range(timeline.ranks):
         clock = begin
         for span in sorted((s for s in spans if s.rank == rank), key=lambda s: s.start):
             if span.start > clock:
-                yield Gap(rank, clock, span.start, span, _cause(span, makers, stages))
+                yield Gap(rank, clock, span.start, span, _cause(span, makers, feeds))
             clock = max(clock, span.end)
         if end > clock:
             yield Gap(rank, clock, end, None, None)
 
 
-def _cause(span: Span, makers: dict[Action, Span], stages: int) -> Span | None:
-    found = [makers[need] for need in needs_of(span.action, stages) if need in makers]
+def _cause(span: Span, makers: dict[Action, Span], feeds: Feeds) -> Span | None:
+    found = [makers[need] for need in needs_of(span.action, feeds) if need in makers]
     abroad = [maker for maker in found if maker.rank != span.rank]
     return max(abroad, key=lambda maker: maker.end, default=None)

@@ -10,7 +10,7 @@ from tabulate import tabulate
 
 from autosplit.dump.tables import milliseconds
 from autosplit.errors import AutosplitError
-from autosplit.pipeline.search.survey import PROVED, Entry, Survey
+from autosplit.pipeline.search.survey import PROVED, SimulatedSchedule, Survey
 from autosplit.text.writing import writing
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def _proof(survey: Survey) -> str:
     )
 
 
-def _held(entry: Entry) -> str:
+def _held(entry: SimulatedSchedule) -> str:
     if entry.copies > 1:
         return f"{entry.copies} copies"
     return "1 stage" if entry.parts == 1 else f"{entry.parts} parts"
@@ -113,10 +113,10 @@ def survey_rows(survey: Survey) -> list[dict[str, Any]]:
     ]
 
 
-def pareto_front(entries: Sequence[Entry]) -> list[Entry]:
+def pareto_front(entries: Sequence[SimulatedSchedule]) -> list[SimulatedSchedule]:
     """The entries that no other beats in step time and peak memory, the shortest step first."""
     ordered = sorted(entries, key=lambda each: (each.timeline.step_time, max(each.peaks)))
-    front: list[Entry] = []
+    front: list[SimulatedSchedule] = []
     for entry in ordered:
         if not front or max(entry.peaks) < max(front[-1].peaks):
             front.append(entry)
@@ -161,7 +161,7 @@ def draw_survey(survey: Survey, path: str | Path, *, title: str | None = None) -
         figure.savefig(path, dpi=150)
 
 
-def _draw_front(axes: Axes, front: Sequence[Entry]) -> None:
+def _draw_front(axes: Axes, front: Sequence[SimulatedSchedule]) -> None:
     axes.step(
         [max(entry.peaks) for entry in front],
         [1e3 * entry.timeline.step_time for entry in front],
@@ -173,7 +173,7 @@ def _draw_front(axes: Axes, front: Sequence[Entry]) -> None:
     )
 
 
-def _draw_points(axes: Axes, entries: Sequence[Entry], halo: Any) -> None:
+def _draw_points(axes: Axes, entries: Sequence[SimulatedSchedule], halo: Any) -> None:
     """One dot a place; what lies on one place shares its label, legible on a neighbour's dot."""
     places: dict[tuple[float, float], list[str]] = {}
     for entry in entries:

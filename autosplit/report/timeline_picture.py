@@ -51,7 +51,7 @@ _BAR = 0.82  # height of a bar in rows
 
 
 @dataclass(frozen=True)
-class _Layout:
+class _PageLayout:
     """Inches. Laid out by hand, so that a row is as high in a panel of one as of eight."""
 
     width: float
@@ -117,12 +117,12 @@ def timeline_figure(rows: Rows, *, title: str | None = None) -> Figure:
     return figure
 
 
-def _layout(rows: Rows, title: str | None) -> _Layout:
+def _layout(rows: Rows, title: str | None) -> _PageLayout:
     ranks = sum(timeline.ranks for _, timeline in rows)
     busiest = max(
         max(Counter(span.rank for span in timeline.spans).values()) for _, timeline in rows
     )
-    return _Layout(
+    return _PageLayout(
         width=min(22.0, max(11.0, 2.0 + 0.2 * busiest)),
         row=min(0.42, max(0.2, 14.0 / ranks)),
         top=0.32 if title is None else 0.72,
@@ -140,7 +140,7 @@ def _new_figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), facecolor="white")
 
 
-def _add_panels(figure: Figure, layout: _Layout, rows: Rows, end: float) -> list[Axes]:
+def _add_panels(figure: Figure, layout: _PageLayout, rows: Rows, end: float) -> list[Axes]:
     panels: list[Axes] = []
     height = layout.height(rows)
     top = height - layout.top
@@ -244,7 +244,7 @@ def _percent(ratio: float) -> str:
     return f"{max(0.0, ratio):.1%}"
 
 
-def _draw_header(figure: Figure, layout: _Layout, rows: Rows, title: str | None) -> None:
+def _draw_header(figure: Figure, layout: _PageLayout, rows: Rows, title: str | None) -> None:
     from matplotlib.patches import Patch
 
     left, height = layout.left / layout.width, layout.height(rows)

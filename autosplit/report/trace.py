@@ -14,6 +14,7 @@ from typing import Any
 from autosplit.errors import AutosplitError
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.dependency import needs_of, result_of
+from autosplit.pipeline.schedule.wiring import Feeds
 from autosplit.pipeline.simulation.timeline import Span, Timeline
 from autosplit.text.writing import write_text
 
@@ -95,10 +96,10 @@ def _microbatches(action: Action) -> dict[str, object]:
 
 def _transfers(timeline: Timeline) -> Iterator[tuple[Span, Span]]:
     """Pairs of spans on different ranks of which the second needs the first one's result."""
-    stages = 1 + max((span.action.stage for span in timeline.spans), default=0)
+    feeds = Feeds(1 + max((span.action.stage for span in timeline.spans), default=0))
     makers = {result_of(span.action): span for span in timeline.spans}
     for consumer in timeline.spans:
-        for need in needs_of(consumer.action, stages):
+        for need in needs_of(consumer.action, feeds):
             maker = makers.get(need)
             if maker is not None and maker.rank != consumer.rank:
                 yield maker, consumer

@@ -15,7 +15,10 @@ from autosplit.backends.compiled_graph import Backend, hand_over, positions
 from autosplit.errors import SplitError
 from autosplit.passes import Kind, Role, SplitGraphs
 from autosplit.passes.graph import STATE, inputs, outputs, role_of
-from autosplit.passes.lowering.concatenate_microbatches import batch, member
+from autosplit.passes.lowering.concatenate_microbatches import (
+    concatenate_microbatches,
+    microbatch_role,
+)
 from autosplit.passes.verify import verify_graph
 
 from .gradient_accumulation import Accumulation
@@ -192,9 +195,9 @@ class BackwardGraphs:
         if count not in self._together:
             self.input_half.graph.compile()  # decides how what W gets lies in memory
             handed = self.input_half.handed
-            module = batch(self._module("backward_weight"), count)
+            module = concatenate_microbatches(self._module("backward_weight"), count)
             verify_graph("backward_weight", module, "batch")
-            given = [member(role, index) for index in range(count) for role in handed]
+            given = [microbatch_role(role, index) for index in range(count) for role in handed]
             self._together[count] = GradientGraph(
                 "backward_weight",
                 module,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from autosplit.passes import Kind, Role, SplitGraphs
-from autosplit.passes.analysis.aliasing import is_whole, maker, storage_root
+from autosplit.passes.analysis.aliasing import fills_storage, producer, storage_root
 from autosplit.passes.graph import ancestors, descendants, inputs, outputs
 
 from .saved_tensors import TensorSpec
@@ -96,7 +96,7 @@ class Dependence:
             role.name
             for role, value in pairs
             if role.kind is Kind.PARAMETER_GRAD
-            and (uses[storage_root(value)] > 1 or not is_whole(value))
+            and (uses[storage_root(value)] > 1 or not fills_storage(value))
         )
 
     @cached_property
@@ -108,7 +108,7 @@ class Dependence:
         wanted = [v for _, v in outputs(graph, Kind.INPUT_GRAD) if isinstance(v, fx.Node)]
         urgent = ancestors(wanted)
         pairs = [(role.name, value) for role, value in outputs(graph, Kind.PARAMETER_GRAD)]
-        made = {name: maker(value) for name, value in pairs if isinstance(value, fx.Node)}
+        made = {name: producer(value) for name, value in pairs if isinstance(value, fx.Node)}
         return {name: str(node.target) for name, node in made.items() if node in urgent}
 
     @cached_property

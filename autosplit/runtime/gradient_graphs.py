@@ -13,7 +13,7 @@ from autosplit.errors import SplitError
 from autosplit.passes import Kind, PassError, Role
 from autosplit.passes.graph import outputs
 from autosplit.passes.lowering.accumulate import accumulate
-from autosplit.passes.lowering.fused_accumulation import fuse
+from autosplit.passes.lowering.fused_accumulation import fuse_accumulation
 from autosplit.passes.verify import verify_graph
 
 from .gradient_accumulation import Accumulation
@@ -219,7 +219,7 @@ def accumulating(
     try:
         module = accumulate(module, accumulation.dtype)
         verify_graph(name, module, "accumulate")
-        if fused and not accumulation.exact and fuse(module.graph):
+        if fused and not accumulation.exact and fuse_accumulation(module.graph):
             module.recompile()
             verify_graph(name, module, "fuse")
     except PassError as error:

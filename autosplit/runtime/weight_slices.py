@@ -12,7 +12,7 @@ from autosplit.errors import SplitError
 from autosplit.passes import Kind, PassError, Role
 from autosplit.passes.analysis.aliasing import storage_root
 from autosplit.passes.graph import STATE, inputs, outputs
-from autosplit.passes.lowering.slice_weight_graph import slices
+from autosplit.passes.lowering.slice_weight_graph import slice_weight_graph
 from autosplit.passes.verify import verify_graph
 
 from .gradient_accumulation import Accumulation
@@ -68,7 +68,7 @@ class SlicedWeight:
         backend: Backend,
     ) -> None:
         try:
-            modules = slices(module, count)
+            modules = slice_weight_graph(module, count)
             for part in modules:
                 verify_graph("backward_weight_slice", part, "slices")
         except PassError as error:

@@ -1,1 +1,1 @@
-"""What the operators of a graph are, cost and alias, and symbolic sizes as numbers."""
+"""Analyses of a graph: operator classes, cost model, aliasing, symbolic sizes."""

@@ -1,4 +1,4 @@
-"""Which nodes share storage, told from operator schemas.
+"""Alias analysis: which nodes share storage, by operator schemas.
 
 Boundaries are counted in bytes of distinct storage: a slice of a large tensor keeps the
 whole tensor alive, and ten views of one tensor cost what the tensor costs.
@@ -24,7 +24,7 @@ _UNDECLARED_VIEWS = frozenset({aten._unsafe_view.default, aten._reshape_alias.de
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether the node only re-describes its first argument's storage (free to redo)."""
+    """Whether the node is a view of its first argument, free to recompute."""
     if node.op != "call_function":
         return False
     if node.target is operator.getitem:
@@ -35,7 +35,7 @@ def is_view(node: fx.Node) -> bool:
 
 
 def is_free(node: fx.Node) -> bool:
-    """Whether redoing the node costs neither time nor memory: a view, or a constant."""
+    """Whether recomputing the node costs neither time nor memory: a view, or a constant."""
     return node.op == "get_attr" or is_view(node)
 
 
@@ -49,7 +49,7 @@ def storage_root(node: fx.Node) -> fx.Node:
     return node
 
 
-def maker(node: fx.Node) -> fx.Node:
+def producer(node: fx.Node) -> fx.Node:
     """The operator that computed the node's value, behind views and results picked from tuples."""
     while is_view(node) or node.target is operator.getitem:
         parent = node.args[0]
@@ -92,8 +92,8 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
     return False
 
 
-def is_whole(node: fx.Node) -> bool:
-    """Whether the value was made by the graph and fills its storage, each element once."""
+def fills_storage(node: fx.Node) -> bool:
+    """Whether the graph computes the value, and its elements fill their storage, each once."""
     value, root = tensor_of(node), storage_root(node)
     if value is None or root.op != "call_function" or overlaps_itself(value):
         return False

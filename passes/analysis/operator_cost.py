@@ -1,4 +1,4 @@
-"""What a node costs: operator classes, floating-point operations, bytes."""
+"""Cost model of a node: FLOPs, memory traffic, time, price of recomputation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils.flop_counter import flop_registry
 from ..graph import calls, tensor_of
 from .aliasing import is_free, is_view
 from .operators import is_effect, is_random, overload
-from .symbolic_sizes import concrete, example, is_size
+from .symbolic_sizes import concrete, is_size, with_concrete_sizes
 
 aten = torch.ops.aten
 
@@ -90,13 +90,13 @@ def flops(node: fx.Node) -> int:
     if formula is None:
         return 0
     args, kwargs = fx.node.map_arg(
-        (node.args, dict(node.kwargs)), lambda n: example(n.meta.get("val"))
+        (node.args, dict(node.kwargs)), lambda n: with_concrete_sizes(n.meta.get("val"))
     )
-    return int(formula(*args, **kwargs, out_val=example(node.meta.get("val"))))
+    return int(formula(*args, **kwargs, out_val=with_concrete_sizes(node.meta.get("val"))))
 
 
 def traffic(node: fx.Node) -> int:
-    """Bytes that a node reads and writes, each tensor once; nothing for what only re-describes."""
+    """Bytes that a node reads and writes, each tensor once; 0 for a view."""
     if node.op != "call_function" or node.target is operator.getitem or is_view(node):
         return 0
     touched = [*node.all_input_nodes, node]
@@ -122,11 +122,11 @@ def duration(node: fx.Node) -> float:
     return _CALL + moved * passes + flops(node) / _balance(node)
 
 
-def recomputation(node: fx.Node) -> float | None:
-    """What running the node once more costs, as ``duration``; None where it must not be.
+def recompute_cost(node: fx.Node) -> float | None:
+    """Cost of recomputing the node, as ``duration``; None where it must not be.
 
-    Views and constants are free. Pointwise work, copies and the reductions of norms may be done
-    again. Matrix products, convolutions, attention, gathers, and everything random, with an
+    Views and constants are free. Pointwise work, copies and the reductions of norms may be
+    recomputed. Matrix products, convolutions, attention, gathers, and everything random, with an
     effect, or unknown never is.
     """
     if is_free(node) or node.target is operator.getitem:
@@ -137,7 +137,7 @@ def recomputation(node: fx.Node) -> float | None:
 
 
 def effort(node: fx.Node) -> int:
-    """Floating-point operations of a node; for one that does none, what its time is worth."""
+    """FLOPs of a node; for one that has none, its time in FLOPs."""
     return flops(node) or round(duration(node) * _balance(node))
 
 

@@ -1,4 +1,4 @@
-"""What an operator is, told through torch's public face."""
+"""Classes of operators: random, attention, effects, accumulations, checkpointed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 from torch.fx.operator_schemas import normalize_function
-from torch.utils.checkpoint import CheckpointPolicy
+
+from ..origin import origin_of
 
 OVERLOAD: Any = type(torch.ops.aten.mm.default)
 
@@ -58,18 +59,15 @@ def is_recomputed(node: fx.Node) -> bool:
 
     Random operators are not: drawn again they would differ and move the generator.
     """
+    if not origin_of(node).recomputed:
+        return False
     maker = node.args[0] if node.target is operator.getitem else node
-    random = isinstance(maker, fx.Node) and is_random(maker)
-    return node.meta.get("recompute") in _RECOMPUTE and not random
+    return not (isinstance(maker, fx.Node) and is_random(maker))
 
 
 def checkpoint_region(node: fx.Node) -> int | None:
     """Which call of ``checkpoint`` the node belongs to; None outside of all."""
-    region: int | None = node.meta.get("ac_graph_id")
-    return region if is_recomputed(node) else None
-
-
-_RECOMPUTE = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+    return origin_of(node).checkpoint if is_recomputed(node) else None
 
 
 def _argument(node: fx.Node, name: str) -> Any:
@@ -77,9 +75,6 @@ def _argument(node: fx.Node, name: str) -> Any:
     given = normalize_function(op, node.args, node.kwargs, normalize_to_only_use_kwargs=True)
     return None if given is None else given.kwargs.get(name)
 
-
-TAG = "partitioner_tag"
-"""Where AOTAutograd notes, in a node's meta, which half of the joint graph it was tracing."""
 
 CHECKS = frozenset({torch.ops.aten._linalg_check_errors.default})
 """Operators that raise where what they are given says that another one failed, and do nothing

@@ -1,7 +1,7 @@
-"""Symbolic sizes as numbers, without pinning them.
+"""Symbolic sizes as concrete numbers, without guards.
 
-A graph may be traced for many sizes at once. Prices and counts need one number each; asking
-a symbolic size for its truth would add a guard and make the graph fit that one size only.
+A graph may be traced for many sizes at once. Prices and counts need one number each; comparing
+a symbolic size would add a guard and specialize the graph to that one size.
 """
 
 from __future__ import annotations
@@ -19,8 +19,13 @@ def concrete(size: int | torch.SymInt) -> int:
     """The size; for a symbolic one, what it was in the example that the graph was traced with."""
     if not isinstance(size, torch.SymInt):
         return int(size)
-    hint = size.node.hint
-    return _UNKNOWN if hint is None else int(hint)
+    from torch.fx.experimental import symbolic_shapes  # imports sympy
+
+    if symbolic_shapes.free_unbacked_symbols(size):
+        return _UNKNOWN
+    renamed = hasattr(symbolic_shapes, "optimization_hint")  # not in torch 2.11
+    hint = getattr(symbolic_shapes, "optimization_hint" if renamed else "size_hint")
+    return int(hint(size))
 
 
 def is_fixed(tensor: torch.Tensor) -> bool:
@@ -38,7 +43,7 @@ def is_size(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), NUMBERS)
 
 
-def example(value: Any) -> Any:
+def with_concrete_sizes(value: Any) -> Any:
     """A tensor without data and with concrete sizes in place of a symbolic one; numbers for
     symbolic numbers; containers of them likewise; anything else as it is.
     """
@@ -51,7 +56,7 @@ def example(value: Any) -> Any:
         case torch.SymInt():
             return concrete(value)
         case torch.SymFloat() | torch.SymBool():
-            return type(value.node.hint or 0)(value.node.hint or 0)
+            return 0  # of what is counted, nothing depends on it
         case list() | tuple():
-            return type(value)(example(item) for item in value)
+            return type(value)(with_concrete_sizes(item) for item in value)
     return value

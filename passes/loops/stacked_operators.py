@@ -1,9 +1,9 @@
-"""Operators on all steps of a loop at once.
+"""Batching rules: how an operator of one loop iteration is applied to stacked operands.
 
-A *whole* holds the values that the steps of a loop have for one thing, steps first. Here is how
-an operator of one step is applied to wholes: views, pointwise arithmetic, batched matrix products,
-in which steps are more of the batch, and padding that pads nothing. Results are the same to the
-last bit, those of matrix products as far as their kernels do not care for the size of the batch.
+A stacked operand holds the values of all iterations along its first dimension, as ``torch.vmap``
+would. There are rules for views, exact pointwise arithmetic, batched matrix products (iterations
+become part of the batch), and padding along a dimension of size one. Results have the same bits,
+those of matrix products as far as a kernel's result does not depend on the size of the batch.
 """
 
 from __future__ import annotations
@@ -16,53 +16,55 @@ import torch
 from torch import fx
 
 from ..graph import tensor_of
+from ..rewrites.emit import Emit
 
 aten = torch.ops.aten
 
 
 @dataclasses.dataclass(frozen=True)
-class Whole:
-    """A node whose value has the steps along its first dimension."""
+class Stacked:
+    """A stacked operand: a node whose value has the iterations along its first dimension."""
 
     node: fx.Node
 
 
-Emit = Callable[..., fx.Node]
-Lift = Callable[[Emit, fx.Node, list[Any]], fx.Node]
-"""Takes an emitter, the operator as one step calls it, and that call's arguments, in which wholes
-stand for what differs between the steps; returns the whole of the results.
+BatchingRule = Callable[[Emit, fx.Node, list[Any]], fx.Node]
+"""Takes an emitter, the operator's call in one iteration, and the arguments of that call, of which
+those that differ between iterations are ``Stacked``; returns the stacked results.
 """
 
 
-def lift_of(node: fx.Node) -> Lift | None:
-    """How to apply a node's operator to all steps; None where it cannot be."""
+def batching_rule(node: fx.Node) -> BatchingRule | None:
+    """The rule for a node's operator; None where there is none."""
     if node.op != "call_function" or tensor_of(node) is None:
         return None
     if node.target in (aten.select_scatter.default, aten.select_backward.default):
-        return _LIFTS[node.target] if _pads_nothing(node) else None
+        return _RULES[node.target] if _pads_nothing(node) else None
     if any(isinstance(value, fx.Node) for value in node.kwargs.values()):
         return None
-    return _LIFTS.get(node.target) or (_pointwise if is_exact(node) else None)
+    return _RULES.get(node.target) or (_pointwise if is_exact_elementwise(node) else None)
 
 
-def arguments_of(node: fx.Node) -> tuple[Any, ...]:
-    """What ``lift_of`` takes: the arguments, without zeros that nothing is left of."""
+def batched_arguments(node: fx.Node) -> tuple[Any, ...]:
+    """The arguments that the rule takes: of padding only what is written and where, not the zeros
+    around it, of which nothing is left.
+    """
     if node.target in (aten.select_scatter.default, aten.select_backward.default):
         return _written(node), node.args[2]
     return node.args
 
 
-def is_computing(node: fx.Node) -> bool:
-    """Whether the operator does more than look at its argument in another way."""
-    return node.target is aten.bmm.default or is_exact(node)
+def is_computation(node: fx.Node) -> bool:
+    """Whether the operator computes, rather than being a view of its argument."""
+    return node.target is aten.bmm.default or is_exact_elementwise(node)
 
 
-def is_exact(node: fx.Node) -> bool:
-    """Whether each element of the result is made of those at its place, and rounded in one way
-    only. Exponentials are not: a kernel has them for vectors and for single numbers, and which
-    it takes depends on how a tensor lies in memory.
+def is_exact_elementwise(node: fx.Node) -> bool:
+    """Whether the operator is elementwise and rounds the same way wherever an element lies.
+    Exponentials do not: kernels have a vectorized and a scalar form of them, and which one is used
+    depends on the tensor's layout.
     """
-    return node.target in _EXACT and not node.kwargs
+    return node.target in _EXACT_ELEMENTWISE and not node.kwargs
 
 
 def _rank(node: fx.Node) -> int:
@@ -73,43 +75,43 @@ def _rank(node: fx.Node) -> int:
 def _pointwise(emit: Emit, node: fx.Node, args: list[Any]) -> fx.Node:
     def aligned(arg: Any) -> Any:
         """Broadcasting counts dimensions from the last."""
-        if not isinstance(arg, Whole):
+        if not isinstance(arg, Stacked):
             return arg
-        whole = arg.node
-        while _rank(whole) <= _rank(node):
-            whole = emit(aten.unsqueeze.default, whole, 1)
-        return whole
+        stack = arg.node
+        while _rank(stack) <= _rank(node):
+            stack = emit(aten.unsqueeze.default, stack, 1)
+        return stack
 
     return emit(node.target, *map(aligned, args), **node.kwargs)
 
 
 def _unsqueeze(emit: Emit, node: fx.Node, args: list[Any]) -> fx.Node:
-    whole, dim = args
-    return emit(node.target, whole.node, dim % _rank(node) + 1)
+    stack, dim = args
+    return emit(node.target, stack.node, dim % _rank(node) + 1)
 
 
 def _along(emit: Emit, node: fx.Node, args: list[Any]) -> fx.Node:
     """A view along one dimension of what it looks at."""
-    whole, dim, *rest = [*args, 0][: max(len(args), 2)]
-    return emit(node.target, whole.node, dim % (_rank(whole.node) - 1) + 1, *rest)
+    stack, dim, *rest = [*args, 0][: max(len(args), 2)]
+    return emit(node.target, stack.node, dim % (_rank(stack.node) - 1) + 1, *rest)
 
 
 def _permute(emit: Emit, node: fx.Node, args: list[Any]) -> fx.Node:
-    whole, order = args
-    return emit(node.target, whole.node, [0, *(dim % len(order) + 1 for dim in order)])
+    stack, order = args
+    return emit(node.target, stack.node, [0, *(dim % len(order) + 1 for dim in order)])
 
 
 def _transpose(emit: Emit, node: fx.Node, args: list[Any]) -> fx.Node:
-    whole, one, other = args if len(args) == 3 else (args[0], 0, 1)
+    stack, one, other = args if len(args) == 3 else (args[0], 0, 1)
     if _rank(node) < 2:
-        return emit(aten.alias.default, whole.node)
+        return emit(aten.alias.default, stack.node)
     one, other = (dim % _rank(node) + 1 for dim in (one, other))
-    return emit(aten.transpose.int, whole.node, one, other)
+    return emit(aten.transpose.int, stack.node, one, other)
 
 
 def _expand(emit: Emit, node: fx.Node, args: list[Any]) -> fx.Node:
-    whole, _ = args
-    found = whole.node
+    stack, _ = args
+    found = stack.node
     while _rank(found) <= _rank(node):
         found = emit(aten.unsqueeze.default, found, 1)
     return emit(node.target, found, [found.meta["val"].shape[0], *node.meta["val"].shape])
@@ -117,10 +119,10 @@ def _expand(emit: Emit, node: fx.Node, args: list[Any]) -> fx.Node:
 
 def _view(emit: Emit, node: fx.Node, args: list[Any]) -> fx.Node:
     found = args[0].node
-    return shaped(emit, found, [found.meta["val"].shape[0], *node.meta["val"].shape])
+    return reshaped(emit, found, [found.meta["val"].shape[0], *node.meta["val"].shape])
 
 
-def shaped(emit: Emit, node: fx.Node, sizes: list[int]) -> fx.Node:
+def reshaped(emit: Emit, node: fx.Node, sizes: list[int]) -> fx.Node:
     """A view of other sizes, of a copy where the memory does not allow it."""
     if list(node.meta["val"].shape) == sizes:
         return node
@@ -132,17 +134,17 @@ def shaped(emit: Emit, node: fx.Node, sizes: list[int]) -> fx.Node:
 
 
 def _bmm(emit: Emit, node: fx.Node, args: list[Any]) -> fx.Node:
-    steps = next(arg.node.meta["val"].shape[0] for arg in args if isinstance(arg, Whole))
+    steps = next(arg.node.meta["val"].shape[0] for arg in args if isinstance(arg, Stacked))
 
     def merged(arg: Any) -> fx.Node:
-        whole = arg.node if isinstance(arg, Whole) else emit(aten.unsqueeze.default, arg, 0)
-        batch, *matrix = whole.meta["val"].shape[1:]
-        if not isinstance(arg, Whole):
-            whole = emit(aten.expand.default, whole, [steps, batch, *matrix])
-        return shaped(emit, whole, [steps * batch, *matrix])
+        stack = arg.node if isinstance(arg, Stacked) else emit(aten.unsqueeze.default, arg, 0)
+        batch, *matrix = stack.meta["val"].shape[1:]
+        if not isinstance(arg, Stacked):
+            stack = emit(aten.expand.default, stack, [steps, batch, *matrix])
+        return reshaped(emit, stack, [steps * batch, *matrix])
 
     found = emit(node.target, *map(merged, args))
-    return shaped(emit, found, [steps, *node.meta["val"].shape])
+    return reshaped(emit, found, [steps, *node.meta["val"].shape])
 
 
 def _written(node: fx.Node) -> Any:
@@ -157,11 +159,11 @@ def _pads_nothing(node: fx.Node) -> bool:
 
 
 def _pad(emit: Emit, node: fx.Node, args: list[Any]) -> fx.Node:
-    whole, dim = args
-    return emit(aten.unsqueeze.default, whole.node, dim % _rank(node) + 1)
+    stack, dim = args
+    return emit(aten.unsqueeze.default, stack.node, dim % _rank(node) + 1)
 
 
-_EXACT = frozenset(
+_EXACT_ELEMENTWISE = frozenset(
     {
         aten.abs.default,
         aten.add.Scalar,
@@ -181,7 +183,7 @@ _EXACT = frozenset(
     }
 )
 
-_LIFTS: Mapping[Any, Lift] = {
+_RULES: Mapping[Any, BatchingRule] = {
     aten.unsqueeze.default: _unsqueeze,
     aten.squeeze.dim: _along,
     aten.select.int: _along,

@@ -1,15 +1,16 @@
-"""What the steps of an unrolled loop need not do one by one, done once for all steps.
+"""Vectorize unrolled loops: one batched operator for what all iterations compute independently.
 
-A loop over a sequence written in Python is in a graph as often as the sequence is long. Where one
-step waits for another (the recurrence itself) that is how it runs. But what a step makes of its
-own slices alone, and what is made of its state only to be laid side by side with that of other
-steps, is one operator over all of them: fewer nodes to cut, to compile and to launch, and one
-tensor to save in place of many.
+A Python loop over a sequence is in the graph once for each iteration. The recurrence itself, in
+which an iteration needs the state of the one before, stays as it is. But what an iteration computes
+of its own slices of the inputs, or of its state only to be stacked with that of the others, becomes
+one operator over all iterations: fewer nodes to cut, to compile and to launch, and one saved tensor
+in place of many.
 
     stack([state_t @ c[:, t] for t in ...])  ->  stack(states) @ c
 
-Values of one thing at all steps are a *family*, the tensor that holds them is its *whole*
-(``whole.py``). No whole is larger than the largest tensor that the graph holds anyway.
+The values of one operator at consecutive iterations are stacked along a new first dimension
+(``stacked_values.py``), and a batching rule applies the operator to the stack
+(``stacked_operators.py``). No stack is larger than the largest tensor of the graph.
 """
 
 from __future__ import annotations
@@ -20,49 +21,52 @@ import torch
 from torch import fx
 
 from ..analysis.aliasing import is_view
-from ..graph import Program, calls, tensor_of
+from ..graph import SplitProgram, calls, tensor_of
 from ..rewrites.dead_code import dead_code
 from ..rewrites.emit import emit, erase_unread
-from .stacked_slices import lift_selected
-from .stacked_values import STEPS, Family, Plan, Wholes, laid
+from .stacked_slices import vectorize_slices
+from .stacked_values import MIN_STEPS, StackedValues, StackPlan, StepValues
+from .tensor_slices import laid_out
 
 aten = torch.ops.aten
 
 
-def lift(program: Program) -> bool:
-    """Rewrite the joint graph; True if there was anything to lift."""
+def vectorize_loops(program: SplitProgram) -> bool:
+    """Rewrite the joint graph; True if anything was vectorized."""
     graph = program.joint.graph
-    wholes = Wholes(graph)
-    together = [_lift_laid(graph, node, wholes) for node in [*calls(graph)] if laid(node)]
-    for whole, values in wholes.made:
-        _read_later(graph, whole, values)
-    apart = lift_selected(graph, wholes)
+    stacked = StackedValues(graph)
+    together = [
+        _vectorize_laid_out(graph, node, stacked) for node in [*calls(graph)] if laid_out(node)
+    ]
+    for stack, values in stacked.made:
+        _read_from_stacked(graph, stack, values)
+    apart = vectorize_slices(graph, stacked)
     dead_code(program)
     return apart or any(together)
 
 
-def _lift_laid(graph: fx.Graph, node: fx.Node, wholes: Wholes) -> bool:
-    """Lift what makes the values that are laid side by side."""
+def _vectorize_laid_out(graph: fx.Graph, node: fx.Node, stacked: StackedValues) -> bool:
+    """Vectorize the operators whose results a node stacks or concatenates."""
     if not node.meta["val"].is_contiguous():
         return False
-    dim, values = laid(node) or (0, [])
+    dim, values = laid_out(node) or (0, [])
     rooms = [each for each in node.all_input_nodes if each.users.keys() == {node}]
     dying = frozenset([node, *rooms])
-    plans: dict[int, Plan] = {}
+    plans: dict[int, StackPlan] = {}
     for start, run in _runs(values):
-        plan = wholes.lifted(run, node, dying)
+        plan = stacked.vectorized(run, node, dying)
         if plan and plan.computes and len(plan.made) <= 1:
             plans[start] = plan
     if not plans:
         return False
-    result = _put_together(graph, node, dim, plans, wholes)
+    result = _put_together(graph, node, dim, plans, stacked)
     node.replace_all_uses_with(result)
-    wholes.forget(erase_unread(graph, node))
+    stacked.forget(erase_unread(graph, node))
     return True
 
 
-def _runs(values: list[fx.Node | None]) -> list[tuple[int, Family]]:
-    """Consecutive values that the same operator makes, and where they start."""
+def _runs(values: list[fx.Node | None]) -> list[tuple[int, StepValues]]:
+    """Runs of consecutive values that the same operator makes, and where they start."""
     found: list[tuple[int, list[fx.Node]]] = []
     for index, value in enumerate(values):
         if value is None:
@@ -73,31 +77,31 @@ def _runs(values: list[fx.Node | None]) -> list[tuple[int, Family]]:
                 run.append(value)
                 continue
         found.append((index, [value]))
-    return [(start, tuple(run)) for start, run in found if len(run) >= STEPS]
+    return [(start, tuple(run)) for start, run in found if len(run) >= MIN_STEPS]
 
 
 def _put_together(
-    graph: fx.Graph, node: fx.Node, dim: int, plans: dict[int, Plan], wholes: Wholes
+    graph: fx.Graph, node: fx.Node, dim: int, plans: dict[int, StackPlan], stacked: StackedValues
 ) -> fx.Node:
-    """What a node lays side by side, with some of it as planned."""
+    """The stack or concatenation that a node makes, with some runs of it vectorized as planned."""
     ends = {start: start + len(plan.values) for start, plan in plans.items()}
-    lifted = {start: wholes.make(plan, node) for start, plan in plans.items()}
+    vectorized = {start: stacked.make(plan, node) for start, plan in plans.items()}
     parts: list[fx.Node] = []
     at = 0
     given: Any = node.args[0]
-    stacked = node.target is aten.stack.default
+    is_stack = node.target is aten.stack.default
     with graph.inserting_before(node):
         for part in given:
             start = at
-            at += 1 if stacked else part.meta["val"].shape[dim]
-            if start in lifted:
-                whole = lifted[start]
-                order = [*range(1, whole.meta["val"].ndim)]
+            at += 1 if is_stack else part.meta["val"].shape[dim]
+            if start in vectorized:
+                stack = vectorized[start]
+                order = [*range(1, stack.meta["val"].ndim)]
                 order.insert(dim, 0)
-                parts.append(emit(graph, node, aten.permute.default, whole, order))
+                parts.append(emit(graph, node, aten.permute.default, stack, order))
             elif any(first <= start < end for first, end in ends.items()):
                 continue
-            elif stacked:
+            elif is_stack:
                 parts.append(emit(graph, node, aten.unsqueeze.default, part, dim))
             else:
                 parts.append(part)
@@ -108,13 +112,13 @@ def _put_together(
         return emit(graph, node, aten.clone.default, found, memory_format=torch.contiguous_format)
 
 
-def _read_later(graph: fx.Graph, whole: fx.Node, values: Family) -> None:
-    """Whoever reads a value behind its whole reads the whole: only that need be saved."""
+def _read_from_stacked(graph: fx.Graph, stack: fx.Node, values: StepValues) -> None:
+    """Have later readers of a value read its stack, so that only the stack need be saved."""
     for index, value in enumerate(values):
-        with graph.inserting_after(whole):
-            view = emit(graph, value, aten.select.int, whole, 0, index)
+        with graph.inserting_after(stack):
+            view = emit(graph, value, aten.select.int, stack, 0, index)
         if view.meta["val"].stride() == value.meta["val"].stride():
-            _redirect(graph, value, whole, view)
+            _redirect(graph, value, stack, view)
         if not view.users:
             graph.erase_node(view)
 

@@ -1,1 +1,1 @@
-"""Divided graphs into what runs: in-place accumulation, donated memory, slices, source code."""
+"""Lowering of split graphs: accumulation, buffer reuse, slices of W, code generation."""

@@ -1,4 +1,4 @@
-"""Add gradients to accumulators inside the graph, at the point where each is produced.
+"""Gradient accumulation inside the graph: each gradient is added where it is computed.
 
 Over several microbatches weight gradients are summed. Returned and added by the caller, all of
 them are alive at once, beside the sums. Added here, each dies as soon as it has been computed.

@@ -1,4 +1,4 @@
-"""Graph -> Python source: the code that is dumped is the code that runs.
+"""Code generation, graph -> Python source: the code that is dumped is the code that runs.
 
 The generated function takes one list and empties it ("boxed"), and deletes every name
 after its last use, so each tensor dies inside the function as early as it can, provided
@@ -19,7 +19,7 @@ from torch import fx
 from ..analysis.operators import OVERLOAD, overload
 from ..errors import PassError
 from ..graph import outputs, placeholders, role_of, source_line
-from .inplace_reuse import IN_PLACE, overwritten
+from .inplace_reuse import IN_PLACE, reusable_operands
 from .stride_checks import stride_check
 
 HEADER = "import operator\n\nimport torch\n\naten = torch.ops.aten\n"
@@ -56,7 +56,7 @@ def generate(name: str, module: fx.GraphModule) -> str:
     """
     graph = module.graph
     last_use = _last_uses(graph)
-    reused = overwritten(graph)
+    reused = reusable_operands(graph)
     lines = [f"def {name}(args, constants={{}}):"]
     lines += _unpack(placeholders(graph), last_use)
     source = ""
@@ -83,13 +83,13 @@ def constants(module: fx.GraphModule) -> dict[str, Any]:
     return {target: operator.attrgetter(target)(module) for target in sorted(targets)}
 
 
-def describe(value: object) -> str:
+def value_text(value: object) -> str:
     """``f32[2, 3]`` for a tensor, the text of anything else, a tuple for several."""
     if isinstance(value, torch.Tensor):
         shape = ", ".join(str(size) for size in value.shape)
         return f"{_DTYPES.get(value.dtype, str(value.dtype))}[{shape}]"
     if isinstance(value, (tuple, list)):
-        return "(" + ", ".join(describe(item) for item in value) + ")"
+        return "(" + ", ".join(value_text(item) for item in value) + ")"
     return str(value)
 
 
@@ -116,7 +116,7 @@ def _unpack(nodes: list[fx.Node], last_use: dict[fx.Node, list[fx.Node]]) -> lis
         return ["    args.clear()"]
     lines = ["    ("]
     for node in nodes:
-        shape = describe(node.meta.get("val"))
+        shape = value_text(node.meta.get("val"))
         lines.append(f"        {_name(node)},  # {role_of(node)}: {shape}")
     lines += ["    ) = args", "    args.clear()"]
     used = {node for dead in last_use.values() for node in dead}
@@ -132,7 +132,7 @@ def _statement(node: fx.Node, dead: list[fx.Node], reused: int | None) -> str:
     text = f"    {_name(node)} = {call}"
     if dead:
         text += f"; del {', '.join(_name(item) for item in dead)}"
-    return f"{text}  # {describe(node.meta.get('val'))}"
+    return f"{text}  # {value_text(node.meta.get('val'))}"
 
 
 def _call(node: fx.Node) -> str:

@@ -31,19 +31,19 @@ from ..graph import (
     tensor_of,
 )
 from ..partition.extract import copy_placeholder
-from ..rewrites.dead_code import eliminate
+from ..rewrites.dead_code import eliminate_dead_code
 
 aten = torch.ops.aten
 
 
-def member(role: Role, microbatch: int) -> Role:
-    """The role in a batched graph of what one microbatch hands over."""
+def microbatch_role(role: Role, microbatch: int) -> Role:
+    """The role that one microbatch's deferred tensor has in the concatenated graph."""
     if role.kind in STATE and microbatch == 0:
         return role  # one copy serves all
     return Role(role.kind, f"{role.name}@{microbatch}")
 
 
-def batch(module: fx.GraphModule, count: int) -> fx.GraphModule:
+def concatenate_microbatches(module: fx.GraphModule, count: int) -> fx.GraphModule:
     """A graph that takes what ``count`` microbatches deferred, and parameters and buffers once,
     and returns the sums of their gradients.
     """
@@ -62,7 +62,7 @@ def batch(module: fx.GraphModule, count: int) -> fx.GraphModule:
         for role, value in outputs(module.graph)
     ]
     set_outputs(work.graph, results)
-    eliminate(work.graph)
+    eliminate_dead_code(work.graph)
     return fx.GraphModule(module, work.graph, class_name=f"batch_of_{count}")
 
 
@@ -118,7 +118,7 @@ class _Batch:
             self._share(node, copy_placeholder(self.graph, node))
             return
         for index, copies in enumerate(self.each):
-            copies[node] = copy_placeholder(self.graph, node, member(role, index))
+            copies[node] = copy_placeholder(self.graph, node, microbatch_role(role, index))
 
     def compute(self, node: fx.Node, added_up: bool) -> None:
         read = node.all_input_nodes

@@ -1,4 +1,4 @@
-"""Saved values that a backward graph may write its own values over.
+"""Buffer donation: saved tensors whose memory a backward graph may reuse.
 
 A backward reads most of what the forward saved for the last time where it makes a value of the
 same size. Written over the old one, the new value needs no memory of its own, and it goes where
@@ -12,7 +12,7 @@ from collections.abc import Collection
 
 from torch import fx
 
-from ..analysis.aliasing import is_whole, maker, storage_root
+from ..analysis.aliasing import fills_storage, producer, storage_root
 from ..analysis.operators import overload
 from ..graph import Kind, Role, inputs, outputs
 
@@ -30,9 +30,9 @@ def donatable(forward: fx.Graph) -> set[Role]:
         for role, node in returned
         if role.kind is Kind.SAVED
         and holders[storage_root(node)] == 1
-        and is_whole(node)
+        and fills_storage(node)
         # An operator says which of its results are views; any other callable does not.
-        and overload(maker(node)) is not None
+        and overload(producer(node)) is not None
     }
 
 

@@ -1,4 +1,4 @@
-"""Let the operator that makes a gradient add it to the accumulator itself.
+"""Fuse gradient accumulation into the operator that computes the gradient.
 
 ``accumulator.add_(a @ b)`` writes a gradient, reads it again, and reads and writes the
 accumulator; ``accumulator.addmm_(a, b)`` reads and writes the accumulator only. Embeddings gain
@@ -9,6 +9,7 @@ differently from adding whole gradients.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,18 +18,16 @@ from torch import fx
 
 from ..analysis.operators import is_accumulation
 from ..graph import calls, tensor_of
-from ..rewrites.dead_code import eliminate
+from ..rewrites.dead_code import eliminate_dead_code
+from ..rewrites.emit import Emit, emit
 
 aten = torch.ops.aten
-
-# Puts a call into the graph and returns its node.
-Emit = Callable[..., fx.Node]
 
 # Each its own inverse, but for permute, whose order is turned round.
 _PERMUTATIONS = frozenset({aten.t.default, aten.transpose.int, aten.permute.default})
 
 
-def fuse(graph: fx.Graph) -> bool:
+def fuse_accumulation(graph: fx.Graph) -> bool:
     """Rewrite the additions of an accumulating graph (see ``accumulate``); True if any was."""
     changed = False
     for node in [node for node in calls(graph) if is_accumulation(node)]:
@@ -43,7 +42,7 @@ def fuse(graph: fx.Graph) -> bool:
             _write(graph, accumulator, maker, permutations)
         changed = True
     if changed:
-        eliminate(graph)
+        eliminate_dead_code(graph)
     return changed
 
 
@@ -86,14 +85,7 @@ def _write(
     graph: fx.Graph, accumulator: fx.Node, maker: fx.Node, permutations: Sequence[fx.Node]
 ) -> None:
     """Add one contribution, where it is made, to the accumulator seen as the maker sees it."""
-
-    def emit(target: Any, *args: Any) -> fx.Node:
-        node = graph.call_function(target, args)
-        node.meta = {key: v for key, v in maker.meta.items() if key == "stack_trace"}
-        values = fx.node.map_arg(args, lambda each: each.meta["val"])
-        node.meta["val"] = target(*values)
-        return node
-
+    call = functools.partial(emit, graph, maker)
     write = _WRITERS[maker.target] if _is_fusible(maker, accumulator) else _add
     behind = maker.next
     while behind.op == "placeholder":
@@ -101,8 +93,8 @@ def _write(
     with graph.inserting_before(behind):
         into = accumulator
         for each in permutations:
-            into = _undo(emit, each, into)
-        write(emit, into, maker)
+            into = _undo(call, each, into)
+        write(call, into, maker)
 
 
 def _undo(emit: Emit, permutation: fx.Node, into: fx.Node) -> fx.Node:

@@ -1,4 +1,4 @@
-"""Where an operator may write its result over an operand that dies in it.
+"""In-place buffer reuse: operators that may write their result over an operand that dies in them.
 
 Autograd's engine adds gradients up in place, and models write ``x += y``; in a functional graph
 each such sum is a new tensor, which costs memory and, on the CPU, the time to map its pages.
@@ -69,7 +69,7 @@ _FRESH_FIRST = frozenset(
 )
 
 
-def overwritten(graph: fx.Graph) -> dict[fx.Node, int]:
+def reusable_operands(graph: fx.Graph) -> dict[fx.Node, int]:
     """Node -> position of the operand whose memory it may write its result into: one made in
     this graph, as large as the result, that nobody reads afterwards under any name.
     """

@@ -1,4 +1,4 @@
-"""Cut W into slices of near-equal FLOPs, to be run one after the other with pauses between.
+"""Slice W into graphs of near-equal FLOPs, which run in order with other work between them.
 
 A pause in a pipeline may be shorter than a whole W, and the first gradients can be reduced
 over ranks while later ones are computed. The order of W's operators is cut, so that what one
@@ -22,7 +22,7 @@ from ..graph import Kind, Role, calls, outputs, role_of
 from ..partition.extract import extract
 
 
-def slices(module: fx.GraphModule, count: int) -> list[fx.GraphModule]:
+def slice_weight_graph(module: fx.GraphModule, count: int) -> list[fx.GraphModule]:
     """W as ``count`` graphs, each with some of the gradients.
 
     A slice takes, besides parameters and buffers, deferred tensors of W and of earlier slices,

@@ -1,4 +1,4 @@
-"""Operators that address memory directly, and the check that they find what tracing saw.
+"""Runtime checks of strides before operators that address memory directly.
 
 Tracing decides by the strides that torch's fake kernels promise, and some real kernels give
 others (batch norm of a transposed input). Most operators do not care; ``as_strided`` would
@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, fx
 
-from ..errors import PassError
+from ..errors import PassError, StrideError
 from ..graph import source_line
 
 _aten = torch.ops.aten
@@ -50,8 +50,8 @@ def stride_check(node: fx.Node, name_of: Callable[[fx.Node], str]) -> list[str]:
     message = _message(node, tuple(value.stride()))
     return [
         f"    if ({found}) != {tuple(expected.values())}:",
-        "        from autosplit import SplitError",
-        f"        raise SplitError({message!r} + str({name}.stride()))",
+        f"        from {StrideError.__module__} import StrideError",
+        f"        raise StrideError({message!r} + str({name}.stride()))",
     ]
 
 

@@ -1,4 +1,4 @@
-"""Build a graph from some of another graph's nodes."""
+"""Extract a subgraph with given live-ins, nodes and results."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from ..analysis.aliasing import maker
+from ..analysis.aliasing import producer
 from ..analysis.operators import CHECKS
 from ..graph import Role, placeholders, role_of, set_outputs
 
@@ -56,7 +56,7 @@ def _checks(node: fx.Node, compute: set[fx.Node], on_demand: Collection[fx.Node]
     """Whether the node checks what the graph computes for the first time."""
     if node.target not in CHECKS:
         return False
-    made = {maker(operand) for operand in node.all_input_nodes}
+    made = {producer(operand) for operand in node.all_input_nodes}
     return made <= compute and made.isdisjoint(on_demand)
 
 

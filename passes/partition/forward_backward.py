@@ -19,8 +19,8 @@ from ..graph import (
     FORWARD_OUTPUT,
     GRADIENT,
     Kind,
-    Program,
     Role,
+    SplitProgram,
     ancestors,
     calls,
     inputs,
@@ -29,15 +29,14 @@ from ..graph import (
     role_of,
     source_line,
 )
+from ..origin import origin_of
 from .extract import extract
-from .multiplier_search import choose
-from .reachability import Reach
-
-# Where AOTAutograd notes which half of the joint graph it was tracing.
-_TAG = "partitioner_tag"
+from .multiplier_search import best_division
+from .reachability import Reachability
+from .tensor_names import name_boundaries
 
 
-def partition(program: Program) -> bool:
+def partition_forward_backward(program: SplitProgram) -> bool:
     """Fill in ``forward`` and, where an output takes a gradient, ``regions`` and ``backward``.
 
     Raises:
@@ -46,7 +45,7 @@ def partition(program: Program) -> bool:
     """
     graph = program.joint.graph
     _refuse_draws_in_backward(graph)
-    reach = Reach.of(graph, late_input=program.memory.late_input)
+    reach = Reachability.of(graph, late_input=program.memory.late_input)
     saved = _fill_backward(program, reach) if inputs(graph, Kind.TANGENT) else []
     program.forward = extract(
         program.joint,
@@ -62,10 +61,10 @@ def _refuse_draws_in_backward(graph: fx.Graph) -> None:
     """A custom backward may draw random numbers that depend on no gradient. Drawn in forward
     instead, they and all that follow would be others than autograd's.
     """
-    if not any(_TAG in node.meta for node in graph.nodes):
+    if all(origin_of(node).is_backward is None for node in graph.nodes):
         return  # tracing had no backward to tell apart
     for node in calls(graph):
-        if is_random(node) and node.meta.get(_TAG) != "is_forward":
+        if is_random(node) and origin_of(node).is_backward is not False:
             line = source_line(node)
             raise PassError(
                 f"{node.target} draws random numbers in the backward"
@@ -74,10 +73,11 @@ def _refuse_draws_in_backward(graph: fx.Graph) -> None:
             )
 
 
-def _fill_backward(program: Program, reach: Reach) -> list[tuple[Role, fx.Node]]:
+def _fill_backward(program: SplitProgram, reach: Reachability) -> list[tuple[Role, fx.Node]]:
     """Divide the graph and fill in ``backward``; returns what forward must save for it."""
     graph = program.joint.graph
-    regions = program.regions = choose(graph, reach, program.memory)
+    regions = program.regions = best_division(graph, reach, program.memory)
+    name_boundaries(graph, regions, reach)
     saved = {node: Role(Kind.SAVED, node.name) for node in regions.saved}
     program.backward = extract(
         program.joint,

@@ -1,4 +1,4 @@
-"""What a memory setting gives for what: bytes held, work that waits, operators done again."""
+"""The cost of a memory setting: saved and deferred bytes, deferred FLOPs, recomputed operators."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from ..analysis.aliasing import distinct_bytes
 from ..analysis.operator_cost import duration, flops
 from ..graph import calls
 from ..memory_policy import Memory
-from .multiplier_search import choose, runs, time_again, weight_work
-from .reachability import Reach
+from .multiplier_search import best_division, recompute_time, run_counts, weight_work
+from .reachability import Reachability
 
 
 @dataclasses.dataclass(frozen=True)
-class Trade:
-    """What one microbatch costs under a setting.
+class MemoryTradeoff:
+    """The cost of one microbatch under a memory setting.
 
     Attributes:
         name: of the setting.
@@ -24,8 +24,8 @@ class Trade:
         deferred: bytes that I leaves for W, likewise.
         early_flops: floating-point operations of weight gradients that I does.
         late_flops: those that W does.
-        again: operators that run more often than once, views not counted.
-        time: estimated time of that, as a share of the step's.
+        recomputed: operators that run more than once, views not counted.
+        time: estimated time of recomputation, as a share of the step's.
     """
 
     name: str
@@ -33,28 +33,28 @@ class Trade:
     deferred: int
     early_flops: int
     late_flops: int
-    again: int
+    recomputed: int
     time: float
 
 
-def trade(graph: fx.Graph, memory: Memory) -> Trade:
-    """What a division of this joint graph under a setting costs.
+def memory_tradeoff(graph: fx.Graph, memory: Memory) -> MemoryTradeoff:
+    """The cost of dividing a joint graph under a memory setting.
 
     Raises:
         BudgetError: a budget cannot be met.
     """
-    reach = Reach.of(graph, late_input=memory.late_input)
-    regions = choose(graph, reach, memory)
+    reach = Reachability.of(graph, late_input=memory.late_input)
+    regions = best_division(graph, reach, memory)
     work = weight_work(reach)
     late = sum(map(flops, work & regions.weight.runs))
-    counts = runs(regions, reach)
+    counts = run_counts(regions, reach)
     whole = sum(map(duration, calls(graph)))
-    return Trade(
+    return MemoryTradeoff(
         memory.name,
         saved=distinct_bytes(regions.saved),
         deferred=distinct_bytes(regions.deferred),
         early_flops=sum(map(flops, work)) - late,
         late_flops=late,
-        again=sum(count - 1 for node, count in counts.items() if duration(node)),
-        time=time_again(regions, reach) / whole if whole else 0.0,
+        recomputed=sum(count - 1 for node, count in counts.items() if duration(node)),
+        time=recompute_time(regions, reach) / whole if whole else 0.0,
     )

@@ -35,8 +35,8 @@ class Network:
         self._edges.setdefault(head, {})
         _merge(heads, head, price)
 
-    def shrink(self) -> Shrunk:
-        """The same cuts over fewer nodes.
+    def contract(self) -> ContractedNetwork:
+        """Contract edges of unlimited capacity: the same cuts over fewer nodes.
 
         Raises:
             PassError: edges without a price lead from the source to the sink.
@@ -49,11 +49,11 @@ class Network:
         edges = _renamed(self._edges, names)
         names = _compose(names, _cycles(edges), self._edges)
         edges = _renamed(edges, names)
-        return Shrunk(*_contract_ties(edges, names))
+        return ContractedNetwork(*_contract_ties(edges, names))
 
 
-class Shrunk:
-    """A network that can be cut again and again at different weights of the currencies."""
+class ContractedNetwork:
+    """A contracted network, to be cut at different weights of the currencies."""
 
     def __init__(self, edges: Edges, names: dict[int, int]) -> None:
         self._edges = edges
@@ -96,7 +96,7 @@ def _reversed(edges: Edges) -> Edges:
 
 
 def _reach(edges: Edges, start: int) -> set[int]:
-    """What edges without a price lead to."""
+    """Nodes reached over edges without a price."""
     found = {start}
     stack = [start]
     while stack:

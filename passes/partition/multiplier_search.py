@@ -1,9 +1,9 @@
-"""The memory setting -> the weights at which the joint graph is divided.
+"""Search for the Lagrange multipliers at which the minimum cut meets the memory setting.
 
-A division at fixed weights is a minimum cut. A limit (on time spent twice, on bytes held, on
-work that need not wait) is met by the cut at the right weight: the more something weighs, the
-less of it the cut has, and what frees the most bytes for it stays longest. This is the
-Lagrangian relaxation of the problem with that limit.
+At fixed multipliers, the division of a joint graph is a minimum cut. A constraint (on the time of
+recomputation, on bytes between I and W, on the share of deferred work) is relaxed: its quantity
+is priced into the cut by a multiplier, and the larger the multiplier, the less of the quantity the
+cut has.
 """
 
 from __future__ import annotations
@@ -18,31 +18,33 @@ from ..analysis.operator_cost import duration, flops
 from ..errors import BudgetError
 from ..graph import Regions, ancestors, calls
 from ..memory_policy import Memory, Price
-from .reachability import Reach
+from .reachability import Reachability
 from .regions import Division
 
 _STEPS = 24
 
-# In bytes for the time of moving one byte: pointwise work that is done again for less frees
+# In bytes for the time of moving one byte: pointwise work that is recomputed for less frees
 # hardly anything, and for more would free more than it touches.
 _RATES = (2.0**-8, 8.0)
-# In bytes for one FLOP of a weight gradient that does not wait: one of [m, n] over b rows has
-# 2bmn, and frees at most 8b(m + n) bytes.
+# In bytes for one FLOP of a weight gradient that I computes: one of [m, n] over b rows has
+# 2bmn, and frees at most 8b(m + n) bytes. At this multiplier all are deferred.
 _ALL_WAIT = 16.0
 
 
-# Of a price: what is not weighed, and what is.
+# Splits a price into what has no multiplier and what the multiplier weighs.
 Parts = Callable[[Price], tuple[float, float]]
 
 
-def choose(graph: fx.Graph, reach: Reach, memory: Memory) -> Regions:
-    """Divide a joint graph as the setting asks.
+def best_division(graph: fx.Graph, reach: Reachability, memory: Memory) -> Regions:
+    """The cheapest division of a joint graph that meets the memory setting.
 
     Raises:
         PassError: the graph cannot be divided.
         BudgetError: a budget cannot be met; names the least possible.
     """
-    division = Division(graph, reach, again=memory.recompute > 0, release=memory.releases_weights)
+    division = Division(
+        graph, reach, recompute=memory.recompute > 0, release=memory.releases_weights
+    )
     limit = memory.recompute * sum(map(duration, calls(graph)))
     rate = 0.0
     if memory.recompute:
@@ -50,7 +52,7 @@ def choose(graph: fx.Graph, reach: Reach, memory: Memory) -> Regions:
             lambda rate: division.cut(rate, _ALL_WAIT),
             _RATES,
             lambda price: (price.bytes + _ALL_WAIT * price.flops, price.time),
-            lambda regions: time_again(regions, reach) <= limit,
+            lambda regions: recompute_time(regions, reach) <= limit,
         )
     if not memory.releases_weights:
         return regions if memory.recompute else division.cut()
@@ -62,7 +64,7 @@ def choose(graph: fx.Graph, reach: Reach, memory: Memory) -> Regions:
         return price.bytes + rate * price.time, price.flops
 
     if memory.budget is not None:
-        return _within(memory.budget, at, parts)
+        return _meet_budget(memory.budget, at, parts)
     return _search(
         at,
         (0.0, _ALL_WAIT),
@@ -71,35 +73,35 @@ def choose(graph: fx.Graph, reach: Reach, memory: Memory) -> Regions:
     )[1]
 
 
-def time_again(regions: Regions, reach: Reach) -> float:
-    """Estimated time of everything that runs more often than it must."""
+def recompute_time(regions: Regions, reach: Reachability) -> float:
+    """Estimated time of recomputation, without what the user asked to recompute."""
     return sum(
-        (count - 1 - (node in reach.redone)) * duration(node)
-        for node, count in runs(regions, reach).items()
+        (count - 1 - (node in reach.recomputed)) * duration(node)
+        for node, count in run_counts(regions, reach).items()
         if count > 1
     )
 
 
-def runs(regions: Regions, reach: Reach) -> Counter[fx.Node]:
-    """How often F, I and W together run each node."""
+def run_counts(regions: Regions, reach: Reachability) -> Counter[fx.Node]:
+    """How many of F, I and W run each node."""
     forward = reach.forward | ancestors(regions.saved)
     return Counter([*forward, *regions.input.runs, *regions.weight.runs])
 
 
-def weight_work(reach: Reach) -> set[fx.Node]:
-    """What only weight gradients need, all of which may wait."""
+def weight_work(reach: Reachability) -> set[fx.Node]:
+    """Nodes that only weight gradients need, all of which may be deferred."""
     return ancestors(reach.weight_grads) & reach.gradient - reach.urgent
 
 
-def waiting_share(regions: Regions, reach: Reach) -> float:
-    """What share of the weight gradients' floating-point operations W does."""
+def waiting_share(regions: Regions, reach: Reachability) -> float:
+    """The share of the weight gradients' FLOPs that is deferred to W."""
     work = weight_work(reach)
     total = sum(map(flops, work))
     return sum(map(flops, work & regions.weight.runs)) / total if total else 1.0
 
 
-def _within(budget: int, at: Callable[[float], Regions], parts: Parts) -> Regions:
-    """The division that lets the most work wait while I hands over no more than the budget."""
+def _meet_budget(budget: int, at: Callable[[float], Regions], parts: Parts) -> Regions:
+    """The division with the most deferred work whose deferred tensors fit the budget."""
 
     def exceeds(regions: Regions) -> bool:
         return distinct_bytes(regions.deferred) > budget
@@ -116,31 +118,32 @@ def _within(budget: int, at: Callable[[float], Regions], parts: Parts) -> Region
 
 def _search(
     cut: Callable[[float], Regions],
-    weights: tuple[float, float],
+    bounds: tuple[float, float],
     parts: Parts,
-    holds: Callable[[Regions], bool],
+    satisfies: Callable[[Regions], bool],
 ) -> tuple[float, Regions, Regions]:
-    """The least weight at which something holds that holds from some weight on, the division
-    there, and the one at the next lesser weight, where it does not.
+    """The smallest Lagrange multiplier for which the cut satisfies the predicate, the cut there,
+    and its neighbour at smaller multipliers, which does not.
 
-    At one weight two divisions cost the same. Either another is cheaper there and lies between
-    them, or they are neighbours: how the breakpoints of a parametric minimum cut are found
-    (Eisner and Severance, Journal of the ACM 23, 1976).
+    The predicate is monotone in the multiplier. The next one to try is where the two cuts cost the
+    same: either a third cut is cheaper there and lies between them, or they are neighbours, as the
+    breakpoints of a parametric minimum cut are found (Eisner and Severance, Journal of the ACM 23,
+    1976).
     """
-    low, high = weights
+    low, high = bounds
     below, above = cut(low), cut(high)
-    if holds(below):
+    if satisfies(below):
         return low, below, below
     for _ in range(_STEPS):
         (rest_below, more), (rest_above, fewer) = parts(below.price), parts(above.price)
-        if more <= fewer or not holds(above):
+        if more <= fewer or not satisfies(above):
             break
-        weight = (rest_above - rest_below) / (more - fewer)
-        between = cut(weight)
+        multiplier = (rest_above - rest_below) / (more - fewer)
+        between = cut(multiplier)
         if between.price in (below.price, above.price):
             break
-        if holds(between):
-            high, above = weight, between
+        if satisfies(between):
+            high, above = multiplier, between
         else:
             below = between
     return high, above, below

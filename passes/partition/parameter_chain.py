@@ -1,4 +1,4 @@
-"""What I is where no input needs a gradient: the derivatives down to the earliest parameters.
+"""I where no input needs a gradient: the chain of derivatives down to the earliest parameters.
 
 There is no input gradient to tell what I has to compute, so it is told from the other end. W
 begins at the last heavy operators on the way to each parameter: products with what the forward
@@ -30,13 +30,15 @@ _SUMS = frozenset({aten.sum.default, aten.sum.dim_IntList})
 _OF_ACTIVATIONS = ("norm_backward", "attention")
 
 
-def chain(graph: fx.Graph, gradient: set[fx.Node], weight_grads: list[fx.Node]) -> set[fx.Node]:
-    """What I must compute, and all that this needs; empty where that is nothing but views of the
-    outputs' gradients.
+def parameter_chain(
+    graph: fx.Graph, gradient: set[fx.Node], weight_grads: list[fx.Node]
+) -> set[fx.Node]:
+    """The nodes that I must run; none where they would be nothing but views of the outputs'
+    gradients.
 
     Args:
         graph: a joint graph in which no input needs a gradient.
-        gradient: what depends on the gradient of an output.
+        gradient: nodes that depend on the gradient of an output.
         weight_grads: the gradients of parameters.
     """
     work = ancestors(weight_grads) & gradient
@@ -58,14 +60,14 @@ def chain(graph: fx.Graph, gradient: set[fx.Node], weight_grads: list[fx.Node]) 
 
 
 def _summed(node: fx.Node) -> fx.Node:
-    """What a value is the sum or a view of: whether I or W adds up is a matter of bytes."""
+    """The value behind sums and views, which the minimum cut may leave to W."""
     while node.target in _SUMS or is_view(node):
         node = node.all_input_nodes[0]
     return node
 
 
 def _before(graph: fx.Graph, nodes: Collection[fx.Node]) -> set[fx.Node]:
-    """All from which some of the nodes can be reached."""
+    """Nodes from which some of these can be reached."""
     found: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if any(user in nodes or user in found for user in node.users):
@@ -74,7 +76,7 @@ def _before(graph: fx.Graph, nodes: Collection[fx.Node]) -> set[fx.Node]:
 
 
 def _weights(graph: fx.Graph, data: Collection[fx.Node]) -> set[fx.Node]:
-    """What the forward multiplies data by and is made of parameters alone."""
+    """The weights: operands of the forward's products that depend on parameters alone."""
     products = (node for node in calls(graph) if node in data and flops(node))
     read = (each for node in products for each in node.all_input_nodes)
     return {storage_root(each) for each in read if each not in data}
@@ -83,7 +85,7 @@ def _weights(graph: fx.Graph, data: Collection[fx.Node]) -> set[fx.Node]:
 def _is_of_activations(
     node: fx.Node, varying: Collection[fx.Node], weights: Collection[fx.Node]
 ) -> bool:
-    """Whether a heavy operator makes the gradient of something that is no weight."""
+    """Whether a heavy operator computes the gradient of an activation, not of a weight."""
     if any(part in str(node.target) for part in _OF_ACTIVATIONS):
         return True
     if node.target is aten.convolution_backward.default:

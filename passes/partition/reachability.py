@@ -1,4 +1,4 @@
-"""What every node of a joint graph is needed for."""
+"""Which results of a joint graph each node is needed for."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ import dataclasses
 
 from torch import fx
 
-from ..analysis.operators import CHECKS, TAG, checkpoint_region, is_effect, is_random
+from ..analysis.operators import CHECKS, checkpoint_region, is_effect, is_random
 from ..errors import PassError
 from ..graph import FORWARD_OUTPUT, Kind, ancestors, calls, descendants, inputs, is_state, outputs
-from .parameter_chain import chain
+from ..origin import origin_of
+from .parameter_chain import parameter_chain
 
 
 @dataclasses.dataclass(frozen=True)
-class Reach:
+class Reachability:
     """Sets of nodes of one joint graph.
 
     Attributes:
-        forward: what the outputs of the forward need, its effects and its random numbers.
-        gradient: what depends on the gradient of an output.
-        urgent: what I must compute, and what that needs: the input gradients, or where no input
-            needs one the chain of derivatives down to the earliest parameters, see ``chain``.
+        forward: needed by the outputs of the forward, by its side effects and random operators.
+        gradient: depends on the gradient of an output.
+        urgent: needed by what I must compute: the input gradients, or where no input needs one
+            the chain of derivatives down to the earliest parameters, see ``parameter_chain``.
         redone: nodes of ``forward`` that the user wants recomputed and not saved.
         overwritten: buffers and inputs that the forward overwrites when it is done.
         input_grads: the gradients that I returns.
@@ -30,13 +31,13 @@ class Reach:
     forward: set[fx.Node]
     gradient: set[fx.Node]
     urgent: set[fx.Node]
-    redone: set[fx.Node]
+    recomputed: set[fx.Node]
     overwritten: set[fx.Node]
     input_grads: list[fx.Node]
     weight_grads: list[fx.Node]
 
     @classmethod
-    def of(cls, graph: fx.Graph, *, late_input: bool = False) -> Reach:
+    def of(cls, graph: fx.Graph, *, late_input: bool = False) -> Reachability:
         """Look at a joint graph.
 
         Args:
@@ -59,12 +60,12 @@ class Reach:
         weight_grads = _values(graph, Kind.PARAMETER_GRAD)
         urgent = ancestors(input_grads)
         if not (input_grads or late_input):
-            urgent = chain(graph, gradient, weight_grads)
+            urgent = parameter_chain(graph, gradient, weight_grads)
         return cls(
             forward=forward,
             gradient=gradient,
             urgent=urgent,
-            redone={node for node in forward if _is_inside_checkpoint(node, gradient)},
+            recomputed={node for node in forward if _is_inside_checkpoint(node, gradient)},
             overwritten=_overwritten(graph),
             input_grads=input_grads,
             weight_grads=weight_grads,
@@ -79,7 +80,7 @@ class Reach:
 
 def _is_forwards(node: fx.Node) -> bool:
     """Whether the effect is one of the forward's: what the backward checks it also computes."""
-    return node.target not in CHECKS or node.meta.get(TAG) != "is_backward"
+    return node.target not in CHECKS or not origin_of(node).is_backward
 
 
 def _values(graph: fx.Graph, *kinds: Kind) -> list[fx.Node]:

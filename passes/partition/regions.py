@@ -1,7 +1,7 @@
-"""Which graph runs each node: the cheapest division of the joint graph into F, I and W.
+"""The division of the joint graph into F, I and W as a minimum cut over two boundaries.
 
-Two boundaries are chosen together. What F leaves for the backward crosses the first, what W
-reads crosses the second, and a value that W has from F crosses both. Each boundary is a layer
+Both boundaries are chosen together. Saved tensors cross the first, deferred tensors the second, and
+a value that W has from F crosses both. Each boundary is a layer
 of one flow network, in which a node has an "in" and an "out" half:
 
 - "in" on the source's side: the node runs before the boundary, or not at all; on the sink's
@@ -21,26 +21,26 @@ from collections.abc import Callable, Collection, Iterable
 
 from torch import fx
 
-from ..analysis.aliasing import is_free, maker, storage_bytes, storage_root
-from ..analysis.operator_cost import effort, is_cheap, recomputation
+from ..analysis.aliasing import is_free, producer, storage_bytes, storage_root
+from ..analysis.operator_cost import effort, is_cheap, recompute_cost
 from ..analysis.operators import checkpoint_region, is_random
 from ..analysis.symbolic_sizes import is_size
 from ..errors import PassError
 from ..graph import Region, Regions, tensor_of
 from ..memory_policy import Price
 from .min_cut import SINK, SOURCE, Network
-from .reachability import Reach
+from .reachability import Reachability
 
 _SIZE_BYTES = 8  # of an integer that crosses
 _SPREAD = 0.05
 
 
 class Division:
-    """The network of one joint graph, to be cut at several weights.
+    """The flow network of one joint graph, to be cut at several multipliers.
 
     Args:
         graph: the joint graph.
-        reach: what its nodes are needed for.
+        reach: which results its nodes are needed for.
         again: whether cheap nodes may run on both sides of a boundary.
         release: whether I may compute weight gradients, which then leave it and do not cross.
 
@@ -48,9 +48,11 @@ class Division:
         PassError: the backward needs a value that can neither be carried nor recomputed.
     """
 
-    def __init__(self, graph: fx.Graph, reach: Reach, *, again: bool, release: bool) -> None:
+    def __init__(
+        self, graph: fx.Graph, reach: Reachability, *, recompute: bool, release: bool
+    ) -> None:
         self._reach = reach
-        self._again = again
+        self._recompute = recompute
         self._order = {node: index for index, node in enumerate(graph.nodes)}
         made = {storage_root(node) for node in reach.weight_grads} if release else set()
         self._releasable = {node for node in made if node.op == "call_function"} & reach.gradient
@@ -59,17 +61,17 @@ class Division:
         self._add_needs_of_backward()
         self._add_second_layer()
         try:
-            self._shrunk = self._network.shrink()
+            self._contracted = self._network.contract()
         except PassError as error:
             raise PassError(
                 "the backward needs a value that can neither be carried nor recomputed"
             ) from error
 
     def cut(self, rate: float = 0.0, charge: float = 0.0) -> Regions:
-        """The best division where a unit of time costs ``rate`` bytes and a FLOP of a weight
-        gradient that does not wait costs ``charge`` bytes.
+        """The minimum cut where a unit of recomputation time costs ``rate`` bytes and a FLOP of a
+        weight gradient in I costs ``charge`` bytes.
         """
-        early, price = self._shrunk.cut(lambda p: p.bytes + rate * p.time + charge * p.flops)
+        early, price = self._contracted.cut(lambda p: p.bytes + rate * p.time + charge * p.flops)
         first, second = self._cut_nodes(early, _first), self._cut_nodes(early, _second)
         reach = self._reach
         waiting, _ = _walk(reach.weight_grads, second)
@@ -95,7 +97,7 @@ class Division:
         return {node for node, half in halves if half in early and half + 1 not in early}
 
     def _add_needs_of_backward(self) -> None:
-        """The first layer, from what the backward reads and does not compute from gradients."""
+        """The first layer: forward values that the backward reads."""
         reach = self._reach
         results = [*reach.input_grads, *reach.weight_grads]
         read = [n for node in _walk(results, ())[0] & reach.gradient for n in node.all_input_nodes]
@@ -104,7 +106,7 @@ class Division:
             self._add_to_first_layer(node)
 
     def _add_to_first_layer(self, start: fx.Node) -> None:
-        """The node and what it may be recomputed from."""
+        """Add the node and what it may be recomputed from."""
         reach, stack = self._reach, [start]
         while stack:
             node = stack.pop()
@@ -112,8 +114,10 @@ class Division:
                 continue
             self._in_first.add(node)
             half = _first(self._order[node])
-            self._network.add(half, half + 1, None if node in reach.redone else self._price(node))
-            self._tie(node, _first, early=node in reach.forward - reach.redone)
+            self._network.add(
+                half, half + 1, None if node in reach.recomputed else self._price(node)
+            )
+            self._tie(node, _first, early=node in reach.forward - reach.recomputed)
             stack.extend(node.all_input_nodes)
 
     def _add_second_layer(self) -> None:
@@ -124,15 +128,15 @@ class Division:
             index = self._order[node]
             half = _second(index)
             self._network.add(half, half + 1, self._price(node))
-            early = node in reach.urgent or node in reach.forward - reach.redone
+            early = node in reach.urgent or node in reach.forward - reach.recomputed
             self._tie(node, _second, early=early)
             if node not in reach.gradient:
                 self._add_to_first_layer(node)
                 self._network.add(_first(index) + 1, half + 1)
             if early or is_free(node) or node.op == "placeholder":
                 continue
-            if node not in reach.gradient | reach.redone:
-                self._network.add(_first(index), half, self._price_again(node))
+            if node not in reach.gradient | reach.recomputed:
+                self._network.add(_first(index), half, self._price_recompute(node))
             if not reach.urgent or not is_cheap(node):
                 # To run in F is for the first layer to decide.
                 beyond = SINK if node in reach.gradient else _first(index)
@@ -141,39 +145,38 @@ class Division:
     def _tie(self, node: fx.Node, layer: Callable[[int], int], *, early: bool) -> None:
         """Edges between a node and its operands.
 
-        ``early``: somebody before the boundary needs the node; to run it behind it is to run it
-        again.
+        ``early``: the node is needed before the boundary; running it behind is recomputing it.
         """
         half = layer(self._order[node])
         for operand in node.all_input_nodes:
             self._network.add(layer(self._order[operand]) + 1, half)
-        if is_free(node) or (node in self._reach.redone and layer is _first):
+        if is_free(node) or (node in self._reach.recomputed and layer is _first):
             return
         if early or node.op == "placeholder" or is_random(node):
-            self._network.add(SOURCE, half, self._price_again(node))
+            self._network.add(SOURCE, half, self._price_recompute(node))
             return
         # Running a node before the boundary needs its operands there. One that runs behind it
         # nevertheless runs twice.
-        for operand in {maker(each) for each in node.all_input_nodes}:
-            if not is_free(operand) and not (operand in self._reach.redone and layer is _first):
-                price = self._price_again(operand) if self._ready(operand, layer) else None
+        for operand in {producer(each) for each in node.all_input_nodes}:
+            if not is_free(operand) and not (operand in self._reach.recomputed and layer is _first):
+                price = self._price_recompute(operand) if self._ready(operand, layer) else None
                 self._network.add(half, layer(self._order[operand]), price)
 
     def _ready(self, node: fx.Node, layer: Callable[[int], int]) -> bool:
         """Whether all that the node reads is before the boundary in any case, so that running it
         there as well as behind takes nothing else along.
         """
-        return all(self._is_before(maker(each), layer) for each in node.all_input_nodes)
+        return all(self._is_before(producer(each), layer) for each in node.all_input_nodes)
 
     def _is_before(self, node: fx.Node, layer: Callable[[int], int]) -> bool:
         if is_free(node) or node.op == "placeholder":
             return True
         if layer is _first:
-            return node in self._reach.forward and node not in self._reach.redone
+            return node in self._reach.forward and node not in self._reach.recomputed
         return node in self._reach.urgent or node not in self._reach.gradient
 
     def _price(self, node: fx.Node) -> Price | None:
-        """What carrying a node's value costs; None where it cannot be carried.
+        """Price of carrying a node's value over a boundary; None where it cannot be carried.
 
         What the module keeps anyway costs nothing, nor does a weight gradient that leaves I. A
         view costs a byte more than what it looks at, so that the thing itself crosses and the
@@ -188,7 +191,7 @@ class Division:
         return Price((0 if free else storage_bytes(root)) + (node is not root))
 
     def _price_early(self, node: fx.Node) -> Price | None:
-        """What it costs that a node of W runs in I; None where it must wait."""
+        """Price of running a node of W in I; None where it must be deferred."""
         return Price(flops=self._spread(node, effort(node))) if self._releasable else None
 
     def _spread(self, node: fx.Node, cost: float) -> float:
@@ -197,11 +200,11 @@ class Division:
         """
         return cost * (1 + _SPREAD * self._order[node] / len(self._order))
 
-    def _price_again(self, node: fx.Node) -> Price | None:
-        """What running a node on both sides costs; None where it must not."""
-        if checkpoint_region(node) is not None and node not in self._reach.redone:
+    def _price_recompute(self, node: fx.Node) -> Price | None:
+        """Price of running a node on both sides of a boundary; None where it must not."""
+        if checkpoint_region(node) is not None and node not in self._reach.recomputed:
             return None  # what leaves a checkpointed region is what recomputing others starts from
-        time = recomputation(node) if self._again else None
+        time = recompute_cost(node) if self._recompute else None
         return None if time is None or is_random(node) else Price(time=self._spread(node, time))
 
 
@@ -217,8 +220,8 @@ def _second(index: int) -> int:
 def _walk(
     wanted: Iterable[fx.Node], carried: Collection[fx.Node]
 ) -> tuple[set[fx.Node], set[fx.Node]]:
-    """What must run to have what is wanted, where ``carried`` is there; and what of that is
-    used. What costs nothing and is wanted by nobody (a parameter) stays out.
+    """The nodes to run for the wanted values given the carried ones, and the carried ones that they
+    read.
     """
     late: set[fx.Node] = set()
     used: set[fx.Node] = set()

@@ -10,22 +10,22 @@ hidden] tensors), and in W when the deferred matrix products keep them anyway.
 
 from __future__ import annotations
 
-from ..graph import Kind, Program, Role, outputs, role_of
+from ..graph import Kind, Role, SplitProgram, outputs, role_of
 from .extract import extract
-from .reachability import Reach
+from .reachability import Reachability
 
 
-def split_backward(program: Program) -> bool:
+def split_backward(program: SplitProgram) -> bool:
     """Fill in ``backward_input`` and ``backward_weight``; False where there is no backward.
 
-    Where no input needs a gradient and there is no chain of derivatives either (see ``chain``), I
-    only hands over what W needs.
+    Where no input needs a gradient and there is no chain of derivatives either (see
+    ``parameter_chain``), I only hands over what W needs.
     """
     regions = program.regions
     if regions is None:
         return False
     graph = program.joint.graph
-    reach = Reach.of(graph, late_input=program.memory.late_input)
+    reach = Reachability.of(graph, late_input=program.memory.late_input)
     saved = {node: Role(Kind.SAVED, node.name) for node in regions.saved}
     deferred = {node: Role(Kind.DEFERRED, node.name) for node in regions.deferred}
     gradients = outputs(graph, Kind.PARAMETER_GRAD)

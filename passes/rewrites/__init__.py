@@ -1,1 +1,1 @@
-"""Rewrites of the joint graph that let it be divided better."""
+"""Rewrites of the joint graph that expose weight gradients and shrink its boundaries."""

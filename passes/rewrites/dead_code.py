@@ -1,4 +1,4 @@
-"""Remove nodes that no output depends on.
+"""Dead-code elimination that keeps random operators where eager would draw.
 
 Random operators stay in the joint graph and in forward: without one, all that is drawn later
 would differ from eager's. Each runs once, in forward; a copy left in a backward graph would
@@ -10,12 +10,12 @@ from __future__ import annotations
 from torch import fx
 
 from ..analysis.operators import is_effect, is_random
-from ..graph import Program
+from ..graph import SplitProgram
 
 _DRAWING = ("joint", "forward")
 
 
-def dead_code(program: Program) -> bool:
+def dead_code(program: SplitProgram) -> bool:
     """Run over every graph of the program; True if anything was removed."""
     removed = [
         module.graph.eliminate_dead_code(_is_kept_drawing if name in _DRAWING else _is_kept)
@@ -24,7 +24,7 @@ def dead_code(program: Program) -> bool:
     return any(removed)
 
 
-def eliminate(graph: fx.Graph) -> bool:
+def eliminate_dead_code(graph: fx.Graph) -> bool:
     """Remove from a backward graph what no output and no effect needs; True if any was."""
     return graph.eliminate_dead_code(_is_kept)
 

@@ -1,4 +1,4 @@
-"""Divide backward operators that compute dX and dW in one call.
+"""Divide backward operators that compute dX and dW in one call into one call for each.
 
 ``convolution_backward`` yields the gradients of input, weight and bias together, so plain
 reachability would put all of it into the input-gradient graph. Its ``output_mask`` says
@@ -14,12 +14,12 @@ import operator
 import torch
 from torch import fx
 
-from ..graph import Program, calls
+from ..graph import SplitProgram, calls
 
 _MASK = 10  # position of output_mask in convolution_backward's schema
 
 
-def divide(program: Program) -> bool:
+def divide_backward_operators(program: SplitProgram) -> bool:
     """Divide every fused convolution backward of the joint graph; True if any was."""
     graph = program.joint.graph
     fused = [node for node in calls(graph) if _is_fused(node)]

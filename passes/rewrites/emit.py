@@ -1,12 +1,16 @@
-"""New nodes for a pass that rewrites a graph in place."""
+"""Emit and erase nodes of a graph that a pass rewrites in place."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import fx
 
 from ..analysis.operators import is_effect, is_random
+
+Emit = Callable[..., fx.Node]
+"""Takes an operator and its arguments, puts the call into a graph, and returns its node."""
 
 _OWN = ("val", "role")  # what a node says of itself alone
 

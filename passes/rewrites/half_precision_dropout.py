@@ -1,4 +1,4 @@
-"""The backward of dropout in half precision, in the steps that autograd takes on a CPU.
+"""Dropout's backward in half precision, rounded as autograd rounds it on a CPU.
 
 Autograd multiplies the gradient by noise, ``mask / (1 - p)``, which a tensor of bfloat16 or float16
 holds rounded. The operator that tracing puts there multiplies by the exact number: gradients would
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from ..graph import Program, calls, tensor_of
+from ..graph import SplitProgram, calls, tensor_of
 from .emit import emit
 
 aten = torch.ops.aten
@@ -18,8 +18,8 @@ aten = torch.ops.aten
 _HALF = (torch.bfloat16, torch.float16)
 
 
-def dropout(program: Program) -> bool:
-    """Take every such backward in those steps; True if there was one."""
+def half_precision_dropout(program: SplitProgram) -> bool:
+    """Rewrite every such backward into those steps; True if there was one."""
     graph = program.joint.graph
     found = [node for node in calls(graph) if _rounds_otherwise(node)]
     for node in found:

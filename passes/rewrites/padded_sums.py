@@ -1,9 +1,9 @@
-"""Sums of disjoint pieces, each padded with zeros to the whole, as one concatenation.
+"""Rewrite sums of zero-padded disjoint slices as one concatenation.
 
-The gradient of ``x[:, t]`` is a tensor as large as ``x``, zero but for one place. A loop over
+The gradient of ``x[:, t]`` is a tensor as large as ``x``, zero but for one slice. A loop over
 ``t`` (a scan written in Python), or the two halves of a rotary embedding, adds up one such
-tensor for every piece. Where pieces do not overlap, every element of their sum has at most one
-term that is not padding: laying them side by side gives the same to the last bit.
+tensor for every slice. Where slices do not overlap, every element of their sum has at most one
+term that is not padding: concatenating the slices gives the same bits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from ..analysis.symbolic_sizes import is_fixed
-from ..graph import Program, calls, tensor_of
+from ..graph import SplitProgram, calls, tensor_of
 from .emit import emit, erase
 
 aten = torch.ops.aten
@@ -26,13 +26,13 @@ _WHOLE = (0, None, None, 1)  # where slice_scatter writes if nothing is said
 
 
 @dataclasses.dataclass(frozen=True)
-class _Piece:
-    """Part of a whole along one dimension.
+class _PaddedSlice:
+    """A slice of the sum along one dimension, padded with zeros around it.
 
     Attributes:
         padded: the node that pads it.
-        value: the piece, without the dimension where ``is_selected``.
-        sizes: of the whole.
+        value: the part, without the dimension where ``is_selected``.
+        sizes: of the sum.
     """
 
     padded: fx.Node
@@ -44,7 +44,7 @@ class _Piece:
     is_selected: bool
 
 
-def gather(program: Program) -> bool:
+def concatenate_padded_sums(program: SplitProgram) -> bool:
     """Rewrite such sums in the joint graph; True if there was any."""
     graph = program.joint.graph
     tops = [node for node in calls(graph) if _is_sum(node) and not _is_inner(node)]
@@ -74,18 +74,18 @@ def _is_inner(node: fx.Node) -> bool:
 
 def _rewrite(graph: fx.Graph, top: fx.Node) -> bool:
     sums, terms = _terms(top)
-    pieces = [piece for term in terms if len(term.users) == 1 and (piece := _piece(term))]
-    if not pieces:
+    slices = [part for term in terms if len(term.users) == 1 and (part := _padded_slice(term))]
+    if not slices:
         return False
-    dim, _ = Counter(piece.dim for piece in pieces).most_common(1)[0]
-    pieces = sorted((each for each in pieces if each.dim == dim), key=lambda each: each.start)
-    padded = {piece.padded for piece in pieces}
+    dim, _ = Counter(part.dim for part in slices).most_common(1)[0]
+    slices = sorted((each for each in slices if each.dim == dim), key=lambda each: each.start)
+    padded = {part.padded for part in slices}
     others = [term for term in terms if term not in padded]
-    # With two terms that are no pieces, the order of additions would matter.
-    if len(pieces) < 2 or len(others) > 1 or not _fit_together(pieces):
+    # With two terms that are no slices, the order of additions would matter.
+    if len(slices) < 2 or len(others) > 1 or not _fit_together(slices):
         return False
     with graph.inserting_before(top):
-        result = _concatenated(graph, pieces, top)
+        result = _concatenated(graph, slices, top)
         if others:
             result = emit(graph, top, aten.add.Tensor, others[0], result)
     if result.meta["val"].stride() != top.meta["val"].stride():
@@ -110,7 +110,7 @@ def _terms(top: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
     return sums, terms
 
 
-def _piece(term: fx.Node) -> _Piece | None:
+def _padded_slice(term: fx.Node) -> _PaddedSlice | None:
     """What a term pads, if that and where it lies are known before the graph runs."""
     if term.target is aten.select_backward.default:
         value, sizes, dim, index = term.args
@@ -121,8 +121,8 @@ def _piece(term: fx.Node) -> _Piece | None:
     return _scattered(term)
 
 
-def _scattered(term: fx.Node) -> _Piece | None:
-    """A piece as decompositions pad it: written into a whole of zeros."""
+def _scattered(term: fx.Node) -> _PaddedSlice | None:
+    """A part as decompositions pad it: written into a whole of zeros."""
     if term.target not in (aten.select_scatter.default, aten.slice_scatter.default):
         return None
     whole, value = term.args[:2]
@@ -154,14 +154,16 @@ def _placed(
     step: Any,
     *,
     selected: bool,
-) -> _Piece | None:
+) -> _PaddedSlice | None:
     if step != 1 or not all(isinstance(each, int) for each in (*sizes, dim, start, stop)):
         return None
     dim %= len(sizes)
     extent = sizes[dim]
     start = _clamped(start, extent)
     stop = start + 1 if selected else _clamped(stop, extent)
-    return _Piece(term, value, list(sizes), dim, start, stop, selected) if start < stop else None
+    return (
+        _PaddedSlice(term, value, list(sizes), dim, start, stop, selected) if start < stop else None
+    )
 
 
 def _clamped(place: int, extent: int) -> int:
@@ -169,33 +171,33 @@ def _clamped(place: int, extent: int) -> int:
     return min(max(place + extent if place < 0 else place, 0), extent)
 
 
-def _fit_together(pieces: list[_Piece]) -> bool:
+def _fit_together(slices: list[_PaddedSlice]) -> bool:
     """Whether no two overlap and they fill at least half of the whole."""
-    ends = [piece.stop for piece in pieces]
-    starts = [piece.start for piece in pieces]
+    ends = [part.stop for part in slices]
+    starts = [part.start for part in slices]
     filled = sum(ends) - sum(starts)
-    extent = pieces[0].sizes[pieces[0].dim]
+    extent = slices[0].sizes[slices[0].dim]
     return all(a <= b for a, b in zip(ends, starts[1:], strict=False)) and 2 * filled >= extent
 
 
-def _concatenated(graph: fx.Graph, pieces: list[_Piece], top: fx.Node) -> fx.Node:
-    dim, sizes = pieces[0].dim, pieces[0].sizes
+def _concatenated(graph: fx.Graph, slices: list[_PaddedSlice], top: fx.Node) -> fx.Node:
+    dim, sizes = slices[0].dim, slices[0].sizes
     parts: list[fx.Node] = []
     end = 0
 
     def pad(until: int) -> None:
         if until > end:
             gap = [*sizes[:dim], until - end, *sizes[dim + 1 :]]
-            like = pieces[0].value.meta["val"]
+            like = slices[0].value.meta["val"]
             options = {"dtype": like.dtype, "device": like.device, "pin_memory": False}
             parts.append(emit(graph, top, aten.full.default, gap, 0, **options))
 
-    for piece in pieces:
-        pad(piece.start)
-        value = piece.value
-        if piece.is_selected:
+    for part in slices:
+        pad(part.start)
+        value = part.value
+        if part.is_selected:
             value = emit(graph, top, aten.unsqueeze.default, value, dim)
         parts.append(value)
-        end = piece.stop
+        end = part.stop
     pad(sizes[dim])
     return emit(graph, top, aten.cat.default, parts, dim)

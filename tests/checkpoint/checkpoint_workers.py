@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from autosplit import CheckpointError
 from autosplit.checkpoint import load_checkpoint, save_checkpoint
-from autosplit.pipeline.schedule.wiring import Wiring
 from autosplit.pipeline.trainer import PipelineTrainer
 from autosplit.pipeline.training.tied_parameters import Holder
 from autosplit.planner.meta_init.materialise import Values, materialise_stage
 from tests.pipeline.reference_stage import ReferenceStage
+from tests.pipeline.tables import chain_of
 
 VOCABULARY, WIDTH, LAYERS = 13, 8, 6
 
@@ -67,7 +67,7 @@ class Chain:
         self.stages = stages
         bounds = [LAYERS * index // stages for index in range(stages + 1)]
         self._ranges = [range(*bounds[i : i + 2]) for i in range(stages)]
-        self.wiring = Wiring.chain([1] * (stages - 1))
+        self.wiring = chain_of([1] * (stages - 1))
         tied: list[Holder] = [(0, "0.weight"), (stages - 1, f"{LAYERS - 1}.weight")]
         self.shared = [tied] if stages > 1 else []
 

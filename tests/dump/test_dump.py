@@ -108,6 +108,24 @@ def test_drawing_shows_what_crosses(
     ]
     edges = {line.split(" [")[0].strip() for line in dashed}
     # relu is read by I (its own gradient) and, through I, by W for the second weight.
-    assert "F_relu -> I_threshold_backward" in edges
-    assert any(edge.startswith("F_relu -> W_mm") for edge in edges)
-    assert any(edge.startswith("I_threshold_backward -> W_") for edge in edges)
+    assert "F__2_input -> I__0_dy" in edges
+    assert any(edge.startswith("F__2_input -> W_mm") for edge in edges)
+    assert any(edge.startswith("I__0_dy -> W_") for edge in edges)
+
+
+def test_tensors_are_called_as_the_user_calls_their_modules(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    split = autosplit.split(SwiGLU(), (torch.randn(2, 4, 16, requires_grad=True),))
+    split.dump(tmp_path)
+    code = {path.stem: path.read_text() for path in tmp_path.glob("*.py")}
+    for name in ("down_input", "up_dy", "gate_dy"):
+        for graph in ("joint", "backward_input", "backward_weight"):
+            assert f" {name} " in code[graph].replace(";", " ").replace(",", " "), (name, graph)
+        assert f"# deferred {name}" in code["backward_weight"]
+        assert f"| {name} " in (tmp_path / "boundary.md").read_text()
+        assert f"{name} " in split.report()
+    drawing = (tmp_path / "graph.dot").read_text()
+    assert 'label="mul.Tensor\\ndown_input\\nf32[2, 4, 40]"' in drawing
+    assert 'label="silu_backward\\ngate_dy\\nf32[2, 4, 40]"' in drawing

@@ -11,7 +11,7 @@ from torch import nn
 
 import autosplit
 from autosplit.passes.analysis.operator_cost import graph_flops
-from autosplit.passes.partition.memory_tradeoff import trade
+from autosplit.passes.partition.memory_tradeoff import memory_tradeoff
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_ids_are_their_own_labels(llama: nn.Module) -> None:
     split.backward_weight()
     (functions,) = split.functions
     graphs = functions.graphs
-    assert trade(graphs.joint.graph, graphs.memory).early_flops == 0
+    assert memory_tradeoff(graphs.joint.graph, graphs.memory).early_flops == 0
     assert graphs.backward_weight is not None
     assert graph_flops(graphs.backward_weight.graph) > 0
     assert not functions.dependence.inseparable

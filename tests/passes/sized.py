@@ -12,7 +12,7 @@ from autosplit.passes import Role
 from autosplit.passes.analysis.aliasing import distinct_bytes
 from autosplit.passes.analysis.operator_cost import is_cheap
 from autosplit.passes.graph import Kind, Regions
-from autosplit.passes.partition.reachability import Reach
+from autosplit.passes.partition.reachability import Reachability
 from autosplit.passes.partition.regions import Division
 
 aten = torch.ops.aten
@@ -58,10 +58,17 @@ class Sized:
         return fx.GraphModule(nn.Module(), self.graph)
 
     def cut(
-        self, *, again: bool = False, release: bool = False, rate: float = 0.0, charge: float = 0.0
+        self,
+        *,
+        recompute: bool = False,
+        release: bool = False,
+        rate: float = 0.0,
+        charge: float = 0.0,
     ) -> Regions:
         graph = self.module().graph
-        return Division(graph, Reach.of(graph), again=again, release=release).cut(rate, charge)
+        return Division(graph, Reachability.of(graph), recompute=recompute, release=release).cut(
+            rate, charge
+        )
 
     @staticmethod
     def _sized(node: fx.Node, size: int) -> fx.Node:
@@ -73,13 +80,13 @@ def held(regions: Regions) -> int:
     return distinct_bytes(regions.saved) + distinct_bytes(regions.deferred)
 
 
-def least_held(graph: fx.Graph, *, again: bool) -> int:
+def least_held(graph: fx.Graph, *, recompute: bool) -> int:
     """The fewest bytes over both boundaries, by trying every way to run every node."""
-    reach = Reach.of(graph)
+    reach = Reachability.of(graph)
     nodes = [node for node in graph.nodes if node.op == "call_function"]
     wanted = {*reach.input_grads, *reach.weight_grads}
     best = None
-    for choice in itertools.product(*(list(_places(node, reach, again)) for node in nodes)):
+    for choice in itertools.product(*(list(_places(node, reach, recompute)) for node in nodes)):
         runs = [{n for n, where in zip(nodes, choice, strict=True) if at in where} for at in "FIW"]
         sizes = _boundaries(runs, reach, wanted)
         best = sizes if best is None or sizes < best else best
@@ -88,13 +95,13 @@ def least_held(graph: fx.Graph, *, again: bool) -> int:
     return best
 
 
-def _places(node: fx.Node, reach: Reach, again: bool) -> Iterator[str]:
+def _places(node: fx.Node, reach: Reachability, recompute: bool) -> Iterator[str]:
     """The sets of graphs that may run a node; "" for none."""
-    again = again and is_cheap(node)
+    recompute = recompute and is_cheap(node)
     urgent, forward = node in reach.urgent, node in reach.forward
     for where in ("", "F", "I", "W", "FI", "FW", "IW", "FIW"):
         if (
-            (len(where) <= 1 or again)
+            (len(where) <= 1 or recompute)
             and ("F" in where or not forward)
             and not ("F" in where and node in reach.gradient)
             and (not urgent or where != "W" or forward)
@@ -103,7 +110,7 @@ def _places(node: fx.Node, reach: Reach, again: bool) -> Iterator[str]:
             yield where
 
 
-def _boundaries(runs: list[set[fx.Node]], reach: Reach, wanted: set[fx.Node]) -> float:
+def _boundaries(runs: list[set[fx.Node]], reach: Reachability, wanted: set[fx.Node]) -> float:
     """Bytes over both boundaries, infinite where something is missing."""
     forward, inner, weight = runs
     deferred = _missing(weight, reach.weight_grads)

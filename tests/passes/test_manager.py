@@ -1,85 +1,85 @@
-"""manager: order, verification, skipping, and the numbered dump."""
+"""manager: order, verification, and the numbered dump."""
 
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
 
-from autosplit.passes import PASSES, Pass, PassError, Program, run
-from tests.passes.graphs import joint_of, ops
+from autosplit.passes import Pass, PassError, SplitProgram, manager, run
+from tests.passes.graphs import joint_of
 
 CONVOLUTION = (nn.Conv2d(2, 3, 3), torch.randn(1, 2, 5, 5, requires_grad=True))
 
 
-def test_pipeline_is_a_literal() -> None:
-    assert [each.name for each in PASSES] == [
-        "divide",
-        "dropout",
+@pytest.fixture
+def pipeline(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Puts a pass before those of the pipeline."""
+
+    def put(first: Callable[[SplitProgram], bool]) -> None:
+        named = Pass(first.__name__, first)
+        monkeypatch.setattr(manager, "PASSES", (named, *manager.PASSES))
+
+    return put
+
+
+def test_passes_run_in_their_order() -> None:
+    assert [each.name for each in manager.PASSES] == [
+        "divide_backward_operators",
+        "half_precision_dropout",
         "dead_code",
-        "gather",
-        "lift",
+        "padded_sums",
+        "vectorize_loops",
+        "fold_transposes",
         "partition",
         "split_backward",
     ]
 
 
-def test_skip_an_optional_pass() -> None:
-    whole = run(joint_of(*CONVOLUTION))
-    assert ops(whole.backward_weight) == {"convolution_backward": 1}
-    fused = run(joint_of(*CONVOLUTION), skip=["divide"])
-    assert ops(fused.backward_weight) == {}
-
-
-def test_skip_what_cannot_be_skipped() -> None:
-    with pytest.raises(
-        PassError,
-        match=r"cannot skip inline, partition; passes that can be: "
-        r"\['divide', 'dropout', 'dead_code', 'gather', 'lift'\]",
-    ):
-        run(joint_of(*CONVOLUTION), skip=["partition", "inline"])
-
-
-def test_pass_that_hides_a_change() -> None:
-    def sly(program: Program) -> bool:
+def test_pass_that_hides_a_change(pipeline: Callable[..., None]) -> None:
+    def sly(program: SplitProgram) -> bool:
         graph = program.joint.graph
         with graph.inserting_before(graph.output_node()):
             graph.call_function(torch.ops.aten.rand.default, ([3],))
         return False
 
+    pipeline(sly)
     with pytest.raises(PassError, match="pass sly reported no change but changed the graph"):
-        run(joint_of(*CONVOLUTION), passes=(Pass("sly", sly), *PASSES))
+        run(joint_of(*CONVOLUTION))
 
 
-def test_pass_that_breaks_an_invariant_is_named() -> None:
-    def breaks(program: Program) -> bool:
+def test_pass_that_breaks_an_invariant_is_named(pipeline: Callable[..., None]) -> None:
+    def breaks(program: SplitProgram) -> bool:
         for node in program.joint.graph.nodes:
             node.meta.pop("val", None)
         return True
 
+    pipeline(breaks)
     with pytest.raises(PassError, match="after breaks:\n"):
-        run(joint_of(*CONVOLUTION), passes=(Pass("breaks", breaks), *PASSES))
+        run(joint_of(*CONVOLUTION))
 
 
-def test_no_partition() -> None:
-    with pytest.raises(PassError, match="has no partition pass"):
-        run(joint_of(*CONVOLUTION), passes=())
+def test_no_partition(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manager, "PASSES", ())
+    with pytest.raises(PassError, match="no pass made a forward graph"):
+        run(joint_of(*CONVOLUTION))
 
 
 def test_dump_numbers_every_stage_and_counts_the_difference(tmp_path: pathlib.Path) -> None:
     run(joint_of(*CONVOLUTION), dump=tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "00_capture.joint.py",
-        "01_divide.joint.py",
-        "06_partition.backward.py",
-        "06_partition.forward.py",
-        "07_split_backward.backward_input.py",
-        "07_split_backward.backward_weight.py",
+        "01_divide_backward_operators.joint.py",
+        "07_partition.backward.py",
+        "07_partition.forward.py",
+        "08_split_backward.backward_input.py",
+        "08_split_backward.backward_weight.py",
     ]
-    divided = (tmp_path / "01_divide.joint.py").read_text()
-    assert divided.startswith("# joint after divide: ")
+    divided = (tmp_path / "01_divide_backward_operators.joint.py").read_text()
+    assert divided.startswith("# joint after divide_backward_operators: ")
     assert "#   +1 aten.convolution_backward.default\n" in divided
     for path in tmp_path.iterdir():
         compile(path.read_text(), str(path), "exec")

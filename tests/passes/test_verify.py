@@ -6,19 +6,19 @@ import pytest
 import torch
 from torch import nn
 
-from autosplit.passes import PassError, Program, Role
+from autosplit.passes import PassError, Role, SplitProgram
 from autosplit.passes.graph import Kind, inputs, output_node
 from autosplit.passes.lowering.accumulate import accumulate
-from autosplit.passes.partition.forward_backward import partition
+from autosplit.passes.partition.forward_backward import partition_forward_backward
 from autosplit.passes.partition.split_backward import split_backward
 from autosplit.passes.verify import verify, verify_graph
 from tests.passes.graphs import hand_made, program_of
 from tests.zoo import SwiGLU
 
 
-def whole() -> Program:
+def whole() -> SplitProgram:
     program = program_of(nn.Linear(3, 2), torch.randn(4, 3, requires_grad=True))
-    partition(program)
+    partition_forward_backward(program)
     split_backward(program)
     verify(program)
     return program
@@ -35,7 +35,7 @@ def test_value_unknown() -> None:
     module, nodes = hand_made()
     del nodes["dx"].meta["val"]
     with pytest.raises(PassError, match=r"joint: mul_tensor_1: has no meta\['val'\]"):
-        verify(Program(module))
+        verify(SplitProgram(module))
 
 
 def test_tangent_in_forward() -> None:
@@ -154,7 +154,7 @@ def test_matrix_product_that_runs_again() -> None:
 
 def test_all_violations_at_once_with_source_lines() -> None:
     program = program_of(SwiGLU(), torch.randn(2, 4, 16, requires_grad=True))
-    partition(program)
+    partition_forward_backward(program)
     for node in program.forward.graph.nodes:
         if node.op == "call_function":
             del node.meta["val"]

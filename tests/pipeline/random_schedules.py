@@ -7,6 +7,7 @@ import random
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.dependency import needs_of, result_of
 from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.schedule.wiring import Feeds
 
 
 def random_schedule(seed: int, stages: int | None = None, copies: int = 1) -> Schedule:
@@ -24,10 +25,11 @@ def random_schedule(seed: int, stages: int | None = None, copies: int = 1) -> Sc
         for kind in kinds
         for microbatch in range(count)
     ]
+    feeds = Feeds(stages)
     rows: list[list[Action]] = [[] for _ in range(ranks)]
     made: set[Action] = set()
     while actions:
-        able = [a for a in actions if all(need in made for need in needs_of(a, stages))]
+        able = [a for a in actions if all(need in made for need in needs_of(a, feeds))]
         action = chance.choice(able)
         actions.remove(action)
         made.add(result_of(action))

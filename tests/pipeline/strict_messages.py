@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.dependency import needs_of, result_of
-from autosplit.pipeline.schedule.routes import channel_of
+from autosplit.pipeline.schedule.routes import channel_of, parcels_of
 from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.schedule.wiring import Feeds
 
 _SENDS = {ActionKind.SEND_F: ActionKind.FORWARD, ActionKind.SEND_B: ActionKind.BACKWARD_INPUT}
 _RECEIVES = {ActionKind.RECV_F: ActionKind.FORWARD, ActionKind.RECV_B: ActionKind.BACKWARD_INPUT}
@@ -63,7 +64,7 @@ def check_messages(schedule: Schedule, rows: Sequence[Sequence[Action]]) -> None
 
 def _can_run(schedule: Schedule, action: Action, there: set[Action]) -> bool:
     if action.kind.is_compute:
-        return there.issuperset(needs_of(action, schedule.stages))
+        return there.issuperset(needs_of(action, Feeds(schedule.stages)))
     return action.kind in _RECEIVES or _message(action) in there
 
 
@@ -88,7 +89,8 @@ def _run(
         there[rank].add(result_of(action))
         return
     message = _message(action)
-    channel = channel_of(message, schedule)
+    (parcel,) = parcels_of(message, Feeds(schedule.stages))
+    channel = channel_of(parcel, schedule)
     sending = action.kind in _SENDS
     peer = channel.target_rank if sending else channel.source_rank
     queues[rank, peer].append(("send" if sending else "receive", message))

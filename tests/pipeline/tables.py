@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from hypothesis import reject
 
@@ -10,6 +10,7 @@ from autosplit.errors import ScheduleError
 from autosplit.pipeline.builders.build import SCHEDULES, build
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.schedule.wiring import Source, Wiring
 
 
 def rows_of(schedule: Schedule) -> list[str]:
@@ -28,6 +29,16 @@ def schedule_of(
     ranks = tuple(tuple(Action.parse(text) for text in row.split()) for row in rows)
     places = tuple(range(stages)) if placement is None else placement
     return Schedule("table", stages, microbatches, ranks, places, split_backward)
+
+
+def chain_of(outputs: Sequence[int], batch: int = 1) -> Wiring:
+    """Every stage takes all that the one before gives, the first the ``batch`` inputs."""
+    first = tuple(Source(None, position) for position in range(batch))
+    later = (
+        tuple(Source(stage, position) for position in range(count))
+        for stage, count in enumerate(outputs)
+    )
+    return Wiring((first, *later), tuple(outputs))
 
 
 def small(name: str, ranks: int, microbatches: int) -> Schedule:

@@ -20,21 +20,25 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.immutable_collections import immutable_dict, immutable_list
-from torch.utils.checkpoint import CheckpointPolicy
 
 from autosplit.passes import Kind, Role, SplitGraphs
 from autosplit.passes.analysis.operators import OVERLOAD
 from autosplit.passes.memory_policy import Memory
+from autosplit.passes.origin import Origin
 
-# Of the user's modules and of other graphs, or said by the value; no pass and no backend asks.
+# Of the user's modules and of other graphs, or said by the value and the origin; no pass and no
+# backend asks.
 _FORGOTTEN = frozenset(
     {
+        "ac_graph_id",
         "desc",
         "from_node",
         "fwd_nn_module_stack",
         "fwd_source_fn_stack",
         "fwd_torch_fn",
         "nn_module_stack",
+        "partitioner_tag",
+        "recompute",
         "source_fn_stack",
         "tensor_meta",
         "torch_fn",
@@ -43,8 +47,8 @@ _FORGOTTEN = frozenset(
 _NAMESPACES = frozenset({"aten", "prims"})
 _CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 _CLASSES = (
-    CheckpointPolicy,
     Kind,
+    Origin,
     Role,
     immutable_dict,
     immutable_list,

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import _get_qualified_name
 
+from autosplit.capture.module_paths import stack
 from autosplit.passes.analysis.operators import OVERLOAD
 from autosplit.torch_internals.pytree import tree_flatten
 
@@ -140,7 +141,7 @@ def _line(node: fx.Node) -> str:
     else:
         raise NoFingerprintError(f"the graph holds a constant or another graph, {node.target}")
     line = f"{node.name}={node.op} {called} {text(node.args)} {text(node.kwargs)}"
-    return f"{line} # {node.meta.get('stack_trace')!r}"
+    return f"{line} # {stack(node)} {node.meta.get('stack_trace')!r}"
 
 
 def _state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -7,10 +7,9 @@ from autosplit.pipeline.builders.placement.building_blocks import block_sizes, b
 from autosplit.pipeline.builders.placement.weights import (
     WEIGHTS,
     Times,
-    check_counts,
     place_weights,
 )
-from autosplit.pipeline.schedule.schedule import Schedule, check_size
+from autosplit.pipeline.schedule.schedule import Schedule, check_counts, check_size
 
 from .families import SCHEDULES, Family
 
@@ -57,12 +56,12 @@ def build(
     ranks, chunks = _layout(name, family, stages, ranks)
     weights = _check_weights(name, family, split_backward, weights, times)
     given = {} if family.chunks else {"chunks": chunks}
-    skeleton = family.make(ranks, microbatches, **given)
+    template = family.make(ranks, microbatches, **given)
     if ranks * chunks == stages:
-        return place_weights(name, skeleton, weights, times)
+        return place_weights(name, template, weights, times)
     sizes = block_sizes(stages, ranks * chunks)
     summed = None if times is None else block_times(times, sizes)
-    return expand(place_weights(name, skeleton, weights, summed), sizes)
+    return expand(place_weights(name, template, weights, summed), sizes)
 
 
 def _layout(name: str, family: Family, stages: int, ranks: int | None) -> tuple[int, int]:

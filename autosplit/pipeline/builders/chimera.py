@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import heapq
+import itertools
 from collections import deque
+from collections.abc import Sequence
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.builders.placement.slots import (
+from autosplit.pipeline.builders.placement.template import (
     Row,
-    Skeleton,
+    ScheduleTemplate,
     backward,
     forward,
     most_in_flight,
 )
 from autosplit.pipeline.schedule.action import Action, ActionKind
-from autosplit.pipeline.schedule.dependency import needs_of
+from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.simulation.list_scheduling import ListScheduler
+from autosplit.pipeline.simulation.step_graph import StepGraph
 
 _UNITS = {ActionKind.FORWARD: 1, ActionKind.BACKWARD: 2}
 
 
-def chimera(ranks: int, microbatches: int) -> Skeleton:
+def chimera(ranks: int, microbatches: int) -> ScheduleTemplate:
     """Rank r of P holds stage r of one copy and stage P-1-r of the other; each runs half of M.
 
     Source: Li and Hoefler, arXiv 2107.06925, figure 3. P microbatches are a unit: half of them go
@@ -44,7 +47,7 @@ def chimera(ranks: int, microbatches: int) -> Skeleton:
     for first in range(0, microbatches, ranks):
         unit = _unit(ranks, first, min(ranks, microbatches - first))
         rows = [row + more for row, more in zip(rows, unit, strict=True)]
-    return Skeleton(
+    return ScheduleTemplate(
         tuple(rows),
         tuple(range(ranks)),
         budgets=(max(map(most_in_flight, rows)),) * ranks,
@@ -54,54 +57,44 @@ def chimera(ranks: int, microbatches: int) -> Skeleton:
 
 def _unit(ranks: int, first: int, count: int) -> tuple[Row, ...]:
     """The rows of ``count`` microbatches from ``first`` on, half of them each way."""
-    ways = [range(first + odd, first + count, 2) for odd in (0, 1)]
-    lanes = [[_lane(ranks, list(way), stage) for stage in range(ranks)] for way in ways]
-    return _merged([[lanes[0][rank], lanes[1][ranks - 1 - rank]] for rank in range(ranks)])
+    ways = [list(range(first + odd, first + count, 2)) for odd in (0, 1)]
+    there, back = ([_lane(ranks, way, stage) for stage in range(ranks)] for way in ways)
+    return _merged(list(zip(there, reversed(back), strict=True)))
 
 
-def _lane(ranks: int, numbers: list[int], stage: int) -> deque[Action]:
+def _lane(ranks: int, numbers: list[int], stage: int) -> Row:
     """What ``stage`` of one copy runs, in the order of 1F1B."""
     ahead = min(ranks - 1 - stage, len(numbers))
     forwards = [forward(stage, number) for number in numbers]
     row = forwards[:ahead]
     for place, number in enumerate(numbers):
         row += [*forwards[place + ahead : place + ahead + 1], backward(stage, number)]
-    return deque(row)
+    return tuple(row)
 
 
-def _merged(lanes: list[list[deque[Action]]]) -> tuple[Row, ...]:
-    """Each rank's two lanes as one row, by playing the step through with B = 2F."""
-    ranks = len(lanes)
-    rows: list[list[Action]] = [[] for _ in lanes]
-    free, there = [0] * ranks, dict[Action, int]()
-    looks = [(0, rank) for rank in range(ranks)]
-    while looks:
-        now, rank = heapq.heappop(looks)
-        heads = [lane for lane in lanes[rank] if lane and _ready(lane[0], there, ranks) <= now]
-        if free[rank] > now or not heads:
-            continue
-        lane = min(heads, key=lambda each: _urgency(each[0], len(each)))
-        action = lane.popleft()
-        rows[rank].append(action)
-        free[rank] = there[action] = now + _UNITS[action.kind]
-        for other in range(ranks):
-            heapq.heappush(looks, (free[rank], other))
-    return tuple(map(tuple, rows))
+def _merged(lanes: Sequence[tuple[Row, Row]]) -> tuple[Row, ...]:
+    """Each rank's two lanes as one row, by list scheduling with B = 2F.
+
+    A rank runs what can start first: a backward before a forward, then the lane with more left.
+    """
+    ranks = range(len(lanes))
+    rows = tuple(one + other for one, other in lanes)
+    graph = StepGraph(Schedule("chimera", len(ranks), 1, rows, tuple(ranks), split_backward=False))
+    scheduler = ListScheduler(graph, [_UNITS[each.kind] for each in graph.actions], len(ranks))
+    numbers = itertools.count()
+    left = [[deque(zip(lane, numbers, strict=False)) for lane in own] for own in lanes]
+
+    def choose(rank: int, now: float) -> int | None:
+        heads = [lane for lane in left[rank] if lane and scheduler.ready(lane[0][1]) <= now]
+        if not heads:
+            return None
+        _, number = min(heads, key=_urgency).popleft()
+        return number
+
+    scheduler.run(choose)
+    return tuple(tuple(graph.actions[number] for number in row) for row in scheduler.rows)
 
 
-def _ready(action: Action, there: dict[Action, int], stages: int) -> float:
-    """When all that ``action`` needs is there, as far as is known."""
-    needs = (there.get(_whole(need), float("inf")) for need in needs_of(action, stages))
-    return max(needs, default=0)
-
-
-def _whole(result: Action) -> Action:
-    """The action that makes a result before its backward is split."""
-    if result.kind is ActionKind.FORWARD:
-        return result
-    return backward(result.stage, result.microbatch)
-
-
-def _urgency(action: Action, left: int) -> tuple[bool, int]:
+def _urgency(lane: deque[tuple[Action, int]]) -> tuple[bool, int]:
     """Backwards first, then the lane that has more left."""
-    return action.kind is ActionKind.FORWARD, -left
+    return lane[0][0].kind is ActionKind.FORWARD, -len(lane)

@@ -12,14 +12,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.builders.placement.slots import Row, Skeleton, backward, forward
+from autosplit.pipeline.builders.placement.template import Row, ScheduleTemplate, backward, forward
 from autosplit.pipeline.schedule.action import Action, ActionKind
 
 Lane = Callable[[int], tuple[int, int]]
 """Stage and microbatch of the n-th pass of a rank in one direction."""
 
 
-def dual_pipe_v(ranks: int, microbatches: int) -> Skeleton:
+def dual_pipe_v(ranks: int, microbatches: int) -> ScheduleTemplate:
     """DualPipe cut in half: rank r of P holds the stages r and 2P-1-r of one copy.
 
     Bubble for like stages with an I no longer than an F, and M >= 2P: each rank idles
@@ -40,10 +40,10 @@ def dual_pipe_v(ranks: int, microbatches: int) -> Skeleton:
         lanes = (lambda n: (rank, n), lambda n: (2 * ranks - 1 - rank, n))
         return _phases(rank, ranks, microbatches, lanes)
 
-    return Skeleton(tuple(map(row, range(ranks))), (*range(ranks), *reversed(range(ranks))))
+    return ScheduleTemplate(tuple(map(row, range(ranks))), (*range(ranks), *reversed(range(ranks))))
 
 
-def dual_pipe(ranks: int, microbatches: int) -> Skeleton:
+def dual_pipe(ranks: int, microbatches: int) -> ScheduleTemplate:
     """Rank r of P holds stage r of one copy and stage P-1-r of another; each runs half of M.
 
     Bubble for like stages with an I no longer than an F, and M >= 2P: each rank idles
@@ -67,7 +67,7 @@ def dual_pipe(ranks: int, microbatches: int) -> Skeleton:
         lanes = (lambda n: (near, 2 * n + first), lambda n: (ranks - 1 - near, 2 * n + second))
         return _phases(near, ranks // 2, microbatches // 2, lanes)
 
-    return Skeleton(
+    return ScheduleTemplate(
         tuple(map(row, range(ranks))),
         tuple(range(ranks)),
         mirror=tuple(reversed(range(ranks))),
@@ -80,7 +80,7 @@ def _phases(near: int, ranks: int, count: int, lanes: tuple[Lane, Lane]) -> Row:
     ``count`` microbatches pass in each lane. The first lane is the one in which the rank stands in
     the first half of the way.
     """
-    rank = _Row(lanes)
+    rank = _RowWriter(lanes)
     behind = ranks - 1 - near
     for _ in range(2 * behind):
         rank.forward(0)
@@ -112,7 +112,7 @@ def _phases(near: int, ranks: int, count: int, lanes: tuple[Lane, Lane]) -> Row:
     return tuple(rank.row)
 
 
-class _Row:
+class _RowWriter:
     """A row being written: the next pass of each lane, and the Ws that wait."""
 
     def __init__(self, lanes: tuple[Lane, Lane]) -> None:

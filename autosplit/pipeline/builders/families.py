@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from autosplit.pipeline.builders.placement.slots import Skeleton
+from autosplit.pipeline.builders.placement.template import ScheduleTemplate
 from autosplit.pipeline.builders.placement.weights import WEIGHTS
 
 from .chimera import chimera
@@ -35,7 +35,7 @@ class Family:
         copies: of every stage.
     """
 
-    make: Callable[..., Skeleton]
+    make: Callable[..., ScheduleTemplate]
     chunks: int | None = 1
     weights: tuple[str, ...] = WEIGHTS
     fused: bool = True

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from autosplit.pipeline.builders.placement.slots import Skeleton, backward, forward
+from autosplit.pipeline.builders.placement.template import ScheduleTemplate, backward, forward
 
 
-def gpipe(ranks: int, microbatches: int) -> Skeleton:
+def gpipe(ranks: int, microbatches: int) -> ScheduleTemplate:
     """Every microbatch goes forward before the first one goes backward.
 
     Source: GPipe (Huang et al., arXiv 1811.06965), with the backwards oldest microbatch first.
@@ -25,4 +25,6 @@ def gpipe(ranks: int, microbatches: int) -> Skeleton:
         )
         for stage in range(ranks)
     )
-    return Skeleton(rows, tuple(range(ranks)), budgets=(microbatches,) * ranks, paced=(0,) * ranks)
+    return ScheduleTemplate(
+        rows, tuple(range(ranks)), budgets=(microbatches,) * ranks, paced=(0,) * ranks
+    )

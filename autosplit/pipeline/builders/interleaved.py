@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autosplit.pipeline.builders.placement.slots import (
+from autosplit.pipeline.builders.placement.template import (
     Row,
-    Skeleton,
+    ScheduleTemplate,
     backward,
     forward,
     most_in_flight,
 )
 
 
-def interleaved(ranks: int, microbatches: int, chunks: int) -> Skeleton:
+def interleaved(ranks: int, microbatches: int, chunks: int) -> ScheduleTemplate:
     """Rank r of P holds the stages r, P+r, 2P+r, ...; microbatches go round in groups of P.
 
     Source: Narayanan et al., arXiv 2104.04473, figure 4. Where P does not divide M, the groups are
@@ -28,7 +28,7 @@ def interleaved(ranks: int, microbatches: int, chunks: int) -> Skeleton:
     on rank 0.
     """
     rows = tuple(_row(rank, ranks, microbatches, chunks) for rank in range(ranks))
-    return Skeleton(
+    return ScheduleTemplate(
         rows,
         tuple(stage % ranks for stage in range(ranks * chunks)),
         budgets=(max(map(most_in_flight, rows)),) * ranks,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from autosplit.pipeline.builders.placement.slots import Skeleton, backward, forward
+from autosplit.pipeline.builders.placement.template import ScheduleTemplate, backward, forward
 
 
-def naive(ranks: int, microbatches: int) -> Skeleton:
+def naive(ranks: int, microbatches: int) -> ScheduleTemplate:
     """Each microbatch goes forward and backward through all stages before the next one starts.
 
     Source: the baseline of 2BP (Rae, Lee and Richings, arXiv 2405.18047); with one microbatch it
@@ -26,4 +26,6 @@ def naive(ranks: int, microbatches: int) -> Skeleton:
         )
         for stage in range(ranks)
     )
-    return Skeleton(rows, tuple(range(ranks)), budgets=(microbatches,) * ranks, paced=(0,) * ranks)
+    return ScheduleTemplate(
+        rows, tuple(range(ranks)), budgets=(microbatches,) * ranks, paced=(0,) * ranks
+    )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from autosplit.pipeline.builders.placement.slots import Row, Skeleton, backward, forward
+from autosplit.pipeline.builders.placement.template import Row, ScheduleTemplate, backward, forward
 
 
-def one_f_one_b(ranks: int, microbatches: int) -> Skeleton:
+def one_f_one_b(ranks: int, microbatches: int) -> ScheduleTemplate:
     """Stage r runs N-1-r forwards to warm up, then one forward and one backward in turn.
 
     Source: PipeDream-Flush (Narayanan et al., arXiv 2006.09503). ``weights="2bp"`` is the
@@ -21,7 +21,7 @@ def one_f_one_b(ranks: int, microbatches: int) -> Skeleton:
     counts until its W: at most min(N, M) on every stage with ``"fill"``, 1F1B's maximum over the
     stages; up to M with ``"2bp"``.
     """
-    return Skeleton(
+    return ScheduleTemplate(
         tuple(
             alternating(stage, microbatches, warm_up=ranks - 1 - stage) for stage in range(ranks)
         ),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from autosplit.pipeline.builders.placement.slots import Skeleton
+from autosplit.pipeline.builders.placement.template import ScheduleTemplate
 
 from .v_shape import v_shape
 
 
-def v_half(ranks: int, microbatches: int) -> Skeleton:
+def v_half(ranks: int, microbatches: int) -> ScheduleTemplate:
     """The V-shape with rank-to-rank distances 1, 2, 1 and 2.
 
     Source: V-Half of Qi et al., arXiv 2405.15362.

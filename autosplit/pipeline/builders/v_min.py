@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from autosplit.pipeline.builders.placement.slots import Skeleton
+from autosplit.pipeline.builders.placement.template import ScheduleTemplate
 
 from .v_shape import v_shape
 
 
-def v_min(ranks: int, microbatches: int) -> Skeleton:
+def v_min(ranks: int, microbatches: int) -> ScheduleTemplate:
     """The V-shape with all rank-to-rank distances 1.
 
     Source: V-Min of Qi et al., arXiv 2405.15362.

@@ -11,7 +11,7 @@ from __future__ import annotations
 from itertools import product
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.builders.placement.slots import Row, Skeleton, backward, forward
+from autosplit.pipeline.builders.placement.template import Row, ScheduleTemplate, backward, forward
 
 _INTERVAL = 6  # slots from one microbatch to the next: F, I and W of two stages
 
@@ -22,10 +22,10 @@ _Slots = tuple[int, int, int, int]
 """When a rank runs F of its lower stage, F and B of its upper one, and B of its lower one."""
 
 
-def v_shape(ranks: int, microbatches: int, distances: Distances) -> Skeleton:
+def v_shape(ranks: int, microbatches: int, distances: Distances) -> ScheduleTemplate:
     """Stages r and 2P-1-r on rank r of P, in the order of the repeated block."""
     block = _block(ranks, distances)
-    return Skeleton(
+    return ScheduleTemplate(
         tuple(_row(rank, ranks, microbatches, block[rank]) for rank in range(ranks)),
         (*range(ranks), *reversed(range(ranks))),
         budgets=(max(map(_alive, block)),) * ranks,

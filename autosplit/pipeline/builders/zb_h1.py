@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from autosplit.pipeline.builders.placement.slots import Skeleton
+from autosplit.pipeline.builders.placement.template import ScheduleTemplate
 
 from .one_f_one_b import one_f_one_b
 
 
-def zb_h1(ranks: int, microbatches: int) -> Skeleton:
+def zb_h1(ranks: int, microbatches: int) -> ScheduleTemplate:
     """F and I in the order of 1F1B, and a W wherever a rank would wait.
 
     Source: ZB-H1 of Zero Bubble (Qi et al., arXiv 2401.10241). The same as 1F1B with

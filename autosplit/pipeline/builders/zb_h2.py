@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from autosplit.pipeline.builders.placement.slots import Skeleton
+from autosplit.pipeline.builders.placement.template import ScheduleTemplate
 
 from .one_f_one_b import alternating
 
 
-def zb_h2(ranks: int, microbatches: int) -> Skeleton:
+def zb_h2(ranks: int, microbatches: int) -> ScheduleTemplate:
     """Stage r warms up with 2(N-r)-1 forwards; a rank that is done starts the next step.
 
     Source: ZB-H2 of Zero Bubble (Qi et al., arXiv 2401.10241). Crossing the step needs an
@@ -22,7 +22,7 @@ def zb_h2(ranks: int, microbatches: int) -> Skeleton:
     rows = tuple(
         alternating(stage, microbatches, warm_up=2 * (ranks - 1 - stage)) for stage in range(ranks)
     )
-    return Skeleton(
+    return ScheduleTemplate(
         rows,
         tuple(range(ranks)),
         budgets=(min(2 * ranks - 1, microbatches),) * ranks,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from autosplit.pipeline.builders.placement.slots import Skeleton
+from autosplit.pipeline.builders.placement.template import ScheduleTemplate
 
 from .v_shape import v_shape
 
 
-def zb_v(ranks: int, microbatches: int) -> Skeleton:
+def zb_v(ranks: int, microbatches: int) -> ScheduleTemplate:
     """The V-shape with rank-to-rank distances 4, 2, 4 and 2.
 
     Source: ZB-V of Zero Bubble (Qi et al., arXiv 2401.10241, section 6), as V-ZB of arXiv

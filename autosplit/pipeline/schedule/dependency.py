@@ -1,12 +1,13 @@
-"""What an action needs before it can start, and what it makes.
+"""The dependency model: what an action needs before it can start, and what it makes.
 
 Both are named by actions. A full backward B makes the same gradient for the previous stage as I
-does, so its result goes by the name of I.
+does, so its result goes by the name of I. Which stages feed which is for ``Feeds`` to say.
 """
 
 from __future__ import annotations
 
 from .action import Action, ActionKind
+from .wiring import Feeds
 
 
 def result_of(action: Action) -> Action:
@@ -16,20 +17,20 @@ def result_of(action: Action) -> Action:
     return action
 
 
-def needs_of(action: Action, stages: int) -> tuple[Action, ...]:
-    """The results that must exist before ``action`` starts, in a pipeline of ``stages`` stages.
+def needs_of(action: Action, feeds: Feeds) -> tuple[Action, ...]:
+    """The results that must exist before ``action`` starts: its own stage's first.
 
-    F needs the previous stage's output, I and B need their own F and the next stage's input
-    gradient, W needs its own I, and the I of each of its microbatches where it is of several.
+    F needs the outputs of the stages before it, I and B need their own F and the input gradients
+    of the stages behind it, W needs the I of each of its microbatches.
     """
-    stage, microbatch = action.stage, action.microbatch
-    if action.kind is ActionKind.FORWARD:
-        return () if stage == 0 else (Action(stage - 1, ActionKind.FORWARD, microbatch),)
-    if action.kind is ActionKind.BACKWARD_WEIGHT:
-        return tuple(Action(stage, ActionKind.BACKWARD_INPUT, m) for m in action.microbatches)
-    if action.kind in (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD):
-        own = Action(stage, ActionKind.FORWARD, microbatch)
-        if stage == stages - 1:
-            return (own,)
-        return (own, Action(stage + 1, ActionKind.BACKWARD_INPUT, microbatch))
+    stage, kind, microbatch = action.stage, action.kind, action.microbatch
+    if kind is ActionKind.FORWARD:
+        return tuple([Action(source, kind, microbatch) for source in feeds.sources(stage)])
+    if kind is ActionKind.BACKWARD_WEIGHT:
+        inputs = ActionKind.BACKWARD_INPUT
+        return tuple([Action(stage, inputs, m) for m in action.microbatches])
+    if kind is ActionKind.BACKWARD_INPUT or kind is ActionKind.BACKWARD:
+        inputs = ActionKind.BACKWARD_INPUT
+        behind = [Action(target, inputs, microbatch) for target in feeds.targets(stage)]
+        return (Action(stage, ActionKind.FORWARD, microbatch), *behind)
     return ()

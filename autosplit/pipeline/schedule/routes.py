@@ -1,9 +1,10 @@
-"""Which results travel between which ranks, in which order: a pure function of a schedule.
+"""Point-to-point traffic between ranks, in order: a pure function of a schedule.
 
-A result is named by the action that makes it (see ``dependency``): ``0F1`` is what stage 0 put
-out for microbatch 1, ``1I1`` the gradient of stage 1's inputs. Schedules order stages as a chain.
-Tensors may go past the next stage (see ``wiring``), but never against that order, so a schedule
-that is legal for a chain is so for every wiring: what skips a stage arrives early and waits.
+A result is named by the action that makes it (see ``dependency``): ``0F1`` stands for the
+outputs of stage 0 for microbatch 1, ``1I1`` for the gradients of stage 1's inputs. Schedules order
+stages as a chain. Tensors may go past the next stage (see ``wiring``), but never against that
+order, so a schedule that is legal for a chain is so for every wiring: what skips a stage arrives
+early and waits.
 """
 
 from __future__ import annotations
@@ -12,16 +13,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from autosplit.errors import ScheduleError
-
 from .action import Action, ActionKind
-from .dependency import result_of
+from .dependency import needs_of, result_of
 from .schedule import Schedule
 from .wiring import Feeds
 
 
 class Parcel(NamedTuple):
-    """What goes from one stage to another for one microbatch.
+    """The tensors that one stage sends another for one microbatch: outputs, or gradients of such.
 
     ``result`` names it, ``stage`` is where it goes.
     """
@@ -50,7 +49,7 @@ class Parcel(NamedTuple):
 
 @dataclass(frozen=True)
 class Routes:
-    """One rank's traffic in one step.
+    """The sends and receives of one rank in one step.
 
     Attributes:
         feeds: who feeds whom.
@@ -78,7 +77,7 @@ class Routes:
 
 @dataclass(frozen=True, order=True)
 class Channel:
-    """The way of results of one kind from one stage to its neighbour; first in, first out.
+    """The first-in, first-out channel of results of one kind from one stage to another.
 
     Activations go from stage s to s + 1, gradients from s + 1 to s, so the two stages name the
     kind as well.
@@ -95,35 +94,15 @@ class Channel:
         return self.source_rank == self.target_rank
 
 
-def channel_of(result: Action, schedule: Schedule) -> Channel:
-    """The channel of a result that another stage needs.
-
-    Raises:
-        ScheduleError: no other stage needs it.
-    """
-    target = target_of(result, schedule.stages)
-    if target is None:
-        raise ScheduleError(f"no stage needs the result of {result} from another")
+def channel_of(parcel: Parcel, schedule: Schedule) -> Channel:
+    """The channel over which a parcel goes."""
+    result, target = parcel
     return Channel(
         result.stage,
         target,
         schedule.home(result.stage, result.microbatch),
         schedule.home(target, result.microbatch),
     )
-
-
-def target_of(result: Action, stages: int) -> int | None:
-    """The stage that needs ``result``, or None when no other stage does."""
-    if result.kind is ActionKind.FORWARD:
-        return result.stage + 1 if result.stage + 1 < stages else None
-    if result.kind is ActionKind.BACKWARD_INPUT:
-        return result.stage - 1 if result.stage > 0 else None
-    return None
-
-
-def boundary_of(result: Action) -> int:
-    """The boundary that ``result`` crosses: boundary s lies between stages s and s + 1."""
-    return result.stage if result.kind is ActionKind.FORWARD else result.stage - 1
 
 
 def routes_of(schedule: Schedule, rank: int, feeds: Feeds | None = None) -> Routes:
@@ -177,14 +156,8 @@ def parcels_of(result: Action, feeds: Feeds) -> tuple[Parcel, ...]:
 
 def parcels_for(action: Action, feeds: Feeds) -> tuple[Parcel, ...]:
     """What ``action`` needs of other stages: one parcel of each, in the order of the stages."""
-    stage, microbatch = action.stage, action.microbatch
-    if action.kind is ActionKind.FORWARD:
-        makers, kind = feeds.sources(stage), ActionKind.FORWARD
-    elif action.kind in (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD):
-        makers, kind = feeds.targets(stage), ActionKind.BACKWARD_INPUT
-    else:
-        return ()
-    return tuple(Parcel(Action(maker, kind, microbatch), stage) for maker in makers)
+    stage = action.stage
+    return tuple(Parcel(need, stage) for need in needs_of(action, feeds) if need.stage != stage)
 
 
 def positions_of(parcel: Parcel, schedule: Schedule, feeds: Feeds) -> tuple[int, ...] | None:

@@ -32,6 +32,17 @@ def check_size(stages: int, microbatches: int, most: int = LARGEST) -> None:
         )
 
 
+def check_counts(**counts: int) -> None:
+    """Refuse anything but integers from 1 on.
+
+    Raises:
+        ScheduleError: names the argument and what came.
+    """
+    for what, value in counts.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ScheduleError(f"{what} must be an integer >= 1, got {value!r}")
+
+
 @dataclass(frozen=True)
 class Schedule:
     """The compute actions of one training step.

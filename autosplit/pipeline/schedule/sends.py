@@ -13,8 +13,9 @@ from autosplit.errors import ScheduleError
 
 from .action import Action, ActionKind
 from .dependency import needs_of, result_of
-from .routes import channel_of, target_of
+from .routes import channel_of, parcels_of
 from .schedule import Schedule
+from .wiring import Feeds
 
 _MESSAGES = {
     ActionKind.FORWARD: (ActionKind.SEND_F, ActionKind.RECV_F),
@@ -25,13 +26,14 @@ _MESSAGES = {
 def add_communication(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
     """Per rank, its actions with sends and receives between them.
 
-    ``sSEND_Fm`` sends what stage s puts out for microbatch m, ``sRECV_Fm`` receives what stage s
+    ``sSEND_Fm`` sends the outputs of stage s for microbatch m, ``sRECV_Fm`` receives what stage s
     takes; likewise with B for gradients. A rank runs its next action as soon as all that the action
     needs is listed, rank by rank in turn.
 
     Raises:
         ScheduleError: the schedule deadlocks.
     """
+    feeds = Feeds(schedule.stages)
     todo = [deque(row) for row in schedule.ranks]
     rows: list[list[Action]] = [[] for _ in todo]
     made: set[Action] = set()
@@ -39,25 +41,27 @@ def add_communication(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
     while moving:
         moving = False
         for rank, row in enumerate(todo):
-            if not row or not made.issuperset(needs_of(row[0], schedule.stages)):
+            if not row or not made.issuperset(needs_of(row[0], feeds)):
                 continue
             moving = True
             action = row.popleft()
             rows[rank].append(action)
             made.add(result_of(action))
-            _add_message(schedule, result_of(action), rows)
+            _add_messages(schedule, result_of(action), feeds, rows)
     stuck = [str(row[0]) for row in todo if row]
     if stuck:
         raise ScheduleError(f"schedule {schedule.name!r} deadlocks: {', '.join(stuck)} wait")
     return tuple(map(tuple, rows))
 
 
-def _add_message(schedule: Schedule, result: Action, rows: list[list[Action]]) -> None:
-    if target_of(result, schedule.stages) is None:
-        return
-    channel = channel_of(result, schedule)
-    if channel.local:
-        return
-    send, receive = _MESSAGES[result.kind]
-    rows[channel.source_rank].append(Action(result.stage, send, result.microbatch))
-    rows[channel.target_rank].append(Action(channel.target_stage, receive, result.microbatch))
+def _add_messages(
+    schedule: Schedule, result: Action, feeds: Feeds, rows: list[list[Action]]
+) -> None:
+    for parcel in parcels_of(result, feeds):
+        channel = channel_of(parcel, schedule)
+        if not channel.local:
+            send, receive = _MESSAGES[result.kind]
+            rows[channel.source_rank].append(Action(result.stage, send, result.microbatch))
+            rows[channel.target_rank].append(
+                Action(channel.target_stage, receive, result.microbatch)
+            )

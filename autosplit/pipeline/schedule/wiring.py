@@ -1,4 +1,4 @@
-"""Who feeds whom: where the inputs of every stage come from, as plain data."""
+"""Data flow between stages: where the inputs of every stage come from, as plain data."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Wiring:
 
     Attributes:
         inputs: per stage, the sources of its module's arguments, in order.
-        outputs: how many tensors each stage but the last puts out.
+        outputs: how many output tensors each stage but the last has.
         names: the names of the batch's inputs in the order of their positions, where a batch
             gives them as a dictionary; empty where it gives a tensor or a tuple.
 
@@ -67,21 +67,6 @@ class Wiring:
                 if problem is not None:
                     raise PipelineError(f"input {place} of stage {stage} is {source}: {problem}")
 
-    @classmethod
-    def chain(cls, outputs: tuple[int, ...], batch: int = 1) -> Wiring:
-        """Every stage takes all that the one before puts out, and the first what the batch gives.
-
-        Args:
-            outputs: how many tensors each stage but the last puts out.
-            batch: how many tensors the inputs of a batch are.
-        """
-        first = tuple(Source(None, position) for position in range(batch))
-        later = (
-            tuple(Source(stage, position) for position in range(count))
-            for stage, count in enumerate(outputs)
-        )
-        return cls((first, *later), outputs)
-
     @property
     def stages(self) -> int:
         """How many stages there are."""
@@ -102,43 +87,51 @@ class Wiring:
 
 
 class Feeds:
-    """A wiring as the engine asks for it; without one, a chain whose tensors nobody counted.
+    """Producers and consumers of every stage; without a wiring, a chain of unknown tensor counts.
 
     Args:
         stages: how many stages there are.
-        wiring: who feeds whom; None: each stage takes all that the one before puts out, and the
-            first all that the batch gives.
+        wiring: the data flow; None: each stage takes all outputs of the one before, and the first
+            all that the batch gives.
     """
 
     def __init__(self, stages: int, wiring: Wiring | None = None) -> None:
         self.wiring = wiring
-        self._sources = [_makers(wiring, stage) for stage in range(stages)]
-        self._targets = [
-            tuple(target for target in range(stages) if stage in self._sources[target])
-            for stage in range(stages)
-        ]
-        self._positions = {pair: _positions(wiring, *pair) for pair in self}
+        self._stages = stages
+        self._sources: list[tuple[int, ...]] = []
+        self._targets: list[list[int]] = [[] for _ in wiring.inputs] if wiring else []
+        self._positions: dict[tuple[int, int], tuple[int, ...]] = {}
+        for stage, inputs in enumerate(wiring.inputs if wiring else ()):
+            taken = sorted({(s.stage, s.position) for s in inputs if s.stage is not None})
+            self._sources.append(tuple(dict.fromkeys(source for source, _ in taken)))
+            for source in self._sources[-1]:
+                self._targets[source].append(stage)
+                self._positions[source, stage] = tuple(p for s, p in taken if s == source)
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         """All pairs of stages between which tensors travel, source first."""
-        for source, targets in enumerate(self._targets):
-            yield from ((source, target) for target in targets)
+        for source in range(self._stages):
+            yield from ((source, target) for target in self.targets(source))
 
     def sources(self, stage: int) -> tuple[int, ...]:
         """The stages that ``stage`` takes tensors from, in order."""
+        if self.wiring is None:
+            return (stage - 1,) if stage else ()
         return self._sources[stage]
 
     def targets(self, stage: int) -> tuple[int, ...]:
         """The stages that take tensors from ``stage``, in order."""
-        return self._targets[stage]
+        if self.wiring is None:
+            return (stage + 1,) if stage + 1 < self._stages else ()
+        return tuple(self._targets[stage])
 
     def positions(self, source: int, target: int) -> tuple[int, ...] | None:
         """Which outputs of ``source`` go to ``target``, each once, in order; None for all."""
-        return self._positions[source, target]
+        return None if self.wiring is None else self._positions[source, target]
 
     def select(self, outputs: Sequence[T], source: int, target: int) -> Sequence[T]:
-        """Of what belongs to the outputs of ``source``, that of those which go to ``target``."""
-        positions = self._positions[source, target]
+        """Of one value for each output of ``source``, the values of those that ``target`` takes."""
+        positions = self.positions(source, target)
         return outputs if positions is None else [outputs[position] for position in positions]
 
     def shared_places(self, stage: int) -> tuple[int, ...]:
@@ -160,11 +153,11 @@ class Feeds:
     def first_from_batch(self) -> int:
         """The first stage that takes any of the batch's inputs; 0 if none does."""
         none = frozenset[int]()
-        takers = (stage for stage in range(len(self._sources)) if self.from_batch([stage]) != none)
+        takers = (stage for stage in range(self._stages) if self.from_batch([stage]) != none)
         return next(takers, 0)
 
     def check_outputs(self, stage: int, count: int) -> None:
-        """Refuse a stage that puts out another number of tensors than the wiring says.
+        """Refuse a stage with another number of outputs than the wiring says.
 
         Raises:
             PipelineError: says both numbers.
@@ -174,15 +167,3 @@ class Feeds:
         said = self.wiring.outputs[stage]
         if count != said:
             raise PipelineError(f"stage {stage} puts out {count} tensors; the wiring says {said}")
-
-
-def _makers(wiring: Wiring | None, stage: int) -> tuple[int, ...]:
-    if wiring is None:
-        return (stage - 1,) if stage else ()
-    return tuple(sorted({s.stage for s in wiring.inputs[stage] if s.stage is not None}))
-
-
-def _positions(wiring: Wiring | None, source: int, target: int) -> tuple[int, ...] | None:
-    if wiring is None:
-        return None
-    return tuple(sorted({s.position for s in wiring.inputs[target] if s.stage == source}))

@@ -8,12 +8,11 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.builders.placement.weights import check_counts
-from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.schedule.schedule import Schedule, check_counts
 from autosplit.pipeline.simulation.step_costs import Costs
 from autosplit.pipeline.validation.validate import validate
 
-from .model import StepModel
+from .constraint_model import StepModel
 from .problem import Problem, Rows
 from .search import caps_of, placements, search
 

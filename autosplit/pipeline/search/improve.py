@@ -14,8 +14,9 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from autosplit.pipeline.simulation.event_loop import Play
+
 from .bound import lower_bound
-from .play import Play, play
 from .problem import FULL, INPUT, WEIGHT, Problem, Rows
 
 _TOLERANCE = 1e-9
@@ -48,7 +49,7 @@ def improve(problem: Problem, rows: Rows, plays: int) -> Found | None:
 
     Deterministic: the same arguments give the same order.
     """
-    played = play(problem, rows)
+    played = problem.play(rows)
     if played is None:
         return None
     chance = random.Random(0)
@@ -73,7 +74,7 @@ def _descend(problem: Problem, here: Found, plays: int, least: float) -> tuple[F
             if rows is None:
                 continue
             spent += 1
-            played = play(problem, rows)
+            played = problem.play(rows)
             if played is not None and played.makespan < here.makespan * (1 - _TOLERANCE):
                 here = Found(rows, played)
                 going = True
@@ -93,7 +94,7 @@ def _annealed(
     while spent < plays and best.makespan > least:
         rows = _random_change(problem, here, blocks, chance)
         spent += 1
-        played = None if rows is None else play(problem, rows)
+        played = None if rows is None else problem.play(rows)
         if rows is None or played is None:
             continue
         heat = hot * (1 - spent / plays)
@@ -155,7 +156,7 @@ def _blocks(problem: Problem, here: Found) -> Iterator[tuple[int, int, int]]:
             return
         action = problem.makers[parcel]
         action = action if action in places else problem.part(action, FULL)
-        rank, last = problem.rank[action], places[action]
+        rank, last = problem.ranks[action], places[action]
 
 
 def _moved(problem: Problem, rows: Rows, move: Move) -> Rows | None:

@@ -1,19 +1,17 @@
-"""A pipeline as numbers, so that thousands of orders can be played through in a second."""
+"""The scheduling problem: all actions of a step with what they take and keep, under caps."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from autosplit.pipeline.schedule.action import Action, ActionKind
-from autosplit.pipeline.schedule.dependency import result_of
-from autosplit.pipeline.schedule.routes import Parcel
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
-from autosplit.pipeline.simulation.arrivals import Arrivals
-from autosplit.pipeline.simulation.early_weights import cutter
+from autosplit.pipeline.simulation.early_weights import EarlyWeights, cutter
+from autosplit.pipeline.simulation.event_loop import Play, play
 from autosplit.pipeline.simulation.step_costs import Costs
+from autosplit.pipeline.simulation.step_graph import StepGraph
 
 KINDS = (
     ActionKind.FORWARD,
@@ -27,27 +25,10 @@ Rows = list[list[int]]
 """Per rank, the numbers of its actions in order."""
 
 
-class Message(NamedTuple):
-    """A parcel on its way.
-
-    Attributes:
-        parcel: its number.
-        link: the ranks at both ends; None if it stays on its rank.
-        took: seconds for which it keeps the link.
-        latency: seconds from then to its arrival.
-    """
-
-    parcel: int
-    link: tuple[int, int] | None
-    took: float
-    latency: float
-
-
-class Problem:
+class Problem(StepGraph):
     """Every F, I, W and B of a step, numbered, with what it needs, takes and keeps.
 
-    An order has either the B of a stage and a microbatch or its I and W. What goes from one stage
-    to another is a parcel, numbered as well.
+    An order has either the B of a stage and a microbatch or its I and W.
 
     Args:
         costs: of every stage.
@@ -56,12 +37,14 @@ class Problem:
         caps: per rank, the most it may keep at once.
 
     Attributes:
-        needs: per action, the parcels that it takes of other stages.
-        makes: per action, its parcels and how they travel.
-        makers: per parcel, the action that makes it: of an I and a B the I.
+        number: of every action.
+        seconds: per action.
         placed_seconds: per action, the seconds it takes where the order has it.
         slices: per action, the seconds of each part of a W that may run in a wait; none for other
             actions, and none at all where Ws run as they are scheduled.
+        adds: per action, how much more is kept as soon as it starts.
+        frees: per action, how much less once it has ended.
+        whole: per stage, whether a B can be better than its I and W.
     """
 
     def __init__(
@@ -75,15 +58,20 @@ class Problem:
         self.placement = tuple(placement)
         self.microbatches = microbatches
         self.caps = tuple(caps)
-        stages = len(placement)
-        self.actions = [
+        actions = [
             Action(stage, kind, microbatch)
-            for stage in range(stages)
+            for stage in range(len(placement))
             for kind in KINDS
             for microbatch in range(microbatches)
         ]
-        self.number = {action: number for number, action in enumerate(self.actions)}
-        self.rank = [placement[action.stage] for action in self.actions]
+        self.number = {action: number for number, action in enumerate(actions)}
+        super().__init__(
+            self.schedule("", []),
+            ((placement[action.stage], action) for action in actions),
+            feeds=None if costs.wiring is None else Feeds(len(placement), costs.wiring),
+            transfer=costs.transfer,
+            own_needs=False,  # rows have F before I before W
+        )
         self.slices = self._cut()
         self.seconds = [
             sum(parts) if parts else costs.seconds(action)
@@ -94,37 +82,15 @@ class Problem:
         ]
         self.adds = [costs.memory[a.stage].before(a.kind) for a in self.actions]
         self.frees = [costs.memory[a.stage].after(a.kind) for a in self.actions]
-        self.whole = [self._is_better_whole(stage) for stage in range(stages)]
-        self._number_parcels()
+        self.whole = [self._is_better_whole(stage) for stage in range(len(placement))]
+        self._inputs = self.inputs_of_weights()
 
     def _cut(self) -> list[Sequence[float]]:
         if not self.costs.early_weights:
             return [() for _ in self.actions]
-        cut = cutter(self.costs.seconds, self.costs.slices)
-        return [cut(action) if action.kind is WEIGHT else () for action in self.actions]
-
-    def _number_parcels(self) -> None:
-        feeds = None if self.costs.wiring is None else Feeds(len(self.placement), self.costs.wiring)
-        arrivals = Arrivals(self.schedule("", []), self.costs.transfer, feeds)
-        numbers: dict[Parcel, int] = {}
-        made: dict[Action, tuple[Message, ...]] = {}
-        self.makers: list[int] = []
-        for number, action in enumerate(self.actions):
-            rows = []
-            for parcel in arrivals.parcels(action) if action.kind is not FULL else ():
-                numbers[parcel] = len(numbers)
-                link = self.rank[number], self.placement[parcel.stage]
-                self.makers.append(number)
-                travel = arrivals.travel(parcel, *link)
-                rows.append(Message(numbers[parcel], None if link[0] == link[1] else link, *travel))
-            made[action] = tuple(rows)
-        self.makes = [made[result_of(action)] for action in self.actions]
-        self.needs = [
-            tuple(
-                numbers[Parcel(need, action.stage)]
-                for need in arrivals.needs(action)
-                if need.stage != action.stage
-            )
+        cut = cutter(self.costs.slices)
+        return [
+            cut(action.stage, self.costs.seconds(action)) if action.kind is WEIGHT else ()
             for action in self.actions
         ]
 
@@ -137,6 +103,15 @@ class Problem:
         bounded = not math.isinf(self.caps[self.placement[stage]])
         shorter = self.costs.full is not None and self.costs.full[stage] < inputs + weights
         return shorter or (bounded and size.deferred > size.saved)
+
+    def play(self, rows: Rows) -> Play | None:
+        """How ``rows`` run, with the times of ``simulate``; None if they deadlock."""
+        early = []
+        if self.costs.early_weights:
+            seconds, slices, inputs = self.placed_seconds, self.slices, self._inputs
+            early = [EarlyWeights(row, seconds, slices, inputs) for row in rows]
+        played = play(self, rows, self.placed_seconds, early)
+        return played if played.places == list(map(len, rows)) else None
 
     def part(self, action: int, kind: ActionKind) -> int:
         """The number of the same stage's ``kind`` on the same microbatch."""

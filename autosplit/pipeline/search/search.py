@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.builders.placement.weights import check_counts
-from autosplit.pipeline.schedule.schedule import Schedule, check_size
+from autosplit.pipeline.schedule.schedule import Schedule, check_counts, check_size
 from autosplit.pipeline.simulation.activation_memory import peak_memory
 from autosplit.pipeline.simulation.replay import replay
 from autosplit.pipeline.simulation.step_costs import Costs
@@ -16,10 +15,9 @@ from autosplit.pipeline.simulation.transfer import Transfer
 
 from .bound import lower_bound
 from .construct import Policy, construct
+from .defer_weights import defer_weights
 from .improve import improve
-from .late import late
 from .named import named_schedules
-from .play import play
 from .problem import Problem, Rows
 
 __all__ = ["caps_of", "placements", "search"]
@@ -164,7 +162,7 @@ def _known(
 def _played(problem: Problem, rows: Rows) -> Iterator[Start]:
     """The order with its length, if it runs within the caps."""
     if all(map(problem.fits, rows, range(len(rows)))):
-        played = play(problem, rows)
+        played = problem.play(rows)
         if played is not None:
             yield played.makespan, problem, rows
 
@@ -193,7 +191,7 @@ def _begun(problem: Problem, rows: Rows | None) -> Iterator[Start]:
     if rows is not None:
         yield from _played(problem, rows)
         if problem.costs.early_weights:
-            yield from _played(problem, late(problem, rows))
+            yield from _played(problem, defer_weights(problem, rows))
 
 
 def _shortest(starts: Sequence[Start]) -> float:
@@ -232,7 +230,7 @@ def _improved(starts: Sequence[Start], work: int) -> tuple[float, Schedule] | No
 
 
 def _runs_as_chain(schedule: Schedule, costs: Costs) -> bool:
-    """Whether it is legal whoever feeds whom, as schedules have to be (see ``routes``).
+    """Whether it is legal for every wiring, as schedules have to be (see ``routes``).
 
     Where a stage takes nothing of the one before, an order may be too free for that.
     """

@@ -10,8 +10,7 @@ from tqdm import tqdm
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.builders.build import SCHEDULES, build
-from autosplit.pipeline.builders.placement.weights import check_counts
-from autosplit.pipeline.schedule.schedule import Schedule, check_size
+from autosplit.pipeline.schedule.schedule import Schedule, check_counts, check_size
 from autosplit.pipeline.simulation.activation_memory import peak_memory
 from autosplit.pipeline.simulation.step_costs import Costs
 from autosplit.pipeline.simulation.timeline import Timeline
@@ -30,7 +29,7 @@ _SHORTEST, _LARGEST = 1e-30, 1e30  # in seconds and any unit of memory: beyond, 
 
 
 @dataclass(frozen=True)
-class Entry:
+class SimulatedSchedule:
     """One schedule of a survey.
 
     ``weights`` is the placement of W, ``"fused"`` or ``"own"``; ``peaks`` is the most each rank
@@ -62,17 +61,17 @@ class Survey:
     entry that could not be proved in time: no step of its kind is shorter.
     """
 
-    entries: tuple[Entry, ...]
+    entries: tuple[SimulatedSchedule, ...]
     refused: dict[str, str]
     cap: float | None = None
     bound: float | None = None
 
     @property
-    def fitting(self) -> list[Entry]:
+    def fitting(self) -> list[SimulatedSchedule]:
         """The entries that keep the cap."""
         return [entry for entry in self.entries if self.fits(entry)]
 
-    def fits(self, entry: Entry) -> bool:
+    def fits(self, entry: SimulatedSchedule) -> bool:
         """Whether no rank keeps more than the cap."""
         return self.cap is None or max(entry.peaks) <= self.cap * (1 + _ROUNDING)
 
@@ -105,7 +104,7 @@ def survey(
         raise ScheduleError(f"chunks must be at least 2, got {chunks}")
     ranks = len(costs.times)
     _check(costs, microbatches, chunks, cap, proved=proved)
-    entries: list[Entry] = []
+    entries: list[SimulatedSchedule] = []
     refused: dict[str, str] = {}
     # None: shown on a terminal, not in a log file.
     families = tqdm(SCHEDULES.items(), desc="simulating", unit="schedule", disable=None)
@@ -147,7 +146,7 @@ def _check(
         )
 
 
-def _forms(name: str, costs: Costs, microbatches: int, ranks: int) -> Iterator[Entry]:
+def _forms(name: str, costs: Costs, microbatches: int, ranks: int) -> Iterator[SimulatedSchedule]:
     """The schedule fused, if it can be, and with each placement of W that it admits."""
     family = SCHEDULES[name]
     for weights in (*(["fused"] if family.fused else []), *(family.weights or ("own",))):
@@ -163,7 +162,7 @@ def _forms(name: str, costs: Costs, microbatches: int, ranks: int) -> Iterator[E
         yield _entry(name, weights, schedule, costs)
 
 
-def _searched(costs: Costs, microbatches: int, cap: float) -> Entry:
+def _searched(costs: Costs, microbatches: int, cap: float) -> SimulatedSchedule:
     ranks = len(costs.times)
     found, problems = [], []
     for chunks in (1, 2):
@@ -179,8 +178,10 @@ def _searched(costs: Costs, microbatches: int, cap: float) -> Entry:
     return min(found, key=lambda entry: entry.timeline.step_time)
 
 
-def _entry(name: str, weights: str, schedule: Schedule, costs: Costs) -> Entry:
+def _entry(name: str, weights: str, schedule: Schedule, costs: Costs) -> SimulatedSchedule:
     timeline = costs.timeline(schedule)
     if not math.isfinite(timeline.makespan):
         raise ScheduleError(f"a step of {name!r} takes no finite time: give links that take less")
-    return Entry(name, weights, schedule, timeline, tuple(peak_memory(schedule, costs.memory)))
+    return SimulatedSchedule(
+        name, weights, schedule, timeline, tuple(peak_memory(schedule, costs.memory))
+    )

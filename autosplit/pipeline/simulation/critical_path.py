@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from autosplit.pipeline.schedule.action import Action
 from autosplit.pipeline.schedule.dependency import needs_of, result_of
+from autosplit.pipeline.schedule.wiring import Feeds
 
 from .timeline import Span, Timeline
 
@@ -19,29 +20,30 @@ def critical_path(timeline: Timeline) -> tuple[Span, ...]:
     """
     if not timeline.spans:
         return ()
-    stages = 1 + max(span.action.stage for span in timeline.spans)
-    makers: dict[Action, Span] = {}
-    before: dict[Span, Span] = {}
-    latest: dict[int, Span] = {}
-    for span in sorted(timeline.spans, key=lambda span: (span.start, span.end)):
-        makers.setdefault(result_of(span.action), span)
-        if span.rank in latest:
-            before[span] = latest[span.rank]
-        latest[span.rank] = span
+    feeds = Feeds(1 + max(span.action.stage for span in timeline.spans))
+    # By place, for slices that take no time may be equal spans.
+    spans = sorted(timeline.spans, key=lambda span: (span.start, span.end))
+    makers: dict[Action, int] = {}
+    before: list[int | None] = []
+    latest: dict[int, int] = {}
+    for place, span in enumerate(spans):
+        makers.setdefault(result_of(span.action), place)
+        before.append(latest.get(span.rank))
+        latest[span.rank] = place
     slack = _TOLERANCE * timeline.makespan
-    path = [max(timeline.spans, key=lambda span: span.end)]
-    origin = min(span.start for span in timeline.spans)
-    while path[-1].start > origin + slack:
-        span = path[-1]
-        own = before.get(span)
-        if own is not None and own.end >= span.start - slack:
+    path = [spans.index(max(timeline.spans, key=lambda span: span.end))]
+    while spans[path[-1]].start > spans[0].start + slack:
+        span, own = spans[path[-1]], before[path[-1]]
+        if own is not None and spans[own].end >= span.start - slack:
             path.append(own)
             continue
-        needed = [makers[need] for need in needs_of(span.action, stages) if need in makers]
+        needed = [makers[need] for need in needs_of(span.action, feeds) if need in makers]
         waits = [
-            each for each in needed if each.rank != span.rank or each.end >= span.start - slack
+            each
+            for each in needed
+            if spans[each].rank != span.rank or spans[each].end >= span.start - slack
         ]
         if not waits:
             break
-        path.append(max(waits, key=lambda each: each.end))
-    return tuple(reversed(path))
+        path.append(max(waits, key=lambda each: spans[each].end))
+    return tuple(spans[place] for place in reversed(path))

@@ -1,23 +1,23 @@
 """Run the rank lists of any schedule, legal or not, until they end or nothing can move.
 
-The simulator, the validator and the grid all stand on this one loop, so they agree on what a
-schedule waits for.
+The simulator, the validator and the grid all stand on this, so they agree on what a schedule
+waits for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 from autosplit.pipeline.schedule.action import Action
 from autosplit.pipeline.schedule.dependency import needs_of, result_of
-from autosplit.pipeline.schedule.routes import Parcel
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
 
-from .arrivals import INSTANT, Arrivals
-from .transfer import Transfer
+from .event_loop import Play, play
+from .step_graph import StepGraph
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,26 +40,22 @@ class Wait:
         return text + f"rank {self.maker[0]} runs only after {self.maker[1]}"
 
 
-@dataclass
+@dataclass(frozen=True)
 class Replay:
     """How far a schedule came.
 
     Attributes:
         times: per rank, start and end of each action that ran, in order.
-        waits: what each rank that could not finish waits for.
-        sent: by the ranks at both ends, what went over each link, in order; nothing where links
-            take no time.
+        waits: what each rank that could not finish waits for, the lowest rank first.
     """
 
-    schedule: Schedule
-    times: list[list[tuple[float, float]]] = field(default_factory=list)
-    waits: dict[int, Wait] = field(default_factory=dict)
-    sent: dict[tuple[int, int], list[Parcel]] = field(default_factory=dict)
+    times: list[list[tuple[float, float]]]
+    waits: dict[int, Wait]
 
     def cycles(self) -> Iterator[tuple[Wait, ...]]:
         """The circles of ranks that wait for each other, each once, from its lowest rank on."""
         seen: set[int] = set()
-        for first in sorted(self.waits):
+        for first in self.waits:
             path: list[int] = []
             rank: int | None = first
             while rank is not None and rank not in seen:
@@ -77,76 +73,65 @@ def replay(
     schedule: Schedule,
     duration: Callable[[Action], float],
     *,
-    transfer: Transfer = INSTANT,
-    feeds: Feeds | None = None,
     given: AbstractSet[Action] = frozenset(),
 ) -> Replay:
     """Run every rank's actions in order, each as soon as its rank is free and its needs are met.
 
     Args:
-        schedule: any schedule; an illegal one stops where it stops.
+        schedule: any schedule; an illegal one stops where it stops. Links take no time.
         duration: seconds of an action.
-        transfer: the links between ranks; sends never block.
-        feeds: who feeds whom; None: each stage the next.
         given: results to take as there from the start, though no rank makes them.
 
     Returns:
         The times of what ran and, for each rank that could not finish, what it waits for.
     """
-    run = Replay(schedule, [[] for _ in schedule.ranks])
-    arrivals = Arrivals(schedule, transfer, feeds)
-    blocked: dict[Action, list[int]] = {}
-    clock = [0.0] * len(schedule.ranks)
-    movable = list(range(len(schedule.ranks)))
-    while movable:
-        rank = movable.pop()
-        row, times = schedule.ranks[rank], run.times[rank]
-        while len(times) < len(row):
-            action = row[len(times)]
-            needs = [need for need in arrivals.needs(action) if need not in given]
-            missing = next((need for need in needs if need not in arrivals.made), None)
-            if missing is not None:
-                blocked.setdefault(missing, []).append(rank)
-                break
-            start = max([clock[rank], *(arrivals.at(need, action.stage, rank) for need in needs)])
-            clock[rank] = start + duration(action)
-            times.append((start, clock[rank]))
-            result = result_of(action)
-            arrivals.add(result, rank, clock[rank])
-            movable += blocked.pop(result, ())
-    run.waits = _waits(schedule, run.times, blocked)
-    run.sent = dict(arrivals.sent)
-    return run
+    graph = StepGraph(schedule, given=given)
+    seconds = [duration(action) for action in graph.actions]
+    rows = rows_of(schedule)
+    run = play(graph, rows, seconds)
+    times = [
+        [(run.starts[number], run.starts[number] + seconds[number]) for number in row[:place]]
+        for row, place in zip(rows, run.places, strict=True)
+    ]
+    return Replay(times, waits_of(graph, rows, run))
+
+
+def rows_of(schedule: Schedule) -> list[range]:
+    """Per rank, the numbers of its actions in the schedule's own step graph."""
+    ends = [0, *accumulate(map(len, schedule.ranks))]
+    return [range(first, last) for first, last in pairwise(ends)]
 
 
 def unmade(schedule: Schedule) -> frozenset[Action]:
     """Results that some action of ``schedule`` needs and none makes."""
+    feeds = Feeds(schedule.stages)
     actions = [action for row in schedule.ranks for action in row]
     made = {result_of(action) for action in actions}
-    needed = {need for action in actions for need in needs_of(action, schedule.stages)}
+    needed = {need for action in actions for need in needs_of(action, feeds)}
     return frozenset(needed - made)
 
 
-def _waits(
-    schedule: Schedule,
-    times: list[list[tuple[float, float]]],
-    blocked: dict[Action, list[int]],
-) -> dict[int, Wait]:
+def waits_of(graph: StepGraph, rows: Sequence[Sequence[int]], run: Play) -> dict[int, Wait]:
     """Why each unfinished rank stands still."""
-    standing = {
-        rank: row[len(times[rank])]
-        for rank, row in enumerate(schedule.ranks)
-        if len(times[rank]) < len(row)
+    left = {
+        rank: [graph.actions[number] for number in row[place:]]
+        for rank, (row, place) in enumerate(zip(rows, run.places, strict=True))
+        if place < len(row)
     }
-    makers = {
-        result_of(action): rank
-        for rank in standing
-        for action in schedule.ranks[rank][len(times[rank]) :]
+    if not left:
+        return {}
+    ran = {
+        result_of(graph.actions[number])
+        for row, place in zip(rows, run.places, strict=True)
+        for number in row[:place]
     }
+    makers = {result_of(action): rank for rank, actions in left.items() for action in actions}
     waits = {}
-    for need, ranks in blocked.items():
+    for rank, (standing, *_) in left.items():
+        needs = graph.needs[rows[rank][run.places[rank]]]
+        results = (graph.parcels[parcel].result for parcel in needs)
+        need = next(result for result in results if result not in ran)
         maker = makers.get(need)
-        for rank in ranks:
-            at = None if maker is None else (maker, standing[maker])
-            waits[rank] = Wait(rank, standing[rank], need, at)
+        at = None if maker is None else (maker, left[maker][0])
+        waits[rank] = Wait(rank, standing, need, at)
     return waits

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds, Wiring
 
-from .arrivals import Arrivals
-from .early_weights import Slices, fill_waits
-from .replay import replay
+from .early_weights import EarlyWeights, Slices, cutter
+from .event_loop import play
+from .replay import rows_of, waits_of
+from .step_graph import StepGraph
 from .timeline import Span, Timeline
 from .transfer import Transfer
 
@@ -66,27 +67,54 @@ def simulate(
             f"{wiring.stages}"
         )
     feeds = None if wiring is None else Feeds(schedule.stages, wiring)
-    seconds = _lookup(duration)
-    run = replay(schedule, seconds, transfer=transfer, feeds=feeds)
-    if run.waits:
-        waits = "".join(f"\n  {run.waits[rank]}" for rank in sorted(run.waits))
-        raise ScheduleError(f"schedule {schedule.name!r} cannot run to its end:{waits}")
+    graph = StepGraph(schedule, feeds=feeds, transfer=transfer)
+    rows, seconds = rows_of(schedule), _Seconds(graph, duration)
+    run = play(graph, rows, seconds)
+    waits = waits_of(graph, rows, run)
+    if waits:
+        text = "".join(f"\n  {wait}" for wait in waits.values())
+        raise ScheduleError(f"schedule {schedule.name!r} cannot run to its end:{text}")
+    ran = [[(n, run.starts[n], run.starts[n] + seconds[n]) for n in row] for row in rows]
     if early_weights:
-        spans = fill_waits(schedule, seconds, Arrivals(schedule, transfer, feeds), slices)
-    else:
-        spans = [
-            Span(rank, action, start, end)
-            for rank, row in enumerate(schedule.ranks)
-            for action, (start, end) in zip(row, run.times[rank], strict=True)
-        ]
+        early = _early(graph, rows, seconds, slices)
+        play(graph, rows, seconds, early)
+        ran = [each.spans for each in early]
+    spans = [
+        Span(rank, graph.actions[number], start, end)
+        for rank, each in enumerate(ran)
+        for number, start, end in each
+    ]
     spans.sort(key=lambda span: (span.start, span.rank))
     return Timeline(len(schedule.ranks), tuple(spans), schedule.crosses_step)
 
 
-def _lookup(duration: Durations) -> Callable[[Action], float]:
-    """``duration`` as a function that refuses missing and impossible times."""
+def _early(
+    graph: StepGraph, rows: Sequence[Sequence[int]], seconds: dict[int, float], slices: Slices
+) -> list[EarlyWeights]:
+    """The Ws of every rank in slices; in their places they take no ``seconds`` any more."""
+    weights = [n for n, each in enumerate(graph.actions) if each.kind is ActionKind.BACKWARD_WEIGHT]
+    cut = cutter(slices)
+    parts: list[Sequence[float]] = [()] * len(graph.actions)
+    for number in weights:
+        parts[number] = cut(graph.actions[number].stage, seconds[number])
+        seconds[number] = 0.0
+    inputs = graph.inputs_of_weights()
+    return [EarlyWeights(row, seconds, parts, inputs) for row in rows]
 
-    def seconds(action: Action) -> float:
+
+class _Seconds(dict[int, float]):
+    """Durations by the number of an action, asked for once each and only when it runs.
+
+    Missing and impossible ones are refused.
+    """
+
+    def __init__(self, graph: StepGraph, duration: Durations) -> None:
+        super().__init__()
+        self._actions = graph.actions
+        self._duration = duration
+
+    def __missing__(self, number: int) -> float:
+        action, duration = self._actions[number], self._duration
         if isinstance(duration, Mapping):
             key = (action.stage, action.kind)
             if key not in duration:
@@ -101,6 +129,5 @@ def _lookup(duration: Durations) -> Callable[[Action], float]:
             raise ScheduleError(
                 f"the duration of {action} must be finite seconds >= 0, got {value!r}"
             )
+        self[number] = value
         return value
-
-    return seconds

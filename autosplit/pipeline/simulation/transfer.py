@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.schedule.action import Action, ActionKind
-from autosplit.pipeline.schedule.routes import Parcel, boundary_of
+from autosplit.pipeline.schedule.routes import Parcel
 
 Bytes = float | Mapping[int, float | Sequence[float]]
 """Of one microbatch at each boundary: one number for all, or by the stage before the boundary one
-for all that it puts out, or one for each of its outputs.
+for all its outputs, or one for each.
 """
 
 
@@ -69,13 +68,13 @@ class Transfer:
         pair = (one, other) if one < other else (other, one)
         return self.pairs.get(pair) or Link(self.latency, self.bandwidth)
 
-    def bytes_of(self, result: Action) -> float:
-        """The bytes of ``result``, where each stage feeds the next.
+    def bytes_of(self, parcel: Parcel) -> float:
+        """The bytes of a parcel, where each stage feeds the next.
 
         Raises:
             ScheduleError: the bytes of its boundary are not known.
         """
-        size = self._at(boundary_of(result), forward=result.kind is ActionKind.FORWARD)
+        size = self._at(parcel.boundary, forward=parcel.forward)
         return sum(size) if isinstance(size, Sequence) else size
 
     def bytes_with(self, parcel: Parcel, positions: Sequence[int], outputs: int) -> float:

@@ -11,8 +11,9 @@ from itertools import chain, islice
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.dependency import needs_of, result_of
-from autosplit.pipeline.schedule.routes import Channel, channel_of
+from autosplit.pipeline.schedule.routes import Channel, channel_of, parcels_for, parcels_of
 from autosplit.pipeline.schedule.schedule import LARGEST, Schedule
+from autosplit.pipeline.schedule.wiring import Feeds
 from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.pipeline.simulation.replay import Wait, replay, unmade
 
@@ -61,7 +62,6 @@ class _Positions:
 def validate(
     schedule: Schedule,
     *,
-    max_in_flight: int | None = None,
     memory: Sequence[StageMemory] | None = None,
     caps: Sequence[float] | None = None,
 ) -> None:
@@ -74,8 +74,6 @@ def validate(
 
     Args:
         schedule: what to check.
-        max_in_flight: if given, no stage may hold more microbatches whose F has run and whose W
-            (or B) has not.
         memory: what each stage keeps of a microbatch, beside ``caps``.
         caps: if given, the most that each rank may keep of its microbatches at once, in the unit
             of ``memory``.
@@ -85,8 +83,6 @@ def validate(
             one of ``memory`` and ``caps`` without the other, or not as many as there are stages
             and ranks.
     """
-    if max_in_flight is not None and max_in_flight < 1:
-        raise ScheduleError(f"max_in_flight must be at least 1, got {max_in_flight}")
     count = sum(map(len, schedule.ranks))
     if count > LARGEST:
         raise ScheduleError(
@@ -103,8 +99,6 @@ def validate(
             _deadlocks(schedule),
             _messages(positions),
         ]
-        if max_in_flight is not None:
-            checks.append(_in_flight(positions, max_in_flight))
         if memory is not None or caps is not None:
             checks.append(_kept(positions, memory or (), caps or ()))
         faults = list(islice(chain(*checks), _MOST + 1))
@@ -207,8 +201,9 @@ def _counts(positions: _Positions) -> Iterator[_Fault]:
 
 def _order(positions: _Positions) -> Iterator[_Fault]:
     """F before I or B, I before W, on each rank."""
+    feeds = Feeds(positions.schedule.stages)
     for action in list(positions.of):
-        for need in needs_of(action, positions.schedule.stages):
+        for need in needs_of(action, feeds):
             before, after = positions.first(need), positions.first(action)
             same_stage = need.stage == action.stage
             if before and after and same_stage and before[0] == after[0] and before[1] > after[1]:
@@ -231,19 +226,18 @@ def _standing(wait: Wait, times: list[list[tuple[float, float]]]) -> Cell:
 
 def _messages(positions: _Positions) -> Iterator[_Fault]:
     """First in, first out: the first message of each channel that is received out of turn."""
-    schedule = positions.schedule
+    schedule, feeds = positions.schedule, Feeds(positions.schedule.stages)
     received: dict[Channel, list[Action]] = defaultdict(list)
     sent: dict[Channel, list[Action]] = defaultdict(list)
     takers: dict[Action, Action] = {}
     for _, action in positions.in_order():
-        for need in needs_of(action, schedule.stages):
-            if need.stage != action.stage:
-                received[channel_of(need, schedule)].append(need)
-                takers[need] = action
+        for parcel in parcels_for(action, feeds):
+            received[channel_of(parcel, schedule)].append(parcel.result)
+            takers[parcel.result] = action
     for _, action in positions.in_order():
-        result = result_of(action)
-        if result in takers:
-            sent[channel_of(result, schedule)].append(result)
+        for parcel in parcels_of(result_of(action), feeds):
+            if parcel.result in takers:
+                sent[channel_of(parcel, schedule)].append(parcel.result)
     for channel, arrivals in sorted(received.items()):
         common = set(sent[channel]) & set(arrivals)
         departures = [message for message in sent[channel] if message in common]
@@ -258,25 +252,6 @@ def _messages(positions: _Positions) -> Iterator[_Fault]:
                 "sending",
                 tuple(positions.of[takers[each]][0] for each in (wanted, first)),
             )
-
-
-def _in_flight(positions: _Positions, limit: int) -> Iterator[_Fault]:
-    """The first F of each stage that takes it over the limit."""
-    flying: dict[int, set[int]] = defaultdict(set)
-    reported: set[int] = set()
-    for _, action in positions.in_order():
-        stage = action.stage
-        if action.kind in (ActionKind.BACKWARD_WEIGHT, ActionKind.BACKWARD):
-            flying[stage].discard(action.microbatch)
-        elif action.kind is ActionKind.FORWARD:
-            flying[stage].add(action.microbatch)
-            if len(flying[stage]) > limit and stage not in reported:
-                reported.add(stage)
-                yield _Fault(
-                    f"{action} makes {len(flying[stage])} microbatches in flight on stage "
-                    f"{stage}, more than max_in_flight={limit}",
-                    (positions.of[action][0],),
-                )
 
 
 def _kept(

@@ -1,22 +1,20 @@
 """The order of a schedule, played through with the stages of many cuts at once.
 
 The times are those of ``pipeline.simulate`` and the bytes those of ``pipeline.peak_memory``: the
-order alone decides who waits for whom, so one pass over the actions serves any number of cuts.
+order alone decides who waits for whom, so the simulator's core plays it once, and one pass over its
+actions serves any number of cuts. What that saves is in ``benchmarks/planner``, part "playback".
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from autosplit.pipeline.schedule.action import Action, ActionKind
-from autosplit.pipeline.schedule.dependency import needs_of, result_of
-from autosplit.pipeline.schedule.routes import boundary_of, target_of
+from autosplit.pipeline.schedule.action import ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
-from autosplit.pipeline.simulation.replay import replay
+from autosplit.pipeline.simulation.event_loop import play
+from autosplit.pipeline.simulation.replay import rows_of
+from autosplit.pipeline.simulation.step_graph import StepGraph
 from autosplit.pipeline.simulation.transfer import Transfer
 
 from .stage_costs import StageCosts
@@ -27,23 +25,12 @@ _CHANGES = {
     ActionKind.BACKWARD_WEIGHT: (0, -1),
     ActionKind.BACKWARD: (-1, 0),
 }
-_PLACES = {
+PLACES = {  # of times, the fourth of which is I + W
     ActionKind.FORWARD: 0,
     ActionKind.BACKWARD_INPUT: 1,
     ActionKind.BACKWARD_WEIGHT: 2,
     ActionKind.BACKWARD: 3,
 }
-
-
-@dataclass(frozen=True)
-class _Play:
-    """One action: what it needs from another stage, and the rank that gets its result."""
-
-    action: Action
-    rank: int
-    need: Action | None
-    result: Action
-    target: int | None
 
 
 class Order:
@@ -60,7 +47,8 @@ class Order:
         self.schedule = schedule
         self._links = links
         self._factor = factor
-        self._plays = list(_plays(schedule))
+        self.graph = StepGraph(schedule, own_needs=False)
+        self._order = _order(self.graph, schedule)
         held = [torch.tensor(sorted(_states(schedule, rank))) for rank in range(self.ranks)]
         self._states = [each.to(torch.float64) for each in held]
         self._homes = torch.tensor(schedule.placement)
@@ -72,7 +60,7 @@ class Order:
     @property
     def actions(self) -> int:
         """How many actions one pass goes over."""
-        return len(self._plays)
+        return len(self._order)
 
     def steps(self, stages: StageCosts) -> Tensor:
         """Seconds of a step, ranks waiting for each other at its end; shape [K]."""
@@ -80,36 +68,36 @@ class Order:
         zero = torch.zeros(stages.times.shape[2], dtype=torch.float64)
         clocks = [zero] * self.ranks
         links: dict[tuple[int, int], Tensor] = {}
-        arrived: dict[Action, Tensor] = {}
-        for play in self._plays:
-            start = clocks[play.rank]
-            if play.need is not None:
-                start = torch.maximum(start, arrived.pop(play.need))
-            end = start + times[_PLACES[play.action.kind], play.action.stage]
-            clocks[play.rank] = end
-            if play.target is None:
-                continue
-            if play.target != play.rank:
-                end = self._sent(play, play.target, end, links, stages)
-            arrived[play.result] = end
+        arrived: dict[int, Tensor] = {}
+        graph = self.graph
+        for number in self._order:
+            action, rank = graph.actions[number], graph.ranks[number]
+            start = clocks[rank]
+            for parcel in graph.needs[number]:
+                start = torch.maximum(start, arrived.pop(parcel))
+            clocks[rank] = end = start + times[PLACES[action.kind], action.stage]
+            for message in graph.makes[number]:
+                arrived[message.parcel] = self._arrival(message.parcel, rank, end, links, stages)
         return torch.stack(clocks).amax(0)
 
-    def _sent(
+    def _arrival(
         self,
-        play: _Play,
-        target: int,
+        number: int,
+        source: int,
         end: Tensor,
         links: dict[tuple[int, int], Tensor],
         stages: StageCosts,
     ) -> Tensor:
-        """When the result is on the other rank; a link carries one message after the other."""
-        link = play.rank, target
+        """When a parcel is on the rank that waits for it; a link carries one after the other."""
+        parcel, target = self.graph.parcels[number], self.graph.takers[number]
+        if target == source:
+            return end
+        link = source, target
         latency, bandwidth = self._links.link(*link)
         if bandwidth != torch.inf:
             end = torch.maximum(end, links[link]) if link in links else end
-            forward = play.action.kind is ActionKind.FORWARD
-            sizes = stages.crossing if forward else stages.returning
-            end = end + sizes[boundary_of(play.result)] / bandwidth
+            sizes = stages.crossing if parcel.forward else stages.returning
+            end = end + sizes[parcel.boundary] / bandwidth
             links[link] = end
         return end + latency if latency else end
 
@@ -127,22 +115,10 @@ class Order:
         return self._states[rank]
 
 
-def _plays(schedule: Schedule) -> Iterator[_Play]:
+def _order(graph: StepGraph, schedule: Schedule) -> list[int]:
     """The actions in an order in which each comes behind all that it needs."""
-    run = replay(schedule, lambda action: 1.0)
-    timed = [
-        (start, rank, action)
-        for rank, row in enumerate(schedule.ranks)
-        for action, (start, _) in zip(row, run.times[rank], strict=True)
-    ]
-    for _, rank, action in sorted(timed, key=lambda each: each[:2]):
-        others = [n for n in needs_of(action, schedule.stages) if n.stage != action.stage]
-        result = result_of(action)
-        stage = target_of(result, schedule.stages)
-        target = None if stage is None else schedule.placement[stage]
-        if action.kind is ActionKind.BACKWARD_WEIGHT:
-            target = None
-        yield _Play(action, rank, others[0] if others else None, result, target)
+    starts = play(graph, rows_of(schedule), [1.0] * len(graph.actions)).starts
+    return sorted(range(len(starts)), key=lambda number: (starts[number], graph.ranks[number]))
 
 
 def _states(schedule: Schedule, rank: int) -> set[tuple[int, ...]]:

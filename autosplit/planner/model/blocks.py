@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from autosplit.capture.module_paths import common, stack
 from autosplit.passes.analysis.operator_cost import value_bytes
 
-from .module_paths import common, stack
 from .operation_sequence import OperationSequence
 
 

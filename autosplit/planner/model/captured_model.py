@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from autosplit.capture.forward_graph import capture_forward
+from autosplit.capture.module_paths import name_modules, stack
 from autosplit.errors import CaptureError, PlanError
 from autosplit.planner.meta_init.meta_model import named_tensors, stand_in_tensors
 from autosplit.torch_internals.module_state import hold_state, modes_kept
 from autosplit.torch_internals.pytree import flatten_named, tree_flatten, tree_unflatten
 
 from .blocks import find_cuts, make_blocks
-from .module_paths import name_modules, stack
 from .operation_sequence import OperationSequence
 from .subgraph_module import StageModule, make_stage_graph
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from torch import fx
 
+from autosplit.capture.module_paths import stack
 from autosplit.capture.roles import canonical_names
 from autosplit.errors import PlanError
 
 from .captured_model import WholeModel
-from .module_paths import stack
 from .subgraph_module import StageGraph
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import fx, nn
 
+from autosplit.capture.module_paths import stack
 from autosplit.checkpoint.naming import Mismatch
 from autosplit.errors import AutosplitError, PlanError
 from autosplit.pipeline.schedule.wiring import Source, Wiring
@@ -19,7 +20,6 @@ from autosplit.planner.meta_init.materialise import Values, materialise_stage
 from autosplit.torch_internals.module_state import hold_state
 
 from .captured_model import WholeModel
-from .module_paths import stack
 from .operation_sequence import OperationSequence
 from .stage_state import StageState
 from .subgraph_module import StageGraph, StageModule, make_stage_graph

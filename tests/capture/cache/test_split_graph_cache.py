@@ -321,3 +321,38 @@ def test_a_dump_shows_the_passes_at_work(
     monkeypatch.setenv(DUMP_VARIABLE, str(tmp_path / "dump"))
     assert trace() == (0, 0, 0)
     assert list((tmp_path / "dump").glob("*/*_partition.*"))
+
+
+class Activated(nn.Module):
+    """An activation, which has no state, under a name of the caller's choice."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.add_module(name, nn.Sequential(nn.GELU(), nn.Tanh()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for module in self.children():
+            x = module(x)
+        return x
+
+
+def deferred(model: nn.Module) -> list[str]:
+    split = autosplit.split(model, (torch.ones(4, 8, requires_grad=True),))
+    rows = split.report().partition("made at")[2].splitlines()[2:]
+    return [row.split()[0] for row in rows[: rows.index("")]]
+
+
+def test_a_graph_from_disk_has_the_names_of_its_tensors() -> None:
+    before = counters["autosplit"].copy()
+    fresh, kept = deferred(Activated("act")), deferred(Activated("act"))
+    assert (counters["autosplit"] - before)["graph_hit"] == 1
+    assert fresh == kept
+    assert "linear_dy" in fresh
+
+
+def test_a_module_under_another_name_is_another_graph() -> None:
+    """Its name is in the names of tensors, though it has no state."""
+    assert trace(Activated("act")) == (0, 1, 0)
+    assert trace(Activated("function")) == (0, 1, 0)
+    assert trace(Activated("act")) == (1, 0, 0)

@@ -9,9 +9,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from autosplit.passes import Role
 from autosplit.passes.analysis.aliasing import storage_bytes
 from autosplit.passes.analysis.operator_cost import flops
-from autosplit.passes.analysis.symbolic_sizes import concrete, example, is_size
+from autosplit.passes.analysis.symbolic_sizes import concrete, is_size, with_concrete_sizes
 from autosplit.passes.graph import Kind, ancestors, calls
-from autosplit.passes.partition.reachability import Reach
+from autosplit.passes.partition.reachability import Reachability
 from autosplit.passes.partition.regions import Division
 
 
@@ -30,7 +30,7 @@ def test_prices_come_from_the_example() -> None:
     rows = product.meta["val"].shape[0]
     assert isinstance(rows, torch.SymInt)
     assert concrete(rows) == 5
-    assert example(product.meta["val"]).shape == (5, 9)
+    assert with_concrete_sizes(product.meta["val"]).shape == (5, 9)
 
 
 def test_size_crosses_as_a_number() -> None:
@@ -42,6 +42,6 @@ def test_size_crosses_as_a_number() -> None:
     forward |= {nodes["relu"], *ancestors([size])}
     late = module.graph.create_node("call_function", torch.ops.aten.cumsum.default, (view, 0))
     late.meta["val"] = view.meta["val"]
-    reach = Reach(forward, {view, late}, {view, late}, set(), set(), [late], [])
-    cut = Division(module.graph, reach, again=False, release=False).cut()
+    reach = Reachability(forward, {view, late}, {view, late}, set(), set(), [late], [])
+    cut = Division(module.graph, reach, recompute=False, release=False).cut()
     assert set(cut.saved) == {nodes["relu"], size}

@@ -10,11 +10,11 @@ from torch import Tensor, fx, nn
 
 from autosplit.backends.compiled_graph import backend_named
 from autosplit.capture.joint_graph import capture
-from autosplit.passes import Kind, Program
+from autosplit.passes import Kind, SplitProgram
 from autosplit.passes.graph import inputs
-from autosplit.passes.loops.vectorize import lift
+from autosplit.passes.loops.vectorize import vectorize_loops
 from autosplit.passes.manager import run
-from autosplit.passes.rewrites.padded_sums import gather
+from autosplit.passes.rewrites.padded_sums import concatenate_padded_sums
 from autosplit.passes.verify import verify
 from tests.passes.graphs import assert_gradients_are_autograds, ops, program_of
 
@@ -94,12 +94,12 @@ def too_large(x: Tensor) -> Tensor:
 LEFT_ALONE = [few, with_gaps, inexact, too_large]
 
 
-def joint_of(function: Callable[[Tensor], Tensor], backend: str) -> Program:
+def joint_of(function: Callable[[Tensor], Tensor], backend: str) -> SplitProgram:
     x = X.clone().requires_grad_()
-    program = Program(
+    program = SplitProgram(
         capture(Call(function), (x,), {}, backend_named(backend).decompositions).joint
     )
-    gather(program)
+    concatenate_padded_sums(program)
     return program
 
 
@@ -112,7 +112,7 @@ def computed(joint: fx.GraphModule) -> list[Tensor]:
     return found
 
 
-def work(program: Program) -> int:
+def work(program: SplitProgram) -> int:
     """How many operators do more than look at a tensor in another way."""
     found = ops(program.joint)
     return found.total() - sum(found[view] for view in ("select", "unsqueeze", "squeeze", "slice"))
@@ -125,25 +125,25 @@ def test_a_loop_does_less_and_computes_the_same(
 ) -> None:
     program = joint_of(function, backend)
     before, expected = work(program), computed(program.joint)
-    assert lift(program)
+    assert vectorize_loops(program)
     verify(program)
     assert work(program) < before
     assert all(map(torch.equal, computed(program.joint), expected))
-    assert not lift(program)
+    assert not vectorize_loops(program)
 
 
 @pytest.mark.parametrize("function", LEFT_ALONE)
 def test_what_is_no_loop_or_would_grow_stays(function: Callable[[Tensor], Tensor]) -> None:
     program = joint_of(function, "eager")
     before = ops(program.joint)
-    assert not lift(program)
+    assert not vectorize_loops(program)
     assert ops(program.joint) == before
 
 
 def test_products_of_a_state_are_one_product() -> None:
     program = joint_of(state_space, "eager")
     assert ops(program.joint)["bmm"] == 3 * 6
-    assert lift(program)
+    assert vectorize_loops(program)
     assert ops(program.joint)["bmm"] == 3
 
 
@@ -181,7 +181,7 @@ def test_random_numbers_are_drawn_step_by_step() -> None:
 
     program = joint_of(function, "eager")
     before = ops(program.joint)["rand_like"]
-    lift(program)
+    vectorize_loops(program)
     verify(program)
     assert ops(program.joint)["rand_like"] == before
 

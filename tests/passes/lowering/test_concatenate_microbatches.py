@@ -13,8 +13,11 @@ from autosplit.passes import memory_setting, run
 from autosplit.passes.analysis.operator_cost import graph_flops
 from autosplit.passes.graph import STATE, Kind, inputs
 from autosplit.passes.lowering.accumulate import accumulate
-from autosplit.passes.lowering.concatenate_microbatches import batch, member
-from autosplit.passes.lowering.fused_accumulation import fuse
+from autosplit.passes.lowering.concatenate_microbatches import (
+    concatenate_microbatches,
+    microbatch_role,
+)
+from autosplit.passes.lowering.fused_accumulation import fuse_accumulation
 from autosplit.passes.verify import verify_graph
 from tests.passes.graphs import names_out, ops, program_of
 from tests.zoo import CASES, PlainParameters, RepeatedLayer, TiedEmbedding
@@ -36,7 +39,7 @@ def assert_sum_of(plain: fx.GraphModule, together: fx.GraphModule, count: int) -
     found = compile_graph("together", together, Eager()).call(list(values.values()))
     call = compile_graph("plain", plain, Eager())
     expected = [
-        call.call([values[r if r.kind in STATE else member(r, m)] for r in call.inputs])
+        call.call([values[r if r.kind in STATE else microbatch_role(r, m)] for r in call.inputs])
         for m in range(count)
     ]
     for mine, *theirs in zip(found, *expected, strict=True):
@@ -55,19 +58,21 @@ def test_sum_of_the_microbatches(name: str) -> None:
     case = CASES[name]
     example = case.batch()
     plain = weight(case.build(), example.requires_grad_(example.is_floating_point()))
-    assert_sum_of(plain, batch(plain, 3), 3)
+    assert_sum_of(plain, concatenate_microbatches(plain, 3), 3)
 
 
 def test_one_product_for_each_weight() -> None:
     plain = weight(CASES["transformer"].build(), torch.randn(2, 8, 16, requires_grad=True))
-    together = batch(plain, 4)
+    together = concatenate_microbatches(plain, 4)
     assert ops(together)["mm"] == ops(plain)["mm"] == 10
     assert ops(together)["cat"] == 20
 
 
 def test_factors_are_concatenated_as_they_lie_in_memory() -> None:
     """Not as transposed views, whose rows would be gathered element by element."""
-    together = batch(weight(nn.Linear(3, 2), torch.randn(4, 3, requires_grad=True)), 2)
+    together = concatenate_microbatches(
+        weight(nn.Linear(3, 2), torch.randn(4, 3, requires_grad=True)), 2
+    )
     cats = [node for node in together.graph.nodes if node.target is torch.ops.aten.cat.default]
     assert [tuple(node.meta["val"].shape) for node in cats] == [(8, 2), (8, 3)]
 
@@ -75,7 +80,7 @@ def test_factors_are_concatenated_as_they_lie_in_memory() -> None:
 def test_convolutions_are_added_up() -> None:
     """Concatenated images take longer than they save."""
     plain = weight(nn.Conv1d(3, 4, 2), torch.randn(5, 3, 6, requires_grad=True))
-    together = batch(plain, 3)
+    together = concatenate_microbatches(plain, 3)
     assert ops(together) == {"convolution_backward": 3, "add": 4}
     assert_sum_of(plain, together, 3)
 
@@ -90,7 +95,7 @@ def test_batched_products() -> None:
             return torch.bmm(x, self.up)
 
     plain = weight(Experts(), torch.randn(3, 2, 4, requires_grad=True))
-    together = batch(plain, 2)
+    together = concatenate_microbatches(plain, 2)
     assert ops(together)["bmm"] == 1
     assert_sum_of(plain, together, 2)
 
@@ -98,7 +103,7 @@ def test_batched_products() -> None:
 def test_contributions_are_added_once() -> None:
     """A weight used twice: two products over all microbatches and one addition."""
     plain = weight(RepeatedLayer(), torch.randn(5, 6, requires_grad=True))
-    together = batch(plain, 3)
+    together = concatenate_microbatches(plain, 3)
     assert ops(together)["mm"] == ops(plain)["mm"] == 3
     assert_sum_of(plain, together, 3)
 
@@ -107,7 +112,7 @@ def test_work_before_the_products_stays_each_microbatchs_own() -> None:
     """All of the backward is W where I is late, with the statistics of each microbatch."""
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 6))
     plain = weight(model, torch.randn(5, 6), late_input=True)
-    together = batch(plain, 2)
+    together = concatenate_microbatches(plain, 2)
     counts = ops(together)
     assert counts["native_batch_norm_backward"] == 2
     assert counts["mm"] == 2 + 2  # for two weights; for the input's gradient of two microbatches
@@ -127,7 +132,7 @@ def test_gradient_that_other_work_reads() -> None:
             return x @ (self.a + self.b.sin())
 
     plain = weight(Nested(), torch.randn(5, 4, requires_grad=True))
-    assert_sum_of(plain, batch(plain, 3), 3)
+    assert_sum_of(plain, concatenate_microbatches(plain, 3), 3)
 
 
 def test_gradients_without_a_product() -> None:
@@ -141,16 +146,16 @@ def test_gradients_without_a_product() -> None:
             return F.embedding(tokens, self.table, scale_grad_by_freq=True) * self.scale
 
     plain = weight(Scaled(), torch.randint(0, 11, (3, 5)))
-    together = batch(plain, 2)
+    together = concatenate_microbatches(plain, 2)
     assert ops(together)["embedding_dense_backward"] == 2  # how often a token occurs in each
     assert_sum_of(plain, together, 2)
     plain = weight(PlainParameters(), torch.randn(3, requires_grad=True))
-    assert_sum_of(plain, batch(plain, 2), 2)
+    assert_sum_of(plain, concatenate_microbatches(plain, 2), 2)
 
 
 def test_embedding_of_all_tokens() -> None:
     plain = weight(TiedEmbedding(), torch.randint(0, 11, (3, 5)))
-    together = batch(plain, 2)
+    together = concatenate_microbatches(plain, 2)
     assert ops(together)["embedding_dense_backward"] == 1
     assert_sum_of(plain, together, 2)
 
@@ -158,7 +163,7 @@ def test_embedding_of_all_tokens() -> None:
 def test_added_into_accumulators() -> None:
     """The products over all microbatches add into the sums themselves."""
     plain = weight(CASES["transformer"].build(), torch.randn(2, 8, 16, requires_grad=True))
-    module = accumulate(batch(plain, 2))
-    assert fuse(module.graph)
+    module = accumulate(concatenate_microbatches(plain, 2))
+    assert fuse_accumulation(module.graph)
     verify_graph("backward_weight_accumulating", module, "fuse")
     assert (ops(module)["addmm_"], ops(module)["mm"]) == (10, 0)

@@ -12,7 +12,7 @@ from autosplit.backends.eager import Eager
 from autosplit.passes import run
 from autosplit.passes.graph import inputs
 from autosplit.passes.lowering.accumulate import accumulate
-from autosplit.passes.lowering.fused_accumulation import fuse
+from autosplit.passes.lowering.fused_accumulation import fuse_accumulation
 from autosplit.passes.verify import verify_graph
 from tests.passes.graphs import ops, program_of
 from tests.zoo import CASES, RepeatedLayer, TiedEmbedding
@@ -25,7 +25,7 @@ def forms(
     module = run(program_of(model, *args).joint).backward_weight
     assert module is not None
     exact, fused = accumulate(module, dtype), accumulate(module, dtype)
-    fuse(fused.graph)
+    fuse_accumulation(fused.graph)
     fused.recompile()
     verify_graph("backward_weight_accumulating", fused, "fuse")
     return exact, fused

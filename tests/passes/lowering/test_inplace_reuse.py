@@ -13,7 +13,7 @@ import autosplit
 from autosplit.passes import run
 from autosplit.passes.graph import calls
 from autosplit.passes.lowering.codegen import generate
-from autosplit.passes.lowering.inplace_reuse import overwritten
+from autosplit.passes.lowering.inplace_reuse import reusable_operands
 from tests.passes.graphs import joint_of
 
 
@@ -34,7 +34,7 @@ def forward_of(function: Callable[[Tensor, Tensor], object]) -> fx.GraphModule:
 def reused(function: Callable[[Tensor, Tensor], object]) -> list[tuple[str, int]]:
     return [
         (str(node.target).split(".")[1], position)
-        for node, position in overwritten(forward_of(function).graph).items()
+        for node, position in reusable_operands(forward_of(function).graph).items()
     ]
 
 
@@ -70,7 +70,7 @@ def test_sizes_that_vary_are_not_asked() -> None:
         torch.randn(4, 5), torch.randn(5, 5)
     )
     (product,) = [node for node in calls(module.graph) if "mm" in str(node.target)]
-    assert overwritten(module.graph) == {}
+    assert reusable_operands(module.graph) == {}
     assert product.meta["val"].fake_mode.shape_env.guards == []
 
 

@@ -11,7 +11,7 @@ from torch import fx, nn
 from autosplit.passes import PassError, memory_setting, run
 from autosplit.passes.analysis.operator_cost import graph_flops
 from autosplit.passes.graph import Kind
-from autosplit.passes.lowering.slice_weight_graph import slices
+from autosplit.passes.lowering.slice_weight_graph import slice_weight_graph
 from autosplit.passes.verify import verify_graph
 from tests.passes.graphs import names_in, names_out, ops, program_of
 from tests.zoo import CASES, TiedEmbedding
@@ -36,9 +36,9 @@ def test_every_gradient_once_and_no_work_twice(name: str, count: int) -> None:
     whole = weight(case.build(), batch.requires_grad_(batch.is_floating_point()))
     if name in ("frozen", "tied") and count == 3:
         with pytest.raises(PassError, match="2 matrix products and convolutions and cannot be cut"):
-            slices(whole, count)
+            slice_weight_graph(whole, count)
         return
-    parts = slices(whole, count)
+    parts = slice_weight_graph(whole, count)
     for part in parts:
         verify_graph("backward_weight_slice", part, "slices")
     found = [name for names in gradients(parts) for name in names]
@@ -52,9 +52,11 @@ def test_near_equal_flops() -> None:
     widths = [8, 8, 8, 16, 16, 32]
     layers = [nn.Linear(a, b, bias=False) for a, b in itertools.pairwise(widths)]
     whole = weight(nn.Sequential(*layers), torch.randn(4, 8, requires_grad=True))
-    parts = slices(whole, 2)
+    parts = slice_weight_graph(whole, 2)
     assert gradients(parts) == [["4.weight"], ["0.weight", "1.weight", "2.weight", "3.weight"]]
-    shares = [graph_flops(part.graph) / graph_flops(whole.graph) for part in slices(whole, 3)]
+    shares = [
+        graph_flops(part.graph) / graph_flops(whole.graph) for part in slice_weight_graph(whole, 3)
+    ]
     assert shares == pytest.approx([8 / 16, 4 / 16, 4 / 16])
 
 
@@ -62,14 +64,17 @@ def test_a_bias_is_reduced_with_its_weight() -> None:
     whole = weight(
         nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(4, 8, requires_grad=True)
     )
-    assert gradients(slices(whole, 2)) == [["1.weight", "1.bias"], ["0.weight", "0.bias"]]
+    assert gradients(slice_weight_graph(whole, 2)) == [
+        ["1.weight", "1.bias"],
+        ["0.weight", "0.bias"],
+    ]
 
 
 def test_what_a_later_slice_reads_is_handed_on() -> None:
     """All of a first stage's backward is W: a chain."""
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
     whole = weight(model, torch.randn(4, 8), late_input=True)
-    first, second, third = slices(whole, 3)
+    first, second, third = slice_weight_graph(whole, 3)
     assert names_out(third, Kind.DEFERRED) == []
     for giver, taker in ((first, second), (second, third)):
         (handed,) = names_out(giver, Kind.DEFERRED)
@@ -79,7 +84,7 @@ def test_what_a_later_slice_reads_is_handed_on() -> None:
 
 def test_one_gradient_from_two_slices() -> None:
     """A tied weight's gradient comes with the last of its contributions."""
-    parts = slices(weight(TiedEmbedding(), torch.randint(0, 11, (3, 5))), 2)
+    parts = slice_weight_graph(weight(TiedEmbedding(), torch.randint(0, 11, (3, 5))), 2)
     assert "embed.weight" in gradients(parts)[-1]
 
 
@@ -88,4 +93,4 @@ def test_count_out_of_range(count: int) -> None:
     example = torch.randn(4, 8, requires_grad=True)
     module = run(program_of(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), example).joint)
     with pytest.raises(PassError, match=rf"2 matrix .* into {count} slices; ask for 1 to 2"):
-        slices(module.backward_weight, count)
+        slice_weight_graph(module.backward_weight, count)

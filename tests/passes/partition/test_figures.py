@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import fx, nn
 
-from autosplit.passes.graph import Program
+from autosplit.passes.graph import SplitProgram
 from autosplit.passes.memory_policy import BALANCED, FAST, LEAN
-from autosplit.passes.partition.memory_tradeoff import trade
-from autosplit.passes.rewrites.divide_backward_operators import divide
+from autosplit.passes.partition.memory_tradeoff import memory_tradeoff
+from autosplit.passes.rewrites.divide_backward_operators import divide_backward_operators
 from tests.passes.graphs import joint_of
 from tests.zoo import Attention, SwiGLU
 
@@ -48,17 +48,17 @@ NAMES = ["decoder", "encoder", "convolutions"]
 @pytest.fixture(scope="module", params=NAMES)
 def graph(request: pytest.FixtureRequest) -> fx.Graph:
     module = joint(request.param)
-    divide(Program(module))
+    divide_backward_operators(SplitProgram(module))
     return module.graph
 
 
 def test_fast_does_nothing_twice(graph: fx.Graph) -> None:
-    found = trade(graph, FAST)
-    assert (found.again, found.time, found.early_flops) == (0, 0.0, 0)
+    found = memory_tradeoff(graph, FAST)
+    assert (found.recomputed, found.time, found.early_flops) == (0, 0.0, 0)
 
 
 def test_balanced_holds_no_more_than_fast_and_defers_all(graph: fx.Graph) -> None:
-    fast, balanced = trade(graph, FAST), trade(graph, BALANCED)
+    fast, balanced = memory_tradeoff(graph, FAST), memory_tradeoff(graph, BALANCED)
     assert balanced.saved <= fast.saved
     assert balanced.deferred <= fast.deferred
     assert balanced.early_flops == 0
@@ -66,6 +66,6 @@ def test_balanced_holds_no_more_than_fast_and_defers_all(graph: fx.Graph) -> Non
 
 
 def test_lean_goes_below_with_over_half_of_the_work_left(graph: fx.Graph) -> None:
-    fast, lean = trade(graph, FAST), trade(graph, LEAN)
+    fast, lean = memory_tradeoff(graph, FAST), memory_tradeoff(graph, LEAN)
     assert lean.deferred <= 0.65 * fast.saved
     assert lean.late_flops >= 0.55 * (lean.early_flops + lean.late_flops)

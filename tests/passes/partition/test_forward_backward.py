@@ -6,17 +6,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autosplit.passes import PassError, Program, Role
+from autosplit.passes import PassError, Role, SplitProgram
 from autosplit.passes.graph import Kind
-from autosplit.passes.partition.forward_backward import partition
+from autosplit.passes.partition.forward_backward import partition_forward_backward
 from autosplit.passes.verify import verify
 from tests.passes.graphs import hand_made, joint_of, names_in, names_out, ops, program_of
 from tests.zoo import Attention, Counter, SwiGLU
 
 
-def partitioned(module: nn.Module, *args: Tensor) -> Program:
+def partitioned(module: nn.Module, *args: Tensor) -> SplitProgram:
     program = program_of(module, *args)
-    assert partition(program)
+    assert partition_forward_backward(program)
     verify(program)
     return program
 
@@ -85,8 +85,8 @@ def test_overwritten_buffer_is_saved_as_a_copy() -> None:
     output = graph.output_node()
     output.args = ([*output.args[0], new],)
     output.meta["roles"] = (*output.meta["roles"], Role(Kind.UPDATE, "scale"))
-    program = Program(module)
-    partition(program)
+    program = SplitProgram(module)
+    partition_forward_backward(program)
     verify(program)
     assert ops(program.forward) == {"mul": 1, "add": 1, "clone": 1}
     assert names_in(program.backward, Kind.BUFFER) == []
@@ -97,4 +97,4 @@ def test_output_that_depends_on_a_gradient() -> None:
     module, nodes = hand_made()
     nodes["y"].args = (nodes["g"], 2)
     with pytest.raises(PassError, match="forward values depend on output gradients: g, mul"):
-        partition(Program(module))
+        partition_forward_backward(SplitProgram(module))

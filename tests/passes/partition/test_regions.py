@@ -28,8 +28,8 @@ def test_what_forward_ran_is_done_again_where_that_frees_memory() -> None:
     big = b.cheap(100, small)
     b.result(Kind.OUTPUT, big)
     b.result(Kind.INPUT_GRAD, b.costly(1, big, g))
-    assert b.cut(again=False).saved == [big]
-    cut = b.cut(again=True)
+    assert b.cut(recompute=False).saved == [big]
+    cut = b.cut(recompute=True)
     assert cut.saved == [small]
     assert big in cut.backward.runs
     assert big in cut.input.runs
@@ -42,7 +42,7 @@ def test_doing_again_has_its_price() -> None:
     big = b.cheap(100, small)
     b.result(Kind.OUTPUT, big)
     b.result(Kind.INPUT_GRAD, b.costly(1, big, g))
-    assert b.cut(again=True, rate=1.0).saved == [big]
+    assert b.cut(recompute=True, rate=1.0).saved == [big]
 
 
 @pytest.mark.parametrize("kind", ["costly", "random"])
@@ -52,7 +52,7 @@ def test_costly_and_random_operators_run_once(kind: str) -> None:
     big = getattr(b, kind)(100, small)
     b.result(Kind.OUTPUT, big)
     b.result(Kind.INPUT_GRAD, b.costly(1, big, g))
-    assert b.cut(again=True).saved == [big]
+    assert b.cut(recompute=True).saved == [big]
 
 
 def test_view_is_redone_and_its_base_carried() -> None:
@@ -126,7 +126,7 @@ def test_both_boundaries_are_chosen_together() -> None:
     b.result(Kind.OUTPUT, second)
     b.result(Kind.INPUT_GRAD, b.costly(1, second, g))
     b.result(Kind.PARAMETER_GRAD, b.costly(1, first, g))
-    cut = b.cut(again=True)
+    cut = b.cut(recompute=True)
     assert (cut.saved, cut.deferred) == ([first], [g, first])
 
 
@@ -151,7 +151,7 @@ def test_what_is_done_again_early_takes_nothing_along_that_waits(charge: float) 
     summed = b.cheap(40, late)
     b.result(Kind.PARAMETER_GRAD, b.costly(40, summed))
     b.result(Kind.PARAMETER_GRAD, b.cheap(1, summed, y))
-    cut = b.cut(again=True, release=True, charge=charge)
+    cut = b.cut(recompute=True, release=True, charge=charge)
     assert late not in cut.input.runs & cut.weight.runs
 
 
@@ -190,9 +190,9 @@ def graphs(draw: st.DrawFn, *, operators: int = 3, input_grad: bool = True) -> S
 
 @settings(max_examples=150, deadline=None)
 @given(graphs(), st.booleans())
-def test_no_division_holds_less(b: Sized, again: bool) -> None:
+def test_no_division_holds_less(b: Sized, recompute: bool) -> None:
     graph = b.module().graph
-    assert held(b.cut(again=again)) == least_held(graph, again=again)
+    assert held(b.cut(recompute=recompute)) == least_held(graph, recompute=recompute)
 
 
 @settings(max_examples=150, deadline=None)
@@ -205,5 +205,5 @@ def test_no_division_holds_less(b: Sized, again: bool) -> None:
 def test_costly_operators_run_once_whatever_is_early(
     b: Sized, release: bool, rate: float, charge: float
 ) -> None:
-    cut = b.cut(again=True, release=release, rate=rate, charge=charge)
+    cut = b.cut(recompute=True, release=release, rate=rate, charge=charge)
     assert all(is_cheap(n) or n.op != "call_function" for n in cut.input.runs & cut.weight.runs)

@@ -10,8 +10,8 @@ from torch import Tensor, fx, nn
 
 from autosplit.backends.compiled_graph import backend_named
 from autosplit.capture.joint_graph import capture
-from autosplit.passes import Program
-from autosplit.passes.rewrites.padded_sums import gather
+from autosplit.passes import SplitProgram
+from autosplit.passes.rewrites.padded_sums import concatenate_padded_sums
 from autosplit.passes.verify import verify
 from tests.passes.graphs import assert_gradients_are_autograds, ops, program_of
 
@@ -80,12 +80,12 @@ def test_pieces_are_laid_side_by_side(function: Callable[[Tensor], Tensor]) -> N
     program = program_of(Call(function), X.clone().requires_grad_())
     before = ops(program.joint)
     assert before["select_backward"] + before["slice_backward"] >= 2
-    assert gather(program)
+    assert concatenate_padded_sums(program)
     verify(program)
     after = ops(program.joint)
     assert after["select_backward"] + after["slice_backward"] == 0
     assert after["cat"] == before["cat"] + 1
-    assert not gather(program)
+    assert not concatenate_padded_sums(program)
 
 
 @pytest.mark.parametrize("function", REWRITTEN)
@@ -96,10 +96,10 @@ def test_pieces_that_were_decomposed_are_laid_side_by_side_as_well(
     visit every element once for each piece.
     """
     x, decompositions = X.clone().requires_grad_(), backend_named("inductor").decompositions
-    program = Program(capture(Call(function), (x,), {}, decompositions).joint)
+    program = SplitProgram(capture(Call(function), (x,), {}, decompositions).joint)
     before, expected = ops(program.joint), computed(program.joint)
     assert before["select_scatter"] + before["slice_scatter"] >= 2
-    assert gather(program)
+    assert concatenate_padded_sums(program)
     verify(program)
     after = ops(program.joint)
     assert after["select_scatter"] + after["slice_scatter"] == 0
@@ -121,7 +121,7 @@ def test_sums_that_would_differ_or_cost_more_stay(function: Callable[[Tensor], T
     program = program_of(Call(function), X.clone().requires_grad_())
     before = ops(program.joint)
     assert before["select_backward"] + before["slice_backward"] >= 2
-    assert not gather(program)
+    assert not concatenate_padded_sums(program)
     assert ops(program.joint) == before
 
 
@@ -139,5 +139,5 @@ def test_piece_that_is_read_elsewhere_stays() -> None:
 
     program = program_of(TwoReaders(), X.clone().requires_grad_(), X.clone().requires_grad_())
     before = ops(program.joint)
-    assert not gather(program)
+    assert not concatenate_padded_sums(program)
     assert ops(program.joint) == before

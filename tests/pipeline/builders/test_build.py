@@ -9,14 +9,13 @@ from hypothesis import strategies as st
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.builders.build import SCHEDULES, WEIGHTS, build
-from autosplit.pipeline.builders.placement.fill import fill
-from autosplit.pipeline.builders.placement.slots import Skeleton
-from autosplit.pipeline.builders.placement.weights import schedule_of
-from autosplit.pipeline.schedule.action import Action, ActionKind
+from autosplit.pipeline.builders.placement.fill import Filler
+from autosplit.pipeline.builders.placement.weights import with_rows
+from autosplit.pipeline.schedule.action import ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.pipeline.validation.validate import validate
-from tests.pipeline.tables import rows_of, seconds
+from tests.pipeline.tables import most_alive, rows_of, schedule_of, seconds
 
 FUSED: dict[str, Any] = {"split_backward": False}
 PAPER: dict[str, Any] = {"weights": "2bp"}
@@ -239,7 +238,8 @@ def test_times_never_make_the_step_longer(
     kinds = "FIW"
     durations = lambda a: float(times[a.stage][kinds.index(a.kind.value)])  # noqa: E731
     suited = build("1f1b", stages, microbatches, times=times)
-    validate(suited, max_in_flight=min(stages, microbatches))
+    validate(suited)
+    assert max(most_alive(suited)) <= min(stages, microbatches)
     plain = build("1f1b", stages, microbatches)
     assert simulate(suited, durations).makespan <= simulate(plain, durations).makespan
 
@@ -361,13 +361,9 @@ def test_bad_times_are_refused(times: Any) -> None:
 
 
 def test_an_order_that_deadlocks_cannot_be_filled() -> None:
-    orders = [
-        [Action.parse(text) for text in row.split()]
-        for row in ("0F0 0I0 0F1 0I1", "1F0 1F1 1I0 1I1")
-    ]
-    skeleton = Skeleton(tuple(map(tuple, orders)), (0, 1), budgets=(2, 2))
+    stuck = schedule_of("0F0 0I0 0F1 0I1", "1F0 1F1 1I0 1I1")
     with pytest.raises(ScheduleError) as caught:
-        fill(skeleton, [(1.0, 1.0, 1.0)] * 2)
+        Filler(stuck, (2, 2)).fill([(1.0, 1.0, 1.0)] * 2)
     assert str(caught.value) == (
         "no place for the backward weights within 2 microbatches in flight: nothing can run while "
         "0I0, 1F1 wait"
@@ -387,7 +383,7 @@ def test_filling_tells_the_simulated_step(
 ) -> None:
     chunks = SCHEDULES[name].chunks
     try:
-        skeleton = SCHEDULES[name].make(ranks, microbatches, *(() if chunks else (2,)))
+        template = SCHEDULES[name].make(ranks, microbatches, *(() if chunks else (2,)))
     except ScheduleError:
         reject()
     rows = tuple(
@@ -397,9 +393,10 @@ def test_filling_tells_the_simulated_step(
             else each
             for each in row
         )
-        for row in skeleton.rows
+        for row in template.rows
     )
-    triples = [tuple(map(float, times))] * len(skeleton.placement)
-    found = fill(replace(skeleton, rows=rows), triples, patience=patience)
-    schedule = schedule_of(name, skeleton, found.rows)
+    unfilled = with_rows(name, template, rows)
+    triples = [tuple(map(float, times))] * unfilled.stages
+    found = Filler(unfilled, template.budgets).fill(triples, patience=patience)
+    schedule = replace(unfilled, ranks=found.rows)
     assert simulate(schedule, seconds(*map(float, times))).step_time == found.step

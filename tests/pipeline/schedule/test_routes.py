@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
-from autosplit.errors import ScheduleError
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.schedule.action import Action
 from autosplit.pipeline.schedule.routes import (
     Channel,
     Parcel,
     Routes,
-    boundary_of,
     channel_of,
+    parcels_of,
     routes_of,
-    target_of,
 )
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds, Source, Wiring
-from autosplit.pipeline.simulation.replay import replay
+from autosplit.pipeline.simulation.step_graph import StepGraph
 from autosplit.pipeline.simulation.transfer import Transfer
 
 SKIPS = Wiring(
@@ -99,26 +99,28 @@ def test_messages_of_several_stages_follow_the_sender() -> None:
 
 
 @pytest.mark.parametrize(
-    ("result", "target", "boundary"), [("0F1", 1, 0), ("2F0", None, 2), ("2I0", 1, 1)]
+    ("result", "target", "boundary"), [("0F1", 1, 0), ("1F0", 2, 1), ("2I0", 1, 1), ("1I3", 0, 0)]
 )
-def test_where_a_result_goes(result: str, target: int | None, boundary: int) -> None:
-    assert target_of(Action.parse(result), 3) == target
-    assert boundary_of(Action.parse(result)) == boundary
+def test_where_a_result_goes(result: str, target: int, boundary: int) -> None:
+    (parcel,) = parcels_of(Action.parse(result), Feeds(3))
+    assert (parcel.stage, parcel.boundary) == (target, boundary)
 
 
-def test_first_gradient_and_weights_go_nowhere() -> None:
-    assert target_of(Action.parse("0I0"), 3) is None
-    assert target_of(Action.parse("1W0"), 3) is None
+@pytest.mark.parametrize("result", ["2F0", "0I0", "1W0"])
+def test_last_outputs_first_gradients_and_weights_go_nowhere(result: str) -> None:
+    assert parcels_of(Action.parse(result), Feeds(3)) == ()
 
 
 def test_a_channel_is_a_pair_of_stages() -> None:
     schedule = build("zb-v", 4, 2)
-    assert channel_of(Action.parse("0F1"), schedule) == Channel(0, 1, 0, 1)
-    assert channel_of(Action.parse("3I1"), schedule) == Channel(3, 2, 0, 1)
-    assert channel_of(Action.parse("1F0"), schedule).local
-    assert not channel_of(Action.parse("0F1"), schedule).local
-    with pytest.raises(ScheduleError, match="no stage needs the result of 3F0 from another"):
-        channel_of(Action.parse("3F0"), schedule)
+
+    def channel(result: str, target: int) -> Channel:
+        return channel_of(Parcel(Action.parse(result), target), schedule)
+
+    assert channel("0F1", 1) == Channel(0, 1, 0, 1)
+    assert channel("3I1", 2) == Channel(3, 2, 0, 1)
+    assert channel("1F0", 2).local
+    assert not channel("0F1", 1).local
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -153,5 +155,9 @@ def test_the_simulator_sends_what_the_engine_sends(
         for rank in range(ranks)
         for peer, parcels in routes_of(schedule, rank, feeds).sends.items()
     }
-    run = replay(schedule, lambda action: 1.0, transfer=Transfer(latency=0.5), feeds=feeds)
-    assert run.sent == sent
+    graph = StepGraph(schedule, feeds=feeds, transfer=Transfer(latency=0.5))
+    simulated: dict[tuple[int, int], list[Parcel]] = {}
+    for message in itertools.chain(*graph.makes):
+        if message.link is not None:
+            simulated.setdefault(message.link, []).append(graph.parcels[message.parcel])
+    assert simulated == sent

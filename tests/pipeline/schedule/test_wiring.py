@@ -8,6 +8,7 @@ from torch import nn
 from autosplit.errors import PipelineError
 from autosplit.pipeline.schedule.wiring import Feeds, Source, Wiring
 from autosplit.pipeline.training.stage_modules import Partitioned, StageSource
+from tests.pipeline.tables import chain_of
 
 SKIP = Wiring(
     inputs=(
@@ -33,7 +34,7 @@ def test_feeds_of_a_wiring() -> None:
 
 
 def test_without_a_wiring_stages_are_a_chain() -> None:
-    feeds, chain = Feeds(3), Feeds(3, Wiring.chain((1, 2), 3))
+    feeds, chain = Feeds(3), Feeds(3, chain_of((1, 2), 3))
     assert list(feeds) == list(chain) == [(0, 1), (1, 2)]
     assert [feeds.from_batch([stage]) for stage in range(3)] == [None, frozenset(), frozenset()]
     assert feeds.first_from_batch == 0
@@ -67,7 +68,7 @@ def test_bad_wirings(
 class Cut:
     """Two stages, as ``autosplit.partition`` would give them."""
 
-    wiring = Wiring.chain((1,))
+    wiring = chain_of((1,))
     shared = (((0, "weight"), (1, "weight")),)
     stages = 2
 

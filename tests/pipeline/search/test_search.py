@@ -16,10 +16,9 @@ from autosplit.pipeline.builders.build import SCHEDULES, build
 from autosplit.pipeline.builders.placement.fusing import fuse_adjacent
 from autosplit.pipeline.schedule.wiring import Source, Wiring
 from autosplit.pipeline.search.bound import lower_bound
+from autosplit.pipeline.search.defer_weights import defer_weights
 from autosplit.pipeline.search.improve import improve
-from autosplit.pipeline.search.late import late
 from autosplit.pipeline.search.named import named_schedules
-from autosplit.pipeline.search.play import play
 from autosplit.pipeline.search.problem import Problem
 from autosplit.pipeline.search.search import search
 from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
@@ -27,9 +26,8 @@ from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.pipeline.simulation.step_costs import Costs
 from autosplit.pipeline.simulation.transfer import Link, Transfer
 from autosplit.pipeline.validation.validate import validate
-from tests.pipeline.tables import rows_of, seconds, small
-
-TIMES = st.tuples(st.integers(1, 4), st.integers(0, 4), st.integers(1, 4))
+from tests.pipeline.random_costs import costs_of
+from tests.pipeline.tables import chain_of, rows_of, seconds, small
 
 
 def alike(stages: int, times: tuple[float, float, float], transfer: float = 0.0) -> Costs:
@@ -37,7 +35,7 @@ def alike(stages: int, times: tuple[float, float, float], transfer: float = 0.0)
 
 
 def makespan(problem: Problem, rows: list[list[int]]) -> float:
-    played = play(problem, rows)
+    played = problem.play(rows)
     assert played is not None
     return played.makespan
 
@@ -118,48 +116,6 @@ def test_as_short_as_the_shortest(times: list[tuple[int, int, int]], cap: int) -
     assert simulate(found, costs.seconds).makespan == shortest(problem)
 
 
-@st.composite
-def wirings(draw: st.DrawFn, stages: int) -> tuple[Wiring, Transfer]:
-    """Every stage takes of earlier ones, mostly not of the next only; some send nothing back."""
-    outputs = draw(st.lists(st.integers(1, 2), min_size=stages - 1, max_size=stages - 1))
-    inputs: list[tuple[Source, ...]] = [(Source(None, 0),)]
-    for stage in range(1, stages):
-        earlier = [Source(s, p) for s in range(stage) for p in range(outputs[s])]
-        taken = draw(st.sets(st.sampled_from(earlier), min_size=1, max_size=3))
-        inputs.append(tuple(sorted(taken, key=str)))
-    sizes = {
-        s: [draw(st.sampled_from([0.5, 1.0])) for _ in range(n)] for s, n in enumerate(outputs)
-    }
-    back = {s: [size * draw(st.sampled_from([0.0, 1.0])) for size in sizes[s]] for s in sizes}
-    links = Transfer(draw(st.sampled_from([0.0, 0.5])), 2.0, sizes, back)
-    return Wiring(tuple(inputs), tuple(outputs)), links
-
-
-@st.composite
-def costs_of(draw: st.DrawFn, stages: int) -> Costs:
-    """Whatever a trainer can tell: uneven stages, links, skip connections, Ws in slices."""
-    times = draw(st.lists(TIMES, min_size=stages, max_size=stages))
-    early = draw(st.booleans())
-    cut = draw(st.integers(1, 3)) if early else 1
-    slices = {s: [times[s][2] * share for share in (0.25, 0.75)] for s in range(0, stages, 2)}
-    by_stage = early and draw(st.booleans())
-    links = Transfer(draw(st.sampled_from([0.0, 0.5])), 2.0, draw(st.sampled_from([0.0, 1.0])))
-    wiring = None
-    if draw(st.booleans()):
-        wiring, links = draw(wirings(stages))
-    if draw(st.booleans()):
-        links = replace(links, pairs={(0, 1): Link(1.0, 0.5), (1, 2): Link(0.25)})
-    return Costs(
-        [(float(f), float(i), float(w)) for f, i, w in times],
-        [StageMemory(1.0, draw(st.sampled_from([0.75, 1.25])))] * stages,
-        links,
-        full=[i + w - draw(st.sampled_from([0.0, 0.5])) * min(i, w) for _, i, w in times],
-        wiring=wiring,
-        early_weights=early,
-        slices=slices if by_stage else cut,
-    )
-
-
 @settings(deadline=None, max_examples=15)
 @given(st.data(), st.integers(1, 3), st.integers(1, 5), st.integers(1, 2))
 def test_never_worse_than_a_named_schedule(
@@ -191,9 +147,9 @@ def test_plays_as_the_simulator_does(
     costs = data.draw(costs_of(schedule.stages))
     problem = Problem(costs, schedule.placement, microbatches, (math.inf,) * ranks)
     rows = problem.rows_of(schedule)
-    for order in (rows, late(problem, rows)):
+    for order in (rows, defer_weights(problem, rows)):
         timeline = costs.timeline(problem.schedule(name, order))  # some Bs as I and W
-        played = play(problem, order)
+        played = problem.play(order)
         assert played is not None
         assert played.makespan == pytest.approx(timeline.makespan)
         starts: dict[int, float] = {}
@@ -245,7 +201,7 @@ def test_weights_wait_for_a_wait() -> None:
     costs = Costs([(1.0, 1.0, 1.0)], [StageMemory(1.0, 1.0)], early_weights=True)
     problem = Problem(costs, (0,), 3, (2.0,))
     rows = problem.rows_of(build("1f1b", 1, 3))
-    (row,) = late(problem, rows)
+    (row,) = defer_weights(problem, rows)
     assert " ".join(str(problem.actions[n]) for n in row) == "0F0 0I0 0F1 0I1 0W0 0F2 0I2 0W1 0W2"
 
 
@@ -316,7 +272,7 @@ def test_orders_that_cannot_run() -> None:
     rows = problem.rows_of(build("1f1b", 2, 2))
     rows[1] = [rows[1][0], *rows[1][2:4], rows[1][1], *rows[1][4:]]
     blocked = [rows[0][:1] + rows[0][2:3] + rows[0][1:2] + rows[0][3:], rows[1]]
-    assert play(problem, blocked) is None
+    assert problem.play(blocked) is None
     assert improve(problem, blocked, plays=5) is None
 
 
@@ -333,8 +289,8 @@ def test_bad_arguments_are_refused() -> None:
     with pytest.raises(ScheduleError, match="expected times and memory of each stage, got 1"):
         Costs([(1.0, 1.0, 1.0)], [])
     with pytest.raises(ScheduleError, match="expected the wiring of 2 stages, got that of 3"):
-        replace(costs, wiring=Wiring.chain((1, 1)))
+        replace(costs, wiring=chain_of((1, 1)))
     with pytest.raises(ScheduleError, match="slices=2 has no effect without early_weights=True"):
         replace(costs, slices=2)
     with pytest.raises(ScheduleError, match=r"with a wiring, .* cannot be cut further"):
-        replace(costs, wiring=Wiring.chain((1,))).cut(2)
+        replace(costs, wiring=chain_of((1,))).cut(2)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from autosplit.cli.projection import choose_schedules
+from autosplit.cli.projection import choose_schedule
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.builders.build import SCHEDULES
 from autosplit.pipeline.search.survey import survey
@@ -128,7 +128,7 @@ def test_rows_above_the_cap_are_marked_and_count_as_no_best() -> None:
     assert "over cap" in _row(table, "gpipe")
     assert "over cap" not in _row(table, "auto")
     assert "over cap: keeps more than 3.5 on a rank" in table
-    best = choose_schedules(found, None)
+    best = choose_schedule(found, None)
     assert "1.000x" in next(
         line for line in table.splitlines() if line.split()[:2] == [best.name, best.weights]
     )

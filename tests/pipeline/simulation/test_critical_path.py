@@ -43,3 +43,11 @@ def test_its_actions_and_transfers_fill_the_step(
     crossings = sum(one.rank != other.rank for one, other in itertools.pairwise(path))
     working = sum(span.end - span.start for span in path)
     assert timeline.makespan == pytest.approx(working + transfer * crossings)
+
+
+def test_slices_that_take_no_time_are_no_circle() -> None:
+    """Two of one W are equal spans."""
+    schedule = schedule_of("0F0 0I0 0W0", "1F0 1I0 1W0", microbatches=1)
+    timeline = simulate(schedule, seconds(1, 1, 0), early_weights=True, slices=2)
+    path = [str(span.action) for span in critical_path(timeline)]
+    assert list(dict.fromkeys(path)) == ["0F0", "1F0", "1I0", "0I0"]

@@ -16,6 +16,7 @@ from autosplit.pipeline.engine.execution.action_order import Step, early_weights
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.dependency import needs_of, result_of
 from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.schedule.wiring import Feeds
 from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.pipeline.simulation.timeline import Span, Timeline
 from tests.pipeline.tables import schedule_of, seconds, small
@@ -88,7 +89,7 @@ def executed(
     clock = [0.0]
 
     def ready(action: Action) -> float:
-        makers = [made[need] for need in needs_of(action, schedule.stages)]
+        makers = [made[need] for need in needs_of(action, Feeds(schedule.stages))]
         away = [each.end + transfer for each in makers if each.rank != spans[0].rank]
         return max(away, default=0.0)
 

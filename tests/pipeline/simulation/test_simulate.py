@@ -18,7 +18,7 @@ from autosplit.pipeline.simulation.step_costs import Costs
 from autosplit.pipeline.simulation.timeline import Timeline
 from autosplit.pipeline.simulation.transfer import Link, Transfer
 from autosplit.pipeline.training.auto_schedule import usual_times
-from tests.pipeline.tables import schedule_of, seconds, small
+from tests.pipeline.tables import chain_of, schedule_of, seconds, small
 
 UNIT = seconds(1, 1, 1)
 FUSED: dict[str, Any] = {"split_backward": False}
@@ -145,8 +145,8 @@ def test_a_stage_waits_for_those_that_feed_it_only() -> None:
 
 def test_a_wiring_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ScheduleError, match=r"'table' has 3 stages, but the wiring that of 2"):
-        simulate(FUSED_CHAIN, UNIT, wiring=Wiring.chain((1,)))
-    two = Wiring.chain((2, 1))
+        simulate(FUSED_CHAIN, UNIT, wiring=chain_of((1,)))
+    two = chain_of((2, 1))
     cases: list[Any] = [8.0, {0: (1.0, 2.0, 3.0), 1: 1.0}]
     for sizes in cases:
         links = Transfer(bandwidth=1.0, message_bytes=sizes)
@@ -159,7 +159,7 @@ def test_a_wiring_that_does_not_fit_is_refused() -> None:
 def test_a_wired_chain_is_a_chain(name: str, ranks: int, microbatches: int) -> None:
     schedule = small(name, ranks, microbatches)
     links = Transfer(latency=0.25, bandwidth=2.0, message_bytes=3.0)
-    wiring = Wiring.chain((1,) * (schedule.stages - 1))
+    wiring = chain_of((1,) * (schedule.stages - 1))
     wired = simulate(schedule, seconds(3, 2, 1), transfer=links, wiring=wiring)
     assert wired == simulate(schedule, seconds(3, 2, 1), transfer=links)
 

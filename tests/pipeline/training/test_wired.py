@@ -27,6 +27,7 @@ from tests.pipeline import rendezvous, wired, wired_workers, workers
 from tests.pipeline.random_schedules import random_schedule
 from tests.pipeline.reference_stage import ReferenceStage
 from tests.pipeline.rendezvous import Port, Wire
+from tests.pipeline.tables import chain_of
 
 CPU = torch.device("cpu")
 ROWS = 3
@@ -162,7 +163,7 @@ def test_a_stage_that_puts_out_something_else_than_the_wiring_says() -> None:
         def build(self, index: int) -> nn.Module:
             return wired.Mix(0, 1, 2)
 
-    wiring = Wiring.chain((1,))
+    wiring = chain_of((1,))
     with (
         workers.trainer(Wrong(wiring), ranks=1) as engine,
         pytest.raises(PipelineError, match="stage 0 puts out 2 tensors; the wiring says 1"),

@@ -22,15 +22,15 @@ from autosplit.pipeline.validation.validate import validate
 from tests.pipeline.tables import schedule_of, seconds
 
 
-def refusal(schedule: Schedule, max_in_flight: int | None = None) -> str:
+def refusal(schedule: Schedule) -> str:
     with pytest.raises(ScheduleError) as caught:
-        validate(schedule, max_in_flight=max_in_flight)
+        validate(schedule)
     return str(caught.value)
 
 
-def faults(schedule: Schedule, max_in_flight: int | None = None) -> list[str]:
+def faults(schedule: Schedule) -> list[str]:
     """The numbered lines of the error, without their numbers."""
-    return re.findall(r"^\d+\. (.*)$", refusal(schedule, max_in_flight), flags=re.MULTILINE)
+    return re.findall(r"^\d+\. (.*)$", refusal(schedule), flags=re.MULTILINE)
 
 
 def test_a_legal_schedule_passes() -> None:
@@ -166,18 +166,6 @@ def test_sizes_and_placement(changes: dict[str, Any], expected: str) -> None:
     schedule = dataclasses.replace(build("1f1b", 2, 2), **changes)
     assert expected in faults(schedule)
     assert "rank 0  0F0" in refusal(schedule)
-
-
-def test_activations_in_flight() -> None:
-    schedule = build("1f1b", 2, 4, weights="2bp")
-    assert faults(schedule, max_in_flight=2) == [
-        "0F2 makes 3 microbatches in flight on stage 0, more than max_in_flight=2",
-        "1F2 makes 3 microbatches in flight on stage 1, more than max_in_flight=2",
-    ]
-    validate(schedule, max_in_flight=4)
-    validate(build("1f1b", 2, 4, weights="fill"), max_in_flight=2)
-    with pytest.raises(ScheduleError, match="max_in_flight must be at least 1, got 0"):
-        validate(schedule, max_in_flight=0)
 
 
 def test_bytes_that_a_rank_keeps() -> None:

@@ -9,8 +9,8 @@ from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.dependency import result_of
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
-from autosplit.pipeline.simulation.arrivals import Arrivals
 from autosplit.pipeline.simulation.step_costs import Costs
+from autosplit.pipeline.simulation.step_graph import StepGraph
 from autosplit.pipeline.simulation.timeline import Timeline
 
 _TOLERANCE = 1e-9  # ends that differ by rounding are equal
@@ -79,14 +79,11 @@ def _urgent(schedule: Schedule, costs: Costs, timeline: Timeline) -> frozenset[A
                 urgent.add(action)
     takers = {result_of(action): start for action, start in starts.items()}
     feeds = None if costs.wiring is None else Feeds(schedule.stages, costs.wiring)
-    arrivals = Arrivals(schedule, costs.transfer, feeds)
-    for made, end in wholes.items():
-        home = schedule.home(made.stage, made.microbatch)
-        for parcel in arrivals.parcels(made):
-            target = schedule.home(parcel.stage, made.microbatch)
-            if target == home:
-                continue
-            travel = sum(arrivals.travel(parcel, home, target))
-            if takers[replace(made, stage=parcel.stage)] < end + travel:
+    graph = StepGraph(schedule, feeds=feeds, transfer=costs.transfer)
+    for made, rank, messages in zip(graph.actions, graph.ranks, graph.makes, strict=True):
+        for parcel, _, took, latency in messages if made in wholes else ():
+            taker = replace(made, stage=graph.parcels[parcel].stage)
+            arrives = wholes[made] + took + latency
+            if graph.takers[parcel] != rank and takers[taker] < arrives:
                 urgent.add(made)
     return frozenset(urgent)

@@ -16,8 +16,8 @@ from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.simulate import simulate
 
-from .fill import StageTimes, fill
-from .slots import Row, Skeleton
+from .fill import Filler, StageTimes
+from .template import Row, ScheduleTemplate
 
 WEIGHTS = ("2bp", "fill")
 """Known placements of W."""
@@ -30,38 +30,27 @@ _PATIENCE = (0.5, 0.25, 0.0, 1.0)
 
 
 def place_weights(
-    name: str, skeleton: Skeleton, weights: str | None, times: Times | None
+    name: str, template: ScheduleTemplate, weights: str | None, times: Times | None
 ) -> Schedule:
-    """The schedule of a skeleton.
+    """The schedule of a template.
 
     Args:
         name: the schedule's name.
-        skeleton: the order of F and B.
+        template: the order of F and B.
         weights: ``"2bp"``, ``"fill"``, or None to run the rows as they are.
         times: durations that ``"fill"`` is to suit; None means F = I = W.
 
     Raises:
         ScheduleError: times that are none.
     """
-    if weights == "2bp" and skeleton.paced is not None:
-        rows = zip(skeleton.rows, skeleton.paced, strict=True)
+    if weights == "2bp" and template.paced is not None:
+        rows = zip(template.rows, template.paced, strict=True)
         ranks = tuple(_paper(_inputs_only(row), count) for row, count in rows)
     elif weights == "fill":
-        ranks = _fill_best(name, skeleton, times)
+        ranks = _fill_best(name, template, times)
     else:
-        ranks = skeleton.rows
-    return schedule_of(name, skeleton, ranks)
-
-
-def check_counts(**counts: int) -> None:
-    """Refuse anything but integers from 1 on.
-
-    Raises:
-        ScheduleError: names the argument and what came.
-    """
-    for what, value in counts.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ScheduleError(f"{what} must be an integer >= 1, got {value!r}")
+        ranks = template.rows
+    return with_rows(name, template, ranks)
 
 
 def _inputs_only(row: Sequence[Action]) -> Row:
@@ -88,42 +77,42 @@ def _paper(row: Row, count: int) -> Row:
     return (*result, *reversed(pending))
 
 
-def _fill_best(name: str, skeleton: Skeleton, times: Times | None) -> tuple[Row, ...]:
+def _fill_best(name: str, template: ScheduleTemplate, times: Times | None) -> tuple[Row, ...]:
     """Fill under F = I = W and, given times, under those too; keep what they make shortest.
 
     The order for F = I = W is the first candidate because it is hard to beat: a greedy choice
     under true times may start a W that no longer fits and pass the delay on to every stage.
     """
-    skeleton = replace(skeleton, rows=tuple(map(_inputs_only, skeleton.rows)))
-    stages = len(skeleton.placement)
-    best = fill(skeleton, [(1.0, 1.0, 1.0)] * stages).rows
+    unfilled = with_rows(name, template, tuple(map(_inputs_only, template.rows)))
+    filler = Filler(unfilled, template.budgets)
+    best = filler.fill([(1.0, 1.0, 1.0)] * unfilled.stages).rows
     if times is None:
         return best
-    triples = per_stage(times, stages)
+    triples = per_stage(times, unfilled.stages)
     duration = {
         (stage, kind): seconds
         for stage, triple in enumerate(triples)
         for kind, seconds in zip(_SPLIT_KINDS, triple, strict=True)
     }
-    step = simulate(schedule_of(name, skeleton, best), duration).step_time
+    step = simulate(replace(unfilled, ranks=best), duration).step_time
     greedy = min(
-        (fill(skeleton, triples, patience=each) for each in _PATIENCE), key=lambda each: each.step
+        (filler.fill(triples, patience=each) for each in _PATIENCE), key=lambda each: each.step
     )
     return best if step <= greedy.step else greedy.rows
 
 
-def schedule_of(name: str, skeleton: Skeleton, ranks: tuple[Row, ...]) -> Schedule:
-    """The schedule that runs ``ranks`` where ``skeleton`` places its stages."""
+def with_rows(name: str, template: ScheduleTemplate, ranks: tuple[Row, ...]) -> Schedule:
+    """The schedule that runs ``ranks`` where ``template`` places its stages."""
     actions = [action for row in ranks for action in row]
     return Schedule(
         name,
-        len(skeleton.placement),
+        len(template.placement),
         1 + max(action.microbatch for action in actions),
         ranks,
-        skeleton.placement,
+        template.placement,
         any(action.kind is ActionKind.BACKWARD_INPUT for action in actions),
-        skeleton.mirror,
-        skeleton.crosses_step,
+        template.mirror,
+        template.crosses_step,
     )
 
 

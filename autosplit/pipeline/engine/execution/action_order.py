@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autosplit.pipeline.schedule.action import Action, ActionKind
-from autosplit.pipeline.schedule.dependency import needs_of, result_of
+from autosplit.pipeline.schedule.dependency import result_of
 
 Values = list[Any]
 """Tensors, or None where there is no gradient; a weight half takes and gives nothing."""
@@ -79,4 +79,4 @@ def _is_weight(step: Step) -> bool:
 
 
 def _can_run(weight: Action, done: set[Action]) -> bool:
-    return all(need in done for need in needs_of(weight, weight.stage + 1))
+    return Action(weight.stage, ActionKind.BACKWARD_INPUT, weight.microbatch) in done

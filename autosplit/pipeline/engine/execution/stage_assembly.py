@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from autosplit.dump.boundary import crossings, total_bytes
+from autosplit.dump.boundary import boundary_tensors, total_bytes
 from autosplit.errors import PipelineError
 from autosplit.passes import Kind
 from autosplit.pipeline.engine.messages.shape_negotiation import Negotiation, TensorMeta
@@ -108,8 +108,8 @@ def footprint(stage: TrainableStage) -> tuple[float, float]:
     graphs = stage.functions.graphs
     if graphs.backward is None or graphs.backward_input is None or graphs.backward_weight is None:
         return (0.0, 0.0)
-    saved = crossings(graphs.forward, graphs.backward, Kind.SAVED)
-    deferred = crossings(graphs.backward_input, graphs.backward_weight, Kind.DEFERRED)
+    saved = boundary_tensors(graphs.forward, graphs.backward, Kind.SAVED)
+    deferred = boundary_tensors(graphs.backward_input, graphs.backward_weight, Kind.DEFERRED)
     return float(total_bytes(saved)), float(total_bytes(deferred))
 
 

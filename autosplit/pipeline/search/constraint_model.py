@@ -1,4 +1,4 @@
-"""A step as constraints: no overlap on a rank, results before their use, memory under the cap.
+"""A step as a constraint model: no overlap on a rank, precedence, messages, memory under the cap.
 
 Microbatches cost all the same, so of any schedule's Fs on a stage the j-th may be called
 microbatch j, and likewise its Is and its Ws, without changing when anything runs or what is kept.
@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 from autosplit.pipeline.schedule.action import Action
 
 from .bound import lower_bound
-from .play import play
 from .problem import FORWARD, FULL, INPUT, KINDS, WEIGHT, Problem, Rows
 from .units import Units
 
@@ -47,7 +46,7 @@ class StepModel:
         travels = [each for made in problem.makes for _, _, *travel in made for each in travel]
         self.units = Units([*problem.seconds, *travels])
         self._took = [self.units.nearest(each) for each in problem.seconds]
-        played = None if hint is None else play(problem, hint)
+        played = None if hint is None else problem.play(hint)
         self._horizon = sum(self._took) + sum(map(self.units.nearest, travels))
         if played is not None:
             self._horizon = self.units.above(played.makespan + self.units.slack(self._took))
@@ -82,7 +81,7 @@ class StepModel:
             place = start, end > start, action.microbatch, KINDS.index(action.kind)
             if number in whole:
                 action = Action(action.stage, FULL, action.microbatch)
-            rows[self.problem.rank[number]].append((place, action))
+            rows[self.problem.ranks[number]].append((place, action))
         return [[action for _, action in sorted(row, key=lambda each: each[0])] for row in rows]
 
     def _moment(self) -> Any:
@@ -116,7 +115,7 @@ class StepModel:
         for number in self._numbers:
             start, end = self._starts[number], self._ends[number]
             span = self.model.new_interval_var(start, self._lasts(number), end, "")
-            spans[self.problem.rank[number]].append(span)
+            spans[self.problem.ranks[number]].append(span)
         for row in spans.values():
             self.model.add_no_overlap(row)
 
@@ -165,7 +164,7 @@ class StepModel:
         spans, kept = [], []
         for forward in self._numbers:
             action = problem.actions[forward]
-            if action.kind is not FORWARD or problem.rank[forward] != rank:
+            if action.kind is not FORWARD or problem.ranks[forward] != rank:
                 continue
             inputs, weight = forward + count, forward + 2 * count
             saved, deferred = map(

@@ -1,4 +1,4 @@
-"""Put off every W for as long as there is memory, so that it is there to run in any wait."""
+"""Defer every W for as long as memory allows, so that it is there to run in any wait."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections import deque
 from .problem import WEIGHT, Problem, Rows
 
 
-def late(problem: Problem, rows: Rows) -> Rows:
+def defer_weights(problem: Problem, rows: Rows) -> Rows:
     """The same order, but each rank runs its Ws, in their order, where it needs their memory."""
-    return [_late(problem, row, rank) for rank, row in enumerate(rows)]
+    return [_deferred(problem, row, rank) for rank, row in enumerate(rows)]
 
 
-def _late(problem: Problem, row: list[int], rank: int) -> list[int]:
+def _deferred(problem: Problem, row: list[int], rank: int) -> list[int]:
     cap = problem.caps[rank] * (1 + 1e-9)
     found: list[int] = []
     waiting: deque[int] = deque()

@@ -12,8 +12,8 @@ Row = tuple[Action, ...]
 
 
 @dataclass(frozen=True)
-class Skeleton:
-    """What a schedule file says; how the backward is split comes later.
+class ScheduleTemplate:
+    """The order of F and B that a builder gives; how the backward is split comes later.
 
     Attributes:
         rows: per rank, its F and B; a schedule that places its own Ws lists I and W as well.
@@ -32,11 +32,6 @@ class Skeleton:
     paced: tuple[int, ...] | None = None
     mirror: tuple[int, ...] | None = None
     crosses_step: bool = False
-
-    def home(self, stage: int, microbatch: int) -> int:
-        """The rank that runs ``stage`` on ``microbatch``."""
-        copy = self.placement if self.mirror is None or microbatch % 2 == 0 else self.mirror
-        return copy[stage]
 
 
 def forward(stage: int, microbatch: int) -> Action:

@@ -1,10 +1,12 @@
-"""Where in the model an operation comes from, by the names that the model has for its modules."""
+"""Which modules of the model an operation of a captured graph is in, by the model's names."""
 
 from __future__ import annotations
 
 import functools
 import operator
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from torch import fx, nn
 
@@ -35,10 +37,17 @@ def name_modules(captured: fx.GraphModule, model: nn.Module) -> None:
 
 def _named(names: dict[str, list[str]], key: str, path: str) -> str:
     """The module's name; where the model has none for it, how it was reached."""
-    reached = _ENTRY.sub(lambda m: "." + next(filter(None, m.groups())), _ROOT.sub("", path))
-    reached = reached.removeprefix(".")
+    reached = _reached(path)
     known = names.get(key.partition("@")[0], [reached])
     return reached if reached in known else known[0]
+
+
+def _reached(path: str) -> str:
+    """How the forward reached a module, dotted; a name stays what it is."""
+    if "[" not in path:
+        return path
+    dotted = _ENTRY.sub(lambda m: "." + next(filter(None, m.groups())), _ROOT.sub("", path))
+    return dotted.removeprefix(".")
 
 
 def stack(node: fx.Node) -> tuple[str, ...]:
@@ -52,9 +61,14 @@ def stack(node: fx.Node) -> tuple[str, ...]:
             if isinstance(body, fx.GraphModule):
                 inside = [stack(n) for n in body.graph.nodes if n.op.startswith("call_")]
                 return functools.reduce(common, inside) if inside else ()
+    return frames(node.meta.get("nn_module_stack", {}))
+
+
+def frames(around: Mapping[Any, tuple[str, Any]]) -> tuple[str, ...]:
+    """The names in a module stack of Dynamo's, outermost first; the model itself has none."""
     found = []
-    for key, (name, _) in node.meta.get("nn_module_stack", {}).items():
-        call = str(key).partition("@")[2]
+    for key, (path, _) in around.items():
+        name, call = _reached(path), str(key).partition("@")[2]
         if name:
             found.append(f"{name}@{call}" if call else name)
     return tuple(found)

@@ -1,0 +1,164 @@
+"""A step as a graph of numbered actions, with the messages between them and their links."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import NamedTuple
+
+from autosplit.pipeline.schedule.action import Action, ActionKind
+from autosplit.pipeline.schedule.dependency import needs_of, result_of
+from autosplit.pipeline.schedule.routes import Parcel, parcels_of, positions_of
+from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.schedule.wiring import Feeds
+
+from .transfer import Transfer
+
+INSTANT = Transfer()
+"""Links that cost nothing."""
+
+
+Seconds = Sequence[float] | Mapping[int, float]
+"""By the number of an action, how long it takes where its row has it."""
+
+
+class Message(NamedTuple):
+    """A parcel on its way from the action that makes it to one rank.
+
+    Attributes:
+        parcel: its number.
+        link: the ranks at both ends; None if the parcel takes no time, as on its own rank.
+        took: seconds for which it keeps the link.
+        latency: seconds from then to its arrival.
+    """
+
+    parcel: int
+    link: tuple[int, int] | None
+    took: float
+    latency: float
+
+
+class StepGraph:
+    """Actions on their ranks, numbered in order, and what each needs and makes, numbered as well.
+
+    A parcel is a result on its way to one stage on one rank, which alone waits for it.
+
+    Args:
+        schedule: where stages lie; legal or not.
+        placed: rank and action of every node; None: those of the schedule, rank by rank.
+        feeds: who feeds whom; None: each stage the next.
+        transfer: the links between ranks.
+        given: results to take as there from the start.
+        own_needs: whether an action needs those of its own stage: not to be asked for where the
+            orders that are played are known to run F before I before W.
+
+    Attributes:
+        actions: by number.
+        ranks: of every action, the rank that runs it.
+        needs: of every action, the parcels that it takes.
+        makes: of every action, the messages that it sends; of several actions that make the same,
+            such as an I and a B, only the first to run sends it.
+        parcels: by number.
+        takers: of every parcel, the rank that waits for it.
+        makers: of every parcel, the first action that makes it; -1 if none does.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        placed: Iterable[tuple[int, Action]] | None = None,
+        *,
+        feeds: Feeds | None = None,
+        transfer: Transfer = INSTANT,
+        given: AbstractSet[Action] = frozenset(),
+        own_needs: bool = True,
+    ) -> None:
+        self._schedule = schedule
+        self._feeds = feeds or Feeds(schedule.stages)
+        self._transfer = transfer
+        placed = list(_listed(schedule) if placed is None else placed)
+        self.actions = [action for _, action in placed]
+        self.ranks = [rank for rank, _ in placed]
+        self.parcels: list[Parcel] = []
+        self.takers: list[int] = []
+        self.makers: list[int] = []
+        self._of_result: dict[Action, list[int]] = defaultdict(list)
+        self.needs = [
+            tuple(
+                self._number(need, action.stage, rank)
+                for need in needs_of(action, self._feeds)
+                if (not given or need not in given) and (own_needs or need.stage != action.stage)
+            )
+            for rank, action in placed
+        ]
+        send = self._at_once if transfer == INSTANT else self._sent
+        self.makes = [tuple(send(result_of(action), rank)) for rank, action in placed]
+        for number, messages in enumerate(self.makes):
+            for message in messages:
+                if self.makers[message.parcel] < 0:
+                    self.makers[message.parcel] = number
+
+    def _number(self, result: Action, stage: int, rank: int) -> int:
+        """The number of a result on its way to a stage on a rank."""
+        numbers = self._of_result[result]
+        for number in numbers:
+            if self.takers[number] == rank and self.parcels[number].stage == stage:
+                return number
+        numbers.append(len(self.parcels))
+        self.parcels.append(Parcel(result, stage))
+        self.takers.append(rank)
+        self.makers.append(-1)
+        return numbers[-1]
+
+    def _at_once(self, result: Action, _: int) -> Iterator[Message]:
+        for number in self._of_result.get(result, ()):
+            yield Message(number, None, 0.0, 0.0)
+
+    def _sent(self, result: Action, rank: int) -> Iterator[Message]:
+        """The messages of a result, in the order in which links carry them."""
+        travelling: set[int] = set()
+        for parcel in parcels_of(result, self._feeds):
+            if parcel.stage >= self._schedule.stages:  # of an action that is not of this pipeline
+                continue
+            home = self._schedule.home(parcel.stage, result.microbatch)
+            if home == rank:
+                continue
+            took, latency = self._travel(parcel, rank, home)
+            first = self._number(result, parcel.stage, home)
+            # An illegal schedule may run the stage elsewhere: it waits for the same message.
+            for number in (first, *(n for n in self._of_result[result] if n != first)):
+                if self.parcels[number].stage == parcel.stage and self.takers[number] != rank:
+                    travelling.add(number)
+                    yield Message(number, (rank, home), took if number == first else 0.0, latency)
+        for number in self._of_result.get(result, ()):
+            if number not in travelling:
+                yield Message(number, None, 0.0, 0.0)
+
+    def _travel(self, parcel: Parcel, source: int, target: int) -> tuple[float, float]:
+        """Seconds for which a parcel keeps the link between two ranks, and then to its arrival."""
+        latency, bandwidth = self._transfer.link(source, target)
+        if self._feeds.wiring is None:
+            return self._transfer.bytes_of(parcel) / bandwidth, latency
+        positions = positions_of(parcel, self._schedule, self._feeds) or ()
+        outputs = self._feeds.wiring.outputs[parcel.boundary]
+        return self._transfer.bytes_with(parcel, positions, outputs) / bandwidth, latency
+
+    def inputs_of_weights(self) -> list[int]:
+        """Of every W, the number of its own I on its rank; -1 where there is none."""
+        inputs: dict[tuple[int, int, int], int] = {}
+        for number, action in enumerate(self.actions):
+            if action.kind is ActionKind.BACKWARD_INPUT:
+                key = self.ranks[number], action.stage, action.microbatch
+                inputs.setdefault(key, number)
+        return [
+            inputs.get((rank, action.stage, action.microbatch), -1)
+            if action.kind is ActionKind.BACKWARD_WEIGHT
+            else -1
+            for rank, action in zip(self.ranks, self.actions, strict=True)
+        ]
+
+
+def _listed(schedule: Schedule) -> Iterator[tuple[int, Action]]:
+    for rank, row in enumerate(schedule.ranks):
+        yield from ((rank, action) for action in row)

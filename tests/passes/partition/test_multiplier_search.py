@@ -1,0 +1,154 @@
+"""multiplier_search: the division that the memory setting asks for, and no cheaper one."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import fx
+
+from autosplit.passes import Kind, memory_setting
+from autosplit.passes.analysis.aliasing import distinct_bytes
+from autosplit.passes.errors import BudgetError
+from autosplit.passes.graph import Regions
+from autosplit.passes.memory_policy import Memory
+from autosplit.passes.partition.multiplier_search import (
+    best_division,
+    recompute_time,
+    run_counts,
+    waiting_share,
+    weight_work,
+)
+from autosplit.passes.partition.reachability import Reachability
+from tests.passes.sized import Sized
+
+SIZES = (400, 300, 200, 100)
+
+
+def layers() -> fx.Graph:
+    """A weight gradient for each size, made of an input and a derivative of that size. All take
+    about the same time, so that what frees the most bytes is computed in I.
+    """
+    sized = Sized()
+    dy = sized.tangent(8)
+    for size in SIZES:
+        x = sized.costly(size, sized.input(8))
+        sized.result(Kind.OUTPUT, x)
+        derivative = sized.costly(8, dy)
+        sized.result(Kind.INPUT_GRAD, derivative)
+        sized.result(Kind.PARAMETER_GRAD, sized.costly(8, x, derivative))
+    return sized.module().graph
+
+
+def divided(graph: fx.Graph, memory: Memory) -> tuple[Regions, Reachability]:
+    reach = Reachability.of(graph)
+    return best_division(graph, reach, memory), reach
+
+
+def deferred(regions: Regions) -> int:
+    return distinct_bytes(regions.deferred)
+
+
+def test_all_weight_gradients_are_deferred_where_nothing_limits_them() -> None:
+    regions, _ = divided(layers(), memory_setting("fast"))
+    assert regions.released == set()
+    assert deferred(regions) == sum(SIZES) + 8 * len(SIZES)
+
+
+@pytest.mark.parametrize("budget", [1100, 900, 700, 500, 300, 0])
+def test_budget_is_kept_with_as_much_deferred_as_fits(budget: int) -> None:
+    """A smaller multiplier would defer more bytes, a larger one fewer."""
+    regions, _ = divided(layers(), memory_setting(budget))
+    assert deferred(regions) <= budget
+    left = [size for size in SIZES if deferred_of(regions, size)]
+    # No larger set of deferred gradients fits that frees its bytes at the same price or better.
+    fitting = [
+        sum(sizes) + 8 * len(sizes)
+        for count in range(len(SIZES) + 1)
+        for sizes in itertools.combinations(SIZES, count)
+        if sum(sizes) + 8 * len(sizes) <= budget
+    ]
+    most = max(len(s) for s in prefixes() if sum(s) + 8 * len(s) <= budget)
+    assert len(left) == most
+    assert deferred(regions) in fitting
+
+
+def prefixes() -> list[tuple[int, ...]]:
+    """What remains deferred after the largest, the two largest, ... are computed in I."""
+    return [SIZES[count:] for count in range(len(SIZES) + 1)]
+
+
+def deferred_of(regions: Regions, size: int) -> bool:
+    return any(node.meta["val"].numel() == size for node in regions.deferred)
+
+
+def test_budget_below_the_least_possible() -> None:
+    """An embedding's W needs what I hands on in any case: here one gradient cannot be released."""
+    sized = Sized()
+    dy, x = sized.tangent(8), sized.input(8)
+    sized.result(Kind.INPUT_GRAD, sized.costly(8, dy))
+    saved = sized.costly(64, x)
+    sized.result(Kind.OUTPUT, saved)
+    sized.result(Kind.PARAMETER_GRAD, sized.view(sized.input(16, Kind.TANGENT)))
+    graph = sized.module().graph
+    with pytest.raises(
+        BudgetError,
+        match=r"memory=3: no division holds so little .*; the least possible is 16 bytes",
+    ):
+        divided(graph, memory_setting(3))
+
+
+@pytest.mark.parametrize("share", [1.0, 0.75, 0.5, 0.25])
+def test_at_least_the_asked_share_of_work_is_deferred(share: float) -> None:
+    graph = products()
+    regions, reach = divided(graph, Memory("test", recompute=0.0, waiting=share))
+    assert waiting_share(regions, reach) >= share
+    less, _ = divided(graph, Memory("test", recompute=0.0, waiting=max(share - 0.25, 0)))
+    assert deferred(less) <= deferred(regions)
+
+
+def products() -> fx.Graph:
+    """Four matrix products for weight gradients, of the same FLOPs and of other bytes each."""
+
+    sized = Sized()
+    dy = sized.tangent(16)
+    for rows, columns in ((2, 8), (4, 4), (8, 2), (16, 1)):
+        x = sized.costly(1, sized.input(8))
+        sized.result(Kind.OUTPUT, x)
+        derivative = sized.costly(1, dy)
+        sized.result(Kind.INPUT_GRAD, derivative)
+        product = sized.graph.call_function(torch.ops.aten.mm.default, (derivative, x))
+        derivative.meta["val"] = torch.empty(rows, 4, device="meta")
+        x.meta["val"] = torch.empty(4, columns, device="meta")
+        product.meta["val"] = torch.empty(rows, columns, device="meta")
+        sized.result(Kind.PARAMETER_GRAD, product)
+    return sized.module().graph
+
+
+def test_recomputation_stays_within_its_share_of_the_step() -> None:
+    graph = recomputable()
+    none, reach = divided(graph, Memory("test", recompute=0.0))
+    assert recompute_time(none, reach) == 0
+    some, reach = divided(graph, Memory("test", recompute=100.0))
+    assert recompute_time(some, reach) > 0
+    assert distinct_bytes(some.saved) < distinct_bytes(none.saved)
+    assert max(run_counts(some, reach).values()) > max(run_counts(none, reach).values()) == 1
+
+
+def recomputable() -> fx.Graph:
+    """A large cheap value made of a small one, both of which the backward could read."""
+    sized = Sized()
+    x, dy = sized.input(8), sized.tangent(8)
+    small = sized.costly(8, x)
+    large = sized.cheap(1_000_000, small)
+    sized.result(Kind.OUTPUT, sized.costly(8, large))
+    derivative = sized.costly(8, dy, large)
+    sized.result(Kind.INPUT_GRAD, derivative)
+    return sized.module().graph
+
+
+def test_weight_work_is_what_no_input_gradient_needs() -> None:
+    graph = layers()
+    reach = Reachability.of(graph)
+    assert weight_work(reach) == set(reach.weight_grads)

@@ -1,0 +1,200 @@
+"""tensor_names: a saved or deferred tensor is called after a module and what it is to it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+from autosplit.passes import Kind, SplitGraphs, run
+from autosplit.passes.graph import placeholders
+from autosplit.passes.origin import ORIGIN, Origin
+from autosplit.passes.partition.reachability import Reachability
+from autosplit.passes.partition.regions import Division
+from autosplit.passes.partition.tensor_names import name_boundaries
+from tests.passes.graphs import joint_of, names_in, names_out
+from tests.passes.sized import Sized
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(4, 6, bias=False)
+        self.up = nn.Linear(4, 6, bias=False)
+        self.down = nn.Linear(6, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Model(nn.Module):
+    def __init__(self, depth: int = 2) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"norm": nn.LayerNorm(4), "mlp": Gated()}) for _ in range(depth)
+        )
+        self.head = nn.Linear(4, 2, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer["mlp"](layer["norm"](x))
+        return self.head(x)
+
+
+def split(module: nn.Module, *shape: int) -> SplitGraphs:
+    return run(joint_of(module, torch.randn(shape, requires_grad=True)), memory="fast")
+
+
+def test_deferred_tensors_are_inputs_and_derivatives_of_modules() -> None:
+    assert sorted(names_out(split(Model(), 3, 4).backward_input, Kind.DEFERRED)) == [
+        "grad_output",
+        "head_input",
+        "layers_0_mlp_down_dy",
+        "layers_0_mlp_down_input",
+        "layers_0_mlp_gate_dy",
+        "layers_0_mlp_input",  # of gate and up
+        "layers_0_mlp_up_dy",
+        "layers_0_norm_bias_grad",
+        "layers_0_norm_weight_grad",
+        "layers_1_mlp_down_dy",
+        "layers_1_mlp_down_input",
+        "layers_1_mlp_gate_dy",
+        "layers_1_mlp_input",
+        "layers_1_mlp_up_dy",
+        "layers_1_norm_bias_grad",
+        "layers_1_norm_weight_grad",
+    ]
+
+
+def test_saved_tensors_say_which_module_made_or_reads_them() -> None:
+    saved = names_out(split(Model(1), 3, 4).forward, Kind.SAVED)
+    assert set(saved) == {
+        "args_0",
+        "layers_0_norm_layer_norm",  # its mean,
+        "layers_0_norm_layer_norm_2",  # and one over its deviation
+        "layers_0_mlp_input",
+        "layers_0_mlp_gate_output",
+        "layers_0_mlp_silu",
+        "layers_0_mlp_up_output",
+        "layers_0_mlp_down_input",
+        "head_input",
+    }
+
+
+def test_every_graph_knows_a_tensor_by_the_same_name() -> None:
+    graphs = split(Model(), 3, 4)
+    deferred = set(names_out(graphs.backward_input, Kind.DEFERRED))
+    assert deferred == set(names_in(graphs.backward_weight, Kind.DEFERRED))
+    assert deferred == {node.name for node in placeholders(graphs.backward_weight.graph)}
+    assert deferred <= {node.name for node in graphs.joint.graph.nodes}
+
+
+class Repeated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(self.block(x))
+
+
+def test_a_later_call_of_a_module_has_its_number() -> None:
+    graphs = split(Repeated(), 3, 4)
+    assert set(names_out(graphs.backward_input, Kind.DEFERRED)) == {
+        "args_0",
+        "block_0_call_2_input",
+        "block_0_call_2_dy",
+        "block_0_dy",
+    }
+
+
+class WithoutModules(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.w)
+
+
+def test_outside_of_modules_operator_and_line_are_the_name() -> None:
+    line = WithoutModules.forward.__code__.co_firstlineno + 1
+    graphs = split(WithoutModules(), 3, 4)
+    assert names_out(graphs.forward, Kind.SAVED) == [
+        "args_0",
+        f"tanh_test_tensor_names_line_{line}",
+    ]
+    assert names_out(graphs.backward_input, Kind.DEFERRED) == [
+        "args_0",
+        f"tanh_grad_test_tensor_names_line_{line}",
+    ]
+
+
+@pytest.mark.parametrize("taken", ["m_input", "m_output"])
+def test_names_are_unique(taken: str) -> None:
+    """Two tensors of one module and use; and a node that has the name already."""
+    graph, nodes = saving(2)
+    unrelated = placeholders(graph)[0]
+    unrelated.name = unrelated.target = taken
+    name(graph)
+    assert [node.name for node in nodes] == (
+        ["m_input_2", "m_input_3"] if taken == "m_input" else ["m_input", "m_input_2"]
+    )
+    names = [node.name for node in graph.nodes]
+    assert len(names) == len(set(names))
+
+
+def saving(count: int) -> tuple[fx.Graph, list[fx.Node]]:
+    """``count`` tensors that a module ``m`` multiplies in the backward."""
+    sized = Sized()
+    x, dy = sized.input(8), sized.tangent(8)
+    saved = [sized.costly(8, x) for _ in range(count)]
+    for node in saved:
+        sized.result(Kind.OUTPUT, node)
+        product = sized.costly(8, node, dy)
+        product.meta[ORIGIN] = Origin(("m",))
+        sized.result(Kind.INPUT_GRAD if node is saved[0] else Kind.PARAMETER_GRAD, product)
+    return sized.module().graph, saved
+
+
+def name(graph: fx.Graph) -> None:
+    reach = Reachability.of(graph)
+    regions = Division(graph, reach, recompute=False, release=False).cut()
+    name_boundaries(graph, regions, reach)
+
+
+def calls_of(function: Callable[[], object]) -> int:
+    """How many Python functions it calls."""
+    count = 0
+
+    def profile(frame: object, event: str, argument: object) -> None:
+        nonlocal count
+        count += event == "call"
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+def test_work_grows_as_the_graph() -> None:
+    def work(count: int) -> int:
+        graph, _ = saving(count)
+        reach = Reachability.of(graph)
+        regions = Division(graph, reach, recompute=False, release=False).cut()
+        return calls_of(lambda: name_boundaries(graph, regions, reach))
+
+    assert work(100) < 2.2 * work(50)
+
+
+def test_parameters_and_inputs_keep_the_users_names() -> None:
+    graphs = split(nn.Linear(4, 2), 3, 4)
+    assert names_out(graphs.forward, Kind.SAVED) == ["args_0"]
+    assert names_in(graphs.backward_weight, Kind.DEFERRED) == ["args_0", "grad_output"]

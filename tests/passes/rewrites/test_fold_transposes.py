@@ -1,0 +1,115 @@
+"""fold_transposes: pairs that cancel go, all others stay, and the bits are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from autosplit.passes import Kind, Role, SplitProgram
+from autosplit.passes.graph import calls, outputs
+from autosplit.passes.rewrites.fold_transposes import fold_transposes
+from autosplit.passes.verify import verify
+from tests.passes.graphs import assert_gradients_are_autograds, program_of
+
+aten = torch.ops.aten
+
+
+def views(program: SplitProgram) -> list[str]:
+    return [str(node.target) for node in calls(program.joint.graph)]
+
+
+def test_a_linear_layer_is_left_with_what_its_products_need() -> None:
+    program = program_of(nn.Linear(3, 2, bias=False), torch.randn(4, 3, requires_grad=True))
+    assert views(program).count("aten.t.default") == 5
+    assert fold_transposes(program)
+    verify(program)
+    # The weight for the forward's product, and the gradient for the weight's; dX reads the weight.
+    assert views(program).count("aten.t.default") == 2
+    assert not fold_transposes(program)
+
+
+def chain(*steps: Callable[[fx.Graph, fx.Node], fx.Node]) -> tuple[SplitProgram, list[fx.Node]]:
+    """A graph that transposes its input, [2, 3, 4], step by step, and returns the negative."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta.update(val=torch.empty(2, 3, 4, device="meta"), role=Role(Kind.INPUT, "x"))
+    nodes = [x]
+    for step in steps:
+        nodes.append(step(graph, nodes[-1]))
+        nodes[-1].meta["val"] = applied(nodes[-1])
+    negative = graph.call_function(aten.neg.default, (nodes[-1],))
+    negative.meta["val"] = applied(negative)
+    graph.output([negative]).meta["roles"] = (Role(Kind.OUTPUT, "output"),)
+    return SplitProgram(fx.GraphModule(nn.Module(), graph)), nodes
+
+
+def applied(node: fx.Node) -> Tensor:
+    args = fx.node.map_arg(node.args, lambda each: each.meta["val"])
+    return node.target(*args)
+
+
+def permute(*order: int) -> Callable[[fx.Graph, fx.Node], fx.Node]:
+    return lambda graph, node: graph.call_function(aten.permute.default, (node, list(order)))
+
+
+def transpose(one: int, other: int) -> Callable[[fx.Graph, fx.Node], fx.Node]:
+    return lambda graph, node: graph.call_function(aten.transpose.int, (node, one, other))
+
+
+@pytest.mark.parametrize(
+    ("steps", "left"),
+    [
+        ([transpose(0, 1), transpose(1, 0)], 0),
+        ([transpose(-1, 1), transpose(1, 2)], 0),
+        ([transpose(0, 2), permute(2, 1, 0)], 0),
+        ([permute(1, 2, 0), permute(2, 0, 1)], 0),
+        ([transpose(0, 1)] * 3, 1),
+        ([transpose(0, 1)] * 4, 0),
+        ([transpose(0, 1), transpose(1, 2)], 2),
+        ([permute(1, 2, 0), permute(1, 2, 0)], 2),
+    ],
+)
+def test_pairs_that_cancel(steps: list[Callable[..., fx.Node]], left: int) -> None:
+    program, _ = chain(*steps)
+    expected = outputs(program.joint.graph)[0][1].meta["val"]
+    assert fold_transposes(program) == (left < len(steps))
+    assert len(views(program)) == left + 1
+    program.joint.graph.lint()
+    (negative,) = [value for _, value in outputs(program.joint.graph)]
+    found = applied(negative)
+    assert (found.shape, found.stride()) == (expected.shape, expected.stride())
+
+
+def test_a_first_transpose_that_others_read_stays() -> None:
+    program, (x, first, second) = chain(transpose(0, 1), transpose(0, 1))
+    graph = program.joint.graph
+    with graph.inserting_before(graph.output_node()):
+        reader = graph.call_function(aten.neg.default, (first,))
+    reader.meta["val"] = applied(reader)
+    graph.output_node().args = ([outputs(graph)[0][1], reader],)
+    graph.output_node().meta["roles"] = (Role(Kind.OUTPUT, "0"), Role(Kind.OUTPUT, "1"))
+    assert fold_transposes(program)
+    assert reader.args == (first,)
+    assert outputs(graph)[0][1].args == (x,)
+    assert second not in graph.nodes
+
+
+class Mixed(nn.Module):
+    """Returns what it transposed twice, and has two parameters with one gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.randn(4, 4))
+        self.b = nn.Parameter(torch.randn(4, 4))
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x @ (self.a.t().t() + self.b).t())
+        return y.t().t()
+
+
+def test_gradients_are_autograds() -> None:
+    assert_gradients_are_autograds(Mixed(), torch.randn(3, 4))

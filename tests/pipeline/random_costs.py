@@ -1,0 +1,56 @@
+"""Costs of steps for hypothesis: whatever a trainer can tell of its stages and links."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import strategies as st
+
+from autosplit.pipeline.schedule.wiring import Source, Wiring
+from autosplit.pipeline.simulation.activation_memory import StageMemory
+from autosplit.pipeline.simulation.step_costs import Costs
+from autosplit.pipeline.simulation.transfer import Link, Transfer
+
+TIMES = st.tuples(st.integers(1, 4), st.integers(0, 4), st.integers(1, 4))
+
+
+@st.composite
+def wirings(draw: st.DrawFn, stages: int) -> tuple[Wiring, Transfer]:
+    """Every stage takes of earlier ones, mostly not of the next only; some send nothing back."""
+    outputs = draw(st.lists(st.integers(1, 2), min_size=stages - 1, max_size=stages - 1))
+    inputs: list[tuple[Source, ...]] = [(Source(None, 0),)]
+    for stage in range(1, stages):
+        earlier = [Source(s, p) for s in range(stage) for p in range(outputs[s])]
+        taken = draw(st.sets(st.sampled_from(earlier), min_size=1, max_size=3))
+        inputs.append(tuple(sorted(taken, key=str)))
+    sizes = {
+        s: [draw(st.sampled_from([0.5, 1.0])) for _ in range(n)] for s, n in enumerate(outputs)
+    }
+    back = {s: [size * draw(st.sampled_from([0.0, 1.0])) for size in sizes[s]] for s in sizes}
+    links = Transfer(draw(st.sampled_from([0.0, 0.5])), 2.0, sizes, back)
+    return Wiring(tuple(inputs), tuple(outputs)), links
+
+
+@st.composite
+def costs_of(draw: st.DrawFn, stages: int) -> Costs:
+    """Whatever a trainer can tell: uneven stages, links, skip connections, Ws in slices."""
+    times = draw(st.lists(TIMES, min_size=stages, max_size=stages))
+    early = draw(st.booleans())
+    cut = draw(st.integers(1, 3)) if early else 1
+    slices = {s: [times[s][2] * share for share in (0.25, 0.75)] for s in range(0, stages, 2)}
+    by_stage = early and draw(st.booleans())
+    links = Transfer(draw(st.sampled_from([0.0, 0.5])), 2.0, draw(st.sampled_from([0.0, 1.0])))
+    wiring = None
+    if draw(st.booleans()):
+        wiring, links = draw(wirings(stages))
+    if draw(st.booleans()):
+        links = replace(links, pairs={(0, 1): Link(1.0, 0.5), (1, 2): Link(0.25)})
+    return Costs(
+        [(float(f), float(i), float(w)) for f, i, w in times],
+        [StageMemory(1.0, draw(st.sampled_from([0.75, 1.25])))] * stages,
+        links,
+        full=[i + w - draw(st.sampled_from([0.0, 0.5])) * min(i, w) for _, i, w in times],
+        wiring=wiring,
+        early_weights=early,
+        slices=slices if by_stage else cut,
+    )
