@@ -245,25 +245,27 @@ def test_stages_that_are_moved_make_their_tensors_where_they_are() -> None:
     stages = cut(whole, [whole.start("layers.1")])
     for index in range(2):
         stage = stages.build(index).double()
-        program = stage._programs[1]
-        assert program.device == torch.device("cpu")
-        assert "device(type='cpu')" in program.graph.code
+        x = torch.randn(2, 4)
+        graph = stage.check_inputs([x])
+        assert graph.device == torch.device("cpu")
+        assert "device(type='cpu')" in graph.graph.code
         stage.to("meta")
-        program = stage._programs[1]
-        assert program.device == torch.device("meta")
-        constants = [*program.graph.buffers()]
+        graph = stage.check_inputs([x])
+        assert graph.device == torch.device("meta")
+        constants = [*graph.graph.buffers()]
         assert constants
         assert all(each.is_meta and each.dtype is torch.float32 for each in constants)
-        assert "device(type='cpu')" not in program.graph.code
+        assert "device(type='cpu')" not in graph.graph.code
 
 
 def test_autocast_of_a_stage_is_that_of_the_device_to_which_it_is_moved() -> None:
     model = Placed()
     model.scale = 1.0
-    program = cut(WholeModel.capture(model, (torch.randn(2, 4),)), []).build(0)._programs[1]
-    assert "autocast('cpu'" in program.graph.code
-    code = program.moved(torch.device("cuda", 1)).graph.code
+    x = torch.randn(2, 4)
+    graph = cut(WholeModel.capture(model, (x,)), []).build(0).check_inputs([x])
+    assert "autocast('cpu'" in graph.graph.code
+    code = graph.moved(torch.device("cuda", 1)).graph.code
     assert "autocast('cuda'" in code
     assert "device(type='cuda', index=1)" in code
     assert "cpu" not in code
-    assert "autocast('cpu'" in program.graph.code
+    assert "autocast('cpu'" in graph.graph.code
