@@ -198,7 +198,7 @@ def tensor_of(node: fx.Node) -> torch.Tensor | None:
 
 
 def ancestors(roots: list[fx.Node]) -> set[fx.Node]:
-    """The roots and everything they are computed from."""
+    """The roots and all nodes that they depend on."""
     seen: set[fx.Node] = set()
     stack = list(roots)
     while stack:
@@ -210,7 +210,7 @@ def ancestors(roots: list[fx.Node]) -> set[fx.Node]:
 
 
 def descendants(roots: list[fx.Node]) -> set[fx.Node]:
-    """The roots and everything computed from them, the output node left out."""
+    """The roots and all nodes that depend on them, without the output node."""
     seen: set[fx.Node] = set()
     stack = list(roots)
     while stack:

@@ -61,8 +61,8 @@ def graph_table(functions: SplitFunctions, style: str = "simple") -> str:
 
 def memory_table(functions: SplitFunctions, style: str = "simple") -> str:
     """A row a memory setting, the one in use marked: what a microbatch holds, which share of the
-    weight gradients' FLOPs I does, and how many operators run again, with their estimated share
-    of the step's time.
+    weight gradients' FLOPs I does, and how many operators are recomputed, with the estimated share
+    of the step's time that takes.
     """
     graphs = functions.graphs
     late = graphs.memory.late_input
@@ -70,7 +70,14 @@ def memory_table(functions: SplitFunctions, style: str = "simple") -> str:
     settings = {each.name: each for each in (*known, graphs.memory)}
     trades = [memory_tradeoff(graphs.joint.graph, setting) for setting in settings.values()]
     rows = [_memory_row(each, each.name == graphs.memory.name) for each in trades]
-    headers = ["memory", "after F", "I to W", "weight FLOPs in I", "ops again", "time again"]
+    headers = [
+        "memory",
+        "after F",
+        "I to W",
+        "weight FLOPs in I",
+        "recomputed ops",
+        "time",
+    ]
     align = ("left", *["right"] * 5)
     return tabulate(rows, headers, tablefmt=style, colalign=align, disable_numparse=True)
 
@@ -91,7 +98,7 @@ def boundary_table(rows: list[BoundaryTensor], style: str) -> str:
     headers = ["tensor", "shape", "bytes", "made at", "for the gradient of"]
     align = ("left", "left", "right", "left", "left")
     if not table:
-        return "(nothing crosses)"
+        return "(no tensors)"
     return tabulate(table, headers, tablefmt=style, colalign=align, disable_numparse=True)
 
 

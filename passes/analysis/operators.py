@@ -23,7 +23,7 @@ def is_random(node: fx.Node) -> bool:
     """Whether the node draws from a random number generator.
 
     Attention is tagged as drawing because it may; without dropout it does not. Its backward, which
-    is tagged too, makes dropout's mask again from the seed that the forward put out.
+    is tagged too, recomputes dropout's mask from the seed that the forward returned.
     """
     # A custom operator that writes into its arguments is the argument of one that does not.
     ops = [each for each in (node.target, *node.args[:1]) if isinstance(each, OVERLOAD)]

@@ -1,1 +1,1 @@
-"""Unrolled loops, vectorized: their steps stacked into single operators."""
+"""Vectorization of unrolled loops: operators of all iterations as one batched operator."""

@@ -91,7 +91,7 @@ def _unsqueeze(emit: Emit, node: fx.Node, args: list[Any]) -> fx.Node:
 
 
 def _along(emit: Emit, node: fx.Node, args: list[Any]) -> fx.Node:
-    """A view along one dimension of what it looks at."""
+    """A view with a dimension among its arguments."""
     stack, dim, *rest = [*args, 0][: max(len(args), 2)]
     return emit(node.target, stack.node, dim % (_rank(stack.node) - 1) + 1, *rest)
 
@@ -123,7 +123,7 @@ def _view(emit: Emit, node: fx.Node, args: list[Any]) -> fx.Node:
 
 
 def reshaped(emit: Emit, node: fx.Node, sizes: list[int]) -> fx.Node:
-    """A view of other sizes, of a copy where the memory does not allow it."""
+    """``Tensor.reshape``: a view, or the view of a contiguous copy."""
     if list(node.meta["val"].shape) == sizes:
         return node
     try:
@@ -148,12 +148,12 @@ def _bmm(emit: Emit, node: fx.Node, args: list[Any]) -> fx.Node:
 
 
 def _written(node: fx.Node) -> Any:
-    """What padding writes into zeros."""
+    """The operand that padding writes into zeros."""
     return node.args[1 if node.target is aten.select_scatter.default else 0]
 
 
 def _pads_nothing(node: fx.Node) -> bool:
-    """Whether there are no zeros around what is written: along a dimension of size one."""
+    """Whether the padded dimension has size one, so that there are no zeros around the operand."""
     dim = node.args[2]
     return isinstance(_written(node), fx.Node) and node.meta["val"].shape[dim] == 1
 

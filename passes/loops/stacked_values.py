@@ -29,7 +29,7 @@ StepValues = tuple[fx.Node, ...]
 
 
 class StackPart(NamedTuple):
-    """Consecutive values that are consecutive slices of one tensor; or a single value by itself."""
+    """A run of values that are consecutive slices of one tensor; or a single value."""
 
     place: SliceOf | None
     values: StepValues
@@ -129,7 +129,7 @@ class StackedValues:
             if not plan.parts:
                 return self._stack_anew(plan.values, at)
             with self._graph.inserting_before(at):
-                parts = [self._part(piece, at) for piece in plan.parts]
+                parts = [self._part(part, at) for part in plan.parts]
                 return parts[0] if len(parts) == 1 else self._emit(first, aten.cat.default, parts)
         stacked = [
             Stacked(self.make(each, at)) if isinstance(each, StackPlan) else each
@@ -191,12 +191,12 @@ class StackedValues:
             count += 1
         return count
 
-    def _part(self, piece: StackPart, at: fx.Node) -> fx.Node:
-        first = piece.values[0]
-        if piece.place is None:
+    def _part(self, part: StackPart, at: fx.Node) -> fx.Node:
+        first = part.values[0]
+        if part.place is None:
             return self._emit(first, aten.unsqueeze.default, first, 0)
-        move_before(piece.place.tensor, at)
-        return self.slice(piece.place, len(piece.values), first)
+        move_before(part.place.tensor, at)
+        return self.slice(part.place, len(part.values), first)
 
     def _stack_anew(self, values: StepValues, at: fx.Node) -> fx.Node:
         """A new stack of copies, made as early as possible so that it can be reused."""

@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 
 class SliceOf(NamedTuple):
-    """Where a value lies: ``tensor.select(dim, step)``."""
+    """A value that is ``tensor.select(dim, step)``."""
 
     tensor: fx.Node
     dim: int

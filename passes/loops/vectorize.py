@@ -129,7 +129,7 @@ def _redirect(graph: fx.Graph, value: fx.Node, behind: fx.Node, view: fx.Node) -
             user.replace_input_with(value, view)
         elif is_view(user) and tensor_of(user) is not None and user < behind:
             with graph.inserting_after(view):
-                again = graph.node_copy(user, lambda each: view if each is value else each)
-            _redirect(graph, user, behind, again)
-            if not again.users:
-                graph.erase_node(again)
+                copy = graph.node_copy(user, lambda each: view if each is value else each)
+            _redirect(graph, user, behind, copy)
+            if not copy.users:
+                graph.erase_node(copy)

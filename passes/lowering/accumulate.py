@@ -63,7 +63,7 @@ def _accumulator(
 
 
 def _last_work(value: fx.Node, order: dict[fx.Node, int]) -> fx.Node | None:
-    """The node after which the value can be had for free; None if from the beginning.
+    """The last operator that the value needs besides views; None if it needs none.
 
     A view of a gradient may stand far behind the gradient in the graph, and would keep it
     alive until there.

@@ -94,7 +94,7 @@ def value_text(value: object) -> str:
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """For every node, the values nobody needs after it."""
+    """Liveness: for every node, the values that are dead after it."""
     seen: set[fx.Node] = set()
     last: dict[fx.Node, list[fx.Node]] = {}
     for node in reversed(graph.nodes):

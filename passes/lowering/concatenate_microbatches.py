@@ -67,8 +67,8 @@ def concatenate_microbatches(module: fx.GraphModule, count: int) -> fx.GraphModu
 
 
 def _added_up(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes of which only the sum over microbatches is read: gradients, and what they are the
-    sums and views of.
+    """Nodes of which only the sum over microbatches is read: gradients, and the operands of the
+    sums and views that gradients are.
     """
     end = output_node(graph)
     found = {node for node in graph.nodes if node.users and tensor_of(node) is not None}
@@ -84,9 +84,7 @@ def _takes_sums(node: fx.Node, sums: set[fx.Node]) -> bool:
 
 
 def _is_linear(node: fx.Node) -> bool:
-    """Whether the operator of a sum is the sum of the operator, without another rounding than
-    that of adding.
-    """
+    """Whether the operator is linear, and of a sum rounds no more than adding does."""
     if is_view(node):
         return True
     return node.target is aten.add.Tensor and not node.kwargs and len(node.all_input_nodes) == 2
@@ -100,8 +98,8 @@ def _is_mergeable(node: fx.Node) -> bool:
 
 
 class _Batch:
-    """The graph under construction, and every value in it: one for each microbatch, or a single
-    one where all share it (``shared``) or only the sum is wanted (``sums``).
+    """The concatenated graph under construction, with a value for each microbatch, or a single one
+    where all share it (``shared``) or only the sum is wanted (``sums``).
     """
 
     def __init__(self, count: int) -> None:

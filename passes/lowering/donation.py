@@ -20,7 +20,7 @@ _DONATED = "donated"
 
 
 def donatable(forward: fx.Graph) -> set[Role]:
-    """Roles of the saved values that the forward makes for the backward alone: not of inputs and
+    """Roles of the saved tensors that only the backward can reach: not of inputs and
     state, nor of what is also an output or another saved value, nor of views of any of these.
     """
     returned = [(role, node) for role, node in outputs(forward) if isinstance(node, fx.Node)]
@@ -37,7 +37,7 @@ def donatable(forward: fx.Graph) -> set[Role]:
 
 
 def donate(roles: Collection[Role], *takers: fx.GraphModule | None) -> None:
-    """Mark, in graphs that take these values, those that the graph does not hand on."""
+    """Mark the inputs with these roles as donated, in every taker that does not return them."""
     for module in takers:
         if module is None:
             continue

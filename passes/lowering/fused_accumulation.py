@@ -49,8 +49,8 @@ def fuse_accumulation(graph: fx.Graph) -> bool:
 def _contributions(
     value: fx.Node, permutations: Sequence[fx.Node]
 ) -> Iterator[tuple[fx.Node, Sequence[fx.Node]]]:
-    """What a gradient is the sum of: who makes it, and the permutations from there to the
-    gradient, the last first. A value that something else reads too is taken whole.
+    """The terms of a gradient: the node that makes each, and the permutations from there to the
+    gradient, the last first. A value with other readers is one term.
     """
     while value.target in _PERMUTATIONS and len(value.users) == 1:
         permutations = [*permutations, value]

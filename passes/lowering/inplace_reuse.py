@@ -86,7 +86,7 @@ def reusable_operands(graph: fx.Graph) -> dict[fx.Node, int]:
 
 
 def _last_reads(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """What is read last of each storage, by the node that made it."""
+    """The last reader of each storage, by the node that allocates it."""
     return {storage_root(each): node for node in graph.nodes for each in node.all_input_nodes}
 
 
@@ -117,12 +117,12 @@ def _is_fresh(root: fx.Node) -> bool:
 
 def _fills(operand: fx.Node, root: fx.Node, result: fx.Node) -> bool:
     """Whether the result lies in the operand's memory as it would in its own."""
-    mine, whole, wanted = tensor_of(operand), tensor_of(root), tensor_of(result)
-    if mine is None or whole is None or wanted is None:
+    mine, base, wanted = tensor_of(operand), tensor_of(root), tensor_of(result)
+    if mine is None or base is None or wanted is None:
         return False
-    if not all(map(is_fixed, (mine, whole, wanted))):
+    if not all(map(is_fixed, (mine, base, wanted))):
         return False
     if (mine.dtype, mine.device) != (wanted.dtype, wanted.device):
         return False
     alike = (mine.shape, mine.stride()) == (wanted.shape, wanted.stride())
-    return alike and mine.numel() == whole.numel()
+    return alike and mine.numel() == base.numel()

@@ -73,7 +73,7 @@ def _slice(
 
 
 def _places(graph: fx.Graph, count: int) -> dict[fx.Node, int]:
-    """Slice of every node that does work. Views are redone wherever they are read."""
+    """Slice of every node that does work. Views are recomputed wherever they are read."""
     work = [node for node in calls(graph) if not _is_redone(node)]
     costs = {node: cost for node in work if (cost := flops(node))}
     if not 1 <= count <= max(len(costs), 1):
@@ -131,7 +131,7 @@ def _is_item(node: fx.Node) -> bool:
 
 
 def _made_from(values: Iterable[fx.Node]) -> list[fx.Node]:
-    """What the values are views of, or the values themselves."""
+    """The values, or where they are views their bases."""
     found: list[fx.Node] = []
     stack = list(values)
     while stack:

@@ -1,1 +1,1 @@
-"""The joint graph divided into F, I and W: memory policy, minimum cut, extraction."""
+"""Partition of the joint graph into F, I and W: reachability, minimum cut, extraction."""

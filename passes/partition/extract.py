@@ -53,7 +53,7 @@ def extract(
 
 
 def _checks(node: fx.Node, compute: set[fx.Node], on_demand: Collection[fx.Node]) -> bool:
-    """Whether the node checks what the graph computes for the first time."""
+    """Whether the node checks a value that this graph computes and does not recompute."""
     if node.target not in CHECKS:
         return False
     made = {producer(operand) for operand in node.all_input_nodes}
@@ -61,7 +61,7 @@ def _checks(node: fx.Node, compute: set[fx.Node], on_demand: Collection[fx.Node]
 
 
 def copy_behind(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> None:
-    """Copy a node behind those of its operands that have not been copied yet."""
+    """Copy a node after its operands that have not been copied yet."""
     stack = [node]
     while stack:
         missing = [each for each in stack[-1].all_input_nodes if each not in copies]

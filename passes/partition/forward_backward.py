@@ -1,4 +1,4 @@
-"""Joint graph -> forward and backward, after dividing the graph into F, I and W.
+"""Partition of the joint graph into forward and backward, with the division into F, I and W.
 
 Forward keeps everything the outputs need, and every random operator: a random number drawn
 in the backward would neither match the forward's nor leave the generator alone. In the

@@ -23,7 +23,7 @@ class MemoryTradeoff:
         saved: bytes that F leaves, distinct storage.
         deferred: bytes that I leaves for W, likewise.
         early_flops: floating-point operations of weight gradients that I does.
-        late_flops: those that W does.
+        late_flops: floating-point operations of weight gradients that W does.
         recomputed: operators that run more than once, views not counted.
         time: estimated time of recomputation, as a share of the step's.
     """
@@ -48,7 +48,7 @@ def memory_tradeoff(graph: fx.Graph, memory: Memory) -> MemoryTradeoff:
     work = weight_work(reach)
     late = sum(map(flops, work & regions.weight.runs))
     counts = run_counts(regions, reach)
-    whole = sum(map(duration, calls(graph)))
+    step = sum(map(duration, calls(graph)))
     return MemoryTradeoff(
         memory.name,
         saved=distinct_bytes(regions.saved),
@@ -56,5 +56,5 @@ def memory_tradeoff(graph: fx.Graph, memory: Memory) -> MemoryTradeoff:
         early_flops=sum(map(flops, work)) - late,
         late_flops=late,
         recomputed=sum(count - 1 for node, count in counts.items() if duration(node)),
-        time=recompute_time(regions, reach) / whole if whole else 0.0,
+        time=recompute_time(regions, reach) / step if step else 0.0,
     )

@@ -69,14 +69,14 @@ class ContractedNetwork:
                 network.add_edge(tail, head, **capacity)
         residual = nx.algorithms.flow.boykov_kolmogorov(network, SOURCE, SINK)
         reached = _reach_residual(residual)
-        crossing = [
+        cut_edges = [
             price
             for tail in reached
             for head, price in self._edges[tail].items()
             if price is not None and head not in reached
         ]
         side = {node for node, name in self._names.items() if name in reached}
-        return side, sum(crossing, Price())
+        return side, sum(cut_edges, Price())
 
 
 def _merge(heads: dict[int, Price | None], head: int, price: Price | None) -> None:

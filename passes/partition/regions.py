@@ -41,8 +41,8 @@ class Division:
     Args:
         graph: the joint graph.
         reach: which results its nodes are needed for.
-        again: whether cheap nodes may run on both sides of a boundary.
-        release: whether I may compute weight gradients, which then leave it and do not cross.
+        recompute: whether cheap nodes may run on both sides of a boundary.
+        release: whether I may compute weight gradients, and return them.
 
     Raises:
         PassError: the backward needs a value that can neither be carried nor recomputed.
@@ -179,7 +179,7 @@ class Division:
         """Price of carrying a node's value over a boundary; None where it cannot be carried.
 
         What the module keeps anyway costs nothing, nor does a weight gradient that leaves I. A
-        view costs a byte more than what it looks at, so that the thing itself crosses and the
+        view costs a byte more than its base, so that its base crosses and the
         view is redone.
         """
         if is_size(node):

@@ -35,7 +35,7 @@ _NO_WORD = re.compile(r"\W+")
 
 
 def name_boundaries(graph: fx.Graph, regions: Regions, reach: Reachability) -> None:
-    """Rename, in the joint graph, what F saves and what I defers. Each name occurs once."""
+    """Rename the saved and deferred tensors in the joint graph; names are unique."""
     taken = {node.name for node in graph.nodes}
     repeats: Counter[str] = Counter()
     parameters = {node: role.name for role, node in outputs(graph, Kind.PARAMETER_GRAD)}
@@ -90,7 +90,7 @@ def _common(one: Modules, other: Modules) -> Modules:
 
 
 def _operator(node: fx.Node) -> str:
-    """What made a value, as its users say it: ``softmax`` for ``aten._softmax_backward_data``."""
+    """The operator that computed a value: ``softmax`` for ``aten._softmax_backward_data``."""
     name = str(producer(node).target).split(".")
     word = name[1] if name[0] == "aten" else name[0]
     return word.removesuffix("_data").removesuffix("_backward").strip("_").removeprefix("native_")

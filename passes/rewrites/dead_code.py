@@ -25,7 +25,7 @@ def dead_code(program: SplitProgram) -> bool:
 
 
 def eliminate_dead_code(graph: fx.Graph) -> bool:
-    """Remove from a backward graph what no output and no effect needs; True if any was."""
+    """Eliminate dead code of a backward graph, random operators included; True if there was any."""
     return graph.eliminate_dead_code(_is_kept)
 
 

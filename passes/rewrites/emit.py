@@ -30,7 +30,7 @@ def emit(graph: fx.Graph, like: fx.Node, target: Any, *args: Any, **options: Any
 
 
 def erase(graph: fx.Graph, nodes: list[fx.Node]) -> None:
-    """Those of the nodes that nobody reads any more, readers first."""
+    """Erase the nodes without readers, in reverse order of the graph."""
     place = {node: index for index, node in enumerate(graph.nodes)}
     for node in sorted(nodes, key=place.__getitem__, reverse=True):
         if not node.users:
@@ -38,8 +38,8 @@ def erase(graph: fx.Graph, nodes: list[fx.Node]) -> None:
 
 
 def erase_unread(graph: fx.Graph, node: fx.Node) -> set[fx.Node]:
-    """A node that nobody reads, and what only it read, effects and random operators left.
-    Returns what was erased.
+    """Erase a node without readers and the operands that only it read, but for effects and random
+    operators. Returns the erased nodes.
     """
     stack = [node]
     erased: set[fx.Node] = set()

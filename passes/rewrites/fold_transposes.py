@@ -19,9 +19,7 @@ aten = torch.ops.aten
 
 
 def fold_transposes(program: SplitProgram) -> bool:
-    """Have the joint graph read what was transposed in place of what two transposes make of it;
-    True if there was such a pair.
-    """
+    """Replace pairs of transposes that cancel by the first one's operand; True if any was."""
     graph = program.joint.graph
     # What the user's forward returns stays a tensor of its own, as in eager.
     returned = {value for _, value in outputs(graph, *FORWARD_OUTPUT)}

@@ -22,7 +22,7 @@ from .emit import emit, erase
 
 aten = torch.ops.aten
 
-_WHOLE = (0, None, None, 1)  # where slice_scatter writes if nothing is said
+_DEFAULTS = (0, None, None, 1)  # dim, start, end and step of slice_scatter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +60,8 @@ def _is_sum(node: fx.Node) -> bool:
     )
 
 
-def _is_alike(part: fx.Node, whole: fx.Node) -> bool:
-    mine, other = tensor_of(part), tensor_of(whole)
+def _is_alike(term: fx.Node, total: fx.Node) -> bool:
+    mine, other = tensor_of(term), tensor_of(total)
     if mine is None or other is None or not (is_fixed(mine) and is_fixed(other)):
         return False
     return (mine.shape, mine.dtype) == (other.shape, other.dtype)
@@ -98,7 +98,7 @@ def _rewrite(graph: fx.Graph, top: fx.Node) -> bool:
 
 
 def _terms(top: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
-    """The additions that a sum is made of, and what it adds up."""
+    """The additions of a sum, and its terms."""
     sums, terms, stack = [], [], [top]
     while stack:
         node = stack.pop()
@@ -111,7 +111,7 @@ def _terms(top: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
 
 
 def _padded_slice(term: fx.Node) -> _PaddedSlice | None:
-    """What a term pads, if that and where it lies are known before the graph runs."""
+    """The slice that a term pads, where its place is known before the graph runs."""
     if term.target is aten.select_backward.default:
         value, sizes, dim, index = term.args
         return _placed(term, value, sizes, dim, index, index, 1, selected=True)
@@ -122,14 +122,14 @@ def _padded_slice(term: fx.Node) -> _PaddedSlice | None:
 
 
 def _scattered(term: fx.Node) -> _PaddedSlice | None:
-    """A part as decompositions pad it: written into a whole of zeros."""
+    """A slice that a decomposition padded: scattered into zeros."""
     if term.target not in (aten.select_scatter.default, aten.slice_scatter.default):
         return None
-    whole, value = term.args[:2]
-    place: list[Any] = [*term.args[2:], *_WHOLE[len(term.args) - 2 :]]
-    if term.kwargs or not isinstance(whole, fx.Node) or not _is_zeros(whole):
+    zeros, value = term.args[:2]
+    place: list[Any] = [*term.args[2:], *_DEFAULTS[len(term.args) - 2 :]]
+    if term.kwargs or not isinstance(zeros, fx.Node) or not _is_zeros(zeros):
         return None
-    sizes = list(whole.meta["val"].shape)
+    sizes = list(zeros.meta["val"].shape)
     if term.target is aten.select_scatter.default:
         dim, index, *_ = place
         return _placed(term, value, sizes, dim, index, index, 1, selected=True)
@@ -167,12 +167,12 @@ def _placed(
 
 
 def _clamped(place: int, extent: int) -> int:
-    """As indexing counts: from the end where negative, and no further than the end."""
+    """An index into ``extent`` elements, normalised as slicing does."""
     return min(max(place + extent if place < 0 else place, 0), extent)
 
 
 def _fit_together(slices: list[_PaddedSlice]) -> bool:
-    """Whether no two overlap and they fill at least half of the whole."""
+    """Whether no two overlap and they fill at least half of the sum."""
     ends = [part.stop for part in slices]
     starts = [part.start for part in slices]
     filled = sum(ends) - sum(starts)

@@ -33,11 +33,11 @@ def test_report_of_a_linear_layer() -> None:
         "args_0       f32[4, 3]     48 B             weight",
         "grad_output  f32[4, 2]     32 B             weight and 1 more",
         "",
-        "memory             after F    I to W    weight FLOPs in I    ops again    time again",
-        "---------------  ---------  --------  -------------------  -----------  ------------",
-        "fast                  48 B      80 B                   0%            0          0.0%",
-        "balanced (used)       48 B      80 B                   0%            0          0.0%",
-        "lean                  48 B      80 B                   0%            0          0.0%",
+        "memory             after F    I to W    weight FLOPs in I    recomputed ops    time",
+        "---------------  ---------  --------  -------------------  ----------------  ------",
+        "fast                  48 B      80 B                   0%                 0    0.0%",
+        "balanced (used)       48 B      80 B                   0%                 0    0.0%",
+        "lean                  48 B      80 B                   0%                 0    0.0%",
     ]
 
 

@@ -28,7 +28,7 @@ def test_only_the_inputs_of_the_regions_are_saved() -> None:
     x = torch.randn(2, 4, 16, requires_grad=True)
     graphs = run(joint_of(Checkpointed(SwiGLU(), SwiGLU()), x))
     saved = names_out(graphs.forward, Kind.SAVED)
-    assert saved == ["args_0", "add_1"]  # the first block's input and the second's
+    assert saved == ["args_0", "blocks_1_norm_input"]  # the first block's input and the second's
     # Each block's three matrix products run in F; dX needs gate and up again (not down), and
     # they run once more in all, in I or W.
     assert ops(graphs.forward)["mm"] == 6
