@@ -1,4 +1,4 @@
-"""What is written into the bars of a drawn timeline, by the room that they leave."""
+"""Labels of the bars of a drawn timeline, by the room that the bars leave."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from autosplit.pipeline.simulation.timeline import Timeline
 
 
 @dataclass(frozen=True)
-class Lettering:
-    """One form and font size for all bars of a panel: text that comes and goes reads badly.
+class BarLabels:
+    """One kind of text and font size for all bars of a panel: labels that come and go read badly.
 
     Attributes:
-        form: an action's text.
+        text: of an action.
         size: of the font, in points.
         least: width in points of the narrowest bar that is labelled.
     """
 
-    form: Callable[[Action], str]
+    text: Callable[[Action], str]
     size: float
     least: float
 
 
-def choose_lettering(timeline: Timeline, points_per_second: float) -> Lettering:
+def choose_labels(timeline: Timeline, points_per_second: float) -> BarLabels:
     """The most telling form that fits the usual bar of every kind, else the smallest form.
 
     Kind and microbatch ("F0"), or only the microbatch where bars are narrow; the whole action
@@ -44,7 +44,7 @@ def choose_lettering(timeline: Timeline, points_per_second: float) -> Lettering:
         least = 2.0 + size * max(_ems(form(span.action)) for span in single or spans)
         if least <= usual:
             break
-    return Lettering(form, size, 0.95 * least)
+    return BarLabels(form, size, 0.95 * least)
 
 
 def _usual_duration(timeline: Timeline) -> float:

@@ -13,7 +13,7 @@ from autosplit.pipeline.schedule.action import ActionKind
 from autosplit.pipeline.simulation.timeline import Timeline
 from autosplit.text.writing import writing
 
-from .bar_labels import choose_lettering
+from .bar_labels import choose_labels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -206,7 +206,7 @@ def _draw_bars(axes: Axes, index: int, timeline: Timeline, points_per_ms: float)
     from matplotlib.patches import Rectangle
 
     origin = min(span.start for span in timeline.spans)
-    lettering = choose_lettering(timeline, 1e3 * points_per_ms)
+    labels = choose_labels(timeline, 1e3 * points_per_ms)
     for span in timeline.spans:
         if not span.action.kind.is_compute:
             continue
@@ -223,13 +223,13 @@ def _draw_bars(axes: Axes, index: int, timeline: Timeline, points_per_ms: float)
         )
         bar.set_gid(f"{index}/{span.rank}/{span.action}")
         axes.add_patch(bar)
-        if points >= lettering.least:
+        if points >= labels.least:
             axes.text(
                 start + width / 2,
                 span.rank,
-                lettering.form(span.action),
+                labels.text(span.action),
                 color=style.ink,
-                fontsize=lettering.size,
+                fontsize=labels.size,
                 ha="center",
                 va="center_baseline",
             )

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from ..part import Part, fill
 from ..results import Results, Rows
-from . import compute, engine, fused, memory, overhead, peers, standin, yardstick
+from . import compute, engine, fused, memory, overhead, peers, playing, standin, yardstick
 
 TEMPLATE = """\
 # Pipelines: measured against their ideal and against torch's
@@ -85,6 +85,15 @@ simulated, as multiples of the shortest there is, which OR-tools' CP-SAT finds a
 is timed. Target for `schedule="auto"`: {yardstick.TARGET}x.""",
         lambda settings: yardstick.measure_all(),
         yardstick.render,
+    ),
+    "playing": Part(
+        "Playing a given order",
+        f"""\
+A search plays thousands of orders. Time an action of ZB-H1's order with messages, one stage a rank:
+in the simulator's core, which needs no clock, and by list scheduling, which makes orders and has
+one. Both give the same step. Medians of {playing.TURNS} turns of {playing.PLAYS} plays.""",
+        lambda settings: playing.measure_all(),
+        playing.render,
     ),
     "compute": Part(
         "Every schedule against its simulation, computing for real",

@@ -10,10 +10,16 @@ from typing import Any
 from torch.distributed.pipelining.schedules import Schedule1F1B
 
 from autosplit.pipeline.builders.build import build
-from benchmarks.pipeline import compute, engine, memory, page, peers, standin
+from benchmarks.pipeline import compute, engine, memory, page, peers, playing, standin
 from benchmarks.pipeline.contenders import Contender
 from benchmarks.results import Results
 from examples.decoder import LlamaConfig
+
+
+def test_an_order_is_played_both_ways() -> None:
+    rows = list(playing.measure_all(plays=1))
+    assert len(rows) == len(playing.SIZES)
+    assert rows[0]["name"] in playing.render(rows)
 
 
 def test_stand_ins_take_their_time_and_steps_in_flight_are_counted() -> None:

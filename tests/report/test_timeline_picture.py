@@ -11,7 +11,7 @@ import pytest
 from autosplit.errors import AutosplitError
 from autosplit.pipeline.schedule.action import Action, JoinedWeights
 from autosplit.pipeline.simulation.timeline import Span, Timeline
-from autosplit.report.bar_labels import choose_lettering
+from autosplit.report.bar_labels import choose_labels
 from autosplit.report.timeline_picture import draw_timelines, timeline_figure
 
 pytest.importorskip("matplotlib")
@@ -159,10 +159,10 @@ def test_no_row_lies_outside_the_figure_for_many_ranks() -> None:
 )
 def test_bars_say_as_much_as_has_room(points: float, labels: set[str]) -> None:
     even = timeline(1, "0 0F0 0 100", "0 0F12 100 200", "0 0W0 200 300")
-    lettering = choose_lettering(even, points / 0.1)
-    assert {lettering.form(span.action) for span in even.spans} == labels
-    assert lettering.least <= points
-    assert lettering.size >= 5.5
+    found = choose_labels(even, points / 0.1)
+    assert {found.text(span.action) for span in even.spans} == labels
+    assert found.least <= points
+    assert found.size >= 5.5
 
 
 def test_a_bar_of_several_w_names_all_of_them() -> None:
@@ -178,7 +178,7 @@ def test_a_bar_of_several_w_names_all_of_them() -> None:
 
 def test_bars_that_are_too_narrow_for_any_text_stay_empty() -> None:
     even = timeline(1, "0 0F0 0 100", "0 0W0 100 200")
-    assert choose_lettering(even, 4.0 / 0.1).least > 4.0
+    assert choose_labels(even, 4.0 / 0.1).least > 4.0
     slow = timeline(1, "0 0F0 0 100000")
     labels = texts(timeline_figure([("slow", slow), ("fast", even)]).axes[1])
     assert labels == ["fast", "makespan 200 ms    bubble 0.0%", "0.0% idle"]

@@ -118,7 +118,7 @@ class _Chooser:
         full, weight = problem.part(inputs, FULL), problem.part(inputs, WEIGHT)
         rank = problem.ranks[inputs]
         shorter = problem.seconds[full] < problem.seconds[inputs] + problem.seconds[weight]
-        room = problem.caps[rank] * (1 + 1e-9) - self._kept[rank]
+        room = problem.room[rank] - self._kept[rank]
         return full if shorter or problem.adds[inputs] > room else inputs
 
     def _has_room(self, action: int) -> bool:
@@ -133,5 +133,5 @@ class _Chooser:
         for stage in self._stages[rank] if what.kind is FORWARD else ():
             if stage > what.stage:
                 later += problem.costs.memory[stage].saved
-        room = problem.caps[rank] * (1 + 1e-9) - self._kept[rank]
+        room = problem.room[rank] - self._kept[rank]
         return problem.adds[action] + later <= room

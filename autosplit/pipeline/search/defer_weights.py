@@ -13,7 +13,6 @@ def defer_weights(problem: Problem, rows: Rows) -> Rows:
 
 
 def _deferred(problem: Problem, row: list[int], rank: int) -> list[int]:
-    cap = problem.caps[rank] * (1 + 1e-9)
     found: list[int] = []
     waiting: deque[int] = deque()
     kept = 0.0
@@ -21,7 +20,7 @@ def _deferred(problem: Problem, row: list[int], rank: int) -> list[int]:
         if problem.actions[action].kind is WEIGHT:
             waiting.append(action)
             continue
-        while waiting and kept + problem.adds[action] > cap:
+        while waiting and kept + problem.adds[action] > problem.room[rank]:
             found.append(waiting.popleft())
             kept -= problem.frees[found[-1]]
         found.append(action)

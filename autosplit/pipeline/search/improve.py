@@ -32,7 +32,7 @@ Where both are one, an I becomes a B with the W behind it, or a B becomes them.
 
 
 @dataclass
-class Found:
+class PlayedOrder:
     """An order, and how it ran."""
 
     rows: Rows
@@ -44,7 +44,7 @@ class Found:
         return self.played.makespan
 
 
-def improve(problem: Problem, rows: Rows, plays: int) -> Found | None:
+def improve(problem: Problem, rows: Rows, plays: int) -> PlayedOrder | None:
     """The best order found from ``rows`` within ``plays`` plays; None if ``rows`` do not run.
 
     Deterministic: the same arguments give the same order.
@@ -54,7 +54,7 @@ def improve(problem: Problem, rows: Rows, plays: int) -> Found | None:
         return None
     chance = random.Random(0)
     least = lower_bound(problem) * (1 + _TOLERANCE)
-    best, spent = _descend(problem, Found(rows, played), plays, least)
+    best, spent = _descend(problem, PlayedOrder(rows, played), plays, least)
     for left in (_ROUNDS - each for each in range(_ROUNDS)):
         if spent >= plays or best.makespan <= least:
             break
@@ -63,7 +63,9 @@ def improve(problem: Problem, rows: Rows, plays: int) -> Found | None:
     return best
 
 
-def _descend(problem: Problem, here: Found, plays: int, least: float) -> tuple[Found, int]:
+def _descend(
+    problem: Problem, here: PlayedOrder, plays: int, least: float
+) -> tuple[PlayedOrder, int]:
     """Take the first move that helps until none does."""
     spent = 0
     going = True
@@ -76,7 +78,7 @@ def _descend(problem: Problem, here: Found, plays: int, least: float) -> tuple[F
             spent += 1
             played = problem.play(rows)
             if played is not None and played.makespan < here.makespan * (1 - _TOLERANCE):
-                here = Found(rows, played)
+                here = PlayedOrder(rows, played)
                 going = True
                 break
             if spent >= plays:
@@ -85,8 +87,8 @@ def _descend(problem: Problem, here: Found, plays: int, least: float) -> tuple[F
 
 
 def _annealed(
-    problem: Problem, best: Found, plays: int, chance: random.Random, least: float
-) -> tuple[Found, int]:
+    problem: Problem, best: PlayedOrder, plays: int, chance: random.Random, least: float
+) -> tuple[PlayedOrder, int]:
     """Random moves from ``best``, longer steps less and less likely to be kept."""
     here, spent = best, 0
     blocks = list(_blocks(problem, here))
@@ -100,7 +102,7 @@ def _annealed(
         heat = hot * (1 - spent / plays)
         longer = played.makespan - here.makespan
         if longer <= 0 or (heat > 0 and chance.random() < math.exp(-longer / heat)):
-            here = Found(rows, played)
+            here = PlayedOrder(rows, played)
             blocks = list(_blocks(problem, here))
         if here.makespan < best.makespan * (1 - _TOLERANCE):
             best = here
@@ -109,7 +111,7 @@ def _annealed(
 
 def _random_change(
     problem: Problem,
-    here: Found,
+    here: PlayedOrder,
     blocks: Sequence[tuple[int, int, int]],
     chance: random.Random,
 ) -> Rows | None:
@@ -125,7 +127,7 @@ def _random_change(
     return None
 
 
-def _moves(problem: Problem, here: Found) -> Iterator[Move]:
+def _moves(problem: Problem, here: PlayedOrder) -> Iterator[Move]:
     """Moves along the critical path, from the end of the step on."""
     for rank, first, last in _blocks(problem, here):
         row = here.rows[rank]
@@ -141,7 +143,7 @@ def _moves(problem: Problem, here: Found) -> Iterator[Move]:
             yield rank, last, first
 
 
-def _blocks(problem: Problem, here: Found) -> Iterator[tuple[int, int, int]]:
+def _blocks(problem: Problem, here: PlayedOrder) -> Iterator[tuple[int, int, int]]:
     """Stretches of the critical path that lie on one rank: rank, first and last place."""
     places = {action: place for row in here.rows for place, action in enumerate(row)}
     causes, rank = here.played.causes, here.played.last

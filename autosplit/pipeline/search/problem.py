@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
+from autosplit.pipeline.simulation.activation_memory import ROUNDING
 from autosplit.pipeline.simulation.early_weights import EarlyWeights, cutter
 from autosplit.pipeline.simulation.event_loop import Play, play
 from autosplit.pipeline.simulation.step_costs import Costs
@@ -37,6 +38,7 @@ class Problem(StepGraph):
         caps: per rank, the most it may keep at once.
 
     Attributes:
+        room: per rank, its cap with what rounding may add.
         number: of every action.
         seconds: per action.
         placed_seconds: per action, the seconds it takes where the order has it.
@@ -58,6 +60,7 @@ class Problem(StepGraph):
         self.placement = tuple(placement)
         self.microbatches = microbatches
         self.caps = tuple(caps)
+        self.room = [cap * ROUNDING for cap in caps]
         actions = [
             Action(stage, kind, microbatch)
             for stage in range(len(placement))
@@ -120,10 +123,9 @@ class Problem(StepGraph):
 
     def fits(self, row: Sequence[int], rank: int) -> bool:
         """Whether ``rank`` stays within its cap when it runs ``row``."""
-        now, cap = 0.0, self.caps[rank]
+        now, cap = 0.0, self.room[rank]
         if math.isinf(cap):
             return True
-        cap += 1e-9 * cap
         for action in row:
             now += self.adds[action]
             if now > cap:

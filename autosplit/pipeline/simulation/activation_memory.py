@@ -12,6 +12,9 @@ from autosplit.pipeline.schedule.schedule import Schedule
 
 from .timeline import Timeline
 
+ROUNDING = 1 + 1e-9
+"""Of a cap: by so much sums of what is kept may exceed it."""
+
 
 @dataclass(frozen=True)
 class StageMemory:

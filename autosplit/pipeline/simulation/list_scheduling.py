@@ -2,7 +2,8 @@
 
 A rank that is free starts what a policy chooses of what can start now, or waits. What comes of it
 cannot deadlock: every action came after all that it needs. Policies depend on the time, so this
-needs the clock that ``event_loop``, which plays given orders, does without.
+needs a clock. ``event_loop``, which plays given orders, does without: what that saves is in
+``benchmarks/pipeline``, part "playing".
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ class StepGraph:
         """The messages of a result, in the order in which links carry them."""
         travelling: set[int] = set()
         for parcel in parcels_of(result, self._feeds):
-            if parcel.stage >= self._schedule.stages:  # of an action that is not of this pipeline
+            if not 0 <= parcel.stage < self._schedule.stages:  # of an action that does not exist
                 continue
             home = self._schedule.home(parcel.stage, result.microbatch)
             if home == rank:

@@ -14,14 +14,13 @@ from autosplit.pipeline.schedule.dependency import needs_of, result_of
 from autosplit.pipeline.schedule.routes import Channel, channel_of, parcels_for, parcels_of
 from autosplit.pipeline.schedule.schedule import LARGEST, Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
-from autosplit.pipeline.simulation.activation_memory import StageMemory
+from autosplit.pipeline.simulation.activation_memory import ROUNDING, StageMemory
 from autosplit.pipeline.simulation.replay import Wait, replay, unmade
 
 from .grid import Cell, describe, format_grid, lay_out
 
 _WIDEST = 60  # slots and ranks in an error's grid; of more only those near a fault are shown
 _MOST = 50  # faults that are looked for; where there are more, none of the rest tells anything new
-_ROUNDING = 1e-9  # of sums of bytes
 
 
 @dataclass(frozen=True)
@@ -269,7 +268,7 @@ def _kept(
     for rank, action in positions.in_order():
         size = memory[action.stage]
         kept[rank] += size.before(action.kind)
-        if kept[rank] > caps[rank] * (1 + _ROUNDING) and rank not in reported:
+        if kept[rank] > caps[rank] * ROUNDING and rank not in reported:
             reported.add(rank)
             yield _Fault(
                 f"{action} makes rank {rank} keep {kept[rank]:g}, more than its cap of "

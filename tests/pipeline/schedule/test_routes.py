@@ -161,3 +161,4 @@ def test_the_simulator_sends_what_the_engine_sends(
         if message.link is not None:
             simulated.setdefault(message.link, []).append(graph.parcels[message.parcel])
     assert simulated == sent
+    assert bool(sent) == (ranks > 1)

@@ -134,7 +134,7 @@ def test_every_schedule(name: str, ranks: int, microbatches: int) -> None:
 @pytest.mark.parametrize("copies", [1, 2])
 def test_random_schedules(prefetch: int, order: Order, copies: int) -> None:
     """Messages of one pair may be used in another order than they are made in."""
-    for seed in range(100):
+    for seed in range(60):
         schedule = random_schedule(seed, copies=copies)
         found = _run(schedule, prefetch=prefetch, order=order)
         assert found == _expected(schedule.stages, schedule.microbatches), schedule
