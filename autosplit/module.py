@@ -10,21 +10,21 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import nn
 
-from autosplit.autograd.deferred_backward import Deferred
+from autosplit.autograd.deferred_backward import DeferredBackward
 from autosplit.autograd.delivery import Delivery
-from autosplit.autograd.function import Root, run_forward, run_split
-from autosplit.autograd.module_proxy import Face, Forward
+from autosplit.autograd.function import WeightAnchor, run_forward, run_split
+from autosplit.autograd.module_proxy import ModuleProxy, ProxiedForward
 from autosplit.autograd.parameter_hooks import hooks_text
-from autosplit.autograd.pending_queue import Backlog, checked
+from autosplit.autograd.pending_queue import PendingQueue, checked
 from autosplit.backends.compiled_graph import check_backend
 from autosplit.dump.dump import dump
 from autosplit.dump.tables import report
 from autosplit.runtime.build import check_memory
-from autosplit.runtime.call_signature import Flattening
+from autosplit.runtime.call_signature import CallFlattening
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.gradient_accumulation import Accumulation
 from autosplit.runtime.input_overlap import refuse_overlap
-from autosplit.runtime.specialization import FittingGraphs
+from autosplit.runtime.specialization import Specializations
 from autosplit.torch_internals.backward_task import in_transform
 from autosplit.torch_internals.ddp_reducer import refuse_sharded, synchronises
 from autosplit.torch_internals.distributed import is_fsdp_managed
@@ -58,7 +58,7 @@ _TRANSIENT = (
 )
 
 
-class SplitModule(Face):
+class SplitModule(ModuleProxy):
     """A module whose ``backward()`` stops at the input gradients.
 
     Calls, attributes, parameters, ``state_dict`` and ``train()``/``eval()`` are those of
@@ -104,16 +104,16 @@ class SplitModule(Face):
     _memory: str | int
     _accumulation: Accumulation
     _max_graphs: int
-    _graphs: FittingGraphs
+    _graphs: Specializations
     _fullgraph: bool
     _dynamic: bool
     _eager: dict[str, int]
     _partial: Partial | None
-    _queue: Backlog[Deferred]
+    _queue: PendingQueue[DeferredBackward]
     _tries_again: bool
     _doubt: AutosplitError | None
-    _flatten: Flattening
-    _root: Root
+    _flatten: CallFlattening
+    _root: WeightAnchor
 
     def __init__(
         self,
@@ -149,21 +149,21 @@ class SplitModule(Face):
         own = self.__dict__
         limit = own["_max_graphs"]
         insist = own["_fullgraph"]
-        own["_flatten"] = Flattening()
+        own["_flatten"] = CallFlattening()
         own["_eager"] = {}
         own["_partial"] = self._by_graphs("dynamic=True") if own["_dynamic"] else None
         own["_tries_again"] = False  # whether a call in parts, or as it was, is not to be the rule
         own["_doubt"] = None  # why it is in parts, until the first call in parts was looked at
         deliver = Delivery(own["_accumulation"])
-        own["_queue"] = Backlog(deliver.all)
+        own["_queue"] = PendingQueue(deliver.all)
         options = own["_backend"], own["_memory"], limit, insist
-        own["_graphs"] = FittingGraphs(self.model, *options, own["_queue"].hidden)
-        own["_root"] = Root(own["_queue"], deliver)
+        own["_graphs"] = Specializations(self.model, *options, own["_queue"].hidden)
+        own["_root"] = WeightAnchor(own["_queue"], deliver)
         # Parameters hold what is pending for them, also when this is gone, and may go with it only
         # if no node of autograd's holds them.
         weakref.finalize(self, deliver.forget)
 
-    @Forward
+    @ProxiedForward
     @untraced
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward.
@@ -205,7 +205,7 @@ class SplitModule(Face):
         if functions.updated_inputs:
             refuse_overlap(functions, leaves, state)
         if functions.tangent_specs:
-            if not together and self._root.deliver.leaves(functions, state).watched():
+            if not together and self._root.deliver.leaves(functions, state).has_hooks():
                 together = True  # hooks fire in backward(): an optimizer may step in one
                 self.backward_weight()
             outputs = run_split(self._root, functions, state, leaves, together)
@@ -380,9 +380,9 @@ class SplitModule(Face):
         doubt = self._doubt
         if doubt is None:
             return partial(*args, **kwargs)
-        from autosplit.capture.joint_graph import PythonStateError, Snapshot
+        from autosplit.capture.joint_graph import AttributeSnapshot, PythonStateError
 
-        before = Snapshot(self.model)
+        before = AttributeSnapshot(self.model)
         try:
             result = partial(*args, **kwargs)
         except Exception:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autosplit.capture.first_call import materialise
+from autosplit.capture.first_call import materialise_lazy_parameters
 from autosplit.torch_internals.ddp_reducer import refuse_sharded
 
 from .errors import (
@@ -110,7 +110,7 @@ def split(
     )
     if (args or kwargs) and not dynamic:
         try:
-            materialise(model, args, dict(kwargs or {}))
+            materialise_lazy_parameters(model, args, dict(kwargs or {}))
             module._capture(args, dict(kwargs or {}))
         except (BackendError, FailingCallError, ShardedError):
             raise

@@ -11,12 +11,16 @@ from torch import Tensor, nn
 from autosplit.autograd.function import run_forward
 from autosplit.passes.analysis.aliasing import overlaps_itself
 from autosplit.runtime.build import trace, without_history
-from autosplit.runtime.call_signature import Signature
+from autosplit.runtime.call_signature import CallSignature
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.gradient_accumulation import Accumulation
-from autosplit.runtime.in_flight import Flight, Flights, WaitingWeights
+from autosplit.runtime.in_flight import (
+    InFlightMicrobatch,
+    InFlightMicrobatches,
+    PendingWeightGradients,
+)
 from autosplit.runtime.saved_tensors import TensorSpec
-from autosplit.runtime.specialization_cache import Graphs
+from autosplit.runtime.specialization_cache import SpecializationCache
 from autosplit.torch_internals.backward_task import without_autocast
 from autosplit.torch_internals.module_state import StateReader
 
@@ -91,9 +95,11 @@ class Stage:
         self._blanks = tuple(map(_blank, args))
         self._grad_mode = torch.is_grad_enabled()
         owner = f"stage {index}"
-        self._saved = Flights(owner, "forward")
-        self._weights = WaitingWeights(owner, Accumulation(accumulation, grad_dtype), slices)
-        self._graphs = Graphs(owner, _MAX_GRAPHS)
+        self._saved = InFlightMicrobatches(owner, "forward")
+        self._weights = PendingWeightGradients(
+            owner, Accumulation(accumulation, grad_dtype), slices
+        )
+        self._graphs = SpecializationCache(owner, _MAX_GRAPHS)
         self.functions = self._trace(without_history(args, computed=True))
         self._outputs = self.functions.capture.outputs
         missing = [name for name in self._outputs if name not in self.functions.output_specs]
@@ -132,7 +138,7 @@ class Stage:
     @property
     def deferred_bytes(self) -> int:
         """Bytes of distinct storage held between I and W."""
-        return self._weights.flights.bytes
+        return self._weights.in_flight.bytes
 
     def forward(self, microbatch: int, inputs: list[Tensor]) -> list[Tensor]:
         """F: outputs for these inputs; empties ``inputs``.
@@ -150,7 +156,7 @@ class Stage:
         with torch.no_grad():
             result = run_forward(functions, state, _drain(inputs))
         if functions.has_backward:
-            self._saved.put(microbatch, Flight(functions, result.saved, state))
+            self._saved.put(microbatch, InFlightMicrobatch(functions, result.saved, state))
         return result.outputs[: len(self._outputs)]
 
     def backward_input(
@@ -171,7 +177,7 @@ class Stage:
             )
             if names and into is None:
                 sums.add(names, early, functions.dependence.borrowed)
-        self._weights.flights.put(microbatch, Flight(functions, deferred, state))
+        self._weights.in_flight.put(microbatch, InFlightMicrobatch(functions, deferred, state))
         return grads
 
     def backward_weight(self, microbatch: int | Sequence[int], slice: int | None = None) -> None:
@@ -247,7 +253,7 @@ class Stage:
     def _fitting(self) -> SplitFunctions:
         """The graphs of the module as it is now."""
         with torch.set_grad_enabled(self._grad_mode):
-            key = Signature.of(list(self._blanks), None)
+            key = CallSignature.of(list(self._blanks), None)
             found = self._graphs.find(key, lambda f: f.capture.guards.hold(self._blanks, {}))
             if found is not None:
                 return found
@@ -283,7 +289,7 @@ class Stage:
         )
         if functions.has_backward and self._weights.slices != 1:
             functions.sliced(self._weights.slices)  # now is the time to hear that it cannot be
-        self._graphs.add(Signature.of(list(self._blanks), None), functions)
+        self._graphs.add(CallSignature.of(list(self._blanks), None), functions)
         self._state = StateReader(self.module)
         return functions
 

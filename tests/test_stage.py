@@ -145,7 +145,7 @@ def test_saved_tensors_die_at_their_last_use(fused: bool) -> None:
         assert [ref for ref in saved if ref() is not None] == []
         return
     stage.backward_input(0, [torch.randn(2, 4, 16)])
-    deferred = [weakref.ref(tensor) for tensor in stage._weights.flights.tensors]
+    deferred = [weakref.ref(tensor) for tensor in stage._weights.in_flight.tensors]
     alive = [ref for ref in saved if ref() is not None]
     assert set(alive) <= set(deferred)
     assert 0 < len(alive) < len(saved)
@@ -194,7 +194,7 @@ def test_where_i_is_late_w_and_b_are_one_graph(
         done = [*compiled]
         assert stage.backward_input(microbatch, [grad]) == [None]
         assert compiled == done
-        assert set(map(id, stage._weights.flights.tensors)) == {*map(id, saved), id(grad)}
+        assert set(map(id, stage._weights.in_flight.tensors)) == {*map(id, saved), id(grad)}
         assert stage.deferred_bytes == footprint(stage)[1]
         stage.backward_weight(microbatch)
     assert compiled == ["backward_weight", "backward_weight_accumulating"]

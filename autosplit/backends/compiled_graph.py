@@ -29,7 +29,7 @@ __all__ = [
     "compile_graph",
     "hand_over",
     "positions",
-    "prepare",
+    "prepare_joint",
 ]
 
 
@@ -95,7 +95,7 @@ def compile_graph(name: str, module: fx.GraphModule, backend: Backend) -> Compil
     return CompiledGraph(call, taken, returned, strides)
 
 
-def prepare(joint: fx.GraphModule, backend: Backend) -> None:
+def prepare_joint(joint: fx.GraphModule, backend: Backend) -> None:
     """What a backend does to a joint graph, in place, before it is split.
 
     Raises:

@@ -48,7 +48,7 @@ class _Alias(NamedTuple):
         return source.as_strided(size, stride, source.storage_offset() + self.shift)
 
 
-class Slot:
+class CudaGraphSlot:
     """A captured copy of a graph, and its memory.
 
     Args:

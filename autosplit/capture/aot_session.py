@@ -62,7 +62,7 @@ class Splitter:
     decompositions: dict[Any, Callable[..., Any]] | None
 
 
-def compile_graph(
+def compile_dynamo_graph(
     module: fx.GraphModule, example_inputs: Sequence[Any], roles: list[Role], splitter: Splitter
 ) -> Callable[..., Any]:
     """Compile a graph that Dynamo found, split where it can be.
@@ -74,7 +74,7 @@ def compile_graph(
         splitter: what to do with the graphs.
     """
     _skip_what_is_traced_wrongly(module)
-    session = _Session(roles, splitter)
+    session = _AotSession(roles, splitter)
     compiler = aot_autograd(
         fw_compiler=session.forward,
         bw_compiler=session.backward,
@@ -177,7 +177,7 @@ class _GivenUpError(Exception):
     """
 
 
-class _Session:
+class _AotSession:
     """The compilation of one graph; AOTAutograd calls its methods in this order."""
 
     def __init__(self, roles: list[Role], splitter: Splitter) -> None:

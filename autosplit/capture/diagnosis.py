@@ -14,7 +14,7 @@ from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
 
 from autosplit.errors import CaptureError, FailingCallError
 
-from .module_hooks import ModuleHook, backward_hook, forward_hook, is_torchs
+from .module_hooks import ModuleHook, backward_hook, forward_hook, is_torch_file
 
 
 class ConstructionError(CaptureError):
@@ -94,7 +94,7 @@ def _below_error(record: logging.LogRecord) -> bool:
 def _user_line(error: Exception) -> str:
     """``file:line`` of the innermost frame of the user's code, where Dynamo recorded it."""
     stack = getattr(error, "real_stack", None) or ()
-    own = [frame for frame in stack if not is_torchs(frame.filename)]
+    own = [frame for frame in stack if not is_torch_file(frame.filename)]
     return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
 
 
@@ -122,7 +122,7 @@ def definition(module: nn.Module) -> str:
     """Where the user's code is that runs in the module's forward."""
     forward = inspect.unwrap(type(module).forward)
     try:
-        hook = forward_hook(module) if is_torchs(inspect.getsourcefile(forward) or "") else None
+        hook = forward_hook(module) if is_torch_file(inspect.getsourcefile(forward) or "") else None
         if hook is not None:
             return f"a hook of {hook}, {hook.line}"
         return f"{inspect.getsourcefile(forward)}:{inspect.getsourcelines(forward)[1]}"

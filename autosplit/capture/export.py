@@ -19,10 +19,10 @@ from torch._dynamo.functional_export import create_fx_graph_from_captured_output
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
 from torch._export.utils import _compiling_state_context
 
-from autosplit.capture.workarounds.causal_mask import Answer, answered
+from autosplit.capture.workarounds.causal_mask import MaskDecision, masks_decided
 from autosplit.capture.workarounds.custom_functions import refuse_absent_gradients
 from autosplit.capture.workarounds.eager_settings import AS_IN_EAGER
-from autosplit.capture.workarounds.long_loops import watched
+from autosplit.capture.workarounds.long_loops import unrolling_limited
 from autosplit.capture.workarounds.output_hooks import install_output_hooks
 from autosplit.errors import CaptureError
 from autosplit.torch_internals.pytree import tree_flatten
@@ -65,7 +65,7 @@ class Guards:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         captured: CaptureOutput,
-        answers: Sequence[Answer] = (),
+        answers: Sequence[MaskDecision] = (),
     ) -> None:
         """Build the guards of ``module(*args, **kwargs)``.
 
@@ -183,11 +183,11 @@ def _export_short(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], by_value: bool
 ) -> tuple[fx.GraphModule, Guards]:
     """Without a loop that is unrolled too far, where the forward knows another way."""
-    with watched() as watch, _compiling_state_context():
+    with unrolling_limited() as limit, _compiling_state_context():
         try:
             return _export(module, args, kwargs, by_value)
         except Exception:
-            if watch.line is None:
+            if limit.line is None:
                 raise
     return _export(module, args, kwargs, by_value)
 
@@ -204,7 +204,7 @@ def _export(
             # Inside: what torch 2.11 notes of a capture when it ends cannot hold functions.
             torch._dynamo.config.patch(ignore_logging_functions=_messages()),
         ):
-            with answered(by_value) as answers:
+            with masks_decided(by_value) as answers:
                 captured = fullgraph_capture(module, args, kwargs)
             guards = Guards(module, args, kwargs, captured, answers)
         _return_something(captured)

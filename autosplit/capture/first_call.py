@@ -15,13 +15,15 @@ from autosplit.errors import CaptureError
 from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten
 
 
-def settle(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def warm_up(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Let the module fill its caches and settings; the random number generator is put back."""
     with generators_kept():
         _run(module, args, kwargs)
 
 
-def materialise(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def materialise_lazy_parameters(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     """Give lazy parameters and buffers (``nn.LazyLinear`` and the like) their shape.
 
     The random number generator moves by what fills them, as in the first call of eager: nothing

@@ -17,7 +17,7 @@ from torch._functorch._aot_autograd.schemas import OutputType
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
 
-from autosplit.capture.cache.split_graph_cache import Foreseen, Shelf
+from autosplit.capture.cache.split_graph_cache import PredictedResults, SplitGraphCache
 from autosplit.capture.workarounds.eager_settings import as_eager
 from autosplit.capture.workarounds.margin_losses import traced_as_run
 from autosplit.capture.workarounds.recurrent_layers import divide_layers
@@ -29,15 +29,15 @@ from .export import Guards, export
 from .observers import unobserved
 from .pytree_objects import hold
 from .roles import Names, canonical_names, with_roles
-from .side_effects import PythonStateError, Snapshot, first_call_differs
+from .side_effects import AttributeSnapshot, PythonStateError, first_call_differs
 
 __all__ = [
+    "AttributeSnapshot",
     "Capture",
     "ConstructionError",
     "Guards",
     "PythonStateError",
-    "Shelf",
-    "Snapshot",
+    "SplitGraphCache",
     "capture",
     "first_call_differs",
 ]
@@ -75,7 +75,7 @@ def capture(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     decompositions: Decompositions = None,
-    shelf: Shelf | None = None,
+    cache: SplitGraphCache | None = None,
     *,
     by_value: bool = False,
 ) -> Capture:
@@ -90,7 +90,7 @@ def capture(
         args: example positional inputs.
         kwargs: example keyword inputs.
         decompositions: operators to trace through, for a backend that wants them so.
-        shelf: where to look for what was made of the same graph before.
+        cache: where to look for what was made of the same graph before.
         by_value: as for ``export``.
 
     Raises:
@@ -100,11 +100,11 @@ def capture(
         exported, guards = export(module, args, kwargs, by_value=by_value)
         divide_layers(exported)
         inputs = tuple(_input_name(name) for name, _ in flatten_named("", (args, kwargs)))
-        foreseen = _foresee(exported, args, kwargs) if shelf else None
+        foreseen = _foresee(exported, args, kwargs) if cache else None
         key = split = None
-        if shelf and foreseen:
-            key = shelf.key(module, exported, inputs, (args, kwargs), foreseen, decompositions)
-            split = shelf.find(key, exported.meta["fake_mode"]) if key else None
+        if cache and foreseen:
+            key = cache.key(module, exported, inputs, (args, kwargs), foreseen, decompositions)
+            split = cache.find(key, exported.meta["fake_mode"]) if key else None
         if split and foreseen:
             return Capture(split.joint, inputs, foreseen.names, foreseen.spec, guards, split, key)
         results = _Results(exported)
@@ -125,7 +125,7 @@ def capture(
 
 def _foresee(
     exported: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Foreseen | None:
+) -> PredictedResults | None:
     """The results as tracing will find them, without tracing; None where that cannot be told."""
     codegen: Any = exported.graph._codegen
     outputs: Any = exported.graph.output_node().args[0]
@@ -135,7 +135,7 @@ def _foresee(
     except Exception:  # the user's classes are put together from tensors without data here
         return None
     leaves, spec = tree_flatten(tree)
-    return Foreseen(tuple(name for name, _ in flatten_named("output", tree)), leaves, spec)
+    return PredictedResults(tuple(name for name, _ in flatten_named("output", tree)), leaves, spec)
 
 
 def _joint(

@@ -51,7 +51,7 @@ def examine(module: fx.GraphModule) -> dict[fx.Node, Effect]:
         what an operator raises.
     """
     mode = module.meta["fake_mode"]
-    run = _Examination(module)
+    run = _EffectInterpreter(module)
     inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     with mode, torch.enable_grad(), without_fused_recurrence(module):
         run.boxed_run(inputs)
@@ -66,7 +66,7 @@ def effect_of(call: Callable[[], Any]) -> Effect:
     return effect
 
 
-class _Examination(fx.Interpreter):
+class _EffectInterpreter(fx.Interpreter):
     """Keeps every value, so that a storage's number stays its own."""
 
     def __init__(self, module: fx.GraphModule) -> None:

@@ -90,10 +90,10 @@ def setters(
             warnings.warn_explicit(
                 warning.message, warning.category, warning.filename, warning.lineno
             )
-    return _Effects(module, found, names).judge(args, kwargs) if found else []
+    return _WrittenObjects(module, found, names).judge(args, kwargs) if found else []
 
 
-class Snapshot:
+class AttributeSnapshot:
     """The attributes of a module and of everything below it at one moment."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -111,7 +111,7 @@ def first_call_differs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
     """
     try:
         twin, mode = _without_data(module)
-        before = Snapshot(twin)
+        before = AttributeSnapshot(twin)
         with told_once():
             _run(twin, args, kwargs, mode)
     except Exception:
@@ -119,7 +119,7 @@ def first_call_differs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
     return before.differs
 
 
-class _Effects:
+class _WrittenObjects:
     """The objects that a forward writes to, by the names that Dynamo has for them."""
 
     def __init__(self, module: nn.Module, sources: list[str], names: dict[str, Any]) -> None:

@@ -14,21 +14,21 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from autosplit.autograd.lazy_gradient import Slot
-from autosplit.autograd.pending_queue import Backlog, checked
+from autosplit.autograd.gradient_slot import GradientSlot
+from autosplit.autograd.pending_queue import PendingQueue, checked
 from autosplit.errors import SplitError
 from autosplit.runtime.saved_tensors import distinct_bytes
-from autosplit.torch_internals.accumulate_grad import watched
+from autosplit.torch_internals.accumulate_grad import has_gradient_hooks
 from autosplit.torch_internals.ddp_reducer import refuse_sharded, synchronises
 from autosplit.torch_internals.distributed import data_parallel
 
-from .deferred_work import Work, deliver
+from .deferred_graph_backward import DeferredGraphBackward, deliver
 
 if TYPE_CHECKING:
     from .graph_outcome import Part
 
 
-class OnParameters(Backlog[Work]):
+class PendingOnParameters(PendingQueue[DeferredGraphBackward]):
     """The owner of one graph's work, which no model collects: it waits on the parameters."""
 
     def __init__(self) -> None:
@@ -40,18 +40,18 @@ class OnParameters(Backlog[Work]):
     def compiled(self, part: Part) -> None:
         """Nobody asks for a report."""
 
-    def entered(self, part: Part, parameters: Sequence[nn.Parameter]) -> Entry:
+    def entered(self, part: Part, parameters: Sequence[nn.Parameter]) -> GraphCall:
         """Microbatches are told apart by their backward alone."""
         wrapper = data_parallel()
         if wrapper is not None and synchronises():
             Deferral(wrapper).backward_weight()
-            return Entry(True)
-        whole = torch.is_grad_enabled() and watched(parameters)
-        if whole:
+            return GraphCall(True)
+        unsplit = torch.is_grad_enabled() and has_gradient_hooks(parameters)
+        if unsplit:
             Deferral(parameters).backward_weight()
-        return Entry(whole)
+        return GraphCall(unsplit)
 
-    def deferred(self, work: Work, token: Entry) -> None:
+    def deferred(self, work: DeferredGraphBackward, call: GraphCall) -> None:
         self.add(work.backward, work)
 
     def compute(self, microbatches: int | None = None) -> None:
@@ -63,14 +63,14 @@ class OnParameters(Backlog[Work]):
         Deferral(parameter).backward_weight()
 
 
-class Entry(NamedTuple):
+class GraphCall(NamedTuple):
     """A call of a graph.
 
     Attributes:
-        whole: whether its backward computes weight gradients too.
+        unsplit: whether its backward is I and W in one.
     """
 
-    whole: bool
+    unsplit: bool
 
 
 class Deferral:
@@ -143,16 +143,18 @@ class Deferral:
         for owner in self._owners():
             owner.discard()
 
-    def _owners(self) -> list[OnParameters]:
+    def _owners(self) -> list[PendingOnParameters]:
         """Who has something pending for the parameters."""
-        slots = [Slot.of(parameter) for parameter in self._parameters]
+        slots = [GradientSlot.of(parameter) for parameter in self._parameters]
         found = dict.fromkeys(each for slot in slots if slot for each in slot.sources)
-        owners = [each for each in found if isinstance(each, OnParameters)]
+        owners = [each for each in found if isinstance(each, PendingOnParameters)]
         for owner in owners:
             owner.sweep()
         return owners
 
-    def _microbatches(self, owners: Iterable[OnParameters]) -> list[list[Work]]:
+    def _microbatches(
+        self, owners: Iterable[PendingOnParameters]
+    ) -> list[list[DeferredGraphBackward]]:
         """What one backward left together, oldest backward first."""
         wanted = set(map(id, self._parameters))
         works = [work for owner in owners for work in owner.works()]

@@ -19,8 +19,8 @@ from autosplit.passes.lowering.concatenate_microbatches import batch, member
 from autosplit.passes.verify import verify_graph
 
 from .gradient_accumulation import Accumulation
-from .gradient_dependence import Dependence
-from .gradient_graphs import GradientGraph, PassedOn, forms
+from .gradient_dependence import GradientDependence
+from .gradient_graphs import GradientGraph, PassThrough, variants
 from .saved_tensors import Constants
 from .weight_slices import SlicedWeight
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from autosplit.capture.joint_graph import Capture
 
 
-class InputHalf(NamedTuple):
+class BackwardInput(NamedTuple):
     """I, and where its results stand.
 
     Attributes:
@@ -41,7 +41,7 @@ class InputHalf(NamedTuple):
         constants: those that W reads.
     """
 
-    graph: GradientGraph | PassedOn
+    graph: GradientGraph | PassThrough
     inputs: int
     handed: Sequence[Role]
     names: tuple[str, ...]
@@ -79,7 +79,7 @@ class BackwardGraphs:
         *,
         saved: Sequence[Role],
         tangents: Iterable[str],
-        dependence: Dependence,
+        dependence: GradientDependence,
         backend: Backend,
     ) -> None:
         self._name_of = traced.guards.name_of
@@ -106,22 +106,22 @@ class BackwardGraphs:
             "backward_weight": self.late_parameters,
             "backward": self.parameter_names,
         }
-        needed = forms(calls, makes)
+        needed = variants(calls, makes)
         for call in makes:  # I before W: it decides how what W gets lies in memory
             for adds in (False, True):
                 if self._graphs.backward is not None and (call, adds) in needed:
                     self._graph_of(call, slices).compile(accumulation if adds else None)
 
-    def _graph_of(self, call: str, slices: int) -> GradientGraph | SlicedWeight | PassedOn:
+    def _graph_of(self, call: str, slices: int) -> GradientGraph | SlicedWeight | PassThrough:
         match call:
             case "backward_input":
-                return self.input_half.graph
+                return self.backward_input.graph
             case "backward_weight":
                 return self.weight if slices == 1 else self.sliced(slices)
         return self.unsplit
 
     @cached_property
-    def input_half(self) -> InputHalf:
+    def backward_input(self) -> BackwardInput:
         """I."""
         module = self._module("backward_input")
         weight = self._module("backward_weight")
@@ -130,7 +130,7 @@ class BackwardGraphs:
         deferred = [role for role, _ in outputs(module.graph, Kind.DEFERRED)]
         read = list(inputs(weight.graph, *STATE))
         others = [*self._wanted, *deferred]
-        return InputHalf(
+        return BackwardInput(
             GradientGraph(
                 "backward_input",
                 module,
@@ -147,14 +147,14 @@ class BackwardGraphs:
             self._constants_of([weight]),
         )
 
-    def _passed_on(self, module: fx.GraphModule, weight: fx.GraphModule) -> InputHalf:
+    def _passed_on(self, module: fx.GraphModule, weight: fx.GraphModule) -> BackwardInput:
         """An I that computes nothing."""
         values = {role: node.meta["val"] for role, node in outputs(module.graph, Kind.DEFERRED)}
         hand_over({r: v.stride() for r, v in values.items() if isinstance(v, Tensor)}, weight)
         passed = _passed(module.graph)
         handed = (*(passed[role] for role in self._crossing), *self.read)
-        return InputHalf(
-            PassedOn(len(self._wanted), len(self._crossing)),
+        return BackwardInput(
+            PassThrough(len(self._wanted), len(self._crossing)),
             len(self._wanted),
             handed,
             tuple([role.name for role in handed]),
@@ -178,7 +178,7 @@ class BackwardGraphs:
         return GradientGraph(
             "backward_weight",
             module,
-            self.input_half.handed,
+            self.backward_input.handed,
             parameters=self.late_parameters,
             others=others,
             backend=self._backend,
@@ -187,7 +187,7 @@ class BackwardGraphs:
     def together(self, count: int) -> GradientGraph:
         """W of so many microbatches in one call; takes what each hands over, one after another."""
         if count not in self._together:
-            handed = self.input_half.handed
+            handed = self.backward_input.handed
             module = batch(self._module("backward_weight"), count)
             verify_graph("backward_weight", module, "batch")
             given = [member(role, index) for index in range(count) for role in handed]
@@ -207,10 +207,10 @@ class BackwardGraphs:
             SplitError: W cannot be cut into so many.
         """
         if count not in self._slices:
-            self.input_half.graph.compile()  # decides how what the slices get lies in memory
+            self.backward_input.graph.compile()  # decides how what the slices get lies in memory
             self._slices[count] = SlicedWeight(
                 self._module("backward_weight"),
-                self.input_half.handed,
+                self.backward_input.handed,
                 count,
                 borrowed=self._dependence.borrowed,
                 constants_of=self._constants_of,

@@ -25,8 +25,8 @@ from autosplit.passes.lowering.lent_memory import lent
 from .autocast_guard import AutocastGuard
 from .backward_graphs import BackwardGraphs
 from .gradient_accumulation import EXACT, Accumulation
-from .gradient_dependence import Dependence
-from .saved_tensors import Handover, State, TensorSpec
+from .gradient_dependence import GradientDependence
+from .saved_tensors import Residuals, State, TensorSpec
 from .weight_slices import SlicedWeight
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class ForwardResult(NamedTuple):
 
     outputs: list[Any]
     updates: list[Tensor]
-    saved: Handover
+    saved: Residuals
 
 
 class SplitFunctions:
@@ -82,7 +82,7 @@ class SplitFunctions:
             for role, node in inputs(graphs.joint.graph, Kind.TANGENT).items()
         }
         self._tangents = [(n, self.output_names.index(n)) for n in self.tangent_specs]
-        self.dependence = Dependence(graphs, traced.inputs, self._tangents)
+        self.dependence = GradientDependence(graphs, traced.inputs, self._tangents)
         self._backward = BackwardGraphs(
             traced,
             graphs,
@@ -155,7 +155,7 @@ class SplitFunctions:
         taken = [] if weight is None else inputs(weight.graph, Kind.DEFERRED).values()
         return any(map(is_size, taken))
 
-    def concatenates(self, one: Handover, other: Handover) -> bool:
+    def concatenates(self, one: Residuals, other: Residuals) -> bool:
         """Whether W of two microbatches that ran these graphs can be one call: on the same
         parameters and buffers, without numbers of their own.
         """
@@ -177,7 +177,7 @@ class SplitFunctions:
         if not lenders:
             return []
         places = {name: at for at, name in enumerate(self.capture.inputs)}
-        roles = enumerate(self._backward.input_half.handed)
+        roles = enumerate(self._backward.backward_input.handed)
         found = [(at, lenders[role]) for at, role in roles if role in lenders]
         return [(at, places.get(r.name) if r.kind is Kind.INPUT else None) for at, r in found]
 
@@ -203,16 +203,16 @@ class SplitFunctions:
         return ForwardResult(
             [results[at] for at in self._outputs_at],
             [results[at] for at in self._updates_at],
-            Handover(self._saved_names, saved, read, self._backward.constants, self._donated),
+            Residuals(self._saved_names, saved, read, self._backward.constants, self._donated),
         )
 
     def backward_input(
         self,
-        saved: Handover,
+        saved: Residuals,
         output_grads: list[Tensor | None],
         gradients: Sequence[Tensor] | None = None,
         accumulation: Accumulation = EXACT,
-    ) -> tuple[list[Tensor | None], Handover, Sequence[Tensor]]:
+    ) -> tuple[list[Tensor | None], Residuals, Sequence[Tensor]]:
         """I.
 
         Args:
@@ -229,17 +229,17 @@ class SplitFunctions:
             SplitError: a gradient does not fit its output, or something saved was written
                 in place since the forward.
         """
-        read, half = saved.state, self._backward.input_half
+        read, half = saved.state, self._backward.backward_input
         pool = self._backward_pool(saved, output_grads)
         results, early = half.graph.run(pool, gradients, accumulation)
         deferred = results[half.inputs :]
         del results[half.inputs :]
         kept = tuple([read[at] for at in half.read_at])
-        return results, Handover(half.names, deferred, kept, half.constants, late=True), early
+        return results, Residuals(half.names, deferred, kept, half.constants, late=True), early
 
     def backward_weight(
         self,
-        deferred: Handover,
+        deferred: Residuals,
         gradients: Sequence[Tensor] | None = None,
         accumulation: Accumulation = EXACT,
     ) -> Sequence[Tensor]:
@@ -263,7 +263,7 @@ class SplitFunctions:
 
     def backward_weight_together(
         self,
-        deferred: Sequence[Handover],
+        deferred: Sequence[Residuals],
         gradients: Sequence[Tensor] | None = None,
         accumulation: Accumulation = EXACT,
     ) -> Sequence[Tensor]:
@@ -296,7 +296,7 @@ class SplitFunctions:
 
     def backward(
         self,
-        saved: Handover,
+        saved: Residuals,
         output_grads: list[Tensor | None],
         gradients: Sequence[Tensor] | None = None,
         accumulation: Accumulation = EXACT,
@@ -317,7 +317,7 @@ class SplitFunctions:
         """
         return self._backward.sliced(count)
 
-    def _backward_pool(self, saved: Handover, output_grads: list[Tensor | None]) -> list[Any]:
+    def _backward_pool(self, saved: Residuals, output_grads: list[Tensor | None]) -> list[Any]:
         """The only list that holds what I or B takes, so that all of it can die inside."""
         tangents = [self._tangent(name, output_grads[at]) for name, at in self._tangents]
         output_grads.clear()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from autosplit.errors import SplitError
-from autosplit.torch_internals.accumulate_grad import hooked, hooked_late
+from autosplit.torch_internals.accumulate_grad import has_accumulate_hooks, has_tensor_hooks
 
 FORMS = ("exact", "fused", "concatenated")
 
@@ -80,14 +80,16 @@ class GradientSums:
                     f"parameter {name} was replaced between two microbatches whose gradients "
                     "are gathered; call publish() before replacing it"
                 )
-        if hooked_late(parameters):
-            name = next(n for n, p in zip(names, parameters, strict=True) if hooked_late([p]))
+        if has_accumulate_hooks(parameters):
+            name = next(
+                n for n, p in zip(names, parameters, strict=True) if has_accumulate_hooks([p])
+            )
             raise SplitError(
                 f"parameter {name} has a hook of register_post_accumulate_grad_hook, which nothing "
                 "calls here: gradients reach .grad when all microbatches are done. Let "
                 "optimizer.register_step_pre_hook do what it does"
             )
-        if hooked(parameters):
+        if has_tensor_hooks(parameters):
             return None
         sums = [self.tensors.get(name) for name in names]
         found = [each for each in sums if each is not None]
@@ -106,7 +108,7 @@ class GradientSums:
         """
         for name, gradient in zip(names, gradients, strict=True):
             copied, parameter = name in borrowed, self._parameters[name]
-            if hooked([parameter]):
+            if has_tensor_hooks([parameter]):
                 # A hook may keep what it sees, and give back what it likes.
                 (gradient,) = torch.autograd.grad(parameter, parameter, gradient)
                 copied = True

@@ -1,4 +1,4 @@
-"""Graphs that make parameters' gradients, W and B, and their forms that add them up in place."""
+"""Graphs that make parameters' gradients, W and B, and their variants that add them up in place."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autosplit.passes.verify import verify_graph
 from .gradient_accumulation import Accumulation
 
 
-class Form(NamedTuple):
+class GraphVariant(NamedTuple):
     """A compiled graph and where its results stand.
 
     Attributes:
@@ -34,7 +34,7 @@ class Form(NamedTuple):
 
 
 class GradientGraph:
-    """W, a slice of it, or B: as it was split, and in the forms that add into accumulators.
+    """W, a slice of it, or B: as it was split, and in the variants that add into accumulators.
 
     Args:
         name: of the graph.
@@ -64,7 +64,7 @@ class GradientGraph:
         self._others = others
         self._takers = takers
         self._backend = backend
-        self._forms: dict[Accumulation | None, Form] = {}
+        self._variants: dict[Accumulation | None, GraphVariant] = {}
 
     def run(
         self, pool: list[Any], gradients: Sequence[Tensor] | None, accumulation: Accumulation
@@ -77,7 +77,7 @@ class GradientGraph:
             accumulation: how to add.
         """
         inside = gradients is not None and not self._adds_outside(accumulation)
-        form = self._form(accumulation if inside else None)
+        form = self._variant(accumulation if inside else None)
         if inside:
             pool += gradients or ()
         results = form.call(pool)
@@ -96,7 +96,7 @@ class GradientGraph:
         without one the form that returns new ones.
         """
         inside = accumulation is not None and not self._adds_outside(accumulation)
-        self._form(accumulation if inside else None)
+        self._variant(accumulation if inside else None)
 
     def _adds_outside(self, accumulation: Accumulation) -> bool:
         """Whether whole gradients are added after the graph, so that it needs no second form."""
@@ -112,12 +112,12 @@ class GradientGraph:
             if role in wanted
         )
 
-    def _form(self, accumulation: Accumulation | None) -> Form:
-        if accumulation not in self._forms:
-            self._forms[accumulation] = self._make(accumulation)
-        return self._forms[accumulation]
+    def _variant(self, accumulation: Accumulation | None) -> GraphVariant:
+        if accumulation not in self._variants:
+            self._variants[accumulation] = self._make(accumulation)
+        return self._variants[accumulation]
 
-    def _make(self, accumulation: Accumulation | None) -> Form:
+    def _make(self, accumulation: Accumulation | None) -> GraphVariant:
         name, module, given = self._name, self._module, [*self._given]
         sums: list[Role] = []
         if accumulation is None:
@@ -131,12 +131,12 @@ class GradientGraph:
         graph = compile_graph(name, module, self._backend)
         hand_over(graph.strides, *self._takers)
         at = {role: index for index, role in enumerate(graph.outputs)}
-        return Form(
+        return GraphVariant(
             graph.taking(given), [at.get(role) for role in self._others], [at[r] for r in sums]
         )
 
 
-class PassedOn:
+class PassThrough:
     """In place of a graph that computes nothing and hands over what it takes.
 
     Args:
@@ -160,10 +160,10 @@ class PassedOn:
         """There is nothing to compile."""
 
 
-def forms(
+def variants(
     calls: Iterable[str], parameters: Mapping[str, Sequence[str]]
 ) -> dict[tuple[str, bool], None]:
-    """In which forms some calls run their graphs, each with whether it adds into gradients that
+    """In which variants some calls run their graphs, each with whether it adds into gradients that
     earlier calls made.
 
     Args:

@@ -8,22 +8,22 @@ from typing import NamedTuple
 from torch import Tensor
 
 from autosplit.errors import SplitError
-from autosplit.torch_internals.accumulate_grad import hooked
+from autosplit.torch_internals.accumulate_grad import has_tensor_hooks
 
 from .functions import SplitFunctions
 from .gradient_accumulation import Accumulation, GradientSums
-from .saved_tensors import Handover, State, distinct_bytes
+from .saved_tensors import Residuals, State, distinct_bytes
 
 
-class Flight(NamedTuple):
+class InFlightMicrobatch(NamedTuple):
     """A microbatch between two calls: what the first left, and the state that F ran on."""
 
     functions: SplitFunctions
-    handover: Handover
+    residuals: Residuals
     state: State
 
 
-class Flights:
+class InFlightMicrobatches:
     """Microbatches by their numbers.
 
     Args:
@@ -34,57 +34,61 @@ class Flights:
     def __init__(self, owner: str, before: str) -> None:
         self._owner = owner
         self._before = before
-        self._flights: dict[int, Flight] = {}
+        self._by_number: dict[int, InFlightMicrobatch] = {}
 
     def __contains__(self, microbatch: int) -> bool:
-        return microbatch in self._flights
+        return microbatch in self._by_number
 
     @property
     def waiting(self) -> list[int]:
         """The microbatches' numbers, in ascending order."""
-        return sorted(self._flights)
+        return sorted(self._by_number)
 
     @property
     def tensors(self) -> list[Tensor]:
         """What they hold, parameters and buffers left out."""
-        return [t for flight in self._flights.values() for t in flight.handover.tensors]
+        return [
+            t
+            for microbatch_state in self._by_number.values()
+            for t in microbatch_state.residuals.tensors
+        ]
 
     @property
     def bytes(self) -> int:
         """Bytes of distinct storage that they hold."""
         return distinct_bytes(self.tensors)
 
-    def put(self, microbatch: int, flight: Flight) -> None:
-        self._flights[microbatch] = flight
+    def put(self, microbatch: int, microbatch_state: InFlightMicrobatch) -> None:
+        self._by_number[microbatch] = microbatch_state
 
-    def take(self, microbatch: int) -> Flight:
+    def take(self, microbatch: int) -> InFlightMicrobatch:
         """The microbatch, which is not here any more.
 
         Raises:
             SplitError: it is not here.
         """
-        flight = self.get(microbatch)
-        del self._flights[microbatch]
-        return flight
+        microbatch_state = self.get(microbatch)
+        del self._by_number[microbatch]
+        return microbatch_state
 
-    def get(self, microbatch: int) -> Flight:
+    def get(self, microbatch: int) -> InFlightMicrobatch:
         """The microbatch.
 
         Raises:
             SplitError: it is not here.
         """
-        if microbatch not in self._flights:
+        if microbatch not in self._by_number:
             raise SplitError(
                 f"{self._owner}: microbatch {microbatch} has not run {self._before}, or its "
                 "result was used already"
             )
-        return self._flights[microbatch]
+        return self._by_number[microbatch]
 
     def clear(self) -> None:
-        self._flights.clear()
+        self._by_number.clear()
 
 
-class WaitingWeights:
+class PendingWeightGradients:
     """Microbatches that wait for W, and the sums that their gradients are added into.
 
     Args:
@@ -93,13 +97,13 @@ class WaitingWeights:
         slices: how many slices W can be run in.
 
     Attributes:
-        flights: the microbatches between I and W.
+        in_flight: the microbatches between I and W.
         sums: the gradients so far.
         slices: how many slices W can be run in.
     """
 
     def __init__(self, owner: str, accumulation: Accumulation, slices: int) -> None:
-        self.flights = Flights(owner, "backward_input")
+        self.in_flight = InFlightMicrobatches(owner, "backward_input")
         self.sums = GradientSums(accumulation)
         self.slices = slices
         self._owner = owner
@@ -117,7 +121,7 @@ class WaitingWeights:
                 f"{self._owner}: {self._begun[microbatch]} of {self.slices} slices of W of "
                 f"microbatch {microbatch} have run; run the others one by one"
             )
-        functions, deferred, state = self.flights.take(microbatch)
+        functions, deferred, state = self.in_flight.take(microbatch)
         names = functions.late_parameters
         sums = self.into(names, state)
         gradients = functions.backward_weight(deferred, sums, self.sums.accumulation)
@@ -145,22 +149,22 @@ class WaitingWeights:
 
     def _fit(self, first: int, second: int) -> bool:
         """Whether W of two microbatches can run in one call."""
-        one, other = self.flights.get(first), self.flights.get(second)
+        one, other = self.in_flight.get(first), self.in_flight.get(second)
         return (
             self.sums.accumulation.concatenated
             and one.functions is other.functions
             and self._begun.keys().isdisjoint((first, second))
-            and one.functions.concatenates(one.handover, other.handover)
-            and not hooked(one.state[name] for name in one.functions.late_parameters)
+            and one.functions.concatenates(one.residuals, other.residuals)
+            and not has_tensor_hooks(one.state[name] for name in one.functions.late_parameters)
         )
 
     def _run_together(self, microbatches: list[int]) -> None:
         if len(microbatches) == 1:
             self.run(microbatches[0])
             return
-        flights = [self.flights.take(microbatch) for microbatch in microbatches]
-        functions, _, state = flights[0]
-        deferred = [flight.handover for flight in flights]
+        in_flight = [self.in_flight.take(microbatch) for microbatch in microbatches]
+        functions, _, state = in_flight[0]
+        deferred = [microbatch_state.residuals for microbatch_state in in_flight]
         names, accumulation = functions.late_parameters, self.sums.accumulation
         sums = self.into(names, state)
         gradients = functions.backward_weight_together(deferred, sums, accumulation)
@@ -179,7 +183,7 @@ class WaitingWeights:
                 f"{self._owner}: W of microbatch {microbatch} runs in {self.slices} slice(s), in "
                 f"order; it is the turn of slice {turn}, got {index}"
             )
-        functions, deferred, state = self.flights.take(microbatch)
+        functions, deferred, state = self.in_flight.take(microbatch)
         weight = functions.sliced(self.slices)
         names = weight.parameter_names[index]
         sums = self.into(names, state)
@@ -190,7 +194,7 @@ class WaitingWeights:
             self._begun.pop(microbatch, None)
             return
         self._begun[microbatch] = index + 1
-        self.flights.put(microbatch, Flight(functions, left, state))
+        self.in_flight.put(microbatch, InFlightMicrobatch(functions, left, state))
 
     def into(self, names: Sequence[str], state: State) -> list[Tensor] | None:
         """The sums that W or B adds into; None where it makes new gradients.
@@ -209,8 +213,8 @@ class WaitingWeights:
         Raises:
             SplitError: a microbatch waits for W.
         """
-        if self.flights.waiting:
-            waiting = ", ".join(map(str, self.flights.waiting))
+        if self.in_flight.waiting:
+            waiting = ", ".join(map(str, self.in_flight.waiting))
             raise SplitError(
                 f"{self._owner}: weight gradients of microbatch {waiting} are pending; "
                 "call backward_weight() for each first"
@@ -219,6 +223,6 @@ class WaitingWeights:
 
     def clear(self) -> None:
         """Forget everything."""
-        self.flights.clear()
+        self.in_flight.clear()
         self._begun.clear()
         self.sums.clear()

@@ -74,7 +74,7 @@ class Constants(NamedTuple):
         return cls(tuple(names), tuple(found.values()))
 
 
-class Handover:
+class Residuals:
     """Tensors, and numbers read from data, from one graph to the next, with the state and
     constants that it will read.
 
@@ -159,9 +159,9 @@ class Handover:
             (counts[at],) = versions((copies[at],))
         self._tensors, self._counts = copies, tuple(counts)
 
-    def again(self) -> Handover:
+    def again(self) -> Residuals:
         """The same hand-over once more, for a backward that runs twice (``retain_graph=True``)."""
-        twin = Handover.__new__(Handover)
+        twin = Residuals.__new__(Residuals)
         twin._names, twin._state = self._names, self._state
         twin._constants, twin._donated = self._constants, self._donated
         twin._tensors = self._apart(self._tensors)

@@ -21,12 +21,12 @@ from autosplit.torch_internals.module_state import StateReader
 from autosplit.torch_internals.pytree import tree_unflatten
 
 from .build import trace, without_history
-from .call_signature import Signature, Structure
+from .call_signature import CallSignature, CallStructure
 from .functions import SplitFunctions
-from .specialization_cache import Graphs
+from .specialization_cache import SpecializationCache
 
 
-class FittingGraphs:
+class Specializations:
     """Captures a module for each kind of call, and finds again what it captured.
 
     Several threads may ask at once; one of them captures.
@@ -55,10 +55,10 @@ class FittingGraphs:
         self._model = model
         self._backend = backend
         self._memory = memory
-        self._graphs = Graphs(type(model).__name__, limit)
+        self._graphs = SpecializationCache(type(model).__name__, limit)
         self._insist = insist
         self._traced = traced
-        self._first: set[Signature] = set()
+        self._first: set[CallSignature] = set()
         self._capturing = threading.RLock()
         self._busy = False
         self._warned = False
@@ -90,7 +90,7 @@ class FittingGraphs:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         leaves: list[Any],
-        structure: Structure,
+        structure: CallStructure,
         *,
         called: bool = False,
     ) -> SplitFunctions:
@@ -109,7 +109,7 @@ class FittingGraphs:
             SplitError: the graph cannot be split.
             BackendError: the backend cannot compile it.
         """
-        signature = Signature.of(leaves, structure)
+        signature = CallSignature.of(leaves, structure)
         if not all(type(leaf) is Tensor or not isinstance(leaf, Tensor) for leaf in leaves):
             # A parameter as an input: guards want the plain tensor that tracing saw.
             args, kwargs = tree_unflatten(without_history(leaves), structure.spec)
@@ -131,7 +131,7 @@ class FittingGraphs:
         return found
 
     def _capture(
-        self, signature: Signature, leaves: list[Any], structure: Structure, called: bool
+        self, signature: CallSignature, leaves: list[Any], structure: CallStructure, called: bool
     ) -> SplitFunctions:
         if self._busy:  # only the thread that captures comes here meanwhile
             raise calls_itself(self._model)

@@ -268,7 +268,7 @@ def test_what_w_has_read_dies_while_it_runs() -> None:
 
     def watched(microbatches: Sequence[Any]) -> None:
         ((work,),) = microbatches
-        references[:] = [weakref.ref(each) for each in work.handover.tensors]
+        references[:] = [weakref.ref(each) for each in work.deferred.tensors]
         del work
         alive.clear()
         with Watch():

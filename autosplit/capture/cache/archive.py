@@ -61,8 +61,8 @@ class NoArchiveError(Exception):
     """Something in the graphs has no form as bytes; says what."""
 
 
-def pack(graphs: SplitGraphs) -> bytes:
-    """The graphs as bytes, from which ``unpack`` was seen to make the same graphs.
+def pack_graphs(graphs: SplitGraphs) -> bytes:
+    """The graphs as bytes, from which ``unpack_graphs`` was seen to make the same graphs.
 
     Raises:
         NoArchiveError: they hold something that has no such form.
@@ -73,15 +73,15 @@ def pack(graphs: SplitGraphs) -> bytes:
     data = pickle.dumps((memory, writer.tensors, nodes))
     values = [node.meta.get("val") for node in graphs.forward.graph.nodes]
     mode = next(value.fake_mode for value in values if isinstance(value, FakeTensor))
-    twin = unpack(data, mode).graphs()
+    twin = unpack_graphs(data, mode).graphs()
     for name, module in graphs.graphs().items():
         if _text(module) != _text(twin[name]):
             raise NoArchiveError(f"{name} is read back as another graph")
     return data
 
 
-def unpack(data: bytes, mode: FakeTensorMode) -> SplitGraphs:
-    """The graphs that ``pack`` made bytes of, with values of this fake mode.
+def unpack_graphs(data: bytes, mode: FakeTensorMode) -> SplitGraphs:
+    """The graphs that ``pack_graphs`` made bytes of, with values of this fake mode.
 
     Raises:
         NoArchiveError: they were not written by this version.
@@ -197,7 +197,7 @@ class _Reader(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> Any:
         kind, what = pid
         if kind == "node":
-            return _Place(what)
+            return _NodeReference(what)
         if kind == "tensor":
             return self._tensors[what]
         if kind == "constant":
@@ -214,7 +214,7 @@ class _Reader(pickle.Unpickler):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Place:
+class _NodeReference:
     """A node, by its place in the graph."""
 
     at: int
@@ -277,7 +277,7 @@ def _graph(name: str, data: bytes, tensors: list[Tensor]) -> fx.GraphModule:
 
 
 def _filled(value: Any, nodes: list[fx.Node]) -> Any:
-    if isinstance(value, _Place):
+    if isinstance(value, _NodeReference):
         return nodes[value.at]
     if isinstance(value, (tuple, list)):
         return type(value)(_filled(item, nodes) for item in value)

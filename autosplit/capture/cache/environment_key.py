@@ -20,7 +20,7 @@ import torch._inductor.config
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from .fingerprint import NoFingerprintError, is_torchs, target, text
+from .fingerprint import NoFingerprintError, is_torch_operator, target, text
 from .kernel_overrides import overridden
 
 SOURCES = pathlib.Path(__file__).resolve().parents[2]
@@ -74,7 +74,7 @@ def lines(decompositions: Any) -> Iterator[str]:
     if decompositions is not None:
         yield f"inductor {_settings(torch._inductor.config)}"
         # Graphs with operators of other libraries have no fingerprint.
-        torchs = [(op, how) for op, how in decompositions.items() if is_torchs(op)]
+        torchs = [(op, how) for op, how in decompositions.items() if is_torch_operator(op)]
         yield from sorted(f"{target(op)} {_function(how)}" for op, how in torchs)
 
 

@@ -21,7 +21,7 @@ _PREFIX = ".writing-"
 log = logging.getLogger(__name__)
 
 
-class Store:
+class FileStore:
     """Keeps what may be lost: whatever cannot be read, or is not what was written, is not there.
 
     Several processes may read and write one folder: a file appears whole or not at all. What a

@@ -49,7 +49,7 @@ def lines(
     Raises:
         NoFingerprintError: see there.
     """
-    known = _Tensors()
+    known = _TensorNames()
     leaves = tree_flatten((args, kwargs))[0]
     for at, leaf in enumerate(leaves):
         yield f"input {at}: {known.describe(leaf, f'input {at}')}"
@@ -100,7 +100,7 @@ def target(function: Any) -> str:
         NoFingerprintError: it is somebody else's, whose code may change.
     """
     if isinstance(function, OVERLOAD):
-        if not is_torchs(function):
+        if not is_torch_operator(function):
             raise NoFingerprintError(f"{function} is a custom operator")
         return str(function.name())
     try:
@@ -112,7 +112,7 @@ def target(function: Any) -> str:
     return name
 
 
-def is_torchs(operator: Any) -> bool:
+def is_torch_operator(operator: Any) -> bool:
     """Whether an operator is one of torch's own."""
     return isinstance(operator, OVERLOAD) and operator.name().startswith(_NAMESPACES)
 
@@ -148,7 +148,7 @@ def _state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_buffers(remove_duplicate=False)
 
 
-class _Tensors:
+class _TensorNames:
     """Tensors by the names that they are known under, those of one storage together."""
 
     def __init__(self) -> None:

@@ -18,15 +18,15 @@ from autosplit.passes import SplitGraphs
 from autosplit.torch_internals.pytree import TreeSpec
 
 from . import environment_key, fingerprint
-from .archive import NoArchiveError, pack, unpack
-from .file_store import Store
+from .archive import NoArchiveError, pack_graphs, unpack_graphs
+from .file_store import FileStore
 
 VARIABLE = "AUTOSPLIT_CACHE"
 _OFF = {"0", "off", "no", "false"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Foreseen:
+class PredictedResults:
     """What a module returns, known before its graph is traced.
 
     Attributes:
@@ -41,7 +41,7 @@ class Foreseen:
 
 
 @dataclasses.dataclass(frozen=True)
-class Shelf:
+class SplitGraphCache:
     """Split graphs of one way of splitting.
 
     What it does is counted in ``torch._dynamo.utils.counters["autosplit"]``: ``graph_hit``,
@@ -52,12 +52,12 @@ class Shelf:
         options: all that the caller chose.
     """
 
-    store: Store
+    store: FileStore
     options: tuple[str, ...]
 
     @classmethod
-    def open(cls, *options: str) -> Shelf | None:
-        """The user's shelf: beside what Inductor keeps, or where ``AUTOSPLIT_CACHE`` says; None
+    def open(cls, *options: str) -> SplitGraphCache | None:
+        """The user's cache: beside what Inductor keeps, or where ``AUTOSPLIT_CACHE`` says; None
         where that is ``0``, or where torch is told to keep nothing.
         """
         chosen = os.environ.get(VARIABLE, "")
@@ -65,7 +65,7 @@ class Shelf:
             return None
         beside = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir()
         folder = pathlib.Path(chosen) if chosen else pathlib.Path(beside, "autosplit")
-        return cls(Store(folder), options)
+        return cls(FileStore(folder), options)
 
     def key(
         self,
@@ -73,7 +73,7 @@ class Shelf:
         exported: fx.GraphModule,
         names: tuple[str, ...],
         inputs: tuple[Any, Any],
-        results: Foreseen,
+        results: PredictedResults,
         decompositions: Any,
     ) -> str | None:
         """Of everything that the split graphs depend on; None where something has no text.
@@ -105,7 +105,7 @@ class Shelf:
         """The graphs that were kept under a key, with values of a fake mode."""
         data = self.store.read(key)
         try:
-            found = None if data is None else unpack(data, mode)
+            found = None if data is None else unpack_graphs(data, mode)
         except NoArchiveError:
             found = None
         counters["autosplit"]["graph_hit" if found else "graph_miss"] += 1
@@ -114,6 +114,6 @@ class Shelf:
     def keep(self, key: str, graphs: SplitGraphs) -> None:
         """Keep graphs, as they are before anything is compiled."""
         try:
-            self.store.write(key, pack(graphs))
+            self.store.write(key, pack_graphs(graphs))
         except NoArchiveError:
             counters["autosplit"]["graph_bypass"] += 1

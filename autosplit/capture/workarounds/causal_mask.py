@@ -29,7 +29,7 @@ _NONE = ConstantVariable.create(None)
 _IN_PLACE = {name for name in dir(operator) if name.startswith("__i")} - {"__inv__", "__invert__"}
 
 
-class Answer(NamedTuple):
+class MaskDecision(NamedTuple):
     """Whether a mask is causal.
 
     Attributes:
@@ -52,14 +52,14 @@ class Answer(NamedTuple):
 
 
 @contextlib.contextmanager
-def answered(wanted: bool) -> Iterator[list[Answer]]:
+def masks_decided(wanted: bool) -> Iterator[list[MaskDecision]]:
     """Dynamo takes the answers for the tensors that it traces with as constants in here, where
     that is wanted.
 
     Yields:
         the answers that depend on what the forward is given or reads, when the tracing is over.
     """
-    found: list[Answer] = []
+    found: list[MaskDecision] = []
     original: Any = UserFunctionVariable.call_function
 
     def call_function(function: Any, tx: Any, args: Any, kwargs: Any) -> Any:
@@ -88,7 +88,7 @@ def _given(function: Any, args: Any, kwargs: Any) -> tuple[Any, int | None] | No
     return bound["mask"], size.as_python_constant()
 
 
-def _answer(mask: Any, size: int | None) -> Answer | None:
+def _answer(mask: Any, size: int | None) -> MaskDecision | None:
     """The answer now; None where the mask is made of what cannot be made again."""
     node: fx.Node = mask.as_proxy().node
     made = ancestors([node])
@@ -106,7 +106,7 @@ def _answer(mask: Any, size: int | None) -> Answer | None:
         return None
     answer = _detect_is_causal_mask(effect.value, None, size)
     codes = tuple(compile(source, source, "eval") for source in sources)
-    return Answer(codes, maker, size, answer)
+    return MaskDecision(codes, maker, size, answer)
 
 
 def _extract(
