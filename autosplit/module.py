@@ -1,9 +1,8 @@
-"""SplitModule: the autograd face. ``loss.backward()`` runs I, ``backward_weight()`` runs W."""
+"""``SplitModule``: an ``nn.Module`` whose ``backward()`` runs I and whose W is deferred."""
 
 from __future__ import annotations
 
 import os
-import warnings
 import weakref
 from typing import TYPE_CHECKING, Any, Self
 
@@ -19,6 +18,7 @@ from autosplit.autograd.pending_queue import PendingQueue, checked
 from autosplit.backends.compiled_graph import check_backend
 from autosplit.dump.dump import dump
 from autosplit.dump.tables import report
+from autosplit.dynamo.fallback import Fallback
 from autosplit.runtime.build import check_memory
 from autosplit.runtime.call_signature import CallFlattening
 from autosplit.runtime.functions import SplitFunctions
@@ -32,7 +32,6 @@ from autosplit.torch_internals.pytree import tree_unflatten
 from autosplit.torch_internals.tracing import untraced
 
 from .errors import (
-    AutosplitError,
     BackendError,
     CaptureError,
     FailingCallError,
@@ -45,17 +44,8 @@ from .errors import (
 if TYPE_CHECKING:
     from autosplit.dynamo.partial_model import Partial
 
-# Gone when a split module is copied or pickled; a copy captures anew.
-_TRANSIENT = (
-    "_doubt",
-    "_eager",
-    "_flatten",
-    "_graphs",
-    "_partial",
-    "_queue",
-    "_root",
-    "_tries_again",
-)
+# Not copied or pickled; a copy captures anew.
+_TRANSIENT = ("_fallback", "_flatten", "_graphs", "_queue", "_anchor")
 
 
 class SplitModule(ModuleProxy):
@@ -104,16 +94,13 @@ class SplitModule(ModuleProxy):
     _memory: str | int
     _accumulation: Accumulation
     _max_graphs: int
-    _graphs: Specializations
     _fullgraph: bool
     _dynamic: bool
-    _eager: dict[str, int]
-    _partial: Partial | None
+    _graphs: Specializations
+    _fallback: Fallback
     _queue: PendingQueue[DeferredBackward]
-    _tries_again: bool
-    _doubt: AutosplitError | None
     _flatten: CallFlattening
-    _root: WeightAnchor
+    _anchor: WeightAnchor
 
     def __init__(
         self,
@@ -147,18 +134,20 @@ class SplitModule(ModuleProxy):
     def _attach(self) -> None:
         """Start without graphs and pending work."""
         own = self.__dict__
-        limit = own["_max_graphs"]
-        insist = own["_fullgraph"]
+        backend, memory, insist = own["_backend"], own["_memory"], own["_fullgraph"]
         own["_flatten"] = CallFlattening()
-        own["_eager"] = {}
-        own["_partial"] = self._by_graphs("dynamic=True") if own["_dynamic"] else None
-        own["_tries_again"] = False  # whether a call in parts, or as it was, is not to be the rule
-        own["_doubt"] = None  # why it is in parts, until the first call in parts was looked at
+        own["_fallback"] = Fallback(
+            self.model,
+            backend=backend,
+            memory=memory,
+            fullgraph=insist,
+            dynamic=own["_dynamic"],
+        )
         deliver = Delivery(own["_accumulation"])
         own["_queue"] = PendingQueue(deliver.all)
-        options = own["_backend"], own["_memory"], limit, insist
+        options = backend, memory, own["_max_graphs"], insist
         own["_graphs"] = Specializations(self.model, *options, own["_queue"].hidden)
-        own["_root"] = WeightAnchor(own["_queue"], deliver)
+        own["_anchor"] = WeightAnchor(own["_queue"], deliver)
         # Parameters hold what is pending for them, also when this is gone, and may go with it only
         # if no node of autograd's holds them.
         weakref.finalize(self, deliver.forget)
@@ -182,11 +171,13 @@ class SplitModule(ModuleProxy):
             )
         if is_fsdp_managed(self.model):  # by now; guards of graphs do not look for it
             refuse_sharded(self.model)
-        together = synchronises()
-        if together:
+        unsplit = synchronises()
+        if unsplit:
             self.backward_weight()
-        if self._partial is not None and not self._tries_again:
-            return self._in_parts(self._partial, args, kwargs)
+        fallback = self._fallback
+        partial = fallback.takes_over
+        if partial is not None:
+            return fallback.run_by_graphs(partial, args, kwargs)
         leaves, structure = self._flatten(args, kwargs)
         failing = None
         try:
@@ -196,39 +187,29 @@ class SplitModule(ModuleProxy):
         except FailingCallError as error:
             failing = error
         except FirstCallError as error:
-            return self._as_it_is(error, args, kwargs)
+            return fallback.run_first_call(error, args, kwargs)
         except (CaptureError, SplitError) as error:
-            return self._in_parts(self._give_up(error), args, kwargs)
+            return fallback.run_by_graphs(fallback.give_up(error), args, kwargs)
         if failing is not None:  # here, so that the user's own error comes alone
-            return self._eagerly(failing, args, kwargs)
+            return fallback.run_unsplit(failing, args, kwargs)
+        return self._run(functions, leaves, unsplit)
+
+    def _run(self, functions: SplitFunctions, leaves: list[Any], unsplit: bool) -> Any:
+        """F of a captured graph, as autograd sees it; with ``unsplit`` its backward is I and W."""
         state = self._graphs.state()
         if functions.updated_inputs:
             refuse_overlap(functions, leaves, state)
         if functions.tangent_specs:
-            if not together and self._root.deliver.leaves(functions, state).has_hooks():
-                together = True  # hooks fire in backward(): an optimizer may step in one
+            if not unsplit and self._anchor.deliver.leaves(functions, state).has_hooks():
+                unsplit = True  # hooks fire in backward(): an optimizer may step in one
                 self.backward_weight()
-            outputs = run_split(self._root, functions, state, leaves, together)
+            outputs = run_split(self._anchor, functions, state, leaves, unsplit)
         else:
             with torch.no_grad():
                 outputs = run_forward(functions, state, list(leaves)).outputs
         for name in reversed(functions.updated_inputs):
             leaves[functions.capture.inputs.index(name)].copy_(outputs.pop())
         return tree_unflatten(outputs, functions.capture.output_spec)
-
-    def _eagerly(self, error: FailingCallError, args: Any, kwargs: Any) -> Any:
-        """The call by plain autograd: where that fails too, with the user's own error."""
-        if self._fullgraph:
-            raise error
-        result = self.model(*args, **kwargs)
-        if not self._eager:
-            warnings.warn(
-                f"{type(self.model).__name__} runs calls like this one unsplit, by plain autograd, "
-                f"as they fail where they are traced. report() says so too. {error}",
-                stacklevel=3,
-            )
-        self._eager[str(error)] = self._eager.get(str(error), 0) + 1
-        return result
 
     @untraced
     def backward_weight(self, microbatches: int | None = None) -> None:
@@ -245,11 +226,11 @@ class SplitModule(ModuleProxy):
             microbatches: how many, the oldest ``backward()`` first; all where None.
 
         Raises:
-            SplitError: fewer than asked for are pending; something that W needs was written in
+            SplitError: fewer than asked for are pending; a deferred tensor was written in
                 place since; or another thread computes them, and this is
                 inside a ``backward()``.
         """
-        partial = self._partial
+        partial = self._fallback.partial
         if microbatches is None:
             self._queue.compute()
             if partial is not None:
@@ -268,18 +249,21 @@ class SplitModule(ModuleProxy):
         parameter is what it was before, and holds what came from elsewhere meanwhile.
         """
         self._queue.discard()
-        if self._partial is not None:
-            self._partial.discard()
+        partial = self._fallback.partial
+        if partial is not None:
+            partial.discard()
 
     @property
     def pending(self) -> int:
         """Microbatches whose weight gradients have not been computed."""
-        return self._queue.pending + (self._partial.pending if self._partial else 0)
+        partial = self._fallback.partial
+        return self._queue.pending + (partial.pending if partial else 0)
 
     @property
     def pending_bytes(self) -> int:
         """Bytes of distinct storage that pending microbatches hold."""
-        return self._queue.bytes + (self._partial.pending_bytes if self._partial else 0)
+        partial = self._fallback.partial
+        return self._queue.bytes + (partial.pending_bytes if partial else 0)
 
     @property
     def functions(self) -> tuple[SplitFunctions, ...]:
@@ -317,17 +301,15 @@ class SplitModule(ModuleProxy):
         Raises:
             SplitError: nothing has been captured yet.
         """
-        if self._partial is not None and self._is_in_parts:
-            return self._partial.report()
-        name = type(self.model).__name__
-        unsplit = [
-            f"{count} call(s) of {name} ran unsplit, by plain autograd: {reason}"
-            for reason, count in self._eager.items()
-        ]
+        partial = self._by_graphs
+        if partial is not None:
+            return partial.report()
+        unsplit = self._fallback.unsplit_calls()
         if unsplit and not self._graphs.captured:
             return "\n\n".join(unsplit)
         hooks = hooks_text(self.model.named_parameters())
-        return "\n\n".join([report(self._graphs.latest, name), *hooks, *unsplit])
+        tables = report(self._graphs.latest, type(self.model).__name__)
+        return "\n\n".join([tables, *hooks, *unsplit])
 
     def dump(self, folder: str | os.PathLike[str]) -> None:
         """Write the latest graphs as readable, runnable code, with boundary and drawing.
@@ -336,8 +318,9 @@ class SplitModule(ModuleProxy):
             SplitError: nothing has been captured yet.
             OutputError: the folder cannot be written.
         """
-        if self._partial is not None and self._is_in_parts:
-            self._partial.dump(folder)
+        partial = self._by_graphs
+        if partial is not None:
+            partial.dump(folder)
         else:
             dump(self._graphs.latest, folder, type(self.model).__name__)
 
@@ -346,57 +329,11 @@ class SplitModule(ModuleProxy):
         self.backward_weight()
         return super()._apply(fn, recurse)
 
-    def _as_it_is(self, error: AutosplitError, args: Any, kwargs: Any) -> Any:
-        """One call without graphs, for what it does that later ones do not."""
-        partial = self.__dict__["_partial"] = self._partial or self._by_graphs(str(error))
-        self.__dict__["_tries_again"] = True
-        return partial.as_it_is(args, kwargs)
-
     @property
-    def _is_in_parts(self) -> bool:
-        return not (self._tries_again and self.functions)
-
-    def _give_up(self, error: AutosplitError) -> Partial:
-        """From now on graph by graph, where whole-graph capture is not insisted on."""
-        if self._fullgraph:
-            raise error
-        if self._memory != "balanced":
-            error.add_note(
-                f"memory={self._memory!r} needs one graph; in parts a model is split as 'balanced'"
-            )
-            raise error
-        if self._partial is None:
-            because = error.because if isinstance(error, CaptureError) else str(error)
-            self.__dict__["_partial"] = self._by_graphs(str(error), because)
-            self.__dict__["_doubt"] = error
-        self.__dict__["_tries_again"] = False
-        partial: Partial = self.__dict__["_partial"]
-        return partial
-
-    def _in_parts(self, partial: Partial, args: Any, kwargs: Any) -> Any:
-        """The forward graph by graph. If a first one fails, that says nothing about later ones;
-        if it leaves the model changed, a whole graph may hold the next.
-        """
-        doubt = self._doubt
-        if doubt is None:
-            return partial(*args, **kwargs)
-        from autosplit.capture.joint_graph import AttributeSnapshot, PythonStateError
-
-        before = AttributeSnapshot(self.model)
-        try:
-            result = partial(*args, **kwargs)
-        except Exception:
-            self.__dict__["_partial"] = None
-            raise
-        self.__dict__["_doubt"] = None
-        outside = isinstance(doubt, PythonStateError) and not doubt.inside
-        self.__dict__["_tries_again"] = outside or before.differs
-        return result
-
-    def _by_graphs(self, reason: str, because: str = "") -> Partial:
-        from autosplit.dynamo.partial_model import Partial  # Dynamo takes over a second to import
-
-        return Partial(self.model, self._backend, reason, because)
+    def _by_graphs(self) -> Partial | None:
+        """The model split graph by graph, where that is what reports are about."""
+        fallback = self._fallback
+        return fallback.partial if fallback.is_in_use(bool(self._graphs.captured)) else None
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key not in _TRANSIENT}

@@ -1,4 +1,4 @@
-"""``split``: any module in, a split module out."""
+"""``split``: wrap a module so that its backward computes input gradients only."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def split(
             module._attach()
         except (CaptureError, SplitError) as error:
             _check_arguments(model, args, kwargs or {})
-            module._give_up(error)
+            module._fallback.give_up(error)
     return module
 
 

@@ -15,7 +15,7 @@ from autosplit.runtime.saved_tensors import TensorSpec
 def inplace_sums(
     parameters: Sequence[Tensor], specs: Sequence[TensorSpec], read: Iterable[Tensor | None]
 ) -> list[Tensor] | None:
-    """The parameters' ``.grad`` as accumulators; None where they are to be added to after the graph.
+    """The parameters' ``.grad`` as accumulators; None where W must not add into them.
 
     A graph is compiled for sums of its gradients' own dtype, and may write one sum before it has
     read what the others are made from. So every ``.grad`` must be there, be an ordinary tensor

@@ -1,4 +1,4 @@
-"""A module under another proxy: same state, same attributes, same names."""
+"""``ModuleProxy``: a module that shares the state, attributes and names of another."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ class ModuleProxy(nn.Module):
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """The model's class, for code that asks what a model is; ``type(proxy)`` is the proxy's, which
-        torch.compile has to hear: it calls what it finds on this class.
+        """The model's class, for code that asks what a model is. ``type(proxy)`` is the proxy's,
+        and so is this under torch.compile, which calls methods that it finds on this class.
         """
         model = self.__dict__.get("model")
         return type(self) if model is None or in_compiler() else model.__class__
@@ -136,8 +136,8 @@ class ModuleProxy(nn.Module):
             setattr(self.model, name, value)
 
     def _is_own(self, name: str, value: Any) -> bool:
-        """Whether a new attribute belongs to the proxy: a method replaced, or one kept for later. On
-        the model it would have the model call the proxy, which calls the model.
+        """Whether a new attribute belongs to the proxy: a method replaced, or one kept for later.
+        On the model it would have the model call the proxy, which calls the model.
         """
         mine = getattr(value, "__self__", None) is self or value is self.__dict__.get("forward")
         return mine or hasattr(type(self), name)

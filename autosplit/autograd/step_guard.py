@@ -31,7 +31,8 @@ class PendingGradients(Protocol):
 
 
 class StepGuard:
-    """Computes what is pending for an optimizer's parameters before its ``step()``, and so before a compiled step, or kernels in C++, could meet a lazy gradient.
+    """Computes what is pending for an optimizer's parameters before its ``step()``, in which
+    compiled code, or kernels in C++, could meet a lazy gradient.
 
     torch keeps such hooks in one global list; this one is there from the first ``install()`` on
     and goes when its owner is collected.

@@ -90,7 +90,7 @@ class Partial:
         """
         return self._run(self._compiled, args, kwargs)
 
-    def as_it_is(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_without_graphs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One forward without graphs; its backward is autograd's and leaves no work."""
         return self._run(self._model, args, kwargs)
 
