@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from autosplit.errors import SplitError
-from autosplit.runtime.saved_tensors import distinct_bytes
 from autosplit.torch_internals.backward_task import current_backward
+from autosplit.torch_internals.storage import distinct_storage_bytes
 
 from .gradient_slot import GradientSlot
 from .lazy_gradient_set import LazyGradients
@@ -48,7 +48,7 @@ class PendingQueue(Generic[W]):
     def bytes(self) -> int:
         """Bytes of distinct storage that they hold."""
         self.sweep()
-        return distinct_bytes(t for each in self.works() for t in each.tensors if t is not None)
+        return distinct_storage_bytes(t for each in self.works() for t in each.tensors)
 
     def works(self) -> list[W]:
         """All pending work, oldest first."""

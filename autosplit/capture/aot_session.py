@@ -35,7 +35,7 @@ from autosplit.passes.analysis.operators import is_effect
 from autosplit.passes.graph import placeholders
 
 from .aot_convention import AotGraphs, assemble, copy_graph, label, without_deferred
-from .random import refuse_own_generators
+from .python_random import refuse_own_generators
 
 _ROOT = re.compile(r"[LG]\['\w+'\]")
 

@@ -31,7 +31,7 @@ from autosplit.torch_internals.version import TORCH
 from .argument_binding import Binding
 from .diagnosis import definition
 from .observers import is_observed, unobserved
-from .random import refuse_drawn
+from .python_random import refuse_drawn
 from .side_effects import Setter, setters
 
 _DYNAMO = {

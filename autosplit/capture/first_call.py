@@ -1,9 +1,7 @@
-"""What a module does on its first call only, done before it is traced."""
+"""First-call effects of modules: lazy parameters, caches and settings, before tracing."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,11 +10,12 @@ from torch.nn.parameter import is_lazy
 
 from autosplit.device import generators_kept
 from autosplit.errors import CaptureError
+from autosplit.torch_internals.module_state import evaluating
 from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten
 
 
 def warm_up(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Let the module fill its caches and settings; the random number generator is put back."""
+    """Call the module once, so that it fills caches and settings; restore random generators."""
     with generators_kept():
         _run(module, args, kwargs)
 
@@ -34,7 +33,7 @@ def materialise_lazy_parameters(
     """
     if not _lazy_names(module):
         return
-    with _evaluating(module):
+    with evaluating(module):
         _run(module, args, kwargs)
     left = _lazy_names(module)
     if left:
@@ -46,7 +45,7 @@ def materialise_lazy_parameters(
 
 @torch.no_grad()
 def _run(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Call the module on copies of its inputs, and put its buffers back."""
+    """Call the module on copies of its inputs, and restore its buffers."""
     named = module.named_buffers()
     buffers = {name: buffer.clone() for name, buffer in named if not is_lazy(buffer)}
     leaves, spec = tree_flatten((args, kwargs))
@@ -56,17 +55,6 @@ def _run(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
     for name, buffer in module.named_buffers():
         if name in buffers and buffers[name].shape == buffer.shape:
             buffer.copy_(buffers[name])
-
-
-@contextlib.contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    modes = [(part, part.training) for part in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, training in modes:
-            part.training = training
 
 
 def is_unshaped(module: nn.Module) -> bool:

@@ -28,7 +28,7 @@ from .diagnosis import ConstructionError, user_errors
 from .export import Guards, export
 from .observers import unobserved
 from .pytree_objects import hold
-from .roles import Names, canonical_names, with_roles
+from .roles import ModuleRoles, canonical_names, with_roles
 from .side_effects import AttributeSnapshot, PythonStateError, first_call_differs
 
 __all__ = [
@@ -119,7 +119,9 @@ def capture(
             joint = _joint(module, exported, args, kwargs, decompositions)
     if foreseen and (foreseen.names, foreseen.spec) != (results.names, joint.out_spec):
         key = None
-    graph = with_roles(joint.graph_module, Names(canonical_names(module), inputs, results.names))
+    graph = with_roles(
+        joint.graph_module, ModuleRoles(canonical_names(module), inputs, results.names)
+    )
     return Capture(graph, inputs, results.names, joint.out_spec, guards, key=key)
 
 

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from autosplit.autograd.gradient_slot import GradientSlot
 from autosplit.autograd.pending_queue import PendingQueue, checked
 from autosplit.errors import SplitError
-from autosplit.runtime.saved_tensors import distinct_bytes
 from autosplit.torch_internals.accumulate_grad import has_gradient_hooks
 from autosplit.torch_internals.ddp_reducer import refuse_sharded, synchronises
 from autosplit.torch_internals.distributed import data_parallel
+from autosplit.torch_internals.storage import distinct_storage_bytes
 
 from .deferred_graph_backward import DeferredGraphBackward, deliver
 
@@ -107,7 +107,7 @@ class Deferral:
     def pending_bytes(self) -> int:
         """Bytes of distinct storage that pending microbatches hold."""
         works = chain.from_iterable(self._microbatches(self._owners()))
-        return distinct_bytes(tensor for work in works for tensor in work.tensors)
+        return distinct_storage_bytes(tensor for work in works for tensor in work.tensors)
 
     def backward_weight(self, microbatches: int | None = None) -> None:
         """Compute pending weight gradients and accumulate them into ``.grad``.

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from autosplit.backends.compiled_graph import Backend, backend_named, prepare_joint
+from autosplit.backends.garbage_collection import collecting_new_objects_only
 from autosplit.capture.first_call import is_unshaped, materialise_lazy_parameters, warm_up
 from autosplit.errors import CaptureError, FailingCallError, FirstCallError, SplitError
 from autosplit.passes import Memory, PassError, SplitGraphs, memory_setting, run
 from autosplit.text.writing import check_folder, writing
 from autosplit.torch_internals.ddp_reducer import refuse_sharded
-from autosplit.torch_internals.garbage_collection import only_new_garbage
 
 from .functions import SplitFunctions
 
@@ -84,7 +84,7 @@ def trace(
     compiler = backend_named(backend)
     check_memory(memory)
     setting = memory_setting(memory, late_input=late_input)
-    with _TRACING, _undrawn(), only_new_garbage():
+    with _TRACING, _undrawn(), collecting_new_objects_only():
         dump = _dump_folder(module)
         cache = None if dump else _graph_cache(backend, setting)
         traced = _capture(module, args, kwargs, compiler, cache, called, insist, by_value)

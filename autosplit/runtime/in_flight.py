@@ -9,10 +9,11 @@ from torch import Tensor
 
 from autosplit.errors import SplitError
 from autosplit.torch_internals.accumulate_grad import has_tensor_hooks
+from autosplit.torch_internals.storage import distinct_storage_bytes
 
 from .functions import SplitFunctions
 from .gradient_accumulation import Accumulation, GradientSums
-from .saved_tensors import Residuals, State, distinct_bytes
+from .saved_tensors import Residuals, State
 
 
 class InFlightMicrobatch(NamedTuple):
@@ -56,7 +57,7 @@ class InFlightMicrobatches:
     @property
     def bytes(self) -> int:
         """Bytes of distinct storage that they hold."""
-        return distinct_bytes(self.tensors)
+        return distinct_storage_bytes(self.tensors)
 
     def put(self, microbatch: int, microbatch_state: InFlightMicrobatch) -> None:
         self._by_number[microbatch] = microbatch_state

@@ -247,12 +247,3 @@ def _different(names: Sequence[str], then: tuple[Any, ...], now: tuple[Any, ...]
 def _places(tensors: Iterable[Tensor]) -> tuple[tuple[int, torch.dtype], ...]:
     """Where each tensor's data lie, and as what."""
     return tuple([(tensor.data_ptr(), tensor.dtype) for tensor in tensors])
-
-
-def distinct_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of distinct storage behind the tensors."""
-    sizes = {
-        (storage.device, storage.data_ptr()): storage.nbytes()
-        for storage in (t.untyped_storage() for t in tensors if t is not None)
-    }
-    return sum(sizes.values())

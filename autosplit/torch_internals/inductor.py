@@ -23,8 +23,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autosplit.passes.analysis.operators import is_random
 
-from .garbage_collection import only_new_garbage
-
 _TAG = "partitioner_tag"
 
 
@@ -123,7 +121,7 @@ def compile_module(
     # Its CUDA graphs write every call's results where those of the last call were, and a next
     # microbatch comes before the last one's are used up; backend="cudagraphs" knows how to wait.
     eager_launch = torch._inductor.config.patch({"triton.cudagraphs": False})
-    with compile_lock, V.set_fake_mode(mode), tracing(context), only_new_garbage(), eager_launch:
+    with compile_lock, V.set_fake_mode(mode), tracing(context), eager_launch:
         compiled: Any = compile_fx_inner(
             module, examples, is_backward=is_backward, static_input_idxs=sorted(static)
         )

@@ -1,7 +1,9 @@
-"""A module's parameters and buffers where it keeps them."""
+"""State of modules: parameters and buffers by name, and train/eval modes."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from operator import is_not
 from typing import Any
 
@@ -10,7 +12,7 @@ from torch import nn
 
 
 class StateReader:
-    """Reads a module's parameters and buffers by name, as they are at the moment of the call.
+    """Reader of a module's parameters and buffers by name, as they are at the time of the call.
 
     Looks each one up where the module keeps it, so that a parameter that was moved or
     replaced since is found, without walking the module tree on every call.
@@ -48,12 +50,24 @@ def _table(names: Any) -> dict[str, Any]:
     return names if isinstance(names, dict) else dict(names.items())
 
 
-def share_state(face: nn.Module, module: nn.Module) -> None:
-    """Make ``face`` hold the very parameters, buffers and submodules of ``module``.
+@contextlib.contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode, and at the end for each submodule the mode that it had."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training
+
+
+def share_state(proxy: nn.Module, module: nn.Module) -> None:
+    """Make ``proxy`` hold the very parameters, buffers and submodules of ``module``.
 
     The dictionaries are shared, not copied: both have one ``state_dict`` without a prefix,
     and replacing a parameter on either replaces it on both.
     """
     for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
-        face.__dict__[name] = module.__dict__[name]
-    face.training = module.training
+        proxy.__dict__[name] = module.__dict__[name]
+    proxy.training = module.training
