@@ -90,10 +90,10 @@ class SplitGraphCache:
         try:
             for line in (
                 *self.options,
-                *environment_key.lines(decompositions),
+                *environment_key.environment_lines(decompositions),
                 *map("takes {}".format, names),
                 *map("returns {}".format, results.names),
-                *fingerprint.lines(module, exported, *inputs, results.leaves),
+                *fingerprint.fingerprint_lines(module, exported, *inputs, results.leaves),
             ):
                 digest.update(f"{line}\n".encode())
         except fingerprint.NoFingerprintError:

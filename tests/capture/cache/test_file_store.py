@@ -14,7 +14,7 @@ from autosplit.capture.cache.file_store import FileStore
 
 WRITER = """
 import hashlib, os, pathlib, sys, time
-from autosplit.capture.joint_graph.cache.file_store import FileStore
+from autosplit.capture.cache.file_store import FileStore
 
 def stop(*_):
     print("in the middle", flush=True)
