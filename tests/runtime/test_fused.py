@@ -203,7 +203,8 @@ def test_whole_gradients_where_the_graph_must_not_add(
     model, x = Computed(), torch.randn(4, 3)
     found = {}
     for accumulation in ("exact", "fused"):
-        mine, batch = copy.deepcopy(model), x.clone()
+        mine = copy.deepcopy(model)
+        batch = x.clone().requires_grad_() + 0  # computed: W reads it where it is
         split = autosplit.split(mine, accumulation=accumulation)
         for disturbed in (False, True):
             loss = split(batch).square().sum()
