@@ -94,7 +94,7 @@ class GradientSlot:
 
     @staticmethod
     def of(parameter: Tensor) -> GradientSlot | None:
-        """The slot behind what is in the parameter's ``.grad``."""
+        """The slot of the lazy gradient in a parameter's ``.grad``."""
         lazy = parameter.grad
         found = pending(lazy) if type(lazy) is LazyGradient else None
         return found[0] if found is not None and found[1] is parameter else None
@@ -131,7 +131,7 @@ class GradientSlot:
         return (lazy is not None and parameter.grad is lazy) or self.hidden
 
     def arm(self, parameter: Tensor, base: Tensor | None) -> None:
-        """Put the lazy gradient in the place of what is in ``.grad``."""
+        """Put the lazy gradient into ``.grad``, in the place of ``base``."""
         lazy = self.ref() if self.lazy is None else self.lazy
         self.base, self.state = base, ARMED
         if lazy is not None:
@@ -169,7 +169,7 @@ class GradientSlot:
         self.lazy, self.ref = None, _nobody
 
     def reuse(self) -> None:
-        """Keep the lazy gradient for the next step, unless somebody still holds it."""
+        """Keep the lazy gradient for the next step, unless it is referenced elsewhere."""
         self.state = IDLE
         if self.held():
             self.forget()
@@ -188,7 +188,7 @@ class GradientSlot:
         return getrefcount(self.lazy) > OURS or tensor_users(self.lazy) > 1
 
     def compute(self) -> None:
-        """Have all sources compute what is pending.
+        """Have all sources compute their pending gradients.
 
         Raises:
             SplitError: a part is lost.

@@ -19,7 +19,7 @@ _FEW = 64
 
 
 class LazyGradients:
-    """Puts lazy gradients into ``.grad``, takes them out again, and finds out which are gone.
+    """Installs lazy gradients in ``.grad``, replaces them by real ones, and detects freed ones.
 
     One lazy gradient a parameter is kept from step to step, because making one takes longer than
     everything else here together. So it would go unnoticed that ``.grad`` was cleared; but for
@@ -43,7 +43,7 @@ class LazyGradients:
 
     def hide(self, parameters: Iterable[Tensor]) -> None:
         """Take lazy gradients out of ``.grad`` while parameters are traced, which would use them;
-        those that other threads' backwards promise meanwhile stay out as well.
+        those that other threads install meanwhile stay out as well.
         """
         self._hiding += 1
         for parameter in parameters:
@@ -53,7 +53,7 @@ class LazyGradients:
                 slot.conceal(parameter)
 
     def show(self) -> None:
-        """Put them back, when nobody traces any more."""
+        """Restore hidden lazy gradients once no thread traces."""
         self._hiding -= 1
         if not self._hiding:
             hidden, self._hidden = self._hidden, []
@@ -202,7 +202,7 @@ class LazyGradients:
                 slot.state = IDLE
 
     def sweep(self) -> None:
-        """Drop what is pending for every gradient that is gone."""
+        """Drop what is pending for every lazy gradient that was freed."""
         _, held = self._present()
         for slot, _ in held:
             slot.lazy = None  # noticed when it is freed
@@ -226,7 +226,7 @@ class LazyGradients:
     def _present(
         self,
     ) -> tuple[list[tuple[GradientSlot, Tensor]], list[tuple[GradientSlot, Tensor]]]:
-        """Drop what is pending for every gradient that is gone.
+        """Drop what is pending for every lazy gradient that was freed.
 
         Returns:
             The slots of the others with their parameters: those in ``.grad``, and those that are
@@ -262,7 +262,7 @@ class LazyGradients:
         return slot
 
     def _joined(self, slot: GradientSlot, parameter: Tensor, grad: LazyGradient) -> GradientSlot:
-        """The slot to use where ``.grad`` holds a lazy gradient that is not from here."""
+        """The slot to use where ``.grad`` holds the lazy gradient of another slot."""
         found = GradientSlot.of(parameter)
         if found is not None:  # another owner's
             self._slots[id(parameter)] = found

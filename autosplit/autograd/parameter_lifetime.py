@@ -1,4 +1,4 @@
-"""Owners of pending work kept alive by a parameter, also when the split module is gone."""
+"""Ownership of pending work by parameters, which may outlive their split module."""
 
 from __future__ import annotations
 

@@ -139,9 +139,9 @@ def _grad_of(desc: Any) -> Any:
 
 
 def assemble(labelled: fx.GraphModule, num_forward: int, parameters: dict[int, str]) -> AotGraphs:
-    """Split, and put the graphs into AOTAutograd's calling convention: tensors are saved before
-    integers, those whose writes autograd does not watch last; the backward takes the integers
-    first.
+    """Split the graph and convert both halves to AOTAutograd's calling convention: tensors are
+    saved before integers, those whose version AOTAutograd does not check last; the backward takes
+    integers first.
     """
     joint_inputs = placeholders(labelled.graph)
     gradients = outputs(labelled.graph)[num_forward:]

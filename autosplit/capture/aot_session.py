@@ -1,4 +1,4 @@
-"""Dynamo and AOTAutograd around split graphs: all their private API that splitting needs.
+"""Compilation sessions of Dynamo and AOTAutograd around split graphs.
 
 AOTAutograd partitions the joint graph of every graph that Dynamo finds by a function of the
 backend's choice. Ours labels the joint graph with roles, lets ``autosplit.passes`` split it,
@@ -44,7 +44,7 @@ Boxed = Callable[[list[Any]], list[Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Splitter:
-    """What the caller does with a graph.
+    """Callbacks of a backend for one graph.
 
     Attributes:
         compile: split graphs -> (F, I), both boxed.
@@ -97,7 +97,7 @@ def compile_dynamo_graph(
 def compile_model(
     model: nn.Module, backend: Callable[[fx.GraphModule, Sequence[Any]], Any]
 ) -> Callable[..., Any]:
-    """``model`` under ``torch.compile`` with a backend of its own.
+    """The model under ``torch.compile`` with a backend of its own.
 
     Raises:
         CaptureError: the model draws random numbers in a way that ``torch.compile`` gets wrong.
@@ -127,8 +127,8 @@ def compile_model(
 
 
 def traced_modules(module: fx.GraphModule) -> list[nn.Module]:
-    """The modules that the code of a graph knows by a variable, while Dynamo compiles it: the
-    one whose ``forward`` it is, or what a function reads.
+    """The modules that a graph's code refers to, while Dynamo compiles it: the one whose
+    ``forward`` it is, or those that a function reads.
     """
     frame = InstructionTranslator.current_tx().output.root_tx
     scope = {"L": frame.f_locals, "G": frame.f_globals}
@@ -172,8 +172,8 @@ def _skip_what_is_traced_wrongly(module: fx.GraphModule) -> None:
 
 
 class _GivenUpError(Exception):
-    """Out of AOTAutograd, whose own partition draws a backward's random numbers in the forward
-    and may recompute from a buffer that was overwritten since.
+    """Leaves AOTAutograd without its own partition, which draws a backward's random numbers in the
+    forward and may recompute from a buffer that was overwritten since.
     """
 
 

@@ -1,4 +1,4 @@
-"""nn.Module -> the graph of its forward, with what every input of the graph stands for."""
+"""Capture of a module's forward graph, with its inputs as user inputs, state and constants."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _add_returned(
     tensors: dict[fx.Node, Any],
     effects: dict[fx.Node, Effect],
 ) -> None:
-    """Make inputs of the graph of what the model returns as it is without reading it."""
+    """Make graph inputs of state and inputs that the model returns without reading them."""
     known = {id(tensor) for tensor in tensors.values()}
     state = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     for leaf in leaves:

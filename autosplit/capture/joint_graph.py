@@ -128,7 +128,7 @@ def capture(
 def _foresee(
     exported: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> PredictedResults | None:
-    """The results as tracing will find them, without tracing; None where that cannot be told."""
+    """Predict the results that tracing will find; None where that is impossible."""
     codegen: Any = exported.graph._codegen
     outputs: Any = exported.graph.output_node().args[0]
     values = [node.meta.get("val") if isinstance(node, fx.Node) else node for node in outputs]
@@ -159,8 +159,8 @@ def _joint(
 
 @contextlib.contextmanager
 def _same_tensors(module: nn.Module) -> Iterator[None]:
-    """AOTAutograd swaps the parameters for its own while it traces, by every name that they
-    have, and puts one of its own back where a submodule stands under two names.
+    """Restore parameters and buffers after tracing, as AOTAutograd leaves its own where a submodule
+    has two names.
     """
     spaces = [s for part in module.modules() for s in (part._parameters, part._buffers)]
     before = [dict(space) for space in spaces]
@@ -172,9 +172,8 @@ def _same_tensors(module: nn.Module) -> Iterator[None]:
 
 
 class _Results:
-    """Stands where the exported module puts its results together. Views of parameters that the
-    module returns (``self.weight.mT``) are made there, outside of Dynamo's graph, so what happens
-    there is traced too.
+    """Replacement for the exported module's code that assembles its results, so that it is traced
+    too: views of parameters that the module returns (``self.weight.mT``) are made there.
 
     Attributes:
         names: path of every leaf of the result, known once the module was traced.

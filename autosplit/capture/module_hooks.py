@@ -1,4 +1,4 @@
-"""Hooks on modules that stand in the way of a graph: which, and where the user defined them."""
+"""Hooks on modules, and where the user defined them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 class ModuleHook(NamedTuple):
-    """A hook.
+    """A hook on a module.
 
     Attributes:
         owner: name of the submodule that has it; empty for the module itself, None for one that

@@ -1,4 +1,4 @@
-"""What the nodes of a graph of Dynamo do besides giving a value: write, draw, compute much."""
+"""Effects of the nodes of a Dynamo graph: writes, random numbers, cost."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CHEAP = 64  # FLOPs an element that is put out
 
 @dataclass
 class Effect:
-    """What running a node does.
+    """Result and effects of one node.
 
     Attributes:
         value: the result, without data.
@@ -75,7 +75,7 @@ class _EffectInterpreter(fx.Interpreter):
         self._kept: list[Any] = []
 
     def boxed_run(self, inputs: list[Any]) -> Any:
-        """The inputs are as the graph's placeholders take them, not as its caller gives them."""
+        """Run on values for the graph's placeholders, not for the caller's inputs."""
         return self.run(*inputs, enable_io_processing=False)
 
     def run_node(self, n: fx.Node) -> Any:

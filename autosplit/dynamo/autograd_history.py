@@ -99,8 +99,8 @@ def _nodes(roots: Iterable[Any], stop: set[Any]) -> Iterator[Any]:
 
 
 def _weight(node: Any, result: int, known: Mapping[Any, WeightProducts]) -> nn.Parameter | None:
-    """The parameter whose values, or some of them, this result of a node has, as they are or
-    arranged otherwise; of a compiled graph, one that it is computed from alone.
+    """The parameter that this result of a node is a view or part of; for a compiled graph, the one
+    that it is computed from alone.
     """
     while node is not None and _operator(node) in _SAME_VALUES:
         node, result = node.next_functions[0]
@@ -115,7 +115,7 @@ def _weight(node: Any, result: int, known: Mapping[Any, WeightProducts]) -> nn.P
 
 
 def _source(node: Any, result: int, known: Mapping[Any, WeightProducts]) -> nn.Parameter | None:
-    """The parameter that a compiled graph gets here, under whatever leaf."""
+    """The parameter that is an input of a compiled graph, as itself or as a leaf in its place."""
     call = call_of(leaf_of(node, result))
     return _weight(node, result, known) if call is None else call[0].parameters[call[1]]
 

@@ -62,7 +62,7 @@ class DeferredGraphOwner(Protocol):
 
 
 class SplitBackward:
-    """I of one graph, whose results beyond the input gradients are left for W.
+    """I of one graph, which queues W.
 
     Attributes:
         parameters: index of the graph's input -> name of its deferred gradient.
@@ -181,7 +181,7 @@ class SplitBackward:
         return [None if self._is_absent(role.name, call) else grad for role, grad in named]
 
     def _origin(self, running: RunningBackward) -> tuple[Call, list[int]]:
-        """The forward call, and the inputs whose gradients this backward is to accumulate."""
+        """The forward call, and indices of inputs whose gradients this backward accumulates."""
         if running.again:
             raise SplitError(
                 "create_graph=True: a split backward cannot be differentiated again; run the "

@@ -1,4 +1,4 @@
-"""Models that no single graph holds: graph breaks, branches on data, code Dynamo cannot trace.
+"""``Partial``: models with graph breaks, branches on data or code that Dynamo cannot trace.
 
 The model runs under ``torch.compile``. Every graph that Dynamo finds is split; what lies
 between the graphs runs as ordinary Python and ordinary autograd. Recompilation, guards and
@@ -38,7 +38,7 @@ from .partial_report import partial_report
 
 
 class Microbatch:
-    """One forward call of the model: the graphs it ran, and what its backward has left.
+    """One forward call of the model, and the graphs it ran.
 
     Attributes:
         calls: how often it ran each graph.
@@ -123,7 +123,7 @@ class Partial:
         return sum(part.deferred_flops * count for part, count in self._calls.items())
 
     def _warn_of_little(self) -> None:
-        """Say once where most weight gradients cannot wait."""
+        """Warn once where most weight gradients cannot be deferred."""
         share = None if self._history is None else self._history.share(self.deferred_flops)
         if share is None or self._warned:
             return

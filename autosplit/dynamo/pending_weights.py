@@ -1,4 +1,4 @@
-"""What is pending for parameters of compiled models: ``autosplit.backward_weight(model)``.
+"""Pending weight gradients of compiled models: ``autosplit.backward_weight(model)``.
 
 ``torch.compile(model, backend="autosplit")`` leaves no object of ours in the user's hands, so
 deferred work waits on the parameters that it is for.
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 
 
 class PendingOnParameters(PendingQueue[DeferredGraphBackward]):
-    """The owner of one graph's work, which no model collects: it waits on the parameters."""
+    """Owner of one graph's deferred work, found by its parameters, as no model collects it."""
 
     def __init__(self) -> None:
         super().__init__(deliver)
 
     def name_of(self, parameter: nn.Parameter) -> None:
-        """Known only by where Dynamo found it."""
+        """No name: parameters are known by Dynamo's source only."""
 
     def compiled(self, part: Part) -> None:
-        """Nobody asks for a report."""
+        """Nothing: there is no report."""
 
     def entered(self, part: Part, parameters: Sequence[nn.Parameter]) -> GraphCall:
         """Microbatches are told apart by their backward alone."""
@@ -55,16 +55,16 @@ class PendingOnParameters(PendingQueue[DeferredGraphBackward]):
         self.add(work.backward, work)
 
     def compute(self, microbatches: int | None = None) -> None:
-        """With what other graphs have pending for the same parameters."""
+        """Compute all pending work of these parameters, that of other graphs too."""
         Deferral([parameter for _, parameter in self.named_parameters()]).backward_weight()
 
     def compute_for(self, parameter: Tensor) -> None:
-        """What any graph has pending for it."""
+        """Compute all pending work of a parameter, of any graph."""
         Deferral(parameter).backward_weight()
 
 
 class GraphCall(NamedTuple):
-    """A call of a graph.
+    """One call of a compiled graph.
 
     Attributes:
         unsplit: whether its backward is I and W in one.
@@ -144,7 +144,7 @@ class Deferral:
             owner.discard()
 
     def _owners(self) -> list[PendingOnParameters]:
-        """Who has something pending for the parameters."""
+        """Owners of pending work for the parameters."""
         slots = [GradientSlot.of(parameter) for parameter in self._parameters]
         found = dict.fromkeys(each for slot in slots if slot for each in slot.sources)
         owners = [each for each in found if isinstance(each, PendingOnParameters)]
@@ -155,7 +155,7 @@ class Deferral:
     def _microbatches(
         self, owners: Iterable[PendingOnParameters]
     ) -> list[list[DeferredGraphBackward]]:
-        """What one backward left together, oldest backward first."""
+        """Pending work by backward, oldest first."""
         wanted = set(map(id, self._parameters))
         works = [work for owner in owners for work in owner.works()]
         found = [work for work in works if wanted.intersection(map(id, work.parameters))]

@@ -1,4 +1,4 @@
-"""WeightProducts of one compiled graph that make weight gradients and do not wait.
+"""Products of a compiled graph that make weight gradients in I, undeferred.
 
 A parameter whose gradient W computes enters a graph as itself. One that enters as a view, or as
 something that another graph made of it, is an input like any other: I computes its gradient.
@@ -27,9 +27,7 @@ if TYPE_CHECKING:
 
 
 class WeightProducts:
-    """Facts about one graph as autograd's node for it knows it: by slots, its tensor inputs in
-    order.
-    """
+    """Products of one graph by slot, the position among its tensor inputs in autograd's node."""
 
     def __init__(self, graphs: SplitGraphs) -> None:
         joint = graphs.joint.graph

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class BackwardInput(NamedTuple):
-    """I, and where its results stand.
+    """I, and the positions of its results.
 
     Attributes:
         graph: takes tangents, what F saved, and the state that the backward reads; its other
@@ -50,7 +50,7 @@ class BackwardInput(NamedTuple):
 
 
 class BackwardGraphs:
-    """I, W and B of one traced module, each made when it is first asked for.
+    """I, W and B of one traced module, each compiled when it is first used.
 
     Where I has nothing to compute (no input needs a gradient, and either nobody waits for I, see
     ``passes.memory``, or there is but one product with data), it passes on what it takes without
@@ -100,7 +100,7 @@ class BackwardGraphs:
         self.late_parameters = [name for name in self.parameter_names if name not in early]
 
     def compile(self, calls: Iterable[str], accumulation: Accumulation, slices: int) -> None:
-        """Compile what some calls run; all of it is as for ``SplitFunctions.compile``."""
+        """Compile the graphs of some calls; arguments are those of ``SplitFunctions.compile``."""
         makes = {
             "backward_input": self.early_parameters,
             "backward_weight": self.late_parameters,
@@ -148,7 +148,7 @@ class BackwardGraphs:
         )
 
     def _passed_on(self, module: fx.GraphModule, weight: fx.GraphModule) -> BackwardInput:
-        """An I that computes nothing."""
+        """I as a pass-through."""
         values = {role: node.meta["val"] for role, node in outputs(module.graph, Kind.DEFERRED)}
         hand_over({r: v.stride() for r, v in values.items() if isinstance(v, Tensor)}, weight)
         passed = _passed(module.graph)
@@ -164,7 +164,7 @@ class BackwardGraphs:
 
     @cached_property
     def _only_weights(self) -> bool:
-        """Whether I computes nothing, so that W takes what B takes and does what B does."""
+        """Whether I computes nothing, so that W and B are one graph."""
         graph, weight = self._module("backward_input").graph, self._module("backward_weight").graph
         return (
             _passed(graph).keys() == set(self._crossing) and [*inputs(weight, *STATE)] == self.read
@@ -185,7 +185,7 @@ class BackwardGraphs:
         )
 
     def together(self, count: int) -> GradientGraph:
-        """W of so many microbatches in one call; takes what each hands over, one after another."""
+        """W of several microbatches in one call; takes the residuals of each, one after another."""
         if count not in self._together:
             handed = self.backward_input.handed
             module = batch(self._module("backward_weight"), count)
@@ -220,7 +220,7 @@ class BackwardGraphs:
 
     @cached_property
     def unsplit(self) -> GradientGraph:
-        """B: takes what I takes; its other results are gradients of the module's inputs."""
+        """B: takes the arguments of I; its other results are gradients of the module's inputs."""
         if self._only_weights:
             return self.weight
         module = self._module("backward")
@@ -244,7 +244,7 @@ class BackwardGraphs:
 
 
 def _passed(graph: fx.Graph) -> dict[Role, Role]:
-    """What I takes -> what it defers, where all that it does is to hand over; else nothing."""
+    """Arguments of I -> deferred results, where I is the identity; else nothing."""
     pairs = [(role, value) for role, value in outputs(graph) if isinstance(value, fx.Node)]
     if any(value.op != "placeholder" or role.kind is not Kind.DEFERRED for role, value in pairs):
         return {}
@@ -252,7 +252,7 @@ def _passed(graph: fx.Graph) -> dict[Role, Role]:
 
 
 def _parameters(module: fx.GraphModule | None) -> list[str]:
-    """Whose gradients a graph returns."""
+    """Parameters whose gradients a graph returns."""
     if module is None:
         return []
     return [role.name for role, _ in outputs(module.graph, Kind.PARAMETER_GRAD)]

@@ -1,4 +1,4 @@
-"""Module and example inputs -> SplitFunctions: capture, passes, compilation."""
+"""``trace``: capture, passes and compilation of one module for one kind of call."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def _split(
 
 
 def check_memory(memory: str | int) -> None:
-    """Raise SplitError where there is no such memory setting; it lists the known ones."""
+    """Raise SplitError for an unknown memory setting; it lists the known ones."""
     try:
         memory_setting(memory)
     except PassError as error:
@@ -187,7 +187,7 @@ def _is_passing(
 
 @contextlib.contextmanager
 def _undrawn() -> Iterator[None]:
-    """Tracing runs the Python of a forward, which may draw: put the generators back."""
+    """Restore Python's and NumPy's generators, from which the traced Python may draw."""
     numpy = sys.modules.get("numpy")
     before = random.getstate(), numpy and numpy.random.get_state()
     try:
@@ -199,8 +199,8 @@ def _undrawn() -> Iterator[None]:
 
 
 def without_history(leaves: Sequence[Any], *, computed: bool = False) -> list[Any]:
-    """Leaves fit for tracing: same shapes and ``requires_grad``, no autograd history. What is one
-    tensor stays one: a graph is specialised on which of a call's inputs are the same.
+    """Leaves for tracing: same shapes and ``requires_grad``, no autograd history. One tensor given
+    twice stays one: a graph is specialised on which inputs are the same.
 
     Args:
         leaves: the inputs' leaves; tensors may have no memory.

@@ -165,7 +165,7 @@ class SplitFunctions:
 
     @cached_property
     def borrowed(self) -> list[bool]:
-        """Which of ``parameter_names`` have a gradient that is not a tensor of its own."""
+        """For each of ``parameter_names`` whether its gradient is not a tensor of its own."""
         return [name in self.dependence.borrowed for name in self.parameter_names]
 
     @cached_property

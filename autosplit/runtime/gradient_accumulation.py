@@ -1,4 +1,4 @@
-"""How the gradients of several microbatches are added up, and their sums."""
+"""Gradient accumulation over microbatches: how gradients are added, and their sums."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FORMS = ("exact", "fused", "concatenated")
 
 @dataclasses.dataclass(frozen=True)
 class Accumulation:
-    """How W and B add a microbatch's gradients to those before it.
+    """How W and B add a microbatch's gradients to the sums.
 
     Attributes:
         form: ``"exact"`` computes a gradient and adds it, and rounds as autograd does;
@@ -54,7 +54,7 @@ EXACT = Accumulation()
 
 
 class GradientSums:
-    """Gradients of one stage's parameters, added up over microbatches.
+    """Accumulated gradients of one stage's parameters.
 
     Attributes:
         accumulation: how they are added.
@@ -98,8 +98,7 @@ class GradientSums:
     def add(
         self, names: Sequence[str], gradients: Sequence[Tensor], borrowed: Collection[str]
     ) -> None:
-        """Take gradients as sums, and add those that have a sum already, as the parameters' hooks
-        give them back.
+        """Accumulate gradients, as the parameters' hooks return them.
 
         Args:
             names: of the parameters, for which ``into`` gave no sums.
@@ -118,7 +117,7 @@ class GradientSums:
                 self.tensors[name] = self._own(gradient, copied)
 
     def publish(self) -> None:
-        """Move the sums into the parameters' ``.grad``, adding to what is there.
+        """Move the sums into the parameters' ``.grad``, adding to gradients that are there.
 
         A sum of another dtype is rounded once, to the parameter's ``grad_dtype``: the dtype of
         the parameter unless the user set it otherwise.

@@ -20,9 +20,9 @@ _GRADIENT_OF = {Kind.PARAMETER_GRAD: Kind.PARAMETER, Kind.INPUT_GRAD: Kind.INPUT
 
 
 def gradient_sources(joint: fx.Graph, *kinds: Kind) -> dict[str, frozenset[str]]:
-    """Name of a gradient of these kinds -> outputs whose gradients it depends on. One that is the
-    same whatever they are (of ``round``, or of no element) is there with the outputs that are
-    computed from what it is the gradient of.
+    """Name of a gradient of these kinds -> outputs whose gradients it depends on. A gradient that
+    depends on none (of ``round``, or without elements) is listed with the outputs that depend on
+    its input or parameter.
     """
     tangents = inputs(joint, Kind.TANGENT)
     reached = {role.name: descendants([node]) for role, node in tangents.items()}

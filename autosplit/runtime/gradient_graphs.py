@@ -1,4 +1,4 @@
-"""Graphs that make parameters' gradients, W and B, and their variants that add them up in place."""
+"""Graphs that compute weight gradients, and their variants that accumulate in place."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .gradient_accumulation import Accumulation
 
 
 class GraphVariant(NamedTuple):
-    """A compiled graph and where its results stand.
+    """A compiled graph and the positions of its results.
 
     Attributes:
         call: takes what was given to ``GradientGraph``, then accumulators where it adds.
@@ -34,7 +34,7 @@ class GraphVariant(NamedTuple):
 
 
 class GradientGraph:
-    """W, a slice of it, or B: as it was split, and in the variants that add into accumulators.
+    """W, a slice of it, or B: as it was split, and in variants that add into accumulators.
 
     Args:
         name: of the graph.
@@ -104,7 +104,9 @@ class GradientGraph:
 
     @cached_property
     def _only_vectors(self) -> bool:
-        """Gradients of norms and biases: next to nothing to hold, or to add."""
+        """Whether the gradients are of norms and biases only, which are cheap to hold and to
+        add.
+        """
         wanted = {Role(Kind.PARAMETER_GRAD, name) for name in self.parameters}
         return all(
             value.meta["val"].ndim <= 1
@@ -137,7 +139,7 @@ class GradientGraph:
 
 
 class PassThrough:
-    """In place of a graph that computes nothing and hands over what it takes.
+    """Replacement for a graph that computes nothing and returns its arguments.
 
     Args:
         others: how many other results there would be; there are none.
@@ -163,7 +165,7 @@ class PassThrough:
 def variants(
     calls: Iterable[str], parameters: Mapping[str, Sequence[str]]
 ) -> dict[tuple[str, bool], None]:
-    """In which variants some calls run their graphs, each with whether it adds into gradients that
+    """The graph variants that some calls run: the call, and whether it adds into gradients that
     earlier calls made.
 
     Args:
@@ -188,7 +190,7 @@ def variants(
 def accumulating(
     name: str, module: fx.GraphModule, accumulation: Accumulation, *, fused: bool = True
 ) -> fx.GraphModule:
-    """The graph in a form that adds into accumulators.
+    """The graph in a variant that adds into accumulators.
 
     Args:
         name: of the graph.

@@ -1,4 +1,4 @@
-"""Microbatches of a stage between two calls, and W of those between I and W."""
+"""In-flight microbatch state of a stage: between F and I, and between I and W."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from .saved_tensors import Residuals, State
 
 
 class InFlightMicrobatch(NamedTuple):
-    """A microbatch between two calls: what the first left, and the state that F ran on."""
+    """State of one microbatch between two calls: residuals of the first, and parameters and buffers
+    of F.
+    """
 
     functions: SplitFunctions
     residuals: Residuals
@@ -25,7 +27,7 @@ class InFlightMicrobatch(NamedTuple):
 
 
 class InFlightMicrobatches:
-    """Microbatches by their numbers.
+    """In-flight microbatches by their numbers.
 
     Args:
         owner: whose, for messages.
@@ -47,7 +49,7 @@ class InFlightMicrobatches:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What they hold, parameters and buffers left out."""
+        """Tensors that they hold, parameters and buffers left out."""
         return [
             t
             for microbatch_state in self._by_number.values()
@@ -63,7 +65,7 @@ class InFlightMicrobatches:
         self._by_number[microbatch] = microbatch_state
 
     def take(self, microbatch: int) -> InFlightMicrobatch:
-        """The microbatch, which is not here any more.
+        """Remove and return a microbatch's state.
 
         Raises:
             SplitError: it is not here.
@@ -73,7 +75,7 @@ class InFlightMicrobatches:
         return microbatch_state
 
     def get(self, microbatch: int) -> InFlightMicrobatch:
-        """The microbatch.
+        """A microbatch's state.
 
         Raises:
             SplitError: it is not here.
@@ -90,7 +92,7 @@ class InFlightMicrobatches:
 
 
 class PendingWeightGradients:
-    """Microbatches that wait for W, and the sums that their gradients are added into.
+    """Microbatches between I and W, and the sums that their gradients are added to.
 
     Args:
         owner: whose, for messages.
@@ -130,8 +132,8 @@ class PendingWeightGradients:
             self.sums.add(names, gradients, functions.dependence.borrowed)
 
     def run_all(self, microbatches: Sequence[int]) -> None:
-        """All of W for several microbatches, in this order. Those that ran the same graph on
-        the same parameters go together where factors are to be concatenated.
+        """Run W of several microbatches, in this order. With concatenated accumulation, those that
+        ran the same graph on the same parameters run as one.
 
         Raises:
             SplitError: as ``run``; a microbatch is named twice.

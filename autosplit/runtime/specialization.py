@@ -1,4 +1,4 @@
-"""The whole graphs of one module: for every call the one that fits, captured if need be."""
+"""``Specializations``: the whole graphs of one module, captured for each kind of call."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .specialization_cache import SpecializationCache
 
 
 class Specializations:
-    """Captures a module for each kind of call, and finds again what it captured.
+    """Captures a module for each kind of call, and looks captured graphs up again.
 
     Several threads may ask at once; one of them captures.
 
@@ -156,7 +156,7 @@ class Specializations:
         return made
 
     def _warn_of_little(self, made: SplitFunctions) -> None:
-        """Say once where most weight gradients cannot wait."""
+        """Warn once where most weight gradients cannot be deferred."""
         if self._warned or not made.has_backward:
             return
         known = made.dependence.inseparable
@@ -166,7 +166,7 @@ class Specializations:
 
 
 def calls_itself(model: nn.Module) -> RecursiveCallError:
-    """What to raise where the forward of a model comes to the split module of that model."""
+    """The error for a forward that calls the split module of its own model."""
     return RecursiveCallError(
         f"the forward of {type(model).__name__} calls the split module that is made of it, which "
         "calls the model: this would never end. To put something around the forward, set "

@@ -1,4 +1,4 @@
-"""The graphs captured for one module, of which only so many are kept."""
+"""``SpecializationCache``: captured graphs of one module, least recently used dropped first."""
 
 from __future__ import annotations
 

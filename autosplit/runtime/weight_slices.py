@@ -1,4 +1,4 @@
-"""W in slices: one call of W as several, each with some of the gradients."""
+"""W in slices: one W as several calls, each with some of the gradients."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def _edges(node: Any, result: int) -> tuple[Any, Any]:
 
 
 def running_backward(is_ours: Callable[[Tensor], bool]) -> RunningBackward:
-    """What the engine is running now, with those leaves that ``is_ours`` accepts."""
+    """The backward call that the engine is running, with the leaves that ``is_ours`` accepts."""
     node = torch._C._current_autograd_node()
     following = () if node is None else node.next_functions
     found = [(leaf_of(*edge), _edges(*edge)) for edge in following if edge[0] is not None]
@@ -127,8 +127,8 @@ def watch_gradients(
 
 
 def compiled_node(results: Any) -> type | None:
-    """The class of the nodes that stand in autograd's graph for calls of a compiled graph, which
-    has one of its own; None where no result has a history.
+    """The class of autograd nodes of a compiled graph, which has one of its own; None where no
+    result has a history.
 
     Args:
         results: what a call returned.

@@ -45,7 +45,7 @@ def pack_graphs(graphs: SplitGraphs) -> bytes:
 
 
 def unpack_graphs(data: bytes, mode: FakeTensorMode) -> SplitGraphs:
-    """The graphs that ``pack_graphs`` made bytes of, with values of this fake mode.
+    """Split graphs from the bytes of ``pack_graphs``, with values of this fake mode.
 
     Raises:
         NoArchiveError: they were not written by this version.

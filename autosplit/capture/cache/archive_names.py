@@ -33,7 +33,7 @@ KNOWN = {(each.__module__, each.__qualname__): each for each in CLASSES}
 
 
 class NoArchiveError(Exception):
-    """Something in the graphs has no form as bytes; says what."""
+    """The graphs hold something that cannot be archived; says what."""
 
 
 def named_global(module: str | None, name: str | None) -> Any:

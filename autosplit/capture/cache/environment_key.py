@@ -1,6 +1,4 @@
-"""What a joint graph and its split depend on besides the graph of Dynamo: versions, sources,
-switches, the machine.
-"""
+"""Cache key of the environment: versions, sources, switches and machine that a split depends on."""
 
 from __future__ import annotations
 
@@ -50,7 +48,7 @@ _FLAGS: tuple[Callable[[], Any], ...] = (
 
 
 def environment_lines(decompositions: Any) -> Iterator[str]:
-    """What is in force now, line by line.
+    """The environment as text, line by line.
 
     Args:
         decompositions: operators to trace through, or None.

@@ -27,7 +27,7 @@ _ROOTS = ("torch.", "operator.", "_operator.", "math.", "builtins.")
 
 
 class NoFingerprintError(Exception):
-    """Two different graphs could have the same text; says what cannot be told apart."""
+    """The graph has no fingerprint, as another could have the same text; says why."""
 
 
 def fingerprint_lines(
@@ -64,7 +64,7 @@ def fingerprint_lines(
 def _graph_lines(
     exported: fx.GraphModule, values: tuple[Any, ...], known: _TensorNames
 ) -> Iterator[str]:
-    """Placeholders with the tensors that they stand for, and the other nodes."""
+    """Lines of the placeholders, with the tensors given for them, and of the other nodes."""
     codegen: Any = exported.graph._codegen
     given = codegen.dynamo_bytecode_flatten(*values)
     holes = exported.graph.find_nodes(op="placeholder")

@@ -1,4 +1,4 @@
-"""``read_graph``: graphs from what ``GraphWriter`` wrote."""
+"""``read_graph``: graphs from the pickles of ``GraphWriter``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Split graphs kept on disk: what AOTAutograd and the passes made of a graph of Dynamo."""
+"""``SplitGraphCache``: split graphs on disk, by graph and environment."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _OFF = {"0", "off", "no", "false"}
 
 @dataclasses.dataclass(frozen=True)
 class PredictedResults:
-    """What a module returns, known before its graph is traced.
+    """The results of a module, predicted before its graph is traced.
 
     Attributes:
         names: paths of the leaves.
@@ -42,7 +42,7 @@ class PredictedResults:
 
 @dataclasses.dataclass(frozen=True)
 class SplitGraphCache:
-    """Split graphs of one way of splitting.
+    """Split graphs on disk for one backend and memory setting.
 
     What it does is counted in ``torch._dynamo.utils.counters["autosplit"]``: ``graph_hit``,
     ``graph_miss``, and ``graph_bypass`` where a graph has no key or cannot be kept.
@@ -57,8 +57,8 @@ class SplitGraphCache:
 
     @classmethod
     def open(cls, *options: str) -> SplitGraphCache | None:
-        """The user's cache: beside what Inductor keeps, or where ``AUTOSPLIT_CACHE`` says; None
-        where that is ``0``, or where torch is told to keep nothing.
+        """The user's cache: beside Inductor's, or where ``AUTOSPLIT_CACHE`` says; None where that
+        is ``0``, or where torch's caches are off.
         """
         chosen = os.environ.get(VARIABLE, "")
         if chosen.lower() in _OFF or torch._inductor.config.force_disable_caches:
@@ -76,7 +76,7 @@ class SplitGraphCache:
         results: PredictedResults,
         decompositions: Any,
     ) -> str | None:
-        """Of everything that the split graphs depend on; None where something has no text.
+        """Digest of everything that the split graphs depend on; None where there is no fingerprint.
 
         Args:
             module: that was captured.
@@ -102,7 +102,7 @@ class SplitGraphCache:
         return digest.hexdigest()
 
     def find(self, key: str, mode: FakeTensorMode) -> SplitGraphs | None:
-        """The graphs that were kept under a key, with values of a fake mode."""
+        """The graphs stored under a key, with values of a fake mode."""
         data = self.store.read(key)
         try:
             found = None if data is None else unpack_graphs(data, mode)
@@ -112,7 +112,7 @@ class SplitGraphCache:
         return found
 
     def keep(self, key: str, graphs: SplitGraphs) -> None:
-        """Keep graphs, as they are before anything is compiled."""
+        """Store graphs, as they are before anything is compiled."""
         try:
             self.store.write(key, pack_graphs(graphs))
         except NoArchiveError:

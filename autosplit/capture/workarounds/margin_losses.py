@@ -1,4 +1,4 @@
-"""Two losses that torch traces as something else than it runs (seen with torch 2.13)."""
+"""Margin losses traced as operators, not by decompositions that round differently."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _TABLE: dict[Any, Any] = decomposition_table
 
 @contextlib.contextmanager
 def traced_as_run() -> Iterator[None]:
-    """torch traces them through Python decompositions that round differently from the
-    kernels, and one of which has shape [1] for an unbatched input where the kernel has []; its
-    meta kernel is that decomposition too. In here the operators themselves are traced.
+    """Trace two losses as operators. torch's Python decompositions round differently from the
+    kernels, and one has shape [1] for an unbatched input where the kernel has []; its meta kernel
+    is that decomposition too.
     """
     taken = [(op, op.py_kernels.pop(DispatchKey.Autograd, None)) for op in (_SINGLE, _SEVERAL)]
     for op, _ in taken:
@@ -42,7 +42,7 @@ def traced_as_run() -> Iterator[None]:
 def _shapes(
     mode: Any, op: Any, scores: Tensor, target: Tensor, reduction: int
 ) -> tuple[Tensor, Tensor]:
-    """A loss for each row, or one for all, and which scores are those of targets."""
+    """Fake results: a loss for each row or one for all, and a mask of target scores."""
     each = 0
     loss = scores.new_empty(scores.shape[:-1] if reduction == each else ())
     return loss, scores.new_empty(target.shape)
