@@ -1,4 +1,4 @@
-"""What differs between devices: streams of a GPU, and the random generators of all of them."""
+"""Streams of GPUs, and random generators of all devices."""
 
 from __future__ import annotations
 

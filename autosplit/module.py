@@ -1,28 +1,28 @@
-"""SplitModule: the autograd face. ``loss.backward()`` runs I, ``backward_weight()`` runs W."""
+"""``SplitModule``: an ``nn.Module`` whose ``backward()`` runs I and whose W is deferred."""
 
 from __future__ import annotations
 
 import os
-import warnings
 import weakref
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
 
-from autosplit.autograd.deferred_backward import Deferred
+from autosplit.autograd.deferred_backward import DeferredBackward
 from autosplit.autograd.delivery import Delivery
-from autosplit.autograd.function import Root, run_forward, run_split
-from autosplit.autograd.module_proxy import Face, Forward
+from autosplit.autograd.function import WeightAnchor, run_forward, run_split
+from autosplit.autograd.module_proxy import ModuleProxy, ProxiedForward
 from autosplit.autograd.parameter_hooks import hooks_text
-from autosplit.autograd.pending_queue import Backlog, checked
+from autosplit.autograd.pending_queue import PendingQueue, checked
 from autosplit.dump.dump import dump
 from autosplit.dump.tables import report
-from autosplit.runtime.call_signature import Flattening
+from autosplit.dynamo.fallback import Fallback
+from autosplit.runtime.call_signature import CallFlattening
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.gradient_accumulation import Accumulation
 from autosplit.runtime.input_overlap import refuse_overlap
-from autosplit.runtime.specialization import FittingGraphs
+from autosplit.runtime.specialization import Specializations
 from autosplit.runtime.split_options import SplitOptions
 from autosplit.torch_internals.backward_task import in_transform
 from autosplit.torch_internals.ddp_reducer import refuse_sharded, synchronises
@@ -31,7 +31,6 @@ from autosplit.torch_internals.pytree import tree_unflatten
 from autosplit.torch_internals.tracing import untraced
 
 from .errors import (
-    AutosplitError,
     BackendError,
     CaptureError,
     FailingCallError,
@@ -44,20 +43,11 @@ from .errors import (
 if TYPE_CHECKING:
     from autosplit.dynamo.partial_model import Partial
 
-# Gone when a split module is copied or pickled; a copy captures anew.
-_TRANSIENT = (
-    "_doubt",
-    "_eager",
-    "_flatten",
-    "_graphs",
-    "_partial",
-    "_queue",
-    "_root",
-    "_tries_again",
-)
+# Not copied or pickled; a copy captures anew.
+_TRANSIENT = ("_fallback", "_flatten", "_graphs", "_queue", "_anchor")
 
 
-class SplitModule(Face):
+class SplitModule(ModuleProxy):
     """A module whose ``backward()`` stops at the input gradients.
 
     Calls, attributes, parameters, ``state_dict`` and ``train()``/``eval()`` are those of
@@ -102,16 +92,13 @@ class SplitModule(Face):
     _options: SplitOptions
     _accumulation: Accumulation
     _max_graphs: int
-    _graphs: FittingGraphs
     _fullgraph: bool
     _dynamic: bool
-    _eager: dict[str, int]
-    _partial: Partial | None
-    _queue: Backlog[Deferred]
-    _tries_again: bool
-    _doubt: AutosplitError | None
-    _flatten: Flattening
-    _root: Root
+    _graphs: Specializations
+    _fallback: Fallback
+    _queue: PendingQueue[DeferredBackward]
+    _flatten: CallFlattening
+    _anchor: WeightAnchor
 
     def __init__(
         self,
@@ -142,23 +129,19 @@ class SplitModule(Face):
     def _attach(self) -> None:
         """Start without graphs and pending work."""
         own = self.__dict__
-        limit = own["_max_graphs"]
-        insist = own["_fullgraph"]
-        own["_flatten"] = Flattening()
-        own["_eager"] = {}
-        own["_partial"] = self._by_graphs("dynamic=True") if own["_dynamic"] else None
-        own["_tries_again"] = False  # whether a call in parts, or as it was, is not to be the rule
-        own["_doubt"] = None  # why it is in parts, until the first call in parts was looked at
+        options, insist = own["_options"], own["_fullgraph"]
+        own["_flatten"] = CallFlattening()
+        own["_fallback"] = Fallback(self.model, options, insist, dynamic=own["_dynamic"])
         deliver = Delivery(own["_accumulation"])
-        own["_queue"] = Backlog(deliver.all)
-        hidden = own["_queue"].hidden
-        own["_graphs"] = FittingGraphs(self.model, own["_options"], limit, insist, hidden)
-        own["_root"] = Root(own["_queue"], deliver)
+        own["_queue"] = PendingQueue(deliver.all)
+        limit, hidden = own["_max_graphs"], own["_queue"].hidden
+        own["_graphs"] = Specializations(self.model, options, limit, insist, hidden)
+        own["_anchor"] = WeightAnchor(own["_queue"], deliver)
         # Parameters hold what is pending for them, also when this is gone, and may go with it only
         # if no node of autograd's holds them.
         weakref.finalize(self, deliver.forget)
 
-    @Forward
+    @ProxiedForward
     @untraced
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward.
@@ -177,11 +160,13 @@ class SplitModule(Face):
             )
         if is_fsdp_managed(self.model):  # by now; guards of graphs do not look for it
             refuse_sharded(self.model)
-        together = synchronises()
-        if together:
+        unsplit = synchronises()
+        if unsplit:
             self.backward_weight()
-        if self._partial is not None and not self._tries_again:
-            return self._in_parts(self._partial, args, kwargs)
+        fallback = self._fallback
+        partial = fallback.takes_over
+        if partial is not None:
+            return fallback.run_by_graphs(partial, args, kwargs)
         leaves, structure = self._flatten(args, kwargs)
         failing = None
         try:
@@ -191,39 +176,29 @@ class SplitModule(Face):
         except FailingCallError as error:
             failing = error
         except FirstCallError as error:
-            return self._as_it_is(error, args, kwargs)
+            return fallback.run_first_call(error, args, kwargs)
         except (CaptureError, SplitError) as error:
-            return self._in_parts(self._give_up(error), args, kwargs)
+            return fallback.run_by_graphs(fallback.give_up(error), args, kwargs)
         if failing is not None:  # here, so that the user's own error comes alone
-            return self._eagerly(failing, args, kwargs)
+            return fallback.run_unsplit(failing, args, kwargs)
+        return self._run(functions, leaves, unsplit)
+
+    def _run(self, functions: SplitFunctions, leaves: list[Any], unsplit: bool) -> Any:
+        """F of a captured graph, as autograd sees it; with ``unsplit`` its backward is I and W."""
         state = self._graphs.state()
         if functions.updated_inputs:
             refuse_overlap(functions, leaves, state)
         if functions.tangent_specs:
-            if not together and self._root.deliver.leaves(functions, state).watched():
-                together = True  # hooks fire in backward(): an optimizer may step in one
+            if not unsplit and self._anchor.deliver.leaves(functions, state).has_hooks():
+                unsplit = True  # hooks fire in backward(): an optimizer may step in one
                 self.backward_weight()
-            outputs = run_split(self._root, functions, state, leaves, together)
+            outputs = run_split(self._anchor, functions, state, leaves, unsplit)
         else:
             with torch.no_grad():
                 outputs = run_forward(functions, state, list(leaves)).outputs
         for name in reversed(functions.updated_inputs):
             leaves[functions.capture.inputs.index(name)].copy_(outputs.pop())
         return tree_unflatten(outputs, functions.capture.output_spec)
-
-    def _eagerly(self, error: FailingCallError, args: Any, kwargs: Any) -> Any:
-        """The call by plain autograd: where that fails too, with the user's own error."""
-        if self._fullgraph:
-            raise error
-        result = self.model(*args, **kwargs)
-        if not self._eager:
-            warnings.warn(
-                f"{type(self.model).__name__} runs calls like this one unsplit, by plain autograd, "
-                f"as they fail where they are traced. report() says so too. {error}",
-                stacklevel=3,
-            )
-        self._eager[str(error)] = self._eager.get(str(error), 0) + 1
-        return result
 
     @untraced
     def backward_weight(self, microbatches: int | None = None) -> None:
@@ -240,11 +215,11 @@ class SplitModule(Face):
             microbatches: how many, the oldest ``backward()`` first; all where None.
 
         Raises:
-            SplitError: fewer than asked for are pending; something that W needs was written in
+            SplitError: fewer than asked for are pending; a deferred tensor was written in
                 place since; or another thread computes them, and this is
                 inside a ``backward()``.
         """
-        partial = self._partial
+        partial = self._fallback.partial
         if microbatches is None:
             self._queue.compute()
             if partial is not None:
@@ -263,18 +238,21 @@ class SplitModule(Face):
         parameter is what it was before, and holds what came from elsewhere meanwhile.
         """
         self._queue.discard()
-        if self._partial is not None:
-            self._partial.discard()
+        partial = self._fallback.partial
+        if partial is not None:
+            partial.discard()
 
     @property
     def pending(self) -> int:
         """Microbatches whose weight gradients have not been computed."""
-        return self._queue.pending + (self._partial.pending if self._partial else 0)
+        partial = self._fallback.partial
+        return self._queue.pending + (partial.pending if partial else 0)
 
     @property
     def pending_bytes(self) -> int:
         """Bytes of distinct storage that pending microbatches hold."""
-        return self._queue.bytes + (self._partial.pending_bytes if self._partial else 0)
+        partial = self._fallback.partial
+        return self._queue.bytes + (partial.pending_bytes if partial else 0)
 
     @property
     def functions(self) -> tuple[SplitFunctions, ...]:
@@ -312,17 +290,15 @@ class SplitModule(Face):
         Raises:
             SplitError: nothing has been captured yet.
         """
-        if self._partial is not None and self._is_in_parts:
-            return self._partial.report()
-        name = type(self.model).__name__
-        unsplit = [
-            f"{count} call(s) of {name} ran unsplit, by plain autograd: {reason}"
-            for reason, count in self._eager.items()
-        ]
+        partial = self._by_graphs
+        if partial is not None:
+            return partial.report()
+        unsplit = self._fallback.unsplit_calls()
         if unsplit and not self._graphs.captured:
             return "\n\n".join(unsplit)
         hooks = hooks_text(self.model.named_parameters())
-        return "\n\n".join([report(self._graphs.latest, name), *hooks, *unsplit])
+        tables = report(self._graphs.latest, type(self.model).__name__)
+        return "\n\n".join([tables, *hooks, *unsplit])
 
     def dump(self, folder: str | os.PathLike[str]) -> None:
         """Write the latest graphs as readable, runnable code, with boundary and drawing.
@@ -331,8 +307,9 @@ class SplitModule(Face):
             SplitError: nothing has been captured yet.
             OutputError: the folder cannot be written.
         """
-        if self._partial is not None and self._is_in_parts:
-            self._partial.dump(folder)
+        partial = self._by_graphs
+        if partial is not None:
+            partial.dump(folder)
         else:
             dump(self._graphs.latest, folder, type(self.model).__name__)
 
@@ -341,58 +318,11 @@ class SplitModule(Face):
         self.backward_weight()
         return super()._apply(fn, recurse)
 
-    def _as_it_is(self, error: AutosplitError, args: Any, kwargs: Any) -> Any:
-        """One call without graphs, for what it does that later ones do not."""
-        partial = self.__dict__["_partial"] = self._partial or self._by_graphs(str(error))
-        self.__dict__["_tries_again"] = True
-        return partial.as_it_is(args, kwargs)
-
     @property
-    def _is_in_parts(self) -> bool:
-        return not (self._tries_again and self.functions)
-
-    def _give_up(self, error: AutosplitError) -> Partial:
-        """From now on graph by graph, where whole-graph capture is not insisted on."""
-        if self._fullgraph:
-            raise error
-        memory = self._options.memory
-        if memory != "balanced":
-            error.add_note(
-                f"memory={memory!r} needs one graph; in parts a model is split as 'balanced'"
-            )
-            raise error
-        if self._partial is None:
-            because = error.because if isinstance(error, CaptureError) else str(error)
-            self.__dict__["_partial"] = self._by_graphs(str(error), because)
-            self.__dict__["_doubt"] = error
-        self.__dict__["_tries_again"] = False
-        partial: Partial = self.__dict__["_partial"]
-        return partial
-
-    def _in_parts(self, partial: Partial, args: Any, kwargs: Any) -> Any:
-        """The forward graph by graph. If a first one fails, that says nothing about later ones;
-        if it leaves the model changed, a whole graph may hold the next.
-        """
-        doubt = self._doubt
-        if doubt is None:
-            return partial(*args, **kwargs)
-        from autosplit.capture.joint_graph import PythonStateError, Snapshot
-
-        before = Snapshot(self.model)
-        try:
-            result = partial(*args, **kwargs)
-        except Exception:
-            self.__dict__["_partial"] = None
-            raise
-        self.__dict__["_doubt"] = None
-        outside = isinstance(doubt, PythonStateError) and not doubt.inside
-        self.__dict__["_tries_again"] = outside or before.differs
-        return result
-
-    def _by_graphs(self, reason: str, because: str = "") -> Partial:
-        from autosplit.dynamo.partial_model import Partial  # Dynamo takes over a second to import
-
-        return Partial(self.model, self._options.backend, reason, because)
+    def _by_graphs(self) -> Partial | None:
+        """The model split graph by graph, where that is what reports are about."""
+        fallback = self._fallback
+        return fallback.partial if fallback.is_in_use(bool(self._graphs.captured)) else None
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key not in _TRANSIENT}

@@ -1,4 +1,4 @@
-"""``split``: any module in, a split module out."""
+"""``split``: wrap a module so that its backward computes input gradients only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autosplit.capture.first_call import materialise
+from autosplit.capture.first_call import materialise_lazy_parameters
 from autosplit.torch_internals.ddp_reducer import refuse_sharded
 
 from .errors import (
@@ -110,7 +110,7 @@ def split(
     )
     if (args or kwargs) and not dynamic:
         try:
-            materialise(model, args, dict(kwargs or {}))
+            materialise_lazy_parameters(model, args, dict(kwargs or {}))
             module._capture(args, dict(kwargs or {}))
         except (BackendError, FailingCallError, ShardedError):
             raise
@@ -118,7 +118,7 @@ def split(
             module._attach()
         except (CaptureError, SplitError) as error:
             _check_arguments(model, args, kwargs or {})
-            module._give_up(error)
+            module._fallback.give_up(error)
     return module
 
 

@@ -1,4 +1,4 @@
-"""Stage: the functional face. F, I and W as calls on explicit state, without autograd."""
+"""``Stage``: F, I and W of one pipeline stage as calls on explicit state, without autograd."""
 
 from __future__ import annotations
 
@@ -9,22 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from autosplit.autograd.function import run_forward
-from autosplit.passes.analysis.aliasing import overlaps_itself
-from autosplit.runtime.build import trace, without_history
-from autosplit.runtime.call_signature import Signature
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.gradient_accumulation import Accumulation
 from autosplit.runtime.gradient_graphs import Call
-from autosplit.runtime.in_flight import Flight, Flights, WaitingWeights
-from autosplit.runtime.saved_tensors import TensorSpec
-from autosplit.runtime.specialization_cache import Graphs
+from autosplit.runtime.in_flight import (
+    InFlightMicrobatch,
+    InFlightMicrobatches,
+    PendingWeightGradients,
+)
 from autosplit.runtime.split_options import SplitOptions
+from autosplit.runtime.stage_specializations import StageSpecializations
 from autosplit.torch_internals.backward_task import without_autocast
-from autosplit.torch_internals.module_state import StateReader
 
-from .errors import CaptureError, SplitError
-
-_MAX_GRAPHS = 8
+from .errors import SplitError
 
 
 class Stage:
@@ -40,7 +37,6 @@ class Stage:
     Attributes:
         index: position in the pipeline.
         module: the module whose parameters and buffers are read, as they are at each forward.
-        functions: the graphs and their callables, those of the latest forward.
     """
 
     def __init__(
@@ -85,23 +81,17 @@ class Stage:
         """
         self.index = index
         self.module = module
-        self._options = SplitOptions(backend, memory, late_input)
-        args = tuple(map(_laid_apart, args))
-        self._specs = [TensorSpec.of(example) for example in args]
-        self._blanks = tuple(map(_blank, args))
-        self._grad_mode = torch.is_grad_enabled()
-        owner = f"stage {index}"
-        self._saved = Flights(owner, "forward")
-        self._weights = WaitingWeights(owner, Accumulation(accumulation, grad_dtype), slices)
-        self._graphs = Graphs(owner, _MAX_GRAPHS)
-        self.functions = self._trace(without_history(args, computed=True))
-        self._outputs = self.functions.capture.outputs
-        missing = [name for name in self._outputs if name not in self.functions.output_specs]
-        if missing:
-            raise CaptureError(
-                f"stage {index} ({type(module).__name__}) returns {missing[0]}, which is not a "
-                "tensor; a stage hands only tensors to the next"
-            )
+        owner, summed = f"stage {index}", Accumulation(accumulation, grad_dtype)
+        options = SplitOptions(backend, memory, late_input)
+        self._graphs = StageSpecializations(owner, module, args, options, slices)
+        self._outputs = self._graphs.outputs
+        self._saved = InFlightMicrobatches(owner, "forward")
+        self._weights = PendingWeightGradients(owner, summed, slices)
+
+    @property
+    def functions(self) -> SplitFunctions:
+        """The graphs and their callables, those of the latest forward."""
+        return self._graphs.latest
 
     @property
     def gradients(self) -> Mapping[str, Tensor]:
@@ -118,11 +108,7 @@ class Stage:
     @property
     def output_specs(self) -> list[tuple[torch.Size, torch.dtype, bool]]:
         """Shape, dtype and whether a gradient comes back, of every output."""
-        specs: dict[str, TensorSpec] = self.functions.output_specs
-        differentiable = self.functions.tangent_specs
-        return [
-            (specs[name].shape, specs[name].dtype, name in differentiable) for name in self._outputs
-        ]
+        return self._graphs.output_specs
 
     @property
     def saved_bytes(self) -> int:
@@ -132,7 +118,7 @@ class Stage:
     @property
     def deferred_bytes(self) -> int:
         """Bytes of distinct storage held between I and W."""
-        return self._weights.flights.bytes
+        return self._weights.in_flight.bytes
 
     def forward(self, microbatch: int, inputs: list[Tensor]) -> list[Tensor]:
         """F: outputs for these inputs; empties ``inputs``.
@@ -144,13 +130,13 @@ class Stage:
         """
         if microbatch in self._saved:
             raise SplitError(f"stage {self.index}: microbatch {microbatch} has run its forward")
-        self._check_inputs(inputs)
-        functions = self.functions = self._fitting()
-        state = self._state()
+        self._graphs.check_inputs(inputs)
+        functions = self._graphs.fitting()
+        state = self._graphs.state()
         with torch.no_grad():
             result = run_forward(functions, state, _drain(inputs))
         if functions.has_backward:
-            self._saved.put(microbatch, Flight(functions, result.saved, state))
+            self._saved.put(microbatch, InFlightMicrobatch(functions, result.saved, state))
         return result.outputs[: len(self._outputs)]
 
     def backward_input(
@@ -171,7 +157,7 @@ class Stage:
             )
             if names and into is None:
                 sums.add(names, early, functions.dependence.borrowed)
-        self._weights.flights.put(microbatch, Flight(functions, deferred, state))
+        self._weights.in_flight.put(microbatch, InFlightMicrobatch(functions, deferred, state))
         return grads
 
     def backward_weight(self, microbatch: int | Sequence[int], slice: int | None = None) -> None:
@@ -232,7 +218,7 @@ class Stage:
         return grads
 
     def compile(self, calls: Iterable[Call] = ("backward_input", "backward_weight") * 2) -> None:
-        """Compile now, rather than when it is first needed, what these calls run, and no more.
+        """Compile the graphs of these calls ahead of their first run, and no others.
 
         Args:
             calls: names of this class's methods, in the order of one step, which begins without
@@ -260,60 +246,10 @@ class Stage:
         self._saved.clear()
         self._weights.clear()
 
-    def _fitting(self) -> SplitFunctions:
-        """The graphs of the module as it is now."""
-        with torch.set_grad_enabled(self._grad_mode):
-            key = Signature.of(list(self._blanks), None)
-            found = self._graphs.find(key, lambda f: f.capture.guards.hold(self._blanks, {}))
-            if found is not None:
-                return found
-            specs = self.output_specs
-            examples = [
-                spec.zeros().requires_grad_(blank.requires_grad)
-                for spec, blank in zip(self._specs, self._blanks, strict=True)
-            ]
-            found = self._trace(without_history(examples, computed=True))
-        before, self.functions = self.functions, found
-        if found.capture.outputs != self._outputs or self.output_specs != specs:
-            self.functions = before
-            now = [
-                (spec.shape, spec.dtype, name in found.tangent_specs)
-                for name, spec in found.output_specs.items()
-            ]
-            raise SplitError(
-                f"stage {self.index} ({type(self.module).__name__}) returned {_described(specs)} "
-                f"when it was set up, and would now return {_described(now)}: what its forward "
-                "reads was changed, such as parameters, their dtype or whether they are trained, "
-                "or autocast; build a new Stage, or a new trainer"
-            )
-        return found
-
-    def _trace(self, args: list[Tensor]) -> SplitFunctions:
-        functions = trace(self.module, tuple(args), {}, self._options)
-        if functions.has_backward and self._weights.slices != 1:
-            functions.sliced(self._weights.slices)  # now is the time to hear that it cannot be
-        self._graphs.add(Signature.of(list(self._blanks), None), functions)
-        self._state = StateReader(self.module)
-        return functions
-
-    def _check_inputs(self, inputs: list[Tensor]) -> None:
-        if len(inputs) != len(self._specs):
-            raise SplitError(
-                f"stage {self.index} takes {len(self._specs)} inputs, got {len(inputs)}"
-            )
-        for position, (given, spec) in enumerate(zip(inputs, self._specs, strict=True)):
-            if (given.shape, given.dtype, given.device) != (spec.shape, spec.dtype, spec.device):
-                raise SplitError(
-                    f"stage {self.index}: input {position} must be {spec.dtype} "
-                    f"{list(spec.shape)} on {spec.device}, got {given.dtype} "
-                    f"{list(given.shape)} on {given.device}"
-                )
-            inputs[position] = spec.conform(given)
-
     def _output_grads(
         self, functions: SplitFunctions, output_grads: list[Tensor | None]
     ) -> list[Tensor | None]:
-        """One for each output of F, in a list that nobody else holds."""
+        """A gradient for each output of F, in a list of its own."""
         names = self._outputs
         if len(output_grads) != len(names):
             raise SplitError(
@@ -326,26 +262,3 @@ def _drain(items: list[Any]) -> list[Any]:
     taken = list(items)
     items.clear()
     return taken
-
-
-def _described(specs: Sequence[tuple[torch.Size, torch.dtype, bool]]) -> str:
-    return ", ".join(
-        f"{str(dtype).removeprefix('torch.')}{list(shape)}{'' if trained else ' without gradient'}"
-        for shape, dtype, trained in specs
-    )
-
-
-def _laid_apart(example: Tensor) -> Tensor:
-    """The example, contiguous if it overlaps itself: no other microbatch can be laid out so."""
-    if not overlaps_itself(example):
-        return example
-    copy = example.detach().clone(memory_format=torch.contiguous_format)
-    return copy.requires_grad_(example.requires_grad)
-
-
-def _blank(example: Tensor) -> Tensor:
-    """As the example, without memory: guards look only at what kind of tensor an input is."""
-    spec = TensorSpec.of(example)
-    blank = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
-    blank.untyped_storage().resize_(0)
-    return blank.requires_grad_(example.requires_grad)

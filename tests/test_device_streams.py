@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from autosplit.device import follow, stream_under
-from autosplit.runtime.saved_tensors import Handover
+from autosplit.runtime.saved_tensors import Residuals
 
 CUDA = torch.device("cuda", 0)
 
@@ -59,15 +59,15 @@ def test_on_the_cpu_no_stream_is_looked_at(gpu: Gpu) -> None:
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_a_handover_is_taken_on_the_stream_of_who_takes_it(
+def test_residuals_are_taken_on_the_stream_of_who_takes_it(
     monkeypatch: pytest.MonkeyPatch, again: bool
 ) -> None:
     made, followed = Mock(), Mock()
     monkeypatch.setattr("autosplit.runtime.saved_tensors.stream_under", lambda tensors: made)
     monkeypatch.setattr("autosplit.runtime.saved_tensors.follow", followed)
     tensor = torch.ones(2)
-    handover = Handover(("a",), [tensor], ())
-    taken = (handover.again() if again else handover).take()
+    residuals = Residuals(("a",), [tensor], ())
+    taken = (residuals.again() if again else residuals).take()
     followed.assert_called_once()
     stream, tensors = followed.call_args.args
     assert stream is made

@@ -298,7 +298,7 @@ def test_microbatch_dies_with_its_weight_gradients() -> None:
     del output, loss
     assert died() is None
     ((deferred,),) = split._queue._microbatches.values()
-    refs = [weakref.ref(tensor) for tensor in deferred.handover.tensors if tensor is not x]
+    refs = [weakref.ref(tensor) for tensor in deferred.deferred.tensors if tensor is not x]
     assert refs
     del deferred
     split.backward_weight()

@@ -114,12 +114,15 @@ def test_a_change_that_reaches_the_outputs_is_refused() -> None:
     model = nn.Linear(3, 2).requires_grad_(False)
     stage = Stage(model, [torch.randn(4, 3)])
     model.requires_grad_()
-    with pytest.raises(SplitError) as caught:
-        stage.forward(0, [torch.randn(4, 3)])
-    assert (
-        "stage 0 (Linear) returned float32[4, 2] without gradient when it was set up, and would "
-        "now return float32[4, 2]: what its forward reads was changed"
-    ) in str(caught.value)
+    for _ in range(2):  # what the first traced is not taken by the second
+        with pytest.raises(SplitError) as caught:
+            stage.forward(0, [torch.randn(4, 3)])
+        assert (
+            "stage 0 (Linear) returned float32[4, 2] without gradient when it was set up, and "
+            "would now return float32[4, 2]: what its forward reads was changed"
+        ) in str(caught.value)
+    model.requires_grad_(False)
+    assert len(stage.forward(0, [torch.randn(4, 3)])) == 1
 
 
 def test_lists_are_handed_over() -> None:
@@ -145,7 +148,7 @@ def test_saved_tensors_die_at_their_last_use(fused: bool) -> None:
         assert [ref for ref in saved if ref() is not None] == []
         return
     stage.backward_input(0, [torch.randn(2, 4, 16)])
-    deferred = [weakref.ref(tensor) for tensor in stage._weights.flights.tensors]
+    deferred = [weakref.ref(tensor) for tensor in stage._weights.in_flight.tensors]
     alive = [ref for ref in saved if ref() is not None]
     assert set(alive) <= set(deferred)
     assert 0 < len(alive) < len(saved)
@@ -194,7 +197,7 @@ def test_where_i_is_late_w_and_b_are_one_graph(
         done = [*compiled]
         assert stage.backward_input(microbatch, [grad]) == [None]
         assert compiled == done
-        assert set(map(id, stage._weights.flights.tensors)) == {*map(id, saved), id(grad)}
+        assert set(map(id, stage._weights.in_flight.tensors)) == {*map(id, saved), id(grad)}
         assert stage.deferred_bytes == footprint(stage)[1]
         stage.backward_weight(microbatch)
     assert compiled == ["backward_weight", "backward_weight_accumulating"]

@@ -1,1 +1,1 @@
-"""The split backward as autograd and optimizers see it: pending work, lazy gradients."""
+"""Deferred weight gradients under autograd: pending queue, lazy gradients, delivery."""

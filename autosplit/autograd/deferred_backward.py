@@ -1,32 +1,35 @@
-"""What one backward leaves between I and W."""
+"""``DeferredBackward``: the pending W of one backward through one whole graph."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterator, Sequence
+from functools import reduce
 
+import torch
 from torch import Tensor
 
 from autosplit.runtime.functions import SplitFunctions
-from autosplit.runtime.saved_tensors import Handover, State
+from autosplit.runtime.saved_tensors import Residuals, State
+from autosplit.torch_internals.backward_task import without_autocast
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Deferred:
-    """What one backward through one graph left for W.
+class DeferredBackward:
+    """Pending W of one backward through one graph.
 
     Attributes:
-        functions: whose W it is.
-        handover: the tensors that W needs.
-        early: gradients that I made, in the order of ``functions.early_parameters``.
+        functions: its graphs.
+        deferred: residuals of I.
+        early: weight gradients that I made, in the order of ``functions.early_parameters``.
         state: parameters and buffers as they were in the forward.
-        skipped: parameters that get no gradient: no output that they are in took part, or the
-            gradient that theirs would be a part of is gone.
-        backward: number of the backward, told by the autograd engine.
+        skipped: parameters that get no gradient: no output that depends on them took part, or
+            the gradient was dropped.
+        backward: number of the backward in autograd's engine.
     """
 
     functions: SplitFunctions
-    handover: Handover
+    deferred: Residuals
     early: Sequence[Tensor]
     state: State
     skipped: frozenset[str]
@@ -34,8 +37,8 @@ class Deferred:
 
     @property
     def tensors(self) -> Sequence[Tensor]:
-        """What it keeps alive, parameters and buffers left out."""
-        return (*self.handover.tensors, *self.early)
+        """Tensors that it keeps alive, parameters and buffers left out."""
+        return (*self.deferred.tensors, *self.early)
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """The parameters that get a gradient: those of the forward, wherever they are now."""
@@ -49,12 +52,36 @@ class Deferred:
         names, state = self.functions.parameter_names, self.state
         return [state[name] for name in names if name not in self.skipped]
 
+    def named_gradients(self) -> dict[str, Tensor]:
+        """Run W. Gradients in the order of ``functions.parameter_names``, skipped ones too.
+
+        Raises:
+            SplitError: a deferred tensor was written in place since I.
+        """
+        with without_autocast():
+            gradients = summed_gradients([self])
+        return dict(zip(self.functions.parameter_names, gradients, strict=True))
+
     @property
     def dense(self) -> bool:
         """Whether all gradients are known to be strided."""
         return self.functions.dependence.dense
 
     def drop(self, parameters: Collection[int]) -> None:
-        """These (their ``id``) get no gradient any more."""
+        """Drop the gradients of these parameters (their ``id``)."""
         found = [name for name, each in self.named_parameters() if id(each) in parameters]
         self.skipped = self.skipped.union(found)
+
+
+def summed_gradients(works: Sequence[DeferredBackward]) -> Sequence[Tensor]:
+    """Weight gradients of one microbatch, or summed over several that run as one W, in the order
+    of ``parameter_names``.
+    """
+    functions = works[0].functions
+    late = functions.backward_weight_together([work.deferred for work in works])
+    if not functions.early_parameters:
+        return late
+    early = [reduce(torch.add, each) for each in zip(*(w.early for w in works), strict=True)]
+    found = dict(zip(functions.early_parameters, early, strict=True))
+    found |= zip(functions.late_parameters, late, strict=True)
+    return [found[name] for name in functions.parameter_names]

@@ -1,4 +1,4 @@
-"""F and I as one autograd function: ``loss.backward()`` comes to I and stops there."""
+"""The autograd node of a split module: forward runs F, backward runs I and queues W."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from autosplit.errors import SplitError
 from autosplit.runtime.functions import ForwardResult, SplitFunctions
-from autosplit.runtime.saved_tensors import State
+from autosplit.runtime.saved_tensors import Residuals, State
 from autosplit.torch_internals.backward_task import (
     current_backward,
     graph_is_kept,
@@ -24,27 +24,13 @@ from autosplit.torch_internals.backward_task import (
 from autosplit.torch_internals.distributed import asked_by_pipelining, data_parallel
 from autosplit.torch_internals.tracing import untraced
 
-from .deferred_backward import Deferred
+from .deferred_backward import DeferredBackward
 from .delivery import Delivery, weight_gradients
-from .parameter_request import refuse_asking, sample
-from .pending_queue import Backlog
+from .parameter_request import probe_sample, refuse_parameter_request
+from .pending_queue import PendingQueue
 
 _IS_LEAF = attrgetter("is_leaf")
 _NEEDS_GRAD = attrgetter("requires_grad")
-
-
-def _all_now(root: Root, work: Deferred, tied: Sequence[Tensor]) -> list[Tensor | None]:
-    """W at once, after what is pending: for hooks that came between the forward and the backward,
-    which the engine calls now for ``tied`` parameters. Returns gradients of these.
-    """
-    root.queue.compute()
-    parameters = [work.state[name] for name in work.functions.parameter_names]
-    grads = {id(p): (p, g) for p, g in zip(parameters, weight_gradients(work), strict=True)}
-    mine = [grads.pop(id(parameter))[1] for parameter in tied]
-    rest = [(parameter, grad) for parameter, grad in grads.values() if grad is not None]
-    if rest:
-        torch.autograd.backward([p for p, _ in rest], [grad for _, grad in rest])
-    return mine
 
 
 def run_forward(functions: SplitFunctions, state: State, leaves: list[Any]) -> ForwardResult:
@@ -58,60 +44,66 @@ def run_forward(functions: SplitFunctions, state: State, leaves: list[Any]) -> F
     return result
 
 
-class Root:
-    """What stands among the inputs in the place of the parameters.
+class WeightAnchor:
+    """The input of a split module's autograd node that stands for all of its parameters.
 
     Attributes:
-        queue: where a backward leaves what is pending.
+        queue: where a backward leaves its deferred weight gradients.
         deliver: delivers at once.
-        anchor: a leaf that requires a gradient and never gets one.
-        node: where its gradient would arrive. A backward that accumulates into whatever it finds
-            comes to it; ``torch.autograd.grad`` and ``backward(inputs=...)`` do not.
+        leaf: requires a gradient and never gets one.
+        node: its gradient accumulator. A backward that accumulates into whatever it finds comes to
+            it; ``torch.autograd.grad`` and ``backward(inputs=...)`` do not.
     """
 
-    def __init__(self, queue: Backlog[Deferred], deliver: Delivery) -> None:
+    def __init__(self, queue: PendingQueue[DeferredBackward], deliver: Delivery) -> None:
         self.queue, self.deliver = queue, deliver
         with torch.inference_mode(False):
-            self.anchor = torch.zeros((), requires_grad=True)
-            self.node = get_gradient_edge(self.anchor).node
+            self.leaf = torch.zeros((), requires_grad=True)
+            self.node = get_gradient_edge(self.leaf).node
 
 
 def run_split(
-    root: Root, functions: SplitFunctions, state: State, leaves: Sequence[Any], together: bool
+    anchor: WeightAnchor,
+    functions: SplitFunctions,
+    state: State,
+    leaves: Sequence[Any],
+    unsplit: bool,
 ) -> list[Any]:
-    """F as a node of autograd's graph. With ``together`` its backward is I and W."""
+    """F as a node of autograd's graph, whose backward is I, or with ``unsplit`` I and W."""
     parameters = [state[name] for name in functions.parameter_names]
     # Computed ones (torch.func.functional_call): no .grad is to come there.
-    whole = together or not all(map(_IS_LEAF, parameters))
-    behind = parameters
-    if not whole:  # data parallelism counts how often the engine comes by
-        tied = not data_parallel() and not root.deliver.leaves(functions, state).watched()
-        behind = sample(parameters) if tied else []
-    return list(Split.apply(root, functions, state, root.anchor, whole, *leaves, *behind))  # type: ignore[no-untyped-call]
+    unsplit = unsplit or not all(map(_IS_LEAF, parameters))
+    probes = parameters
+    if not unsplit:  # data parallelism counts how often the engine comes by
+        free = not data_parallel() and not anchor.deliver.leaves(functions, state).has_hooks()
+        probes = probe_sample(parameters) if free else []
+    return list(
+        Split.apply(functions, state, anchor, unsplit, anchor.leaf, *leaves, *probes)  # type: ignore[no-untyped-call]
+    )
 
 
 class Split(torch.autograd.Function):
     """F, whose backward is I.
 
-    Gradients of parameters come later and by another way. The anchor gives the outputs a gradient
-    function all the same, and a few parameters stand behind the leaves, see ``sample``. Where a
-    reducer waits for weight gradients, or parameters are computed, all of them stand there, and
-    the backward is I and W.
+    Gradients of parameters come later, from W. The anchor gives the outputs a gradient
+    function all the same, and a few parameters are inputs besides, see ``probe_sample``. Where a
+    reducer waits for weight gradients, or parameters are computed, all of them are, and the
+    backward is I and W.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
-        root: Root,
         functions: SplitFunctions,
         state: State,
-        anchor: Tensor,
-        whole: bool,
+        anchor: WeightAnchor,
+        unsplit: bool,
+        _leaf: Tensor,
         *values: Any,
     ) -> tuple[Any, ...]:
-        ctx.root, ctx.functions, ctx.state = root, functions, state
+        ctx.anchor, ctx.functions, ctx.state = anchor, functions, state
         leaves = list(values[: len(functions.capture.inputs)])
-        ctx.whole, ctx.behind = whole, len(values) - len(leaves)
+        ctx.unsplit, ctx.probes = unsplit, len(values) - len(leaves)
         # What a loop made itself (a batch) it may write into once backward() is over. What an
         # earlier module computed it has no hold of.
         ctx.batch = {at for _, at in functions.lent if at is not None and _is_batch(leaves[at])}
@@ -133,7 +125,6 @@ class Split(torch.autograd.Function):
     @staticmethod
     @untraced
     def backward(ctx: Any, *output_grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        root: Root = ctx.root
         functions: SplitFunctions = ctx.functions
         _check_backward(ctx)
         functions.autocast_guard.check()
@@ -148,37 +139,65 @@ class Split(torch.autograd.Function):
         if ctx.packed:
             saved.bring_back(ctx.saved_tensors)
         with without_autocast():
-            grads, handover, early = functions.backward_input(saved, arrived)
+            grads, deferred, early = functions.backward_input(saved, arrived)
         for at in idle:  # autograd knows no gradient from a gradient of zeros
             grads[at] = None
-        weights: list[Tensor | None] = [None] * ctx.behind
-        ordinary = will_run(root.node)
-        behind = [node for node, _ in ctx.next_functions[len(ctx.next_functions) - ctx.behind :]]
-        asked = not ordinary and any(node and is_asked_for(node) for node in behind)
-        if asked and not ctx.whole:
-            refuse_asking()
+        weights: Sequence[Tensor | None] = [None] * ctx.probes
+        ordinary = will_run(ctx.anchor.node)
+        probes = [node for node, _ in ctx.next_functions[len(ctx.next_functions) - ctx.probes :]]
+        asked = not ordinary and any(node and is_asked_for(node) for node in probes)
+        if asked and not ctx.unsplit:
+            refuse_parameter_request()
         if ordinary or asked:
-            number = current_backward()
-            names = functions.parameter_names
-            if not all(map(_NEEDS_GRAD, map(ctx.state.__getitem__, names))):
-                # Frozen since the forward: autograd drops their gradients.
-                skipped |= {name for name in names if not ctx.state[name].requires_grad}
-            work = Deferred(functions, handover, early, ctx.state, skipped, number)
-            if ctx.whole:
-                weights = weight_gradients(work)
-            elif behind and root.deliver.leaves(functions, ctx.state).watched():
-                weights = _all_now(root, work, [node.variable for node in behind])
-            else:
-                lent = [p for p, at in functions.lent if at in ctx.batch or handover.is_shared(p)]
-                handover.own(lent)
-                root.queue.add(number, work)
+            weights = _weights(ctx, deferred, early, skipped, probes) or weights
         elif kept and asked_by_pipelining():
-            raise SplitError(
-                "a schedule of torch.distributed.pipelining asks for input gradients now and for "
-                "weight gradients later, which it looks for where those of a split module are "
-                "not; pass dw_builder=lambda: module.backward_weight to its PipelineStage"
-            )
+            _refuse_pipelining()
         return (None, None, None, None, None, *grads, *weights)
+
+
+def _weights(
+    ctx: Any,
+    deferred: Residuals,
+    early: Sequence[Tensor],
+    skipped: frozenset[str],
+    probes: Sequence[Any],
+) -> Sequence[Tensor | None]:
+    """Queue W, or run it now for a caller that waits for weight gradients in this backward.
+
+    Returns:
+        gradients of the parameters among the node's inputs; nothing where W is queued.
+    """
+    anchor: WeightAnchor = ctx.anchor
+    functions: SplitFunctions = ctx.functions
+    state, number, names = ctx.state, current_backward(), functions.parameter_names
+    if not all(map(_NEEDS_GRAD, map(state.__getitem__, names))):
+        # Frozen since the forward: autograd drops their gradients.
+        skipped |= {name for name in names if not state[name].requires_grad}
+    work = DeferredBackward(functions, deferred, early, state, skipped, number)
+    if ctx.unsplit:
+        return weight_gradients(work)
+    if probes and anchor.deliver.leaves(functions, state).has_hooks():
+        return _weights_for_late_hooks(anchor, work, [node.variable for node in probes])
+    lent = [p for p, at in functions.lent if at in ctx.batch or deferred.is_shared(p)]
+    deferred.own(lent)
+    anchor.queue.add(number, work)
+    return ()
+
+
+def _weights_for_late_hooks(
+    anchor: WeightAnchor, work: DeferredBackward, probes: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """W at once, after everything pending: for hooks that came between the forward and the
+    backward, which the engine calls now for ``probes``. Returns gradients of these.
+    """
+    anchor.queue.compute()
+    parameters = [work.state[name] for name in work.functions.parameter_names]
+    grads = {id(p): (p, g) for p, g in zip(parameters, weight_gradients(work), strict=True)}
+    mine = [grads.pop(id(parameter))[1] for parameter in probes]
+    rest = [(parameter, grad) for parameter, grad in grads.values() if grad is not None]
+    if rest:
+        torch.autograd.backward([p for p, _ in rest], [grad for _, grad in rest])
+    return mine
 
 
 def _is_batch(value: Any) -> bool:
@@ -197,3 +216,11 @@ def _check_backward(ctx: Any) -> None:
             "forward saved is gone after the first. Pass retain_graph=True to the first, sum "
             "the losses before one backward(), or call the module again"
         )
+
+
+def _refuse_pipelining() -> None:
+    raise SplitError(
+        "a schedule of torch.distributed.pipelining asks for input gradients now and for "
+        "weight gradients later, which it looks for where those of a split module are "
+        "not; pass dw_builder=lambda: module.backward_weight to its PipelineStage"
+    )

@@ -1,4 +1,4 @@
-"""Which ``.grad`` a graph may add into while it runs."""
+"""Whether W may add into ``.grad`` in place while it runs."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor
 from autosplit.runtime.saved_tensors import TensorSpec
 
 
-def addable(
+def inplace_sums(
     parameters: Sequence[Tensor], specs: Sequence[TensorSpec], read: Iterable[Tensor | None]
 ) -> list[Tensor] | None:
-    """The parameters' ``.grad``, or None where they are to be added to after the graph.
+    """The parameters' ``.grad`` as accumulators; None where W must not add into them.
 
     A graph is compiled for sums of its gradients' own dtype, and may write one sum before it has
     read what the others are made from. So every ``.grad`` must be there, be an ordinary tensor
@@ -49,7 +49,7 @@ def _fits(total: Tensor, parameter: Tensor, spec: TensorSpec) -> bool:
 
 
 def _apart(sums: Iterable[Tensor], read: Iterable[Tensor | None]) -> bool:
-    """Whether no sum lies where another does, or where something that is read does."""
+    """Whether no sum overlaps another one, or a tensor that is read."""
     spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in sums if t.nbytes)
     if any(end > start for (_, end), (start, _) in pairwise(spans)):
         return False

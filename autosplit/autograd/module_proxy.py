@@ -1,4 +1,4 @@
-"""A module under another face: same state, same attributes, same names."""
+"""``ModuleProxy``: a module that shares the state, attributes and names of another."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autosplit.errors import SplitError
 from autosplit.torch_internals.module_state import share_state
 from autosplit.torch_internals.tracing import in_compiler, is_exported
 
-# Python looks these up on the class, past ``__getattr__``; a face has those that its model has.
+# Python looks these up on the class, past ``__getattr__``; a proxy has those that its model has.
 _CONTAINER = (
     "__len__",
     "__getitem__",
@@ -35,31 +35,31 @@ _SHARED_HOOKS = (
 )
 
 
-class Forward:
-    """Decorator for ``forward`` of a face: a method with the signature of the model's.
+class ProxiedForward:
+    """Decorator for ``forward`` of a proxy: a method with the signature of the model's forward.
 
-    A signature belongs to a function, so each face has a function of its own for it.
+    A signature belongs to a function, so each proxy has a function of its own.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
 
-    def __get__(self, face: Face | None, kind: type | None = None) -> Any:
-        if face is None:
+    def __get__(self, proxy: ModuleProxy | None, kind: type | None = None) -> Any:
+        if proxy is None:
             return self.function
         if is_exported():
-            return face.__dict__["model"]  # what is exported has no backward to split
-        return MethodType(face.__dict__["_forward"], face)
+            return proxy.__dict__["model"]  # what is exported has no backward to split
+        return MethodType(proxy.__dict__["_forward"], proxy)
 
 
-class Face(nn.Module):
-    """Stands for ``model``: parameters, buffers and submodules are the very same objects under
+class ModuleProxy(nn.Module):
+    """A stand-in for ``model``: parameters, buffers and submodules are the very same objects under
     the same names, and an attribute that is set here is set there. ``isinstance`` takes it for
     one of the model's class, too, and where the model is a container, so is this.
 
-    A subclass decorates its ``forward`` with ``Forward``, and puts what it keeps for itself into
-    ``__dict__``. Methods that are replaced on the face (``face.forward = ...``) are the face's
-    own: what they replaced is the face's method, not the model's.
+    A subclass decorates its ``forward`` with ``ProxiedForward``, and keeps its own attributes in
+    ``__dict__``. Methods that are replaced on the proxy (``proxy.forward = ...``) are the proxy's
+    own: they replace the proxy's method, not the model's.
     """
 
     model: nn.Module
@@ -82,8 +82,8 @@ class Face(nn.Module):
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """The model's, for those who ask for what a model is; ``type(face)`` is the face's, which
-        torch.compile has to hear: it calls what it finds on this class.
+        """The model's class, for code that asks what a model is. ``type(proxy)`` is the proxy's,
+        and so is this under torch.compile, which calls methods that it finds on this class.
         """
         model = self.__dict__.get("model")
         return type(self) if model is None or in_compiler() else model.__class__
@@ -136,8 +136,8 @@ class Face(nn.Module):
             setattr(self.model, name, value)
 
     def _is_own(self, name: str, value: Any) -> bool:
-        """Whether a new attribute is the face's: a method replaced, or one kept for later. On
-        the model it would have the model call the face, which calls the model.
+        """Whether a new attribute belongs to the proxy: a method replaced, or one kept for later.
+        On the model it would have the model call the proxy, which calls the model.
         """
         mine = getattr(value, "__self__", None) is self or value is self.__dict__.get("forward")
         return mine or hasattr(type(self), name)
@@ -160,34 +160,34 @@ class Face(nn.Module):
 
 
 def _blank(kind: type, special: tuple[str, ...]) -> Any:
-    """A face without anything in it, of a class that has these special methods."""
+    """An empty proxy of a class with these special methods. Pickles name this function."""
     return object.__new__(_with_special(kind, special))
 
 
 def _special(kind: type) -> tuple[str, ...]:
-    """Which of the special methods a class has."""
+    """The container and context-manager methods that a class has."""
     return tuple(name for name in _CONTAINER if hasattr(kind, name))
 
 
 @functools.cache
 def _with_special(kind: type, special: tuple[str, ...]) -> type[Any]:
-    """The class, with special methods that are those of the model."""
+    """A subclass that forwards these special methods to the model."""
     if not special:
         return kind
-    body: dict[str, Any] = {name: _passed_on(name) for name in special}
+    body: dict[str, Any] = {name: _forwarded(name) for name in special}
     body |= {"_plain": kind, "__module__": kind.__module__, "__doc__": kind.__doc__}
     return type(kind.__name__, (kind,), body)
 
 
-def _passed_on(name: str) -> Callable[..., Any]:
-    def method(self: Face, *args: Any) -> Any:
+def _forwarded(name: str) -> Callable[..., Any]:
+    def method(self: ModuleProxy, *args: Any) -> Any:
         return getattr(type(self.model), name)(self.model, *args)
 
     return method
 
 
 def _like(function: Callable[..., Any], model: nn.Module) -> Callable[..., Any]:
-    """A method of a face, with the signature of the model's ``forward`` where that has one."""
+    """A method of a proxy, with the signature of the model's ``forward`` where that has one."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return function(self, *args, **kwargs)
@@ -197,7 +197,7 @@ def _like(function: Callable[..., Any], model: nn.Module) -> Callable[..., Any]:
         signature = inspect.signature(model.forward)
     except (TypeError, ValueError):
         return forward
-    me = inspect.Parameter("_face", inspect.Parameter.POSITIONAL_ONLY)
+    me = inspect.Parameter("_proxy", inspect.Parameter.POSITIONAL_ONLY)
     parameters = [me, *signature.parameters.values()]
     forward.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return forward

@@ -1,4 +1,4 @@
-"""Hooks on parameters, which are to fire in ``backward()``."""
+"""Hooks on parameters, as a report names them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from autosplit.torch_internals.accumulate_grad import Leaves
 
 
 def hooks_text(named_parameters: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """For a report: which parameters have hooks, and what follows; nothing where none has."""
-    names = [name for name, parameter in named_parameters if Leaves([parameter]).watched()]
+    """Report section on parameters with hooks; empty where none has one."""
+    names = [name for name, parameter in named_parameters if Leaves([parameter]).has_hooks()]
     if not names:
         return []
     return [

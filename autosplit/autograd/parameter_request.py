@@ -1,4 +1,4 @@
-"""Backwards that ask for gradients of parameters: noticed, and refused."""
+"""Detection and refusal of ``torch.autograd.grad`` for a split module's parameters."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ T = TypeVar("T")
 _SOME = 4
 
 
-def sample(found: Sequence[T]) -> list[T]:
-    """Those parameters, or what stands for them, that a split graph is tied to in autograd's graph
-    though it hands them nothing, so that a backward that asks for them is noticed: each costs the
-    engine a visit.
+def probe_sample(found: Sequence[T]) -> list[T]:
+    """The parameters, or leaves in their place, that a split graph has edges to in autograd's graph
+    though it gives them no gradients, so that a backward that asks for them is noticed: each costs
+    the engine a visit.
     """
     return [*found] if len(found) <= 2 * _SOME else [*found[:_SOME], *found[-_SOME:]]
 
 
-def refuse_asking() -> None:
-    """A backward asks for gradients of parameters, which are not made there.
+def refuse_parameter_request() -> None:
+    """Refuse a backward that asks for gradients of parameters.
 
     Raises:
         SplitError: always.

@@ -1,46 +1,29 @@
-"""Deferred weight gradients by microbatch, behind lazy gradients."""
+"""``PendingQueue``: microbatches whose weight gradients are pending, oldest first."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from autosplit.errors import SplitError
-from autosplit.runtime.saved_tensors import distinct_bytes
 from autosplit.torch_internals.backward_task import current_backward
+from autosplit.torch_internals.storage import distinct_storage_bytes
 
-from .lazy_gradient import Slot
+from .gradient_slot import GradientSlot
 from .lazy_gradient_set import LazyGradients
-from .lazy_gradient_set import Work as _Work
+from .pending_work import PendingWork
 from .step_guard import StepGuard
 
-
-class Work(_Work, Protocol):
-    """What one backward through one graph left for W."""
-
-    @property
-    def parameters(self) -> Sequence[Tensor]:
-        """Those that get a gradient; leaves."""
-
-    @property
-    def dense(self) -> bool:
-        """Whether all gradients are known to be strided."""
-
-    @property
-    def tensors(self) -> Sequence[Tensor | None]:
-        """What it keeps alive, parameters and buffers left out."""
+W = TypeVar("W", bound=PendingWork)
 
 
-W = TypeVar("W", bound=Work)
-
-
-class Backlog(Generic[W]):
-    """Microbatches between I and W, oldest first. Several threads may add and compute.
+class PendingQueue(Generic[W]):
+    """Microbatches between I and W, behind lazy gradients. Several threads may add and compute.
 
     Args:
         deliver: computes the gradients of microbatches, in their order, and adds them to ``.grad``.
@@ -56,7 +39,7 @@ class Backlog(Generic[W]):
 
     @property
     def pending(self) -> int:
-        """How many microbatches."""
+        """Number of pending microbatches."""
         if self._microbatches:
             self.sweep()
         return len(self._microbatches)
@@ -65,10 +48,10 @@ class Backlog(Generic[W]):
     def bytes(self) -> int:
         """Bytes of distinct storage that they hold."""
         self.sweep()
-        return distinct_bytes(t for each in self.works() for t in each.tensors if t is not None)
+        return distinct_storage_bytes(t for each in self.works() for t in each.tensors)
 
     def works(self) -> list[W]:
-        """All of it, oldest first."""
+        """All pending work, oldest first."""
         with self._lock:
             return [each for works in self._microbatches.values() for each in works]
 
@@ -78,18 +61,18 @@ class Backlog(Generic[W]):
         yield from named.values()
 
     def add(self, microbatch: Hashable, work: W) -> None:
-        """Queue it, behind what this microbatch has left before."""
+        """Queue work, after earlier work of this microbatch."""
         while True:
             with self._lock:
                 held = self.lazies.promise(work.parameters, dense=work.dense)
                 if held is None:
                     self._microbatches.setdefault(microbatch, []).append(work)
-                    self._guard.stand()
+                    self._guard.install()
                     return
             held.compute()
 
     def compute(self, microbatches: int | None = None) -> None:
-        """Compute the oldest microbatches, all where None, and let ``.grad`` hold them.
+        """Compute the oldest microbatches, all where None, and accumulate them into ``.grad``.
 
         Raises:
             SplitError: fewer than asked for are pending; they cannot be computed; or another
@@ -108,7 +91,7 @@ class Backlog(Generic[W]):
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        """Nobody else computes meanwhile."""
+        """Hold the lock on computation: one thread computes at a time."""
         if not self._computing.acquire(blocking=current_backward() < 0):
             raise SplitError(
                 "a pending weight gradient is used inside a backward() while another thread "
@@ -121,8 +104,8 @@ class Backlog(Generic[W]):
             self._computing.release()
 
     @contextlib.contextmanager
-    def settling(self, lifted: list[Slot]) -> Iterator[None]:
-        """What was lifted is computed inside; where that fails it is lost, and says so."""
+    def settling(self, lifted: list[GradientSlot]) -> Iterator[None]:
+        """Settle lifted slots at the end; where their computation fails, ``.grad`` raises."""
         failure: BaseException | None = None
         try:
             yield
@@ -135,7 +118,7 @@ class Backlog(Generic[W]):
 
     @contextlib.contextmanager
     def hidden(self, parameters: Iterable[Tensor]) -> Iterator[None]:
-        """Parameters have no lazy gradients inside, where they are traced."""
+        """Take lazy gradients out of ``.grad`` while parameters are traced."""
         with self._lock:
             self.lazies.hide(parameters)
         try:
@@ -153,23 +136,23 @@ class Backlog(Generic[W]):
         return {id(parameter) for work in self.works() for parameter in work.parameters}
 
     def discard(self) -> None:
-        """Forget everything; ``.grad`` is what it was before."""
+        """Forget all pending work and restore every ``.grad``."""
         with self._lock:
             self._microbatches.clear()
             self.lazies.discard()
 
     def sweep(self) -> None:
-        """Drop what is pending for every gradient that is gone."""
+        """Drop what is pending for every lazy gradient that was freed."""
         with self._lock:
             self.lazies.sweep()
 
     def drop(self, parameters: Collection[int]) -> None:
-        """Nobody wants the gradients of these (their ``id``) any more."""
+        """Drop the pending gradients of these parameters (their ``id``)."""
         with self._lock:
             self.lazies.drop(parameters)
 
     def forget(self, works: Collection[object]) -> None:
-        """These are not pending any more."""
+        """Remove work of which no gradient is wanted any more."""
         with self._lock:
             for key, queued in [*self._microbatches.items()]:
                 left = [each for each in queued if each not in works]
@@ -190,7 +173,7 @@ class Backlog(Generic[W]):
 
 
 def checked(microbatches: int, pending: int) -> int:
-    """``microbatches``, of which so many are pending.
+    """Validate a number of microbatches to compute.
 
     Raises:
         SplitError: fewer are pending.

@@ -1,4 +1,4 @@
-"""Before an optimizer steps, what is pending for its parameters is computed."""
+"""``StepGuard``: an optimizer pre-step hook that computes pending weight gradients."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from autosplit.torch_internals.tracing import untraced
 from .lazy_gradient_set import LazyGradients
 
 
-class Waiting(Protocol):
-    """Whoever has weight gradients pending."""
+class PendingGradients(Protocol):
+    """A queue of pending weight gradients."""
 
     lazies: LazyGradients
 
     @property
     def pending(self) -> int:
-        """How many microbatches."""
+        """Number of pending microbatches."""
 
     def named_parameters(self) -> Iterable[tuple[str, Tensor]]:
         """The parameters that they are for."""
@@ -31,22 +31,22 @@ class Waiting(Protocol):
 
 
 class StepGuard:
-    """Stands before every optimizer's ``step()``: computes what is pending for its parameters,
-    before a compiled step, or kernels in C++, could meet a lazy gradient.
+    """Computes what is pending for an optimizer's parameters before its ``step()``, in which
+    compiled code, or kernels in C++, could meet a lazy gradient.
 
-    torch keeps such hooks in one global list; this one is there from the first ``stand`` on
+    torch keeps such hooks in one global list; this one is there from the first ``install()`` on
     and goes when its owner is collected.
     """
 
-    def __init__(self, owner: Waiting) -> None:
+    def __init__(self, owner: PendingGradients) -> None:
         self._owner = weakref.ref(owner)
-        self._stands = False
+        self._installed = False
 
-    def stand(self) -> None:
-        """Be there from now on."""
+    def install(self) -> None:
+        """Register the hook, once."""
         owner = self._owner()
-        if not self._stands and owner is not None:
-            self._stands = True
+        if not self._installed and owner is not None:
+            self._installed = True
             handle = register_optimizer_step_pre_hook(self._compute)
             weakref.finalize(owner, handle.remove)
 

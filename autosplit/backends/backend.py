@@ -1,4 +1,4 @@
-"""What every backend offers."""
+"""``Backend``: the interface of what compiles graphs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Strides = tuple[int | torch.SymInt, ...]
 
 
 class Code(NamedTuple):
-    """What a backend makes of a graph.
+    """A compiled graph.
 
     Attributes:
         call: takes one list, empties it and returns a list.
@@ -39,15 +39,15 @@ class Backend(Protocol):
 
     @property
     def writes_views(self) -> bool:
-        """Whether a graph may write into views of what it is given."""
+        """Whether a graph may write into views of its arguments."""
 
     @property
     def reuses_memory(self) -> bool:
-        """Whether a graph may write into the memory of what is donated to it (``donate``)."""
+        """Whether a graph may write into the memory of donated arguments (``donate``)."""
 
     @property
     def compiles_slowly(self) -> bool:
-        """Whether a graph takes seconds to compile, so that another form of it is to be spared."""
+        """Whether a graph takes seconds to compile, so that a second variant is to be avoided."""
 
     def rewrite(self, joint: fx.GraphModule) -> None:
         """Prepare a joint graph, in place, before it is split."""

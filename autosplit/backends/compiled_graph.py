@@ -1,4 +1,4 @@
-"""GraphModule -> callable."""
+"""Compilation of one graph by a backend, with its arguments and results by role."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
     "compile_graph",
     "hand_over",
     "positions",
-    "prepare",
+    "prepare_joint",
 ]
 
 
@@ -64,13 +64,13 @@ class CompiledGraph:
 
 
 def positions(wanted: Iterable[Role], given: Sequence[Role]) -> list[int]:
-    """Where each of the wanted roles stands among the given ones."""
+    """Index of each wanted role among the given ones."""
     at = {role: index for index, role in enumerate(given)}
     return [at[role] for role in wanted]
 
 
 def hand_over(strides: Mapping[Role, Strides], *takers: fx.GraphModule | None) -> None:
-    """Tell graphs that are not compiled yet what they will be given."""
+    """Propagate chosen strides to graphs that are compiled later."""
     for module in takers:
         for role, node in inputs(module.graph).items() if module else ():
             value = node.meta["val"]
@@ -95,8 +95,8 @@ def compile_graph(name: str, module: fx.GraphModule, backend: Backend) -> Compil
     return CompiledGraph(call, taken, returned, strides)
 
 
-def prepare(joint: fx.GraphModule, backend: Backend) -> None:
-    """What a backend does to a joint graph, in place, before it is split.
+def prepare_joint(joint: fx.GraphModule, backend: Backend) -> None:
+    """Let a backend rewrite a joint graph, in place, before it is split.
 
     Raises:
         BackendError: it fails.

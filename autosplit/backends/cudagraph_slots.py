@@ -1,4 +1,4 @@
-"""A captured copy of a graph, and whose turn its memory is."""
+"""``CudaGraphSlot``: one captured copy of a graph, and the lifetime of its memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CROSSING = frozenset({Kind.SAVED, Kind.DEFERRED})
 
 
 class Recording(NamedTuple):
-    """Captured work.
+    """Captured kernels.
 
     Attributes:
         replay: does it again, on the memory that it was captured with.
@@ -48,7 +48,7 @@ class _Alias(NamedTuple):
         return source.as_strided(size, stride, source.storage_offset() + self.shift)
 
 
-class Slot:
+class CudaGraphSlot:
     """A captured copy of a graph, and its memory.
 
     Args:
@@ -82,7 +82,7 @@ class Slot:
         self._handed: list[Callable[[], bool]] = []
 
     def hold(self, recording: Recording, given: Sequence[Any], returned: Sequence[Role]) -> None:
-        """Take what was captured on the inputs ``given``."""
+        """Set the recording that was captured on the inputs ``given``."""
         self._replay, results = recording
         owners = {_address(t): at for at, t in enumerate(given) if isinstance(t, Tensor)}
         self._plan: list[tuple[bool, Any]] = []
@@ -99,7 +99,7 @@ class Slot:
 
     @property
     def is_free(self) -> bool:
-        """Whether nothing that it handed over is alive, under any name."""
+        """Whether no tensor that it handed out is alive, under any name."""
         return all(gone() for gone in self._handed)
 
     def run(self, sources: Sequence[Any]) -> list[Any]:
@@ -158,8 +158,8 @@ def _copy(storage: UntypedStorage) -> UntypedStorage:
 
 
 def _same_memory(storage: UntypedStorage) -> UntypedStorage:
-    """The memory under a storage of its own, whose life tells who still holds what was handed
-    out, views of it included.
+    """A second storage over the same memory, whose reference count shows whether results that were
+    handed out, or views of them, are alive.
     """
     capsule = torch.utils.dlpack.to_dlpack(_bytes_of(storage))  # type: ignore[attr-defined]
     return torch.utils.dlpack.from_dlpack(capsule).untyped_storage()

@@ -31,7 +31,7 @@ from autosplit.passes.graph import STATE, Kind, calls, inputs, outputs, source_l
 from autosplit.passes.lowering import codegen
 
 from .backend import Boxed, Code
-from .cudagraph_slots import Recording, Slot
+from .cudagraph_slots import CudaGraphSlot, Recording
 from .eager import Eager
 
 _ADVICE = "backend='eager' runs every graph that can be split"
@@ -96,7 +96,7 @@ class _Replayed:
         values = codegen.constants(module).values()
         self._constants = [value for value in values if isinstance(value, Tensor)]
         self._device = next(tensor.device for _, tensor in _tensors(module))
-        self._slots: list[Slot] = []
+        self._slots: list[CudaGraphSlot] = []
         self._lock = threading.Lock()
 
     def __call__(self, args: list[Any]) -> list[Any]:
@@ -105,7 +105,7 @@ class _Replayed:
             args.clear()
             return self._slot(sources).run(sources)
 
-    def _slot(self, sources: Sequence[Any]) -> Slot:
+    def _slot(self, sources: Sequence[Any]) -> CudaGraphSlot:
         """One that nothing is alive of; captured where there is none."""
         states = [role.kind in STATE for role in self._taken] + [True] * len(self._constants)
         pairs = list(zip(sources, states, strict=True))
@@ -118,7 +118,7 @@ class _Replayed:
                 return slot
         moved = [at for at, role in enumerate(self._taken) if role.kind not in STATE]
         sums = [at for at in moved if self._taken[at].kind is Kind.ACCUMULATOR]
-        slot = Slot(places, layout, {at: sources[at] for at in moved}, written=sums)
+        slot = CudaGraphSlot(places, layout, {at: sources[at] for at in moved}, written=sums)
         given = [slot.static.get(at, source) for at, source in enumerate(sources)]
         slot.hold(self._record(given[: len(self._taken)]), given, self._returned)
         self._slots.append(slot)

@@ -28,7 +28,7 @@ class Eager:
     generated: Mapping[str, str] = types.MappingProxyType({})
 
     def rewrite(self, joint: fx.GraphModule) -> None:
-        """Nothing: what was traced is what runs."""
+        """No rewrite: the traced operators are run."""
 
     def compile(self, name: str, module: fx.GraphModule) -> Code:
         source = f"{codegen.HEADER}\n\n{codegen.generate(name, module)}"

@@ -19,6 +19,7 @@ from autosplit.passes.lowering.donation import is_donated
 
 from .backend import Boxed, Code, Strides
 from .eager import Eager
+from .garbage_collection import collecting_new_objects_only
 
 aten = torch.ops.aten
 
@@ -70,13 +71,14 @@ class Inductor:
         taken = inputs(module.graph)
         roles = list(taken)
         self._preparation.finish()
-        compiled = inductor.compile_module(
-            copy,
-            is_backward=name != "forward",
-            static=[at for at, role in enumerate(roles) if role.kind in STATE],
-            visible=[at for at, (role, _) in enumerate(results) if role.kind not in _CROSSING],
-            donated=[at for at, node in enumerate(taken.values()) if is_donated(node)],
-        )
+        with collecting_new_objects_only():
+            compiled = inductor.compile_module(
+                copy,
+                is_backward=name != "forward",
+                static=[at for at, role in enumerate(roles) if role.kind in STATE],
+                visible=[at for at, (role, _) in enumerate(results) if role.kind not in _CROSSING],
+                donated=[at for at, node in enumerate(taken.values()) if is_donated(node)],
+            )
         self.generated[name] = compiled.source
         given = {at: value for at, (_, value) in enumerate(returned) if at not in set(computed)}
         call = _boxed(compiled.call, constants, given, len(returned))

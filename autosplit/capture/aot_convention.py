@@ -1,4 +1,4 @@
-"""A split graph in AOTAutograd's calling convention, and the roles that its descriptors give.
+"""Split graphs in AOTAutograd's calling convention, for graphs that Dynamo found.
 
 AOTAutograd counts: inputs and outputs of both graphs stand in the order that it chose, with
 what is saved between them.
@@ -7,6 +7,7 @@ what is saved between them.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from autosplit.passes.graph import (
 )
 
 from .node_origins import note_origins
+from .roles import DescriptorRoles
 
 _REFUSAL = (
     "autosplit defers weight gradients, which compiled autograd would lose; call backward() "
@@ -56,28 +58,66 @@ class AotGraphs:
     parameters: dict[int, str]
 
 
+class GraphRoles(DescriptorRoles):
+    """Roles in the joint graph of one graph that Dynamo found; results go by their expressions.
+
+    Args:
+        roles: of the graph's inputs, by their index.
+    """
+
+    error = PassError
+
+    def __init__(self, roles: Sequence[Role]) -> None:
+        self._roles = roles
+        self._changed: dict[Any, Role] = {}
+
+    def change(self, desc: Any, kind: Kind) -> None:
+        """Give an input another kind."""
+        self._changed[desc] = Role(kind, self.input(desc).name)
+
+    def primal(self, desc: Any) -> Role | None:
+        if desc in self._changed:
+            return self._changed[desc]
+        match desc:
+            case d.PlainAOTInput():
+                return self._roles[desc.idx]
+            case d.ViewBaseAOTInput() | d.SyntheticBaseAOTInput():
+                return Role(Kind.INPUT, desc.expr())
+        return None
+
+    def result(self, desc: Any) -> str | None:
+        known = isinstance(desc, d.PlainAOTOutput | d.IntermediateBaseAOTOutput)
+        return desc.expr() if known else None
+
+    def tangent(self, desc: Any) -> str:
+        return str(desc.expr())
+
+
 def label(graph: fx.Graph, roles: list[Role], num_forward: int, static: set[int]) -> dict[int, str]:
     """Give every input and output its role. Returns the parameters that can be deferred."""
     output = graph.output_node()
     descs = list(zip(output.meta["desc"], output.args[0], strict=True))  # type: ignore[arg-type]
-    results = descs[:num_forward]
-    with_gradient = {_grad_of(desc) for desc, value in descs[num_forward:] if value is not None}
+    results, gradients = descs[:num_forward], descs[num_forward:]
+    with_gradient = {_grad_of(desc) for desc, value in gradients if value is not None}
     kept = _kept_whole(results)
-    names: dict[Any, Role] = {}
+    known = GraphRoles(roles)
     parameters: dict[int, str] = {}
     for position, node in enumerate(placeholders(graph)):
         desc = node.meta["desc"]
-        role = _input_role(desc, roles)
+        role = known.input(desc)
         if role.kind is Kind.PARAMETER and (desc in kept or desc not in with_gradient):
-            role = Role(Kind.INPUT, role.name)
+            known.change(desc, Kind.INPUT)
+        role = known.input(desc)
         if role.kind is Kind.PARAMETER:
             parameters[desc.idx] = role.name
         elif position in static and desc not in with_gradient and role.kind is Kind.INPUT:
-            role = Role(Kind.BUFFER, role.name)
-        names[desc] = node.meta["role"] = role
-    labels = [_output_role(desc, names, index) for index, (desc, _) in enumerate(results)]
-    for position, (desc, value) in enumerate(descs[num_forward:]):
-        labels.append(_gradient_role(desc, value, names, position))
+            known.change(desc, Kind.BUFFER)
+        node.meta["role"] = known.input(desc)
+    labels = [known.output(desc) for desc, _ in results]
+    for position, (desc, value) in enumerate(gradients):
+        # An input without a gradient has no descriptor here; only its position is known.
+        absent = Role(Kind.INPUT_GRAD, f"nothing[{position}]")
+        labels.append(absent if value is None else known.output(desc))
     output.args = ([value for _, value in descs],)
     output.meta["roles"] = tuple(labels)
     note_origins(graph)
@@ -88,12 +128,10 @@ def _kept_whole(results: list[tuple[Any, Any]]) -> set[Any]:
     """Inputs that the graph returns (views of), or writes into: AOTAutograd makes such outputs
     from the input itself, outside the graph, and autograd must find the input there.
     """
-    mutated = {desc.mutated_input for desc, _ in results if isinstance(desc, _MUTATION)}
+    mutations = [desc for desc, _ in results if isinstance(desc, d.InputMutationAOTOutput)]
     roots = [storage_root(value) for _, value in results if isinstance(value, fx.Node)]
-    return mutated | {root.meta["desc"] for root in roots if root.op == "placeholder"}
-
-
-_MUTATION = d.InputMutationAOTOutput
+    returned = {root.meta["desc"] for root in roots if root.op == "placeholder"}
+    return returned | {desc.mutated_input for desc in mutations}
 
 
 def _grad_of(desc: Any) -> Any:
@@ -102,42 +140,10 @@ def _grad_of(desc: Any) -> Any:
     raise PassError(f"the traced backward returns {desc!r}, which autosplit cannot split")
 
 
-def _input_role(desc: Any, roles: list[Role]) -> Role:
-    match desc:
-        case d.PlainAOTInput():
-            return roles[desc.idx]
-        case d.ViewBaseAOTInput() | d.SyntheticBaseAOTInput():
-            return Role(Kind.INPUT, desc.expr())
-        case d.TangentAOTInput():
-            return Role(Kind.TANGENT, desc.output.expr())
-    raise PassError(
-        f"the traced graph takes {desc!r}, which autosplit cannot split (tensor subclasses and "
-        "effect tokens are such inputs)"
-    )
-
-
-def _output_role(desc: Any, names: dict[Any, Role], index: int) -> Role:
-    match desc:
-        case d.PlainAOTOutput() | d.IntermediateBaseAOTOutput():
-            return Role(Kind.OUTPUT, desc.expr())
-        case d.InputMutationAOTOutput():
-            return Role(Kind.UPDATE, names[desc.mutated_input].name)
-    raise PassError(f"the traced forward returns {desc!r}, which autosplit cannot split")
-
-
-def _gradient_role(desc: Any, value: Any, names: dict[Any, Role], position: int) -> Role:
-    """An input without a gradient has no descriptor here; only its position is known."""
-    if value is None:
-        return Role(Kind.INPUT_GRAD, f"nothing[{position}]")
-    source = names[_grad_of(desc)]
-    kind = Kind.PARAMETER_GRAD if source.kind is Kind.PARAMETER else Kind.INPUT_GRAD
-    return Role(kind, source.name)
-
-
 def assemble(labelled: fx.GraphModule, num_forward: int, parameters: dict[int, str]) -> AotGraphs:
-    """Split, and put the graphs into AOTAutograd's calling convention: tensors are saved before
-    integers, those whose writes autograd does not watch last; the backward takes the integers
-    first.
+    """Split the graph and convert both halves to AOTAutograd's calling convention: tensors are
+    saved before integers, those whose version AOTAutograd does not check last; the backward takes
+    integers first.
     """
     joint_inputs = placeholders(labelled.graph)
     gradients = outputs(labelled.graph)[num_forward:]
@@ -198,8 +204,8 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
 
 
 def without_deferred(aot: AotGraphs) -> fx.GraphModule:
-    """The backward as AOTAutograd may see it: it counts the outputs. It is never run; whoever
-    copies it (compiled autograd) instead of calling what was compiled is refused.
+    """The backward without deferred outputs, as AOTAutograd counts them. It is never run; compiled
+    autograd, which copies it instead of calling what was compiled, is refused.
     """
     graph = copy_graph(aot.backward_input.graph)
     output = graph.output_node()

@@ -1,4 +1,4 @@
-"""Dynamo and AOTAutograd around split graphs: all their private API that splitting needs.
+"""Compilation sessions of Dynamo and AOTAutograd around split graphs.
 
 AOTAutograd partitions the joint graph of every graph that Dynamo finds by a function of the
 backend's choice. Ours labels the joint graph with roles, lets ``autosplit.passes`` split it,
@@ -40,7 +40,7 @@ from autosplit.passes.analysis.operators import is_effect
 from autosplit.passes.graph import placeholders
 
 from .aot_convention import AotGraphs, assemble, copy_graph, label, without_deferred
-from .random import refuse_own_generators
+from .python_random import refuse_own_generators
 
 _ROOT = re.compile(r"[LG]\['\w+'\]")
 
@@ -49,7 +49,7 @@ Boxed = Callable[[list[Any]], list[Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Splitter:
-    """What the caller does with a graph.
+    """Callbacks of a backend for one graph.
 
     Attributes:
         compile: split graphs -> (F, I), both boxed.
@@ -67,7 +67,7 @@ class Splitter:
     decompositions: dict[Any, Callable[..., Any]] | None
 
 
-def compile_graph(
+def compile_dynamo_graph(
     module: fx.GraphModule, example_inputs: Sequence[Any], roles: list[Role], splitter: Splitter
 ) -> Callable[..., Any]:
     """Compile a graph that Dynamo found, split where it can be.
@@ -79,7 +79,7 @@ def compile_graph(
         splitter: what to do with the graphs.
     """
     _skip_what_is_traced_wrongly(module)
-    session = _Session(roles, splitter)
+    session = _AotSession(roles, splitter)
     compiler = aot_autograd(
         fw_compiler=session.forward,
         bw_compiler=session.backward,
@@ -103,7 +103,7 @@ def compile_graph(
 def compile_model(
     model: nn.Module, backend: Callable[[fx.GraphModule, Sequence[Any]], Any]
 ) -> Callable[..., Any]:
-    """``model`` under ``torch.compile`` with a backend of its own.
+    """The model under ``torch.compile`` with a backend of its own.
 
     Raises:
         CaptureError: the model draws random numbers in a way that ``torch.compile`` gets wrong.
@@ -133,8 +133,8 @@ def compile_model(
 
 
 def traced_modules(module: fx.GraphModule) -> list[nn.Module]:
-    """The modules that the code of a graph knows by a variable, while Dynamo compiles it: the
-    one whose ``forward`` it is, or what a function reads.
+    """The modules that a graph's code refers to, while Dynamo compiles it: the one whose
+    ``forward`` it is, or those that a function reads.
     """
     frame = InstructionTranslator.current_tx().output.root_tx
     scope = {"L": frame.f_locals, "G": frame.f_globals}
@@ -179,12 +179,12 @@ def _skip_what_is_traced_wrongly(module: fx.GraphModule) -> None:
 
 
 class _GivenUpError(Exception):
-    """Out of AOTAutograd, whose own partition draws a backward's random numbers in the forward
-    and may recompute from a buffer that was overwritten since.
+    """Leaves AOTAutograd without its own partition, which draws a backward's random numbers in the
+    forward and may recompute from a buffer that was overwritten since.
     """
 
 
-class _Session:
+class _AotSession:
     """The compilation of one graph; AOTAutograd calls its methods in this order."""
 
     def __init__(self, roles: list[Role], splitter: Splitter) -> None:

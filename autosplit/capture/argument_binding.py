@@ -1,4 +1,4 @@
-"""Arguments of a call by the names under which the function knows them."""
+"""Binding of a call's arguments to the parameters of a function."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tracing raised -> a CaptureError that names the user's line and says what to do."""
+"""Conversion of tracing errors to ``CaptureError``, with the user's line and advice."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
 
 from autosplit.errors import CaptureError, FailingCallError
 
-from .module_hooks import ModuleHook, backward_hook, forward_hook, is_torchs
+from .module_hooks import ModuleHook, backward_hook, forward_hook, is_torch_file
 
 
 class ConstructionError(CaptureError):
-    """What cannot be in a graph is the making of an object, such as a module: as a rule a
-    forward makes those on its first call only.
+    """The forward constructs an object, such as a module, which no graph holds: as a rule it does
+    so on its first call only.
     """
 
 
@@ -56,13 +56,13 @@ def user_errors(module: nn.Module) -> Iterator[None]:
 
 
 def _is_calling(error: Exception) -> bool:
-    """Whether it was in what calls a module, hooks included, rather than in the module."""
+    """Whether the error was in ``Module.__call__``, hooks included, rather than in a forward."""
     stack: list[Any] = [*(getattr(error, "real_stack", None) or ())]
     return bool(stack) and stack[-1].filename == torch.nn.modules.module.__file__
 
 
 def _hooked(module: nn.Module, hook: ModuleHook) -> CaptureError:
-    """Where a module has a backward hook, that is why."""
+    """The error for a module that has a backward hook."""
     at = f" (at {hook.line})" if hook.line else ""
     reason = f"{hook} has a backward hook{at}, which no graph holds"
     advice = "Remove it, or split the submodules without such hooks instead of the whole"
@@ -94,7 +94,7 @@ def _below_error(record: logging.LogRecord) -> bool:
 def _user_line(error: Exception) -> str:
     """``file:line`` of the innermost frame of the user's code, where Dynamo recorded it."""
     stack = getattr(error, "real_stack", None) or ()
-    own = [frame for frame in stack if not is_torchs(frame.filename)]
+    own = [frame for frame in stack if not is_torch_file(frame.filename)]
     return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
 
 
@@ -119,10 +119,10 @@ def _advice(error: Exception) -> str:
 
 
 def definition(module: nn.Module) -> str:
-    """Where the user's code is that runs in the module's forward."""
+    """``file:line`` of the user's code that the module's forward runs."""
     forward = inspect.unwrap(type(module).forward)
     try:
-        hook = forward_hook(module) if is_torchs(inspect.getsourcefile(forward) or "") else None
+        hook = forward_hook(module) if is_torch_file(inspect.getsourcefile(forward) or "") else None
         if hook is not None:
             return f"a hook of {hook}, {hook.line}"
         return f"{inspect.getsourcefile(forward)}:{inspect.getsourcelines(forward)[1]}"

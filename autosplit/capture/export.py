@@ -1,4 +1,4 @@
-"""nn.Module -> FX graph by Dynamo, and the guards under which the graph stays right."""
+"""Dynamo's full-graph export of a module, and the guards under which the graph is valid."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from torch._dynamo.functional_export import create_fx_graph_from_captured_output
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
 from torch._export.utils import _compiling_state_context
 
-from autosplit.capture.workarounds.causal_mask import Answer, answered
+from autosplit.capture.workarounds.causal_mask import MaskDecision, masks_decided
 from autosplit.capture.workarounds.custom_functions import refuse_absent_gradients
 from autosplit.capture.workarounds.eager_settings import AS_IN_EAGER
-from autosplit.capture.workarounds.long_loops import watched
+from autosplit.capture.workarounds.long_loops import unrolling_limited
 from autosplit.capture.workarounds.output_hooks import install_output_hooks
 from autosplit.errors import CaptureError
 from autosplit.torch_internals.pytree import tree_flatten
@@ -31,7 +31,7 @@ from autosplit.torch_internals.version import TORCH
 from .argument_binding import Binding
 from .diagnosis import definition
 from .observers import is_observed, unobserved
-from .random import refuse_drawn
+from .python_random import refuse_drawn
 from .side_effects import Setter, setters
 
 _DYNAMO = {
@@ -50,7 +50,7 @@ _TENSOR = "TENSOR_MATCH"
 
 
 class Guards:
-    """Whether a captured graph still says what the module does.
+    """Validity of a captured graph for the module as it is now.
 
     Dynamo specialises a graph on everything that the forward reads: attributes, dictionaries,
     globals, hooks, submodules. Its own guards check that. Tensors that are neither inputs nor
@@ -65,7 +65,7 @@ class Guards:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         captured: CaptureOutput,
-        answers: Sequence[Answer] = (),
+        answers: Sequence[MaskDecision] = (),
     ) -> None:
         """Build the guards of ``module(*args, **kwargs)``.
 
@@ -92,7 +92,7 @@ class Guards:
             return self._hold(args, kwargs)
 
     def name_of(self, constant: Tensor) -> str | None:
-        """Where the forward finds a constant of the graph; None for one that tracing made."""
+        """Path of a constant of the graph from the forward; None for one that tracing made."""
         for code, tensor in self._constants:
             if tensor is constant:
                 path = code.co_filename.removeprefix("L['self'].")
@@ -183,11 +183,11 @@ def _export_short(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], by_value: bool
 ) -> tuple[fx.GraphModule, Guards]:
     """Without a loop that is unrolled too far, where the forward knows another way."""
-    with watched() as watch, _compiling_state_context():
+    with unrolling_limited() as limit, _compiling_state_context():
         try:
             return _export(module, args, kwargs, by_value)
         except Exception:
-            if watch.line is None:
+            if limit.line is None:
                 raise
     return _export(module, args, kwargs, by_value)
 
@@ -204,7 +204,7 @@ def _export(
             # Inside: what torch 2.11 notes of a capture when it ends cannot hold functions.
             torch._dynamo.config.patch(ignore_logging_functions=_messages()),
         ):
-            with answered(by_value) as answers:
+            with masks_decided(by_value) as answers:
                 captured = fullgraph_capture(module, args, kwargs)
             guards = Guards(module, args, kwargs, captured, answers)
         _return_something(captured)
@@ -224,8 +224,8 @@ def _export(
 
 
 def _return_something(captured: CaptureOutput) -> None:
-    """torch writes no valid code for a graph without results, as that of a module that returns
-    views of its parameters only, which are made outside of the graph.
+    """Give a graph without results one, as torch writes no valid code for it: the graph of a module
+    that returns views of its parameters only.
     """
     if captured.backend_input is None:
         return
@@ -236,9 +236,8 @@ def _return_something(captured: CaptureOutput) -> None:
 
 
 def _find_class_tensors(module: nn.Module, exported: Any) -> None:
-    """The exported module stands for the user's where its code looks for tensors, but it has a
-    class of its own. Parameters and buffers are in tables that both share, so where tensors
-    are attributes of the class, the user's module can stand there itself.
+    """Let the generated code find tensors that are attributes of the module's class: the exported
+    module has a class of its own, so the user's module stands in.
     """
     _, root = get_traced_fn(module)
     if any(
@@ -248,8 +247,8 @@ def _find_class_tensors(module: nn.Module, exported: Any) -> None:
 
 
 def _find_builtins(exported: Any) -> None:
-    """What unpacks inputs and packs results calls builtins, which torch 2.11 looks for among the
-    globals of the forward.
+    """Add builtins to the globals of the code that flattens inputs and results, where torch 2.11
+    looks for them.
     """
     codegen = exported.graph._codegen
     for half in (codegen.dynamo_bytecode_flatten, codegen.dynamo_bytecode_unflatten):
@@ -257,8 +256,8 @@ def _find_builtins(exported: Any) -> None:
 
 
 def _messages() -> set[Any]:
-    """``warnings.warn`` and every method of ``logging.Logger``, those that libraries add to it
-    included: a message in the forward must not stand in the way of a graph.
+    """Functions for Dynamo to ignore: ``warnings.warn`` and every method of ``logging.Logger``,
+    those that libraries add included.
     """
     names = (name for name in vars(logging.Logger) if not name.startswith("_"))
     methods = {method for name in names if callable(method := getattr(logging.Logger, name))}

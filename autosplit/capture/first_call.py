@@ -1,4 +1,4 @@
-"""What a module does on its first call only, done before it is traced."""
+"""First-call effects of modules: lazy parameters, caches and settings, before tracing."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from autosplit.torch_internals.module_state import modes_kept
 from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten
 
 
-def settle(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Let the module fill its caches and settings; the random number generator is put back."""
+def warm_up(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Call the module once, so that it fills caches and settings; restore random generators."""
     with generators_kept():
         _run(module, args, kwargs)
 
 
-def materialise(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def materialise_lazy_parameters(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     """Give lazy parameters and buffers (``nn.LazyLinear`` and the like) their shape.
 
     The random number generator moves by what fills them, as in the first call of eager: nothing
@@ -44,7 +46,7 @@ def materialise(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 @torch.no_grad()
 def _run(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Call the module on copies of its inputs, and put its buffers back."""
+    """Call the module on copies of its inputs, and restore its buffers."""
     named = module.named_buffers()
     buffers = {name: buffer.clone() for name, buffer in named if not is_lazy(buffer)}
     leaves, spec = tree_flatten((args, kwargs))

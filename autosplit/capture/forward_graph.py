@@ -1,4 +1,4 @@
-"""nn.Module -> the graph of its forward, with what every input of the graph stands for."""
+"""Capture of a module's forward graph, with its inputs as user inputs, state and constants."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .roles import canonical_names
 
 
 @dataclass(frozen=True)
-class Forward:
+class CapturedForward:
     """A captured forward.
 
     Attributes:
@@ -47,7 +47,9 @@ class Forward:
     spec: TreeSpec
 
 
-def capture_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Forward:
+def capture_forward(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> CapturedForward:
     """Trace ``module(*args, **kwargs)`` without running it on real data. No two of the inputs
     may be one tensor.
 
@@ -77,7 +79,7 @@ def capture_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     nodes = {id(tensor): node for node, tensor in tensors.items()} | made
     found = tuple(nodes[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in leaves)
     parameters = frozenset(name for name, _ in module.named_parameters())
-    forward = Forward(exported, {}, {}, parameters, {}, effects, found, spec)
+    forward = CapturedForward(exported, {}, {}, parameters, {}, effects, found, spec)
     _name(forward, module, (args, kwargs), tensors)
     return forward
 
@@ -89,7 +91,7 @@ def _add_returned(
     tensors: dict[fx.Node, Any],
     effects: dict[fx.Node, Effect],
 ) -> None:
-    """Make inputs of the graph of what the model returns as it is without reading it."""
+    """Make graph inputs of state and inputs that the model returns without reading them."""
     known = {id(tensor) for tensor in tensors.values()}
     state = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     for leaf in leaves:
@@ -107,7 +109,9 @@ def _add_returned(
         effects[node] = Effect(exported.meta["fake_mode"].from_tensor(leaf))
 
 
-def _name(found: Forward, module: nn.Module, inputs: Any, tensors: dict[fx.Node, Any]) -> None:
+def _name(
+    found: CapturedForward, module: nn.Module, inputs: Any, tensors: dict[fx.Node, Any]
+) -> None:
     names = canonical_names(module)
     every = [*module.named_parameters(remove_duplicate=False)]
     every += [*module.named_buffers(remove_duplicate=False)]  # type: ignore[list-item]

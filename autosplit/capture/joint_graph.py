@@ -17,7 +17,7 @@ from torch._functorch._aot_autograd.schemas import OutputType
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
 
-from autosplit.capture.cache.split_graph_cache import Foreseen, Shelf
+from autosplit.capture.cache.split_graph_cache import PredictedResults, SplitGraphCache
 from autosplit.capture.workarounds.eager_settings import as_eager
 from autosplit.capture.workarounds.margin_losses import (
     Decompositions,
@@ -34,16 +34,16 @@ from .export import Guards, export
 from .module_paths import name_modules
 from .observers import unobserved
 from .pytree_objects import hold
-from .roles import Names, canonical_names, with_roles
-from .side_effects import PythonStateError, Snapshot, first_call_differs
+from .roles import ModuleRoles, canonical_names, with_roles
+from .side_effects import AttributeSnapshot, PythonStateError, first_call_differs
 
 __all__ = [
+    "AttributeSnapshot",
     "Capture",
     "ConstructionError",
     "Guards",
     "PythonStateError",
-    "Shelf",
-    "Snapshot",
+    "SplitGraphCache",
     "capture",
     "first_call_differs",
 ]
@@ -79,7 +79,7 @@ def capture(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     decompositions: Decompositions = None,
-    shelf: Shelf | None = None,
+    cache: SplitGraphCache | None = None,
     *,
     by_value: bool = False,
 ) -> Capture:
@@ -94,7 +94,7 @@ def capture(
         args: example positional inputs.
         kwargs: example keyword inputs.
         decompositions: operators to trace through, for a backend that wants them so.
-        shelf: where to look for what was made of the same graph before.
+        cache: where to look for what was made of the same graph before.
         by_value: as for ``export``.
 
     Raises:
@@ -106,11 +106,11 @@ def capture(
         refuse_unbatched(exported)
         name_modules(exported, module)
         inputs = tuple(_input_name(name) for name, _ in flatten_named("", (args, kwargs)))
-        foreseen = _foresee(exported, args, kwargs) if shelf else None
+        foreseen = _foresee(exported, args, kwargs) if cache else None
         key = split = None
-        if shelf and foreseen:
-            key = shelf.key(module, exported, inputs, (args, kwargs), foreseen, decompositions)
-            split = shelf.find(key, exported.meta["fake_mode"]) if key else None
+        if cache and foreseen:
+            key = cache.key(module, exported, inputs, (args, kwargs), foreseen, decompositions)
+            split = cache.find(key, exported.meta["fake_mode"]) if key else None
         if split and foreseen:
             return Capture(split.joint, inputs, foreseen.names, foreseen.spec, guards, split, key)
         trace_as_run(exported)
@@ -126,14 +126,16 @@ def capture(
             joint = _joint(module, exported, args, kwargs, decompositions)
     if foreseen and (foreseen.names, foreseen.spec) != (results.names, joint.out_spec):
         key = None
-    graph = with_roles(joint.graph_module, Names(canonical_names(module), inputs, results.names))
+    graph = with_roles(
+        joint.graph_module, ModuleRoles(canonical_names(module), inputs, results.names)
+    )
     return Capture(graph, inputs, results.names, joint.out_spec, guards, key=key)
 
 
 def _foresee(
     exported: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Foreseen | None:
-    """The results as tracing will find them, without tracing; None where that cannot be told."""
+) -> PredictedResults | None:
+    """Predict the results that tracing will find; None where that is impossible."""
     codegen: Any = exported.graph._codegen
     outputs: Any = exported.graph.output_node().args[0]
     values = [node.meta.get("val") if isinstance(node, fx.Node) else node for node in outputs]
@@ -142,7 +144,7 @@ def _foresee(
     except Exception:  # the user's classes are put together from tensors without data here
         return None
     leaves, spec = tree_flatten(tree)
-    return Foreseen(tuple(name for name, _ in flatten_named("output", tree)), leaves, spec)
+    return PredictedResults(tuple(name for name, _ in flatten_named("output", tree)), leaves, spec)
 
 
 def _joint(
@@ -165,8 +167,8 @@ def _joint(
 
 @contextlib.contextmanager
 def _same_tensors(module: nn.Module) -> Iterator[None]:
-    """AOTAutograd swaps the parameters for its own while it traces, by every name that they
-    have, and puts one of its own back where a submodule stands under two names.
+    """Restore parameters and buffers after tracing, as AOTAutograd leaves its own where a submodule
+    has two names.
     """
     spaces = [s for part in module.modules() for s in (part._parameters, part._buffers)]
     before = [dict(space) for space in spaces]
@@ -178,9 +180,8 @@ def _same_tensors(module: nn.Module) -> Iterator[None]:
 
 
 class _Results:
-    """Stands where the exported module puts its results together. Views of parameters that the
-    module returns (``self.weight.mT``) are made there, outside of Dynamo's graph, so what happens
-    there is traced too.
+    """Replacement for the exported module's code that assembles its results, so that it is traced
+    too: views of parameters that the module returns (``self.weight.mT``) are made there.
 
     Attributes:
         names: path of every leaf of the result, known once the module was traced.

@@ -1,4 +1,4 @@
-"""Grad mode and autocast as a graph of Dynamo switches them, node by node.
+"""Grad mode and autocast around each node of a Dynamo graph.
 
 The switches are nodes without inputs or results that anybody reads. A part of the graph that
 does not hold them would run under other settings, so they are taken out, and put back where a
@@ -19,7 +19,7 @@ _NOTHING = (torch._C._log_api_usage_once,)
 
 @dataclass(frozen=True)
 class Setting:
-    """What is switched on around a node.
+    """Grad mode and autocast regions around a node.
 
     Attributes:
         grad: False under ``no_grad``; None where it is as the caller has it.
@@ -31,7 +31,7 @@ class Setting:
 
 
 def settings(graph: fx.Graph) -> dict[fx.Node, Setting | None]:
-    """The setting of every node; None for the switches themselves, and for what does nothing."""
+    """The setting of every node; None for the switches themselves, and for nodes without effect."""
     found: dict[fx.Node, Setting | None] = {}
     now = Setting()
     for node in graph.nodes:
@@ -55,7 +55,7 @@ def enters_autocast(node: fx.Node) -> bool:
 
 
 class Switches:
-    """Writes into a new graph what its nodes need to be switched."""
+    """Writes the switches that the nodes of a new graph need."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._graph = graph

@@ -1,4 +1,4 @@
-"""Hooks on modules that stand in the way of a graph: which, and where the user defined them."""
+"""Hooks on modules, and where the user defined them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 class ModuleHook(NamedTuple):
-    """A hook.
+    """A hook on a module.
 
     Attributes:
         owner: name of the submodule that has it; empty for the module itself, None for one that
@@ -58,7 +58,7 @@ def backward_hook(module: nn.Module) -> ModuleHook | None:
 def forward_hook(module: nn.Module) -> ModuleHook | None:
     """The first hook on the forward of a module or of one below it that is not torch's own."""
     found = _hooks(module, "_forward_hooks", "_forward_pre_hooks")
-    return next((hook for hook in found if hook.line and not is_torchs(hook.line)), None)
+    return next((hook for hook in found if hook.line and not is_torch_file(hook.line)), None)
 
 
 def norm_hook(module: nn.Module) -> str:
@@ -72,7 +72,7 @@ def norm_hook(module: nn.Module) -> str:
     return ""
 
 
-def is_torchs(path: str) -> bool:
+def is_torch_file(path: str) -> bool:
     """Whether a file is torch's."""
     return path.startswith(_TORCH)
 

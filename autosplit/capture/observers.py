@@ -1,4 +1,4 @@
-"""What watches the operators and modules of a program: dispatch modes and module trackers.
+"""Observers of operators and modules, disabled during capture: dispatch modes, module trackers.
 
 ``torch.utils.flop_counter.FlopCounterMode`` is both. A graph is the same whoever watches; its
 operators are seen when they run, not while they are traced.
@@ -32,14 +32,14 @@ def is_observed() -> bool:
 
 @contextlib.contextmanager
 def unobserved() -> Iterator[None]:
-    """Modes and trackers are off in here."""
+    """Context without dispatch modes and module trackers."""
     with _untracked(), _disable_current_modes():
         yield
 
 
 @contextlib.contextmanager
 def _untracked() -> Iterator[None]:
-    """Take trackers' hooks away, and put them back where they stood among the others."""
+    """Remove trackers' hooks, and restore them in their order among the others."""
     before = [dict(hooks) for hooks in _HOOKS]
     for hooks, found in zip(_HOOKS, before, strict=True):
         for key in [key for key, hook in found.items() if _is_tracker(hook)]:

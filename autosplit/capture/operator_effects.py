@@ -1,4 +1,4 @@
-"""What the nodes of a graph of Dynamo do besides giving a value: write, draw, compute much."""
+"""Effects of the nodes of a Dynamo graph: writes, random numbers, cost."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CHEAP = 64  # FLOPs an element that is put out
 
 @dataclass
 class Effect:
-    """What running a node does.
+    """Result and effects of one node.
 
     Attributes:
         value: the result, without data.
@@ -51,7 +51,7 @@ def examine(module: fx.GraphModule) -> dict[fx.Node, Effect]:
         what an operator raises.
     """
     mode = module.meta["fake_mode"]
-    run = _Examination(module)
+    run = _EffectInterpreter(module)
     inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     with mode, torch.enable_grad(), without_fused_recurrence(module):
         run.boxed_run(inputs)
@@ -66,7 +66,7 @@ def effect_of(call: Callable[[], Any]) -> Effect:
     return effect
 
 
-class _Examination(fx.Interpreter):
+class _EffectInterpreter(fx.Interpreter):
     """Keeps every value, so that a storage's number stays its own."""
 
     def __init__(self, module: fx.GraphModule) -> None:
@@ -75,7 +75,7 @@ class _Examination(fx.Interpreter):
         self._kept: list[Any] = []
 
     def boxed_run(self, inputs: list[Any]) -> Any:
-        """The inputs are as the graph's placeholders take them, not as its caller gives them."""
+        """Run on values for the graph's placeholders, not for the caller's inputs."""
         return self.run(*inputs, enable_io_processing=False)
 
     def run_node(self, n: fx.Node) -> Any:

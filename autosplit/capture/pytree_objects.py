@@ -28,7 +28,9 @@ class Holder:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Skeleton:
-    """What an object is apart from its tensors. Equal where class and attributes are."""
+    """Class and attributes of an object without its tensors. Equal where class and attributes
+    are.
+    """
 
     kind: type
     children: tuple[str, ...]

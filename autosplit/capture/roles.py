@@ -1,10 +1,10 @@
-"""AOTAutograd's descriptors -> roles on the joint graph."""
+"""Roles on a joint graph, from the descriptors with which AOTAutograd labels it."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx, nn
@@ -24,15 +24,70 @@ def canonical_names(module: nn.Module) -> dict[str, str]:
     return {name: first.setdefault(id(tensor), name) for name, tensor in named}
 
 
+class DescriptorRoles(Protocol):
+    """AOTAutograd's descriptors of inputs and outputs -> roles."""
+
+    error: type[Exception] = CaptureError
+
+    def primal(self, desc: Any) -> Role | None:
+        """Role of an input of the forward; None for one that cannot be split."""
+
+    def result(self, desc: Any) -> str | None:
+        """Name of an output that is no mutated input; None for one that cannot be split."""
+
+    def tangent(self, desc: Any) -> str:
+        """Name of the gradient of an output."""
+
+    def input(self, desc: Any) -> Role:
+        """Role of an input of the joint graph.
+
+        Raises:
+            Exception: of type ``error``: it is of a kind that cannot be split.
+        """
+        if isinstance(desc, d.TangentAOTInput):
+            return Role(Kind.TANGENT, self.tangent(desc.output))
+        role = self.primal(desc)
+        if role is None:
+            raise self.error(
+                f"the traced graph takes {desc!r}, which autosplit does not know how to split "
+                "(tensor subclasses and effect tokens are such inputs)"
+            )
+        return role
+
+    def output(self, desc: Any) -> Role:
+        """Role of an output of the joint graph.
+
+        Raises:
+            Exception: of type ``error``: it is of a kind that cannot be split.
+        """
+        match desc:
+            case d.InputMutationAOTOutput():
+                return Role(Kind.UPDATE, self.input(desc.mutated_input).name)
+            case d.GradAOTOutput():
+                source = self.input(desc.grad_of)
+                kind = Kind.PARAMETER_GRAD if source.kind is Kind.PARAMETER else Kind.INPUT_GRAD
+                return Role(kind, source.name)
+        name = self.result(desc)
+        if name is None:
+            raise self.error(f"the traced graph returns {desc!r}, which autosplit cannot split")
+        return Role(Kind.OUTPUT, name)
+
+
 @dataclasses.dataclass(frozen=True)
-class Names:
-    """Descriptor -> role."""
+class ModuleRoles(DescriptorRoles):
+    """Roles in the joint graph of an exported module.
+
+    Attributes:
+        state: name of a parameter or buffer -> its canonical name.
+        inputs: paths of the input leaves.
+        outputs: paths of the result leaves.
+    """
 
     state: dict[str, str]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
 
-    def input(self, desc: Any) -> Role:
+    def primal(self, desc: Any) -> Role | None:
         match desc:
             case d.ParamAOTInput():
                 return Role(Kind.PARAMETER, self.state[desc.target])
@@ -40,17 +95,22 @@ class Names:
                 return Role(Kind.BUFFER, self.state[desc.target])
             case d.PlainAOTInput():
                 return Role(Kind.INPUT, self.inputs[desc.idx])
-            case d.TangentAOTInput():
-                return Role(Kind.TANGENT, self.output(desc.output).name)
-        raise CaptureError(
-            f"the traced graph takes {desc!r}, which autosplit does not know how to split "
-            "(tensor subclasses and effect tokens are such inputs)"
-        )
+        return None
+
+    def result(self, desc: Any) -> str | None:
+        return self.outputs[desc.idx] if isinstance(desc, d.PlainAOTOutput) else None
+
+    def tangent(self, desc: Any) -> str:
+        return self.output(desc).name
 
     def output(self, desc: Any) -> Role:
+        """As ``DescriptorRoles.output``.
+
+        Raises:
+            CaptureError: also for a parameter that is written in place, or a buffer that requires
+                a gradient.
+        """
         match desc:
-            case d.PlainAOTOutput():
-                return Role(Kind.OUTPUT, self.outputs[desc.idx])
             case d.InputMutationAOTOutput():
                 source = self.input(desc.mutated_input)
                 if source.kind is Kind.PARAMETER:
@@ -58,20 +118,17 @@ class Names:
                         f"forward writes into parameter {source.name!r} in place; "
                         "make it a buffer, or update it outside forward"
                     )
-                return Role(Kind.UPDATE, source.name)
             case d.GradAOTOutput():
                 source = self.input(desc.grad_of)
                 if source.kind is Kind.BUFFER:
                     raise CaptureError(
                         f"buffer {source.name!r} requires a gradient; make it a parameter"
                     )
-                kind = Kind.PARAMETER_GRAD if source.kind is Kind.PARAMETER else Kind.INPUT_GRAD
-                return Role(kind, source.name)
-        raise CaptureError(f"the traced graph returns {desc!r}, which autosplit cannot split")
+        return super().output(desc)
 
 
-def with_roles(module: fx.GraphModule, names: Names) -> fx.GraphModule:
-    """Label the graph; drop inputs that nobody reads and gradients that do not exist; give a
+def with_roles(module: fx.GraphModule, names: ModuleRoles) -> fx.GraphModule:
+    """Label the graph; drop unused inputs and gradients that do not exist; give a
     tied parameter one input and one gradient.
     """
     graph = module.graph
@@ -89,7 +146,7 @@ def with_roles(module: fx.GraphModule, names: Names) -> fx.GraphModule:
             continue
         seen[role] = node
         node.meta["role"] = role
-        _settle_size(role, node)
+        _make_sizes_static(role, node)
         _rename(node, role)
     _label_outputs(graph, names)
     note_origins(graph)
@@ -98,15 +155,15 @@ def with_roles(module: fx.GraphModule, names: Names) -> fx.GraphModule:
 
 
 def _rename(node: fx.Node, role: Role) -> None:
-    """Call the placeholder what the user calls it: ``primals_3`` says nothing in a dump."""
+    """Name the placeholder as the user does: ``primals_3`` says nothing in a dump."""
     name = re.sub(r"\W+", "_", role.name).strip("_")
     prefix = "grad_" if role.kind is Kind.TANGENT else ""
     node.name = node.target = node.graph._graph_namespace.create_name(prefix + name, None)
 
 
-def _settle_size(role: Role, value: Any) -> None:
-    """Sizes of what enters and leaves the graph as integers. Those of a view that begins where
-    data say are symbols, though the symbols may cancel out.
+def _make_sizes_static(role: Role, value: Any) -> None:
+    """Turn symbolic sizes of an input or output into integers: those of a view whose offset depends
+    on data are symbols, though the symbols may cancel out.
 
     Raises:
         CaptureError: a size depends on the data.
@@ -124,14 +181,14 @@ def _settle_size(role: Role, value: Any) -> None:
     value.meta["val"] = tensor.new_empty_strided(sizes, tensor.stride())
 
 
-def _label_outputs(graph: fx.Graph, names: Names) -> None:
+def _label_outputs(graph: fx.Graph, names: ModuleRoles) -> None:
     output = graph.output_node()
     pairs: dict[Role, Any] = {}
     for desc, value in zip(output.meta["desc"], output.args[0], strict=True):  # type: ignore[arg-type]
         if desc is None or (value is None and isinstance(desc, d.GradAOTOutput)):
             continue
         role = names.output(desc)
-        _settle_size(role, value)
+        _make_sizes_static(role, value)
         if role in pairs:  # a tied parameter: one accumulator, so one gradient
             with graph.inserting_before(output):
                 total = graph.call_function(torch.ops.aten.add.Tensor, (pairs[role], value))

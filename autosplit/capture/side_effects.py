@@ -1,4 +1,4 @@
-"""What a forward does to Python objects besides returning a result.
+"""Side effects of a forward on Python objects: refused, or turned into guards.
 
 Dynamo names the objects that a forward writes to, but in the same words for what lasts, for
 what is put back before the call ends (as ``with`` blocks do), for attributes that are set to the
@@ -47,7 +47,7 @@ class PythonStateError(CaptureError):
 
 
 class Setter(NamedTuple):
-    """An object below the module that the forward writes what is there already.
+    """An object that the forward sets to the value it has.
 
     Attributes:
         target: a submodule, or a container that one has.
@@ -69,7 +69,7 @@ def setters(
     caught: list[warnings.WarningMessage],
     names: dict[str, Any],
 ) -> list[Setter]:
-    """Look at the side effects that Dynamo warned of; its other warnings are passed on.
+    """Examine the side effects that Dynamo warned of; its other warnings are passed on.
 
     Args:
         module: captured.
@@ -90,18 +90,18 @@ def setters(
             warnings.warn_explicit(
                 warning.message, warning.category, warning.filename, warning.lineno
             )
-    return _Effects(module, found, names).judge(args, kwargs) if found else []
+    return _WrittenObjects(module, found, names).judge(args, kwargs) if found else []
 
 
-class Snapshot:
-    """The attributes of a module and of everything below it at one moment."""
+class AttributeSnapshot:
+    """Attributes of a module and of all its submodules at one time."""
 
     def __init__(self, module: nn.Module) -> None:
         self._before = [(part, _contents(part)) for part in module.modules()]
 
     @property
     def differs(self) -> bool:
-        """Whether they are others by now."""
+        """Whether an attribute has changed since."""
         return not all(_unchanged(contents, _contents(part)) for part, contents in self._before)
 
 
@@ -111,7 +111,7 @@ def first_call_differs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
     """
     try:
         twin, mode = _without_data(module)
-        before = Snapshot(twin)
+        before = AttributeSnapshot(twin)
         with told_once():
             _run(twin, args, kwargs, mode)
     except Exception:
@@ -119,7 +119,7 @@ def first_call_differs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
     return before.differs
 
 
-class _Effects:
+class _WrittenObjects:
     """The objects that a forward writes to, by the names that Dynamo has for them."""
 
     def __init__(self, module: nn.Module, sources: list[str], names: dict[str, Any]) -> None:
@@ -153,7 +153,7 @@ class _Effects:
         return [Setter(each, _contents(each)) for each in written]
 
     def _find(self, source: str, root: nn.Module) -> Any:
-        """The object below the module, or below a copy of it; None for what is elsewhere."""
+        """The object below the module, or below a copy of it; None for one elsewhere."""
         if not self._me or not source.startswith(f"L['{self._me}']"):
             return None
         return eval(source, {"L": {self._me: root}})
@@ -168,9 +168,8 @@ class _Effects:
         return all(mine is not None and mine is not copied for mine, copied in pairs)
 
     def _left_behind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-        """Which of the objects a call leaves changed. Globals are put back; those that cannot be,
-        because they are containers, are not risked, nor is what a copy of the module has in
-        common with it, as what a hook knows by its closure.
+        """The objects that a call leaves changed. Globals are restored; containers among them
+        cannot be and are not risked, nor are objects that a copy of the module shares with it.
         """
         outside = {s: vars(v) for s, v in self._globals.items() if hasattr(v, "__dict__")}
         containers = [source for source in self._globals if source not in outside]
@@ -221,14 +220,12 @@ def _readable(source: str) -> str:
 
 
 def _is_context(value: object) -> bool:
-    """Whether the object is a ``ContextVar`` or does as one: what is set is reset before the
-    call ends.
-    """
+    """Whether the object is a ``ContextVar`` or alike: set and reset within the call."""
     return all(callable(getattr(value, name, None)) for name in ("get", "set", "reset"))
 
 
 def _without_data(module: nn.Module) -> tuple[nn.Module, FakeTensorMode]:
-    """A copy whose parameters, buffers and attributes have no memory, and their mode."""
+    """A copy with fake parameters, buffers and attributes, and their fake mode."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     kept = [value for part in module.modules() for value in vars(part).values()]
     state = [*module.parameters(), *module.buffers(), *filter(torch.is_tensor, kept)]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from autosplit.runtime.saved_tensors import distinct_bytes
+from autosplit.torch_internals.storage import distinct_storage_bytes
 
 
 def peak_bytes(call: Callable[[], Any], resident: Iterable[Tensor], device: torch.device) -> int:
@@ -41,7 +41,7 @@ def peak_bytes(call: Callable[[], Any], resident: Iterable[Tensor], device: torc
             file = pathlib.Path(folder) / "trace.json"
             recorded.export_chrome_trace(str(file))
             grown = _peak(json.loads(file.read_text())["traceEvents"])
-    return distinct_bytes(resident) + grown
+    return distinct_storage_bytes(resident) + grown
 
 
 def _peak(events: list[dict[str, Any]]) -> int:

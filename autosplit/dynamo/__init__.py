@@ -1,1 +1,1 @@
-"""autosplit inside other machinery: ``torch.compile``, and models with graph breaks."""
+"""The ``torch.compile`` backend, and models with graph breaks."""

@@ -1,4 +1,4 @@
-"""What one forward call left in autograd's graph: which weight gradients wait, which do not.
+"""``History``: which weight gradients of one forward call W computes, and which autograd does.
 
 Compiled graphs, and operators that ran outside any, are nodes of one graph behind the
 outputs. A parameter that is reached there gets its gradient from an ordinary backward.
@@ -14,11 +14,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from autosplit.torch_internals.running_backward import is_tie, leaf_of, output_shape
+from autosplit.torch_internals.running_backward import (
+    is_link,
+    is_transposed_convolution,
+    leaf_of,
+    output_shape,
+)
 
 from .compiled_call import call_of
 from .graph_outcome import Part
-from .weight_products import Products
+from .weight_products import WeightProducts
 
 # Autograd nodes through which a weight, or a part of it, reaches the product that uses it.
 _SAME_VALUES = frozenset(
@@ -47,8 +52,8 @@ class History:
     ordinary: dict[nn.Parameter, int] = dataclasses.field(default_factory=dict)
 
     def share(self, deferred: int) -> float | None:
-        """What share of the floating-point operations W does, which does ``deferred``; where there
-        are none, of the elements of the gradients; None where there is no gradient at all.
+        """Share of the floating-point operations that W does, given those as ``deferred``; where
+        there are none, of the elements of the gradients; None where there is no gradient at all.
         """
         late, early = deferred, sum(self.ordinary.values())
         if not late + early:
@@ -63,9 +68,9 @@ class History:
         """Walk back from the outputs to the inputs through the graphs of ``parts``."""
         history = cls()
         stop = {each.grad_fn for each in inputs}
-        known = {part.node: products for part in parts if (products := Products.of(part))}
+        known = {part.node: products for part in parts if (products := WeightProducts.of(part))}
         for node in _nodes([each.grad_fn for each in outputs], stop):
-            if is_tie(node):
+            if is_link(node):
                 continue
             found: dict[int, nn.Parameter] = {}
             for index, (operand, result) in enumerate(node.next_functions):
@@ -93,9 +98,9 @@ def _nodes(roots: Iterable[Any], stop: set[Any]) -> Iterator[Any]:
             stack.extend(operand for operand, _ in node.next_functions)
 
 
-def _weight(node: Any, result: int, known: Mapping[Any, Products]) -> nn.Parameter | None:
-    """The parameter whose values, or some of them, this result of a node has, as they are or
-    arranged otherwise; of a compiled graph, one that it is computed from alone.
+def _weight(node: Any, result: int, known: Mapping[Any, WeightProducts]) -> nn.Parameter | None:
+    """The parameter that this result of a node is a view or part of; for a compiled graph, the one
+    that it is computed from alone.
     """
     while node is not None and _operator(node) in _SAME_VALUES:
         node, result = node.next_functions[0]
@@ -109,8 +114,8 @@ def _weight(node: Any, result: int, known: Mapping[Any, Products]) -> nn.Paramet
     return found[0] if found and None not in found else None
 
 
-def _source(node: Any, result: int, known: Mapping[Any, Products]) -> nn.Parameter | None:
-    """The parameter that a compiled graph gets here, under whatever leaf."""
+def _source(node: Any, result: int, known: Mapping[Any, WeightProducts]) -> nn.Parameter | None:
+    """The parameter that is an input of a compiled graph, as itself or as a leaf in its place."""
     call = call_of(leaf_of(node, result))
     return _weight(node, result, known) if call is None else call[0].parameters[call[1]]
 
@@ -125,7 +130,7 @@ def _flops(node: Any, index: int) -> int:
     weight = output_shape(*node.next_functions[index])
     if name == "Convolution" and index == 1:
         # Each element of the smaller tensor's side meets every weight of one channel.
-        transposed = node._saved_transposed
+        transposed = is_transposed_convolution(node)
         source = node.next_functions[0][0] if transposed else node
         channel = math.prod(weight[1:])
         return 0 if source is None else 2 * math.prod(output_shape(source)) * channel

@@ -16,13 +16,14 @@ from autosplit.capture.aot_session import traced_modules
 from autosplit.errors import SplitError
 from autosplit.torch_internals.ddp_reducer import refuse_sharded
 
-from .compilation import Compilation, Owner
-from .pending_weights import OnParameters
+from .compilation import Compilation
+from .compiled_backward import DeferredGraphOwner
+from .pending_weights import PendingOnParameters
 
-__all__ = ["Backend", "backend"]
+__all__ = ["SplittingBackend", "backend"]
 
 
-class Backend:
+class SplittingBackend:
     """A Dynamo backend that splits.
 
     Args:
@@ -33,9 +34,9 @@ class Backend:
         SplitError: ``graphs`` is unknown; lists the known names.
     """
 
-    def __init__(self, owner: Owner | None = None, graphs: str = "eager") -> None:
+    def __init__(self, owner: DeferredGraphOwner | None = None, graphs: str = "eager") -> None:
         check_backend(graphs)
-        self._owner = OnParameters() if owner is None else owner
+        self._owner = PendingOnParameters() if owner is None else owner
         self._graphs = graphs
 
     def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -69,4 +70,4 @@ def backend(
     graphs = chosen.pop("backend", "eager")
     if chosen:
         raise SplitError(f"unknown option {min(chosen)!r}; known options: 'backend'")
-    return Backend(graphs=graphs)(module, example_inputs)
+    return SplittingBackend(graphs=graphs)(module, example_inputs)

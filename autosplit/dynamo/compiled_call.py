@@ -1,4 +1,4 @@
-"""One call of a compiled graph, and the leaves that stand for its parameters.
+"""Calls of a compiled graph, and the leaves that replace its parameters.
 
 At each call the graph gets, in place of a parameter whose gradient is deferred, a leaf that
 shares its data. Autograd then knows nothing of the parameter until its gradient is there: no
@@ -33,15 +33,15 @@ class Call:
     absent: frozenset[str] = frozenset()
 
     def leaf(self, index: int) -> Tensor:
-        """What the graph gets in place of a parameter."""
+        """A leaf that the graph gets in place of a parameter."""
         leaf = self.parameters[index].detach().requires_grad_()
         setattr(leaf, _CALL, (self, index))
         return leaf
 
 
 def call_of(leaf: Tensor | None) -> tuple[Call, int] | None:
-    """The call a leaf was made for and the index of the input that it is; None for tensors
-    that are not such leaves.
+    """The call that a leaf was made for, and its index among the graph's inputs; None for other
+    tensors.
     """
     found: tuple[Call, int] | None = getattr(leaf, _CALL, None)
     return found

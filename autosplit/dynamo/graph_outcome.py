@@ -1,4 +1,4 @@
-"""What became of one graph that Dynamo found."""
+"""``Part``: one graph that Dynamo found, and whether it was split."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Part:
         self.node: type | None = None
 
     def give_up(self, reason: str) -> None:
-        """The graph cannot be split; its backward is an ordinary one."""
+        """Record why the graph cannot be split; its backward is an ordinary one."""
         self.reason = reason
 
     @property
@@ -56,7 +56,7 @@ class Part:
 
 
 def _lines(graph: fx.Graph) -> str:
-    """The user's lines that made the graph, file by file."""
+    """The user's lines behind the graph, file by file."""
     found: dict[str, set[int]] = {}
     for node in graph.nodes:
         place = source_line(node).partition(" ")[0]

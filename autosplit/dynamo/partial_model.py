@@ -1,4 +1,4 @@
-"""Models that no single graph holds: graph breaks, branches on data, code Dynamo cannot trace.
+"""``Partial``: models with graph breaks, branches on data or code that Dynamo cannot trace.
 
 The model runs under ``torch.compile``. Every graph that Dynamo finds is split; what lies
 between the graphs runs as ordinary Python and ordinary autograd. Recompilation, guards and
@@ -18,36 +18,36 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autosplit.autograd.pending_queue import Backlog
+from autosplit.autograd.pending_queue import PendingQueue
 from autosplit.capture.aot_session import compile_model
 from autosplit.dump.tables import short_source
 from autosplit.errors import DeferralWarning, SplitError
 from autosplit.passes.lowering import codegen
 from autosplit.runtime.specialization import calls_itself
 from autosplit.text.writing import writing
-from autosplit.torch_internals.accumulate_grad import watched
+from autosplit.torch_internals.accumulate_grad import has_gradient_hooks
 from autosplit.torch_internals.ddp_reducer import synchronises
 from autosplit.torch_internals.graph_breaks import BreakReason, BreakWatch
 from autosplit.torch_internals.pytree import tree_flatten
 
 from .autograd_history import History
-from .backend import Backend
-from .deferred_work import Work, deliver
+from .backend import SplittingBackend
+from .deferred_graph_backward import DeferredGraphBackward, deliver
 from .graph_outcome import Part
 from .partial_report import partial_report
 
 
 class Microbatch:
-    """One forward call of the model: the graphs it ran, and what its backward has left.
+    """One forward call of the model, and the graphs it ran.
 
     Attributes:
         calls: how often it ran each graph.
-        whole: whether its backward computes weight gradients too.
+        unsplit: whether its backward is I and W in one.
     """
 
-    def __init__(self, whole: bool = False) -> None:
+    def __init__(self, unsplit: bool = False) -> None:
         self.calls: Counter[Part] = Counter()
-        self.whole = whole
+        self.unsplit = unsplit
 
 
 class Partial:
@@ -71,7 +71,7 @@ class Partial:
         self._graphs = graphs
         self.reason = reason
         self._because = because
-        self._compiled = compile_model(model, Backend(self, graphs))
+        self._compiled = compile_model(model, SplittingBackend(self, graphs))
         self._parts: list[Part] = []
         self._breaks: dict[BreakReason, None] = {}
         self._history: History | None = None
@@ -79,7 +79,7 @@ class Partial:
         self._names: dict[nn.Parameter, str] = {}
         self._running = threading.local()
         self._latest = Microbatch()
-        self._queue: Backlog[Work] = Backlog(deliver)
+        self._queue: PendingQueue[DeferredGraphBackward] = PendingQueue(deliver)
         self._warned = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -90,7 +90,7 @@ class Partial:
         """
         return self._run(self._compiled, args, kwargs)
 
-    def as_it_is(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_without_graphs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One forward without graphs; its backward is autograd's and leaves no work."""
         return self._run(self._model, args, kwargs)
 
@@ -98,10 +98,10 @@ class Partial:
         if getattr(self._running, "microbatch", None) is not None:
             raise calls_itself(self._model)
         known, watch = self._known(), BreakWatch()
-        whole = synchronises() or watched([*self._model.parameters()])
-        if whole:
+        unsplit = synchronises() or has_gradient_hooks([*self._model.parameters()])
+        if unsplit:
             self.backward_weight()
-        microbatch = self._running.microbatch = Microbatch(whole)
+        microbatch = self._running.microbatch = Microbatch(unsplit)
         try:
             with self._queue.hidden(self._model.parameters() if self._queue.pending else ()):
                 result = forward(*args, **kwargs)
@@ -123,7 +123,7 @@ class Partial:
         return sum(part.deferred_flops * count for part, count in self._calls.items())
 
     def _warn_of_little(self) -> None:
-        """Say once where most weight gradients cannot wait."""
+        """Warn once where most weight gradients cannot be deferred."""
         share = None if self._history is None else self._history.share(self.deferred_flops)
         if share is None or self._warned:
             return
@@ -234,9 +234,9 @@ class Partial:
         microbatch.calls[part] += 1
         return microbatch
 
-    def deferred(self, work: Work, token: Microbatch) -> None:
-        self.begin(token)
-        self._queue.add(token, work)
+    def deferred(self, work: DeferredGraphBackward, call: Microbatch) -> None:
+        self.begin(call)
+        self._queue.add(call, work)
 
     def begin(self, microbatch: Microbatch) -> None:
         """A backward has reached the forward call."""

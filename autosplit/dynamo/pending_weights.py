@@ -1,4 +1,4 @@
-"""What is pending for parameters of compiled models: ``autosplit.backward_weight(model)``.
+"""Pending weight gradients of compiled models: ``autosplit.backward_weight(model)``.
 
 ``torch.compile(model, backend="autosplit")`` leaves no object of ours in the user's hands, so
 deferred work waits on the parameters that it is for.
@@ -14,63 +14,63 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from autosplit.autograd.lazy_gradient import Slot
-from autosplit.autograd.pending_queue import Backlog, checked
+from autosplit.autograd.gradient_slot import GradientSlot
+from autosplit.autograd.pending_queue import PendingQueue, checked
 from autosplit.errors import SplitError
-from autosplit.runtime.saved_tensors import distinct_bytes
-from autosplit.torch_internals.accumulate_grad import watched
+from autosplit.torch_internals.accumulate_grad import has_gradient_hooks
 from autosplit.torch_internals.ddp_reducer import refuse_sharded, synchronises
 from autosplit.torch_internals.distributed import data_parallel
+from autosplit.torch_internals.storage import distinct_storage_bytes
 
-from .deferred_work import Work, deliver
+from .deferred_graph_backward import DeferredGraphBackward, deliver
 
 if TYPE_CHECKING:
     from .graph_outcome import Part
 
 
-class OnParameters(Backlog[Work]):
-    """The owner of one graph's work, which no model collects: it waits on the parameters."""
+class PendingOnParameters(PendingQueue[DeferredGraphBackward]):
+    """Owner of one graph's deferred work, found by its parameters, as no model collects it."""
 
     def __init__(self) -> None:
         super().__init__(deliver)
 
     def name_of(self, parameter: nn.Parameter) -> None:
-        """Known only by where Dynamo found it."""
+        """No name: parameters are known by Dynamo's source only."""
 
     def compiled(self, part: Part) -> None:
-        """Nobody asks for a report."""
+        """Nothing: there is no report."""
 
-    def entered(self, part: Part, parameters: Sequence[nn.Parameter]) -> Entry:
+    def entered(self, part: Part, parameters: Sequence[nn.Parameter]) -> GraphCall:
         """Microbatches are told apart by their backward alone."""
         wrapper = data_parallel()
         if wrapper is not None and synchronises():
             Deferral(wrapper).backward_weight()
-            return Entry(True)
-        whole = torch.is_grad_enabled() and watched(parameters)
-        if whole:
+            return GraphCall(True)
+        unsplit = torch.is_grad_enabled() and has_gradient_hooks(parameters)
+        if unsplit:
             Deferral(parameters).backward_weight()
-        return Entry(whole)
+        return GraphCall(unsplit)
 
-    def deferred(self, work: Work, token: Entry) -> None:
+    def deferred(self, work: DeferredGraphBackward, call: GraphCall) -> None:
         self.add(work.backward, work)
 
     def compute(self, microbatches: int | None = None) -> None:
-        """With what other graphs have pending for the same parameters."""
+        """Compute all pending work of these parameters, that of other graphs too."""
         Deferral([parameter for _, parameter in self.named_parameters()]).backward_weight()
 
     def compute_for(self, parameter: Tensor) -> None:
-        """What any graph has pending for it."""
+        """Compute all pending work of a parameter, of any graph."""
         Deferral(parameter).backward_weight()
 
 
-class Entry(NamedTuple):
-    """A call of a graph.
+class GraphCall(NamedTuple):
+    """One call of a compiled graph.
 
     Attributes:
-        whole: whether its backward computes weight gradients too.
+        unsplit: whether its backward is I and W in one.
     """
 
-    whole: bool
+    unsplit: bool
 
 
 class Deferral:
@@ -107,7 +107,7 @@ class Deferral:
     def pending_bytes(self) -> int:
         """Bytes of distinct storage that pending microbatches hold."""
         works = chain.from_iterable(self._microbatches(self._owners()))
-        return distinct_bytes(tensor for work in works for tensor in work.tensors)
+        return distinct_storage_bytes(tensor for work in works for tensor in work.tensors)
 
     def backward_weight(self, microbatches: int | None = None) -> None:
         """Compute pending weight gradients and accumulate them into ``.grad``.
@@ -143,17 +143,19 @@ class Deferral:
         for owner in self._owners():
             owner.discard()
 
-    def _owners(self) -> list[OnParameters]:
-        """Who has something pending for the parameters."""
-        slots = [Slot.of(parameter) for parameter in self._parameters]
+    def _owners(self) -> list[PendingOnParameters]:
+        """Owners of pending work for the parameters."""
+        slots = [GradientSlot.of(parameter) for parameter in self._parameters]
         found = dict.fromkeys(each for slot in slots if slot for each in slot.sources)
-        owners = [each for each in found if isinstance(each, OnParameters)]
+        owners = [each for each in found if isinstance(each, PendingOnParameters)]
         for owner in owners:
             owner.sweep()
         return owners
 
-    def _microbatches(self, owners: Iterable[OnParameters]) -> list[list[Work]]:
-        """What one backward left together, oldest backward first."""
+    def _microbatches(
+        self, owners: Iterable[PendingOnParameters]
+    ) -> list[list[DeferredGraphBackward]]:
+        """Pending work by backward, oldest first."""
         wanted = set(map(id, self._parameters))
         works = [work for owner in owners for work in owner.works()]
         found = [work for work in works if wanted.intersection(map(id, work.parameters))]

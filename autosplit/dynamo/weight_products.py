@@ -1,4 +1,4 @@
-"""Products of one compiled graph that make weight gradients and do not wait.
+"""Products of a compiled graph that make weight gradients in I, undeferred.
 
 A parameter whose gradient W computes enters a graph as itself. One that enters as a view, or as
 something that another graph made of it, is an input like any other: I computes its gradient.
@@ -26,10 +26,8 @@ if TYPE_CHECKING:
     from .graph_outcome import Part
 
 
-class Products:
-    """Facts about one graph as autograd's node for it knows it: by slots, its tensor inputs in
-    order.
-    """
+class WeightProducts:
+    """Products of one graph by slot, the position among its tensor inputs in autograd's node."""
 
     def __init__(self, graphs: SplitGraphs) -> None:
         joint = graphs.joint.graph
@@ -39,7 +37,7 @@ class Products:
         self._input_half = graphs.backward_input
 
     @classmethod
-    def of(cls, part: Part) -> Products | None:
+    def of(cls, part: Part) -> WeightProducts | None:
         """None for a graph without a backward."""
         return None if part.graphs is None else cls(part.graphs)
 

@@ -1,1 +1,1 @@
-"""The callables of one module and their state."""
+"""The callables F, I, W and B of one module, and their state."""

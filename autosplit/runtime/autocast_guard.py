@@ -1,4 +1,4 @@
-"""Autocast around a backward: refused where it would change what the graph computes.
+"""Refusal of autocast around a backward where it would change the results.
 
 Autograd runs the operators of a backward through autocast too, if ``backward()`` is called
 inside it: a product that the forward computed in float32 gets a gradient in bfloat16. A split
@@ -27,7 +27,7 @@ def autocast_state() -> tuple[Hashable, ...]:
 
 
 class AutocastGuard:
-    """Stands before the backward of one graph."""
+    """Check of autocast before the backward of one graph."""
 
     def __init__(self, backward: fx.GraphModule) -> None:
         self._graph = backward.graph

@@ -22,8 +22,8 @@ from autosplit.passes.lowering.concatenate_microbatches import (
 from autosplit.passes.verify import verify_graph
 
 from .gradient_accumulation import Accumulation
-from .gradient_dependence import Dependence
-from .gradient_graphs import Call, CalledForm, GradientGraph, PassedOn, forms
+from .gradient_dependence import GradientDependence
+from .gradient_graphs import Call, CalledVariant, GradientGraph, PassThrough, variants
 from .saved_tensors import Constants
 from .weight_slices import SlicedWeight
 
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from autosplit.capture.joint_graph import Capture
 
 
-class InputHalf(NamedTuple):
-    """I, and where its results stand.
+class BackwardInput(NamedTuple):
+    """I, and the positions of its results.
 
     Attributes:
         graph: takes tangents, what F saved, and the state that the backward reads; its other
@@ -44,7 +44,7 @@ class InputHalf(NamedTuple):
         constants: those that W reads.
     """
 
-    graph: GradientGraph | PassedOn
+    graph: GradientGraph | PassThrough
     inputs: int
     handed: Sequence[Role]
     names: tuple[str, ...]
@@ -53,7 +53,7 @@ class InputHalf(NamedTuple):
 
 
 class BackwardGraphs:
-    """I, W and B of one traced module, each made when it is first asked for.
+    """I, W and B of one traced module, each compiled when it is first used.
 
     Where I has nothing to compute (no input needs a gradient, and either nobody waits for I, see
     ``passes.memory``, or there is but one product with data), it passes on what it takes without
@@ -82,7 +82,7 @@ class BackwardGraphs:
         *,
         saved: Sequence[Role],
         tangents: Iterable[str],
-        dependence: Dependence,
+        dependence: GradientDependence,
         backend: Backend,
     ) -> None:
         self._name_of = traced.guards.name_of
@@ -103,31 +103,33 @@ class BackwardGraphs:
         self.late_parameters = [name for name in self.parameter_names if name not in early]
 
     def compile(self, calls: Iterable[Call], accumulation: Accumulation, slices: int) -> None:
-        """Compile what some calls run; all of it is as for ``SplitFunctions.compile``."""
+        """Compile the graphs of some calls; arguments are those of ``SplitFunctions.compile``."""
         makes = {
             "backward_input": self.early_parameters,
             "backward_weight": self.late_parameters,
             "backward": self.parameter_names,
         }
-        needed = forms(calls, makes)
+        needed = variants(calls, makes)
         if self._graphs.backward is None:
             return
         order = [*makes]  # I before W: it decides how what W gets lies in memory
-        for form in sorted(needed, key=lambda each: (order.index(each.call), *each[1:])):
-            self._graph_of(form, slices).compile(accumulation if form.adds else None)
+        for variant in sorted(needed, key=lambda each: (order.index(each.call), *each[1:])):
+            self._graph_of(variant, slices).compile(accumulation if variant.adds else None)
 
-    def _graph_of(self, form: CalledForm, slices: int) -> GradientGraph | SlicedWeight | PassedOn:
-        match form.call:
+    def _graph_of(
+        self, variant: CalledVariant, slices: int
+    ) -> GradientGraph | SlicedWeight | PassThrough:
+        match variant.call:
             case "backward_input":
-                return self.input_half.graph
-            case "backward_weight" if form.microbatches > 1:
-                return self.together(form.microbatches)
+                return self.backward_input.graph
+            case "backward_weight" if variant.microbatches > 1:
+                return self.together(variant.microbatches)
             case "backward_weight":
                 return self.weight if slices == 1 else self.sliced(slices)
         return self.unsplit
 
     @cached_property
-    def input_half(self) -> InputHalf:
+    def backward_input(self) -> BackwardInput:
         """I."""
         module = self._module("backward_input")
         weight = self._module("backward_weight")
@@ -136,7 +138,7 @@ class BackwardGraphs:
         deferred = [role for role, _ in outputs(module.graph, Kind.DEFERRED)]
         read = list(inputs(weight.graph, *STATE))
         others = [*self._wanted, *deferred]
-        return InputHalf(
+        return BackwardInput(
             GradientGraph(
                 "backward_input",
                 module,
@@ -153,14 +155,14 @@ class BackwardGraphs:
             self._constants_of([weight]),
         )
 
-    def _passed_on(self, module: fx.GraphModule, weight: fx.GraphModule) -> InputHalf:
-        """An I that computes nothing."""
+    def _passed_on(self, module: fx.GraphModule, weight: fx.GraphModule) -> BackwardInput:
+        """I as a pass-through."""
         values = {role: node.meta["val"] for role, node in outputs(module.graph, Kind.DEFERRED)}
         hand_over({r: v.stride() for r, v in values.items() if isinstance(v, Tensor)}, weight)
         passed = _passed(module.graph)
         handed = (*(passed[role] for role in self._crossing), *self.read)
-        return InputHalf(
-            PassedOn(len(self._wanted), len(self._crossing)),
+        return BackwardInput(
+            PassThrough(len(self._wanted), len(self._crossing)),
             len(self._wanted),
             handed,
             tuple([role.name for role in handed]),
@@ -170,7 +172,7 @@ class BackwardGraphs:
 
     @cached_property
     def _only_weights(self) -> bool:
-        """Whether I computes nothing, so that W takes what B takes and does what B does."""
+        """Whether I computes nothing, so that W and B are one graph."""
         graph, weight = self._module("backward_input").graph, self._module("backward_weight").graph
         return (
             _passed(graph).keys() == set(self._crossing) and [*inputs(weight, *STATE)] == self.read
@@ -184,17 +186,17 @@ class BackwardGraphs:
         return GradientGraph(
             "backward_weight",
             module,
-            self.input_half.handed,
+            self.backward_input.handed,
             parameters=self.late_parameters,
             others=others,
             backend=self._backend,
         )
 
     def together(self, count: int) -> GradientGraph:
-        """W of so many microbatches in one call; takes what each hands over, one after another."""
+        """W of several microbatches in one call; takes the residuals of each, one after another."""
         if count not in self._together:
-            self.input_half.graph.compile()  # decides how what W gets lies in memory
-            handed = self.input_half.handed
+            self.backward_input.graph.compile()  # decides how what W gets lies in memory
+            handed = self.backward_input.handed
             module = concatenate_microbatches(self._module("backward_weight"), count)
             verify_graph("backward_weight", module, "batch")
             given = [microbatch_role(role, index) for index in range(count) for role in handed]
@@ -214,10 +216,10 @@ class BackwardGraphs:
             SplitError: W cannot be cut into so many.
         """
         if count not in self._slices:
-            self.input_half.graph.compile()  # decides how what the slices get lies in memory
+            self.backward_input.graph.compile()  # decides how what the slices get lies in memory
             self._slices[count] = SlicedWeight(
                 self._module("backward_weight"),
-                self.input_half.handed,
+                self.backward_input.handed,
                 count,
                 borrowed=self._dependence.borrowed,
                 constants_of=self._constants_of,
@@ -227,7 +229,7 @@ class BackwardGraphs:
 
     @cached_property
     def unsplit(self) -> GradientGraph:
-        """B: takes what I takes; its other results are gradients of the module's inputs."""
+        """B: takes the arguments of I; its other results are gradients of the module's inputs."""
         if self._only_weights:
             return self.weight
         module = self._module("backward")
@@ -251,7 +253,7 @@ class BackwardGraphs:
 
 
 def _passed(graph: fx.Graph) -> dict[Role, Role]:
-    """What I takes -> what it defers, where all that it does is to hand over; else nothing."""
+    """Arguments of I -> deferred results, where I is the identity; else nothing."""
     pairs = [(role, value) for role, value in outputs(graph) if isinstance(value, fx.Node)]
     if any(value.op != "placeholder" or role.kind is not Kind.DEFERRED for role, value in pairs):
         return {}
@@ -259,7 +261,7 @@ def _passed(graph: fx.Graph) -> dict[Role, Role]:
 
 
 def _parameters(module: fx.GraphModule | None) -> list[str]:
-    """Whose gradients a graph returns."""
+    """Parameters whose gradients a graph returns."""
     if module is None:
         return []
     return [role.name for role, _ in outputs(module.graph, Kind.PARAMETER_GRAD)]

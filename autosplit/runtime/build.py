@@ -1,4 +1,4 @@
-"""Module and example inputs -> SplitFunctions: capture, passes, compilation."""
+"""``trace``: capture, passes and compilation of one module for one kind of call."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from autosplit.backends.compiled_graph import Backend, backend_named, prepare
-from autosplit.capture.first_call import is_unshaped, materialise, settle
+from autosplit.backends.compiled_graph import Backend, backend_named, prepare_joint
+from autosplit.backends.garbage_collection import collecting_new_objects_only
+from autosplit.capture.first_call import is_unshaped, materialise_lazy_parameters, warm_up
 from autosplit.errors import CaptureError, FailingCallError, FirstCallError, SplitError
 from autosplit.passes import Memory, PassError, SplitGraphs, run
 from autosplit.text.writing import check_folder, writing
 from autosplit.torch_internals.ddp_reducer import refuse_sharded
-from autosplit.torch_internals.garbage_collection import only_new_garbage
 
 from .functions import SplitFunctions
 from .split_options import SplitOptions
 
 if TYPE_CHECKING:
-    from autosplit.capture.joint_graph import Capture, Shelf
+    from autosplit.capture.joint_graph import Capture, SplitGraphCache
 
 # Dynamo's settings and Python's warning filters, both changed while tracing, belong to the
 # process: two threads must not trace at once.
@@ -57,7 +57,7 @@ def trace(
 
     With ``AUTOSPLIT_DUMP=dir`` in the environment every stage of the pass pipeline is
     written below ``dir``, a numbered folder for each traced module. Otherwise what was made of
-    an equal graph before, in any process, is taken from disk (``capture.shelf``).
+    an equal graph before, in any process, is taken from disk (``capture.cache``).
 
     Args:
         module: what to trace.
@@ -78,21 +78,21 @@ def trace(
     """
     refuse_sharded(module)
     compiler, setting = backend_named(options.backend), options.memory_policy
-    with _TRACING, _undrawn(), only_new_garbage():
+    with _TRACING, _undrawn(), collecting_new_objects_only():
         dump = _dump_folder(module)
-        shelf = None if dump else _shelf(options.backend, setting)
-        traced = _capture(module, args, kwargs, compiler, shelf, called, insist, by_value)
+        cache = None if dump else _graph_cache(options.backend, setting)
+        traced = _capture(module, args, kwargs, compiler, cache, called, insist, by_value)
         try:
-            return SplitFunctions(traced, _split(traced, compiler, setting, dump, shelf), compiler)
+            return SplitFunctions(traced, _split(traced, compiler, setting, dump, cache), compiler)
         except PassError as error:
             name = type(module).__name__
             raise SplitError(f"{name} was captured but cannot be split: {error}") from error
 
 
-def _shelf(backend: str, memory: Memory) -> Shelf | None:
-    from autosplit.capture.joint_graph import Shelf
+def _graph_cache(backend: str, memory: Memory) -> SplitGraphCache | None:
+    from autosplit.capture.joint_graph import SplitGraphCache
 
-    return Shelf.open(backend, repr(memory))
+    return SplitGraphCache.open(backend, repr(memory))
 
 
 def _split(
@@ -100,15 +100,15 @@ def _split(
     compiler: Backend,
     memory: Memory,
     dump: pathlib.Path | None,
-    shelf: Shelf | None,
+    cache: SplitGraphCache | None,
 ) -> SplitGraphs:
     if traced.split is not None:
         return traced.split
-    prepare(traced.joint, compiler)
+    prepare_joint(traced.joint, compiler)
     with writing(dump) if dump else contextlib.nullcontext():
         graphs = run(traced.joint, memory=memory, dump=dump)
-    if shelf and traced.key:
-        shelf.keep(traced.key, graphs)
+    if cache and traced.key:
+        cache.keep(traced.key, graphs)
     return graphs
 
 
@@ -117,7 +117,7 @@ def _capture(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     backend: Backend,
-    shelf: Shelf | None,
+    cache: SplitGraphCache | None,
     called: bool,
     insist: bool,
     by_value: bool,
@@ -127,10 +127,10 @@ def _capture(
 
     if called and is_unshaped(module):
         raise FirstCallError(f"{type(module).__name__} has parameters without a shape")
-    materialise(module, args, kwargs)
+    materialise_lazy_parameters(module, args, kwargs)
     options: dict[str, Any] = {"decompositions": backend.decompositions, "by_value": by_value}
     try:
-        return capture(module, args, kwargs, shelf=shelf, **options)
+        return capture(module, args, kwargs, cache=cache, **options)
     except CaptureError as error:
         # Many forwards fill a cache or a setting on their first call only.
         if called and isinstance(error, ConstructionError):
@@ -140,8 +140,8 @@ def _capture(
             raise
         if called:
             raise FirstCallError(str(error)) from error
-        settle(module, args, kwargs)
-        return capture(module, args, kwargs, shelf=shelf, **options)
+        warm_up(module, args, kwargs)
+        return capture(module, args, kwargs, cache=cache, **options)
 
 
 def _is_passing(
@@ -164,7 +164,7 @@ def _is_passing(
         return False
     try:
         twin = copy.deepcopy(module)
-        settle(twin, args, kwargs)
+        warm_up(twin, args, kwargs)
         capture(twin, args, kwargs, **options)
     except Exception:  # no copies of this one, or what its forward raises, it will raise again
         return False
@@ -173,7 +173,7 @@ def _is_passing(
 
 @contextlib.contextmanager
 def _undrawn() -> Iterator[None]:
-    """Tracing runs the Python of a forward, which may draw: put the generators back."""
+    """Restore Python's and NumPy's generators, from which the traced Python may draw."""
     numpy = sys.modules.get("numpy")
     before = random.getstate(), numpy and numpy.random.get_state()
     try:
@@ -185,8 +185,8 @@ def _undrawn() -> Iterator[None]:
 
 
 def without_history(leaves: Sequence[Any], *, computed: bool = False) -> list[Any]:
-    """Leaves fit for tracing: same shapes and ``requires_grad``, no autograd history. What is one
-    tensor stays one: a graph is specialised on which of a call's inputs are the same.
+    """Leaves for tracing: same shapes and ``requires_grad``, no autograd history. One tensor given
+    twice stays one: a graph is specialised on which inputs are the same.
 
     Args:
         leaves: the inputs' leaves; tensors may have no memory.

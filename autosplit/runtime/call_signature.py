@@ -1,4 +1,4 @@
-"""What tells calls apart before any guard is asked."""
+"""``CallSignature``: the key under which graphs are looked up before their guards are checked."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch
 _LEAVES = {Tensor, nn.Parameter, *_VALUES}
 
 
-class Structure:
-    """How leaves make up a call. One ``Flattening`` has one object for each, which hashes and
-    compares as an object does: a ``TreeSpec`` takes microseconds for that.
+class CallStructure:
+    """How the leaves make up a call, as an object that hashes by identity: hashing a ``TreeSpec``
+    takes microseconds.
 
     Attributes:
         spec: of ``(args, kwargs)``.
@@ -30,17 +30,17 @@ class Structure:
         self.spec = spec
 
 
-class Flattening:
-    """Takes calls apart as ``tree_flatten((args, kwargs))`` does, in a tenth of its time where
-    every argument is a tensor or a plain value.
+class CallFlattening:
+    """Flattens calls as ``tree_flatten((args, kwargs))`` does, in a tenth of its time where every
+    argument is a tensor or a plain value.
     """
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, Structure] = {}
+        self._known: dict[Hashable, CallStructure] = {}
 
     def __call__(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[list[Any], Structure]:
+    ) -> tuple[list[Any], CallStructure]:
         leaves = [*args, *kwargs.values()]
         if not _LEAVES.issuperset(map(type, leaves)):
             leaves, spec = tree_flatten((args, kwargs))
@@ -49,11 +49,11 @@ class Flattening:
         known = self._known.get(key)
         return leaves, known or self._one(key, tree_flatten((args, kwargs))[1])
 
-    def _one(self, key: Hashable, spec: TreeSpec) -> Structure:
-        return self._known.setdefault(key, Structure(spec))  # two threads get the same
+    def _one(self, key: Hashable, spec: TreeSpec) -> CallStructure:
+        return self._known.setdefault(key, CallStructure(spec))  # two threads get the same
 
 
-class Signature(NamedTuple):
+class CallSignature(NamedTuple):
     """The inputs of a call as a graph is specialised for them, and the modes it runs in.
 
     Input structure; tensors' shape, strides, dtype, device and ``requires_grad``; numbers and
@@ -66,7 +66,7 @@ class Signature(NamedTuple):
     modes: tuple[Hashable, ...]
 
     @classmethod
-    def of(cls, leaves: list[Any], structure: Any) -> Signature:
+    def of(cls, leaves: list[Any], structure: Any) -> CallSignature:
         return cls(structure, tuple(map(_leaf, leaves)), _modes())
 
 

@@ -1,8 +1,8 @@
 """The callables of one module at one set of input shapes: F, I, W and the unsplit backward.
 
-The functional core under both faces, SplitModule (autograd) and Stage (explicit state).
-Nothing here keeps tensors: state comes in, results go out. Which value goes where is worked
-out once; a call only moves references.
+The functional core of SplitModule (autograd) and Stage (explicit state). Nothing here keeps
+tensors: state comes in, results go out. Positions of values are worked out once; a call only moves
+references.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from autosplit.backends.compiled_graph import Backend, compile_graph, hand_over, positions
+from autosplit.backends.compiled_graph import Backend
 from autosplit.errors import SplitError
-from autosplit.passes import Kind, Role, SplitGraphs
+from autosplit.passes import Kind, SplitGraphs
 from autosplit.passes.analysis.symbolic_sizes import is_size
-from autosplit.passes.graph import STATE, inputs, outputs
-from autosplit.passes.lowering.donation import donatable, donate
+from autosplit.passes.graph import inputs, outputs
 from autosplit.passes.lowering.lent_memory import lent
 
 from .autocast_guard import AutocastGuard
 from .backward_graphs import BackwardGraphs
+from .forward_graph import ForwardGraph
 from .gradient_accumulation import EXACT, Accumulation
-from .gradient_dependence import Dependence
+from .gradient_dependence import GradientDependence
 from .gradient_graphs import Call
-from .saved_tensors import Handover, State, TensorSpec
+from .saved_tensors import Residuals, State, TensorSpec
 from .weight_slices import SlicedWeight
 
 if TYPE_CHECKING:
@@ -35,25 +35,25 @@ if TYPE_CHECKING:
 
 
 class ForwardResult(NamedTuple):
-    """What F returns.
+    """Results of F.
 
     Attributes:
         outputs: the module's result leaves, then new values of mutated inputs
             (``SplitFunctions.output_names``).
         updates: new values of mutated buffers (``SplitFunctions.updated_state``).
-        saved: for the backward.
+        saved: residuals for the backward.
     """
 
     outputs: list[Any]
     updates: list[Tensor]
-    saved: Handover
+    saved: Residuals
 
 
 class SplitFunctions:
     """F, I, W and B of one traced module.
 
     Attributes:
-        graphs: what is run.
+        graphs: the graphs that are run.
         output_names: paths of the outputs of ``forward``, in order.
         updated_inputs: paths of inputs that the module writes into.
         updated_state: names of buffers that the module writes into.
@@ -63,58 +63,40 @@ class SplitFunctions:
         late_parameters: those that W returns, in order.
         tangent_specs: output path -> the gradient that the backward expects for it; outputs
             not listed are not differentiable.
-        dependence: what is known of the gradients without running anything.
+        dependence: static facts about the gradients.
     """
 
     def __init__(self, traced: Capture, graphs: SplitGraphs, backend: Backend) -> None:
         self.capture = traced
         self.graphs = graphs
         self._backend = backend
-        forward = compile_graph("forward", graphs.forward, backend)
-        hand_over(forward.strides, graphs.backward, graphs.backward_input)
-        donated = donatable(graphs.forward.graph) if backend.reuses_memory else set()
-        donate(donated, graphs.backward, graphs.backward_input)
-        read = [role for role in forward.inputs if role.kind in STATE]
-        self._forward = forward.taking([*_roles(Kind.INPUT, traced.inputs), *read])
-        self._forward_state = [role.name for role in read]
-        self._place_results(forward.outputs)
+        self._forward = ForwardGraph(graphs, traced.inputs, backend)
+        self.output_names = self._forward.output_names
+        self.updated_inputs = self._forward.updated_inputs
+        self.updated_state = self._forward.updated_state
         self.tangent_specs = {
             role.name: TensorSpec.of(node.meta["val"])
             for role, node in inputs(graphs.joint.graph, Kind.TANGENT).items()
         }
         self._tangents = [(n, self.output_names.index(n)) for n in self.tangent_specs]
-        self.dependence = Dependence(graphs, traced.inputs, self._tangents)
+        self.dependence = GradientDependence(graphs, traced.inputs, self._tangents)
         self._backward = BackwardGraphs(
             traced,
             graphs,
-            saved=self._saved,
+            saved=self._forward.saved,
             tangents=self.tangent_specs,
             dependence=self.dependence,
             backend=backend,
         )
-        self._donated = [at for at, role in enumerate(self._saved) if role in donated]
-        self._saved_names = tuple([role.name for role in (*self._saved, *self._backward.read)])
+        crossing = (*self._forward.saved, *self._backward.read)
+        self._saved_names = tuple([role.name for role in crossing])
         self.parameter_names = self._backward.parameter_names
         self.early_parameters = self._backward.early_parameters
         self.late_parameters = self._backward.late_parameters
 
-    def _place_results(self, returned: Sequence[Role]) -> None:
-        """Where outputs, updates and saved tensors stand among F's results."""
-        updated = [role for role in returned if role.kind is Kind.UPDATE]
-        taken = set(self.capture.inputs)
-        self.updated_inputs = [role.name for role in updated if role.name in taken]
-        self.updated_state = [role.name for role in updated if role.name not in taken]
-        results = [role for role in returned if role.kind is Kind.OUTPUT]
-        results += _roles(Kind.UPDATE, self.updated_inputs)
-        self.output_names = [role.name for role in results]
-        self._saved = [role for role in returned if role.kind is Kind.SAVED]
-        self._outputs_at = positions(results, returned)
-        self._updates_at = positions(_roles(Kind.UPDATE, self.updated_state), returned)
-        self._saved_at = positions(self._saved, returned)
-
     @cached_property
     def autocast_guard(self) -> AutocastGuard:
-        """Stands before a backward that comes from autograd."""
+        """Checks autocast before a backward that comes from autograd."""
         return AutocastGuard(self.graphs.backward or self.graphs.joint)
 
     @property
@@ -129,7 +111,7 @@ class SplitFunctions:
         *,
         slices: int = 1,
     ) -> None:
-        """Compile now, rather than when it is first needed, what these calls run.
+        """Compile the graphs of these calls ahead of their first run.
 
         Args:
             calls: names of methods, in the order of one step: the first of a kind makes
@@ -150,14 +132,14 @@ class SplitFunctions:
 
     @cached_property
     def defers_numbers(self) -> bool:
-        """Whether W takes numbers read from data: sizes in it then differ between microbatches,
-        and one graph cannot hold several.
+        """Whether W takes numbers read from data: its sizes then differ between microbatches, of
+        which one graph cannot hold several.
         """
         weight = self.graphs.backward_weight
         taken = [] if weight is None else inputs(weight.graph, Kind.DEFERRED).values()
         return any(map(is_size, taken))
 
-    def concatenates(self, one: Handover, other: Handover) -> bool:
+    def concatenates(self, one: Residuals, other: Residuals) -> bool:
         """Whether W of two microbatches that ran these graphs can be one call: on the same
         parameters and buffers, without numbers of their own.
         """
@@ -172,20 +154,20 @@ class SplitFunctions:
 
     @cached_property
     def lent(self) -> list[tuple[int, int | None]]:
-        """Places of what I leaves for W in memory of whoever calls, each with the place of the
-        input that it lies in, or None for one in an incoming gradient.
+        """Places of deferred tensors in the caller's memory, each with the place of the input that
+        it lies in, or None for one in an incoming gradient.
         """
         lenders = lent(self.graphs)
         if not lenders:
             return []
         places = {name: at for at, name in enumerate(self.capture.inputs)}
-        roles = enumerate(self._backward.input_half.handed)
+        roles = enumerate(self._backward.backward_input.handed)
         found = [(at, lenders[role]) for at, role in roles if role in lenders]
         return [(at, places.get(r.name) if r.kind is Kind.INPUT else None) for at, r in found]
 
     @cached_property
     def borrowed(self) -> list[bool]:
-        """Which of ``parameter_names`` have a gradient that is not a tensor of its own."""
+        """For each of ``parameter_names`` whether its gradient is not a tensor of its own."""
         return [name in self.dependence.borrowed for name in self.parameter_names]
 
     @cached_property
@@ -196,59 +178,53 @@ class SplitFunctions:
 
     def forward(self, state: State, leaves: list[Any]) -> ForwardResult:
         """F. ``leaves``: flattened ``(args, kwargs)``; emptied."""
-        pool = leaves.copy()
-        leaves.clear()
-        pool += [state[name] for name in self._forward_state]
-        results = self._forward(pool)
-        saved = [results[at] for at in self._saved_at]
+        values = self._forward.run(state, leaves)
         read = tuple([state[role.name] for role in self._backward.read])
-        return ForwardResult(
-            [results[at] for at in self._outputs_at],
-            [results[at] for at in self._updates_at],
-            Handover(self._saved_names, saved, read, self._backward.constants, self._donated),
-        )
+        constants, donated = self._backward.constants, self._forward.donated
+        saved = Residuals(self._saved_names, values.saved, read, constants, donated)
+        return ForwardResult(values.outputs, values.updates, saved)
 
     def backward_input(
         self,
-        saved: Handover,
+        saved: Residuals,
         output_grads: list[Tensor | None],
         gradients: Sequence[Tensor] | None = None,
         accumulation: Accumulation = EXACT,
-    ) -> tuple[list[Tensor | None], Handover, Sequence[Tensor]]:
+    ) -> tuple[list[Tensor | None], Residuals, Sequence[Tensor]]:
         """I.
 
         Args:
-            saved: what F left; taken.
+            saved: residuals of F; taken.
             output_grads: in the order of ``output_names``; emptied.
             gradients: what to add the gradients of ``early_parameters`` into.
             accumulation: how to add.
 
         Returns:
-            Gradients in the order of ``capture.inputs``, None where there is none; what W
-            needs; and the gradients of ``early_parameters``, as from ``backward_weight``.
+            Gradients in the order of ``capture.inputs``, None where there is none; residuals
+            for W; and the gradients of ``early_parameters``, as from ``backward_weight``.
 
         Raises:
-            SplitError: a gradient does not fit its output, or something saved was written
+            SplitError: a gradient does not fit its output, or a saved tensor was written
                 in place since the forward.
         """
-        read, half = saved.state, self._backward.input_half
+        read, half = saved.state, self._backward.backward_input
         pool = self._backward_pool(saved, output_grads)
         results, early = half.graph.run(pool, gradients, accumulation)
         deferred = results[half.inputs :]
         del results[half.inputs :]
         kept = tuple([read[at] for at in half.read_at])
-        return results, Handover(half.names, deferred, kept, half.constants, late=True), early
+        return results, Residuals(half.names, deferred, kept, half.constants, late=True), early
 
     def backward_weight(
         self,
-        deferred: Handover,
+        deferred: Residuals,
         gradients: Sequence[Tensor] | None = None,
         accumulation: Accumulation = EXACT,
     ) -> Sequence[Tensor]:
         """W.
 
         Args:
-            deferred: what I left; taken.
+            deferred: residuals of I; taken.
             gradients: what to add into, in the order of ``late_parameters``; none of them may
                 share storage with another or with anything else that is handed over.
             accumulation: how to add.
@@ -258,14 +234,14 @@ class SplitFunctions:
             ``dependence.borrowed`` may share storage.
 
         Raises:
-            SplitError: something deferred was written in place since I.
+            SplitError: a deferred tensor was written in place since I.
         """
         _, found = self._backward.weight.run(deferred.take(), gradients, accumulation)
         return found
 
     def backward_weight_together(
         self,
-        deferred: Sequence[Handover],
+        deferred: Sequence[Residuals],
         gradients: Sequence[Tensor] | None = None,
         accumulation: Accumulation = EXACT,
     ) -> Sequence[Tensor]:
@@ -273,7 +249,7 @@ class SplitFunctions:
         over all of them, which rounds differently from one for each microbatch.
 
         Args:
-            deferred: what I left for each; taken. All must have run on the same parameters and
+            deferred: residuals of I, of each; taken. All must have run on the same parameters and
                 buffers.
             gradients: as for ``backward_weight``.
             accumulation: how to add the sum over these microbatches.
@@ -282,7 +258,7 @@ class SplitFunctions:
             As ``backward_weight``, summed over the microbatches.
 
         Raises:
-            SplitError: something deferred was written in place since I.
+            SplitError: a deferred tensor was written in place since I.
         """
         count = len(deferred)
         if count == 1:
@@ -298,7 +274,7 @@ class SplitFunctions:
 
     def backward(
         self,
-        saved: Handover,
+        saved: Residuals,
         output_grads: list[Tensor | None],
         gradients: Sequence[Tensor] | None = None,
         accumulation: Accumulation = EXACT,
@@ -319,8 +295,8 @@ class SplitFunctions:
         """
         return self._backward.sliced(count)
 
-    def _backward_pool(self, saved: Handover, output_grads: list[Tensor | None]) -> list[Any]:
-        """The only list that holds what I or B takes, so that all of it can die inside."""
+    def _backward_pool(self, saved: Residuals, output_grads: list[Tensor | None]) -> list[Any]:
+        """Arguments of I or B in the only list that refers to them, so that they can die inside."""
         tangents = [self._tangent(name, output_grads[at]) for name, at in self._tangents]
         output_grads.clear()
         return [*tangents, *saved.take()]
@@ -336,7 +312,3 @@ class SplitFunctions:
                 f"got {grad.dtype} {list(grad.shape)}"
             )
         return spec.conform(grad)
-
-
-def _roles(kind: Kind, names: Iterable[str]) -> list[Role]:
-    return [Role(kind, name) for name in names]

@@ -1,4 +1,4 @@
-"""How the gradients of several microbatches are added up, and their sums."""
+"""Gradient accumulation over microbatches: how gradients are added, and their sums."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from autosplit.errors import SplitError
-from autosplit.torch_internals.accumulate_grad import hooked, hooked_late
+from autosplit.torch_internals.accumulate_grad import has_accumulate_hooks, has_tensor_hooks
 
 FORMS = ("exact", "fused", "concatenated")
 
 
 @dataclasses.dataclass(frozen=True)
 class Accumulation:
-    """How W and B add a microbatch's gradients to those before it.
+    """How W and B add a microbatch's gradients to the sums.
 
     Attributes:
         form: ``"exact"`` computes a gradient and adds it, and rounds as autograd does;
@@ -54,7 +54,7 @@ EXACT = Accumulation()
 
 
 class GradientSums:
-    """Gradients of one stage's parameters, added up over microbatches.
+    """Accumulated gradients of one stage's parameters.
 
     Attributes:
         accumulation: how they are added.
@@ -80,14 +80,16 @@ class GradientSums:
                     f"parameter {name} was replaced between two microbatches whose gradients "
                     "are gathered; call publish() before replacing it"
                 )
-        if hooked_late(parameters):
-            name = next(n for n, p in zip(names, parameters, strict=True) if hooked_late([p]))
+        if has_accumulate_hooks(parameters):
+            name = next(
+                n for n, p in zip(names, parameters, strict=True) if has_accumulate_hooks([p])
+            )
             raise SplitError(
                 f"parameter {name} has a hook of register_post_accumulate_grad_hook, which nothing "
                 "calls here: gradients reach .grad when all microbatches are done. Let "
                 "optimizer.register_step_pre_hook do what it does"
             )
-        if hooked(parameters):
+        if has_tensor_hooks(parameters):
             return None
         sums = [self.tensors.get(name) for name in names]
         found = [each for each in sums if each is not None]
@@ -96,8 +98,7 @@ class GradientSums:
     def add(
         self, names: Sequence[str], gradients: Sequence[Tensor], borrowed: Collection[str]
     ) -> None:
-        """Take gradients as sums, and add those that have a sum already, as the parameters' hooks
-        give them back.
+        """Accumulate gradients, as the parameters' hooks return them.
 
         Args:
             names: of the parameters, for which ``into`` gave no sums.
@@ -106,7 +107,7 @@ class GradientSums:
         """
         for name, gradient in zip(names, gradients, strict=True):
             copied, parameter = name in borrowed, self._parameters[name]
-            if hooked([parameter]):
+            if has_tensor_hooks([parameter]):
                 # A hook may keep what it sees, and give back what it likes.
                 (gradient,) = torch.autograd.grad(parameter, parameter, gradient)
                 copied = True
@@ -116,7 +117,7 @@ class GradientSums:
                 self.tensors[name] = self._own(gradient, copied)
 
     def publish(self) -> None:
-        """Move the sums into the parameters' ``.grad``, adding to what is there.
+        """Move the sums into the parameters' ``.grad``, adding to gradients that are there.
 
         A sum of another dtype is rounded once, to the parameter's ``grad_dtype``: the dtype of
         the parameter unless the user set it otherwise.

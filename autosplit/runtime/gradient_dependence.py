@@ -1,6 +1,4 @@
-"""What is known of a module's gradients from its graphs alone: what each depends on, and whether
-it is a tensor of its own.
-"""
+"""Static analysis of a module's gradients: outputs they depend on, aliasing, deferability."""
 
 from __future__ import annotations
 
@@ -22,9 +20,9 @@ _GRADIENT_OF = {Kind.PARAMETER_GRAD: Kind.PARAMETER, Kind.INPUT_GRAD: Kind.INPUT
 
 
 def gradient_sources(joint: fx.Graph, *kinds: Kind) -> dict[str, frozenset[str]]:
-    """Name of a gradient of these kinds -> outputs whose gradients it depends on. One that is the
-    same whatever they are (of ``round``, or of no element) is there with the outputs that are
-    computed from what it is the gradient of.
+    """Name of a gradient of these kinds -> outputs whose gradients it depends on. A gradient that
+    depends on none (of ``round``, or without elements) is listed with the outputs that depend on
+    its input or parameter.
     """
     tangents = inputs(joint, Kind.TANGENT)
     reached = {role.name: descendants([node]) for role, node in tangents.items()}
@@ -37,7 +35,7 @@ def gradient_sources(joint: fx.Graph, *kinds: Kind) -> dict[str, frozenset[str]]
 
 
 def _computed_from(joint: fx.Graph, gradient: Role, known: Collection[str]) -> frozenset[str]:
-    """Those of the known outputs that what this is a gradient of has a part in."""
+    """The known outputs that the input or parameter of this gradient contributes to."""
     kind = _GRADIENT_OF[gradient.kind]
     source = inputs(joint, kind).get(Role(kind, gradient.name))
     users = descendants([source]) if source else frozenset()
@@ -46,8 +44,23 @@ def _computed_from(joint: fx.Graph, gradient: Role, known: Collection[str]) -> f
     return frozenset(known) & names or frozenset(known)
 
 
-class Dependence:
-    """Facts about the gradients of one module.
+def borrowed_gradients(graph: fx.Graph) -> frozenset[str]:
+    """Parameters whose gradient among a graph's results is not a tensor of its own: it shares
+    storage with another result or with an input, overlaps itself, or keeps more alive than itself.
+    Before it is added to in place, or kept as ``.grad``, it has to be copied.
+    """
+    pairs = [(role, value) for role, value in outputs(graph) if isinstance(value, fx.Node)]
+    uses = Counter(storage_root(value) for _, value in pairs)
+    return frozenset(
+        role.name
+        for role, value in pairs
+        if role.kind is Kind.PARAMETER_GRAD
+        and (uses[storage_root(value)] > 1 or not fills_storage(value))
+    )
+
+
+class GradientDependence:
+    """Facts about the gradients of one module that its graphs tell.
 
     Args:
         graphs: the module's.
@@ -74,8 +87,8 @@ class Dependence:
         return frozenset([name for name, outputs in sources if outputs <= absent])
 
     def idle_inputs(self, absent: frozenset[str]) -> list[int]:
-        """Places of inputs that get no gradient, because none of the outputs that they have a
-        part in has one.
+        """Places of inputs that get no gradient, because none of the outputs that they contribute
+        to has one.
         """
         if not absent:
             return []
@@ -84,25 +97,15 @@ class Dependence:
 
     @cached_property
     def borrowed(self) -> frozenset[str]:
-        """Parameters whose gradient is not a tensor of its own: it shares storage with
-        another gradient or with what the caller handed in, overlaps itself, or keeps more
-        alive than itself. Whoever adds into gradients in place must copy these first.
-        """
+        """Parameters whose gradient is not a tensor of its own, see ``borrowed_gradients``."""
         if self._graphs.backward is None:
             return frozenset()
-        pairs = [(r, v) for r, v in outputs(self._graphs.backward.graph) if isinstance(v, fx.Node)]
-        uses = Counter(storage_root(value) for _, value in pairs)
-        return frozenset(
-            role.name
-            for role, value in pairs
-            if role.kind is Kind.PARAMETER_GRAD
-            and (uses[storage_root(value)] > 1 or not fills_storage(value))
-        )
+        return borrowed_gradients(self._graphs.backward.graph)
 
     @cached_property
     def inseparable(self) -> dict[str, str]:
-        """Parameter -> the operator that makes its gradient and cannot wait: an input gradient
-        needs what it makes, too (fused recurrent layers, norms, sums of an input and a weight).
+        """Parameter -> the operator that makes its gradient and cannot wait, as an input gradient
+        needs its results too (fused recurrent layers, norms, sums of an input and a weight).
         """
         graph = self._graphs.joint.graph
         wanted = [v for _, v in outputs(graph, Kind.INPUT_GRAD) if isinstance(v, fx.Node)]
@@ -113,7 +116,7 @@ class Dependence:
 
     @cached_property
     def deferred_share(self) -> float:
-        """What share of the elements of weight gradients W can make; 1 where there are none."""
+        """Share of the elements of weight gradients that W can make; 1 where there are none."""
         sizes = {n: math.prod(spec.shape) for n, spec in self.gradient_specs.items()}
         waiting = sum(size for name, size in sizes.items() if name not in self.inseparable)
         total = sum(sizes.values())

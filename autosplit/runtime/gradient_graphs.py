@@ -1,4 +1,4 @@
-"""Graphs that make parameters' gradients, W and B, and their forms that add them up in place."""
+"""Graphs that compute weight gradients, and their variants that accumulate in place."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from autosplit.passes.verify import verify_graph
 from .gradient_accumulation import Accumulation
 
 
-class Form(NamedTuple):
-    """A compiled graph and where its results stand.
+class GraphVariant(NamedTuple):
+    """A compiled graph and the positions of its results.
 
     Attributes:
         call: takes what was given to ``GradientGraph``, then accumulators where it adds.
@@ -34,7 +34,7 @@ class Form(NamedTuple):
 
 
 class GradientGraph:
-    """W, a slice of it, or B: as it was split, and in the forms that add into accumulators.
+    """W, a slice of it, or B: as it was split, and in variants that add into accumulators.
 
     Args:
         name: of the graph.
@@ -64,7 +64,7 @@ class GradientGraph:
         self._others = others
         self._takers = takers
         self._backend = backend
-        self._forms: dict[Accumulation | None, Form] = {}
+        self._variants: dict[Accumulation | None, GraphVariant] = {}
 
     def run(
         self, pool: list[Any], gradients: Sequence[Tensor] | None, accumulation: Accumulation
@@ -77,7 +77,7 @@ class GradientGraph:
             accumulation: how to add.
         """
         inside = gradients is not None and not self._adds_outside(accumulation)
-        form = self._form(accumulation if inside else None)
+        form = self._variant(accumulation if inside else None)
         if inside:
             pool += gradients or ()
         results = form.call(pool)
@@ -96,7 +96,7 @@ class GradientGraph:
         without one the form that returns new ones.
         """
         inside = accumulation is not None and not self._adds_outside(accumulation)
-        self._form(accumulation if inside else None)
+        self._variant(accumulation if inside else None)
 
     def _adds_outside(self, accumulation: Accumulation) -> bool:
         """Whether whole gradients are added after the graph, so that it needs no second form."""
@@ -104,7 +104,9 @@ class GradientGraph:
 
     @cached_property
     def _only_vectors(self) -> bool:
-        """Gradients of norms and biases: next to nothing to hold, or to add."""
+        """Whether the gradients are of norms and biases only, which are cheap to hold and to
+        add.
+        """
         wanted = {Role(Kind.PARAMETER_GRAD, name) for name in self.parameters}
         return all(
             value.meta["val"].ndim <= 1
@@ -112,12 +114,12 @@ class GradientGraph:
             if role in wanted
         )
 
-    def _form(self, accumulation: Accumulation | None) -> Form:
-        if accumulation not in self._forms:
-            self._forms[accumulation] = self._make(accumulation)
-        return self._forms[accumulation]
+    def _variant(self, accumulation: Accumulation | None) -> GraphVariant:
+        if accumulation not in self._variants:
+            self._variants[accumulation] = self._make(accumulation)
+        return self._variants[accumulation]
 
-    def _make(self, accumulation: Accumulation | None) -> Form:
+    def _make(self, accumulation: Accumulation | None) -> GraphVariant:
         name, module, given = self._name, self._module, [*self._given]
         sums: list[Role] = []
         if accumulation is None:
@@ -131,13 +133,13 @@ class GradientGraph:
         graph = compile_graph(name, module, self._backend)
         hand_over(graph.strides, *self._takers)
         at = {role: index for index, role in enumerate(graph.outputs)}
-        return Form(
+        return GraphVariant(
             graph.taking(given), [at.get(role) for role in self._others], [at[r] for r in sums]
         )
 
 
-class PassedOn:
-    """In place of a graph that computes nothing and hands over what it takes.
+class PassThrough:
+    """Replacement for a graph that computes nothing and returns its arguments.
 
     Args:
         others: how many other results there would be; there are none.
@@ -160,8 +162,8 @@ class PassedOn:
         """There is nothing to compile."""
 
 
-class CalledForm(NamedTuple):
-    """What a call runs.
+class CalledVariant(NamedTuple):
+    """The variant of a graph that a call runs.
 
     Attributes:
         call: its name.
@@ -178,8 +180,10 @@ Call: TypeAlias = str | tuple[str, int]
 """A call of a step: its name, and for how many microbatches at a time where that is not one."""
 
 
-def forms(calls: Iterable[Call], parameters: Mapping[str, Sequence[str]]) -> dict[CalledForm, None]:
-    """In which forms some calls run their graphs.
+def variants(
+    calls: Iterable[Call], parameters: Mapping[str, Sequence[str]]
+) -> dict[CalledVariant, None]:
+    """The graph variants that some calls run.
 
     Args:
         calls: in the order of one step, before which there are no gradients.
@@ -189,14 +193,14 @@ def forms(calls: Iterable[Call], parameters: Mapping[str, Sequence[str]]) -> dic
         SplitError: an unknown call; lists the known ones.
     """
     made: set[str] = set()
-    found: dict[CalledForm, None] = {}
+    found: dict[CalledVariant, None] = {}
     for each in calls:
         call, count = (each, 1) if isinstance(each, str) else each
         if call not in parameters:
             known = ", ".join(map(repr, parameters))
             raise SplitError(f"unknown call {call!r}; known ones: {known}")
         names = parameters[call]
-        found[CalledForm(call, count, bool(names) and made.issuperset(names))] = None
+        found[CalledVariant(call, count, bool(names) and made.issuperset(names))] = None
         made.update(names)
     return found
 
@@ -204,7 +208,7 @@ def forms(calls: Iterable[Call], parameters: Mapping[str, Sequence[str]]) -> dic
 def accumulating(
     name: str, module: fx.GraphModule, accumulation: Accumulation, *, fused: bool = True
 ) -> fx.GraphModule:
-    """The graph in a form that adds into accumulators.
+    """The graph in a variant that adds into accumulators.
 
     Args:
         name: of the graph.

@@ -1,4 +1,4 @@
-"""Microbatches of a stage between two calls, and W of those between I and W."""
+"""In-flight microbatch state of a stage: between F and I, and between I and W."""
 
 from __future__ import annotations
 
@@ -8,23 +8,26 @@ from typing import NamedTuple
 from torch import Tensor
 
 from autosplit.errors import SplitError
-from autosplit.torch_internals.accumulate_grad import hooked
+from autosplit.torch_internals.accumulate_grad import has_tensor_hooks
+from autosplit.torch_internals.storage import distinct_storage_bytes
 
 from .functions import SplitFunctions
 from .gradient_accumulation import Accumulation, GradientSums
-from .saved_tensors import Handover, State, distinct_bytes
+from .saved_tensors import Residuals, State
 
 
-class Flight(NamedTuple):
-    """A microbatch between two calls: what the first left, and the state that F ran on."""
+class InFlightMicrobatch(NamedTuple):
+    """State of one microbatch between two calls: residuals of the first, and parameters and buffers
+    of F.
+    """
 
     functions: SplitFunctions
-    handover: Handover
+    residuals: Residuals
     state: State
 
 
-class Flights:
-    """Microbatches by their numbers.
+class InFlightMicrobatches:
+    """In-flight microbatches by their numbers.
 
     Args:
         owner: whose, for messages.
@@ -34,58 +37,62 @@ class Flights:
     def __init__(self, owner: str, before: str) -> None:
         self._owner = owner
         self._before = before
-        self._flights: dict[int, Flight] = {}
+        self._by_number: dict[int, InFlightMicrobatch] = {}
 
     def __contains__(self, microbatch: int) -> bool:
-        return microbatch in self._flights
+        return microbatch in self._by_number
 
     @property
     def waiting(self) -> list[int]:
         """The microbatches' numbers, in ascending order."""
-        return sorted(self._flights)
+        return sorted(self._by_number)
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What they hold, parameters and buffers left out."""
-        return [t for flight in self._flights.values() for t in flight.handover.tensors]
+        """Tensors that they hold, parameters and buffers left out."""
+        return [
+            t
+            for microbatch_state in self._by_number.values()
+            for t in microbatch_state.residuals.tensors
+        ]
 
     @property
     def bytes(self) -> int:
         """Bytes of distinct storage that they hold."""
-        return distinct_bytes(self.tensors)
+        return distinct_storage_bytes(self.tensors)
 
-    def put(self, microbatch: int, flight: Flight) -> None:
-        self._flights[microbatch] = flight
+    def put(self, microbatch: int, microbatch_state: InFlightMicrobatch) -> None:
+        self._by_number[microbatch] = microbatch_state
 
-    def take(self, microbatch: int) -> Flight:
-        """The microbatch, which is not here any more.
-
-        Raises:
-            SplitError: it is not here.
-        """
-        flight = self.get(microbatch)
-        del self._flights[microbatch]
-        return flight
-
-    def get(self, microbatch: int) -> Flight:
-        """The microbatch.
+    def take(self, microbatch: int) -> InFlightMicrobatch:
+        """Remove and return a microbatch's state.
 
         Raises:
             SplitError: it is not here.
         """
-        if microbatch not in self._flights:
+        microbatch_state = self.get(microbatch)
+        del self._by_number[microbatch]
+        return microbatch_state
+
+    def get(self, microbatch: int) -> InFlightMicrobatch:
+        """A microbatch's state.
+
+        Raises:
+            SplitError: it is not here.
+        """
+        if microbatch not in self._by_number:
             raise SplitError(
                 f"{self._owner}: microbatch {microbatch} has not run {self._before}, or its "
                 "result was used already"
             )
-        return self._flights[microbatch]
+        return self._by_number[microbatch]
 
     def clear(self) -> None:
-        self._flights.clear()
+        self._by_number.clear()
 
 
-class WaitingWeights:
-    """Microbatches that wait for W, and the sums that their gradients are added into.
+class PendingWeightGradients:
+    """Microbatches between I and W, and the sums that their gradients are added to.
 
     Args:
         owner: whose, for messages.
@@ -93,13 +100,13 @@ class WaitingWeights:
         slices: how many slices W can be run in.
 
     Attributes:
-        flights: the microbatches between I and W.
+        in_flight: the microbatches between I and W.
         sums: the gradients so far.
         slices: how many slices W can be run in.
     """
 
     def __init__(self, owner: str, accumulation: Accumulation, slices: int) -> None:
-        self.flights = Flights(owner, "backward_input")
+        self.in_flight = InFlightMicrobatches(owner, "backward_input")
         self.sums = GradientSums(accumulation)
         self.slices = slices
         self._owner = owner
@@ -117,7 +124,7 @@ class WaitingWeights:
                 f"{self._owner}: {self._begun[microbatch]} of {self.slices} slices of W of "
                 f"microbatch {microbatch} have run; run the others one by one"
             )
-        functions, deferred, state = self.flights.take(microbatch)
+        functions, deferred, state = self.in_flight.take(microbatch)
         names = functions.late_parameters
         sums = self.into(names, state)
         gradients = functions.backward_weight(deferred, sums, self.sums.accumulation)
@@ -125,8 +132,8 @@ class WaitingWeights:
             self.sums.add(names, gradients, functions.dependence.borrowed)
 
     def run_all(self, microbatches: Sequence[int]) -> None:
-        """All of W for several microbatches, in this order. Those that ran the same graph on
-        the same parameters go together where factors are to be concatenated.
+        """Run W of several microbatches, in this order. With concatenated accumulation, those that
+        ran the same graph on the same parameters run as one.
 
         Raises:
             SplitError: as ``run``; a microbatch is named twice.
@@ -153,24 +160,24 @@ class WaitingWeights:
 
     def _fit(self, first: int, second: int) -> bool:
         """Whether W of two microbatches can run in one call."""
-        one, other = self.flights.get(first), self.flights.get(second)
+        one, other = self.in_flight.get(first), self.in_flight.get(second)
         names = one.functions.late_parameters
         return (
             self.sums.accumulation.concatenated
             and one.functions is other.functions
             and all(one.state[name] is other.state[name] for name in names)
             and self._begun.keys().isdisjoint((first, second))
-            and one.functions.concatenates(one.handover, other.handover)
-            and not hooked(one.state[name] for name in names)
+            and one.functions.concatenates(one.residuals, other.residuals)
+            and not has_tensor_hooks(one.state[name] for name in names)
         )
 
     def _run_together(self, microbatches: list[int]) -> None:
         if len(microbatches) == 1:
             self.run(microbatches[0])
             return
-        flights = [self.flights.take(microbatch) for microbatch in microbatches]
-        functions, _, state = flights[0]
-        deferred = [flight.handover for flight in flights]
+        in_flight = [self.in_flight.take(microbatch) for microbatch in microbatches]
+        functions, _, state = in_flight[0]
+        deferred = [microbatch_state.residuals for microbatch_state in in_flight]
         names, accumulation = functions.late_parameters, self.sums.accumulation
         sums = self.into(names, state)
         gradients = functions.backward_weight_together(deferred, sums, accumulation)
@@ -189,7 +196,7 @@ class WaitingWeights:
                 f"{self._owner}: W of microbatch {microbatch} runs in {self.slices} slice(s), in "
                 f"order; it is the turn of slice {turn}, got {index}"
             )
-        functions, deferred, state = self.flights.take(microbatch)
+        functions, deferred, state = self.in_flight.take(microbatch)
         weight = functions.sliced(self.slices)
         names = weight.parameter_names[index]
         sums = self.into(names, state)
@@ -200,7 +207,7 @@ class WaitingWeights:
             self._begun.pop(microbatch, None)
             return
         self._begun[microbatch] = index + 1
-        self.flights.put(microbatch, Flight(functions, left, state))
+        self.in_flight.put(microbatch, InFlightMicrobatch(functions, left, state))
 
     def into(self, names: Sequence[str], state: State) -> list[Tensor] | None:
         """The sums that W or B adds into; None where it makes new gradients.
@@ -219,8 +226,8 @@ class WaitingWeights:
         Raises:
             SplitError: a microbatch waits for W.
         """
-        if self.flights.waiting:
-            waiting = ", ".join(map(str, self.flights.waiting))
+        if self.in_flight.waiting:
+            waiting = ", ".join(map(str, self.in_flight.waiting))
             raise SplitError(
                 f"{self._owner}: weight gradients of microbatch {waiting} are pending; "
                 "call backward_weight() for each first"
@@ -229,6 +236,6 @@ class WaitingWeights:
 
     def clear(self) -> None:
         """Forget everything."""
-        self.flights.clear()
+        self.in_flight.clear()
         self._begun.clear()
         self.sums.clear()

@@ -1,4 +1,4 @@
-"""Inputs that a module writes into must not share memory with anything else it reads."""
+"""Refusal of inputs that a module writes into and that share memory with others."""
 
 from __future__ import annotations
 

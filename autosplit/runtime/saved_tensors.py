@@ -1,4 +1,4 @@
-"""What one graph leaves for the next, and the proof that nobody wrote into it meanwhile."""
+"""``Residuals``: tensors that one graph saves for the next, checked for writes in between."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ class Constants(NamedTuple):
         return cls(tuple(names), tuple(found.values()))
 
 
-class Handover:
-    """Tensors, and numbers read from data, from one graph to the next, with the state and
+class Residuals:
+    """Tensors, and numbers read from data, saved by one graph for the next, with the state and
     constants that it will read.
 
     A tensor written in place between the two would give wrong gradients, and so would a
@@ -131,15 +131,15 @@ class Handover:
 
     @property
     def read(self) -> tuple[Tensor, ...]:
-        """Everything that the next graph reads, and constants that one after it does."""
+        """Tensors, state and constants that the next graph, or one after it, reads."""
         return (*self.tensors, *self._state, *self._constants)
 
     def put_away(self) -> None:
-        """Keep no tensors: autograd keeps them, packed by the user's hooks."""
+        """Release the tensors: autograd keeps them, packed by the user's hooks."""
         self._tensors = [v if isinstance(v, _NUMBERS) else None for v in self._tensors]
 
     def bring_back(self, tensors: Iterable[Tensor]) -> None:
-        """The tensors that were put away, as the user's hooks unpacked them."""
+        """Restore the tensors as the user's hooks unpacked them."""
         given = iter(tensors)
         back = [v if isinstance(v, _NUMBERS) else next(given) for v in self._tensors]
         self._tensors = self._apart(back)  # the hooks may keep what they gave
@@ -159,9 +159,11 @@ class Handover:
             (counts[at],) = versions((copies[at],))
         self._tensors, self._counts = copies, tuple(counts)
 
-    def again(self) -> Handover:
-        """The same hand-over once more, for a backward that runs twice (``retain_graph=True``)."""
-        twin = Handover.__new__(Handover)
+    def again(self) -> Residuals:
+        """A second set of the same residuals, for a backward that runs twice
+        (``retain_graph=True``).
+        """
+        twin = Residuals.__new__(Residuals)
         twin._names, twin._state = self._names, self._state
         twin._constants, twin._donated = self._constants, self._donated
         twin._tensors = self._apart(self._tensors)
@@ -212,9 +214,7 @@ class Handover:
 
 
 def is_shared(value: Any) -> bool:
-    """Whether it is a tensor into whose memory others than torch can write: NumPy, DLPack,
-    another process.
-    """
+    """Whether NumPy, DLPack or another process can write into the tensor's memory."""
     return isinstance(value, Tensor) and not value.untyped_storage().resizable()
 
 
@@ -238,21 +238,12 @@ def own(values: Sequence[Any], places: Iterable[int]) -> list[Any]:
 
 
 def _different(names: Sequence[str], then: tuple[Any, ...], now: tuple[Any, ...]) -> str:
-    """The names whose values differ."""
+    """Names whose values differ."""
     if now == then:
         return ""
     return ", ".join(n for n, a, b in zip(names, then, now, strict=True) if a != b)
 
 
 def _places(tensors: Iterable[Tensor]) -> tuple[tuple[int, torch.dtype], ...]:
-    """Where each tensor's data lie, and as what."""
+    """Data pointer and dtype of each tensor."""
     return tuple([(tensor.data_ptr(), tensor.dtype) for tensor in tensors])
-
-
-def distinct_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of distinct storage behind the tensors."""
-    sizes = {
-        (storage.device, storage.data_ptr()): storage.nbytes()
-        for storage in (t.untyped_storage() for t in tensors if t is not None)
-    }
-    return sum(sizes.values())

@@ -1,4 +1,4 @@
-"""The whole graphs of one module: for every call the one that fits, captured if need be."""
+"""``Specializations``: the whole graphs of one module, captured for each kind of call."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from autosplit.torch_internals.module_state import StateReader
 from autosplit.torch_internals.pytree import tree_unflatten
 
 from .build import trace, without_history
-from .call_signature import Signature, Structure
+from .call_signature import CallSignature, CallStructure
 from .functions import SplitFunctions
-from .specialization_cache import Graphs
+from .specialization_cache import SpecializationCache
 from .split_options import SplitOptions
 
 
-class FittingGraphs:
-    """Captures a module for each kind of call, and finds again what it captured.
+class Specializations:
+    """Captures a module for each kind of call, and looks captured graphs up again.
 
     Several threads may ask at once; one of them captures.
 
@@ -53,10 +53,10 @@ class FittingGraphs:
     ) -> None:
         self._model = model
         self._split = split
-        self._graphs = Graphs(type(model).__name__, limit)
+        self._graphs = SpecializationCache(type(model).__name__, limit)
         self._insist = insist
         self._traced = traced
-        self._first: set[Signature] = set()
+        self._first: set[CallSignature] = set()
         self._capturing = threading.RLock()
         self._busy = False
         self._warned = False
@@ -88,7 +88,7 @@ class FittingGraphs:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         leaves: list[Any],
-        structure: Structure,
+        structure: CallStructure,
         *,
         called: bool = False,
     ) -> SplitFunctions:
@@ -107,7 +107,7 @@ class FittingGraphs:
             SplitError: the graph cannot be split.
             BackendError: the backend cannot compile it.
         """
-        signature = Signature.of(leaves, structure)
+        signature = CallSignature.of(leaves, structure)
         if not all(type(leaf) is Tensor or not isinstance(leaf, Tensor) for leaf in leaves):
             # A parameter as an input: guards want the plain tensor that tracing saw.
             args, kwargs = tree_unflatten(without_history(leaves), structure.spec)
@@ -129,7 +129,7 @@ class FittingGraphs:
         return found
 
     def _capture(
-        self, signature: Signature, leaves: list[Any], structure: Structure, called: bool
+        self, signature: CallSignature, leaves: list[Any], structure: CallStructure, called: bool
     ) -> SplitFunctions:
         if self._busy:  # only the thread that captures comes here meanwhile
             raise calls_itself(self._model)
@@ -154,7 +154,7 @@ class FittingGraphs:
         return made
 
     def _warn_of_little(self, made: SplitFunctions) -> None:
-        """Say once where most weight gradients cannot wait."""
+        """Warn once where most weight gradients cannot be deferred."""
         if self._warned or not made.has_backward:
             return
         known = made.dependence.inseparable
@@ -164,7 +164,7 @@ class FittingGraphs:
 
 
 def calls_itself(model: nn.Module) -> RecursiveCallError:
-    """What to raise where the forward of a model comes to the split module of that model."""
+    """The error for a forward that calls the split module of its own model."""
     return RecursiveCallError(
         f"the forward of {type(model).__name__} calls the split module that is made of it, which "
         "calls the model: this would never end. To put something around the forward, set "

@@ -1,15 +1,15 @@
-"""The graphs captured for one module, of which only so many are kept."""
+"""``SpecializationCache``: captured graphs of one module, least recently used dropped first."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
 
-from .call_signature import Signature
+from .call_signature import CallSignature
 from .functions import SplitFunctions
 
 
-class Graphs:
+class SpecializationCache:
     """Captured graphs by signature; several may share one, and their guards tell them apart.
 
     Args:
@@ -20,8 +20,8 @@ class Graphs:
     def __init__(self, owner: str, limit: int) -> None:
         self._owner = owner
         self._limit = limit
-        self._known: dict[Signature, list[SplitFunctions]] = {}
-        self._last_use: dict[SplitFunctions, Signature] = {}  # longest unused first
+        self._known: dict[CallSignature, list[SplitFunctions]] = {}
+        self._last_use: dict[SplitFunctions, CallSignature] = {}  # longest unused first
         self._captured: list[SplitFunctions] = []
         self._warned = False
 
@@ -31,7 +31,7 @@ class Graphs:
         return tuple(self._captured)
 
     def find(
-        self, signature: Signature, fits: Callable[[SplitFunctions], bool]
+        self, signature: CallSignature, fits: Callable[[SplitFunctions], bool]
     ) -> SplitFunctions | None:
         """A graph of this signature that fits."""
         for functions in self._known.get(signature, ()):
@@ -40,7 +40,7 @@ class Graphs:
                 return functions
         return None
 
-    def add(self, signature: Signature, functions: SplitFunctions) -> None:
+    def add(self, signature: CallSignature, functions: SplitFunctions) -> None:
         """Keep a graph, and drop another where there are too many."""
         while len(self._captured) >= self._limit:
             self._drop(next(iter(self._last_use)))

@@ -1,4 +1,4 @@
-"""W in slices: one call of W as several, each with some of the gradients."""
+"""W in slices: one W as several calls, each with some of the gradients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autosplit.passes.verify import verify_graph
 
 from .gradient_accumulation import Accumulation
 from .gradient_graphs import GradientGraph
-from .saved_tensors import Constants, Handover
+from .saved_tensors import Constants, Residuals
 
 
 class _Slice(NamedTuple):
@@ -49,7 +49,7 @@ class SlicedWeight:
         module: W.
         handed: roles of what I hands over, in order.
         count: how many slices.
-        borrowed: gradients that are not tensors of their own (``Dependence.borrowed``).
+        borrowed: gradients that are not tensors of their own (``GradientDependence.borrowed``).
         constants_of: the constants that graphs read.
         backend: how graphs are compiled.
 
@@ -97,10 +97,10 @@ class SlicedWeight:
     def run(
         self,
         index: int,
-        deferred: Handover,
+        deferred: Residuals,
         gradients: Sequence[Tensor] | None,
         accumulation: Accumulation,
-    ) -> tuple[Sequence[Tensor], Handover]:
+    ) -> tuple[Sequence[Tensor], Residuals]:
         """Run one slice.
 
         Args:
@@ -121,7 +121,7 @@ class SlicedWeight:
         kept = [pool[at] for at in tensors_at]
         made, found = graph.run(pool, gradients, accumulation)
         left = tuple([read[at] for at in state_at])
-        return found, Handover(names, kept + made, left, constants, late=True)
+        return found, Residuals(names, kept + made, left, constants, late=True)
 
 
 def _slice(

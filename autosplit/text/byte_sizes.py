@@ -1,4 +1,4 @@
-"""Sizes as people write them: 80GiB, 512MiB, 16 GB."""
+"""Parsing of sizes in bytes: 80GiB, 512MiB, 16 GB."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names in a sentence or a table cell."""
+"""Lists of names for a sentence or a table cell."""
 
 from __future__ import annotations
 

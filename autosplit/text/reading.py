@@ -1,4 +1,4 @@
-"""Text that a person or another program wrote, read with a bound."""
+"""Bounded reading of text files, with typed errors."""
 
 from __future__ import annotations
 

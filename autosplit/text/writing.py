@@ -1,4 +1,4 @@
-"""Files that the user asked for: refused before the work where they cannot be written."""
+"""Output files and folders, checked before the work that fills them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autosplit.errors import OutputError
 
 @contextmanager
 def writing(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Around what writes a file or a folder.
+    """Turn errors of writing a file or a folder into ``OutputError``.
 
     Raises:
         OutputError: it cannot be written; says why.

@@ -1,8 +1,8 @@
-"""How a gradient gets into ``.grad`` of a leaf, and who would notice.
+"""Gradient accumulation into ``.grad``, and the hooks that observe it.
 
 Autograd ends at a node for each parameter, AccumulateGrad, which only adds to ``.grad``
-(torch/csrc/autograd/functions/accumulate_grad.h) unless somebody hooked into the tensor or into
-that node. Where nobody did, adding here is the same and takes a tenth of the engine's time.
+(torch/csrc/autograd/functions/accumulate_grad.h) unless the tensor or that node has
+hooks. Where there are none, adding here is the same and takes a tenth of the engine's time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _IS_LEAF = attrgetter("is_leaf")
 
 
 class Leaves:
-    """Parameters of which it is known at every moment whether somebody hooked into them.
+    """Parameters and their hooks, which can be checked cheaply at every step.
 
     Their nodes are held: a hook that is put on one later is found, and autograd would make
     another node where nobody holds it.
@@ -55,13 +55,13 @@ class Leaves:
         mine = self.parameters
         return len(mine) == len(parameters) and not any(map(is_not, parameters, mine))
 
-    def unnoticed(self) -> bool:
-        """Whether nobody could tell a gradient that is added to ``.grad`` from one that came
-        through the engine.
+    def allows_direct_add(self) -> bool:
+        """Whether adding a gradient to ``.grad`` has the same effects as accumulation by the
+        engine.
         """
         return (
             self._plain
-            and not self.watched()
+            and not self.has_hooks()
             and all(map(_NEEDS_GRAD, self.parameters))
             and all(map(_IS_LEAF, self.parameters))
             and not torch.is_inference_mode_enabled()
@@ -70,29 +70,29 @@ class Leaves:
             and not (torch.distributed.is_available() and torch.distributed.is_initialized())
         )
 
-    def watched(self) -> bool:
-        """Whether somebody hooked into one of them, or into its node."""
+    def has_hooks(self) -> bool:
+        """Whether one of them, or its autograd node, has a hook."""
         latest = RemovableHandle.next_id  # counts every hook that is put on anything
         if latest != self._checked:
-            if any(self._hooks) or watched(self.parameters):
+            if any(self._hooks) or has_gradient_hooks(self.parameters):
                 return True
             self._checked = latest
         return False
 
 
-def hooked(parameters: Iterable[Tensor]) -> bool:
-    """Whether a hook of ``register_hook`` wants to see the gradient of one of them."""
+def has_tensor_hooks(parameters: Iterable[Tensor]) -> bool:
+    """Whether one of them has a hook of ``register_hook``."""
     return any(map(_TENSOR_HOOKS, parameters))
 
 
-def hooked_late(parameters: Iterable[Tensor]) -> bool:
-    """Whether a hook waits for one of them to have its gradient."""
+def has_accumulate_hooks(parameters: Iterable[Tensor]) -> bool:
+    """Whether one of them has a hook of ``register_post_accumulate_grad_hook``."""
     return any(map(_LATE_HOOKS, parameters))
 
 
-def watched(parameters: Sequence[Tensor]) -> bool:
-    """Whether any hook waits for a gradient of one of them."""
-    return hooked(parameters) or hooked_late(parameters)
+def has_gradient_hooks(parameters: Sequence[Tensor]) -> bool:
+    """Whether one of them has either kind of hook."""
+    return has_tensor_hooks(parameters) or has_accumulate_hooks(parameters)
 
 
 def add_gradients(
@@ -103,7 +103,7 @@ def add_gradients(
     Args:
         parameters: whose; leaves.
         grads: one for each.
-        borrowed: which of them are no tensors of their own, and are copied.
+        borrowed: which of them are not tensors of their own, and are copied.
     """
     sums = [parameter.grad for parameter in parameters]
     present = [total for total in sums if total is not None]
@@ -120,7 +120,7 @@ def add_gradients(
 
 
 def _is_plain(parameter: Tensor) -> bool:
-    """A leaf whose gradients are dense, in its own layout."""
+    """Whether it is a leaf whose gradients are dense, in its own layout."""
     return (
         type(parameter) in (Tensor, torch.nn.Parameter)
         and parameter.is_leaf
@@ -144,14 +144,14 @@ def _nothing(*_: Any) -> None:
 
 
 def own_gradient(parameter: Tensor, grad: Tensor, borrowed: bool) -> Tensor:
-    """A gradient as ``.grad``: itself where it is nobody else's and as the parameter lies."""
+    """A gradient as ``.grad``: itself where it is not borrowed and has the parameter's strides."""
     dtype = getattr(parameter, "grad_dtype", None) or grad.dtype
     if borrowed or grad.stride() != parameter.stride() or grad.dtype is not dtype:
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False).copy_(grad)
     return grad.detach() if grad._base is not None else grad  # a view would keep its base
 
 
-def wrapper(kind: type[T], like: Tensor, dtype: torch.dtype) -> T:
+def memoryless_tensor(kind: type[T], like: Tensor, dtype: torch.dtype) -> T:
     """A tensor of a subclass of Tensor, without memory, in the shape and on the device of another.
     Functions in C that ask for its memory raise a RuntimeError; without being told, they read it
     at address 0.
@@ -168,25 +168,25 @@ def wrapper(kind: type[T], like: Tensor, dtype: torch.dtype) -> T:
 
 
 tensor_users = Tensor._use_count  # type: ignore[attr-defined]
-"""How many hold a tensor in C++, its Python object included."""
+"""C++ reference count of a tensor, its Python object included."""
 
-as_it_is = torch._C.DisableTorchFunctionSubclass
-"""Context in which subclasses of Tensor do not see the functions that are called on them."""
+without_torch_function = torch._C.DisableTorchFunctionSubclass
+"""Context in which ``__torch_function__`` of subclasses is not called."""
 
 ZERO_ALL = torch._foreach_zero_
 
 
 @contextlib.contextmanager
-def above_autograd() -> Iterator[None]:
-    """What runs inside is dispatched as if no operator were under way: below ``__torch_dispatch__``
-    autograd is off, whatever ``enable_grad`` says.
+def outside_dispatch() -> Iterator[None]:
+    """Context with the dispatch keys of a fresh thread: below ``__torch_dispatch__`` autograd is
+    off, whatever ``enable_grad`` says.
     """
     with torch._C._ForceDispatchKeyGuard(*_OUTSIDE):
         yield
 
 
 def _dispatch_outside() -> tuple[Any, Any]:
-    """What a thread starts with, whatever this one is doing."""
+    """Dispatch keys that a fresh thread includes and excludes."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(
             lambda: (

@@ -1,4 +1,4 @@
-"""Autograd's engine: the backward that is under way, hooks and modes around it."""
+"""The backward that autograd's engine is running: its number, its nodes, modes around it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ current_backward = torch._C._current_graph_task_id
 
 
 def has_saved_tensors_hooks() -> bool:
-    """Whether the user has hooks for what autograd saves: offloading, ``checkpoint``."""
+    """Whether saved-tensor hooks are set: offloading, ``checkpoint``."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 

@@ -1,4 +1,4 @@
-"""torch.distributed around a split module: who takes part when gradients arrive."""
+"""Refusal of FSDP, and detection of DistributedDataParallel's gradient synchronisation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DistributedDataParallel, FSDP and torch.distributed.pipelining around a module."""
+"""Detection of DistributedDataParallel, FSDP and torch.distributed.pipelining around a module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Dynamo reports of graph breaks, without running the model again to ask."""
+"""Graph breaks as Dynamo reports them, without another run of the model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class BreakReason:
 
 
 class BreakWatch:
-    """Collects what Dynamo reports between its making and ``found``."""
+    """Collects Dynamo's reports from its construction to ``found()``."""
 
     def __init__(self) -> None:
         self._breaks = len(graph_break_reasons)

@@ -1,4 +1,4 @@
-"""Inductor, torch's compiler, one graph at a time."""
+"""Compilation of one graph by Inductor, and its preparations."""
 
 from __future__ import annotations
 
@@ -23,8 +23,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autosplit.passes.analysis.operators import is_random
 
-from .garbage_collection import only_new_garbage
-
 _TAG = "partitioner_tag"
 
 
@@ -44,10 +42,9 @@ class Compiled:
 
 
 class Preparation:
-    """What Inductor finds out before the first graph that it compiles, or finds compiled, in a
-    process: a digest of its own sources, and by starting another process which vector
-    instructions its C++ may use. Half of a start with all else on disk is waiting for that,
-    so it is done in a thread of its own while the module is traced.
+    """Process-wide preparations of Inductor, in a thread while the module is traced: a digest of
+    its sources, and, by starting another process, the vector instructions that its C++ may use.
+    Half of a start with all else on disk is waiting for that.
     """
 
     def __init__(self) -> None:
@@ -61,18 +58,18 @@ class Preparation:
         pool.shutdown(wait=False)
 
     def finish(self) -> None:
-        """Wait; what went wrong goes wrong again where Inductor asks."""
+        """Wait for them; errors are raised again where Inductor asks."""
         wait(self._work)
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """What Inductor wants traced through. It refuses to compile some of these operators."""
+    """Operators that Inductor wants traced through. It refuses to compile some of them."""
     return dict(select_decomp_table())
 
 
 def rewrite_joint(joint: fx.GraphModule) -> None:
-    """What ``torch.compile`` does to a joint graph before it partitions it: attention and
-    other patterns are fused, constants folded, random operators become functions of seeds.
+    """Inductor's rewrites of a joint graph before partitioning: attention and other patterns are
+    fused, constants folded, random operators become functions of seeds.
     """
     mode = _fake_mode(joint.graph)
     joint.graph.set_codegen(fx.graph.CodeGen())  # AOTAutograd's expects what it traced
@@ -123,7 +120,7 @@ def compile_module(
     # Its CUDA graphs write every call's results where those of the last call were, and a next
     # microbatch comes before the last one's are used up; backend="cudagraphs" knows how to wait.
     eager_launch = torch._inductor.config.patch({"triton.cudagraphs": False})
-    with compile_lock, V.set_fake_mode(mode), tracing(context), only_new_garbage(), eager_launch:
+    with compile_lock, V.set_fake_mode(mode), tracing(context), eager_launch:
         compiled: Any = compile_fx_inner(
             module, examples, is_backward=is_backward, static_input_idxs=sorted(static)
         )
@@ -132,7 +129,7 @@ def compile_module(
 
 
 def fake_like(value: Tensor, graph: fx.Graph) -> Tensor:
-    """The fake tensor that stands for a real one beside those of a graph."""
+    """A fake tensor for a real one, in the fake mode of a graph."""
     return _fake_mode(graph).from_tensor(value, static_shapes=True)
 
 

@@ -1,4 +1,4 @@
-"""A module's parameters and buffers where it keeps them."""
+"""State of modules: parameters and buffers by name, and train/eval modes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 
 class StateReader:
-    """Reads a module's parameters and buffers by name, as they are at the moment of the call.
+    """Reader of a module's parameters and buffers by name, as they are at the time of the call.
 
     Looks each one up where the module keeps it, so that a parameter that was moved or
     replaced since is found, without walking the module tree on every call.
@@ -50,15 +50,15 @@ def _table(names: Any) -> dict[str, Any]:
     return names if isinstance(names, dict) else dict(names.items())
 
 
-def share_state(face: nn.Module, module: nn.Module) -> None:
-    """Make ``face`` hold the very parameters, buffers and submodules of ``module``.
+def share_state(proxy: nn.Module, module: nn.Module) -> None:
+    """Make ``proxy`` hold the very parameters, buffers and submodules of ``module``.
 
     The dictionaries are shared, not copied: both have one ``state_dict`` without a prefix,
     and replacing a parameter on either replaces it on both.
     """
     for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
-        face.__dict__[name] = module.__dict__[name]
-    face.training = module.training
+        proxy.__dict__[name] = module.__dict__[name]
+    proxy.training = module.training
 
 
 def hold_state(stage: nn.Module, model: nn.Module, names: Iterable[str]) -> None:

@@ -1,4 +1,4 @@
-"""Autograd's engine while it runs the backward of a compiled graph."""
+"""The backward of a compiled graph that autograd's engine is running: leaves, order, requests."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ class RunningBackward:
         leaves: leaf inputs of the forward call, and whether the backward accumulates into
             each: into none under ``torch.autograd.grad``, only into those that are named under
             ``backward(inputs=...)``.
-        tied: those of them that have a parameter behind them, see ``StandIns``.
-        asked: whether it is for parameters that such leaves stand for, by either.
+        linked: those of them that are linked to their parameter, see ``LinkedLeaves``.
+        asked: whether it is for such parameters, by either.
         again: whether it is to be differentiated again (``create_graph=True``).
     """
 
     number: int
     sequence: int
     leaves: list[tuple[Tensor, bool]]
-    tied: list[Tensor]
+    linked: list[Tensor]
     asked: bool
     again: bool
 
 
-class StandIns(torch.autograd.Function):
-    """Leaves in the place of parameters that stay behind them in autograd's graph, so that a
-    backward that asks for those is noticed. Nothing arrives at either, as a rule.
+class LinkedLeaves(torch.autograd.Function):
+    """Leaves in the place of parameters, with edges in the autograd graph to those, so that a
+    backward that asks for a parameter is noticed. No gradient arrives at either, as a rule.
     """
 
     @staticmethod
@@ -53,35 +53,33 @@ class StandIns(torch.autograd.Function):
         return (None, *[None] * len(ctx.leaves), *grads)
 
 
-def stand_ins(leaves: list[Tensor], parameters: Sequence[Tensor]) -> Sequence[Tensor]:
-    """What a graph gets: tensors over the leaves' memory, with the parameters behind them."""
-    made: Sequence[Tensor] = StandIns.apply(leaves, *leaves, *parameters)  # type: ignore[no-untyped-call]
+def linked_leaves(leaves: list[Tensor], parameters: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Inputs for a graph: tensors over the leaves' memory, with edges to the parameters too."""
+    made: Sequence[Tensor] = LinkedLeaves.apply(leaves, *leaves, *parameters)  # type: ignore[no-untyped-call]
     return made
 
 
-def is_tie(node: Any) -> bool:
-    """Whether a node of autograd's graph is one of ``stand_ins``."""
-    return isinstance(node, StandIns._backward_cls)
+def is_link(node: Any) -> bool:
+    """Whether a node of autograd's graph is that of ``linked_leaves``."""
+    return isinstance(node, LinkedLeaves._backward_cls)
 
 
 def leaf_of(node: Any, result: int) -> Tensor | None:
-    """The leaf that an operand of autograd's graph is, or that is behind it; None where it was
-    computed.
-    """
-    leaf: Tensor | None = node.leaves[result] if is_tie(node) else getattr(node, "variable", None)
+    """The leaf that an operand in autograd's graph is or stands for; None if it was computed."""
+    leaf: Tensor | None = node.leaves[result] if is_link(node) else getattr(node, "variable", None)
     return leaf
 
 
 def _edges(node: Any, result: int) -> tuple[Any, Any]:
-    """Nodes of a leaf and, where it stands for a parameter that is behind it, of that."""
-    if not is_tie(node):
+    """Nodes of a leaf and, where it is linked to a parameter, of that."""
+    if not is_link(node):
         return node, None
     following = node.next_functions
     return following[result][0], following[len(node.leaves) + result][0]
 
 
 def running_backward(is_ours: Callable[[Tensor], bool]) -> RunningBackward:
-    """What the engine is running now, with those leaves that ``is_ours`` accepts."""
+    """The backward call that the engine is running, with the leaves that ``is_ours`` accepts."""
     node = torch._C._current_autograd_node()
     following = () if node is None else node.next_functions
     found = [(leaf_of(*edge), _edges(*edge)) for edge in following if edge[0] is not None]
@@ -92,13 +90,13 @@ def running_backward(is_ours: Callable[[Tensor], bool]) -> RunningBackward:
     ordinary = any(wanted for _, wanted in leaves)
     behind = [(leaf, node) for leaf, (_, node) in ours if node is not None]
     asked = not ordinary and any(is_asked_for(node) for _, node in behind)
-    tied = [leaf for leaf, _ in behind]
+    linked = [leaf for leaf, _ in behind]
     # create_graph=True runs this inside another autograd function's forward, and only there
     # is forward-mode differentiation off; torch 2.11 does so only where it gives input gradients.
     again = not torch._C._is_fwd_grad_enabled() or torch.is_grad_enabled()
     number = torch._C._current_graph_task_id()
     return RunningBackward(
-        number, -1 if node is None else node._sequence_nr(), leaves, tied, asked, again
+        number, -1 if node is None else node._sequence_nr(), leaves, linked, asked, again
     )
 
 
@@ -129,8 +127,8 @@ def watch_gradients(
 
 
 def compiled_node(results: Any) -> type | None:
-    """The class of the nodes that stand in autograd's graph for calls of a compiled graph, which
-    has one of its own; None where no result has a history.
+    """The class of autograd nodes of a compiled graph, which has one of its own; None where no
+    result has a history.
 
     Args:
         results: what a call returned.
@@ -148,3 +146,8 @@ def compiled_node(results: Any) -> type | None:
 def output_shape(node: Any, index: int = 0) -> tuple[int, ...]:
     """Shape of a result of the operator whose backward is this autograd node."""
     return tuple(node._input_metadata[index].shape)
+
+
+def is_transposed_convolution(node: Any) -> bool:
+    """Whether the autograd node of a convolution is that of a transposed one."""
+    return bool(node._saved_transposed)

@@ -1,4 +1,4 @@
-"""Storages and versions of tensors, as autograd and the allocator count them."""
+"""Storages of tensors: version counters, lifetimes, reference counts and bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 
 def versions(tensors: Iterable[Any]) -> tuple[int, ...]:
-    """How often each tensor was written in place, as autograd counts it; 0 for numbers."""
+    """Autograd's version counter of each tensor; 0 for numbers."""
     tensors = tuple(tensors)
     try:
         return tuple([tensor._version for tensor in tensors])
@@ -23,14 +23,23 @@ def versions(tensors: Iterable[Any]) -> tuple[int, ...]:
 
 
 def is_gone(storage: torch.UntypedStorage) -> Callable[[], bool]:
-    """Asks, without keeping the storage, whether no tensor lies in it any more."""
+    """A function that tells, without keeping the storage alive, whether it was freed."""
     expired: Callable[[], bool] = StorageWeakRef(storage).expired
     return expired
 
 
 def storage_users(storage: torch.UntypedStorage) -> tuple[int, int]:
-    """How many tensors lie in a storage, views included, and how many names Python has for it.
+    """Reference counts of a storage: by tensors, views included, and by Python.
 
-    Both count what the caller itself has; compare with an answer from the same place.
+    Both count the caller's own references; compare with an answer from the same place.
     """
     return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
+
+
+def distinct_storage_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
+    """Bytes of distinct storage behind the tensors."""
+    sizes = {
+        (storage.device, storage.data_ptr()): storage.nbytes()
+        for storage in (t.untyped_storage() for t in tensors if t is not None)
+    }
+    return sum(sizes.values())

@@ -1,4 +1,4 @@
-"""Whether something traces or records what runs: torch.compile, torch.export, torch.jit."""
+"""Detection of tracing and recording: torch.compile, torch.export, torch.jit."""
 
 from __future__ import annotations
 

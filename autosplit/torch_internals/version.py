@@ -1,4 +1,4 @@
-"""The torch at hand, and the oldest that is supported."""
+"""The installed version of torch, and the oldest supported one."""
 
 from __future__ import annotations
 

@@ -123,9 +123,8 @@ def _against(
 
 def _parts(split: Any) -> int | None:
     """How many parts of a module were split that no single graph holds; None for one graph."""
-    partial = getattr(split, "_partial", None)
-    passing = getattr(split, "_tries_again", False) and split.functions
-    return None if partial is None or passing else len(partial.parts)
+    partial = getattr(split, "_by_graphs", None)
+    return None if partial is None else len(partial.parts)
 
 
 def _reference(subject: Subject, model: nn.Module, rounds: list[list[Call]]) -> Observed | None:

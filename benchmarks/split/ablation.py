@@ -13,7 +13,7 @@ from torch import Tensor
 import autosplit
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.gradient_accumulation import EXACT, Accumulation
-from autosplit.runtime.saved_tensors import Handover
+from autosplit.runtime.saved_tensors import Residuals
 
 from ..results import Rows, table
 from .clock import elapsed
@@ -26,7 +26,7 @@ SLICES = 4
 _WARMUP = 2
 
 # Adds the weight gradients of microbatches to the sums, which hold earlier ones already.
-Way = Callable[[SplitFunctions, Sequence[Handover], Sequence[Tensor]], None]
+Way = Callable[[SplitFunctions, Sequence[Residuals], Sequence[Tensor]], None]
 
 
 def measure(settings: Settings) -> Iterator[dict[str, Any]]:
@@ -81,7 +81,7 @@ def _compare(
     return found
 
 
-def deferred(functions: SplitFunctions, subject: Subject, count: int) -> list[Handover]:
+def deferred(functions: SplitFunctions, subject: Subject, count: int) -> list[Residuals]:
     """F and I of some microbatches; what they leave for W."""
     state = {**dict(subject.module.named_parameters()), **dict(subject.module.named_buffers())}
     found = []
@@ -92,7 +92,7 @@ def deferred(functions: SplitFunctions, subject: Subject, count: int) -> list[Ha
 
 
 def _by_the_caller(
-    functions: SplitFunctions, pending: Sequence[Handover], sums: Sequence[Tensor]
+    functions: SplitFunctions, pending: Sequence[Residuals], sums: Sequence[Tensor]
 ) -> None:
     for each in pending:
         for total, gradient in zip(sums, functions.backward_weight(each), strict=True):
@@ -100,7 +100,9 @@ def _by_the_caller(
 
 
 def _in_the_graph(accumulation: Accumulation) -> Way:
-    def way(functions: SplitFunctions, pending: Sequence[Handover], sums: Sequence[Tensor]) -> None:
+    def way(
+        functions: SplitFunctions, pending: Sequence[Residuals], sums: Sequence[Tensor]
+    ) -> None:
         for each in pending:
             functions.backward_weight(each, sums, accumulation)
 
@@ -108,12 +110,14 @@ def _in_the_graph(accumulation: Accumulation) -> Way:
 
 
 def _concatenated(
-    functions: SplitFunctions, pending: Sequence[Handover], sums: Sequence[Tensor]
+    functions: SplitFunctions, pending: Sequence[Residuals], sums: Sequence[Tensor]
 ) -> None:
     functions.backward_weight_together(pending, sums, Accumulation("concatenated"))
 
 
-def _sliced(functions: SplitFunctions, pending: Sequence[Handover], sums: Sequence[Tensor]) -> None:
+def _sliced(
+    functions: SplitFunctions, pending: Sequence[Residuals], sums: Sequence[Tensor]
+) -> None:
     weight = functions.sliced(SLICES)
     at = dict(zip(functions.parameter_names, sums, strict=True))
     for each in pending:

@@ -50,7 +50,7 @@ def test_tensors_die_at_their_last_use() -> None:
         del first, second
         outputs.pop(0).sum().backward()
         deferred = [
-            watch(work.handover.tensors)
+            watch(work.deferred.tensors)
             for works in split._queue._microbatches.values()
             for work in works
         ]

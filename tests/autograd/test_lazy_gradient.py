@@ -19,11 +19,11 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 import autosplit
 from autosplit import SplitError
-from autosplit.autograd import lazy_gradient
+from autosplit.autograd import gradient_slot
 from autosplit.autograd.lazy_gradient import LazyGradient
 from autosplit.dynamo.partial_model import Partial
 from autosplit.dynamo.pending_weights import Deferral
-from autosplit.torch_internals.accumulate_grad import wrapper
+from autosplit.torch_internals.accumulate_grad import memoryless_tensor
 
 
 class Net(nn.Module):
@@ -373,7 +373,7 @@ def test_memory_is_free_without_another_call() -> None:
         for held in (False, True):
             backward(split, torch.randn(3, 4))
             (work,) = split._queue.works()
-            kept = [weakref.ref(each) for each in work.handover.tensors]
+            kept = [weakref.ref(each) for each in work.deferred.tensors]
             del work
             grad = model[2].weight.grad if held else None
             gc.disable()
@@ -451,15 +451,15 @@ def test_what_is_held_goes_on_accumulating_as_autograds_would(pair: tuple[Net, N
     assert torch.equal(held[0] * 1, held[1])
 
 
-def test_wrappers_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lazy_gradients_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those that a list held while they were computed; not one that is held still."""
     made: list[LazyGradient] = []
 
     def counting(kind: Any, like: Tensor, dtype: torch.dtype) -> Any:
-        made.append(wrapper(kind, like, dtype))
+        made.append(memoryless_tensor(kind, like, dtype))
         return made[-1]
 
-    monkeypatch.setattr(lazy_gradient, "wrapper", counting)
+    monkeypatch.setattr(gradient_slot, "memoryless_tensor", counting)
     model = Net()
     plain = copy.deepcopy(model)
     split = autosplit.split(model)

@@ -15,7 +15,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 import autosplit
 from autosplit import Stage
 from autosplit.backends.compiled_graph import BACKENDS
-from autosplit.backends.cudagraph_slots import Recording, Slot
+from autosplit.backends.cudagraph_slots import CudaGraphSlot, Recording
 from autosplit.backends.cudagraphs import CudaGraphs
 from autosplit.errors import BackendError
 from autosplit.passes.graph import Kind, Role, set_outputs
@@ -108,7 +108,7 @@ def test_pending_microbatches_survive(stand_in: type[Rerun], options: dict[str, 
 
 def test_one_slot_for_all_is_wrong(stand_in: type[Rerun], monkeypatch: pytest.MonkeyPatch) -> None:
     """What the stand-in overwrites is seen."""
-    monkeypatch.setattr(Slot, "is_free", True)
+    monkeypatch.setattr(CudaGraphSlot, "is_free", True)
     model = Block()
     assert not same(steps(model, "cudagraphs", ORDERS), steps(model, "eager", ORDERS))
 

@@ -112,7 +112,7 @@ def test_error_names_the_users_line(model: nn.Module, text: str, because: str) -
         capture(model, (torch.randn(2, 3, requires_grad=True),), {})
     message = str(caught.value)
     assert message.startswith(f"{type(model).__name__} cannot be captured in one graph.")
-    assert f"test_capture.py:{line_of(type(model).forward, text)}\n" in message
+    assert f"test_joint_graph.py:{line_of(type(model).forward, text)}\n" in message
     assert because in message
 
 
@@ -129,7 +129,9 @@ class Replaces(nn.Module):
 
 def test_replaced_buffer_is_refused() -> None:
     line = inspect.getsourcelines(Replaces.forward)[1]
-    expected = rf"replaces buffer 'count' by a new tensor \(at .*test_capture.py:{line}\); write"
+    expected = (
+        rf"replaces buffer 'count' by a new tensor \(at .*test_joint_graph.py:{line}\); write"
+    )
     with pytest.raises(CaptureError, match=expected):
         capture(Replaces(), (torch.randn(2, 3),), {})
 
@@ -144,7 +146,7 @@ class Counts(nn.Module):
 
 def test_python_side_effect_is_refused() -> None:
     line = inspect.getsourcelines(Counts.forward)[1]
-    expected = rf"Counts.forward \(at .*test_capture.py:{line}\) changes Python state, self"
+    expected = rf"Counts.forward \(at .*test_joint_graph.py:{line}\) changes Python state, self"
     with pytest.raises(CaptureError, match=expected):
         capture(Counts(), (torch.randn(2, requires_grad=True),), {})
     capture(Counter(), (torch.randn(5, 4),), {})  # a buffer written in place is no such thing

@@ -172,8 +172,8 @@ def test_a_bar_of_several_w_names_all_of_them() -> None:
     axes = timeline_figure([("joined", Timeline(1, spans))]).axes[0]
     assert {"F0", "W0,2,4,6"} <= set(texts(axes))
     assert "0/0/0W0,2,4,6" in bars(axes)
-    alone = choose_lettering(Timeline(1, spans[:1]), 26.0 / 0.1)
-    assert choose_lettering(Timeline(1, spans), 26.0 / 0.1).size == alone.size
+    alone = choose_labels(Timeline(1, spans[:1]), 26.0 / 0.1)
+    assert choose_labels(Timeline(1, spans), 26.0 / 0.1).size == alone.size
 
 
 def test_bars_that_are_too_narrow_for_any_text_stay_empty() -> None:

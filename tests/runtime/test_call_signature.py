@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from autosplit.runtime.call_signature import Flattening, Signature
+from autosplit.runtime.call_signature import CallFlattening, CallSignature
 from autosplit.torch_internals.pytree import tree_flatten
 
 X, Y = torch.ones(2, 3), nn.Parameter(torch.zeros(4))
@@ -27,7 +27,7 @@ CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", CALLS)
 def test_flattening_is_that_of_pytrees(name: str) -> None:
     args, kwargs = CALLS[name]
-    flatten = Flattening()
+    flatten = CallFlattening()
     leaves, spec = tree_flatten((args, kwargs))
     for _ in range(2):
         mine, structure = flatten(args, kwargs)
@@ -38,7 +38,7 @@ def test_flattening_is_that_of_pytrees(name: str) -> None:
 
 
 def test_calls_of_one_shape_share_one_structure() -> None:
-    flatten = Flattening()
+    flatten = CallFlattening()
     structures = {id(flatten((torch.ones(n), n), {"scale": float(n)})[1]) for n in range(1, 5)}
     assert len(structures) == 1
     assert flatten((X,), {"a": Y})[1] != flatten((X,), {"b": Y})[1]
@@ -46,22 +46,22 @@ def test_calls_of_one_shape_share_one_structure() -> None:
 
 
 def test_values_that_are_equal_but_differ_in_type_are_told_apart() -> None:
-    assert len({Signature.of([value], None) for value in (1, 1.0, True)}) == 3
+    assert len({CallSignature.of([value], None) for value in (1, 1.0, True)}) == 3
 
 
 def test_zeros_of_two_signs_are_told_apart() -> None:
     """They are equal, but ``math.copysign`` of them is not."""
-    assert len({Signature.of([value], None) for value in (0.0, -0.0)}) == 2
-    assert len({Signature.of([value], None) for value in (0j, -0j, 0j.conjugate())}) == 3
+    assert len({CallSignature.of([value], None) for value in (0.0, -0.0)}) == 2
+    assert len({CallSignature.of([value], None) for value in (0j, -0j, 0j.conjugate())}) == 3
 
 
 def test_modes_are_told_apart() -> None:
-    signatures = {Signature.of([X], None)}
+    signatures = {CallSignature.of([X], None)}
     with torch.no_grad():
-        signatures.add(Signature.of([X], None))
+        signatures.add(CallSignature.of([X], None))
     with torch.inference_mode():
-        signatures.add(Signature.of([X], None))
+        signatures.add(CallSignature.of([X], None))
     for dtype in (torch.bfloat16, torch.float16):
         with torch.autocast("cpu", dtype=dtype):
-            signatures.add(Signature.of([X], None))
+            signatures.add(CallSignature.of([X], None))
     assert len(signatures) == 5

@@ -203,7 +203,8 @@ def test_whole_gradients_where_the_graph_must_not_add(
     model, x = Computed(), torch.randn(4, 3)
     found = {}
     for accumulation in ("exact", "fused"):
-        mine, batch = copy.deepcopy(model), x.clone()
+        mine = copy.deepcopy(model)
+        batch = x.clone().requires_grad_() + 0  # computed: W reads it where it is
         split = autosplit.split(mine, accumulation=accumulation)
         for disturbed in (False, True):
             loss = split(batch).square().sum()
@@ -268,7 +269,7 @@ def test_what_w_has_read_dies_while_it_runs() -> None:
 
     def watched(microbatches: Sequence[Any]) -> None:
         ((work,),) = microbatches
-        references[:] = [weakref.ref(each) for each in work.handover.tensors]
+        references[:] = [weakref.ref(each) for each in work.deferred.tensors]
         del work
         alive.clear()
         with Watch():

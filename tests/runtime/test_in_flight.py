@@ -55,7 +55,7 @@ def test_slices_free_what_they_read_last() -> None:
     )
     stage.forward(0, [torch.randn(32, 8)])
     stage.backward_input(0, [torch.randn(32, 4)])
-    deferred = [weakref.ref(tensor) for tensor in stage._weights.flights.tensors]
+    deferred = [weakref.ref(tensor) for tensor in stage._weights.in_flight.tensors]
     assert stage.deferred_bytes == 4 * 32 * (8 + 16 + 16 + 4)
     assert stage.slices == (("2.weight", "2.bias"), ("0.weight", "0.bias"))
     stage.backward_weight(0, slice=0)

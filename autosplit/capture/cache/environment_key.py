@@ -1,6 +1,4 @@
-"""What a joint graph and its split depend on besides the graph of Dynamo: versions, sources,
-switches, the machine.
-"""
+"""Cache key of the environment: versions, sources, switches and machine that a split depends on."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ import torch._inductor.config
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from .fingerprint import NoFingerprintError, is_torchs, target, text
+from .fingerprint import NoFingerprintError, argument_text, is_torch_operator, target_name
 from .kernel_overrides import overridden
 
 SOURCES = pathlib.Path(__file__).resolve().parents[2]
@@ -49,8 +47,8 @@ _FLAGS: tuple[Callable[[], Any], ...] = (
 )
 
 
-def lines(decompositions: Any) -> Iterator[str]:
-    """What is in force now, line by line.
+def environment_lines(decompositions: Any) -> Iterator[str]:
+    """The environment as text, line by line.
 
     Args:
         decompositions: operators to trace through, or None.
@@ -74,8 +72,8 @@ def lines(decompositions: Any) -> Iterator[str]:
     if decompositions is not None:
         yield f"inductor {_settings(torch._inductor.config)}"
         # Graphs with operators of other libraries have no fingerprint.
-        torchs = [(op, how) for op, how in decompositions.items() if is_torchs(op)]
-        yield from sorted(f"{target(op)} {_function(how)}" for op, how in torchs)
+        torchs = [(op, how) for op, how in decompositions.items() if is_torch_operator(op)]
+        yield from sorted(f"{target_name(op)} {_function(how)}" for op, how in torchs)
 
 
 def sources(folder: pathlib.Path) -> str:
@@ -116,7 +114,7 @@ def _settings(config: Any) -> str:
 
 def _function(how: Any) -> str:
     if isinstance(how, functools.partial):
-        return f"{_function(how.func)} {text(how.args)} {text(how.keywords)}"
+        return f"{_function(how.func)} {argument_text(how.args)} {argument_text(how.keywords)}"
     module = str(getattr(how, "__module__", ""))
     if module.split(".")[0] != "torch":
         raise NoFingerprintError(f"{how!r} decomposes an operator")

@@ -1,4 +1,4 @@
-"""Bytes by key, each in a file of its own, in a folder that only the user can write to."""
+"""A folder of files by key, private to the user."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _PREFIX = ".writing-"
 log = logging.getLogger(__name__)
 
 
-class Store:
-    """Keeps what may be lost: whatever cannot be read, or is not what was written, is not there.
+class FileStore:
+    """A lossy store: entries that cannot be read, or are damaged, count as absent.
 
     Several processes may read and write one folder: a file appears whole or not at all. What a
     writer that was killed left unfinished the next one removes.
@@ -36,7 +36,7 @@ class Store:
         self._folder = folder
 
     def read(self, key: str) -> bytes | None:
-        """What was written under a key; None where there is nothing sound."""
+        """The bytes under a key; None where there are none, or they are damaged."""
         try:
             if not self._is_own():
                 return None
@@ -50,7 +50,7 @@ class Store:
         return data
 
     def write(self, key: str, data: bytes) -> None:
-        """Keep something; a folder that cannot be written to (a full disk) keeps nothing."""
+        """Store bytes; a folder that cannot be written to (a full disk) stores nothing."""
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not self._is_own():
@@ -81,7 +81,7 @@ class Store:
             raise
 
     def _clean(self) -> None:
-        """Remove files that are being written by nobody: a lock ends with its process."""
+        """Remove temporary files of dead writers: a lock ends with its process."""
         if fcntl is None:
             return
         for path in self._folder.glob(f"{_PREFIX}*"):
@@ -90,8 +90,8 @@ class Store:
                 path.unlink()
 
     def _is_own(self) -> bool:
-        """Whether the folder is the user's, nobody else may write to it, and the folder that it
-        is in is the user's or the system's.
+        """Whether the folder is the user's and writable by nobody else, in a folder of the user's
+        or the system's.
         """
         found, above = os.lstat(self._folder), os.stat(self._folder.parent)
         if not hasattr(os, "geteuid"):  # Windows: folders below the user's are the user's

@@ -1,4 +1,4 @@
-"""What a graph of Dynamo says, as text: equal texts, equal joint graphs.
+"""Fingerprint of a graph of Dynamo: text that is equal only for equal joint graphs.
 
 Everything that AOTAutograd can see is in it: operators and their arguments, where each input
 comes from and how it lies in memory, the state of the module, how results are put together. What
@@ -28,17 +28,17 @@ _ROOTS = ("torch.", "operator.", "_operator.", "math.", "builtins.")
 
 
 class NoFingerprintError(Exception):
-    """Two different graphs could have the same text; says what cannot be told apart."""
+    """The graph has no fingerprint, as another could have the same text; says why."""
 
 
-def lines(
+def fingerprint_lines(
     module: nn.Module,
     exported: fx.GraphModule,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     results: list[Any],
 ) -> Iterator[str]:
-    """The text, line by line.
+    """The fingerprint, line by line.
 
     Args:
         module: that was captured.
@@ -48,16 +48,26 @@ def lines(
         results: leaves of what the module returns; tensors stand for those that it computes.
 
     Raises:
-        NoFingerprintError: see there.
+        NoFingerprintError: the graph has none.
     """
-    known = _Tensors()
+    known = _TensorNames()
     leaves = tree_flatten((args, kwargs))[0]
     for at, leaf in enumerate(leaves):
         yield f"input {at}: {known.describe(leaf, f'input {at}')}"
     for name, tensor in _state(module):
         yield f"state {name}: {known.describe(tensor, f'state {name}')}"
+    yield from _graph_lines(exported, (*args, *kwargs.values()), known)
+    for at, leaf in enumerate(results):
+        described = known.name(leaf) if isinstance(leaf, Tensor) else argument_text(leaf)
+        yield f"result {at}: {described}"
+
+
+def _graph_lines(
+    exported: fx.GraphModule, values: tuple[Any, ...], known: _TensorNames
+) -> Iterator[str]:
+    """Lines of the placeholders, with the tensors given for them, and of the other nodes."""
     codegen: Any = exported.graph._codegen
-    given = codegen.dynamo_bytecode_flatten(*args, *kwargs.values())
+    given = codegen.dynamo_bytecode_flatten(*values)
     holes = exported.graph.find_nodes(op="placeholder")
     for node, value in zip(holes, given, strict=True):
         traced = node.meta.get("val")
@@ -69,12 +79,10 @@ def lines(
         if node.op != "placeholder":
             known.add(node.meta.get("val", node.meta.get("example_value")), f"node {node.name}")
             yield _line(node)
-    for at, leaf in enumerate(results):
-        yield f"result {at}: {known.name(leaf) if isinstance(leaf, Tensor) else text(leaf)}"
 
 
-def text(value: Any) -> str:
-    """An argument of a node, as text that no other argument has.
+def argument_text(value: Any) -> str:
+    """Text of a node's argument that no other argument has.
 
     Raises:
         NoFingerprintError: there is none.
@@ -86,22 +94,23 @@ def text(value: Any) -> str:
     if isinstance(value, _NAMED):
         return f"{type(value).__name__}:{value}"
     if isinstance(value, (tuple, list)):
-        return f"{_kind(value)}({','.join(map(text, value))})"
+        return f"{_kind(value)}({','.join(map(argument_text, value))})"
     if isinstance(value, dict):
-        return "{" + ",".join(f"{text(k)}={text(v)}" for k, v in value.items()) + "}"
+        pairs = (f"{argument_text(key)}={argument_text(each)}" for key, each in value.items())
+        return "{" + ",".join(pairs) + "}"
     if isinstance(value, slice):
-        return f"slice({text(value.start)},{text(value.stop)},{text(value.step)})"
-    return target(value)
+        return f"slice({','.join(map(argument_text, (value.start, value.stop, value.step)))})"
+    return target_name(value)
 
 
-def target(function: Any) -> str:
-    """An operator or a function of torch or Python, by a name that leads to it.
+def target_name(function: Any) -> str:
+    """Qualified name of an operator or a function of torch or Python.
 
     Raises:
         NoFingerprintError: it is somebody else's, whose code may change.
     """
     if isinstance(function, OVERLOAD):
-        if not is_torchs(function):
+        if not is_torch_operator(function):
             raise NoFingerprintError(f"{function} is a custom operator")
         return str(function.name())
     try:
@@ -113,13 +122,13 @@ def target(function: Any) -> str:
     return name
 
 
-def is_torchs(operator: Any) -> bool:
+def is_torch_operator(operator: Any) -> bool:
     """Whether an operator is one of torch's own."""
     return isinstance(operator, OVERLOAD) and operator.name().startswith(_NAMESPACES)
 
 
 def _kind(value: Any) -> str:
-    """fx has lists and dictionaries of its own, which are to the graph what they hold."""
+    """Kind of a sequence; fx has lists of its own, equal to plain ones in a graph."""
     if isinstance(value, list):
         return "list"
     if type(value) in (tuple, torch.Size):
@@ -135,12 +144,12 @@ def _lookup(name: str) -> Any:
 
 def _line(node: fx.Node) -> str:
     if node.op == "call_function":
-        called = target(node.target)
+        called = target_name(node.target)
     elif node.op in {"call_method", "output"}:
         called = str(node.target)
     else:
         raise NoFingerprintError(f"the graph holds a constant or another graph, {node.target}")
-    line = f"{node.name}={node.op} {called} {text(node.args)} {text(node.kwargs)}"
+    line = f"{node.name}={node.op} {called} {argument_text(node.args)} {argument_text(node.kwargs)}"
     return f"{line} # {stack(node)} {node.meta.get('stack_trace')!r}"
 
 
@@ -149,8 +158,8 @@ def _state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_buffers(remove_duplicate=False)
 
 
-class _Tensors:
-    """Tensors by the names that they are known under, those of one storage together."""
+class _TensorNames:
+    """Names of tensors, and numbers of their storages."""
 
     def __init__(self) -> None:
         self._names: dict[int, str] = {}
@@ -158,14 +167,14 @@ class _Tensors:
         self._kept: list[Tensor] = []
 
     def add(self, tensor: Any, name: str) -> None:
-        """The first name stays."""
+        """Name a tensor, unless it has a name."""
         if isinstance(tensor, Tensor):
             self._names.setdefault(id(tensor), name)
             self._kept.append(tensor)
 
     def name(self, tensor: Any) -> str:
         if not isinstance(tensor, Tensor):
-            return text(tensor)
+            return argument_text(tensor)
         if id(tensor) not in self._names:
             raise NoFingerprintError(
                 f"a tensor of shape {list(tensor.shape)} is neither an input nor state"
@@ -173,9 +182,9 @@ class _Tensors:
         return self._names[id(tensor)]
 
     def describe(self, value: Any, name: str) -> str:
-        """All that tracing may look at, but the data; what a tensor shares with which."""
+        """All that tracing may look at but the data: metadata, and which storage it is."""
         if not isinstance(value, Tensor):
-            return text(value)
+            return argument_text(value)
         if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided:
             raise NoFingerprintError(f"{name} is a tensor of a kind of its own")
         self.add(value, name)

@@ -1,4 +1,4 @@
-"""Kernels that somebody registered for torch's own operators, which tracing goes through."""
+"""User-registered kernels for torch's own operators, which tracing goes through."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def overridden() -> list[str]:
 
 @contextlib.contextmanager
 def traced_as_registered() -> Iterator[None]:
-    """An operator remembers which kernel tracing goes through, and would go on through the one
-    that was there before, or that has been taken back since.
+    """Clear operators' dispatch caches, which would keep tracing on the kernel that was registered
+    before.
     """
     operators = [_overload(name) for name in overridden()]
     for operator in operators:

@@ -1,4 +1,4 @@
-"""Split graphs kept on disk: what AOTAutograd and the passes made of a graph of Dynamo."""
+"""``SplitGraphCache``: split graphs on disk, by graph and environment."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from autosplit.passes import SplitGraphs
 from autosplit.torch_internals.pytree import TreeSpec
 
 from . import environment_key, fingerprint
-from .archive import NoArchiveError, pack, unpack
-from .file_store import Store
+from .archive import NoArchiveError, pack_graphs, unpack_graphs
+from .file_store import FileStore
 
 VARIABLE = "AUTOSPLIT_CACHE"
 _OFF = {"0", "off", "no", "false"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Foreseen:
-    """What a module returns, known before its graph is traced.
+class PredictedResults:
+    """The results of a module, predicted before its graph is traced.
 
     Attributes:
         names: paths of the leaves.
@@ -41,8 +41,8 @@ class Foreseen:
 
 
 @dataclasses.dataclass(frozen=True)
-class Shelf:
-    """Split graphs of one way of splitting.
+class SplitGraphCache:
+    """Split graphs on disk for one backend and memory setting.
 
     What it does is counted in ``torch._dynamo.utils.counters["autosplit"]``: ``graph_hit``,
     ``graph_miss``, and ``graph_bypass`` where a graph has no key or cannot be kept.
@@ -52,20 +52,20 @@ class Shelf:
         options: all that the caller chose.
     """
 
-    store: Store
+    store: FileStore
     options: tuple[str, ...]
 
     @classmethod
-    def open(cls, *options: str) -> Shelf | None:
-        """The user's shelf: beside what Inductor keeps, or where ``AUTOSPLIT_CACHE`` says; None
-        where that is ``0``, or where torch is told to keep nothing.
+    def open(cls, *options: str) -> SplitGraphCache | None:
+        """The user's cache: beside Inductor's, or where ``AUTOSPLIT_CACHE`` says; None where that
+        is ``0``, or where torch's caches are off.
         """
         chosen = os.environ.get(VARIABLE, "")
         if chosen.lower() in _OFF or torch._inductor.config.force_disable_caches:
             return None
         beside = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir()
         folder = pathlib.Path(chosen) if chosen else pathlib.Path(beside, "autosplit")
-        return cls(Store(folder), options)
+        return cls(FileStore(folder), options)
 
     def key(
         self,
@@ -73,10 +73,10 @@ class Shelf:
         exported: fx.GraphModule,
         names: tuple[str, ...],
         inputs: tuple[Any, Any],
-        results: Foreseen,
+        results: PredictedResults,
         decompositions: Any,
     ) -> str | None:
-        """Of everything that the split graphs depend on; None where something has no text.
+        """Digest of everything that the split graphs depend on; None where there is no fingerprint.
 
         Args:
             module: that was captured.
@@ -90,10 +90,10 @@ class Shelf:
         try:
             for line in (
                 *self.options,
-                *environment_key.lines(decompositions),
+                *environment_key.environment_lines(decompositions),
                 *map("takes {}".format, names),
                 *map("returns {}".format, results.names),
-                *fingerprint.lines(module, exported, *inputs, results.leaves),
+                *fingerprint.fingerprint_lines(module, exported, *inputs, results.leaves),
             ):
                 digest.update(f"{line}\n".encode())
         except fingerprint.NoFingerprintError:
@@ -102,18 +102,18 @@ class Shelf:
         return digest.hexdigest()
 
     def find(self, key: str, mode: FakeTensorMode) -> SplitGraphs | None:
-        """The graphs that were kept under a key, with values of a fake mode."""
+        """The graphs stored under a key, with values of a fake mode."""
         data = self.store.read(key)
         try:
-            found = None if data is None else unpack(data, mode)
+            found = None if data is None else unpack_graphs(data, mode)
         except NoArchiveError:
             found = None
         counters["autosplit"]["graph_hit" if found else "graph_miss"] += 1
         return found
 
     def keep(self, key: str, graphs: SplitGraphs) -> None:
-        """Keep graphs, as they are before anything is compiled."""
+        """Store graphs, as they are before anything is compiled."""
         try:
-            self.store.write(key, pack(graphs))
+            self.store.write(key, pack_graphs(graphs))
         except NoArchiveError:
             counters["autosplit"]["graph_bypass"] += 1

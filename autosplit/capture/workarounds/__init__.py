@@ -1,1 +1,1 @@
-"""What torch traces as something else than it runs, one defect a file."""
+"""Workarounds for operations that torch traces differently than it runs them, one a file."""

@@ -1,4 +1,4 @@
-"""What a forward decides by the values of a tensor: whether an attention mask is the causal one.
+"""Attention masks as guards: whether a mask is the causal one, decided when tracing.
 
 torch's Transformer layers ask that of every mask they are given, and choose a kernel by the
 answer. No graph holds such a question. It is put when the forward is traced, the graph is for the
@@ -29,8 +29,8 @@ _NONE = ConstantVariable.create(None)
 _IN_PLACE = {name for name in dir(operator) if name.startswith("__i")} - {"__inv__", "__invert__"}
 
 
-class Answer(NamedTuple):
-    """Whether a mask is causal.
+class MaskDecision(NamedTuple):
+    """Whether a mask is causal, as the graph was traced for.
 
     Attributes:
         sources: where the forward finds what the mask is made of.
@@ -52,14 +52,13 @@ class Answer(NamedTuple):
 
 
 @contextlib.contextmanager
-def answered(wanted: bool) -> Iterator[list[Answer]]:
-    """Dynamo takes the answers for the tensors that it traces with as constants in here, where
-    that is wanted.
+def masks_decided(wanted: bool) -> Iterator[list[MaskDecision]]:
+    """Have Dynamo trace the answers for its example tensors as constants, where that is wanted.
 
     Yields:
         the answers that depend on what the forward is given or reads, when the tracing is over.
     """
-    found: list[Answer] = []
+    found: list[MaskDecision] = []
     original: Any = UserFunctionVariable.call_function
 
     def call_function(function: Any, tx: Any, args: Any, kwargs: Any) -> Any:
@@ -76,7 +75,7 @@ def answered(wanted: bool) -> Iterator[list[Answer]]:
 
 
 def _given(function: Any, args: Any, kwargs: Any) -> tuple[Any, int | None] | None:
-    """The mask and the size, where that is what is called and the answer is not given along."""
+    """The mask and the size of a question for Dynamo; None for any other call."""
     if getattr(function, "fn", None) is not _detect_is_causal_mask:
         return None
     bound = _SIGNATURE.bind(*args, **kwargs).arguments
@@ -88,8 +87,10 @@ def _given(function: Any, args: Any, kwargs: Any) -> tuple[Any, int | None] | No
     return bound["mask"], size.as_python_constant()
 
 
-def _answer(mask: Any, size: int | None) -> Answer | None:
-    """The answer now; None where the mask is made of what cannot be made again."""
+def _answer(mask: Any, size: int | None) -> MaskDecision | None:
+    """The decision for the example; None where the mask cannot be computed again from its
+    sources.
+    """
     node: fx.Node = mask.as_proxy().node
     made = ancestors([node])
     taken = [each for each in node.graph.nodes if each.op == "placeholder" and each in made]
@@ -106,14 +107,14 @@ def _answer(mask: Any, size: int | None) -> Answer | None:
         return None
     answer = _detect_is_causal_mask(effect.value, None, size)
     codes = tuple(compile(source, source, "eval") for source in sources)
-    return Answer(codes, maker, size, answer)
+    return MaskDecision(codes, maker, size, answer)
 
 
 def _extract(
     node: fx.Node, made: set[fx.Node], taken: list[fx.Node], *, cloned: bool
 ) -> fx.GraphModule:
-    """What computes a node from the placeholders in ``taken``, which it leaves as they are:
-    ``cloned`` where something that it computes on the way is written in place.
+    """The subgraph that computes a node from the placeholders in ``taken``, which are ``cloned``
+    where it writes in place.
     """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {each: graph.placeholder(each.name) for each in taken}
@@ -127,14 +128,14 @@ def _extract(
 
 
 def _source(placeholder: fx.Node) -> str:
-    """Where Dynamo found it, as Python; empty for what it made itself."""
+    """Python expression of the placeholder's value; empty for one of Dynamo's own."""
     source = getattr(placeholder.meta.get("grapharg"), "source", None)
     name = getattr(source, "name", "")
     return str(name() if callable(name) else name)
 
 
 def _writes(node: fx.Node) -> bool:
-    """Whether the node may write in place: such work is not among what its operands are made of."""
+    """Whether the node may write in place."""
     if node.op == "placeholder":
         return False
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")

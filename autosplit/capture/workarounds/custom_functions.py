@@ -1,4 +1,4 @@
-"""Custom autograd functions that Dynamo traces into something else than they do."""
+"""Refusal of custom autograd functions that Dynamo traces wrongly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings under which Dynamo and AOTAutograd trace what eager mode runs."""
+"""Settings under which Dynamo and AOTAutograd trace the operators of eager mode."""
 
 from __future__ import annotations
 

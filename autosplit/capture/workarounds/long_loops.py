@@ -26,7 +26,7 @@ class LongLoopError(TorchDynamoException):
     """A line is in the graph too often."""
 
 
-class Watch:
+class UnrollingLimit:
     """Attributes:
     line: of a loop that was unrolled too far; None as long as there is none.
     """
@@ -50,14 +50,14 @@ class Watch:
 
 
 @contextlib.contextmanager
-def watched() -> Iterator[Watch]:
+def unrolling_limited() -> Iterator[UnrollingLimit]:
     """Dynamo stops tracing in here where it unrolls a loop too far."""
-    watch = Watch()
+    limit = UnrollingLimit()
     original: Any = OutputGraph.create_proxy
 
     def create_proxy(graph: OutputGraph, *args: Any, **kwargs: Any) -> Any:
-        watch.see(graph)
+        limit.see(graph)
         return original(graph, *args, **kwargs)
 
     with patch.object(OutputGraph, "create_proxy", create_proxy):
-        yield watch
+        yield limit

@@ -16,7 +16,7 @@ _LIBRARY = "transformers.utils.output_capturing"
 
 
 def install_output_hooks(module: nn.Module, error: Exception) -> bool:
-    """Put the hooks on the layers where it was for want of them that tracing failed.
+    """Install the hooks whose installation made tracing fail.
 
     Args:
         module: what was traced.

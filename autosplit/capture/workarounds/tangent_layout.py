@@ -1,4 +1,4 @@
-"""How the gradients of outputs lie in memory, where torch guesses wrong."""
+"""Strides of the gradients of outputs that overlap themselves."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from autosplit.errors import PipelineError
 from autosplit.pipeline.engine.messages.gradient_buckets import Member, buckets_of
 from autosplit.pipeline.engine.messages.process_groups import Groups
 from autosplit.pipeline.schedule.schedule import Schedule
-from autosplit.torch_internals.accumulate_grad import hooked
+from autosplit.torch_internals.accumulate_grad import has_tensor_hooks
 
 Holder: TypeAlias = "tuple[int, str]"
 """A stage and the name of the parameter within it."""
@@ -250,7 +250,7 @@ def _check_alike(
 def _refuse_hooks(named: Mapping[Holder, nn.Parameter]) -> None:
     """A hook would see the share of one stage where autograd shows it the sum."""
     for (stage, name), parameter in named.items():
-        if hooked([parameter]):
+        if has_tensor_hooks([parameter]):
             raise PipelineError(
                 f"parameter {name!r} of stage {stage} has a hook of register_hook, and other "
                 "stages hold it too: no stage has the gradient that it should see. Let "

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autosplit.capture.forward_graph import Forward
+from autosplit.capture.forward_graph import CapturedForward
 from autosplit.capture.mode_switches import Setting, settings
 from autosplit.torch_internals.pytree import tree_flatten
 
@@ -34,7 +34,7 @@ class OperationSequence:
             ``body[k]``.
     """
 
-    def __init__(self, forward: Forward) -> None:
+    def __init__(self, forward: CapturedForward) -> None:
         self.forward = forward
         self.effects = forward.effects
         graph = forward.module.graph

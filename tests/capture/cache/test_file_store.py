@@ -10,18 +10,18 @@ import sys
 
 import pytest
 
-from autosplit.capture.cache.file_store import Store
+from autosplit.capture.cache.file_store import FileStore
 
 WRITER = """
 import hashlib, os, pathlib, sys, time
-from autosplit.capture.joint_graph.cache.file_store import Store
+from autosplit.capture.cache.file_store import FileStore
 
 def stop(*_):
     print("in the middle", flush=True)
     time.sleep(60)
 
 os.replace = stop
-Store(pathlib.Path(sys.argv[1])).write("key", b"half of it")
+FileStore(pathlib.Path(sys.argv[1])).write("key", b"half of it")
 """
 
 
@@ -36,11 +36,11 @@ def test_what_a_killed_writer_left_is_removed_and_what_a_living_one_writes_is_no
         assert writer.stdout is not None
         try:
             assert writer.stdout.readline() == "in the middle\n"
-            Store(folder).write("other", b"whole")
+            FileStore(folder).write("other", b"whole")
             assert len(os.listdir(folder)) == 2  # that which is being written stays
         finally:
             writer.kill()
-    Store(folder).write("more", b"whole")
+    FileStore(folder).write("more", b"whole")
     assert sorted(os.listdir(folder)) == ["more", "other"]
-    assert Store(folder).read("other") == Store(folder).read("more") == b"whole"
-    assert Store(folder).read("key") is None
+    assert FileStore(folder).read("other") == FileStore(folder).read("more") == b"whole"
+    assert FileStore(folder).read("key") is None

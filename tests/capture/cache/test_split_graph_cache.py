@@ -18,7 +18,7 @@ from torch._dynamo.utils import counters
 
 import autosplit
 from autosplit.capture.cache import environment_key
-from autosplit.capture.cache.archive import NoArchiveError, unpack
+from autosplit.capture.cache.archive import NoArchiveError, unpack_graphs
 from autosplit.capture.cache.split_graph_cache import VARIABLE
 from autosplit.passes.lowering import codegen
 from autosplit.runtime.build import DUMP_VARIABLE
@@ -295,7 +295,7 @@ def test_damaged_files_are_made_again(folder: pathlib.Path) -> None:
 
 def test_nothing_but_lists_of_known_things_is_read() -> None:
     with pytest.raises(NoArchiveError, match=r"posix.system is not read|nt.system is not read"):
-        unpack(pickle.dumps(os.system), None)  # type: ignore[arg-type]
+        unpack_graphs(pickle.dumps(os.system), None)  # type: ignore[arg-type]
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid"), reason="folders have no owner")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gc
 
-from autosplit.torch_internals.garbage_collection import only_new_garbage
+from autosplit.backends.garbage_collection import collecting_new_objects_only
 
 
 def test_old_objects_are_left_alone_and_given_back() -> None:
-    with only_new_garbage():
+    with collecting_new_objects_only():
         assert gc.get_freeze_count() > 1000  # a few die now and then
-        with only_new_garbage():
+        with collecting_new_objects_only():
             assert gc.get_freeze_count() > 1000
         assert gc.get_freeze_count() > 1000
     assert gc.get_freeze_count() == 0
@@ -19,7 +19,7 @@ def test_old_objects_are_left_alone_and_given_back() -> None:
 def test_what_the_program_froze_stays_frozen() -> None:
     gc.freeze()
     try:
-        with only_new_garbage():
+        with collecting_new_objects_only():
             assert gc.get_freeze_count() > 1000
         assert gc.get_freeze_count() > 1000
     finally:

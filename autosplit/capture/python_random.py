@@ -1,4 +1,4 @@
-"""Random numbers: those that torch draws, and those of Python and NumPy."""
+"""Refusal of random numbers of Python's ``random``, which a graph would repeat."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .diagnosis import definition
 
 
 def refuse_drawn(module: nn.Module, exported: fx.GraphModule) -> None:
-    """A number that the forward drew from Python's ``random`` would stay the same for ever.
+    """Refuse a graph that holds a number drawn from Python's ``random``: it would never change.
 
     Raises:
         CaptureError: there is such a number in the graph.
@@ -27,7 +27,8 @@ def refuse_drawn(module: nn.Module, exported: fx.GraphModule) -> None:
 
 
 def refuse_own_generators(module: nn.Module) -> None:
-    """Dynamo takes the numbers of a ``random.Random`` for constants (seen with torch 2.13).
+    """Refuse modules with a ``random.Random``, whose numbers Dynamo takes for constants (seen with
+    torch 2.13).
 
     Raises:
         CaptureError: a submodule has such a generator.

@@ -1,0 +1,69 @@
+"""Names of operators, constants and classes that an archive of graphs may hold.
+
+Only those that are listed here are looked up when bytes are read, so that reading runs no code of
+anybody else's.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx.immutable_collections import immutable_dict, immutable_list
+
+from autosplit.passes import Kind, Role
+from autosplit.passes.origin import Origin
+
+NAMESPACES = frozenset({"aten", "prims"})
+CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
+CLASSES = (
+    Kind,
+    Origin,
+    Role,
+    immutable_dict,
+    immutable_list,
+    torch.Size,
+    torch.device,
+    complex,
+    range,
+    slice,
+)
+KNOWN = {(each.__module__, each.__qualname__): each for each in CLASSES}
+
+
+class NoArchiveError(Exception):
+    """The graphs hold something that cannot be archived; says what."""
+
+
+def named_global(module: str | None, name: str | None) -> Any:
+    """A class of the list, or a function of ``operator``; None for any other name."""
+    if module in {"operator", "_operator"} and name in operator.__all__:
+        found = getattr(operator, name)
+        return None if isinstance(found, type) else found
+    return KNOWN.get((module or "", name or ""))
+
+
+def named_constant(name: str) -> Any:
+    """A dtype, layout or memory format of torch.
+
+    Raises:
+        NoArchiveError: it is something else.
+    """
+    found = getattr(torch, name)
+    if not isinstance(found, CONSTANTS):
+        raise NoArchiveError(f"torch.{name} is not read")
+    return found
+
+
+def named_operator(name: str) -> Any:
+    """An operator of torch.
+
+    Raises:
+        NoArchiveError: it is a custom operator.
+    """
+    namespace, _, rest = name.partition("::")
+    if namespace not in NAMESPACES:
+        raise NoArchiveError(f"{name} is a custom operator")
+    packet, _, overload = rest.partition(".")
+    return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")

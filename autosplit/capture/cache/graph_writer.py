@@ -1,0 +1,130 @@
+"""``GraphWriter``: graphs as pickles in which values without data are descriptions."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from autosplit.passes.analysis.operators import OVERLOAD
+
+from .archive_names import CLASSES, CONSTANTS, NAMESPACES, NoArchiveError, named_global
+
+# Metadata of the user's modules and of other graphs, or implied by the value; not read by passes
+# and backends.
+_FORGOTTEN = frozenset(
+    {
+        "ac_graph_id",
+        "desc",
+        "from_node",
+        "fwd_nn_module_stack",
+        "fwd_source_fn_stack",
+        "fwd_torch_fn",
+        "nn_module_stack",
+        "partitioner_tag",
+        "recompute",
+        "source_fn_stack",
+        "tensor_meta",
+        "torch_fn",
+    }
+)
+
+
+class GraphWriter:
+    """Writes graphs that share tensors.
+
+    Attributes:
+        tensors: descriptions of the tensors of all graphs written, each once.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: list[tuple[Any, ...]] = []
+        self._numbers: dict[int, int] = {}
+        self._storages: dict[int, int] = {}
+        self._strings: dict[str, str] = {}
+
+    def nodes(self, graph: fx.Graph) -> bytes:
+        """The nodes of a graph.
+
+        Raises:
+            NoArchiveError: the graph holds something that cannot be archived.
+        """
+        stream = io.BytesIO()
+        places = {node: at for at, node in enumerate(graph.nodes)}
+        records = [
+            (node.op, node.target, node.name, node.args, node.kwargs, self._meta(node))
+            for node in graph.nodes
+        ]
+        if any(node.op in {"get_attr", "call_module"} for node in graph.nodes):
+            raise NoArchiveError("the graphs read tensors or modules besides inputs and state")
+        try:
+            _Pickler(stream, self, places).dump(records)
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            raise NoArchiveError(str(error)) from error
+        return stream.getvalue()
+
+    def number(self, tensor: Tensor) -> int:
+        """Index of the tensor's description."""
+        if id(tensor) not in self._numbers:
+            self.tensors.append(self._describe(tensor))
+            self._numbers[id(tensor)] = len(self._numbers)
+        return self._numbers[id(tensor)]
+
+    def _meta(self, node: fx.Node) -> dict[str, Any]:
+        """Equal texts (of source lines) become one, which is written once."""
+        kept = {key: value for key, value in node.meta.items() if key not in _FORGOTTEN}
+        return {
+            key: self._strings.setdefault(value, value) if type(value) is str else value
+            for key, value in kept.items()
+        }
+
+    def _describe(self, tensor: Tensor) -> tuple[Any, ...]:
+        plain = type(tensor) is FakeTensor and tensor.layout is torch.strided
+        if not plain or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
+            raise NoArchiveError(f"a value is a {type(tensor).__name__} of a kind of its own")
+        storage = tensor.untyped_storage()
+        sizes = (*tensor.shape, *tensor.stride(), tensor.storage_offset(), storage.nbytes())
+        if any(type(size) is not int for size in sizes):
+            raise NoArchiveError("sizes are symbolic")
+        return (
+            self._storages.setdefault(storage._cdata, len(self._storages)),
+            sizes[-1],
+            str(tensor.dtype).removeprefix("torch."),
+            str(tensor.device),
+            tuple(tensor.shape),
+            tensor.stride(),
+            sizes[-2],
+            tensor.requires_grad,
+            isinstance(tensor, torch.nn.Parameter),
+        )
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, stream: io.BytesIO, writer: GraphWriter, places: dict[fx.Node, int]) -> None:
+        super().__init__(stream, protocol=5)
+        self._writer = writer
+        self._places = places
+
+    def persistent_id(self, obj: Any) -> Any:
+        if isinstance(obj, fx.Node):
+            return "node", self._places[obj]
+        if isinstance(obj, Tensor):
+            return "tensor", self._writer.number(obj)
+        if isinstance(obj, CONSTANTS):
+            return "constant", str(obj).removeprefix("torch.")
+        if isinstance(obj, OVERLOAD):
+            if obj.namespace not in NAMESPACES:
+                raise NoArchiveError(f"{obj} is a custom operator")
+            return "operator", obj.name()
+        return None
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Asked of everything but plain values."""
+        where = (getattr(obj, "__module__", None), getattr(obj, "__qualname__", None))
+        if type(obj) in CLASSES or named_global(*where) is obj:
+            return NotImplemented
+        raise NoArchiveError(f"the graphs hold a {type(obj).__module__}.{type(obj).__qualname__}")

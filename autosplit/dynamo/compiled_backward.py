@@ -1,0 +1,203 @@
+"""``SplitBackward``: runs I of one compiled graph and queues its W."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from autosplit.autograd.parameter_request import refuse_parameter_request
+from autosplit.backends.compiled_graph import Boxed
+from autosplit.capture.aot_convention import AotGraphs
+from autosplit.errors import SplitError
+from autosplit.passes import Role
+from autosplit.passes.graph import GRADIENT, inputs, outputs
+from autosplit.passes.lowering.lent_memory import lent
+from autosplit.runtime.autocast_guard import AutocastGuard
+from autosplit.runtime.gradient_dependence import gradient_sources
+from autosplit.runtime.saved_tensors import is_shared
+from autosplit.torch_internals.accumulate_grad import has_gradient_hooks
+from autosplit.torch_internals.running_backward import (
+    RunningBackward,
+    running_backward,
+    watch_gradients,
+)
+
+from .compiled_call import Call, call_of
+from .deferred_graph_backward import DeferredGraphBackward, WeightGraph
+from .graph_outcome import Part
+
+
+class ForwardCall(Protocol):
+    """One forward call of the model, as the owner tells calls apart."""
+
+    @property
+    def unsplit(self) -> bool:
+        """Whether its backward is I and W in one."""
+
+
+class DeferredGraphOwner(Protocol):
+    """Collects the deferred W of graphs."""
+
+    def name_of(self, parameter: nn.Parameter) -> str | None:
+        """The parameter's name, where the owner knows it."""
+
+    def compiled(self, part: Part) -> None:
+        """Note that a graph was compiled."""
+
+    def entered(self, part: Part, parameters: Sequence[nn.Parameter]) -> ForwardCall:
+        """Note that a graph is called, and tell which forward call it belongs to.
+
+        Args:
+            part: the graph.
+            parameters: those whose gradients would be deferred.
+        """
+
+    def deferred(self, work: DeferredGraphBackward, call: Any) -> None:
+        """Queue the W of a graph whose I has run."""
+
+
+class SplitBackward:
+    """I of one graph, which queues W.
+
+    Attributes:
+        parameters: index of the graph's input -> name of its deferred gradient.
+    """
+
+    def __init__(
+        self,
+        aot: AotGraphs,
+        backward_input: Boxed,
+        weight: WeightGraph,
+        owner: DeferredGraphOwner,
+        places: Mapping[str, int],
+    ) -> None:
+        """``places``: name of an input -> its index."""
+        self.parameters = aot.parameters
+        # Deferred tensors in memory of inputs (their index) and of gradients of outputs (None).
+        self._lent = {role: places.get(lender.name) for role, lender in lent(aot.graphs).items()}
+        self.lenders = {index for index in self._lent.values() if index is not None}
+        self._backward_input = backward_input
+        self._weight = weight
+        self._owner = owner
+        self._results = aot.results
+        positions = {role: at for at, role in enumerate(inputs(aot.backward_input.graph))}
+        self._state = {role: positions[role] for role in weight.state}
+        returned = [role for role, _ in outputs(aot.backward_input.graph)]
+        self._slots, self._left = returned[: aot.slots], returned[aot.slots :]
+        self._sources = gradient_sources(aot.graphs.joint.graph, *GRADIENT)
+        self._autocast_guard = AutocastGuard(aot.graphs.backward or aot.graphs.joint)
+        self._unsplit = threading.local()
+
+    def watch(self, call: Call, results: Any) -> None:
+        """Note which outputs the backward brings no gradient for, and whether autocast is on.
+
+        AOTAutograd puts zeros in the place of absent gradients; in plain autograd, what is only
+        behind those gets no gradient at all. And it switches autocast off.
+        """
+
+        def note(grads: tuple[Tensor | None, ...]) -> None:
+            self._autocast_guard.check()
+            pairs = zip(self._results, grads, strict=False)
+            call.absent = frozenset(name for name, grad in pairs if grad is None)
+            self._unsplit.call = call if call.token.unsplit else None
+
+        parameters = {id(each) for each in call.parameters.values()} if call.token.unsplit else ()
+        watch_gradients(
+            results,
+            lambda leaf: id(leaf) in parameters or (call_of(leaf) or (None,))[0] is call,
+            note,
+        )
+
+    def __call__(self, args: list[Any]) -> list[Any]:
+        unsplit: Call | None = getattr(self._unsplit, "call", None)
+        if unsplit is not None:
+            self._unsplit.call = None
+            return self._run_unsplit(args, unsplit)
+        running = running_backward(lambda leaf: call_of(leaf) is not None)
+        call, wanted = self._origin(running)
+        values = {role: args[at] for role, at in self._state.items()}
+        results = self._backward_input(args)
+        values |= zip(self._left, results[len(self._slots) :], strict=True)
+        del results[len(self._slots) :]
+        targets = {
+            self.parameters[index]: weakref.ref(call.parameters[index])
+            for index in wanted
+            if call.parameters[index].requires_grad  # frozen since the forward: as autograd does
+            and not self._is_absent(self.parameters[index], call)
+        }
+        linked = [found[1] for leaf in running.linked if (found := call_of(leaf)) is not None]
+        if targets and has_gradient_hooks([call.parameters[index] for index in linked]):
+            self._weights_for_late_hooks(
+                values, results, targets, {self.parameters[index] for index in linked}
+            )
+        elif targets:
+            work = DeferredGraphBackward.of(
+                self._weight,
+                values,
+                targets,
+                backward=running.number,
+                sequence=running.sequence,
+                lent=[
+                    r for r, at in self._lent.items() if at in call.batch or is_shared(values[r])
+                ],
+            )
+            self._owner.deferred(work, call.token)
+        pairs = zip(self._slots, results, strict=True)
+        return [None if self._is_absent(role.name, call) else grad for role, grad in pairs]
+
+    def _weights_for_late_hooks(
+        self,
+        values: dict[Role, Any],
+        results: list[Any],
+        targets: Mapping[str, weakref.ref[nn.Parameter]],
+        linked: Collection[str],
+    ) -> None:
+        """W at once, for hooks that came between the forward and the backward: the engine calls
+        those of ``linked`` parameters now, whose gradients go into ``results``.
+        """
+        found = self._weight.run(values)
+        for at, role in enumerate(self._slots):
+            if role.name in linked and role.name in targets:
+                results[at] = found.pop(role.name)
+        rest = [(targets[name](), grad) for name, grad in found.items() if name in targets]
+        alive = [(parameter, grad) for parameter, grad in rest if parameter is not None]
+        if alive:
+            torch.autograd.backward([each for each, _ in alive], [grad for _, grad in alive])
+
+    def _run_unsplit(self, args: list[Any], call: Call) -> list[Any]:
+        """I and W, for parameters that are inputs of the node themselves."""
+        values = {role: args[at] for role, at in self._state.items()}
+        results = self._backward_input(args)
+        values |= zip(self._left, results[len(self._slots) :], strict=True)
+        found = self._weight.run(values)
+        pairs = zip(self._slots, results, strict=False)
+        grads = [found.get(role.name) if grad is None else grad for role, grad in pairs]
+        named = zip(self._slots, grads, strict=True)
+        return [None if self._is_absent(role.name, call) else grad for role, grad in named]
+
+    def _origin(self, running: RunningBackward) -> tuple[Call, list[int]]:
+        """The forward call, and indices of inputs whose gradients this backward accumulates."""
+        if running.again:
+            raise SplitError(
+                "create_graph=True: a split backward cannot be differentiated again; run the "
+                "model without autosplit where double backward is needed"
+            )
+        if running.asked:
+            refuse_parameter_request()
+        found = [(call_of(leaf), wanted) for leaf, wanted in running.leaves]
+        ours = [(*each, wanted) for each, wanted in found if each is not None]
+        if not ours:
+            raise SplitError(
+                "the backward of a split graph runs outside the autograd engine; its weight "
+                "gradients would be lost. Run it without autosplit"
+            )
+        return ours[0][0], [index for _, index, wanted in ours if wanted]
+
+    def _is_absent(self, name: str, call: Call) -> bool:
+        sources = self._sources.get(name)
+        return sources is not None and sources <= call.absent

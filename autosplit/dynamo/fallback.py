@@ -1,0 +1,121 @@
+"""``Fallback``: how a split module runs calls that cannot be captured in one graph."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from autosplit.errors import AutosplitError, CaptureError, FailingCallError
+from autosplit.runtime.split_options import SplitOptions
+
+if TYPE_CHECKING:
+    from autosplit.dynamo.partial_model import Partial
+
+
+class Fallback:
+    """Runs calls that cannot be captured in one graph, and tells which later ones to capture.
+
+    Args:
+        model: the model.
+        options: how it is split; models split graph by graph have no memory setting.
+        fullgraph: whether to raise instead.
+        dynamic: whether every call is split graph by graph.
+
+    Attributes:
+        partial: the model split graph by graph; None until it is needed.
+    """
+
+    def __init__(
+        self, model: nn.Module, options: SplitOptions, fullgraph: bool, *, dynamic: bool
+    ) -> None:
+        self._model = model
+        self._options, self._fullgraph = options, fullgraph
+        self.partial: Partial | None = self._by_graphs("dynamic=True") if dynamic else None
+        self._captures_again = False  # whether the next call is to be captured whole all the same
+        self._unproven: AutosplitError | None = None  # why by graphs, until a call was looked at
+        self._unsplit: dict[str, int] = {}
+
+    @property
+    def takes_over(self) -> Partial | None:
+        """The model split graph by graph, where calls go to it without a try to capture them."""
+        return None if self._captures_again else self.partial
+
+    def is_in_use(self, has_graphs: bool) -> bool:
+        """Whether reports are to be about the model split graph by graph."""
+        return self.partial is not None and not (self._captures_again and has_graphs)
+
+    def give_up(self, error: AutosplitError) -> Partial:
+        """Split graph by graph from now on.
+
+        Raises:
+            AutosplitError: ``error``, where one graph is insisted on.
+        """
+        if self._fullgraph:
+            raise error
+        memory = self._options.memory
+        if memory != "balanced":
+            error.add_note(
+                f"memory={memory!r} needs one graph; in parts a model is split as 'balanced'"
+            )
+            raise error
+        if self.partial is None:
+            because = error.because if isinstance(error, CaptureError) else str(error)
+            self.partial = self._by_graphs(str(error), because)
+            self._unproven = error
+        self._captures_again = False
+        return self.partial
+
+    def run_by_graphs(self, partial: Partial, args: Any, kwargs: Any) -> Any:
+        """The forward graph by graph. If a first one fails, that says nothing about later ones;
+        if it leaves the model changed, a whole graph may hold the next.
+        """
+        unproven = self._unproven
+        if unproven is None:
+            return partial(*args, **kwargs)
+        from autosplit.capture.joint_graph import AttributeSnapshot, PythonStateError
+
+        before = AttributeSnapshot(self._model)
+        try:
+            result = partial(*args, **kwargs)
+        except Exception:
+            self.partial = None
+            raise
+        self._unproven = None
+        outside = isinstance(unproven, PythonStateError) and not unproven.inside
+        self._captures_again = outside or before.differs
+        return result
+
+    def run_first_call(self, error: AutosplitError, args: Any, kwargs: Any) -> Any:
+        """One call without graphs, for first-call effects that later calls do not have."""
+        self.partial = self.partial or self._by_graphs(str(error))
+        self._captures_again = True
+        return self.partial.run_without_graphs(args, kwargs)
+
+    def run_unsplit(self, error: FailingCallError, args: Any, kwargs: Any) -> Any:
+        """The call by plain autograd: where that fails too, with the user's own error."""
+        if self._fullgraph:
+            raise error
+        result = self._model(*args, **kwargs)
+        if not self._unsplit:
+            warnings.warn(
+                f"{type(self._model).__name__} runs calls like this one unsplit, by plain "
+                f"autograd, as they fail where they are traced. report() says so too. {error}",
+                stacklevel=3,
+            )
+        self._unsplit[str(error)] = self._unsplit.get(str(error), 0) + 1
+        return result
+
+    def unsplit_calls(self) -> list[str]:
+        """For a report: how many calls ran unsplit, and why."""
+        name = type(self._model).__name__
+        return [
+            f"{count} call(s) of {name} ran unsplit, by plain autograd: {reason}"
+            for reason, count in self._unsplit.items()
+        ]
+
+    def _by_graphs(self, reason: str, because: str = "") -> Partial:
+        from autosplit.dynamo.partial_model import Partial  # Dynamo takes over a second to import
+
+        return Partial(self._model, self._options.backend, reason, because)

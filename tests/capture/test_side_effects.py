@@ -1,0 +1,165 @@
+"""Side effects of a forward on Python objects: refused, or remembered as guards."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autosplit.capture.export import export
+from autosplit.capture.side_effects import (
+    AttributeSnapshot,
+    PythonStateError,
+    first_call_differs,
+)
+from autosplit.errors import CaptureError
+
+SEEN: list[int] = []
+
+
+class Effect(nn.Module):
+    """A linear layer that does something besides."""
+
+    def __init__(self, effect: Callable[[Any], Any], **attributes: Any) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.inner = nn.Identity()
+        self.effect = effect
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.effect(self)
+        return self.linear(x)
+
+
+def count(model: Any) -> None:
+    model.calls += 1
+
+
+def append(model: Any) -> None:
+    model.log.append(1)
+
+
+def remember(model: Any) -> None:
+    SEEN.append(1)
+
+
+def set_mode(model: Any) -> None:
+    model.mode = "train"
+
+
+def fill(model: Any) -> None:
+    if "scale" not in model.cache:
+        model.cache["scale"] = 2
+
+
+@contextlib.contextmanager
+def changed(model: Any) -> Iterator[None]:
+    before, model.mode = model.mode, "inside"
+    try:
+        yield
+    finally:
+        model.mode = before
+
+
+def change_and_restore(model: Any) -> None:
+    with changed(model):
+        pass
+
+
+def traced(model: nn.Module) -> Any:
+    return export(model, (torch.randn(4, 3),), {})[1]
+
+
+@pytest.mark.parametrize(
+    ("model", "named", "inside"),
+    [
+        (Effect(count, calls=0), "self", True),
+        (Effect(append, log=[]), "self.log", True),
+        (Effect(remember), "SEEN", False),
+    ],
+    ids=["counter", "list", "global"],
+)
+def test_what_every_call_changes_is_refused(model: nn.Module, named: str, inside: bool) -> None:
+    before = list(SEEN)
+    with pytest.raises(PythonStateError, match=r"changes Python state, .*which a graph") as caught:
+        traced(model)
+    assert named in str(caught.value)
+    assert f"{__file__}:" in str(caught.value)
+    assert caught.value.inside is inside
+    assert before == SEEN
+
+
+def test_a_refused_module_is_left_as_it_was() -> None:
+    model = Effect(count, calls=0)
+    with pytest.raises(PythonStateError):
+        traced(model)
+    assert model.calls == 0
+
+
+@pytest.mark.parametrize("value", ["train", "eval"])
+def test_what_is_set_to_the_value_that_it_has_is_a_guard(value: str) -> None:
+    model = Effect(set_mode, mode=value)
+    if value == "eval":
+        with pytest.raises(PythonStateError):
+            traced(model)
+        return
+    guards = traced(model)
+    assert guards.hold((torch.randn(4, 3),), {})
+    model.mode = "eval"  # the forward would set it back, which the graph does not
+    assert not guards.hold((torch.randn(4, 3),), {})
+
+
+def test_what_is_restored_before_the_call_ends_is_no_effect() -> None:
+    model = Effect(change_and_restore, mode="train")
+    assert traced(model).hold((torch.randn(4, 3),), {})
+    assert model.mode == "train"
+
+
+def test_a_replaced_buffer_is_refused_with_advice() -> None:
+    def replace(model: Any) -> None:
+        model.total = model.total + 1
+
+    model = Effect(replace)
+    model.register_buffer("total", torch.zeros(2))
+    with pytest.raises(CaptureError, match=r"replaces buffer 'total'.*self\.buffer\.copy_\(new\)"):
+        traced(model)
+
+
+def test_only_the_first_call_fills_a_cache() -> None:
+    x = torch.randn(4, 3)
+    model = Effect(fill, cache={})
+    assert not first_call_differs(Effect(lambda _: None), (x,), {})
+    assert not first_call_differs(model, (x, x), {})  # such a call fails
+    with pytest.raises(PythonStateError) as caught:
+        traced(model)
+    assert caught.value.inside
+    model(x)
+    assert traced(model).hold((x,), {})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: setattr(model, "calls", 1),
+        lambda model: setattr(model, "new", None),
+        lambda model: delattr(model, "calls"),
+        lambda model: setattr(model, "inner", nn.Identity()),
+        lambda model: setattr(model, "linear", nn.Linear(3, 2)),
+        lambda model: setattr(model.inner, "calls", 1),
+    ],
+    ids=["value", "new", "gone", "submodule", "layer", "below"],
+)
+def test_a_snapshot_sees_attributes_of_all_submodules(change: Callable[[Any], None]) -> None:
+    model = Effect(count, calls=0)
+    snapshot = AttributeSnapshot(model)
+    with torch.no_grad():
+        model.linear.weight.zero_()  # values of parameters are no attributes
+    assert not snapshot.differs
+    change(model)
+    assert snapshot.differs
