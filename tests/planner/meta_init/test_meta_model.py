@@ -125,7 +125,7 @@ LARGE = """
 import resource
 import torch
 from torch import nn
-from autosplit.planner.meta_init.meta_model import meta_model, stand_ins
+from autosplit.planner.meta_init.meta_model import meta_model, stand_in_tensors
 
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 build = lambda: nn.Sequential(*(nn.Linear(4096, 4096, bias=False) for _ in range(16)))
