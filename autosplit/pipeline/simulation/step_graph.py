@@ -86,9 +86,12 @@ class StepGraph:
         self._of_result: dict[Action, list[int]] = defaultdict(list)
         self.needs = [
             tuple(
-                self._number(need, action.stage, rank)
-                for need in needs_of(action, self._feeds)
-                if (not given or need not in given) and (own_needs or need.stage != action.stage)
+                [
+                    self._number(need, action.stage, rank)
+                    for need in needs_of(action, self._feeds)
+                    if (not given or need not in given)
+                    and (own_needs or need.stage != action.stage)
+                ]
             )
             for rank, action in placed
         ]
@@ -111,13 +114,12 @@ class StepGraph:
         self.makers.append(-1)
         return numbers[-1]
 
-    def _at_once(self, result: Action, _: int) -> Iterator[Message]:
-        for number in self._of_result.get(result, ()):
-            yield Message(number, None, 0.0, 0.0)
+    def _at_once(self, result: Action, _: int) -> list[Message]:
+        return [Message(number, None, 0.0, 0.0) for number in self._of_result.get(result, ())]
 
-    def _sent(self, result: Action, rank: int) -> Iterator[Message]:
+    def _sent(self, result: Action, rank: int) -> list[Message]:
         """The messages of a result, in the order in which links carry them."""
-        travelling: set[int] = set()
+        messages: list[Message] = []
         for parcel in parcels_of(result, self._feeds):
             if not 0 <= parcel.stage < self._schedule.stages:  # of an action that does not exist
                 continue
@@ -126,14 +128,17 @@ class StepGraph:
                 continue
             took, latency = self._travel(parcel, rank, home)
             first = self._number(result, parcel.stage, home)
+            messages.append(Message(first, (rank, home), took, latency))
             # An illegal schedule may run the stage elsewhere: it waits for the same message.
-            for number in (first, *(n for n in self._of_result[result] if n != first)):
-                if self.parcels[number].stage == parcel.stage and self.takers[number] != rank:
-                    travelling.add(number)
-                    yield Message(number, (rank, home), took if number == first else 0.0, latency)
+            for number in self._of_result[result]:
+                elsewhere = self.takers[number] not in (rank, home)
+                if elsewhere and self.parcels[number].stage == parcel.stage:
+                    messages.append(Message(number, (rank, home), 0.0, latency))
+        travelling = {message.parcel for message in messages}
         for number in self._of_result.get(result, ()):
             if number not in travelling:
-                yield Message(number, None, 0.0, 0.0)
+                messages.append(Message(number, None, 0.0, 0.0))
+        return messages
 
     def _travel(self, parcel: Parcel, source: int, target: int) -> tuple[float, float]:
         """Seconds for which a parcel keeps the link between two ranks, and then to its arrival."""
