@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import autosplit
-from autosplit.dynamo.backend import Backend
+from autosplit.dynamo.backend import SplittingBackend
 from autosplit.dynamo.pending_weights import Deferral
 
 
@@ -37,7 +37,7 @@ class Compiled:
     """A module under ``torch.compile(backend="autosplit")``, with the face of a split one."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.module = torch.compile(model, backend=Backend())
+        self.module = torch.compile(model, backend=SplittingBackend())
         self.deferral = Deferral(model)
 
     @property

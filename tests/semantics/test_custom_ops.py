@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 import autosplit
 from autosplit import CaptureError
-from autosplit.dynamo.backend import Backend
+from autosplit.dynamo.backend import SplittingBackend
 from tests.semantics.against_autograd import assert_equals_autograd, both_modes
 
 
@@ -170,6 +170,6 @@ def test_gradients_that_may_be_absent_are_refused() -> None:
     )
     with pytest.raises(CaptureError, match=expected):
         autosplit.split(model, fullgraph=True)(torch.randn(2, 4))
-    compiled = torch.compile(model, backend=Backend(), fullgraph=True)
+    compiled = torch.compile(model, backend=SplittingBackend(), fullgraph=True)
     with pytest.raises(BackendCompilerFailed, match=expected):
         compiled(torch.randn(2, 4))

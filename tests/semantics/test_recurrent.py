@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import autosplit
-from autosplit.dynamo.backend import Backend
+from autosplit.dynamo.backend import SplittingBackend
 from tests.semantics.against_autograd import assert_equals_autograd, both_modes, within
 
 CASES: dict[str, dict[str, Any]] = {
@@ -93,7 +93,7 @@ def test_models_in_parts_with_a_state_of_their_own(training: bool) -> None:
 def test_torch_compile() -> None:
     model = layers("LSTM")
     plain = copy.deepcopy(model)
-    compiled = torch.compile(model, backend=Backend(), fullgraph=True)
+    compiled = torch.compile(model, backend=SplittingBackend(), fullgraph=True)
     batch = torch.randn(2, 2, 4)
     with torch._dynamo.config.patch(allow_rnn=True):
         for module in (compiled, plain):
