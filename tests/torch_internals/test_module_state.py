@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from autosplit.torch_internals.module_state import evaluating
+from autosplit.torch_internals.module_state import modes_kept
 from autosplit.torch_internals.storage import distinct_storage_bytes
 
 
 def run_for_evaluation(model: nn.Module) -> None:
-    with evaluating(model):
+    with modes_kept([model]):
+        model.eval()
         assert not any(part.training for part in model.modules())
         raise KeyError
 
