@@ -121,7 +121,7 @@ def test_lists_of_fx_are_lists() -> None:
 @pytest.mark.parametrize(
     "named",
     [torch.relu, torch.nn.functional.gelu, operator.mul, torch.ops.aten.mm.default],
-    ids=str,
+    ids=["builtin", "python", "operator", "overload"],
 )
 def test_functions_of_torch_and_python_have_names(named: Any) -> None:
     assert target_name(named).rpartition(".")[2].rpartition(":")[2] in {
