@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import builtins
-import contextlib
 import logging
 import re
 import warnings
 from collections import ChainMap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import CodeType
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch._dynamo
@@ -19,6 +17,7 @@ from torch import Tensor, fx, nn
 from torch._dynamo.convert_frame import CaptureOutput, fullgraph_capture, get_traced_fn
 from torch._dynamo.functional_export import create_fx_graph_from_captured_output
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
+from torch._export.utils import _compiling_state_context
 
 from autosplit.capture.workarounds.causal_mask import MaskDecision, masks_decided
 from autosplit.capture.workarounds.custom_functions import refuse_absent_gradients
@@ -180,20 +179,11 @@ def export(
     return _export_short(module, args, kwargs, by_value)
 
 
-@contextlib.contextmanager
-def _compiling() -> Iterator[None]:
-    """Tell what is traced that torch.compile does it, and not torch.export: for an export
-    transformers makes attention masks that the model itself leaves out, and runs other kernels.
-    """
-    with patch.object(torch.compiler, "_is_compiling_flag", True):
-        yield
-
-
 def _export_short(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], by_value: bool
 ) -> tuple[fx.GraphModule, Guards]:
     """Without a loop that is unrolled too far, where the forward knows another way."""
-    with unrolling_limited() as limit, _compiling():
+    with unrolling_limited() as limit, _compiling_state_context():
         try:
             return _export(module, args, kwargs, by_value)
         except Exception:
