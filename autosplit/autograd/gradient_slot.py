@@ -20,6 +20,7 @@ from autosplit.torch_internals.accumulate_grad import (
     tensor_users,
 )
 from autosplit.torch_internals.backward_task import in_transform
+from autosplit.torch_internals.held_gradient import exchanged
 from autosplit.torch_internals.tracing import in_compiler
 
 from .lazy_gradient import LazyGradient, pending
@@ -32,11 +33,10 @@ class SlotState(enum.Enum):
     IDLE = enum.auto()
     ARMED = enum.auto()
     COMPUTING = enum.auto()  # ``.grad`` is the sum so far
-    USED = enum.auto()  # idle, and the lazy gradient means the real one to whoever holds it
 
 
 # Looked up in an enumeration, they take longer than all the rest.
-IDLE, ARMED, COMPUTING, USED = SlotState
+IDLE, ARMED, COMPUTING = SlotState
 
 
 class GradientSlot:
@@ -168,13 +168,29 @@ class GradientSlot:
         """Let go of the lazy gradient; the next one is another object."""
         self.lazy, self.ref = None, _nobody
 
-    def reuse(self) -> None:
-        """Keep the lazy gradient for the next step, unless it is referenced elsewhere."""
-        self.state = IDLE
-        if self.held():
-            self.forget()
-        elif self.lazy is not None:
-            self.lazy._real = None
+    def hand_over(self, lazy: LazyGradient, real: Tensor) -> None:
+        """Have a lazy gradient, which is referenced elsewhere, be the real one from now on.
+
+        Autograd adds to one tensor from backward to backward. So whoever holds the lazy gradient
+        gets the object that ``.grad`` is, and the memory of both is exchanged; where somebody
+        holds the other object too, the lazy gradient refers to it.
+
+        Args:
+            lazy: this parameter's.
+            real: a variable of the caller's, and in ``.grad`` where it belongs there.
+        """
+        self.forget()
+        if not exchanged(lazy, real):
+            lazy._real = real
+            return
+        spare: Any = real
+        spare._slot = lazy._slot
+        del lazy._slot
+        if tensor_users(spare) > 1:  # in the ``.grad`` of another parameter, say
+            spare._real = lazy
+        else:
+            self.lazy = spare
+            self.watch(spare)
 
     def disarm(self) -> None:
         """Note that nothing is pending any more."""
@@ -243,10 +259,11 @@ class GradientSlot:
                 if base is None
                 else base.zero_()
             )
-        lazy._real = zeros
         if parameter.grad is lazy:
             parameter.grad = zeros
-        return zeros
+        del base
+        self.hand_over(lazy, zeros)
+        return lazy.value() if isinstance(lazy, LazyGradient) else lazy
 
 
 _slot = SimpleNamespace(lazy=object())

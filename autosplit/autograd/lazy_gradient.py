@@ -87,6 +87,8 @@ class LazyGradient(Tensor):
             )
         slot, _ = found
         slot.compute()
+        if not isinstance(self, LazyGradient):
+            return self  # the real one itself, see ``GradientSlot.hand_over``
         if self._real is None:
             raise SplitError(
                 "a gradient that was taken from .grad while a part of it was pending was used "

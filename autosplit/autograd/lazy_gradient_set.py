@@ -1,4 +1,4 @@
-"""``LazyGradients``: installs, computes and reclaims the lazy gradients of one pending queue."""
+"""``LazyGradients``: installs, computes and hands over the lazy gradients of one pending queue."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from sys import getrefcount
 from torch import Tensor
 
 from autosplit.torch_internals.accumulate_grad import tensor_users
+from autosplit.torch_internals.held_gradient import is_held
 
-from .gradient_slot import ARMED, COMPUTING, IDLE, OURS, USED, GradientSlot
+from .gradient_slot import ARMED, COMPUTING, IDLE, OURS, GradientSlot
 from .lazy_gradient import LazyGradient
 from .parameter_lifetime import Keepers
 from .pending_work import GradientSource, PendingWork, PendingWorkOwner
@@ -25,18 +26,22 @@ class LazyGradients:
     everything else here together. So it would go unnoticed that ``.grad`` was cleared; but for
     each work one lazy gradient is not kept, and when that one is freed, all are looked at.
 
-    The caller guards every call but ``reclaim`` by one lock, which the owner's ``sweep`` and
+    The caller guards every call by one lock, which the owner's ``sweep`` and
     ``drop`` take too.
 
     Args:
         owner: whose work waits.
+
+    Attributes:
+        held: whether somebody refers to a sum whose place a lazy gradient has taken since this was
+            last reset: it is to be right when the backward is over.
     """
 
     def __init__(self, owner: PendingWorkOwner) -> None:
         self._owner = weakref.ref(owner)
         self._slots: dict[int, GradientSlot] = {}
         self._limit = _FEW
-        self._used: list[GradientSlot] = []
+        self.held = False
         self._keepers: Keepers[PendingWorkOwner] = Keepers()
         self._hidden: list[GradientSlot] = []
         self._hiding = 0
@@ -79,7 +84,6 @@ class LazyGradients:
         owner = self._owner()
         if owner is None:
             return None
-        self.reclaim()
         known, sources, hiding = self._slots.get, (owner,), self._hiding
         slot: GradientSlot | None = None
         for parameter in parameters:
@@ -90,6 +94,8 @@ class LazyGradients:
             if lazy is not None and not hiding:  # as a rule: no calls
                 state, grad = slot.state, parameter.grad
                 if state is IDLE and type(grad) is not LazyGradient:
+                    if grad is not None and not self.held:
+                        self.held = is_held(grad)
                     slot.sources, slot.dense, slot.base, slot.state = sources, dense, grad, ARMED
                     try:
                         parameter.grad = lazy
@@ -114,8 +120,6 @@ class LazyGradients:
         computed first.
         """
         sources = (owner,)
-        if slot.state is USED:  # by another owner
-            slot.reuse()
         if slot.state is ARMED and not slot.installed(parameter):
             self.sweep()
             if slot.state is ARMED:
@@ -125,6 +129,7 @@ class LazyGradients:
         if slot.state is IDLE:
             grad = parameter.grad
             if type(grad) is not LazyGradient:
+                self.held = self.held or (grad is not None and is_held(grad))
                 slot.sources, slot.dense = sources, dense
                 slot.arm(parameter, grad)
                 return slot, False
@@ -187,19 +192,6 @@ class LazyGradients:
             self._watch(works)
         else:
             self._keepers.release()
-
-    def reclaim(self) -> None:
-        """Take back lazy gradients that were used and are referenced nowhere else any more."""
-        used, self._used = self._used, []
-        for slot in used:
-            if slot.state is not USED:
-                continue
-            # As ``GradientSlot.held``, without a call for each.
-            if slot.lazy is None or getrefcount(slot.lazy) > OURS or tensor_users(slot.lazy) > 1:
-                slot.reuse()
-            else:
-                slot.lazy._real = None
-                slot.state = IDLE
 
     def sweep(self) -> None:
         """Drop what is pending for every lazy gradient that was freed."""
@@ -269,6 +261,7 @@ class LazyGradients:
             return found
         slot.sources, slot.dense = (), True
         slot.arm(parameter, grad.value())  # another parameter's, or one that was put back
+        self.held = True
         return slot
 
     def _settle_kept(self, slot: GradientSlot) -> None:
@@ -291,12 +284,11 @@ class LazyGradients:
         parameter, lazy = slot.parameter(), slot.current()
         if parameter is None or lazy is None:
             return
-        real = lazy._real = parameter.grad
-        if slot.lazy is not None and real is not None:
-            slot.state = USED
-            self._used.append(slot)
-        else:
+        real = parameter.grad
+        if real is None:
             slot.forget()
+        else:
+            slot.hand_over(lazy, real)
 
     def _watch(self, works: Iterable[PendingWork]) -> None:
         """Of each work, have one lazy gradient noticed when it is freed."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from autosplit.errors import SplitError
-from autosplit.torch_internals.backward_task import current_backward
+from autosplit.torch_internals.backward_task import at_end_of_backward, current_backward
 from autosplit.torch_internals.storage import distinct_storage_bytes
 
 from .gradient_slot import GradientSlot
@@ -64,12 +64,15 @@ class PendingQueue(Generic[W]):
         """Queue work, after earlier work of this microbatch."""
         while True:
             with self._lock:
-                held = self.lazies.promise(work.parameters, dense=work.dense)
-                if held is None:
+                blocking = self.lazies.promise(work.parameters, dense=work.dense)
+                if blocking is None:
                     self._microbatches.setdefault(microbatch, []).append(work)
                     self._guard.install()
-                    return
-            held.compute()
+                    held, self.lazies.held = self.lazies.held, False
+                    break
+            blocking.compute()
+        if held:  # whoever holds a sum reads it without asking us
+            at_end_of_backward(self.compute)
 
     def compute(self, microbatches: int | None = None) -> None:
         """Compute the oldest microbatches, all where None, and accumulate them into ``.grad``.

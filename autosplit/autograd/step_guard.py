@@ -59,4 +59,3 @@ class StepGuard:
             stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
             if any(id(parameter) in stepped for _, parameter in owner.named_parameters()):
                 owner.compute()
-        owner.lazies.reclaim()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch.autograd import forward_ad
 from torch.autograd.graph import Node
@@ -14,6 +16,16 @@ graph_is_kept = torch._C._autograd._get_current_graph_task_keep_graph
 
 current_backward = torch._C._current_graph_task_id
 """Number of the backward that is under way on this thread; later ones have higher numbers."""
+
+
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    """Have a function called when the backward under way has come to its end, and before whoever
+    asked for it goes on; now, where there is none.
+    """
+    if current_backward() < 0:
+        function()
+    else:
+        torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def has_saved_tensors_hooks() -> bool:

@@ -60,7 +60,7 @@ class _Clock:
     def __init__(self, lazies: Any) -> None:
         self.seconds = 0.0
         self._inside = False
-        for name in ("promise", "lift", "settle", "sweep", "reclaim"):
+        for name in ("promise", "lift", "settle", "sweep"):
             setattr(lazies, name, self._timed(getattr(lazies, name)))
 
     def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:

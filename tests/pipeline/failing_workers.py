@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -221,6 +222,17 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     ),
     "another shape": lambda: _two_steps(8, 12),
     "loss": functools.partial(_step, loss_fn=lambda output, target: output - target),
+    "loss is a number": functools.partial(
+        _step, loss_fn=lambda output, target: 3.0, stage_factory=None
+    ),
+    "loss is an item": functools.partial(
+        _step, loss_fn=lambda output, target: (output - target).mean().item(), stage_factory=None
+    ),
+    "loss is nothing": functools.partial(
+        _step, loss_fn=lambda output, target: None, stage_factory=None
+    ),
+    "wants a closure": functools.partial(_step, optimizer_fn=torch.optim.LBFGS),
+    "an array": lambda: _step((data(8)[0].numpy(), data(8)[1])),
     "loss without gradient": functools.partial(_step, loss_fn=lambda output, target: target.mean()),
     "tied name": lambda: _tied([(0, "tied"), (1, "weight")]),
     "tied stage": lambda: _tied([(0, "tied"), (2, "tied")]),
@@ -235,6 +247,19 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "other norm": functools.partial(_different, max_grad_norm=(None, 1.0)),
     "other count": functools.partial(_different, microbatches=(2, 4)),
     "other schedule": functools.partial(_different, schedule=("1f1b", "gpipe")),
+    "other accumulation": functools.partial(
+        _different, accumulation=("fused", None), stage_factory=(None, None)
+    ),
+    "other backend": functools.partial(
+        _different, backend=("eager", "inductor"), stage_factory=(None, None)
+    ),
+    "other gradients": functools.partial(
+        _different, grad_dtype=(None, torch.float64), stage_factory=(None, None)
+    ),
+    "other factory": functools.partial(_different, stage_factory=(ReferenceStage, None)),
+    "other order": functools.partial(
+        _different, early_weights=(False, True), stage_factory=(None, None)
+    ),
     "other samples": lambda: _step(data(4 if dist.get_rank() == 0 else 8)),
     "other samples in evaluation": lambda: trainer().evaluate(data(4 + 4 * dist.get_rank())),
     "other samples of another shape": lambda: _other_samples_later(),
@@ -278,5 +303,28 @@ def _copy(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in state.items()}
 
 
+def other_values() -> dict[str, list[str]]:
+    """What is said of batches of other values, by what of them differs; training goes on."""
+    inputs, targets = data(8)
+    rank = dist.get_rank()
+    batches = {
+        "same": (inputs.clone(), targets.clone()),
+        "all": data(8, seed=rank),
+        "inputs": (inputs + rank, targets),
+        "last sample": (inputs, torch.cat([targets[:-1], targets[-1:] + rank])),
+        "left out": (inputs, None) if rank == 0 else (None, targets),
+    }
+    return {name: _warned(batch) for name, batch in batches.items()}
+
+
+def _warned(batch: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught, trainer() as engine:
+        warnings.simplefilter("always")
+        engine.evaluate(batch)
+        engine.step(batch)
+        engine.step(batch)
+    return [f"{each.category.__name__}: {each.message}" for each in caught]
+
+
 def all_that_fails() -> tuple[dict[str, tuple[str, str]], dict[str, Any]]:
-    return outcomes(SCENARIOS), after_a_failure()
+    return outcomes(SCENARIOS), {**after_a_failure(), "other values": other_values()}

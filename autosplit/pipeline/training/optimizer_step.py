@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -70,7 +71,8 @@ class OptimizerStep:
         """Set the optimizer and this rank's parameters, which it moves; None if there are none.
 
         Raises:
-            PipelineError: this is no optimizer, or one of other parameters.
+            PipelineError: this is no optimizer, one of other parameters, or one that wants a
+                closure.
         """
         if parameters:
             _check_moves(optimizer, parameters)
@@ -192,11 +194,22 @@ class OptimizerStep:
         return None if self._optimizer is None else OptimizerSnapshot(self._optimizer, self._device)
 
 
+def _wants_closure(optimizer: Any) -> bool:
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is closure.empty
+
+
 def _check_moves(optimizer: Any, parameters: Sequence[nn.Parameter]) -> None:
     """Other parameters get no gradient, and nobody would move these."""
     if not hasattr(optimizer, "param_groups"):
         raise PipelineError(
             f"optimizer_fn must return a torch.optim.Optimizer; got a {type(optimizer).__name__}"
+        )
+    if _wants_closure(optimizer):
+        raise PipelineError(
+            f"{type(optimizer).__name__} runs the model again in its step(closure), which a "
+            "pipeline cannot do within a step: take an optimizer with step(), such as "
+            "torch.optim.AdamW"
         )
     given = set(map(id, parameters))
     moved = [id(p) for group in optimizer.param_groups for p in group["params"]]

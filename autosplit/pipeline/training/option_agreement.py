@@ -7,8 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from autosplit.errors import PipelineError
+from autosplit.pipeline.engine.execution.stage_assembly import SplitStage, StageFactory
 from autosplit.pipeline.engine.messages.process_groups import Groups
 from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.schedule.wiring import Wiring
+
+_OF_STAGES = ("backend", "accumulation", "grad_dtype")
 
 
 def check_unanimous(said: Mapping[str, Any], groups: Groups) -> None:
@@ -36,7 +40,22 @@ def check_unanimous(said: Mapping[str, Any], groups: Groups) -> None:
 
 def _text(value: object) -> str:
     if isinstance(value, Schedule):
-        rows = repr((value.ranks, value.placement, value.mirror))
-        order = hashlib.sha256(rows.encode()).hexdigest()[:8]
+        order = _digest(value.ranks, value.placement, value.mirror)
         return f"{value.name!r} (split_backward={value.split_backward}, order {order})"
+    if isinstance(value, Wiring):
+        return f"one of order {_digest(value)}"
     return repr(value)
+
+
+def factory_options(factory: StageFactory) -> dict[str, Any]:
+    """Those options of the stages that change results; of another factory, that it is one.
+
+    ``memory`` and ``slices`` change no bit, and may be a rank's own.
+    """
+    if not isinstance(factory, SplitStage):
+        return {"stage_factory": "given", **dict.fromkeys(_OF_STAGES)}
+    return {"stage_factory": None, **{name: getattr(factory, name) for name in _OF_STAGES}}
+
+
+def _digest(*values: object) -> str:
+    return hashlib.sha256(repr(values).encode()).hexdigest()[:8]

@@ -27,6 +27,7 @@ from autosplit.pipeline.simulation.timeline import Span
 
 from .auto_schedule import Tuner
 from .batch_agreement import check_same_batch
+from .batch_contents import compare_contents
 from .optimizer_step import OptimizerStep
 from .options import TrainerOptions
 from .rank_state import RankState
@@ -98,6 +99,7 @@ class Runner:
         )
         self.stages: Mapping[int, TrainableStage] = MappingProxyType({})
         self.spans: list[Span] = []
+        self._contents_compared = False
 
     def _tuner_for(self, setup: TrainingSetup, early_weights: bool) -> Tuner:
         pairs = pairs_of(setup.schedule, self._feeds)
@@ -154,6 +156,9 @@ class Runner:
         parts = mode.split(batch)
         if mode.executor is None:
             check_same_batch(mode.split.agreed, self._groups)
+        if not self._contents_compared:
+            compare_contents(mode.split.given(batch), self._groups)
+            self._contents_compared = True
         return parts
 
     def _run_once(self, run: Callable[[], dict[int, Tensor]]) -> dict[int, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Number
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
@@ -16,6 +17,7 @@ from autosplit.pipeline.schedule.wiring import Wiring
 from .tied_parameters import Holder
 
 LossFunction: TypeAlias = Callable[[Any, Any], Tensor]
+_NUMBERS = (Number, torch.SymInt, torch.SymFloat, torch.SymBool)  # the latter in a capture
 StageList: TypeAlias = "Sequence[nn.Module] | Callable[[int], nn.Module] | Partitioned"
 
 
@@ -172,10 +174,14 @@ class WithLoss(nn.Module):
         self._plain = targets is None
         self._targets = 1 if targets is None else targets
 
-    def forward(self, *args: Tensor) -> Tensor:
+    def forward(self, *args: Tensor) -> Any:
         cut = len(args) - self._targets
         output = self.module(*args[:cut])
-        return self.loss_fn(output, args[cut] if self._plain else args[cut:])
+        loss: Any = self.loss_fn(output, args[cut] if self._plain else args[cut:])
+        # An error raised here would come out as one of tracing: ``check_loss`` sees no tensor.
+        if torch.compiler.is_compiling() and (loss is None or isinstance(loss, _NUMBERS)):
+            return ()
+        return loss
 
 
 class WithAutocast(nn.Module):

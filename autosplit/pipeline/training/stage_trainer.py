@@ -25,7 +25,7 @@ from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.timeline import Timeline
 
 from .optimizer_step import OptimizerStep
-from .option_agreement import check_unanimous
+from .option_agreement import check_unanimous, factory_options
 from .options import TrainerOptions, choose_device, choose_order
 from .rank_state import RankState
 from .runner import Runner
@@ -129,6 +129,9 @@ class StageTrainer:
             "max_grad_norm": options.max_grad_norm,
             "undo_steps": options.undo_steps,
             "shared_parameters": [*map(list, self.shared_parameters)],
+            "wiring": setup.stages.wiring,
+            "early_weights": options.early_weights,
+            **factory_options(setup.factory),
         }
 
     @property
@@ -284,6 +287,7 @@ class StageTrainer:
         if self._watch is not None:
             self._watch.leave("closed its trainer")
         self._groups.destroy()
+        self._guard.close()
 
     def __enter__(self) -> Self:
         return self

@@ -357,3 +357,15 @@ def test_bad_options(options: dict[str, Any], error: type[Exception], text: str)
 def test_stages_and_their_count_must_agree() -> None:
     with pytest.raises(PipelineError, match="got 1 stages, but stages=2"):
         PipelineTrainer([workers.block(0)], nn.MSELoss(), workers.sgd, microbatches=1, stages=2)
+
+
+@pytest.mark.parametrize("call", ["step", "step_async", "forward_backward", "evaluate"])
+def test_a_closed_trainer_runs_nothing(call: str) -> None:
+    batch = workers.data(8)
+    engine = workers.trainer(ranks=1)
+    engine.step(batch)
+    engine.close()
+    engine.close()
+    with pytest.raises(PipelineError, match="this trainer was closed: build a new one"):
+        getattr(engine, call)(batch)
+    assert set(engine.state_dict()) == {0, 1}

@@ -73,6 +73,15 @@ class BatchSplitter:
             )
         return self._split("inputs", batch[0]), self._split("targets", batch[1])
 
+    def given(self, batch: Batch | None) -> dict[str, list[Tensor | None]]:
+        """The tensors of a batch that was split, by part: whatever this rank was given."""
+        parts = zip(("inputs", "targets"), batch or (None, None), strict=True)
+        return {
+            name: self._tensors(name, self._in_order(name, part))
+            for name, part in parts
+            if part is not None
+        }
+
     def _split(self, name: str, part: Inputs | None) -> Microbatches:
         takes = self._takes[name]
         if part is None:
@@ -127,7 +136,7 @@ class BatchSplitter:
             if not isinstance(tensor, Tensor):
                 raise PipelineError(
                     f"the batch's {name} must be a tensor or a tuple of tensors; "
-                    f"found a {type(tensor).__name__}"
+                    f"found a {type(tensor).__name__}{_made_tensor(tensor)}"
                 )
             rows = len(tensor) if tensor.dim() else 0
             if rows == 0 or rows % self._count:
@@ -154,6 +163,13 @@ class BatchSplitter:
 def listed(metas: Sequence[TensorMeta | None]) -> str:
     """One part of a batch, in words."""
     return ", ".join("nothing" if each is None else str(each) for each in metas)
+
+
+def _made_tensor(value: object) -> str:
+    """How to make a tensor of what is none, where there is a usual way."""
+    if hasattr(value, "__array__"):
+        return ": torch.from_numpy(array) makes a tensor of an array, on the same memory"
+    return ""
 
 
 def _kind(value: object) -> str:

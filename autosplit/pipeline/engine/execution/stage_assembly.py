@@ -170,6 +170,8 @@ def build_stages(
     return built
 
 
+_NO_TENSOR = "no tensor: return it as it is, without .item() or float()"
+
 _CALLS = {
     ActionKind.BACKWARD_INPUT: "backward_input",
     ActionKind.BACKWARD_WEIGHT: "backward_weight",
@@ -255,5 +257,5 @@ def check_loss(metas: Sequence[TensorMeta]) -> None:
     came = ", ".join(f"{meta}{'' if meta.requires_grad else ' without gradient'}" for meta in metas)
     raise PipelineError(
         f"loss_fn(output, target) must give one scalar that depends on the parameters, such as "
-        f"the mean over the microbatch; got {came or 'nothing'}"
+        f"the mean over the microbatch; got {came or _NO_TENSOR}"
     )

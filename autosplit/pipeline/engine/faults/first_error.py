@@ -173,6 +173,7 @@ class Guard:
         self._place = RankActivity() if place is None else place
         self._watch = watch
         self._ended: Fault | None = None
+        self._closed = False
 
     @contextlib.contextmanager
     def __call__(self, where: str) -> Iterator[None]:
@@ -180,6 +181,7 @@ class Guard:
 
         Raises:
             RankError: this rank failed, or another one did; or the run had ended before.
+            PipelineError: the run was closed.
             AutosplitError: as it was raised inside, where it says all there is to say.
         """
         if self._ended is not None:
@@ -188,6 +190,8 @@ class Guard:
                 f"{self._ended.headline}",
                 self._ended,
             )
+        if self._closed:
+            raise PipelineError("this trainer was closed: build a new one")
         try:
             with self._place(where):
                 yield
@@ -202,8 +206,12 @@ class Guard:
 
     @property
     def ended(self) -> bool:
-        """Whether a fault has ended the run."""
-        return self._ended is not None
+        """Whether a fault has ended the run, or the user has closed it."""
+        return self._closed or self._ended is not None
+
+    def close(self) -> None:
+        """Let nothing run any more."""
+        self._closed = True
 
     def left(self, error: BaseException) -> None:
         """End the run because the caller's own code, between two calls, raised an error."""

@@ -46,6 +46,7 @@ class Pulse(NamedTuple):
     Attributes:
         beat: counts.
         time: seconds since the epoch.
+        phase: of what it is doing.
         place: what it is doing.
         turn: counts what it has done.
         seconds: for how long it is doing that.
@@ -54,6 +55,7 @@ class Pulse(NamedTuple):
 
     beat: int
     time: float
+    phase: str
     place: str
     turn: int
     seconds: float
@@ -167,7 +169,15 @@ class PeerWatch:
             self._turn, self._since = place.turn, now
         seconds = now - self._since
         self._beats += 1
-        pulse = Pulse(self._beats, time.time(), str(place), place.turn, seconds, place.waiting)
+        pulse = Pulse(
+            self._beats,
+            time.time(),
+            place.phase,
+            str(place),
+            place.turn,
+            seconds,
+            place.waiting,
+        )
         self._register.put("pulse", self._rank, json.dumps(pulse))
 
     def _meet(self, selector: selectors.BaseSelector, stack: contextlib.ExitStack) -> None:
@@ -251,7 +261,10 @@ class PeerWatch:
             place, so_long = self._register.get("phase", rank) or "starting", "at all"
         else:
             seconds = max(time.time() - pulse.time, _SILENCE)  # of another machine's clock
-            place, so_long = pulse.place, f"for {seconds:.3g} s"
+            # A phase is told at once, a pulse comes now and then; only a pulse has the action.
+            phase = self._register.get("phase", rank) or pulse.phase
+            place = pulse.place if phase == pulse.phase else phase
+            so_long = f"for {seconds:.3g} s"
         return Fault(
             rank,
             place,

@@ -48,6 +48,11 @@ SAID: dict[str, tuple[int | None, str]] = {
     ),
     "no inputs": (0, "this rank holds a stage that takes the batch's inputs; got None"),
     "loss": (1, "loss_fn(output, target) must give one scalar that depends on the parameters"),
+    "loss is a number": (1, "got no tensor: return it as it is, without .item() or float()"),
+    "loss is an item": (1, "got no tensor: return it as it is, without .item() or float()"),
+    "loss is nothing": (1, "got no tensor: return it as it is, without .item() or float()"),
+    "wants a closure": (None, "LBFGS runs the model again in its step(closure), which a pipeline"),
+    "an array": (None, "found a ndarray: torch.from_numpy(array) makes a tensor of an array"),
     "loss without gradient": (1, "loss_fn(output, target) must give one scalar that depends"),
     "tied name": (1, "stage 1 has no parameter 'weight' to share; it has: tied"),
     "evaluation": (1, "rank 1 failed in 1F3: ValueError: bad weather"),
@@ -69,6 +74,11 @@ SAID: dict[str, tuple[int | None, str]] = {
     "other norm": (None, "but max_grad_norm is None on rank 0 and 1.0 on rank 1"),
     "other count": (None, "but microbatches is 2 on rank 0 and 4 on rank 1"),
     "other schedule": (None, "but schedule is '1f1b' (split_backward=True, order "),
+    "other accumulation": (None, "but accumulation is 'fused' on rank 0 and 'exact' on rank 1"),
+    "other backend": (None, "but backend is 'eager' on rank 0 and 'inductor' on rank 1"),
+    "other gradients": (None, "but grad_dtype is None on rank 0 and torch.float64 on rank 1"),
+    "other factory": (None, "but stage_factory is 'given' on rank 0 and None on rank 1"),
+    "other order": (None, "but early_weights is False on rank 0 and True on rank 1"),
     "other samples": (
         None,
         "the inputs are float32[4, 6] on rank 0 and float32[8, 6] on rank 1; give every rank the",
@@ -152,6 +162,20 @@ def test_no_optimizer_moves_and_the_trainer_has_ended(texts: Texts) -> None:
             "rank 1 failed in 1F2: ValueError: bad weather"
         )
         assert after["next"] == (4,)
+
+
+def test_batches_of_other_values_are_told_once(texts: Texts) -> None:
+    said = [after["other values"] for _, after in texts]
+    assert said[0] == said[1]
+    assert [name for name, warned in said[0].items() if not warned] == ["same", "left out"]
+    start = "UserWarning: the ranks were given different batches: the"
+    for name, parts in {
+        "all": "inputs and the targets",
+        "inputs": "inputs",
+        "last sample": "targets",
+    }.items():
+        (text,) = said[0][name]
+        assert text.startswith(f"{start} {parts} have some values on rank 0 and others on rank 1.")
 
 
 def test_slow_rank_learns_that_it_was_given_up(texts: Texts) -> None:

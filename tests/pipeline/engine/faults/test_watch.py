@@ -176,6 +176,25 @@ def test_a_rank_that_does_not_answer_is_named(ranks: Ranks) -> None:
     assert " s, last in the optimizer step: it was stopped" in fault.headline
 
 
+@pytest.mark.parametrize("later", [True, False])
+def test_a_silent_rank_is_where_it_last_told_to_be(ranks: Ranks, later: bool) -> None:
+    """It tells of a phase at once, and beats now and then."""
+    watch, other = ranks.watch(0), ranks.watch(1)
+    place = ranks.places[1]
+    with place("the forward and backward"):
+        place.fetch(Action.parse("1F2"))
+        time.sleep(0.6)
+        other.stop()
+        if not later:
+            fault = watch.explain(TIMEOUT)
+        place.leave()
+    if later:
+        fault = watch.explain(TIMEOUT)
+    assert fault is not None
+    where = "the code around the trainer" if later else "1F2"
+    assert f" s, last in {where}: it was stopped" in fault.headline
+
+
 def test_a_rank_that_was_stopped_before_it_said_anything_is_named(ranks: Ranks) -> None:
     ranks.pretend(Process.of(os.getpid()))
     Register(ranks.store).put("phase", 1, "building its stages")
