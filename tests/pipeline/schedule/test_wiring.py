@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import nn
 
 from autosplit.errors import PipelineError
+from autosplit.pipeline import PipelineTrainer
 from autosplit.pipeline.schedule.wiring import Feeds, Source, Wiring
 from autosplit.pipeline.training.stage_modules import Partitioned, StageSource
 from tests.pipeline.tables import chain_of
@@ -79,23 +81,27 @@ class Cut:
 def test_what_may_be_given_as_a_model() -> None:
     layers = [nn.Linear(1, 1), nn.Linear(1, 2)]
     for model in (layers, nn.ModuleList(layers)):
-        assert StageSource.of(model, None, None).build(1) is layers[1]
-    made = StageSource.of(lambda index: layers[index], 2, None)
+        assert StageSource.of(model).build(1) is layers[1]
+    made = StageSource.of(lambda index: layers[index], 2)
     assert (made.count, made.build(1), made.wiring) == (2, layers[1], None)
     cut = Cut()
     assert isinstance(cut, Partitioned)
-    stages = StageSource.of(cut, 2, None)
+    stages = StageSource.of(cut, 2)
     assert (stages.count, stages.wiring, stages.shared) == (2, Cut.wiring, Cut.shared)
     assert isinstance(stages.build(1), nn.Linear)
+
+
+def trainer_of(model: Any, **options: Any) -> PipelineTrainer:
+    return PipelineTrainer(model, nn.MSELoss(), torch.optim.SGD, microbatches=1, ranks=1, **options)
 
 
 def test_what_may_not() -> None:
     layers = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
     with pytest.raises(PipelineError, match=r"a Sequential is one module.*list, \[\*module\]"):
-        StageSource.of(layers, None, None)
+        trainer_of(layers)
     with pytest.raises(PipelineError, match="got 2 stages, but stages=3"):
-        StageSource.of(Cut(), 3, None)
+        StageSource.of(Cut(), 3)
     with pytest.raises(PipelineError, match="example has no effect beside a model that is already"):
-        StageSource.of(Cut(), 2, ())
+        trainer_of(Cut(), stages=2, example=())
     with pytest.raises(PipelineError, match="example has no effect beside stages"):
-        StageSource.of([*layers], None, ())
+        trainer_of([*layers], example=())
