@@ -41,7 +41,7 @@ def exchanged(one: Tensor, other: Tensor) -> bool:
 
 def _references(tensor: Tensor) -> int:
     """Python's references; C++ has one where it has any."""
-    return getrefcount(tensor) - (tensor_users(tensor) > 1)
+    return getrefcount(tensor) - bool(tensor_users(tensor) > 1)
 
 
 def _counts(gradient: Tensor) -> tuple[int, int, tuple[int, int]]:
