@@ -36,9 +36,7 @@ def pack_graphs(graphs: SplitGraphs) -> bytes:
     nodes = {name: writer.nodes(module.graph) for name, module in graphs.graphs().items()}
     data = pickle.dumps((memory, writer.tensors, nodes))
     values = [node.meta.get("val") for node in graphs.forward.graph.nodes]
-    mode = next(
-        (value.fake_mode for value in values if isinstance(value, FakeTensor)), None
-    )
+    mode = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
     if mode is None:
         raise NoArchiveError("no tensor is in them")
     twin = unpack_graphs(data, mode).graphs()
