@@ -204,8 +204,8 @@ class SplitModule(ModuleProxy):
     def backward_weight(self, microbatches: int | None = None) -> None:
         """Compute pending weight gradients and accumulate them into ``.grad``.
 
-        They arrive as from an ordinary ``backward()``: hooks on parameters fire, and gradients
-        add up one microbatch after the other, bit for bit unless another ``accumulation`` than
+        They arrive as from an ordinary ``backward()``, of a time before any hook: gradients add up
+        one microbatch after the other, bit for bit unless another ``accumulation`` than
         ``"exact"`` lets W round differently. A parameter that was replaced since
         the forward gets its gradient all the same; the new one none. Where this raises while it
         computes, the microbatches that were asked for are gone, and ``.grad`` raises when it is

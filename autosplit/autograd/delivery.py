@@ -24,7 +24,8 @@ from .inplace_accumulation import inplace_sums
 class Delivery:
     """Computes weight gradients and accumulates them as an ordinary ``backward()`` would.
 
-    Where a parameter has hooks, data parallelism looks on, or several calls share one backward,
+    Hooks do not fire: a parameter had none when the backward ran, which would have computed its
+    gradient itself. Where data parallelism looks on, or several calls share one backward,
     autograd's engine hands them over; otherwise they are added to ``.grad`` directly, which is
     the same and spares the engine's time for every parameter.
 
@@ -48,7 +49,8 @@ class Delivery:
         """
         leaves = self._added_directly(works)
         if leaves is None:
-            deliver_through_engine(works)
+            hooked = any(self.leaves(work.functions, work.state).has_hooks() for work in works)
+            deliver_through_engine(works, hooked=hooked)
         else:
             self._add(works, leaves)
 
@@ -56,8 +58,7 @@ class Delivery:
         """Compute and deliver what several ``backward()`` left, in their order.
 
         With concatenated accumulation, those that follow each other and ran the same graph on the
-        same parameters and buffers go through one W, unless a hook would notice that their
-        gradients arrive as one.
+        same parameters and buffers go through one W.
 
         Raises:
             SplitError: as for one.

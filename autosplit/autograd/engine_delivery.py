@@ -1,13 +1,19 @@
-"""Weight gradients accumulated by autograd's engine, so that hooks on parameters fire."""
+"""Weight gradients accumulated by autograd's engine, as those of one ``backward()``.
+
+A parameter may have been frozen since the backward that its gradient is of, or have got a hook,
+which is to see the gradients of later backwards only. So where it was, the engine accumulates into
+a leaf in its place, which has its memory and its ``.grad``.
+"""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from autosplit.torch_internals.accumulate_grad import has_gradient_hooks
 
 
 class EngineWork(Protocol):
@@ -24,20 +30,28 @@ class EngineWork(Protocol):
         """
 
 
-def deliver_through_engine(works: Sequence[EngineWork]) -> None:
+def deliver_through_engine(works: Sequence[EngineWork], *, hooked: bool = False) -> None:
     """Compute and accumulate in one pass of the engine: a parameter that several of the works have
-    a gradient for gets one sum, and its hooks fire once.
+    a gradient for gets one sum. No hook of a tensor fires.
+
+    Args:
+        works: of one backward.
+        hooked: whether autograd's nodes of their parameters may have hooks, which are not to fire.
     """
     # The engine runs the newest node first: gradients add up in the order of the works.
     targets = [(work, dict(work.named_parameters())) for work in reversed(works)]
     targets = [(work, named) for work, named in targets if named]
-    with torch.enable_grad(), _trainable(p for _, named in targets for p in named.values()):
+    leaves = _Leaves(hooked)
+    with torch.enable_grad():
         roots = [
-            _WeightGradients.apply(work, list(named), *named.values())  # type: ignore[no-untyped-call]
+            _WeightGradients.apply(work, list(named), *map(leaves.of, named.values()))  # type: ignore[no-untyped-call]
             for work, named in targets
         ]
         if roots:
-            torch.autograd.backward(roots)
+            try:
+                torch.autograd.backward(roots)
+            finally:
+                leaves.hand_back()
 
 
 class _WeightGradients(torch.autograd.Function):
@@ -55,16 +69,29 @@ class _WeightGradients(torch.autograd.Function):
         return (None, None, *(gradients[name] for name in ctx.names))
 
 
-@contextlib.contextmanager
-def _trainable(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Parameters that were frozen since their backward take gradients inside: autograd drops those
-    of what does not require one, but the backward that these are from came before the freezing.
-    """
-    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
-    for parameter in frozen:
-        parameter.requires_grad_(True)
-    try:
-        yield
-    finally:
-        for parameter in frozen:
-            parameter.requires_grad_(False)
+class _Leaves:
+    """Leaves that take gradients: parameters, or tensors in their place."""
+
+    def __init__(self, hooked: bool) -> None:
+        self._hooked = hooked
+        self._replaced: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def of(self, parameter: Tensor) -> Tensor:
+        """The leaf for a parameter."""
+        frozen = not parameter.requires_grad
+        if not (frozen or self._hooked or has_gradient_hooks([parameter])):
+            return parameter
+        if id(parameter) not in self._replaced:
+            leaf = parameter.detach().requires_grad_()
+            kind = getattr(parameter, "grad_dtype", leaf.dtype)
+            if kind is not leaf.dtype:
+                leaf.grad_dtype = kind
+            leaf.grad = parameter.grad
+            self._replaced[id(parameter)] = parameter, leaf
+        return self._replaced[id(parameter)][1]
+
+    def hand_back(self) -> None:
+        """Let every parameter have the gradient of the leaf in its place."""
+        for parameter, leaf in self._replaced.values():
+            parameter.grad = leaf.grad
+        self._replaced.clear()

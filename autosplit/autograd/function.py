@@ -176,7 +176,7 @@ def _weights(
     work = DeferredBackward(functions, deferred, early, state, skipped, number)
     if ctx.unsplit:
         return weight_gradients(work)
-    if probes and anchor.deliver.leaves(functions, state).has_hooks():
+    if anchor.deliver.leaves(functions, state).has_hooks():
         return _weights_for_late_hooks(anchor, work, [node.variable for node in probes])
     lent = [p for p, at in functions.lent if at in ctx.batch or deferred.is_shared(p)]
     deferred.own(lent)

@@ -20,12 +20,22 @@ class Ranks:
         trainer: between two steps.
         doing: what they are busy with, for errors.
 
+    Raises:
+        CheckpointError: this is no trainer.
+
     Attributes:
         number: this rank.
         count: how many there are.
     """
 
     def __init__(self, trainer: StageTrainer, doing: str) -> None:
+        if not isinstance(trainer, StageTrainer):
+            raise CheckpointError(
+                f"{doing} takes a PipelineTrainer, got a {type(trainer).__name__}: a model in one "
+                "process takes up a checkpoint by "
+                "model.load_state_dict(autosplit.checkpoint.read_checkpoint(path)), and "
+                "torch.save(model.state_dict(), path) writes what load_checkpoint reads"
+            )
         self.trainer = trainer
         self.number = trainer.rank
         self.count = len(trainer.schedule.ranks)

@@ -133,6 +133,12 @@ def plan(
     if picture:
         check_picture(picture)
     build = prepared(factory, overrides)
+    if not options["estimate"]:
+        click.echo(
+            f"capturing and measuring {factory}: about {options['seconds']:g} s of measurement, "
+            "beside the time to capture it; --estimate measures nothing",
+            err=True,
+        )
     found = plan_factory(build, factory, _request(backend=backend, **options))
     click.echo(search_table(found.configurations, rows))
     refused = refused_table(found.configurations)

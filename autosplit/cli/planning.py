@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
 from collections.abc import Callable
@@ -11,13 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from autosplit.compare.workload import example_of
+from autosplit.dump.tables import size_text
 from autosplit.errors import AutosplitError
 from autosplit.pipeline.engine.processes.launch import launch
 from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.planner.costs.links import measure_links, profile_transfer
 from autosplit.planner.cuts.rank_measurement import grouped
+from autosplit.planner.cuts.solve import CapError
 from autosplit.planner.meta_init.meta_model import meta_model
 from autosplit.planner.plan.alternatives import Configuration
 from autosplit.planner.plan.from_solution import make_plan
@@ -62,6 +66,7 @@ def plan_factory(build: Callable[[], Any], name: str, request: PlanRequest) -> P
 
     Raises:
         PlanError: nothing that can be done, see ``search``.
+        CapError: the parameters alone exceed the limit.
         PipelineError: the factory fails, or gives no example inputs.
         CaptureError: the model cannot be captured whole.
     """
@@ -103,6 +108,7 @@ def _value(outcome: PlanResult | AutosplitError) -> PlanResult:
 def _plan(build: Callable[[], Any], name: str, request: PlanRequest) -> PlanResult:
     """The plan, measured by this process or by all of its group at once."""
     model, args, kwargs = example_of(meta_model(build), name)
+    _check_hope(model, request)
     batch = samples_of((args, kwargs)) if request.batch is None else request.batch
     limits = request.limits
     if not request.estimated and limits.links == Transfer():
@@ -122,6 +128,20 @@ def _plan(build: Callable[[], Any], name: str, request: PlanRequest) -> PlanResu
     best = best if seen is None else replace(best, solution=seen)
     plan = make_plan(best, made, limits, backend=request.backend)
     return PlanResult(found, plan, rehearsed=seen is not None)
+
+
+def _check_hope(model: nn.Module, request: PlanRequest) -> None:
+    """Refuse a limit that the parameters alone exceed, before anything is captured or measured."""
+    limits = request.limits
+    trained = sum(each.nbytes for each in model.parameters() if each.requires_grad)
+    least = math.ceil(limits.factor * trained / request.devices)
+    if least > limits.cap:
+        raise CapError(
+            f"{request.devices} devices of {size_text(math.floor(limits.cap))} cannot hold the "
+            "model: its trained parameters, their gradients and the optimizer's state alone take "
+            f"{size_text(least)} a device: raise the limit, or use more devices",
+            float(least),
+        )
 
 
 def summary(plan: Plan) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.pipeline.simulation.step_costs import Costs
 from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.report.schedule_table import draw_survey, survey_rows
+from autosplit.report.timeline_page import Panel, write_page
 from autosplit.report.timeline_picture import draw_timelines
 from autosplit.report.trace import write_chrome_trace
 from autosplit.text.writing import write_text, writing
@@ -94,13 +95,15 @@ def write_pictures(found: Survey, shown: SimulatedSchedule, folder: Path) -> lis
     """Time against memory of all schedules; timeline and trace of one."""
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    files = [folder / name for name in ("pareto.png", "timeline.png", "trace.json")]
+    kinds = ("pareto.png", "timeline.png", "timeline.html", "trace.json")
+    files = [folder / name for name in kinds]
     name = f"{shown.name}, {shown.weights}"
     microbatches, ranks = shown.schedule.microbatches, len(shown.schedule.ranks)
     title = f"{ranks} ranks, {microbatches} microbatches, simulated"
     draw_survey(found, files[0], title=title)
     draw_timelines([(name, shown.timeline)], files[1], title=title)
-    write_chrome_trace([(name, shown.timeline)], files[2])
+    write_page([Panel(name, shown.timeline)], files[2], title=title)
+    write_chrome_trace([(name, shown.timeline)], files[3])
     return files
 
 

@@ -43,7 +43,7 @@ from .options import folder_to_write, json_option, numbers, typed_errors
     "--exact", is_flag=True, help="Prove the shortest step of one stage a rank, of small pipelines."
 )
 @click.option("--schedule", help="Draw this one's timeline; default: the shortest step's.")
-@folder_to_write("--output", help="Folder for pareto.png, timeline.png and trace.json.")
+@folder_to_write("--output", help="Folder for pareto.png, timeline.png and .html, and trace.json.")
 @json_option
 @typed_errors
 def simulate(

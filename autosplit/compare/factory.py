@@ -43,13 +43,13 @@ def load_factory(spec: str) -> Callable[..., Any]:
     factory = getattr(module, attribute, missing)
     if factory is missing:
         raise PipelineError(
-            f"{module_name} has no {attribute!r}; callables there: "
-            f"{', '.join(_callables(module)) or 'none'}"
+            f"{module_name} has no {attribute!r}; functions there: "
+            f"{', '.join(_functions(module)) or 'none'}"
         )
     if not callable(factory):
         raise PipelineError(
-            f"{spec} is not callable but of type {type(factory).__name__}; callables there: "
-            f"{', '.join(_callables(module)) or 'none'}"
+            f"{spec} is not callable but of type {type(factory).__name__}; functions there: "
+            f"{', '.join(_functions(module)) or 'none'}"
         )
     return typing.cast(Callable[..., Any], factory)
 
@@ -162,12 +162,13 @@ def _where(error: Exception) -> str:
     return f"{frame.filename}:{frame.lineno}"
 
 
-def _callables(module: ModuleType) -> list[str]:
-    """Public callables that `module` defines itself."""
+def _functions(module: ModuleType) -> list[str]:
+    """Public functions that `module` defines itself; its classes are layers and settings."""
     return sorted(
         name
         for name, value in vars(module).items()
         if not name.startswith("_")
         and callable(value)
+        and not isinstance(value, type)
         and getattr(value, "__module__", None) == module.__name__
     )

@@ -131,7 +131,7 @@ class SplitBackward:
             and not self._is_absent(self.parameters[index], call)
         }
         linked = [found[1] for leaf in running.linked if (found := call_of(leaf)) is not None]
-        if targets and has_gradient_hooks([call.parameters[index] for index in linked]):
+        if targets and has_gradient_hooks([call.parameters[index] for index in wanted]):
             self._weights_for_late_hooks(
                 values, results, targets, {self.parameters[index] for index in linked}
             )

@@ -2,7 +2,7 @@
 
 A backward through a compiled model leaves one for each graph that took part. All that belongs to
 one microbatch is delivered in one pass of the autograd engine, so that a parameter used in several
-graphs gets one summed gradient and its hooks fire once, as after an ordinary ``backward()``.
+graphs gets one summed gradient, as from an ordinary ``backward()``.
 """
 
 from __future__ import annotations

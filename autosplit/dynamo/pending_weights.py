@@ -112,9 +112,9 @@ class Deferral:
     def backward_weight(self, microbatches: int | None = None) -> None:
         """Compute pending weight gradients and accumulate them into ``.grad``.
 
-        They arrive through autograd: tensor hooks and post-accumulate hooks of the parameters
-        fire. The weight gradients of one graph are computed together: asked for some
-        parameters, this also delivers those of others that share a graph with them.
+        They are of backwards that were before any hook on the parameters: none fires. The weight
+        gradients of one graph are computed together: asked for some parameters, this also delivers
+        those of others that share a graph with them.
 
         Args:
             microbatches: how many, the oldest ``backward()`` first; all where None.

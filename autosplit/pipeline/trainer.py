@@ -49,7 +49,8 @@ class PipelineTrainer(StageTrainer):
             module ``index`` and is called for this process's stages only: outputs of one are the
             positional inputs of the next. Or a model that ``autosplit.partition`` has cut, or any
             other ``nn.Module``, ``nn.Sequential`` included, which it then cuts into ``stages``.
-        loss_fn: ``loss_fn(output, targets)`` gives the scalar loss of one microbatch.
+        loss_fn: ``loss_fn(output, targets)`` gives the scalar loss of one microbatch, a tensor; a
+            step trains the mean over the microbatches.
         optimizer_fn: builds the optimizer of this process's parameters.
         stages: how many stages there are; required with a function and with a whole model.
         example: the inputs of one microbatch, to cut a whole model with: a tensor, a tuple, or

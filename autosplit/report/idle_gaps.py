@@ -32,15 +32,18 @@ class Gap:
 
 
 def gaps(timeline: Timeline) -> Iterator[Gap]:
-    """The idle gaps of every rank, in order, ranks one after another."""
+    """The idle gaps of every rank, in order, ranks one after another.
+
+    Where steps overlap, what is before a rank's first action and after its last belongs to others.
+    """
     spans = [span for span in timeline.spans if span.action.kind.is_compute]
     if not spans:
         return
-    begin, end = min(s.start for s in spans), max(s.end for s in spans)
+    whole = min(s.start for s in spans), max(s.end for s in spans)
     feeds = Feeds(1 + max(span.action.stage for span in spans))
     makers = {result_of(span.action): span for span in spans}
     for rank in range(timeline.ranks):
-        clock = begin
+        clock, end = timeline.window(rank) if timeline.crosses_step else whole
         for span in sorted((s for s in spans if s.rank == rank), key=lambda s: s.start):
             if span.start > clock:
                 yield Gap(rank, clock, span.start, span, _cause(span, makers, feeds))

@@ -63,6 +63,13 @@ def _notes(survey: Survey) -> list[str]:
         "peak        what a microbatch leaves (--memory) on the fullest rank; no parameters",
         f"Pareto      *: no other row{within} is as fast and keeps as little",
     ]
+    if overlapping := [entry for entry in survey.entries if entry.timeline.crosses_step]:
+        names = ", ".join(dict.fromkeys(entry.name for entry in overlapping))
+        longest = milliseconds(max(entry.timeline.makespan for entry in overlapping))
+        notes.append(
+            f"step ms     from one step to the next: steps of {names} overlap, and one\n"
+            f"            by itself takes {longest} ms"
+        )
     if survey.cap is not None:
         notes.append(
             f"            over cap: keeps more than {survey.cap:g} on a rank, counts as no best"

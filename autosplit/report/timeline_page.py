@@ -73,6 +73,7 @@ def _panel(panel: Panel) -> dict[str, Any]:
         "name": panel.name,
         "ranks": timeline.ranks,
         "makespan": _milliseconds(timeline.makespan),
+        "overlappingStep": _milliseconds(timeline.step_time) if timeline.crosses_step else None,
         "bubble": [timeline.bubble_ratio(rank) for rank in range(timeline.ranks)],
         "meanBubble": timeline.bubble_ratio(),
         "spans": [

@@ -175,6 +175,10 @@ def _draw_panel(
 
     makespan = 1e3 * timeline.makespan
     stats = f"makespan {_milliseconds(makespan)}    bubble {_percent(timeline.bubble_ratio())}"
+    if timeline.crosses_step:
+        step = _milliseconds(1e3 * timeline.step_time)
+        stats = stats.replace("    ", f"    steps overlap, one every {step}    ")
+    origin = min(span.start for span in timeline.spans)
     text: dict[str, Any] = {
         "xycoords": "axes fraction",
         "textcoords": "offset points",
@@ -185,7 +189,8 @@ def _draw_panel(
     )
     axes.annotate(stats, (1, 1), (0, 6), color=_INK, fontsize=10, ha="right", va="bottom", **text)
     for rank in range(timeline.ranks):
-        idle = Rectangle((0.0, rank - _BAR / 2), makespan, _BAR, **_IDLE)
+        start, end = (1e3 * (at - origin) for at in timeline.window(rank))
+        idle = Rectangle((start, rank - _BAR / 2), end - start, _BAR, **_IDLE)
         idle.set_gid(f"{index}/{rank}/idle")
         axes.add_patch(idle)
         axes.annotate(

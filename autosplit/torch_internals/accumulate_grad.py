@@ -2,7 +2,7 @@
 
 Autograd ends at a node for each parameter, AccumulateGrad, which only adds to ``.grad``
 (torch/csrc/autograd/functions/accumulate_grad.h) unless the tensor or that node has
-hooks. Where there are none, adding here is the same and takes a tenth of the engine's time.
+hooks. Where none is to fire, adding here is the same and takes a tenth of the engine's time.
 """
 
 from __future__ import annotations
@@ -57,11 +57,10 @@ class Leaves:
 
     def allows_direct_add(self) -> bool:
         """Whether adding a gradient to ``.grad`` has the same effects as accumulation by the
-        engine.
+        engine without hooks.
         """
         return (
             self._plain
-            and not self.has_hooks()
             and all(map(_NEEDS_GRAD, self.parameters))
             and all(map(_IS_LEAF, self.parameters))
             and not torch.is_inference_mode_enabled()

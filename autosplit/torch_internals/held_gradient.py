@@ -21,6 +21,9 @@ def is_held(gradient: Tensor) -> bool:
     if type(gradient) is not Tensor or gradient.layout is not torch.strided:
         return False
     users, handles = storage_users(gradient.untyped_storage())
+    base = gradient._base if users > _STORAGE[0] else None
+    if base is not None and tensor_users(base) <= _USERS and getrefcount(base) < _PYTHON:
+        users -= 1  # of a gradient that was made as a view nobody else has what it is a view of
     return users > _STORAGE[0] or handles > _STORAGE[1]
 
 
@@ -41,7 +44,7 @@ def exchanged(one: Tensor, other: Tensor) -> bool:
 
 def _references(tensor: Tensor) -> int:
     """Python's references; C++ has one where it has any."""
-    return getrefcount(tensor) - (tensor_users(tensor) > 1)
+    return getrefcount(tensor) - bool(tensor_users(tensor) > 1)
 
 
 def _counts(gradient: Tensor) -> tuple[int, int, tuple[int, int]]:

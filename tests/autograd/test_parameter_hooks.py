@@ -144,3 +144,66 @@ def test_report_says_so(face: str) -> None:
     assert f"{said}: a.weight" in module.report()
     handle.remove()
     assert said not in module.report()
+
+
+class Doubling:
+    """A hook of each kind, and what it saw."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+    def tensor(self, parameter: Tensor) -> Any:
+        return parameter.register_hook(lambda grad: self.seen.append(grad.clone()) or grad * 10)
+
+    def late(self, parameter: Any) -> Any:
+        return parameter.register_post_accumulate_grad_hook(
+            lambda each: self.seen.append(each.grad.clone())
+        )
+
+
+@pytest.mark.parametrize("twice", [False, True], ids=["one call", "two calls a backward"])
+@pytest.mark.parametrize("kind", ["tensor", "late"])
+@pytest.mark.parametrize("face", FACES)
+def test_hook_sees_nothing_from_before_it(face: str, kind: str, twice: bool) -> None:
+    torch._dynamo.reset()
+    make, wrap = FACES[face]
+    model = make().double()
+    plain = copy.deepcopy(model)
+    module = wrap(model)
+    hooks = Doubling(), Doubling()
+    for before, after in ((1, 1), (2, 1), (1, 0), (2, 0), (0, 2)):
+        given = torch.randn(before + after, 3, 4).double()
+        for each, under, hook in ((module, model, hooks[0]), (plain, plain, hooks[1])):
+            under.zero_grad()
+            for at, x in enumerate(given):
+                if at == before:
+                    handle = getattr(hook, kind)(under.a.weight)
+                loss = each(x).square().sum()
+                (loss + each(x + 1).square().sum() if twice else loss).backward()
+            if not after:
+                handle = getattr(hook, kind)(under.a.weight)
+            nn.utils.clip_grad_value_(under.parameters(), 100.0)
+            handle.remove()
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad)
+    assert len(hooks[0].seen) == len(hooks[1].seen) == 4
+    torch.testing.assert_close(hooks[0].seen, hooks[1].seen)
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_hook_on_any_parameter_between_forward_and_backward(face: str) -> None:
+    """Also on one of the many that autograd's graph has no edge to."""
+    torch._dynamo.reset()
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(8)])
+    plain = copy.deepcopy(model)
+    module = FACES[face][1](model)
+    x = torch.randn(3, 4)
+    for each, under in ((module, model), (plain, plain)):
+        each(x).square().sum().backward()
+        loss = each(x).square().sum()
+        seen: list[Tensor] = []
+        under[4].weight.register_hook(seen.append)
+        loss.backward()
+        assert len(seen) == 1
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)

@@ -339,6 +339,17 @@ def test_stages_that_were_not_cut_from_one_model_need_names(tmp_path: Path) -> N
         assert torch.equal(one.modules[1].weight, two.modules[1].weight)
 
 
+def test_a_model_in_one_process_is_told_how(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    advice = r"takes a PipelineTrainer, got a Sequential: a model .*read_checkpoint\(path\)"
+    with pytest.raises(CheckpointError, match=advice):
+        load_checkpoint(model, tmp_path / "a.pt")  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match=advice):
+        save_checkpoint(model, tmp_path / "a.pt")  # type: ignore[arg-type]
+    torch.save(model.state_dict(), tmp_path / "a.pt")
+    model.load_state_dict(read_checkpoint(tmp_path / "a.pt"))
+
+
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="there is no checkpoint at"):
         open_checkpoint(tmp_path / "nothing")

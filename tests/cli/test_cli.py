@@ -104,7 +104,12 @@ def test_simulate(tmp_path: pathlib.Path) -> None:
         assert row["peak_memory"] == max(row["peak_memory_by_rank"]) > 0
         assert 0.0 <= row["bubble"] < 1.0
     made = {path.name for path in (tmp_path / "out").iterdir()}
-    assert made == {"pareto.png", "timeline.png", "trace.json"}
+    assert made == {"pareto.png", "timeline.png", "timeline.html", "trace.json"}
+
+
+def test_simulate_says_which_steps_overlap() -> None:
+    result = run("simulate", "--stages", "3", "--microbatches", "5", "--times", "1,1,1")
+    assert "steps of zb-h2 overlap, and one\n            by itself takes 17.0 ms" in result.output
 
 
 def test_simulate_options_have_effects(tmp_path: pathlib.Path) -> None:
@@ -188,7 +193,7 @@ def test_plan(tmp_path: pathlib.Path) -> None:
 def test_options_of_plan_that_have_other_names_now(tmp_path: pathlib.Path) -> None:
     """What ``--memory`` and ``--setting`` were is still taken, and said to have moved."""
     one = [*PLAN, "--schedule", "1f1b", "--microbatches", "2", "--json", str(tmp_path / "p.json")]
-    tight = ["2KiB", "nothing fits: the least cap is"]
+    tight = ["36KiB", "nothing fits: the least cap is"]
     for old, new, (value, refusal) in (
         ("--memory", "--limit", tight),
         ("--setting", "--memory", ["huge", "unknown memory setting 'huge'"]),
@@ -265,7 +270,7 @@ def test_inspect_a_stage() -> None:
     [
         (["compare", "examples.models"], "expected MODULE:FACTORY"),
         (["compare", "examples.nothing:llama"], "no module named 'examples.nothing'"),
-        (["compare", "examples.models:lama"], "has no 'lama'; callables there:"),
+        (["compare", "examples.models:lama"], "has no 'lama'; functions there:"),
         (
             ["compare", "examples.models:llama", "--schedule", "zigzag"],
             "unknown schedule 'zigzag'; known: naive, gpipe, 1f1b",
@@ -292,7 +297,8 @@ def test_inspect_a_stage() -> None:
         ([*PIPELINE, "--message", "1"], "bandwidth and message have a meaning only together"),
         ([*PIPELINE, "--schedule", "zigzag"], "no simulated schedule 'zigzag'; simulated: naive,"),
         ([*PLAN, "--limit", "80 lots"], "expected a size such as 80GiB or 512MiB, got '80 lots'"),
-        ([*PLAN, "--limit", "2KiB"], "nothing fits: the least cap is"),
+        ([*PLAN, "--limit", "36KiB"], "nothing fits: the least cap is"),
+        ([*PLAN, "--limit", "1KiB"], "2 devices of 1.00 KiB cannot hold the model: its trained"),
         ([*PLAN, "--microbatches", "3"], "a batch of 8 cannot be cut into 3 equal microbatches"),
         ([*PLAN, "--stages", "9"], "9 stages are more than the model has blocks, 6"),
         ([*PLAN, "--schedule", "zigzag"], "unknown schedule 'zigzag'; known: naive,"),

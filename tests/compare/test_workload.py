@@ -110,23 +110,21 @@ def test_a_module_that_fails_shows_its_own_cause_and_line(
     assert type(error.value.__cause__).__name__ == kind
 
 
-def test_a_missing_attribute_lists_the_callables_of_the_module(here: Path) -> None:
+def test_a_missing_attribute_lists_the_functions_of_the_module(here: Path) -> None:
     (here / "mine.py").write_text(
         "from os.path import join\nsize = 3\nclass Net: ...\ndef make(): ...\ndef _hidden(): ...\n"
     )
     with pytest.raises(PipelineError) as error:
         load_factory("mine:made")
-    assert str(error.value) == "mine has no 'made'; callables there: Net, make"
+    assert str(error.value) == "mine has no 'made'; functions there: make"
     with pytest.raises(PipelineError) as error:
         load_factory("mine:size")
-    assert str(error.value) == (
-        "mine:size is not callable but of type int; callables there: Net, make"
-    )
+    assert str(error.value) == ("mine:size is not callable but of type int; functions there: make")
 
 
-def test_a_module_without_callables_says_so(here: Path) -> None:
+def test_a_module_without_functions_says_so(here: Path) -> None:
     (here / "mine.py").touch()
-    with pytest.raises(PipelineError, match=r"^mine has no 'make'; callables there: none$"):
+    with pytest.raises(PipelineError, match=r"^mine has no 'make'; functions there: none$"):
         load_factory("mine:make")
 
 

@@ -38,5 +38,18 @@ def test_the_last_need_is_the_cause_and_own_results_are_none() -> None:
     ]
 
 
+def test_what_other_steps_fill_is_no_gap() -> None:
+    spans = [
+        Span(0, Action.parse("0F0"), 0.0, 1.0),
+        Span(0, Action.parse("0B0"), 3.0, 5.0),
+        Span(1, Action.parse("1F0"), 1.0, 2.0),
+        Span(1, Action.parse("1B0"), 2.0, 5.0),
+    ]
+    assert [_text(gap) for gap in gaps(Timeline(2, tuple(spans), crosses_step=True))] == [
+        "rank 0 1-3 0B0 waits for 1B0 of rank 1",
+        "rank 1 5-6 end waits for nothing",
+    ]
+
+
 def test_no_spans_no_gaps() -> None:
     assert list(gaps(Timeline(2, ()))) == []

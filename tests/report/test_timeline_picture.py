@@ -110,6 +110,15 @@ def test_panels_share_the_time_axis_and_say_makespan_and_bubble() -> None:
     assert fused.bbox.y0 > split.bbox.y1
 
 
+def test_steps_that_overlap_are_idle_within_their_own_time_only() -> None:
+    spans = timeline(2, "0 0F0 0 100", "0 0B0 100 400", "1 1F0 100 200", "1 1B0 200 500").spans
+    axes = timeline_figure([("zb-h2", Timeline(2, spans, crosses_step=True))]).axes[0]
+    assert texts(axes)[1] == "makespan 500 ms    steps overlap, one every 400 ms    bubble 0.0%"
+    idle = [bars(axes)[f"0/{rank}/idle"] for rank in (0, 1)]
+    assert [round(each.get_x()) for each in idle] == [0, 100]
+    assert [round(each.get_width()) for each in idle] == [400, 400]
+
+
 def test_idle_stands_at_the_end_of_each_row() -> None:
     uneven = timeline(2, "0 0F0 0 40", "1 1F0 0 100")
     axes = timeline_figure([("uneven", uneven)]).axes[0]

@@ -79,12 +79,12 @@ def test_tied_weights_add_both_contributions() -> None:
     split = autosplit.split(model, (case.batch(),), accumulation="fused")
     backward(split, case, [case.batch()])
     split.backward_weight()
-    table = model.embed.weight.grad
+    table = model.embed.weight.grad.data_ptr()
     backward(split, case, [case.batch()])
     counts = weights(split)
     assert counts["addmm_"] == 2  # of the table and of the layer between
     assert counts["index_add_"] == 1
-    assert model.embed.weight.grad is table
+    assert model.embed.weight.grad.data_ptr() == table
 
 
 def test_what_the_input_gradients_made_already_is_added_too() -> None:
@@ -227,8 +227,9 @@ def test_sums_that_are_parts_of_one_buffer() -> None:
         parameter.grad = part.view_as(parameter)
     x = torch.randn(4, 3)
     split = autosplit.split(model, (x,), accumulation="fused")
-    split(x).square().sum().backward()
-    assert weights(split)["addmm_"] == 2
+    with Operators() as operators:  # somebody holds them: computed in the backward
+        split(x).square().sum().backward()
+    assert operators.counts["addmm_"] == 2
     plain(x).square().sum().backward()
     assert_close(model, plain)
     assert buffer.abs().min() > 0

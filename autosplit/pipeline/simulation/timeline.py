@@ -58,6 +58,15 @@ class Timeline:
             ends[span.rank] = min(start, span.start), max(end, span.end)
         return max((end - start for start, end in ends.values()), default=0.0)
 
+    def window(self, rank: int) -> tuple[float, float]:
+        """From when to when this step has ``rank``: of steps that overlap, each rank's begins with
+        its own first action.
+        """
+        start = min((span.start for span in self.spans), default=0.0)
+        if self.crosses_step:
+            start = min((span.start for span in self.spans if span.rank == rank), default=start)
+        return start, start + self.step_time
+
     def busy(self, rank: int) -> float:
         """Seconds in which ``rank`` computes (F, I, W, B); sends and receives do not count.
 

@@ -49,7 +49,7 @@ def digest(tensor: Tensor) -> str:
     if values.dim() and values.nbytes > _BYTES:
         values = values[:: -(-values.nbytes // _BYTES)].flatten()[: _BYTES // values.itemsize]
     values = values.cpu().resolve_conj().resolve_neg().contiguous().view(-1)
-    return hashlib.sha256(values.view(torch.uint8).numpy()).hexdigest()
+    return hashlib.sha256(values.view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def _text(differing: Mapping[str, Sequence[Sequence[int]]]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -125,8 +126,11 @@ def trial_steps(
             batch = _batch(whole, options, schedule.microbatches)
             return _slowest(_step(run, batch), ranks), run.timeline().spans
 
-        for _ in range(_WARMUP):
-            step()
+        with warnings.catch_warnings():
+            # Each rank has its own example, whose values do not matter here.
+            warnings.filterwarnings("ignore", "the ranks were given different batches")
+            for _ in range(_WARMUP):
+                step()
         yield step
 
 

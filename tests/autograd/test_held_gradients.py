@@ -1,0 +1,149 @@
+"""Gradients that somebody holds from one backward to the next, as a list of them, or views."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autosplit
+from autosplit.dynamo.partial_model import Partial
+
+FACES: dict[str, Callable[[nn.Module], Any]] = {
+    "whole": autosplit.split,
+    "parts": Partial,
+    "compiled": lambda model: torch.compile(model, backend="autosplit"),
+}
+HOLDS: dict[str, Callable[[Tensor], Any]] = {
+    "itself": lambda grad: grad,
+    "itself, used": lambda grad: (grad.sum(), grad)[1],
+    "detached": lambda grad: grad.detach(),
+    "row": lambda grad: grad[0],
+    "array": lambda grad: grad.numpy(),
+    "storage": lambda grad: torch.empty(0).double().set_(grad.untyped_storage()),
+    "dlpack": torch.from_dlpack,
+}
+
+
+class Net(nn.Module):
+    """One of its parameters is in use twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(self.a(x).tanh()).tanh())
+
+
+def pair() -> tuple[Net, Net]:
+    torch._dynamo.reset()
+    model = Net().double()  # two uses, two calls: sums are in another order
+    return model, copy.deepcopy(model)
+
+
+def backward(module: Any, x: Tensor) -> None:
+    """Two calls, which autograd adds up before it adds them to ``.grad``."""
+    (module(x).square().sum() + module(x + 1).square().sum()).backward()
+
+
+@pytest.mark.parametrize("hold", HOLDS)
+@pytest.mark.parametrize("face", FACES)
+def test_goes_on_accumulating(face: str, hold: str) -> None:
+    model, plain = pair()
+    module = FACES[face](model)
+    held: list[list[Any]] = [[], []]
+    for at, x in enumerate(torch.randn(4, 3, 4).double()):
+        for each, under, kept in ((module, model, held[0]), (plain, plain, held[1])):
+            backward(each, x)
+            if not at:
+                kept += [HOLDS[hold](p.grad) for p in under.parameters()]
+            if at == 2:
+                under.zero_grad(set_to_none=False)
+        for mine, theirs in zip(*held, strict=True):
+            torch.testing.assert_close(torch.as_tensor(mine), torch.as_tensor(theirs))
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize("face", FACES)
+def test_is_what_grad_is(face: str, used: bool) -> None:
+    model, _ = pair()
+    module = FACES[face](model)
+    x = torch.randn(3, 4).double()
+    backward(module, x)
+    held = [p.grad for p in model.parameters()]
+    for _ in range(3):
+        if used:
+            assert all(grad.isfinite().all() for grad in held)
+        assert all(p.grad is grad for p, grad in zip(model.parameters(), held, strict=True))
+        backward(module, x)
+        assert all(p.grad is grad for p, grad in zip(model.parameters(), held, strict=True))
+        if used:
+            assert all(type(grad) is Tensor for grad in held)
+        model.zero_grad(set_to_none=False)
+        assert not any(grad.any() for grad in held)
+        assert all(p.grad is grad for p, grad in zip(model.parameters(), held, strict=True))
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_a_list_made_once_is_clipped(face: str) -> None:
+    model, plain = pair()
+    module = FACES[face](model)
+    for each, under in ((module, model), (plain, plain)):
+        optimizer = torch.optim.SGD(under.parameters(), lr=0.1)
+        grads: list[Any] = []
+        for x in 10 * torch.ones(5, 3, 4).double():
+            optimizer.zero_grad(set_to_none=False)
+            backward(each, x)
+            grads = grads or [p.grad for p in under.parameters()]
+            norm = torch.stack([grad.norm() for grad in grads]).norm()
+            torch._foreach_mul_(grads, 0.1 / norm)
+            optimizer.step()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_only_what_is_held_has_its_gradient_computed_in_backward() -> None:
+    model = Net()
+    split = autosplit.split(model)
+    x = torch.randn(3, 4)
+    for _ in range(3):  # a sum that nobody holds
+        backward(split, x)
+        assert split.pending == 1
+        split.backward_weight()
+    backward(split, x)
+    grads = [p.grad for p in model.parameters()]  # of which one only is held below
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    del grads[1:]
+    for _ in range(2):
+        backward(split, x)
+        assert split.pending == 0
+    grads.clear()
+    backward(split, x)
+    assert split.pending == 1
+
+
+def test_computed_by_a_failing_backward_says_so() -> None:
+    """What cannot be computed at the end of ``backward()`` raises from it."""
+    model = Net()
+    split = autosplit.split(model)
+    x = torch.randn(3, 4, requires_grad=True)
+    backward(split, x)
+    split.backward_weight()
+    held = model.a.weight.grad
+    source = x * 1.0
+    loss = split(source).square().sum()
+
+    def write(grad: Tensor) -> None:
+        source.detach().zero_()
+
+    source.register_hook(write)
+    with pytest.raises(autosplit.SplitError, match="written in place"):
+        loss.backward()
+    assert held.isfinite().all()
