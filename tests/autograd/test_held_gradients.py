@@ -129,6 +129,17 @@ def test_only_what_is_held_has_its_gradient_computed_in_backward() -> None:
     assert split.pending == 1
 
 
+@pytest.mark.parametrize("face", [autosplit.split, Partial], ids=["whole", "parts"])
+def test_sums_that_nobody_holds_wait(face: Callable[[nn.Module], Any]) -> None:
+    """Gradients that the engine accumulated may be views, whose bases only they hold."""
+    torch._dynamo.reset()
+    module = face(Net())
+    for _ in range(3):
+        module(torch.randn(3, 4)).square().sum().backward()
+        assert module.pending == 1
+        module.backward_weight()
+
+
 def test_computed_by_a_failing_backward_says_so() -> None:
     """What cannot be computed at the end of ``backward()`` raises from it."""
     model = Net()
