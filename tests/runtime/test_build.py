@@ -12,6 +12,7 @@ import autosplit
 from autosplit import CaptureError, SplitError
 from autosplit.passes import PassError
 from autosplit.runtime.build import DUMP_VARIABLE, trace
+from autosplit.runtime.split_options import SplitOptions
 from tests.zoo import SwiGLU
 
 
@@ -47,7 +48,7 @@ def test_pass_error_becomes_a_split_error(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(
         SplitError, match="Linear was captured but cannot be split: an invariant is broken"
     ):
-        trace(nn.Linear(2, 2), (torch.randn(1, 2),), {}, "eager", "balanced")
+        trace(nn.Linear(2, 2), (torch.randn(1, 2),), {}, SplitOptions())
 
 
 def test_sparse_input() -> None:
