@@ -9,7 +9,7 @@ from sys import getrefcount
 from torch import Tensor
 
 from autosplit.torch_internals.accumulate_grad import tensor_users
-from autosplit.torch_internals.held_gradient import is_held
+from autosplit.torch_internals.held_gradient import UNHELD, is_held
 
 from .gradient_slot import ARMED, COMPUTING, IDLE, OURS, GradientSlot
 from .lazy_gradient import LazyGradient
@@ -95,7 +95,7 @@ class LazyGradients:
                 state, grad = slot.state, parameter.grad
                 if state is IDLE and type(grad) is not LazyGradient:
                     if grad is not None and not self.held:
-                        self.held = is_held(grad)
+                        self.held = getrefcount(grad) > UNHELD or is_held(grad)
                     slot.sources, slot.dense, slot.base, slot.state = sources, dense, grad, ARMED
                     try:
                         parameter.grad = lazy
@@ -129,7 +129,8 @@ class LazyGradients:
         if slot.state is IDLE:
             grad = parameter.grad
             if type(grad) is not LazyGradient:
-                self.held = self.held or (grad is not None and is_held(grad))
+                if grad is not None and not self.held:
+                    self.held = getrefcount(grad) > UNHELD or is_held(grad)
                 slot.sources, slot.dense = sources, dense
                 slot.arm(parameter, grad)
                 return slot, False

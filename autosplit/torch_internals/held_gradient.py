@@ -9,22 +9,24 @@ import torch
 from torch import Tensor
 
 from .accumulate_grad import tensor_users
-from .storage import storage_users
 
 
 def is_held(gradient: Tensor) -> bool:
-    """Whether anything but ``.grad`` of one parameter and one variable of the caller refers to a
-    gradient or its memory: a variable, a list, a view, an array of NumPy, a flat buffer.
+    """Whether anything but ``.grad`` of one parameter refers to a gradient or its memory from C++:
+    another ``.grad``, a view, an array of NumPy, a flat buffer. Python's references the caller
+    counts itself, ``getrefcount(gradient) > UNHELD``: where torch.compile looks at frames, Python
+    counts the arguments of functions twice.
     """
-    if getrefcount(gradient) > _PYTHON or tensor_users(gradient) > _USERS:
+    if tensor_users(gradient) > _USERS:
         return True
     if type(gradient) is not Tensor or gradient.layout is not torch.strided:
         return False
-    users, handles = storage_users(gradient.untyped_storage())
-    base = gradient._base if users > _STORAGE[0] else None
-    if base is not None and tensor_users(base) <= _USERS and getrefcount(base) < _PYTHON:
+    storage = gradient.untyped_storage()
+    users, handles = torch._C._storage_Use_Count(storage._cdata), getrefcount(storage)
+    base = gradient._base if users > _STORAGE else None
+    if base is not None and tensor_users(base) <= _USERS and getrefcount(base) <= UNHELD:
         users -= 1  # of a gradient that was made as a view nobody else has what it is a view of
-    return users > _STORAGE[0] or handles > _STORAGE[1]
+    return users > _STORAGE or handles > _HANDLES
 
 
 def exchanged(one: Tensor, other: Tensor) -> bool:
@@ -32,7 +34,7 @@ def exchanged(one: Tensor, other: Tensor) -> bool:
     done, where somebody would notice: refers to ``other``, besides ``.grad``, two variables of the
     callers' and this call.
     """
-    if type(other) is not Tensor or _references(other) > _UNSEEN or getweakrefcount(other):
+    if type(other) is not Tensor or _references(other) > _unseen() or getweakrefcount(other):
         return False
     try:
         torch._C._swap_tensor_impl(one, other)
@@ -47,27 +49,27 @@ def _references(tensor: Tensor) -> int:
     return getrefcount(tensor) - bool(tensor_users(tensor) > 1)
 
 
-def _counts(gradient: Tensor) -> tuple[int, int, tuple[int, int]]:
-    """The counts of ``is_held``, as it sees them."""
-    return (
-        getrefcount(gradient),
-        tensor_users(gradient),
-        storage_users(gradient.untyped_storage()),
-    )
+def _unseen() -> int:
+    """What ``_references`` gives for an object with one variable beyond its two callers'; asked
+    again each time, as it is not the same while torch.compile looks at frames.
+    """
+    token = object()
+    return (lambda passed: (lambda other: _count(other))(passed))(token)
 
 
-def _unheld() -> tuple[int, int, tuple[int, int]]:
+def _count(token: object) -> int:
+    return getrefcount(token)
+
+
+def _unheld() -> tuple[int, int, int, int]:
+    """What is counted of a gradient that only its parameter and one variable refer to."""
     parameter = torch.zeros((), requires_grad=True)
     parameter.grad = torch.zeros(())
     gradient = parameter.grad
-    return _counts(gradient)
-
-
-def _unseen() -> int:
-    tensor = torch.zeros(())
-    return (lambda passed: (lambda other: _references(other))(passed))(tensor)
+    storage = gradient.untyped_storage()
+    users = torch._C._storage_Use_Count(storage._cdata)
+    return getrefcount(gradient), tensor_users(gradient), users, getrefcount(storage)
 
 
 with torch.inference_mode(False):
-    _PYTHON, _USERS, _STORAGE = _unheld()
-    _UNSEEN = _unseen()
+    UNHELD, _USERS, _STORAGE, _HANDLES = _unheld()

@@ -140,6 +140,23 @@ def test_sums_that_nobody_holds_wait(face: Callable[[nn.Module], Any]) -> None:
         module.backward_weight()
 
 
+def test_sums_wait_while_torch_compile_looks_at_frames() -> None:
+    """Python then counts the arguments of functions twice, as it does for good where tracing ended
+    in a RecursionError."""
+    set_eval_frame = torch._C._dynamo.eval_frame.set_eval_frame
+    split = autosplit.split(nn.Linear(3, 2))
+    for step in range(3):
+        before = set_eval_frame(False) if step else None
+        split(torch.randn(2, 3)).sum().backward()
+        if step:
+            set_eval_frame(before)
+        assert split.pending == 1
+        gradient = split.weight.grad
+        split.backward_weight()
+        assert split.weight.grad is gradient
+        del gradient
+
+
 def test_computed_by_a_failing_backward_says_so() -> None:
     """What cannot be computed at the end of ``backward()`` raises from it."""
     model = Net()
