@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
-from typing import Any
-
 from . import compare
+from .text.moved_names import moved_names
 
-
-def __getattr__(name: str) -> Any:
-    if name not in compare.__all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warnings.warn(
-        f"autosplit.workload.{name} is now autosplit.compare.{name}",
-        DeprecationWarning,
-        stacklevel=2,
-    )
-    return getattr(compare, name)
+__getattr__ = moved_names(
+    __name__,
+    {name: (f"autosplit.compare.{name}", getattr(compare, name)) for name in compare.__all__},
+)

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 from autosplit import checkpoint
 from autosplit.checkpoint.naming import Mismatch
-
-
-def __getattr__(name: str) -> Any:
-    found = {"load_checkpoint": _load_checkpoint, "save_checkpoint": checkpoint.save_checkpoint}
-    if name not in found:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warnings.warn(
-        f"autosplit.planner.checkpoint.{name} is now autosplit.checkpoint.{name}",
-        DeprecationWarning,
-        stacklevel=2,
-    )
-    return found[name]
+from autosplit.text.moved_names import moved_names
 
 
 def _load_checkpoint(*arguments: Any, **options: Any) -> tuple[Mismatch, ...]:
     """As it was here, it returned what did not match, and left random generators alone."""
     return checkpoint.load_checkpoint(*arguments, **{"generators": False, **options}).mismatches
+
+
+__getattr__ = moved_names(
+    __name__,
+    {
+        "load_checkpoint": ("autosplit.checkpoint.load_checkpoint", _load_checkpoint),
+        "save_checkpoint": ("autosplit.checkpoint.save_checkpoint", checkpoint.save_checkpoint),
+    },
+)

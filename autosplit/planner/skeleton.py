@@ -2,18 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from typing import Any
-
 from autosplit.planner.meta_init.meta_model import meta_model
+from autosplit.text.moved_names import moved_names
 
-
-def __getattr__(name: str) -> Any:
-    if name != "skeleton":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warnings.warn(
-        "autosplit.planner.skeleton.skeleton is now autosplit.planner.meta_model",
-        DeprecationWarning,
-        stacklevel=2,
-    )
-    return meta_model
+__getattr__ = moved_names(__name__, {"skeleton": ("autosplit.planner.meta_model", meta_model)})
