@@ -1,4 +1,4 @@
-"""Public names that have moved: reached where they were, with a warning that says where they are."""
+"""Public names that have moved: found where they were, with a warning that says where to."""
 
 from __future__ import annotations
 
