@@ -49,6 +49,8 @@ def _permutation(node: fx.Node) -> Sequence[int] | None:
     if node.target is aten.t.default:
         return order[::-1]
     if node.target is aten.transpose.int:
+        if not order:  # of a scalar, dimensions 0 and -1 may be named, and there is none
+            return order
         one, other = arguments
         order[one], order[other] = order[other], order[one]
         return order

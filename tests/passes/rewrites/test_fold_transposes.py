@@ -113,3 +113,12 @@ class Mixed(nn.Module):
 
 def test_gradients_are_autograds() -> None:
     assert_gradients_are_autograds(Mixed(), torch.randn(3, 4))
+
+
+class TransposedScalar(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.transpose(x.sum().transpose(0, -1), 0, -1) * 2
+
+
+def test_a_scalar_has_no_dimensions_to_exchange() -> None:
+    assert_gradients_are_autograds(TransposedScalar(), torch.randn(3))
