@@ -69,6 +69,7 @@ class History:
         history = cls()
         stop = {each.grad_fn for each in inputs}
         known = {part.node: products for part in parts if (products := WeightProducts.of(part))}
+        weights = _Weights(known)
         for node in _nodes([each.grad_fn for each in outputs], stop):
             if is_link(node):
                 continue
@@ -77,7 +78,7 @@ class History:
                 call = call_of(leaf_of(operand, result))
                 if call is not None:
                     history.deferred.add(call[0].parameters[call[1]])
-                parameter = _weight(operand, result, known)
+                parameter = weights.of(operand, result)
                 if parameter is not None:
                     found[index] = parameter
             products = known.get(type(node))
@@ -98,26 +99,63 @@ def _nodes(roots: Iterable[Any], stop: set[Any]) -> Iterator[Any]:
             stack.extend(operand for operand, _ in node.next_functions)
 
 
-def _weight(node: Any, result: int, known: Mapping[Any, WeightProducts]) -> nn.Parameter | None:
-    """The parameter that this result of a node is a view or part of; for a compiled graph, the one
-    that it is computed from alone.
+class _Weights:
+    """Parameters behind the operands of autograd's nodes.
+
+    Each node is looked at once: graphs that follow each other make a way through them for every
+    choice of an input at each. And without recursion, as there may be thousands.
     """
+
+    def __init__(self, known: Mapping[Any, WeightProducts]) -> None:
+        self._known = known
+        self._found: dict[tuple[Any, int], nn.Parameter | None] = {}
+
+    def of(self, node: Any, result: int) -> nn.Parameter | None:
+        """The parameter that this result of a node is a view or part of; for a compiled graph, the
+        one that it is computed from alone. None for a leaf in a parameter's place.
+        """
+        node, result = _viewed(node, result)
+        if call_of(leaf_of(node, result)) is not None:
+            return None
+        if (node, result) in self._found:
+            return self._found[node, result]
+        todo = [((node, result), self._edges(node, result))]
+        while todo:
+            key, edges = todo[-1]
+            unknown = [edge for edge in edges if edge not in self._found]
+            sources = [self._found[edge] for edge in edges if edge in self._found]
+            if unknown and None not in sources:
+                todo.append((unknown[0], self._edges(*unknown[0])))
+                continue
+            todo.pop()
+            leaf = _parameter(*key)
+            if leaf is None and sources and None not in sources:
+                leaf = sources[0]
+            self._found[key] = leaf
+        return self._found[node, result]
+
+    def _edges(self, node: Any, result: int) -> list[tuple[Any, int]]:
+        """What a compiled graph's result is computed from; nothing for other nodes."""
+        if _parameter(node, result) is not None or type(node) not in self._known:
+            return []
+        sources = self._known[type(node)].sources(result)
+        return [_viewed(*node.next_functions[slot]) for slot in sources]
+
+
+def _viewed(node: Any, result: int) -> tuple[Any, int]:
+    """What a node's result is a view or part of."""
     while node is not None and _operator(node) in _SAME_VALUES:
         node, result = node.next_functions[0]
-    leaf = getattr(node, "variable", None)
-    if isinstance(leaf, nn.Parameter):
-        return leaf
-    if type(node) not in known:
-        return None
-    edges = [node.next_functions[slot] for slot in known[type(node)].sources(result)]
-    found = [_source(operand, at, known) for operand, at in edges]
-    return found[0] if found and None not in found else None
+    return node, result
 
 
-def _source(node: Any, result: int, known: Mapping[Any, WeightProducts]) -> nn.Parameter | None:
-    """The parameter that is an input of a compiled graph, as itself or as a leaf in its place."""
+def _parameter(node: Any, result: int) -> nn.Parameter | None:
+    """The parameter that a result is, as itself or as a leaf that a graph has in its place."""
     call = call_of(leaf_of(node, result))
-    return _weight(node, result, known) if call is None else call[0].parameters[call[1]]
+    if call is not None:
+        return call[0].parameters[call[1]]
+    leaf = getattr(node, "variable", None)
+    return leaf if isinstance(leaf, nn.Parameter) else None
 
 
 def _operator(node: Any) -> str:

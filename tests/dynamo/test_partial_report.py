@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from autosplit import SplitError
 from autosplit.capture import aot_convention
 from autosplit.dynamo.partial_model import Partial
+from autosplit.dynamo.weight_products import WeightProducts
 from autosplit.passes import PassError
 from tests.dynamo.breaking import DisabledMiddle, TwoLayers, Unbreakable
 
@@ -231,3 +232,37 @@ def test_products_are_counted_where_parts_of_weights_meet_outside_of_graphs() ->
     history = called(model).history
     assert history is not None
     assert history.ordinary == {model.a.weight: PRODUCT // 2}
+
+
+class Chained(nn.Module):
+    """Calls one graph after another, each with both results of the one before."""
+
+    def __init__(self, calls: int) -> None:
+        super().__init__()
+        self.calls = calls
+        self.a = nn.Linear(4, 4)
+
+    def pair(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return self.a(x) + y, self.a(y) + x
+
+    def forward(self, x: Tensor) -> Tensor:
+        pair, y = (x, 2 * x), x
+        for _ in range(self.calls):
+            torch._dynamo.graph_break()
+            pair = self.pair(*pair)
+            y = y + pair[0]
+        return y
+
+
+def test_graphs_that_follow_each_other_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+    sources = WeightProducts.sources
+
+    def counted(products: WeightProducts, result: int) -> list[int]:
+        looked.append(result)
+        return sources(products, result)
+
+    monkeypatch.setattr(WeightProducts, "sources", counted)
+    partial = called(Chained(12))
+    assert sum(partial.calls.values()) >= 12
+    assert 0 < len(looked) <= 12 * 2 + 2
