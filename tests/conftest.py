@@ -9,6 +9,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.ranks import Ranks
+
 # Tests replace parts of what a split is made by; none may find what another has made.
 os.environ.setdefault("AUTOSPLIT_CACHE", "0")
 
@@ -31,6 +33,14 @@ def _own_recompilations() -> Iterator[None]:
     yield
     if "isolate_recompiles" not in inspect.signature(torch.compile).parameters:
         torch._dynamo.reset()
+
+
+@pytest.fixture(scope="session")
+def on_ranks() -> Iterator[Ranks]:
+    """``launch``, in processes that stay for the next test."""
+    ranks = Ranks()
+    yield ranks
+    ranks.end()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
