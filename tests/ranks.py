@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 import random
 import sys
@@ -40,6 +41,13 @@ class _Rank:
         return found
 
 
+def collect_rarely() -> None:
+    """Tracing makes so many objects that the collector would go through those of torch and of all
+    tests before again and again, for a tenth of the time.
+    """
+    gc.set_threshold(10_000, 10, 100)
+
+
 class Ranks:
     """Calls functions as ``launch`` does: as its ranks, in a process group of their own.
 
@@ -51,7 +59,13 @@ class Ranks:
         self._ranks: list[_Rank] = []
 
     def __call__(
-        self, fn: Callable[..., T], nprocs: int, args: Sequence[Any] = (), *, timeout: float
+        self,
+        fn: Callable[..., T],
+        nprocs: int,
+        args: Sequence[Any] = (),
+        *,
+        timeout: float,
+        threads: int | None = 1,
     ) -> list[T]:
         """What ``fn(*args)`` returns on each of ``nprocs`` ranks.
 
@@ -59,7 +73,7 @@ class Ranks:
             PipelineError: a rank raised, died or did not end within ``timeout`` seconds.
         """
         store = serve_store(timeout)
-        job = Job(pickle.dumps((fn, tuple(args))), nprocs, store.port, timeout, threads=1)
+        job = Job(pickle.dumps((fn, tuple(args))), nprocs, store.port, timeout, threads)
         while len(self._ranks) < nprocs:
             self._ranks.append(_started(len(self._ranks)))
         ranks = self._ranks[:nprocs]
@@ -106,6 +120,7 @@ def _outcomes(ranks: Sequence[_Rank], deadline: float) -> dict[int, Any]:
 
 def _serve(number: int, pipe: Connection) -> None:
     """Run one call after another, each as in a process that is new, until the pipe closes."""
+    collect_rarely()
     while True:
         try:
             job = pipe.recv()

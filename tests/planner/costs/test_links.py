@@ -7,6 +7,7 @@ import time
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -19,6 +20,7 @@ from tests.ranks import Ranks
 _LATE = 0.02  # seconds; a message between two processes of one machine takes a thousandth of it
 
 
+@pytest.mark.usefixtures("launched_on_ranks")
 def test_a_link_between_two_processes_takes_time() -> None:
     found = profile_transfer()
     assert 0.0 < found.latency < 1.0
