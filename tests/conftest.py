@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+from autosplit.pipeline.engine.processes.launch import launch
+from tests.ranks import Ranks, collect_rarely
+
 # Tests replace parts of what a split is made by; none may find what another has made.
 os.environ.setdefault("AUTOSPLIT_CACHE", "0")
+# Inductor's pool of processes takes longer to start than all that tests compile.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+collect_rarely()
 
 
 @pytest.fixture(autouse=True)
@@ -31,6 +38,23 @@ def _own_recompilations() -> Iterator[None]:
     yield
     if "isolate_recompiles" not in inspect.signature(torch.compile).parameters:
         torch._dynamo.reset()
+
+
+@pytest.fixture(scope="session")
+def on_ranks() -> Iterator[Ranks]:
+    """``launch``, in processes that stay for the next test."""
+    ranks = Ranks()
+    yield ranks
+    ranks.end()
+
+
+@pytest.fixture
+def launched_on_ranks(on_ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has imported ``launch`` calls ``on_ranks`` instead; who imports it later does not."""
+    for name, module in list(sys.modules.items()):
+        found = getattr(module, "__dict__", {}).get("launch")
+        if found is launch and not name.startswith("autosplit.pipeline"):
+            monkeypatch.setattr(module, "launch", on_ranks)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

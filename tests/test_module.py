@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import autosplit
 from autosplit import SplitError
+from tests.pending import deferred_tensors
 from tests.zoo import CASES, Case, SwiGLU
 
 
@@ -295,9 +296,7 @@ def test_microbatch_dies_with_its_weight_gradients() -> None:
     died = weakref.ref(output)
     del output, loss
     assert died() is None
-    ((deferred,),) = split._queue._microbatches.values()
-    refs = [weakref.ref(tensor) for tensor in deferred.deferred.tensors if tensor is not x]
+    refs = [weakref.ref(tensor) for tensor in deferred_tensors(split) if tensor is not x]
     assert refs
-    del deferred
     split.backward_weight()
     assert [ref() for ref in refs if ref() is not None] == []

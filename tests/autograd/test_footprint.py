@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autosplit
 from autosplit import SplitModule
+from tests.pending import deferred_tensors
 
 
 def model() -> nn.Module:
@@ -49,12 +50,8 @@ def test_tensors_die_at_their_last_use() -> None:
         assert all(alive(refs) for refs in saved)
         del first, second
         outputs.pop(0).sum().backward()
-        deferred = [
-            watch(work.deferred.tensors)
-            for works in split._queue._microbatches.values()
-            for work in works
-        ]
-        waiting = {id(tensor) for refs in deferred for tensor in alive(refs)}
+        deferred = watch(deferred_tensors(split))
+        waiting = {id(tensor) for tensor in alive(deferred)}
         left = alive(saved[0])
         assert {id(tensor) for tensor in left} <= waiting
         assert len(left) < len(saved[0])
@@ -62,7 +59,7 @@ def test_tensors_die_at_their_last_use() -> None:
         del left
         split.backward_weight()
         grads = {id(parameter.grad) for parameter in split.parameters()}
-        assert {id(tensor) for refs in deferred for tensor in alive(refs)} <= grads
+        assert {id(tensor) for tensor in alive(deferred)} <= grads
         assert inputs[0]() is None
         outputs.clear()
         assert alive(saved[1]) == []

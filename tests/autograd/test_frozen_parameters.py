@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-import autosplit
-from autosplit.dynamo.partial_model import Partial
+from tests.autograd.faces import FACES
 
-FACES: dict[str, Callable[[nn.Module], Any]] = {
-    "whole": autosplit.split,
-    "parts": Partial,
-    "compiled": lambda model: torch.compile(model, backend="autosplit"),
-}
 FROZEN: dict[str, Callable[[nn.Module], nn.Module]] = {
     "first layer": lambda model: model.get_submodule("0"),
     "all": lambda model: model,

@@ -12,12 +12,8 @@ from torch import Tensor, nn
 
 import autosplit
 from autosplit.dynamo.partial_model import Partial
+from tests.autograd.faces import FACES
 
-FACES: dict[str, Callable[[nn.Module], Any]] = {
-    "whole": autosplit.split,
-    "parts": Partial,
-    "compiled": lambda model: torch.compile(model, backend="autosplit"),
-}
 HOLDS: dict[str, Callable[[Tensor], Any]] = {
     "itself": lambda grad: grad,
     "itself, used": lambda grad: (grad.sum(), grad)[1],
@@ -29,7 +25,7 @@ HOLDS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-class Net(nn.Module):
+class UsedTwice(nn.Module):
     """One of its parameters is in use twice."""
 
     def __init__(self) -> None:
@@ -40,9 +36,9 @@ class Net(nn.Module):
         return self.b(self.a(self.a(x).tanh()).tanh())
 
 
-def pair() -> tuple[Net, Net]:
+def pair() -> tuple[UsedTwice, UsedTwice]:
     torch._dynamo.reset()
-    model = Net().double()  # two uses, two calls: sums are in another order
+    model = UsedTwice().double()  # two uses, two calls: sums are in another order
     return model, copy.deepcopy(model)
 
 
@@ -110,7 +106,7 @@ def test_a_list_made_once_is_clipped(face: str) -> None:
 
 
 def test_only_what_is_held_has_its_gradient_computed_in_backward() -> None:
-    model = Net()
+    model = UsedTwice()
     split = autosplit.split(model)
     x = torch.randn(3, 4)
     for _ in range(3):  # a sum that nobody holds
@@ -133,7 +129,7 @@ def test_only_what_is_held_has_its_gradient_computed_in_backward() -> None:
 def test_sums_that_nobody_holds_wait(face: Callable[[nn.Module], Any]) -> None:
     """Gradients that the engine accumulated may be views, whose bases only they hold."""
     torch._dynamo.reset()
-    module = face(Net())
+    module = face(UsedTwice())
     for _ in range(3):
         module(torch.randn(3, 4)).square().sum().backward()
         assert module.pending == 1
@@ -159,7 +155,7 @@ def test_sums_wait_while_torch_compile_looks_at_frames() -> None:
 
 def test_computed_by_a_failing_backward_says_so() -> None:
     """What cannot be computed at the end of ``backward()`` raises from it."""
-    model = Net()
+    model = UsedTwice()
     split = autosplit.split(model)
     x = torch.randn(3, 4, requires_grad=True)
     backward(split, x)

@@ -24,35 +24,8 @@ from autosplit.autograd.lazy_gradient import LazyGradient
 from autosplit.dynamo.partial_model import Partial
 from autosplit.dynamo.pending_weights import Deferral
 from autosplit.torch_internals.accumulate_grad import memoryless_tensor
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 5), nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(self.a(x).tanh())
-
-
-class Broken(Net):
-    """No single graph holds it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.a(x).tanh()
-        torch._dynamo.graph_break()
-        return self.b(h)
-
-
-def compiled(model: nn.Module) -> Any:
-    return torch.compile(model, backend="autosplit")
-
-
-FACES: dict[str, Callable[[nn.Module], Any]] = {
-    "whole": autosplit.split,
-    "parts": Partial,
-    "compiled": compiled,
-}
+from tests.autograd.faces import FACES, Broken, Net, compiled, model_for
+from tests.pending import deferred_tensors
 
 
 def pending(module: Any) -> int:
@@ -216,8 +189,7 @@ def test_shape_and_the_like_are_known_before() -> None:
 @pytest.mark.parametrize("face", FACES)
 @pytest.mark.parametrize("options", [{}, {"foreach": False}], ids=["foreach", "loop"])
 def test_clipping(face: str, options: dict[str, bool]) -> None:
-    torch._dynamo.reset()
-    model = Net() if face == "whole" else Broken()
+    model = model_for(face)
     plain = copy.deepcopy(model)
     module = FACES[face](model)
     for _ in range(2):
@@ -247,8 +219,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 @pytest.mark.parametrize("face", FACES)
 def test_optimizers(face: str) -> None:
     """All of them, as a closure too; and one that has no hooks, as libraries wrap them."""
-    torch._dynamo.reset()
-    model = Net() if face == "whole" else Broken()
+    model = model_for(face)
     module = FACES[face](model)
     for name, make in OPTIMIZERS.items():
         plain = copy.deepcopy(model)
@@ -339,8 +310,7 @@ WAYS = ("zero_grad", "None", "reversed", "zeros", "zeros, one by one", "own")
 @pytest.mark.parametrize("face", FACES)
 def test_dropped_with_grad(face: str) -> None:
     """Nothing of the batch arrives later, and its memory is free at once."""
-    torch._dynamo.reset()
-    model = Net() if face == "whole" else Broken()
+    model = model_for(face)
     plain = copy.deepcopy(model)
     module = FACES[face](model)
     backward(module, *batches(1))
@@ -372,9 +342,8 @@ def test_memory_is_free_without_another_call() -> None:
     for order in (1, -1):
         for held in (False, True):
             backward(split, torch.randn(3, 4))
-            (work,) = split._queue.works()
-            kept = [weakref.ref(each) for each in work.deferred.tensors]
-            del work
+            kept = [weakref.ref(each) for each in deferred_tensors(split)]
+            assert kept
             grad = model[2].weight.grad if held else None
             gc.disable()
             for parameter in list(model.parameters())[::order]:
@@ -385,8 +354,8 @@ def test_memory_is_free_without_another_call() -> None:
             if held:
                 assert split.pending == 1
                 del grad
-                assert split._queue._microbatches == {}
                 assert all(ref() is None for ref in kept)
+                assert split.pending == 0
 
 
 def test_only_the_parameters_of_one_optimizer_are_dropped(pair: tuple[Net, Net]) -> None:
@@ -407,7 +376,9 @@ def test_only_the_parameters_of_one_optimizer_are_dropped(pair: tuple[Net, Net])
         assert torch.equal(a, b)
 
 
-def test_gradient_that_somebody_holds_stays_that_of_its_batch(pair: tuple[Net, Net]) -> None:
+@pytest.mark.parametrize("dropped", [True, False])
+def test_gradient_that_somebody_holds(dropped: bool, pair: tuple[Net, Net]) -> None:
+    """It stays that of its batch, or goes on accumulating, as autograd's would."""
     model, plain = pair
     split = autosplit.split(model)
     one, two = batches()
@@ -415,7 +386,8 @@ def test_gradient_that_somebody_holds_stays_that_of_its_batch(pair: tuple[Net, N
     for module, under in ((split, model), (plain, plain)):
         backward(module, one)
         held.append(under.a.weight.grad)
-        under.zero_grad()
+        if dropped:
+            under.zero_grad()
         backward(module, two)
     assert torch.equal(held[0], held[1])
     assert_equal_grads(model, plain)
@@ -436,18 +408,6 @@ def test_gradient_held_in_another_grad(pair: tuple[Net, Net]) -> None:
         torch.optim.SGD([other], lr=1.0, fused=True).step()
     assert torch.equal(*others)
     assert_equal_grads(model, plain)
-
-
-def test_what_is_held_goes_on_accumulating_as_autograds_would(pair: tuple[Net, Net]) -> None:
-    model, plain = pair
-    split = autosplit.split(model)
-    one, two = batches()
-    held = []
-    for module, under in ((split, model), (plain, plain)):
-        backward(module, one)
-        held.append(under.a.weight.grad)
-        backward(module, two)
-    assert torch.equal(held[0] * 1, held[1])
 
 
 def test_lazy_gradients_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -533,8 +493,7 @@ def test_discard_of_a_compiled_model() -> None:
 @pytest.mark.parametrize("face", FACES)
 def test_gradients_that_come_from_elsewhere_too(face: str) -> None:
     """A regulariser, in the same backward and in one of its own."""
-    torch._dynamo.reset()
-    model = (Net() if face == "whole" else Broken()).double()
+    model = model_for(face).double()
     plain = copy.deepcopy(model)
     module = FACES[face](model)
     for _ in range(2):

@@ -11,25 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import autosplit
-from autosplit.dynamo.partial_model import Partial
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 5), nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(self.a(x).tanh())
-
-
-class Broken(Net):
-    """No single graph holds it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.a(x).tanh()
-        torch._dynamo.graph_break()
-        return self.b(h)
+from tests.autograd.faces import FACES, Net, model_for
 
 
 def optimizers_in_backward(model: nn.Module) -> None:
@@ -70,13 +52,6 @@ def sums_behind_nodes(model: nn.Module) -> None:
         model.nodes.append(node)  # type: ignore[union-attr,operator]
 
 
-FACES: dict[str, tuple[type[Net], Callable[[nn.Module], Any]]] = {
-    "whole": (Net, autosplit.split),
-    "parts": (Broken, Partial),
-    "compiled": (Broken, lambda model: torch.compile(model, backend="autosplit")),
-}
-
-
 def train(module: Any, batches: list[Tensor]) -> None:
     """Nobody asks for gradients; each backward goes through two calls."""
     for x in batches:
@@ -92,13 +67,11 @@ def train(module: Any, batches: list[Tensor]) -> None:
     ],
 )
 def test_trains_as_plain_autograd_does(face: str, register: Callable[[nn.Module], None]) -> None:
-    torch._dynamo.reset()
-    kind, wrap = FACES[face]
-    model = kind()
+    model = model_for(face)
     plain = copy.deepcopy(model)
     register(model)
     register(plain)
-    module = wrap(model)
+    module = FACES[face](model)
     batches = [torch.randn(3, 4) for _ in range(4)]
     for at, x in enumerate(batches):
         train(module, [x])
@@ -133,9 +106,7 @@ def test_deferred_again_without_hooks() -> None:
 
 @pytest.mark.parametrize("face", ["whole", "parts"])
 def test_report_says_so(face: str) -> None:
-    torch._dynamo.reset()
-    kind, wrap = FACES[face]
-    module = wrap(kind())
+    module = FACES[face](model_for(face))
     module(torch.randn(2, 4)).sum().backward()
     said = "backward() computes weight gradients too where a hook waits for one of them"
     assert said not in module.report()
@@ -165,11 +136,9 @@ class Doubling:
 @pytest.mark.parametrize("kind", ["tensor", "late"])
 @pytest.mark.parametrize("face", FACES)
 def test_hook_sees_nothing_from_before_it(face: str, kind: str, twice: bool) -> None:
-    torch._dynamo.reset()
-    make, wrap = FACES[face]
-    model = make().double()
+    model = model_for(face).double()
     plain = copy.deepcopy(model)
-    module = wrap(model)
+    module = FACES[face](model)
     hooks = Doubling(), Doubling()
     for before, after in ((1, 1), (2, 1), (1, 0), (2, 0), (0, 2)):
         given = torch.randn(before + after, 3, 4).double()
@@ -196,7 +165,7 @@ def test_hook_on_any_parameter_between_forward_and_backward(face: str) -> None:
     torch._dynamo.reset()
     model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(8)])
     plain = copy.deepcopy(model)
-    module = FACES[face][1](model)
+    module = FACES[face](model)
     x = torch.randn(3, 4)
     for each, under in ((module, model), (plain, plain)):
         each(x).square().sum().backward()

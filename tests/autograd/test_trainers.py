@@ -11,8 +11,8 @@ from torch.distributed.pipelining._backward import stage_backward_input
 
 import autosplit
 from autosplit import SplitError
-from autosplit.pipeline import launch
 from tests.autograd.pipelining_workers import SCHEDULES, all_errors
+from tests.ranks import Ranks
 
 transformers = pytest.importorskip("transformers")
 
@@ -55,9 +55,9 @@ def test_the_inner_loop_of_a_trainer() -> None:
         assert torch.equal(mine, theirs)
 
 
-def test_torchs_pipelines() -> None:
+def test_torchs_pipelines(on_ranks: Ranks) -> None:
     """``scale_grads`` divides what is pending too; schedules that split say what they want."""
-    for rank in launch(all_errors, 2, timeout=100):
+    for rank in on_ranks(all_errors, 2, timeout=100):
         assert list(rank) == list(SCHEDULES)
         for name, worst in rank.items():
             assert worst < 1e-6, name

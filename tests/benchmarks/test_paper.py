@@ -18,6 +18,7 @@ from benchmarks.paper.settings import SIZES, Settings
 from benchmarks.paper.tables import MEASUREMENTS, TABLES, needed, page
 from benchmarks.results import Results
 
+pytestmark = pytest.mark.usefixtures("launched_on_ranks")
 SMALLEST = Settings(
     size="tiny",
     families=("llama",),

@@ -7,6 +7,7 @@ import functools
 from pathlib import Path
 from typing import Any
 
+import pytest
 from torch.distributed.pipelining.schedules import Schedule1F1B
 
 from autosplit.pipeline.builders.build import build
@@ -14,6 +15,8 @@ from benchmarks.pipeline import compute, engine, memory, page, peers, playing, s
 from benchmarks.pipeline.contenders import Contender
 from benchmarks.results import Results
 from examples.decoder import LlamaConfig
+
+pytestmark = pytest.mark.usefixtures("launched_on_ranks")
 
 
 def test_an_order_is_played_both_ways() -> None:

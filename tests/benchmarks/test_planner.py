@@ -14,6 +14,8 @@ from benchmarks.planner.models import CASES, Pyramid
 from benchmarks.planner.page import page
 from benchmarks.results import Results
 
+pytestmark = pytest.mark.usefixtures("launched_on_ranks")
+
 
 def test_a_model_is_cut_both_ways_and_measured(tmp_path: Path) -> None:
     amount = Amount(steps=2, seconds=0.2, rehearsal=0.1, turns=2, turn=0.0, tiny=True)

@@ -22,12 +22,12 @@ from autosplit import CheckpointError, PlanError
 from autosplit.checkpoint import load_checkpoint, save_checkpoint
 from autosplit.checkpoint.storage.formats import open_checkpoint, read_checkpoint
 from autosplit.checkpoint.storage.writer import unworried
-from autosplit.pipeline import launch
 from autosplit.planner.meta_init.checkpoint_values import CheckpointValues
 from autosplit.planner.meta_init.materialise import materialise_stage
 from autosplit.planner.meta_init.meta_model import meta_model
 from tests.checkpoint import checkpoint_workers
 from tests.checkpoint.checkpoint_workers import adam, named, train, trainer, whole
+from tests.ranks import Ranks
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -129,13 +129,15 @@ def test_only_what_is_wanted_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+def ranks(
+    on_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[dict[str, Any]]]:
     """What two ranks found, and where their checkpoints are."""
     folder = tmp_path_factory.mktemp("ranks")
     wrong = {name: value for name, value in state().items() if name != "4.running_var"}
     wrong |= {"1.0.bias": torch.zeros(3), "more": torch.zeros(2)}
     torch.save(wrong, folder / "wrong.pt")
-    return folder, launch(checkpoint_workers.run, 2, (str(folder),), timeout=100)
+    return folder, on_ranks(checkpoint_workers.run, 2, (str(folder),), timeout=100)
 
 
 def test_training_goes_on_under_another_number_of_stages(ranks: Any) -> None:

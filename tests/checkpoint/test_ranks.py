@@ -14,12 +14,15 @@ from autosplit.checkpoint import load_checkpoint, read_checkpoint, save_checkpoi
 from autosplit.pipeline import launch
 from tests.checkpoint import rank_workers
 from tests.checkpoint.checkpoint_workers import dropping, named, trainer
+from tests.ranks import Ranks
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+def two(
+    on_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("two")
-    return folder, launch(rank_workers.two, 2, (str(folder),), timeout=100)
+    return folder, on_ranks(rank_workers.two, 2, (str(folder),), timeout=100)
 
 
 def test_a_resumed_run_is_bit_for_bit_the_same_on_as_many_ranks(two: Any) -> None:

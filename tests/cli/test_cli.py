@@ -12,6 +12,8 @@ from click.testing import CliRunner, Result
 
 from autosplit.cli import main
 
+pytestmark = pytest.mark.usefixtures("launched_on_ranks")
+
 TINY = [
     part
     for setting in ("dim=32", "layers=2", "heads=2", "kv_heads=2", "hidden=48", "seq=16")

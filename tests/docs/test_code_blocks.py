@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
+import multiprocessing
 import os
 import pathlib
 import re
-import subprocess
+import runpy
 import sys
+import traceback
+import warnings
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 
 import pytest
 
@@ -25,17 +31,53 @@ def test_the_pages_that_show_code_are_found() -> None:
     assert {"README.md", "splitting.md", "pipelines.md"} <= {page.name for page in PAGES}
 
 
+@pytest.fixture(scope="module")
+def interpreters() -> ForkServerContext:
+    """Processes that begin with torch imported, and nothing of autosplit."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch._dynamo", "torch._functorch.aot_autograd"])
+    return context
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_blocks_of_a_page_run(page: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_the_blocks_of_a_page_run(
+    page: pathlib.Path, interpreters: ForkServerContext, tmp_path: pathlib.Path
+) -> None:
     for index, block in enumerate(blocks_of(page)):
         script = tmp_path / f"block_{index}.py"
         script.write_text(block)
-        found = subprocess.run(
-            [sys.executable, "-W", "error::DeprecationWarning:autosplit", str(script)],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert found.returncode == 0, f"block {index} of {page.name}:\n{found.stderr}"
+        assert outcome(interpreters, script) == "", f"block {index} of {page.name}"
+
+
+def outcome(interpreters: ForkServerContext, script: pathlib.Path) -> str:
+    """The error that a script ends with."""
+    ours, theirs = interpreters.Pipe(duplex=False)
+    process = interpreters.Process(target=run, args=(script, theirs))
+    process.start()
+    theirs.close()
+    try:
+        found = str(ours.recv()) if ours.poll(300) else "it does not end"
+    except EOFError:
+        found = "it died"
+    ours.close()
+    process.join(20)
+    process.kill()
+    process.join()
+    return found or ("" if process.exitcode == 0 else f"it left with {process.exitcode}")
+
+
+def run(script: pathlib.Path, pipe: Connection) -> None:
+    """As ``python script.py`` in the folder of the script would."""
+    os.chdir(script.parent)
+    sys.path.insert(0, str(script.parent))
+    os.environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    loaded = [name for name in sys.modules if name.partition(".")[0] == "autosplit"]
+    warnings.filterwarnings("error", category=DeprecationWarning, module=r"autosplit\Z")
+    try:
+        assert loaded == [], "no block may find imported what it does not import"
+        runpy.run_path(str(script), run_name="__main__")
+        atexit._run_exitfuncs()
+    except BaseException:
+        pipe.send(traceback.format_exc())
+    else:
+        pipe.send("")

@@ -18,6 +18,7 @@ from tests.dynamo.breaking import (
     loss_of,
 )
 from tests.dynamo.comparing import assert_same_state, train
+from tests.pending import deferred_tensors
 
 
 def test_hooks_fire_once_a_microbatch_with_the_sum_over_graphs() -> None:
@@ -133,9 +134,7 @@ def test_microbatch_dies_with_its_weight_gradients() -> None:
     del output
     gc.collect()
     assert died() is None
-    works = partial._queue.works()
-    refs = [weakref.ref(t) for work in works for t in work.deferred.tensors if t is not x]
+    refs = [weakref.ref(tensor) for tensor in deferred_tensors(partial) if tensor is not x]
     assert len(refs) >= 3
-    del works
     partial.backward_weight()
     assert [ref() for ref in refs if ref() is not None] == []

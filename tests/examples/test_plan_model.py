@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from examples import plan_model
+
+pytestmark = pytest.mark.usefixtures("launched_on_ranks")
 
 
 def test_the_loss_of_a_planned_model_falls() -> None:

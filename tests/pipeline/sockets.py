@@ -5,17 +5,20 @@ from __future__ import annotations
 import ipaddress
 import os
 from pathlib import Path
+from typing import Any
 
-from tests.pipeline.workers import data, trainer
+from tests.pipeline.workers import data, identify, trainer
 
 _LISTENS = "0A"
 
 
-def of_a_rank_that_trains() -> dict[str, list[str]]:
-    """Those of this rank, after a step of a trainer, and those of its parent."""
+def of_a_rank(factor: int) -> dict[str, Any]:
+    """Who this rank is, and after a step of a trainer, its sockets and those of its parent."""
+    identity = identify(factor)
     with trainer() as engine:
         engine.step(data(8))
-        return {"rank": listening(os.getpid()), "parent": listening(os.getppid())}
+        own, parents = (listening(pid) for pid in (os.getpid(), os.getppid()))
+    return {"identity": identity, "rank": own, "parent": parents}
 
 
 def listening(pid: int) -> list[str]:

@@ -10,11 +10,12 @@ import torch
 
 from autosplit import partition
 from autosplit.errors import PipelineError, ScheduleError
-from autosplit.pipeline import PipelineTrainer, build, launch
+from autosplit.pipeline import PipelineTrainer, build
 from autosplit.planner.costs.limits import Limits
 from autosplit.planner.cuts.solve import CapError
 from tests.planner.planned_models import UNEVEN, cut_by_trainers, loss, net, sgd, tokens
 from tests.planner.whole_models import llama_with_hidden_states
+from tests.ranks import Ranks
 
 CASES: dict[str, tuple[dict[str, Any], int]] = {
     "1f1b": ({}, 3),
@@ -38,9 +39,9 @@ def least_cap(**options: Any) -> float:
     return caught.value.least
 
 
-def test_cuts_are_those_for_the_schedule_that_runs() -> None:
+def test_cuts_are_those_for_the_schedule_that_runs(on_ranks: Ranks) -> None:
     cases = {name: options for name, (options, _) in CASES.items()}
-    for rank in launch(cut_by_trainers, 2, (cases,), timeout=100.0):
+    for rank in on_ranks(cut_by_trainers, 2, (cases,), timeout=100.0):
         assert rank == {name: layers for name, (_, layers) in CASES.items()}
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from autosplit import Stage
-from autosplit.planner import Partition
+from autosplit.planner import Partition, WholeModel
 
 
 @dataclass
@@ -25,6 +26,16 @@ class Case:
 
     def tensors(self) -> list[Tensor]:
         return tensors_of((self.args, self.kwargs))
+
+
+@functools.cache
+def captured(make: Callable[[], Case]) -> tuple[Case, WholeModel]:
+    """A case and what was captured of it, the same for all that ask: each leaves it with whatever
+    gradients, and in whatever mode, it likes.
+    """
+    torch.manual_seed(0)
+    case = make()
+    return case, WholeModel.capture(case.model, case.args, case.kwargs)
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
@@ -50,6 +61,10 @@ def llama(layers: int = 2) -> Case:
     mask[0, 5:] = 0
     inputs = {"input_ids": ids(), "attention_mask": mask, "labels": ids()}
     return Case(transformers.LlamaForCausalLM(config), (), inputs)
+
+
+def llama_of_three() -> Case:
+    return llama(3)
 
 
 def llama_with_hidden_states() -> Case:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from autosplit.pipeline import launch
+from tests.ranks import Ranks
 from tests.semantics.fsdp_workers import SHARDINGS, WAYS, findings
 
 
-def test_refused_by_name_with_advice_that_works() -> None:
-    for refusals, advised, trainer in launch(findings, 2, timeout=100):
+def test_refused_by_name_with_advice_that_works(on_ranks: Ranks) -> None:
+    for refusals, advised, trainer in on_ranks(findings, 2, timeout=100):
         assert len(refusals) == len(SHARDINGS) * len(WAYS)
         for case, text in refusals.items():
             assert "ShardedError: FSDP (fully_shard or FullyShardedDataParallel) man" in text, case

@@ -101,11 +101,9 @@ def test_values_from_many_tensors_are_copied_into_a_stack() -> None:
     assert torch.equal(value, torch.stack(g.inputs))
 
 
-def test_an_operator_that_no_one_else_reads_is_batched() -> None:
-    """Its operands are slices; the iterations' own operators are then dead."""
-    g = Graph()
+def products_of_slices(g: Graph) -> list[fx.Node]:
     x, y = g.input(4, 3), g.input(4, 3)
-    products = [
+    return [
         g.call(
             aten.mul.Tensor,
             g.call(aten.select.int, x, 0, at),
@@ -113,6 +111,12 @@ def test_an_operator_that_no_one_else_reads_is_batched() -> None:
         )
         for at in range(4)
     ]
+
+
+def test_an_operator_that_no_one_else_reads_is_batched() -> None:
+    """Its operands are slices; the iterations' own operators are then dead."""
+    g = Graph()
+    products = products_of_slices(g)
     operators, value = stacked(g, products, g.end(*products))
     assert operators == ["mul.Tensor"]
     assert torch.equal(value, g.inputs[0] * g.inputs[1])
@@ -120,15 +124,7 @@ def test_an_operator_that_no_one_else_reads_is_batched() -> None:
 
 def test_an_operator_that_others_read_is_not_run_twice() -> None:
     g = Graph()
-    x, y = g.input(4, 3), g.input(4, 3)
-    products = [
-        g.call(
-            aten.mul.Tensor,
-            g.call(aten.select.int, x, 0, at),
-            g.call(aten.select.int, y, 0, at),
-        )
-        for at in range(4)
-    ]
+    products = products_of_slices(g)
     for each in products:
         g.call(aten.neg.default, each)
     operators, value = stacked(g, products, g.end(*products))

@@ -8,17 +8,17 @@ import pytest
 import torch
 from torch import nn
 
-from autosplit.pipeline.engine.processes.launch import launch
 from autosplit.pipeline.training.gradient_norm import clip_gradients, leaves_alone
 from autosplit.pipeline.training.snapshot import OptimizerSnapshot
 from tests.pipeline import update_workers
+from tests.ranks import Ranks
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def found() -> list[dict[str, Any]]:
-    return launch(update_workers.everything, 2, timeout=120)
+def found(on_ranks: Ranks) -> list[dict[str, Any]]:
+    return on_ranks(update_workers.everything, 2, timeout=120)
 
 
 @pytest.mark.parametrize("case", ["mixed", "shared"])

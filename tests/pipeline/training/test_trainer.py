@@ -13,13 +13,13 @@ from torch import nn
 from autosplit.errors import PipelineError, ScheduleError, SplitError
 from autosplit.passes.graph import calls
 from autosplit.pipeline.engine.execution import stage_assembly
-from autosplit.pipeline.engine.processes.launch import launch
 from autosplit.pipeline.schedule.action import Action
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.trainer import PipelineTrainer
 from autosplit.stage import Stage
 from tests.pipeline import training_workers, workers
 from tests.pipeline.failing_workers import trip_stage
+from tests.ranks import Ranks
 
 ROW = tuple(map(Action.parse, ["0F0", "1F0", "1I0", "1W0", "0I0", "0W0"]))
 WHOLE = Schedule("mine", 2, 1, (ROW,), (0, 0), True)
@@ -29,18 +29,18 @@ Results = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def reference() -> Results:
-    return launch(training_workers.with_reference_stage, 2, timeout=90)
+def reference(on_ranks: Ranks) -> Results:
+    return on_ranks(training_workers.with_reference_stage, 2, timeout=90)
 
 
 @pytest.fixture(scope="module")
-def split() -> Results:
-    return launch(training_workers.with_split_stage, 2, timeout=90)
+def split(on_ranks: Ranks) -> Results:
+    return on_ranks(training_workers.with_split_stage, 2, timeout=90)
 
 
 @pytest.fixture(scope="module")
-def three() -> Results:
-    return launch(training_workers.three_ranks, 3, timeout=90)
+def three(on_ranks: Ranks) -> Results:
+    return on_ranks(training_workers.three_ranks, 3, timeout=90)
 
 
 def _cases(*counts: int) -> dict[str, str]:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from autosplit.pipeline.engine.processes.launch import launch
 from tests.pipeline import two_way_workers
+from tests.ranks import Ranks
 
 Results = list[dict[str, Any]]
 
@@ -29,14 +29,14 @@ SAID = {
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Results:
+def two(on_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Results:
     folder: Path = tmp_path_factory.mktemp("checkpoints")
-    return launch(two_way_workers.two_ranks, 2, (folder,), timeout=90)
+    return on_ranks(two_way_workers.two_ranks, 2, (folder,), timeout=90)
 
 
 @pytest.fixture(scope="module")
-def four() -> Results:
-    return launch(two_way_workers.four_ranks, 4, timeout=90)
+def four(on_ranks: Ranks) -> Results:
+    return on_ranks(two_way_workers.four_ranks, 4, timeout=90)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from autosplit.pipeline.engine.execution.executor import Executor
 from autosplit.pipeline.engine.messages.process_groups import Groups
 from autosplit.pipeline.engine.messages.shape_negotiation import Negotiation, TensorMeta
 from autosplit.pipeline.engine.messages.transport import Transport
-from autosplit.pipeline.engine.processes.launch import launch
 from autosplit.pipeline.schedule.routes import routes_of
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds, Source, Wiring
@@ -28,6 +27,7 @@ from tests.pipeline.random_schedules import random_schedule
 from tests.pipeline.reference_stage import ReferenceStage
 from tests.pipeline.rendezvous import Port, Wire
 from tests.pipeline.tables import chain_of
+from tests.ranks import Ranks
 
 CPU = torch.device("cpu")
 ROWS = 3
@@ -245,8 +245,8 @@ def test_a_whole_module_is_cut_by_the_trainer() -> None:
 
 
 @pytest.fixture(scope="module")
-def found() -> list[dict[str, Any]]:
-    return launch(wired_workers.everything, 2, timeout=120)
+def found(on_ranks: Ranks) -> list[dict[str, Any]]:
+    return on_ranks(wired_workers.everything, 2, timeout=120)
 
 
 @pytest.mark.parametrize("case", [*wired_workers.CASES, "reference"])

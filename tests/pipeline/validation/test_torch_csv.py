@@ -10,7 +10,6 @@ import pytest
 import torch.distributed.pipelining.schedules as torch_schedules
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline import launch
 from autosplit.pipeline.builders.build import SCHEDULES, build
 from autosplit.pipeline.schedule.sends import add_communication
 from autosplit.pipeline.simulation.simulate import simulate
@@ -20,6 +19,7 @@ from autosplit.text import reading
 from autosplit.torch_internals.version import TORCH
 from tests.pipeline.interchange_workers import step_with_torch
 from tests.pipeline.tables import rows_of, schedule_of, seconds
+from tests.ranks import Ranks
 
 ONE_COPY = [name for name in SCHEDULES if name not in ("dualpipe", "chimera")]
 
@@ -115,10 +115,10 @@ def test_dual_pipe_v_is_torchs(tmp_path: Path) -> None:
     TORCH < (2, 12),
     reason="torch 2.11's own runtime sends between two stages of one rank, which gloo cannot",
 )
-def test_torchs_runtime_trains_with_ours(tmp_path: Path) -> None:
+def test_torchs_runtime_trains_with_ours(on_ranks: Ranks, tmp_path: Path) -> None:
     """Two processes; gradients as from plain autograd."""
     write_csv(build("zb-v", 4, 4), tmp_path / "zb_v.csv")
-    differences = launch(step_with_torch, 2, (str(tmp_path / "zb_v.csv"),), timeout=60)
+    differences = on_ranks(step_with_torch, 2, (str(tmp_path / "zb_v.csv"),), timeout=60)
     assert differences == [0.0, 0.0]
 
 

@@ -7,18 +7,20 @@ import time
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from autosplit.pipeline.engine.messages.link_times import measure_transfer, ring
 from autosplit.pipeline.engine.messages.process_groups import Groups
-from autosplit.pipeline.engine.processes.launch import launch
 from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.planner.costs.links import profile_transfer
+from tests.ranks import Ranks
 
 _LATE = 0.02  # seconds; a message between two processes of one machine takes a thousandth of it
 
 
+@pytest.mark.usefixtures("launched_on_ranks")
 def test_a_link_between_two_processes_takes_time() -> None:
     found = profile_transfer()
     assert 0.0 < found.latency < 1.0
@@ -27,8 +29,8 @@ def test_a_link_between_two_processes_takes_time() -> None:
     assert found.pairs == {}
 
 
-def test_each_pair_of_ranks_has_a_link_of_its_own_and_all_ranks_know_it() -> None:
-    found, *others = launch(_slow_between_1_and_2, 3, timeout=60.0)
+def test_each_pair_of_ranks_has_a_link_of_its_own_and_all_ranks_know_it(on_ranks: Ranks) -> None:
+    found, *others = on_ranks(_slow_between_1_and_2, 3, timeout=60.0)
     assert others == [found, found]
     assert found.pairs.keys() == {(0, 1), (0, 2), (1, 2)}
     slow = found.pairs[1, 2]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import pytest
 import torch
 import transformers
@@ -11,18 +13,24 @@ import autosplit
 from autosplit.errors import CaptureError, PlanError
 from autosplit.planner import WholeModel, cut, partition
 from autosplit.planner.meta_init.meta_model import meta_model
-from tests.planner.whole_models import Case, bert, llama, mamba, resnet, run_modules, unet
+from tests.planner.planned_models import net, tokens
+from tests.planner.whole_models import (
+    bert,
+    captured,
+    llama,
+    llama_of_three,
+    mamba,
+    resnet,
+    run_modules,
+    unet,
+)
 
 # Mamba asks through a cached function which torch it runs on.
 pytestmark = pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache")
 
 
-def whole_of(case: Case) -> WholeModel:
-    return WholeModel.capture(case.model, case.args, case.kwargs)
-
-
 def test_layers_of_a_transformer_are_two_blocks_each() -> None:
-    whole = whole_of(llama(3))
+    _, whole = captured(llama_of_three)
     assert [block.name for block in whole.blocks] == [
         "model.embed_tokens",
         "model.layers.0",
@@ -39,7 +47,7 @@ def test_layers_of_a_transformer_are_two_blocks_each() -> None:
 
 
 def test_equal_blocks_have_equal_signatures() -> None:
-    signatures = [block.signature for block in whole_of(llama(3)).blocks]
+    signatures = [block.signature for block in captured(llama_of_three)[1].blocks]
     assert len(set(signatures)) == 4
     assert signatures[1] == signatures[3] == signatures[5]
     config = llama().model.config
@@ -50,24 +58,23 @@ def test_equal_blocks_have_equal_signatures() -> None:
 
 
 def test_blocks_of_other_families_end_where_their_layers_do() -> None:
-    names = [block.name for block in whole_of(bert()).blocks]
+    names = [block.name for block in captured(bert)[1].blocks]
     assert names[:4] == [
         "bert.embeddings",
         "bert.encoder.layer.0",
         "bert.encoder.layer.0.intermediate",
         "bert.encoder.layer.1",
     ]
-    names = [block.name for block in whole_of(mamba()).blocks]
+    names = [block.name for block in captured(mamba)[1].blocks]
     assert names[:3] == ["backbone.embeddings", "backbone.layers.0", "backbone.layers.1"]
-    whole = whole_of(resnet())
+    whole = captured(resnet)[1]
     assert all(len(tensors) == 1 for tensors in whole.crossing)
     assert [block.name for block in whole.blocks][-1] == "classifier"
-    assert {"down1", "pool", "pool@1"} <= {block.name for block in whole_of(unet()).blocks}
+    assert {"down1", "pool", "pool@1"} <= {block.name for block in captured(unet)[1].blocks}
 
 
 def test_segments_run_by_themselves() -> None:
-    case = llama()
-    whole = whole_of(case)
+    _, whole = captured(llama)
     module, examples = whole.segment(1, 3)
     assert [(tuple(t.shape), t.requires_grad) for t in examples] == [
         ((2, 8, 32), True) if t.is_floating_point() else ((2, 8), False) for t in examples
@@ -142,25 +149,25 @@ def test_cut_at_cuts_before_modules() -> None:
 @pytest.mark.parametrize(
     ("cut_at", "message"),
     [
-        (["model.layers.7"], "no module .* there are 'model.layers.[01]'"),
-        (["model"], "where the model begins"),
-        (["lm_head", "model.layers.1"], "increasing"),
+        (["net.layers.7"], "no module .* there are 'net.layers.[0123]'"),
+        (["net"], "where the model begins"),
+        (["net.head", "net.layers.1"], "increasing"),
     ],
 )
 def test_names_that_cannot_be_cut_at(cut_at: list[str], message: str) -> None:
-    case = llama()
+    model = nn.Sequential(OrderedDict(net=net(), last=nn.Linear(11, 2)))
     with pytest.raises(PlanError, match=message):
-        partition(case.model, case.args, case.kwargs, cut_at=cut_at)
+        partition(model, tokens(), cut_at=cut_at)
 
 
 def test_more_stages_than_blocks() -> None:
-    case = llama()
+    model, inputs = net(), tokens()
     with pytest.raises(PlanError, match="blocks for 1 to 6 stages, got stages=7"):
-        partition(case.model, case.args, case.kwargs, stages=7)
+        partition(model, inputs, stages=7)
     with pytest.raises(PlanError, match="which gives 2 stages, but stages=3"):
-        partition(case.model, case.args, case.kwargs, stages=3, cut_at=["lm_head"])
+        partition(model, inputs, stages=3, cut_at=["head"])
     with pytest.raises(PlanError, match="say how many stages"):
-        partition(case.model, case.args, case.kwargs)
+        partition(model, inputs)
 
 
 class Branching(nn.Module):

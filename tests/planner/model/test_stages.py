@@ -16,9 +16,11 @@ from autosplit.planner import Partition, WholeModel, cut
 from tests.planner.whole_models import (
     Case,
     bert,
+    captured,
     checkpointed,
     gpt2,
     llama,
+    llama_of_three,
     llama_with_hidden_states,
     loss_of,
     mamba,
@@ -35,15 +37,18 @@ pytestmark = pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `fun
 CASES = [llama, llama_with_hidden_states, bert, gpt2, mamba, resnet, unet, mixed, checkpointed]
 
 
-def split_of(case: Case, stages: int) -> Partition:
-    whole = WholeModel.capture(case.model, case.args, case.kwargs)
+def split_of(whole: WholeModel, stages: int) -> Partition:
     count = len(whole.blocks)
     return cut(whole, [round(count * stage / stages) for stage in range(1, stages)])
 
 
-def cut_before(case: Case, *names: str) -> Partition:
-    whole = WholeModel.capture(case.model, case.args, case.kwargs).divided(names)
-    return cut(whole, [whole.start(name) for name in names])
+def cut_before(whole: WholeModel, *names: str) -> Partition:
+    divided = whole.divided(names)
+    return cut(divided, [divided.start(name) for name in names])
+
+
+def whole_of(case: Case) -> WholeModel:
+    return WholeModel.capture(case.model, case.args, case.kwargs)
 
 
 def outcome(model: nn.Module, call: Callable[[], Any]) -> tuple[Any, ...]:
@@ -62,9 +67,9 @@ def outcome(model: nn.Module, call: Callable[[], Any]) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("make", CASES)
 def test_stages_in_a_row_are_the_model(make: Callable[[], Case]) -> None:
-    torch.manual_seed(0)
-    case = make()
-    split = split_of(case, 3)
+    case, captured_model = captured(make)
+    case.model.train()
+    split = split_of(captured_model, 3)
     modules = [split.build(index) for index in range(3)]
     state: dict[str, Tensor] = {}
     for module in modules:
@@ -84,9 +89,9 @@ def test_stages_in_a_row_are_the_model(make: Callable[[], Case]) -> None:
 
 @pytest.mark.parametrize("make", [llama, llama_with_hidden_states, resnet, unet, checkpointed])
 def test_through_stage_every_gradient_is_autograds(make: Callable[[], Case]) -> None:
-    torch.manual_seed(0)
-    case = make()
-    split = split_of(case, 2)
+    case, captured_model = captured(make)
+    case.model.train().zero_grad()
+    split = split_of(captured_model, 2)
     buffers = {name: buffer.clone() for name, buffer in case.model.named_buffers()}
     torch.manual_seed(0)
     loss, found = run_stages(split, case.tensors())
@@ -103,7 +108,7 @@ def test_through_stage_every_gradient_is_autograds(make: Callable[[], Case]) -> 
 
 
 def test_what_is_tied_is_named_in_both_stages() -> None:
-    split = split_of(llama(), 3)
+    split = split_of(captured(llama)[1], 3)
     assert split.shared == (((0, "model.embed_tokens.weight"), (2, "lm_head.weight")),)
     first, last = split.build(0), split.build(2)
     assert "lm_head.weight" not in first.state_dict()
@@ -111,20 +116,19 @@ def test_what_is_tied_is_named_in_both_stages() -> None:
 
 
 def test_a_stage_holds_only_its_own_parameters() -> None:
-    split = split_of(resnet(), 2)
+    split = split_of(captured(resnet)[1], 2)
     names = [{name for name, _ in split.build(index).named_parameters()} for index in range(2)]
     assert not names[0] & names[1]
 
 
 def test_skips_go_straight_to_where_they_are_read() -> None:
-    case = unet()
-    split = cut_before(case, "down2", "middle", "up1")
+    split = cut_before(captured(unet)[1], "down2", "middle", "up1")
     makers = [{source.stage for source in sources} for sources in split.wiring.inputs]
     assert makers == [{None}, {0}, {0, 1}, {2}]
 
 
 def test_masks_are_made_in_every_stage_and_labels_go_to_the_last() -> None:
-    split = split_of(llama(3), 3)
+    split = split_of(captured(llama_of_three)[1], 3)
     assert split.wiring.names == ("input_ids", "attention_mask", "labels")
     assert split.wiring.outputs == (1, 1)
     assert split.wiring.inputs == (
@@ -150,7 +154,7 @@ class Noisy(nn.Module):
 
 def test_what_is_random_is_drawn_once_and_sent() -> None:
     case = Case(Noisy(), (torch.randn(2, 4),))
-    split = split_of(case, 3)
+    split = split_of(whole_of(case), 3)
     assert split.wiring.outputs == (2, 1)
     modules = [split.build(index) for index in range(3)]
     torch.manual_seed(0)
@@ -174,7 +178,7 @@ class Switching(nn.Module):
 
 def test_a_mode_that_is_cut_otherwise_is_refused_when_it_runs() -> None:
     case = Case(Switching(), (torch.randn(2, 4),))
-    split = cut_before(case, "layers.2")
+    split = cut_before(whole_of(case), "layers.2")
     modules = [split.build(index) for index in range(2)]
     assert torch.equal(run_modules(split, modules, case.tensors()), case.model(*case.args))
     with pytest.raises(PlanError, match=r"cut for evaluation .* other tensors would be sent"):
@@ -185,7 +189,7 @@ def test_stages_run_in_the_mode_that_the_model_is_in_when_they_are_built() -> No
     """As those of models that come in evaluation mode and are put into training before a loop."""
     layers = (nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(3))
     case = Case(nn.Sequential(*layers).eval(), (torch.randn(6, 4),))
-    split = split_of(case, 2)
+    split = split_of(whole_of(case), 2)
     case.model.train()
     modules = [split.build(index) for index in range(2)]
     for training in (True, False):
@@ -200,7 +204,7 @@ def test_stages_run_in_the_mode_that_the_model_is_in_when_they_are_built() -> No
 
 def test_a_stage_refuses_another_batch_size() -> None:
     case = Case(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), (torch.randn(6, 4),))
-    stage = split_of(case, 2).build(1)
+    stage = split_of(whole_of(case), 2).build(1)
     with pytest.raises(PlanError, match=r"shape \[2, 4\], but .* captured with \[6, 4\]"):
         stage(torch.randn(2, 4))
     with pytest.raises(PlanError, match="takes 1 tensors, got 2"):
@@ -209,9 +213,10 @@ def test_a_stage_refuses_another_batch_size() -> None:
 
 def test_a_last_stage_can_be_copied() -> None:
     """Under warnings as errors: torch warns when a spec that has leaves is made anew."""
-    split = split_of(resnet(), 2)
+    case, whole = captured(resnet)
+    split = split_of(whole, 2)
     modules = [split.build(0), copy.deepcopy(split.build(1))]
-    result = run_modules(split, modules, resnet().args)
+    result = run_modules(split, modules, case.args)
     assert result.logits.shape[0] == 2
 
 

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from autosplit.errors import AutosplitError, OutputError, PlanError, ScheduleError
-from autosplit.pipeline import launch
 from autosplit.planner import Plan, partition
 from autosplit.planner.costs.limits import Limits
 from autosplit.planner.cuts.solve import CapError
@@ -26,6 +25,7 @@ from tests.planner.planned_models import (
     tokens,
     trained,
 )
+from tests.ranks import Ranks
 
 
 @pytest.fixture(scope="module")
@@ -101,11 +101,13 @@ def test_one_process_trains_as_without_a_plan(plan: Plan) -> None:
         engine.step((tokens(6), tokens(6)))
 
 
-def test_two_processes_train_a_plan_from_a_file(plan: Plan, tmp_path: Path) -> None:
+def test_two_processes_train_a_plan_from_a_file(
+    on_ranks: Ranks, plan: Plan, tmp_path: Path
+) -> None:
     """Losses step by step are those of the whole model in one process."""
     path = tmp_path / "plan.json"
     plan.save(path)
-    (losses, names), (others, more) = launch(trained, 2, (str(path), 3), timeout=100.0)
+    (losses, names), (others, more) = on_ranks(trained, 2, (str(path), 3), timeout=100.0)
     model = net()
     optimizer = sgd(list(model.parameters()))
     for step in range(3):
@@ -121,8 +123,8 @@ def test_two_processes_train_a_plan_from_a_file(plan: Plan, tmp_path: Path) -> N
     assert {*names, *more} == {name for name, _ in model.named_parameters(remove_duplicate=False)}
 
 
-def test_ranks_rehearse_together() -> None:
-    first, second = launch(rehearsed, 2, timeout=100.0)
+def test_ranks_rehearse_together(on_ranks: Ranks) -> None:
+    first, second = on_ranks(rehearsed, 2, timeout=100.0)
     assert first == second
     assert len(first[0]) == 1
     assert 0.0 < first[1] < 1.0

@@ -16,7 +16,6 @@ from autosplit.errors import PipelineError
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.engine.execution.joint_weights import join_adjacent_weights
 from autosplit.pipeline.engine.execution.stage_assembly import compile_stages
-from autosplit.pipeline.engine.processes.launch import launch
 from autosplit.pipeline.schedule.action import Action, ActionKind, JoinedWeights, numbered
 from autosplit.pipeline.schedule.dependency import needs_of
 from autosplit.pipeline.schedule.schedule import Schedule
@@ -27,6 +26,7 @@ from autosplit.runtime.backward_graphs import BackwardGraphs
 from autosplit.runtime.functions import SplitFunctions
 from tests.pipeline import joining_workers
 from tests.pipeline.joining_workers import differences, joined_row, mean_loss, trained
+from tests.ranks import Ranks
 
 W = ActionKind.BACKWARD_WEIGHT
 
@@ -276,8 +276,8 @@ def test_a_whole_model_that_is_cut() -> None:
     assert mine == pytest.approx(sorted(float(p.grad.norm()) for p in twin.parameters()))
 
 
-def test_over_processes() -> None:
-    for found in launch(joining_workers.two_ranks, 2, timeout=90):
+def test_over_processes(on_ranks: Ranks) -> None:
+    for found in on_ranks(joining_workers.two_ranks, 2, timeout=90):
         assert {name: worst < 1e-5 for name, (_, worst) in found.items()} == {
             "gpipe": True,
             "tied": True,

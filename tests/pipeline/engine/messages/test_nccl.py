@@ -13,17 +13,17 @@ from autosplit.pipeline.engine.faults.first_error import Board, Fault, Guard, Lo
 from autosplit.pipeline.engine.messages.default_group import device_of_group
 from autosplit.pipeline.engine.messages.nccl import abort, await_device
 from autosplit.pipeline.engine.messages.process_groups import Groups
-from autosplit.pipeline.engine.processes.launch import launch
 from autosplit.pipeline.schedule.routes import pairs_of
 from autosplit.pipeline.schedule.wiring import Feeds, Source, Wiring
 from autosplit.pipeline.training.options import choose_device
 from tests.pipeline import transport_workers
+from tests.ranks import Ranks
 
 CUDA = torch.device("cuda", 1)
 
 
-def test_each_direction_of_a_pair_has_a_group() -> None:
-    assert launch(transport_workers.pairwise, 3, timeout=90) == [[10, 20], [1, 21], [2, 12]]
+def test_each_direction_of_a_pair_has_a_group(on_ranks: Ranks) -> None:
+    assert on_ranks(transport_workers.pairwise, 3, timeout=90) == [[10, 20], [1, 21], [2, 12]]
 
 
 @pytest.mark.parametrize(
@@ -78,8 +78,8 @@ def test_a_gpu_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPat
     assert choose_device("meta", 1) == torch.device("meta")
 
 
-def test_control_stays_on_the_cpu_under_another_default_device() -> None:
-    assert launch(_met, 2, timeout=60) == [True, True]
+def test_control_stays_on_the_cpu_under_another_default_device(on_ranks: Ranks) -> None:
+    assert on_ranks(_met, 2, timeout=60) == [True, True]
 
 
 def _met() -> bool:

@@ -13,18 +13,18 @@ from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.engine.messages.process_groups import Groups
 from autosplit.pipeline.engine.messages.shape_negotiation import Negotiation, TensorMeta
 from autosplit.pipeline.engine.messages.transport import Transport
-from autosplit.pipeline.engine.processes.launch import launch
 from autosplit.pipeline.schedule.action import Action
 from autosplit.pipeline.schedule.routes import Parcel, routes_of
 from tests.pipeline import transport_workers
+from tests.ranks import Ranks
 
 CPU = torch.device("cpu")
 F0, I0 = Action.parse("0F0"), Action.parse("1I0")
 
 
 @pytest.fixture(scope="module")
-def found() -> list[dict[str, Any]]:
-    return launch(transport_workers.everything, 2, timeout=90)
+def found(on_ranks: Ranks) -> list[dict[str, Any]]:
+    return on_ranks(transport_workers.everything, 2, timeout=90)
 
 
 def test_what_was_sent_is_let_go_as_soon_as_a_message_proves_it(found: list[Any]) -> None:

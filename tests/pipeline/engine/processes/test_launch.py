@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
-import os
 import signal
 import subprocess
 import sys
@@ -12,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -23,8 +22,6 @@ from autosplit.pipeline.engine.processes.worker import process_group
 from tests.pipeline import workers
 from tests.pipeline.processes import alive, assert_gone, pids_in
 
-ROOT = Path(__file__).resolve().parents[4]
-
 PARENT = """
 import sys
 from pathlib import Path
@@ -34,32 +31,17 @@ if __name__ == "__main__":
     launch(workers.fail, 2, (Path(sys.argv[1]), "sleep"), timeout=300)
 """
 
-TORCHRUN = """
-import json
-import sys
-from pathlib import Path
-from tests.pipeline import workers
-from autosplit.pipeline.engine.processes.worker import process_group
-if __name__ == "__main__":
-    with process_group(timeout=60):
-        found = workers.identify(3)[:3]
-    Path(sys.argv[1], f"{found[0]}.json").write_text(json.dumps(found))
-"""
 
-
-def test_results_come_by_rank_from_a_real_process_group() -> None:
-    found = launch(workers.identify, 2, (3,), timeout=60, threads=2)
+def test_results_come_by_rank_from_a_real_process_group(launched: list[dict[str, Any]]) -> None:
     environment = "RANK={0} LOCAL_RANK={0} WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 MASTER_ADDR=127.0.0.1"
-    assert found == [(3 * rank, 1, environment.format(rank), 2) for rank in (0, 1)]
+    assert [rank["identity"] for rank in launched] == [
+        (3 * rank, 1, environment.format(rank), 2) for rank in (0, 1)
+    ]
 
 
-def test_same_function_under_torchrun(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(TORCHRUN)
-    command = ["-m", "torch.distributed.run", "--nproc-per-node=2", str(script), str(tmp_path)]
-    subprocess.run([sys.executable, *command], env=_environment(), timeout=120, check=True)
-    for rank in (0, 1):
-        product, total, environment = json.loads((tmp_path / f"{3 * rank}.json").read_text())
+def test_same_function_under_torchrun(under_torchrun: list[dict[str, Any]]) -> None:
+    for rank, found in enumerate(under_torchrun):
+        product, total, environment, _ = found["identity"]
         assert (product, total) == (3 * rank, 1)
         assert environment.startswith(f"RANK={rank} LOCAL_RANK={rank} WORLD_SIZE=2 ")
 
@@ -91,12 +73,14 @@ def test_timeout_names_the_ranks_that_are_not_done(
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_ranks_end_with_their_parent(tmp_path: Path, number: signal.Signals) -> None:
+def test_ranks_end_with_their_parent(
+    tmp_path: Path, environment: dict[str, str], number: signal.Signals
+) -> None:
     script = tmp_path / "parent.py"
     script.write_text(PARENT)
     parent = subprocess.Popen(
         [sys.executable, str(script), str(tmp_path)],
-        env=_environment(),
+        env=environment,
         stderr=subprocess.DEVNULL,
     )
     try:
@@ -140,11 +124,6 @@ def test_first_cause_is_the_earliest_that_is_no_consequence() -> None:
     assert Failure.of_death(1, -signal.SIGSEGV).report == "rank 1 was killed by SIGSEGV"
     assert Failure.of_death(1, 3).report == "rank 1 exited with status 3 and no result"
     assert "must do so under if __name__ == '__main__':" in Failure.of_death(1, 1).report
-
-
-def _environment() -> dict[str, str]:
-    path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
 
 
 def _wait(condition: Callable[[], bool]) -> None:

@@ -1,0 +1,18 @@
+"""What a split module keeps for its weight gradients, which it shows to nobody."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+
+def works(module: Any) -> list[Any]:
+    """The pending work of each call, oldest first."""
+    found: list[Any] = module._queue.works()
+    return found
+
+
+def deferred_tensors(module: Any) -> list[Tensor]:
+    """The tensors that ``backward()`` left for W, of all pending calls."""
+    return [tensor for work in works(module) for tensor in work.deferred.tensors]

@@ -1,0 +1,133 @@
+"""Ranks that stay: what many tests launch runs in the same processes, one call after another."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing import connection, get_context
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any, TypeVar
+
+import torch
+
+from autosplit.errors import PipelineError
+from autosplit.pipeline.engine.processes.loopback import serve_store
+from autosplit.pipeline.engine.processes.outcome import Failure, Success, first_cause
+from autosplit.pipeline.engine.processes.worker import Job, work
+
+T = TypeVar("T")
+
+_GRACE = 5.0  # seconds for the other ranks to say what they saw
+
+
+@dataclass
+class _Rank:
+    number: int
+    process: BaseProcess
+    pipe: Connection
+
+    def outcome(self) -> Success | Failure:
+        try:
+            found: Success | Failure = pickle.loads(self.pipe.recv_bytes())
+        except (EOFError, OSError):
+            self.process.join(_GRACE)
+            return Failure.of_death(self.number, self.process.exitcode)
+        return found
+
+
+def collect_rarely() -> None:
+    """Tracing makes so many objects that the collector would go through those of torch and of all
+    tests before again and again, for a tenth of the time.
+    """
+    gc.set_threshold(10_000, 10, 100)
+
+
+class Ranks:
+    """Calls functions as ``launch`` does: as its ranks, in a process group of their own.
+
+    What starts a process, imports torch and captures for the first time is paid once. Where a
+    rank fails or hangs, all are ended; the next call has new ones.
+    """
+
+    def __init__(self) -> None:
+        self._ranks: list[_Rank] = []
+
+    def __call__(
+        self,
+        fn: Callable[..., T],
+        nprocs: int,
+        args: Sequence[Any] = (),
+        *,
+        timeout: float,
+        threads: int | None = 1,
+    ) -> list[T]:
+        """What ``fn(*args)`` returns on each of ``nprocs`` ranks.
+
+        Raises:
+            PipelineError: a rank raised, died or did not end within ``timeout`` seconds.
+        """
+        store = serve_store(timeout)
+        job = Job(pickle.dumps((fn, tuple(args))), nprocs, store.port, timeout, threads)
+        while len(self._ranks) < nprocs:
+            self._ranks.append(_started(len(self._ranks)))
+        ranks = self._ranks[:nprocs]
+        for rank in ranks:
+            rank.pipe.send(job)
+        found = _outcomes(ranks, time.monotonic() + timeout)
+        failures = [each for each in found.values() if isinstance(each, Failure)]
+        if failures or len(found) < nprocs:
+            self.end()
+            said = f"ranks {sorted(found)} of {nprocs} ended within {timeout} s"
+            raise PipelineError(first_cause(failures).report if failures else said)
+        return [found[at].value for at in range(nprocs)]
+
+    def end(self) -> None:
+        """End the processes, which between two calls hold nothing that is to be put away."""
+        for rank in self._ranks:
+            rank.pipe.close()
+            rank.process.kill()
+            rank.process.join()
+        self._ranks.clear()
+
+
+def _started(number: int) -> _Rank:
+    context = get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(number, theirs), name=f"rank {number}")
+    process.start()
+    theirs.close()
+    return _Rank(number, process, ours)
+
+
+def _outcomes(ranks: Sequence[_Rank], deadline: float) -> dict[int, Any]:
+    """How each rank ended its call; after a failure, of those that end soon."""
+    found: dict[int, Any] = {}
+    waiting = {rank.pipe: rank for rank in ranks}
+    while waiting and (left := deadline - time.monotonic()) > 0:
+        for pipe in connection.wait([*waiting], left):
+            rank = waiting.pop(pipe)  # type: ignore[arg-type]
+            found[rank.number] = rank.outcome()
+            if isinstance(found[rank.number], Failure):
+                deadline = min(deadline, time.monotonic() + _GRACE)
+    return found
+
+
+def _serve(number: int, pipe: Connection) -> None:
+    """Run one call after another, each as in a process that is new, until the pipe closes."""
+    collect_rarely()
+    while True:
+        try:
+            job = pipe.recv()
+        except EOFError:
+            return
+        random.seed(0)
+        torch.manual_seed(0)
+        if "torch._dynamo" in sys.modules:
+            torch._dynamo.reset()
+        work(job, number, pipe)
