@@ -94,7 +94,7 @@ class Step:
                 if parameter.grad is not None:
                     parameter.grad.div_(factor)
 
-    def check_placement(self) -> None:
+    def _check_placement(self) -> None:
         """Refuse a schedule that puts this stage on another rank, or cannot run it.
 
         Raises:
@@ -151,4 +151,5 @@ class Step:
             self._schedule = weakref.ref(schedule)
             self._lists = action_lists(schedule)
             self._running = described(schedule)
+            self._check_placement()
             self._plan = ActionPlan.of(self._running, self._of.group_rank)

@@ -438,6 +438,27 @@ def a_file_with_overlapping_actions() -> list[str]:
     return program.run(2)
 
 
+def _ours(schedule: Schedule) -> Program:
+    def make(stages: Any, microbatches: int, **given: Any) -> Any:
+        return torch_schedule(schedule, stages, **given)
+
+    # The placement of a V.
+    return of_blocks(4, kind="ScheduleZBVZeroBubble", make_schedule=make)
+
+
+@case
+def a_schedule_of_ours() -> list[str]:
+    return _ours(build("v-half", 4, 4)).run(2)
+
+
+@case
+def a_searched_schedule() -> list[str]:
+    costs = Costs([(1.0, 1.0, 1.0)] * 4, [StageMemory(1.0, 1.0)] * 4)
+    start = build("zb-v", 4, 4)
+    found = search(start, costs, iterations=20) if False else start
+    return _ours(found).run(2)
+
+
 @case
 def compiled_with_inductor() -> list[str]:
     program = of_blocks(
