@@ -104,7 +104,9 @@ class Results:
         kept = [name for name in functions.tangent_specs if name not in missing]
         idle = functions.dependence.idle_inputs(frozenset(functions.tangent_specs) - {*kept})
         made = functions.dependence.trained_inputs
-        return sorted({*idle, *(at for at in range(len(functions.capture.inputs)) if at not in made)})
+        return sorted(
+            {*idle, *(at for at in range(len(functions.capture.inputs)) if at not in made)}
+        )
 
     def sent(self, outputs: Sequence[Any]) -> tuple[Tensor, ...]:
         """The tensors as they are sent: in runs of memory."""

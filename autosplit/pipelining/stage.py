@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from autosplit.autograd.function import run_forward
 from autosplit.errors import CaptureError, FailingCallError, PipelineError, SplitError
-from autosplit.module import SplitModule
 from autosplit.runtime.call_signature import CallFlattening, CallStructure
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.gradient_accumulation import Accumulation
@@ -21,7 +20,7 @@ from autosplit.runtime.input_overlap import refuse_overlap
 from autosplit.runtime.specialization import Specializations
 from autosplit.runtime.split_options import SplitOptions
 from autosplit.torch_internals.backward_task import without_autocast
-from autosplit.torch_internals.pipelining import RuntimeStage
+from autosplit.torch_internals.pipelining.stage import RuntimeStage
 from autosplit.torch_internals.pytree import TreeSpec, tree_unflatten
 
 from .arguments import check_group, checked_examples, refuse_difference, unwrapped

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from autosplit.errors import PipelineError
 from autosplit.runtime.gradient_graphs import Call
-from autosplit.torch_internals.pipelining import (
+from autosplit.torch_internals.pipelining.schedules import (
     RunningSchedule,
     action_lists,
     described,
