@@ -213,7 +213,7 @@ class SplitPipelineStage(RuntimeStage):
         fused = not whole and self._step.fuses(chunk)
         with torch.no_grad(), without_autocast():
             if whole or fused:
-                found = self._weights.whole(flight, arrived, skipped, self._step.reducer(last))
+                found = self._weights.whole(flight, arrived, skipped)
                 self._done.add(chunk)
             else:
                 found, deferred = self._weights.input(flight, arrived, skipped)
@@ -231,8 +231,8 @@ class SplitPipelineStage(RuntimeStage):
             self._done.discard(chunk)
         elif chunk not in self._deferred:
             raise SplitError(
-                f"{self._owner}: microbatch {chunk} has nothing deferred; its I comes before its W, "
-                "and each comes once"
+                f"{self._owner}: microbatch {chunk} has nothing deferred; its I comes before its "
+                "W, and each comes once"
             )
         else:
             self._waiting.append(chunk)
@@ -240,7 +240,7 @@ class SplitPipelineStage(RuntimeStage):
             works = [self._deferred.pop(each) for each in self._waiting]
             self._waiting.clear()
             with torch.no_grad(), without_autocast():
-                self._weights.deferred(works, self._step.reducer(last))
+                self._weights.deferred(works)
         if last:
             self._step.end()
 

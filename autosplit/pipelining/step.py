@@ -7,9 +7,11 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from autosplit.errors import PipelineError
 from autosplit.runtime.gradient_graphs import Call
+from autosplit.torch_internals.ddp_reducer import average_gradients
 from autosplit.torch_internals.pipelining.schedules import (
     RunningSchedule,
     action_lists,
@@ -65,11 +67,14 @@ class Step:
             self.gradients.begin(parameters)
 
     def end(self) -> None:
-        """Everything was added: divide it where the schedule will not ask for that."""
-        running = self._running
-        if self._apart and running is not None:
-            if self._of.stage_index not in running.reduces:
-                self.scale(running.microbatches)
+        """Everything was added: have it averaged where data parallelism is to, and divide it where
+        the schedule will not ask for that.
+        """
+        running, module = self._running, self._of.submod
+        if isinstance(module, DistributedDataParallel):
+            average_gradients(module)
+        if running is not None and self._apart and self._of.stage_index not in running.reduces:
+            self.scale(running.microbatches)
 
     def scale(self, factor: int) -> None:
         """Divide what this step added.
@@ -128,10 +133,6 @@ class Step:
     def joins(self, chunk: int) -> bool:
         """Whether W of this microbatch may wait for the next action, which is W of this stage."""
         return (self._of.stage_index, chunk) in self._plan.joined
-
-    def reducer(self, last: bool) -> bool:
-        """Whether autograd's engine is to hand weight gradients over."""
-        return False
 
     @property
     def _of(self) -> SplitPipelineStage:

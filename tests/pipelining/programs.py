@@ -1,4 +1,4 @@
-"""One model under a schedule of torch's, on this rank's stages, beside plain autograd of it whole."""
+"""One model under a schedule of torch's, and the whole of it by plain autograd."""
 
 from __future__ import annotations
 

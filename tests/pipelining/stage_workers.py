@@ -11,12 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.pipelining import Schedule1F1B
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from autosplit.pipeline import Costs, Schedule, StageMemory, build, search
-from autosplit.pipelining import torch_schedule
+from autosplit.pipelining import SplitPipelineStage, torch_schedule
 
 from .programs import Program, block, mean_square
 
@@ -435,6 +437,29 @@ def a_file_with_overlapping_actions() -> list[str]:
     program = of_blocks(2, make_schedule=make)
     path.unlink()
     return program.run(2)
+
+
+@case
+def data_parallelism_around_a_stage() -> list[str]:
+    """Every rank a pipeline of its own, with half of the batch."""
+    rank = dist.get_rank()
+    groups = [dist.new_group([at]) for at in range(2)]
+    module, plain = block(), block()
+    plain.load_state_dict(module.state_dict())
+    seen: list[Tensor] = []
+    module[0].weight.register_hook(seen.append)  # type: ignore[index]
+    wrapped = DistributedDataParallel(module)
+    stage = SplitPipelineStage(wrapped, 0, 1, torch.device("cpu"), group=groups[rank])
+    schedule = Schedule1F1B(stage, 2, loss_fn=mean_square)
+    x, y = torch.randn(8, 4), torch.randn(8, 4)
+    schedule.step(x.chunk(2)[rank], target=y.chunk(2)[rank])
+    for a, b in zip(x.chunk(4), y.chunk(4), strict=True):
+        (mean_square(plain(a), b) / 4).backward()
+    found = [] if len(seen) == 2 else [f"a hook fired {len(seen)} times"]
+    for mine, other in zip(module.parameters(), plain.parameters(), strict=True):
+        if not torch.allclose(mine.grad, other.grad):  # type: ignore[arg-type]
+            found.append("gradients are not the mean over the ranks")
+    return found
 
 
 def _ours(schedule: Schedule) -> Program:

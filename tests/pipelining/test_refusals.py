@@ -79,7 +79,7 @@ def test_the_advice_about_graph_breaks_works(ranks: Refusals) -> None:
 
 
 def test_no_process_group() -> None:
-    with pytest.raises(PipelineError, match="needs a process group: call torch.distributed.init"):
+    with pytest.raises(PipelineError, match=r"needs a process group: call torch.distributed.init"):
         SplitPipelineStage(None, 0, 1, "cpu")  # type: ignore[arg-type]
 
 
@@ -91,5 +91,5 @@ def test_a_torch_whose_private_names_have_moved(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(PipelineError, match=r"here, torch 2.13 and 2.14: expected PipelineStage.f"):
         versions.check_names(Moved)
     monkeypatch.setattr(version, "TORCH", (2, 16))
-    with pytest.raises(PipelineError, match="expected one of these versions. Install one of them"):
+    with pytest.raises(PipelineError, match=r"expected one of these versions. Install one of them"):
         versions.check_names()

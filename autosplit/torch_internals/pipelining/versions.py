@@ -74,7 +74,7 @@ def check_names(kind: type = PipelineStage) -> None:
             f"torch {torch.__version__} drives pipeline stages in another way than those supported "
             f"here, torch {_supported()}: expected {missing[0]}"
             + (f" and {len(missing) - 1} more" if missing[1:] else "")
-            + ". Install one of them; or keep torch's PipelineStage around autosplit.split(module), "
+            + ". Install one of them; or keep torch's PipelineStage around autosplit.split(module) "
             "with dw_builder=autosplit.pipelining.dw_builder(module); or train with "
             "autosplit.pipeline.PipelineTrainer"
         )
