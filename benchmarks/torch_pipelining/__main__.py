@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from ..command import parse
 from ..environment import describe
+from ..malloc import restart_keeping
 from ..results import Results
 from .measure import COUNTS, OVERRIDES, Settings, measure
 from .page import write
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=9, help="turns of each contender")
+    parser.add_argument("--rounds", type=int, default=6, help="turns of each contender")
     parser.add_argument("--microbatches", nargs="+", type=int, default=[*COUNTS], choices=COUNTS)
     parser.add_argument("--seq", type=int, default=int(OVERRIDES["seq"]), help="tokens a sample")
     parser.add_argument("--quick", action="store_true", help="only to see that it runs; elsewhere")
@@ -62,4 +63,5 @@ def _command(options: argparse.Namespace) -> str:
 
 
 if __name__ == "__main__":
+    restart_keeping("benchmarks.torch_pipelining")
     main()

@@ -10,7 +10,12 @@ def prepare(task: Task) -> Step:
     for index in task.held:
         module = task.build(index)
         stage = SplitPipelineStage(
-            module, index, task.stages, task.device, group=task.group, backend="inductor"
+            module,
+            index,
+            task.stages,
+            task.device,
+            group=task.group,
+            backend="inductor",
         )
         stages.append(stage)
     schedule = task.schedule_of(stages)

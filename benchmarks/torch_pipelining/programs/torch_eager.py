@@ -9,7 +9,13 @@ def prepare(task: Task) -> Step:
     stages = []
     for index in task.held:
         module = task.build(index)
-        stage = PipelineStage(module, index, task.stages, task.device, group=task.group)
+        stage = PipelineStage(
+            module,
+            index,
+            task.stages,
+            task.device,
+            group=task.group,
+        )
         stages.append(stage)
     schedule = task.schedule_of(stages)
     return lambda: schedule.step(*task.args, **task.kwargs)

@@ -12,7 +12,13 @@ def prepare(task: Task) -> Step:
     for index in task.held:
         module = task.build(index)
         module.compile()
-        stage = PipelineStage(module, index, task.stages, task.device, group=task.group)
+        stage = PipelineStage(
+            module,
+            index,
+            task.stages,
+            task.device,
+            group=task.group,
+        )
         stages.append(stage)
     schedule = task.schedule_of(stages)
     return lambda: schedule.step(*task.args, **task.kwargs)
