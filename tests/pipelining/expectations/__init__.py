@@ -29,9 +29,10 @@ second step on, since the first one captures.
 
 What does not apply to a stage, with whichever schedule: the names, orders, lowering, CSV files and
 validation of schedules (test_schedule: TestSchedulePlan, TestScheduleCsv, TestScheduleLowering,
-TestValidateSchedule, ScheduleUtilTests, get_schedule_class), which ours has no part in; the fields of
-torch's parameter groups and gradient edges (test_backward: grad_validation, from_gradient_edge,
-mixed_edge_and_tensor_outputs but for its outputs without a gradient, which ``stages.py`` has), which
-are of its own eager split; and what is not in torch 2.13: microbatches split beforehand, a schedule
-that passes its indices, a group of processes for each edge, outputs released after their send.
+TestValidateSchedule, ScheduleUtilTests, get_schedule_class), in which ours has no part; the fields
+of torch's parameter groups and gradient edges (test_backward: grad_validation, from_gradient_edge,
+mixed_edge_and_tensor_outputs but for its outputs without a gradient, which ``stages.py`` has),
+which are of its own eager split; and what is not in torch 2.13: microbatches split beforehand, a
+schedule that passes its indices, a group of processes for each edge, outputs released after their
+send.
 """

@@ -196,14 +196,20 @@ def ordered(
 
 @contextlib.contextmanager
 def no_leaked_tensors() -> Iterator[None]:
-    """Nothing that is dropped inside is held by a cycle of references."""
+    """No tensor that is made and dropped inside is held by a cycle of references."""
     gc.collect()
+    before = {id(each) for each in gc.get_objects()}
     gc.set_debug(gc.DEBUG_SAVEALL)
     try:
         yield
         gc.collect()
-        leaked = [each for each in gc.garbage if isinstance(each, Tensor)]
+        # By type: isinstance would look through weak references.
+        leaked = [
+            f"{type(each).__name__} {[*each.shape]}"
+            for each in gc.garbage
+            if issubclass(type(each), Tensor) and id(each) not in before
+        ]
     finally:
         gc.set_debug(0)
         gc.garbage.clear()
-    assert not leaked, f"{len(leaked)} tensors in cycles, such as one {[*leaked[0].shape]}"
+    assert not leaked, f"{len(leaked)} tensors in cycles, such as {leaked[0]}"

@@ -13,6 +13,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 import autosplit
+
 from .bench import MICROBATCHES, Bench, Training, case, no_leaked_tensors, ordered, over
 
 V = {

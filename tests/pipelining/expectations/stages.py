@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining._utils import PipeliningMetadataError
 from torch.distributed.pipelining.schedules import ScheduleGPipe
 
 from autosplit.errors import AutosplitError
@@ -84,7 +83,6 @@ def the_inputs_first_and_the_weights_later(bench: Bench, kind: Any) -> None:
     stage.backward_one_chunk(0, loss=sum_of_squares(output, target), full_backward=False)
     torch.testing.assert_close(stage.get_local_bwd_output(0), (of_x,))
     del output
-    stage.clear_runtime_states()
     gc.collect()
     assert all(each.grad is None for each in stage.submod.parameters())
     stage.backward_weight_one_chunk(0)
@@ -150,9 +148,9 @@ def outputs_are_kept_by_the_last_stage_only(bench: Bench) -> None:
 
 @case()
 def a_weight_gradient_needs_its_input_gradient(bench: Bench) -> None:
-    training, stage = second_of_two(bench, Layer())
+    _, stage = second_of_two(bench, Layer())
     assert stage.has_backward
-    with pytest.raises((AssertionError, AutosplitError), match="backward_one_chunk"):
+    with pytest.raises(AutosplitError, match="its I comes before its W"):
         stage.backward_weight_one_chunk(0)
 
 
@@ -166,7 +164,15 @@ def rounded(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
     return output.bfloat16()
 
 
-@case("rows", "dtype", "flattened", "rounded")
+REFUSED = {
+    "rows": r"float64\[3, 8\] .* told to expect float64\[2, 8\]",
+    "dtype": "int32.*float64",
+    "flattened": r"float64\[16\] .* told to expect float64\[2, 8\]",
+    "rounded": r"bfloat16\[2, 8\] .* told to expect float64\[2, 8\]",
+}
+
+
+@case(*REFUSED)
 def what_does_not_fit_is_refused(bench: Bench, what: str) -> None:
     """The first rank alone: it ends before anything is sent."""
     training = Training.of(2)
@@ -178,14 +184,13 @@ def what_does_not_fit_is_refused(bench: Bench, what: str) -> None:
         return
     x = training.x
     if what == "rows":
-        x = torch.randn(ROWS + 1, WIDTH, dtype=torch.float64)
+        x = torch.randn(ROWS + MICROBATCHES, WIDTH, dtype=torch.float64)
     elif what == "dtype":
         x = x.int()
     else:
         hook = flattened if what == "flattened" else rounded
         stage.submod.register_forward_hook(hook)
-    expected = "shape" if what in ("rows", "flattened") else "dtype"
-    with pytest.raises((PipeliningMetadataError, AutosplitError), match=expected):
+    with pytest.raises(AutosplitError, match=REFUSED[what]):
         built.step(x)
 
 
