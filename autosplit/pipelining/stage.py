@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autosplit.autograd.function import run_forward
-from autosplit.errors import SplitError
+from autosplit.errors import CaptureError, FailingCallError, PipelineError, SplitError
 from autosplit.module import SplitModule
-from autosplit.runtime.call_signature import CallFlattening
+from autosplit.runtime.call_signature import CallFlattening, CallStructure
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.gradient_accumulation import Accumulation
 from autosplit.runtime.in_flight import InFlightMicrobatch
@@ -26,7 +26,7 @@ from autosplit.torch_internals.pytree import TreeSpec, tree_unflatten
 
 from .arguments import check_group, checked_examples, refuse_difference, unwrapped
 from .loss_boundary import LossBoundary
-from .results import Results, as_received
+from .results import Results, as_received, described
 from .step import Step
 from .weight_gradients import DeferredWeights, WeightGradients
 
@@ -141,11 +141,8 @@ class SplitPipelineStage(RuntimeStage):
         """Capture and compile the module for inputs like these."""
         if chunk == 0:
             refuse_difference(self._owner, "input", "input_args", self._given, args)
-            self._step.check_placement()
             self._agreed = {}
-        leaves, structure = self._flatten(args, kwargs)
-        with self._grad_mode():
-            functions = self._graphs.fitting(args, kwargs, leaves, structure)
+        functions = self._fitting(args, kwargs, *self._flatten(args, kwargs))
         made = self._agreed[chunk] = self._results_of(functions)
         if not self.is_last:
             made.refuse_objects(self._owner)
@@ -165,8 +162,7 @@ class SplitPipelineStage(RuntimeStage):
     ) -> tuple[Any, tuple[Tensor, ...]]:
         """F."""
         leaves, structure = self._flatten(args, kwargs)
-        with self._grad_mode():
-            functions = self._graphs.fitting(args, kwargs, leaves, structure)
+        functions = self._fitting(args, kwargs, leaves, structure)
         del args
         made = self._results_of(functions)
         if not self.is_last:
@@ -195,7 +191,9 @@ class SplitPipelineStage(RuntimeStage):
     def run_loss(self, chunk: int, loss: Any) -> list[Tensor | None]:
         """Gradients of the last stage's outputs."""
         boundary = self._losses.pop(chunk, None)
-        return [] if boundary is None else boundary.gradients(self.stage_index, loss)
+        if boundary is None:
+            return []
+        return boundary.gradients(self.stage_index, loss)
 
     def run_backward(
         self, chunk: int, grads: list[Tensor | None], *, whole: bool, last: bool
@@ -208,7 +206,8 @@ class SplitPipelineStage(RuntimeStage):
             return self._sent_back(metas, [None] * len(metas))
         functions = flight.functions
         made = self._results_of(functions)
-        arrived = grads if self.is_last else made.arrived(grads)
+        arrived = made.arrived(grads)
+        grads.clear()
         absent = functions.dependence.absent(arrived)
         skipped = functions.dependence.without_gradient(absent)
         idle = functions.dependence.idle_inputs(absent)
@@ -287,8 +286,36 @@ class SplitPipelineStage(RuntimeStage):
     def _given_by_keyword(self, kwargs: dict[str, Any]) -> int:
         return len(self._flatten((), kwargs)[0]) if kwargs else 0
 
-    def _grad_mode(self) -> torch.set_grad_enabled:
-        return torch.set_grad_enabled(self.has_backward and torch.is_grad_enabled())
+    def _fitting(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        leaves: list[Any],
+        structure: CallStructure,
+    ) -> SplitFunctions:
+        """The graphs for these inputs and the module as it is now.
+
+        Raises:
+            CaptureError: there is no such graph; names the line and what to do.
+        """
+        with torch.set_grad_enabled(self.has_backward and torch.is_grad_enabled()):
+            try:
+                return self._graphs.fitting(args, kwargs, leaves, structure)
+            except FailingCallError as error:
+                if self.is_first:
+                    raise
+                raise PipelineError(
+                    f"{self._owner} cannot be called with what stage {self.stage_index - 1} hands "
+                    f"on, {described([t for t in leaves if isinstance(t, Tensor)])}, keyword "
+                    f"arguments last. Let the one return what the other takes. {error}"
+                ) from error
+            except CaptureError as error:
+                raise CaptureError(
+                    f"{self._owner} must be one graph: {error}\nOr keep torch's PipelineStage "
+                    "around module = autosplit.split(submodule), which may have graph breaks, with "
+                    "dw_builder=autosplit.pipelining.dw_builder(module)",
+                    because=error.because,
+                ) from error
 
     def _results_of(self, functions: SplitFunctions) -> Results:
         if functions not in self._results:

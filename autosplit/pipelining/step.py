@@ -77,6 +77,8 @@ class Step:
         Raises:
             PipelineError: it cannot be told from what was there before.
         """
+        if not self._of.has_backward:  # torch's runtime asks in an evaluation, too
+            return
         if self._apart:
             if not self._ended:
                 self._ended = True
@@ -92,7 +94,7 @@ class Step:
                 if parameter.grad is not None:
                     parameter.grad.div_(factor)
 
-    def check_placement(self) -> None:
+    def _check_placement(self) -> None:
         """Refuse a schedule that puts this stage on another rank, or cannot run it.
 
         Raises:
@@ -149,4 +151,5 @@ class Step:
             self._schedule = weakref.ref(schedule)
             self._lists = action_lists(schedule)
             self._running = described(schedule)
+            self._check_placement()
             self._plan = ActionPlan.of(self._running, self._of.group_rank)

@@ -1,17 +1,20 @@
 """The stage of torch.distributed.pipelining as its runtime drives it: all private names of it.
 
-The runtime of torch 2.13 to 2.15 calls a stage as it was written down here: to agree on shapes, to
-receive and send, and to compute. ``RuntimeStage`` keeps what it does between ranks, and leaves what
-is computed to its subclass.
+The runtime of the supported versions calls a stage as it was written down here: to agree on shapes,
+to receive and send, and to compute. ``RuntimeStage`` keeps what it does between ranks, and leaves
+what is computed to its subclass.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import sys
+import threading
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +25,14 @@ from torch.distributed.pipelining import stage as stages
 
 from autosplit.errors import PipelineError
 
+from . import version
 from .pytree import TreeSpec, tree_flatten, tree_unflatten
+
+_PATIENCE = 5.0
+"""Seconds that a failing stage tries to tell its neighbours."""
+
+_SUPPORTED = ((2, 13), (2, 14))
+"""Before them stages do not agree on shapes by these methods, after them they keep other state."""
 
 _NAMES: Mapping[str, Sequence[str]] = {
     "__init__": ("submodule", "stage_index", "num_stages", "device", "group"),
@@ -34,6 +44,7 @@ _NAMES: Mapping[str, Sequence[str]] = {
     "get_fwd_send_ops": ("fwd_chunk_id",),
     "get_bwd_recv_ops": ("bwd_chunk_id",),
     "get_bwd_send_ops": ("bwd_chunk_id",),
+    "get_local_bwd_output": ("mb_index",),
     "set_local_fwd_input": ("prev_stage_outputs", "mb_index"),
     "set_local_bwd_input": ("next_stage_bwd_outputs", "mb_index"),
     "scale_grads": ("grad_scale_factor",),
@@ -67,7 +78,8 @@ def check_names(kind: type = PipelineStage) -> None:
     Raises:
         PipelineError: names what is missing and the supported versions.
     """
-    missing = [f"{module.__name__}.{name}" for module, name in _MODULES if not hasattr(module, name)]
+    missing = [] if version.TORCH in _SUPPORTED else ["one of these versions"]
+    missing += [f"{module.__name__}.{name}" for module, name in _MODULES if not hasattr(module, name)]
     for name, parameters in _NAMES.items():
         method = getattr(kind, name, None)
         known = inspect.signature(method).parameters if callable(method) else {}
@@ -75,11 +87,17 @@ def check_names(kind: type = PipelineStage) -> None:
             missing.append(f"PipelineStage.{name}({', '.join(parameters)})")
     if missing:
         raise PipelineError(
-            f"torch {torch.__version__} drives pipeline stages in another way than torch 2.13 to "
-            f"2.15, which are supported here: it lacks {missing[0]}"
+            f"torch {torch.__version__} drives pipeline stages in another way than those supported "
+            f"here, torch {_supported()}: expected {missing[0]}"
             + (f" and {len(missing) - 1} more" if missing[1:] else "")
-            + ". Install one of these, or train with autosplit.pipeline.PipelineTrainer"
+            + ". Install one of them; or keep torch's PipelineStage around autosplit.split(module), "
+            "with dw_builder=autosplit.pipelining.dw_builder(module); or train with "
+            "autosplit.pipeline.PipelineTrainer"
         )
+
+
+def _supported() -> str:
+    return " and ".join(f"{major}.{minor}" for major, minor in _SUPPORTED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,6 +179,23 @@ def described(schedule: Any) -> RunningSchedule:
     )
 
 
+def runtime_of(
+    name: str,
+    rows: Sequence[Sequence[str]],
+    stages: Sequence[Any],
+    microbatches: int,
+    loss_fn: Any,
+    options: Mapping[str, Any],
+) -> Any:
+    """Torch's runtime with these computations, per rank; it adds sends and receives."""
+    kind = type(name, (schedules._PipelineScheduleRuntime,), {})
+    schedule = kind(list(stages), microbatches, loss_fn=loss_fn, **options)
+    parse = schedules._Action.from_str
+    schedule.pipeline_order = {rank: [*map(parse, row)] for rank, row in enumerate(rows)}
+    schedule._prepare_schedule_with_comms(schedule.pipeline_order)
+    return schedule
+
+
 def _computations(actions: Iterable[Any]) -> Iterable[Any]:
     """F, I, W and B of a row, those inside of others too."""
     for action in actions:
@@ -183,6 +218,29 @@ class _StructuredMeta(stages._StageForwardMeta):
 
     structure: TreeSpec | None = None
     others: Mapping[int, Sequence[Any]] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Failure:
+    """What a stage tells its neighbours instead of shapes."""
+
+    text: str
+    ranks: tuple[int, ...]
+
+
+class NeighbourError(PipelineError):
+    """Another rank's stage failed before the first microbatch."""
+
+    def __init__(self, text: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(text)
+        self.ranks = ranks
+
+
+def _send_within(seconds: float, send: Callable[[], None]) -> None:
+    """Send to a rank that may not be waiting for it."""
+    thread = threading.Thread(target=send, daemon=True)
+    thread.start()
+    thread.join(seconds)
 
 
 class RuntimeStage(PipelineStage):
@@ -254,7 +312,7 @@ class RuntimeStage(PipelineStage):
         """Trace microbatches whose inputs are not of the first one's shapes."""
         given, keywords = _given_microbatches()
         self._other_outputs = {}
-        made: dict[Any, Sequence[Tensor]] = {_shapes(args, kwargs): ()}
+        first = _shapes(args, kwargs)
         for chunk in range(1, max(len(keywords), len(given))):
             keyword = {name: _blank(value) for name, value in keywords[chunk].items()}
             if self.is_first:
@@ -263,11 +321,9 @@ class RuntimeStage(PipelineStage):
                 positional = [meta.to_tensor(self.device) for meta in self._other_inputs[chunk]]
             else:
                 positional = list(args)
-            key = _shapes(positional, keyword)
-            if key not in made:
-                made[key], _ = self.trace(self._arguments(positional), keyword, chunk)
-            if made[key]:
-                self._other_outputs[chunk] = [stages.extract_tensor_meta(t) for t in made[key]]
+            if _shapes(positional, keyword) != first:
+                outputs, _ = self.trace(self._arguments(positional), keyword, chunk)
+                self._other_outputs[chunk] = [stages.extract_tensor_meta(t) for t in outputs]
 
     def _arguments(self, tensors: list[Any]) -> tuple[Any, ...]:
         """What the module is called with where these were received."""
@@ -308,7 +364,8 @@ class RuntimeStage(PipelineStage):
         self, args: Any, kwargs: dict[str, Any] | None = None, has_backward: bool = False
     ) -> Any:
         self._take(args)
-        made = super()._forward_metadata_inference(args, kwargs, has_backward)
+        with self._telling_neighbours():
+            made = super()._forward_metadata_inference(args, kwargs, has_backward)
         return None if made is None else self._completed(made)
 
     def _take(self, meta: Any) -> None:
@@ -328,10 +385,30 @@ class RuntimeStage(PipelineStage):
     ) -> Any:
         # The loss would be computed of outputs that are not there; nothing here depends on it.
         blank = None if loss_fn is None else _no_loss
-        return super()._backward_metadata_inference(blank, target, received_grad_meta, None)
+        with self._telling_neighbours():
+            return super()._backward_metadata_inference(blank, target, received_grad_meta, None)
+
+    @contextlib.contextmanager
+    def _telling_neighbours(self) -> Iterator[None]:
+        """Have the ranks of the neighbouring stages, which wait for shapes, raise too."""
+        try:
+            yield
+        except Exception as error:
+            told = error.ranks if isinstance(error, NeighbourError) else ()
+            text = str(error)
+            if not told:
+                text = f"stage {self.stage_index} failed: {type(error).__name__}: {text}"
+            for at in (self.stage_index - 1, self.stage_index + 1):
+                rank = self.stage_index_to_group_rank.get(at, self.group_rank)
+                if rank != self.group_rank and rank not in told:
+                    failure = _Failure(text, (self.group_rank,))
+                    _send_within(_PATIENCE, partial(super()._send_meta, failure, at))
+            raise
 
     def _recv_meta(self, src_stage: int) -> Any:
         meta = super()._recv_meta(src_stage)
+        if isinstance(meta, _Failure):
+            raise NeighbourError(meta.text, meta.ranks)
         self._take(meta)
         return meta
 
@@ -391,6 +468,14 @@ class RuntimeStage(PipelineStage):
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
         tensors, _ = tree_flatten(prev_stage_outputs)
         super().set_local_fwd_input(tuple(tensors), mb_index)
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        # In an evaluation, torch's runtime asks all the same.
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def _make_room(self, infos: Iterable[Any]) -> None:
         for info in infos:
