@@ -13,6 +13,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 import autosplit
+from autosplit.pipelining import dw_builder
 
 from .bench import MICROBATCHES, Bench, Training, case, no_leaked_tensors, ordered, over
 
@@ -81,8 +82,6 @@ class Counted:
 
 @case(ScheduleGPipe, ScheduleInterleavedZeroBubble)
 def every_microbatch_runs_its_weights(bench: Bench, schedule: Any) -> None:
-    from autosplit.pipelining import dw_builder
-
     held = bench.held(2 if schedule is ScheduleGPipe else 4)
     training = Training.of(2 * len(held))
     split = {index: autosplit.split(training.model.layers[index]) for index in held}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -21,6 +22,8 @@ from torch.distributed.pipelining.schedules import (
     _ScheduleForwardOnly,
     _wait_batch_p2p,
 )
+
+from autosplit.errors import AutosplitError
 
 from .bench import MICROBATCHES, Bench, Training, case, no_leaked_tensors, over, stages_of
 from .layers import Adding, Layer, WithKeyword
@@ -98,21 +101,15 @@ def keywords_are_cut_into_microbatches(bench: Bench, schedule: Any) -> None:
     training.run(over(schedule, bench.stages(training.model, held)), held)
 
 
-@case(*SINGLE)
-def a_traced_module_is_a_module(bench: Bench, schedule: Any) -> None:
+@case()
+def what_torch_has_traced_is_refused(bench: Bench) -> None:
     training = Training.of(2)
     parts = {"layers.1": SplitPoint.BEGINNING}
     traced = pipeline(training.model, mb_args=(training.x[:2],), split_spec=parts)
     module = traced.get_stage_module(bench.rank)
-    built = over(schedule, [bench.stage(module, bench.rank, 2)])
-    found = training.step(built)
-    training.check_result(built, found)
-    assert set(stages_of(built)[0].submod.state_dict()) <= set(training.model.state_dict())
-    expected = training.expected[bench.rank]
-    for name, parameter in module.named_parameters():
-        torch.testing.assert_close(
-            parameter.grad, expected[name.removeprefix(f"layers.{bench.rank}.")]
-        )
+    built = over(ScheduleGPipe, [bench.stage(module, bench.rank, 2)])
+    with pytest.raises(AutosplitError, match="example_value"):
+        training.step(built)
 
 
 @case("inferred", "given")
