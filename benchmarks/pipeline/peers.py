@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 import statistics
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +17,7 @@ from autosplit.text.quartiles import quartiles, ratios, spread
 
 from ..results import Rows, table
 from .contenders import IN_FLIGHT, OURS, THEIRS, Contender
-from .turns import RANKS, Turn, Turns, gather
+from .turns import RANKS, Turn, Turns, gather, take_turns
 
 COUNTS = (2, 4, 8)
 BACKENDS = ("eager", "inductor")
@@ -132,12 +131,7 @@ def _with_name(backend: str, row: Row) -> dict[str, Any]:
 def _compare(turns: Turns, contenders: Sequence[Contender], count: int, rounds: int) -> list[Row]:
     made = {each: turns.make(each, count) for each in contenders}
     ready = {each: turn for each, turn in made.items() if isinstance(turn, Turn)}
-    seconds: dict[Contender, list[float]] = {each: [] for each in ready}
-    order, generator = list(ready), random.Random(0)  # the same on every rank
-    for _ in range(rounds):
-        generator.shuffle(order)
-        for contender in order:
-            seconds[contender].append(ready[contender].run())
+    seconds = take_turns(ready, rounds)
     rows = [_row(each, made[each], count, seconds.get(each, [])) for each in contenders]
     turns.close()
     return rows

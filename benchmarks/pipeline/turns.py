@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,11 +25,13 @@ from autosplit.pipeline.trainer import PipelineTrainer
 
 from .contenders import Contender
 
+K = TypeVar("K", bound=Hashable)
+
 RANKS = 2
 TIMEOUT = 300.0  # seconds; the other rank may be compiling
 STEPS = 2  # in flight that a turn counts
+WARM_UP = 2  # steps
 
-_WARM_UP = 2  # steps
 _WARM_UP_AUTO = 4  # "auto" measures three before it has its schedule
 
 
@@ -87,18 +90,12 @@ class Turns:
         batch = self._workload.batch_fn(0, microbatches * self._workload.microbatch_size)
         # Of its own, so that a rank that fails can leave the other one nothing to wait for.
         group = dist.new_group(timeout=timedelta(seconds=TIMEOUT))
-        failure = None
-        try:
-            turn = self._made(contender, microbatches, batch, group)
-            for _ in range(_WARM_UP_AUTO if contender.schedule == "auto" else _WARM_UP):
-                turn.step()
-            turn.settle()
-        except Exception as error:
-            failure = (time.time(), _told(error))
-            disconnect(group, RANKS - 1 - self.rank)
-            _forget(self._modules.values())
-        failures = [each for each in gather(failure) if each is not None]
-        return min(failures)[1] if failures else turn
+        return attempt(
+            lambda: self._made(contender, microbatches, batch, group),
+            group,
+            _WARM_UP_AUTO if contender.schedule == "auto" else WARM_UP,
+            lambda: _forget(self._modules.values()),
+        )
 
     def close(self) -> None:
         """Give back what the turns so far have of process groups."""
@@ -189,6 +186,61 @@ class Turns:
         return factory
 
 
+def root_of(error: BaseException) -> BaseException:
+    """What was behind it all."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what was behind it all."""
+    error = root_of(error)
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {line[:160]}"
+
+
+def attempt(
+    build: Callable[[], Turn],
+    group: dist.ProcessGroup,
+    warm_up: int,
+    tidy: Callable[[], None],
+    told: Callable[[BaseException], str] = first_line,
+) -> Turn | str:
+    """A turn that has run its first steps, or on both ranks the error that it ended with.
+
+    Args:
+        build: makes it.
+        group: of the two ranks, which nothing else uses; not usable after an error.
+        warm_up: how many steps.
+        tidy: called after an error.
+        told: says what an error is.
+    """
+    failure = None
+    try:
+        turn = build()
+        for _ in range(warm_up):
+            turn.step()
+        turn.settle()
+    except Exception as error:
+        failure = (time.time(), told(error))
+        disconnect(group, RANKS - 1 - dist.get_rank())
+        tidy()
+    failures = [each for each in gather(failure) if each is not None]
+    return min(failures)[1] if failures else turn
+
+
+def take_turns(ready: Mapping[K, Turn], rounds: int) -> dict[K, list[float]]:
+    """Seconds of this rank in each round, in another order in each."""
+    seconds: dict[K, list[float]] = {each: [] for each in ready}
+    order, generator = list(ready), random.Random(0)  # the same on every rank
+    for _ in range(rounds):
+        generator.shuffle(order)
+        for contender in order:
+            seconds[contender].append(ready[contender].run())
+    return seconds
+
+
 def gather(value: Any) -> list[Any]:
     """Every rank's value, by rank."""
     values: list[Any] = [None] * RANKS
@@ -199,14 +251,6 @@ def gather(value: Any) -> list[Any]:
 def _forget(modules: Iterable[nn.Module]) -> None:
     for module in modules:
         module.zero_grad(set_to_none=True)
-
-
-def _told(error: BaseException) -> str:
-    """The first line of what was behind it all."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    return f"{type(error).__name__}: {line[:160]}"
 
 
 def _nothing() -> None:

@@ -1,0 +1,178 @@
+"""``results.json`` as a page."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+from ..results import Results, Rows, table
+from .contenders import CONTENDERS
+from .targets import (
+    Cell,
+    Figure,
+    adapter,
+    against_compiled,
+    against_eager,
+    against_torch,
+    cells,
+    memory,
+    ran,
+    verdicts,
+)
+
+PART = "steps"
+
+TEMPLATE = """\
+# Under torch.distributed.pipelining: its stages, ours, and our engine
+
+Written by `python -m benchmarks.torch_pipelining`; do not edit. {environment}.
+
+A LLaMA-like decoder (`examples.models:llama`, {settings}) on two processes with one thread each,
+under every schedule of torch's: forward and backward of a whole step, until both ranks are done.
+The contenders of a row take turns in one run, in another order in each of {rounds} rounds. Each is
+a [program](programs) of its own: torch's `PipelineStage`, eager and after `module.compile()`; the
+same without donated buffers, where that fails; `SplitPipelineStage`, eager and with
+`backend="inductor"`; and `PipelineTrainer` with every rank's actions in torch's order.
+
+## Targets
+
+{verdicts}
+
+## Time of a step
+
+Medians in ms, with the range between the quartiles.
+
+{times}
+
+Ratios are medians of those of the same round, with their quartiles; **bold** ones miss their
+target. *Fastest eager*: of torch's stage, ours and our engine.
+
+{ratios}
+
+## Peak memory of activations
+
+MiB that a step allocates at its most beyond parameters and their gradients, which are there before,
+on the rank where that is more.
+
+{memory}
+
+## Gradients
+
+The largest difference from plain autograd in one process, over the largest gradient of its stage.
+
+{differences}
+
+## Lines changed
+
+Of the program with torch's eager stages, by a user.
+
+{lines}
+{errors}
+## To reproduce
+
+```sh
+{commands}
+```
+"""
+
+
+def page(results: Results) -> str:
+    """``README.md``."""
+    rows = results.rows(PART)
+    part = results.parts[PART]
+    return TEMPLATE.format(
+        environment=part["environment"],
+        settings=", ".join(sorted({row["settings"] for row in rows})),
+        rounds=" or ".join(
+            str(each) for each in sorted({len(row["rounds"]) for row in rows if row["rounds"]})
+        ),
+        verdicts="\n".join(f"- {each}" for each in verdicts(rows)),
+        times=_by_contender(rows, _time),
+        ratios=_ratios(rows),
+        memory=_by_contender(
+            rows, lambda row: f"{row['peak'] / 2**20:.1f}", ("ours over torch", memory)
+        ),
+        differences=_by_contender(
+            rows, lambda row: f"{row['difference']:.1e}".replace("0.0e+00", "0")
+        ),
+        lines=_lines(),
+        errors=_errors(rows),
+        commands="\n".join(part["commands"]),
+    )
+
+
+def write(results: Results, model: str, rows: Rows, command: str, environment: str) -> None:
+    """Add rows of a ``model`` of these settings to ``results``; make the page beside it anew."""
+    marked = [{**row, "settings": model} for row in rows]
+    results.update(PART, marked, command, environment)
+    (results.path.parent / "README.md").write_text(page(results))
+
+
+def _time(row: dict[str, Any]) -> str:
+    low, high = min(row["rounds"]), max(row["rounds"])
+    if len(row["rounds"]) > 1:
+        low, _, high = statistics.quantiles(row["rounds"], n=4, method="inclusive")
+    return f"{1e3 * statistics.median(row['rounds']):.0f} ±{5e2 * (high - low):.0f}"
+
+
+def _by_contender(
+    rows: Rows,
+    shown: Callable[[dict[str, Any]], str],
+    *figures: tuple[str, Callable[[Cell], Figure | None]],
+) -> str:
+    """A line a cell, a column a contender, and further columns."""
+    named = [name for name in CONTENDERS if any(row["contender"] == name for row in rows)]
+    lines = [
+        [
+            name,
+            *(_shown(cell, contender, shown) for contender in named),
+            *(str(figure(cell) or "") for _, figure in figures),
+        ]
+        for name, cell in cells(rows).items()
+    ]
+    return table(["schedule", *named, *(title for title, _ in figures)], lines)
+
+
+def _shown(cell: Cell, contender: str, shown: Callable[[dict[str, Any]], str]) -> str:
+    if contender not in cell:
+        return ""
+    return shown(cell[contender]) if ran(cell, contender) else "fails"
+
+
+def _ratios(rows: Rows) -> str:
+    figures = (against_torch, against_compiled, against_eager, adapter)
+    lines = [
+        [name, *(str(figure(cell) or "") for figure in figures)]
+        for name, cell in cells(rows).items()
+    ]
+    headers = [
+        "schedule",
+        "torch over ours, eager",
+        "torch compiled over ours, Inductor",
+        "fastest eager over ours, Inductor",
+        "ours over our engine, eager",
+    ]
+    return table(headers, lines)
+
+
+def _lines() -> str:
+    return table(
+        ["program", "lines"],
+        [[each.name, str(each.lines_changed())] for each in CONTENDERS.values()],
+    )
+
+
+def _errors(rows: Rows) -> str:
+    """Every error once, as it was said, and by whom."""
+    said: dict[str, list[str]] = {}
+    for row in rows:
+        if row["error"]:
+            said.setdefault(row["error"], []).append(row["name"])
+    return "".join(_error(error, names) for error, names in said.items()) and (
+        "\n## What failed\n" + "".join(_error(error, names) for error, names in said.items())
+    )
+
+
+def _error(error: str, names: list[str]) -> str:
+    return f"\n{'; '.join(names)}:\n\n```\n{error}\n```\n"

@@ -1,0 +1,22 @@
+"""autosplit's stages, compiled."""
+
+from autosplit.pipelining import SplitPipelineStage
+
+from ..task import Step, Task
+
+
+def prepare(task: Task) -> Step:
+    stages = []
+    for index in task.held:
+        module = task.build(index)
+        stage = SplitPipelineStage(
+            module,
+            index,
+            task.stages,
+            task.device,
+            group=task.group,
+            backend="inductor",
+        )
+        stages.append(stage)
+    schedule = task.schedule_of(stages)
+    return lambda: schedule.step(*task.args, **task.kwargs)
