@@ -96,6 +96,11 @@ class GradientDependence:
         return [at for at, name in enumerate(self._taken) if name in idle]
 
     @cached_property
+    def trained_inputs(self) -> frozenset[int]:
+        """Places of inputs that get a gradient."""
+        return frozenset([at for at, name in enumerate(self._taken) if name in self._input_sources])
+
+    @cached_property
     def borrowed(self) -> frozenset[str]:
         """Parameters whose gradient is not a tensor of its own, see ``borrowed_gradients``."""
         if self._graphs.backward is None:

@@ -38,6 +38,7 @@ class Specializations:
         limit: how many graphs to keep.
         insist: whether nothing but a graph will do for a call either, see ``tracing.trace``.
         traced: what is around a capture, given the parameters.
+        computed: whether inputs are what an earlier module hands over, see ``without_history``.
 
     Attributes:
         state: reads the model's parameters and buffers, those of its latest capture.
@@ -50,8 +51,11 @@ class Specializations:
         limit: int,
         insist: bool,
         traced: Callable[[Iterable[Tensor]], AbstractContextManager[None]],
+        *,
+        computed: bool = False,
     ) -> None:
         self._model = model
+        self._computed = computed
         self._split = split
         self._graphs = SpecializationCache(type(model).__name__, limit)
         self._insist = insist
@@ -133,7 +137,8 @@ class Specializations:
     ) -> SplitFunctions:
         if self._busy:  # only the thread that captures comes here meanwhile
             raise calls_itself(self._model)
-        args, kwargs = tree_unflatten(without_history(leaves), structure.spec)
+        examples = without_history(leaves, computed=self._computed)
+        args, kwargs = tree_unflatten(examples, structure.spec)
         self._busy = True
         try:
             # A second one of this kind is made here, and the graph runs after it.

@@ -55,9 +55,12 @@ class Leaves:
         mine = self.parameters
         return len(mine) == len(parameters) and not any(map(is_not, parameters, mine))
 
-    def allows_direct_add(self) -> bool:
+    def allows_direct_add(self, *, reduced: bool | None = None) -> bool:
         """Whether adding a gradient to ``.grad`` has the same effects as accumulation by the
         engine without hooks.
+
+        Args:
+            reduced: whether data parallelism reduces them; None where that is not known.
         """
         return (
             self._plain
@@ -66,7 +69,7 @@ class Leaves:
             and not torch.is_inference_mode_enabled()
             and not torch.is_anomaly_enabled()
             # Data parallelism hooks into the nodes from C++, which cannot be seen from here.
-            and not (torch.distributed.is_available() and torch.distributed.is_initialized())
+            and not (_may_be_reduced() if reduced is None else reduced)
         )
 
     def has_hooks(self) -> bool:
@@ -77,6 +80,10 @@ class Leaves:
                 return True
             self._checked = latest
         return False
+
+
+def _may_be_reduced() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def has_tensor_hooks(parameters: Iterable[Tensor]) -> bool:

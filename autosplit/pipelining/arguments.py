@@ -1,0 +1,115 @@
+"""What ``SplitPipelineStage`` is given, checked before anything is captured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autosplit.errors import PipelineError
+from autosplit.module import SplitModule
+
+from .results import described
+
+
+def check_group(stage_index: int, num_stages: int, group: Any) -> None:
+    """Refuse a place that is not in the pipeline, and a group that cannot hold it.
+
+    Raises:
+        PipelineError: says what does not fit.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise PipelineError(
+            "a stage of torch.distributed.pipelining needs a process group: call "
+            "torch.distributed.init_process_group(), or use autosplit.pipeline.process_group()"
+        )
+    if not 0 <= stage_index < num_stages:
+        raise PipelineError(
+            f"expected a stage_index from 0 to {num_stages - 1} of num_stages={num_stages}, got "
+            f"{stage_index}"
+        )
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise PipelineError(
+            f"group must be a ProcessGroup or None, got {type(group).__name__}; give arguments "
+            "from the seventh on by name, torch's stage has others there in some versions"
+        )
+    size = dist.get_world_size(group)
+    if dist.get_rank(group) < 0:
+        raise PipelineError(
+            f"stage {stage_index}: this rank is not in its process group; each rank makes the "
+            "stages that it holds, with the group of the pipeline"
+        )
+    if size > num_stages:
+        raise PipelineError(
+            f"the process group has {size} ranks for {num_stages} stages: a rank would hold none. "
+            "Give a group of at most that many, such as a dimension of a DeviceMesh "
+            "(group=mesh['pp'].get_group())"
+        )
+
+
+def unwrapped(submodule: nn.Module, stage_index: int) -> nn.Module:
+    """The module to capture.
+
+    Raises:
+        PipelineError: it is compiled already, or no module.
+    """
+    if not isinstance(submodule, nn.Module):
+        raise PipelineError(
+            f"stage {stage_index}: expected an nn.Module, got {type(submodule).__name__}"
+        )
+    compiled = [name for name, part in submodule.named_modules() if hasattr(part, "_orig_mod")]
+    if compiled:
+        where = f"its part {compiled[0]!r}" if compiled[0] else "the module"
+        raise PipelineError(
+            f"stage {stage_index}: {where} is compiled by torch.compile, which hides its graph. "
+            "Give the module itself, and backend='inductor' to have its F, I, W and B compiled"
+        )
+    return submodule.model if isinstance(submodule, SplitModule) else submodule
+
+
+def checked_examples(
+    owner: str, argument: str, given: Tensor | Sequence[Tensor] | None
+) -> list[Tensor] | None:
+    """Examples as a list.
+
+    Raises:
+        PipelineError: they are not tensors.
+    """
+    if given is None:
+        return None
+    found = [given] if isinstance(given, Tensor) else given
+    if not isinstance(found, (tuple, list)) or not all(isinstance(t, Tensor) for t in found):
+        raise PipelineError(
+            f"{owner}: {argument} must be a tensor or a tuple of tensors, got "
+            f"{type(given).__name__}"
+        )
+    return list(found)
+
+
+def refuse_difference(
+    owner: str, what: str, argument: str, given: Sequence[Tensor] | None, found: Sequence[Tensor]
+) -> None:
+    """Refuse examples that are not as the tensors are.
+
+    Raises:
+        PipelineError: shows both.
+    """
+    if given is None or [_kind(t) for t in given] == [_kind(t) for t in found]:
+        return
+    source = "what comes in is" if what == "input" else "the module returns"
+    raise PipelineError(
+        f"{owner}: {argument} says {_listed(given)}, but {source} {_listed(found)}. "
+        f"Leave {argument} out, as shapes are agreed on before the first microbatch, or let "
+        "neighbouring stages fit each other"
+    )
+
+
+def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+    return tensor.shape, tensor.dtype
+
+
+def _listed(tensors: Sequence[Tensor]) -> str:
+    return described([t.detach() for t in tensors]).replace(" without gradient", "") or "nothing"

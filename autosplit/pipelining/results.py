@@ -1,0 +1,165 @@
+"""A graph's outputs as a pipeline stage hands them on: what is sent, and what comes back for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autosplit.errors import CaptureError, PipelineError
+from autosplit.runtime.functions import SplitFunctions
+from autosplit.runtime.saved_tensors import TensorSpec
+from autosplit.torch_internals.pytree import TreeSpec
+
+
+class Results:
+    """Outputs of one graph of a stage.
+
+    Args:
+        functions: the graph.
+
+    Attributes:
+        count: how many leaves the result has, others than tensors too.
+        spec: how they make it up.
+        structure: the same, where a next stage cannot take the tensors as its arguments.
+        differentiable: places of those that need a gradient.
+    """
+
+    def __init__(self, functions: SplitFunctions) -> None:
+        self._functions = functions
+        self._names = functions.capture.outputs
+        self.count = len(self._names)
+        self.spec = functions.capture.output_spec
+        specs = functions.output_specs
+        self._tensors = [at for at, name in enumerate(self._names) if name in specs]
+        self._specs = [_dense(specs[self._names[at]]) for at in self._tensors]
+        tangents = functions.tangent_specs
+        self.differentiable = [at for at in self._tensors if self._names[at] in tangents]
+        self._unchanged = all(
+            specs[self._names[at]] == spec
+            for at, spec in zip(self._tensors, self._specs, strict=True)
+        )
+
+    @property
+    def structure(self) -> TreeSpec | None:
+        flat = self.spec.is_leaf() or (
+            self.spec.type in (tuple, list) and self.spec.num_children == self.spec.num_leaves
+        )
+        return None if flat else self.spec
+
+    def refuse_objects(self, owner: str) -> None:
+        """Refuse a result that holds other things than tensors.
+
+        Raises:
+            CaptureError: names the first.
+        """
+        for at, name in enumerate(self._names):
+            if at not in self._tensors:
+                raise CaptureError(
+                    f"{owner} returns {name}, which is not a tensor; a stage hands only tensors to "
+                    "the next one. Leave it out, or let the next stage compute it"
+                )
+
+    def refuse_other_shapes(self, owner: str, chunk: int, agreed: Results | None) -> None:
+        """Refuse outputs that are not what the next stage was told.
+
+        Raises:
+            PipelineError: says what was agreed and what came.
+        """
+        if agreed is self or agreed is None:
+            return
+        if (agreed._specs, agreed.differentiable, agreed.spec) != (
+            self._specs,
+            self.differentiable,
+            self.spec,
+        ):
+            raise PipelineError(
+                f"{owner}: microbatch {chunk} has the outputs {described(self.examples())}, but the "
+                f"next stage was told to expect {described(agreed.examples())} in the first step. "
+                "Give every step batches of one size that the number of microbatches divides "
+                "(drop_last=True in a DataLoader); where the module itself was changed, such as by "
+                "freezing parameters, build stages and schedule anew"
+            )
+
+    def examples(self) -> list[Tensor]:
+        """The tensors without memory, those that need a gradient as such."""
+        made = []
+        for at, spec in zip(self._tensors, self._specs, strict=True):
+            blank = torch.empty_strided(
+                spec.shape, spec.stride, dtype=spec.dtype, device=spec.device
+            )
+            blank.untyped_storage().resize_(0)
+            made.append(blank.requires_grad_(at in self.differentiable))
+        return made
+
+    def without_gradient(self, absent: Sequence[int]) -> list[int]:
+        """Places of the graph's inputs that get no gradient where these tensors have none."""
+        functions = self._functions
+        if not functions.has_backward:
+            return list(range(len(functions.capture.inputs)))
+        missing = {self._names[self._tensors[at]] for at in absent}
+        kept = [name for name in functions.tangent_specs if name not in missing]
+        idle = functions.dependence.idle_inputs(frozenset(functions.tangent_specs) - {*kept})
+        made = functions.dependence.trained_inputs
+        return sorted({*idle, *(at for at in range(len(functions.capture.inputs)) if at not in made)})
+
+    def sent(self, outputs: Sequence[Any]) -> tuple[Tensor, ...]:
+        """The tensors as they are sent: in runs of memory."""
+        pairs = zip(self._tensors, self._specs, strict=True)
+        return tuple([spec.conform(outputs[at].detach()) for at, spec in pairs])
+
+    def filled(self, outputs: Sequence[Any], tensors: Sequence[Tensor]) -> list[Any]:
+        """The outputs with these tensors."""
+        if len(tensors) == len(outputs):
+            return list(tensors)
+        found = list(outputs)
+        for at, tensor in zip(self._tensors, tensors, strict=True):
+            found[at] = tensor
+        return found
+
+    def arrived(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """A gradient for each leaf and each changed input, of those that came for the tensors."""
+        found: list[Tensor | None] = [None] * len(self._functions.output_names)
+        for at, grad in zip(self._tensors, grads, strict=True):
+            if at in self.differentiable:
+                found[at] = grad
+        return found
+
+    def conformed(
+        self, grads: Sequence[Tensor | None], metas: Sequence[Any] | None, *, first: bool
+    ) -> tuple[Tensor | None, ...]:
+        """Gradients of what was received, as it lay in memory."""
+        if first or metas is None:
+            return (None,) * len(grads)
+        return tuple(
+            [
+                grad
+                if grad is None or meta is None or grad.stride() == meta.stride
+                else TensorSpec(meta.shape, meta.stride, meta.dtype, grad.device).copy(grad)
+                for grad, meta in zip(grads, metas, strict=True)
+            ]
+        )
+
+
+def described(tensors: Sequence[Tensor]) -> str:
+    """Tensors' dtypes and shapes, for messages."""
+    return ", ".join(
+        f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}"
+        f"{'' if t.requires_grad else ' without gradient'}"
+        for t in tensors
+    )
+
+
+def _dense(spec: TensorSpec) -> TensorSpec:
+    """The spec, contiguous where its elements leave holes or overlap."""
+    expected = 1
+    for stride, size in sorted(zip(spec.stride, spec.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            blank = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+            return TensorSpec(spec.shape, blank.stride(), spec.dtype, spec.device)
+        expected *= size
+    return spec

@@ -1,0 +1,289 @@
+"""``SplitPipelineStage``: a split module as a stage of torch.distributed.pipelining."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autosplit.autograd.function import run_forward
+from autosplit.errors import SplitError
+from autosplit.module import SplitModule
+from autosplit.runtime.call_signature import CallFlattening
+from autosplit.runtime.functions import SplitFunctions
+from autosplit.runtime.gradient_accumulation import Accumulation
+from autosplit.runtime.in_flight import InFlightMicrobatch
+from autosplit.runtime.input_overlap import refuse_overlap
+from autosplit.runtime.specialization import Specializations
+from autosplit.runtime.split_options import SplitOptions
+from autosplit.torch_internals.backward_task import without_autocast
+from autosplit.torch_internals.pipelining import RuntimeStage
+from autosplit.torch_internals.pytree import TreeSpec, tree_unflatten
+
+from .arguments import check_group, checked_examples, refuse_difference, unwrapped
+from .loss_boundary import LossBoundary
+from .results import Results
+from .step import Step
+from .weight_gradients import DeferredWeights, WeightGradients
+
+_MAX_GRAPHS = 64
+
+
+class SplitPipelineStage(RuntimeStage):
+    """A drop-in for ``torch.distributed.pipelining.PipelineStage`` whose backward is split in the
+    graph: F, I, W and B are callables made from the module, and torch's schedules, sends and
+    receives are as they are.
+
+    Gradients are those of plain autograd, bit for bit where the same kernels run, and are in
+    ``.grad`` when ``step()`` returns. Hooks on parameters fire once for each microbatch. With a
+    schedule's ``scale_grads`` only what a step adds is divided, not what was in ``.grad`` before.
+    An I that its own W follows, and whose gradient nobody waits for, runs with it as one B.
+
+    The graph is captured when torch agrees on shapes, before the first microbatch, and again where
+    something that the module's forward reads has changed since. Buffers are changed by microbatches
+    only.
+
+    A stage may return a tensor, a tuple, or any structure of tensors (a dictionary): the next
+    stage gets a tuple as its arguments, and anything else as its one argument.
+
+    Attributes:
+        functions: the graphs and their callables, those of the latest forward.
+    """
+
+    def __init__(
+        self,
+        submodule: nn.Module,
+        stage_index: int,
+        num_stages: int,
+        device: torch.device,
+        input_args: Tensor | tuple[Tensor, ...] | None = None,
+        output_args: Tensor | tuple[Tensor, ...] | None = None,
+        group: dist.ProcessGroup | None = None,
+        *,
+        backend: str = "eager",
+        memory: str | int = "balanced",
+        accumulation: str = "exact",
+    ) -> None:
+        """The first seven arguments are those of torch's stage.
+
+        Args:
+            submodule: the stage's module; of a split module, the module inside.
+            stage_index: its place in the pipeline.
+            num_stages: how many stages there are.
+            device: where it runs.
+            input_args: example inputs, to check what the stage before sends against.
+            output_args: example outputs, to check the module's own against.
+            group: the ranks of the pipeline; None for all.
+            backend: how graphs are run, see ``autosplit.split``.
+            memory: what one microbatch holds, see ``autosplit.split``.
+            accumulation: how microbatches' gradients add up, see ``autosplit.split``. With
+                ``"concatenated"``, Ws of one stage that follow each other are one call.
+
+        Raises:
+            PipelineError: the group does not fit the stages, an argument is not what torch's stage
+                takes, or torch drives stages in another way than the supported versions do.
+            SplitError: an unknown backend, memory setting or accumulation; lists the known ones.
+        """
+        check_group(stage_index, num_stages, group)
+        super().__init__(submodule, stage_index, num_stages, device, group)
+        self._module = unwrapped(submodule, stage_index)
+        self._owner = f"stage {stage_index} ({type(self._module).__name__})"
+        self._given = checked_examples(self._owner, "input_args", input_args)
+        self._promised = checked_examples(self._owner, "output_args", output_args)
+        options = SplitOptions(backend, memory, late_input=True)
+        self._weights = WeightGradients(Accumulation(accumulation))
+        self._flatten = CallFlattening()
+        self._graphs = Specializations(
+            self._module,
+            options,
+            _MAX_GRAPHS,
+            True,
+            _nothing_around,
+            computed=stage_index > 0,
+        )
+        self._results: dict[SplitFunctions, Results] = {}
+        self._agreed: Results | None = None
+        self._step = Step(self)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drop every microbatch in flight."""
+        self._saved: dict[int, InFlightMicrobatch] = {}
+        self._deferred: dict[int, DeferredWeights] = {}
+        self._roots: dict[int, list[tuple[int, Tensor]]] = {}
+        self._losses: dict[int, LossBoundary] = {}
+        self._done: set[int] = set()
+        self._waiting: list[int] = []
+
+    @property
+    def functions(self) -> SplitFunctions:
+        """The graphs and their callables, those of the latest forward."""
+        return self._graphs.latest
+
+    @property
+    def joins_weights(self) -> bool:
+        """Whether Ws that follow each other are one call."""
+        return self._weights.joins
+
+    def clear_runtime_states(self) -> None:
+        """Begin a step."""
+        super().clear_runtime_states()
+        self._forget()
+        self._step.begin()
+
+    def trace(
+        self, args: tuple[Tensor, ...], kwargs: dict[str, Any]
+    ) -> tuple[Sequence[Tensor], TreeSpec | None]:
+        """Capture and compile the module for inputs like these."""
+        refuse_difference(self._owner, "input", "input_args", self._given, args)
+        self._step.check_placement()
+        leaves, structure = self._flatten(args, kwargs)
+        with self._grad_mode():
+            functions = self._graphs.fitting(args, kwargs, leaves, structure)
+        made = self._agreed = self._results_of(functions)
+        if not self.is_last:
+            made.refuse_objects(self._owner)
+        examples = made.examples()
+        refuse_difference(self._owner, "output", "output_args", self._promised, examples)
+        if functions.has_backward:
+            functions.compile(self._step.calls(), self._weights.accumulation)
+        return examples, made.structure
+
+    def without_gradient(self, absent: Sequence[int]) -> Sequence[int]:
+        """Places of inputs that get no gradient where these of the outputs have none."""
+        return [] if self._agreed is None else self._agreed.without_gradient(absent)
+
+    def run_forward(
+        self, chunk: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, tuple[Tensor, ...]]:
+        """F."""
+        leaves, structure = self._flatten(args, kwargs)
+        with self._grad_mode():
+            functions = self._graphs.fitting(args, kwargs, leaves, structure)
+        del args
+        made = self._results_of(functions)
+        if not self.is_last:
+            made.refuse_other_shapes(self._owner, chunk, self._agreed)
+        state = self._graphs.state()
+        if functions.updated_inputs:
+            refuse_overlap(functions, leaves, state)
+        kept = self._kept_roots(chunk, functions, leaves, kwargs)
+        with torch.no_grad():
+            result = run_forward(functions, state, leaves)
+            written = result.outputs[made.count :]
+            for name, value in zip(functions.updated_inputs, written, strict=True):
+                if name in kept:
+                    kept[name].copy_(value)
+        outputs = result.outputs[: made.count]
+        if functions.has_backward:
+            self._saved[chunk] = InFlightMicrobatch(functions, result.saved, state)
+        if not self.is_last:
+            sent = made.sent(outputs)
+            return tree_unflatten(made.filled(outputs, sent), made.spec), sent
+        if functions.has_backward:
+            boundary = self._losses[chunk] = LossBoundary(outputs, made.differentiable)
+            outputs = boundary.outputs
+        return tree_unflatten(outputs, made.spec), ()
+
+    def run_loss(self, chunk: int, loss: Any) -> list[Tensor | None]:
+        """Gradients of the last stage's outputs."""
+        boundary = self._losses.pop(chunk, None)
+        return [] if boundary is None else boundary.gradients(self.stage_index, loss)
+
+    def run_backward(
+        self, chunk: int, grads: list[Tensor | None], *, whole: bool, last: bool
+    ) -> tuple[Tensor | None, ...]:
+        """I, or B: gradients of what was received."""
+        inputs = len(self.args_recv_info[chunk])
+        flight = self._saved.pop(chunk, None)
+        if flight is None:  # a stage without anything to train
+            self._done.add(chunk)
+            return (None,) * inputs
+        functions = flight.functions
+        made = self._results_of(functions)
+        arrived = grads if self.is_last else made.arrived(grads)
+        absent = functions.dependence.absent(arrived)
+        skipped = functions.dependence.without_gradient(absent)
+        idle = functions.dependence.idle_inputs(absent)
+        fused = not whole and self._step.fuses(chunk)
+        with torch.no_grad(), without_autocast():
+            if whole or fused:
+                found = self._weights.whole(flight, arrived, skipped, self._step.reducer(last))
+                self._done.add(chunk)
+            else:
+                found, deferred = self._weights.input(flight, arrived, skipped)
+                self._deferred[chunk] = deferred
+        for at in idle:  # autograd knows no gradient from a gradient of zeros
+            found[at] = None
+        self._hand_to_roots(chunk, found)
+        if whole and last:
+            self._step.end()
+        return made.conformed(found[:inputs], self._stage_meta.inputs, first=self.is_first)
+
+    def run_weights(self, chunk: int, *, last: bool) -> None:
+        """W; with those that waited for it, in one call."""
+        if chunk in self._done:
+            self._done.discard(chunk)
+        elif chunk not in self._deferred:
+            raise SplitError(
+                f"{self._owner}: microbatch {chunk} has nothing deferred; its I comes before its W, "
+                "and each comes once"
+            )
+        else:
+            self._waiting.append(chunk)
+        if self._waiting and not (self._step.joins(chunk) and self.joins_weights):
+            works = [self._deferred.pop(each) for each in self._waiting]
+            self._waiting.clear()
+            with torch.no_grad(), without_autocast():
+                self._weights.deferred(works, self._step.reducer(last))
+        if last:
+            self._step.end()
+
+    def scale_grads(self, grad_scale_factor: int) -> None:
+        """Divide what this step added to the gradients."""
+        self._step.scale(grad_scale_factor)
+
+    def _hand_to_roots(self, chunk: int, found: Sequence[Tensor | None]) -> None:
+        """Let autograd have the gradients of what the caller of ``step`` gave."""
+        pairs = [(tensor, found[at]) for at, tensor in self._roots.pop(chunk, ())]
+        wanted = [(tensor, grad) for tensor, grad in pairs if grad is not None]
+        if wanted:
+            torch.autograd.backward([t for t, _ in wanted], [g for _, g in wanted])
+
+    def _kept_roots(
+        self, chunk: int, functions: SplitFunctions, leaves: Sequence[Any], kwargs: dict[str, Any]
+    ) -> dict[str, Tensor]:
+        """Inputs that the caller of ``step`` gave and the module writes into, by their paths; those
+        that need a gradient are kept for the backward.
+        """
+        received = 0 if self.is_first else len(leaves) - self._given_by_keyword(kwargs)
+        named = enumerate(zip(functions.capture.inputs, leaves, strict=True))
+        mine = [(at, name, leaf) for at, (name, leaf) in named if at >= received]
+        if functions.has_backward:
+            wanted = [(at, t) for at, _, t in mine if isinstance(t, Tensor) and t.requires_grad]
+            if wanted:
+                self._roots[chunk] = wanted
+        written = functions.updated_inputs
+        return {name: leaf for _, name, leaf in mine if name in written} if written else {}
+
+    def _given_by_keyword(self, kwargs: dict[str, Any]) -> int:
+        return len(self._flatten((), kwargs)[0]) if kwargs else 0
+
+    def _grad_mode(self) -> torch.set_grad_enabled:
+        return torch.set_grad_enabled(self.has_backward and torch.is_grad_enabled())
+
+    def _results_of(self, functions: SplitFunctions) -> Results:
+        if functions not in self._results:
+            if len(self._results) > 2 * _MAX_GRAPHS:
+                self._results.clear()
+            self._results[functions] = Results(functions)
+        return self._results[functions]
+
+
+@contextlib.contextmanager
+def _nothing_around(_: Iterable[Tensor]) -> Iterator[None]:
+    yield

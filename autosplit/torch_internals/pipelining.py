@@ -1,0 +1,419 @@
+"""The stage of torch.distributed.pipelining as its runtime drives it: all private names of it.
+
+The runtime of torch 2.13 to 2.15 calls a stage as it was written down here: to agree on shapes, to
+receive and send, and to compute. ``RuntimeStage`` keeps what it does between ranks, and leaves what
+is computed to its subclass.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining import stage as stages
+
+from autosplit.errors import PipelineError
+
+from .pytree import TreeSpec, tree_flatten, tree_unflatten
+
+_NAMES: Mapping[str, Sequence[str]] = {
+    "__init__": ("submodule", "stage_index", "num_stages", "device", "group"),
+    "clear_runtime_states": (),
+    "forward_one_chunk": ("fwd_chunk_id", "args", "kwargs", "save_forward_output"),
+    "backward_one_chunk": ("bwd_chunk_id", "loss", "full_backward", "last_backward"),
+    "backward_weight_one_chunk": ("bwd_chunk_id", "last_backward"),
+    "get_fwd_recv_ops": ("fwd_chunk_id",),
+    "get_fwd_send_ops": ("fwd_chunk_id",),
+    "get_bwd_recv_ops": ("bwd_chunk_id",),
+    "get_bwd_send_ops": ("bwd_chunk_id",),
+    "set_local_fwd_input": ("prev_stage_outputs", "mb_index"),
+    "set_local_bwd_input": ("next_stage_bwd_outputs", "mb_index"),
+    "scale_grads": ("grad_scale_factor",),
+    "perform_reduce_grad": ("grad_scale_factor",),
+    "_compute_outputs": ("args", "module", "kwargs"),
+    "_compute_input_grads": ("outputs", "all_fwd_inputs", "grad_outputs"),
+    "_forward_metadata_inference": ("args", "kwargs", "has_backward"),
+    "_backward_metadata_inference": ("loss_fn", "target", "received_grad_meta", "loss_kwargs"),
+    "_setup_forward_recv_info": ("num_microbatches", "has_backward"),
+    "_create_grad_recv_info": ("act_send_info",),
+    "_recv_meta": ("src_stage",),
+    "_send_meta": ("meta", "dst_stage"),
+    "_is_same_rank": ("other_stage",),
+}
+"""Methods of torch's stage that are called or overridden here, with parameters that they have."""
+
+_MODULES: Sequence[tuple[Any, str]] = (
+    (stages, "_RecvInfo"),
+    (stages, "_StageForwardMeta"),
+    (stages, "_make_tensor_from_meta"),
+    (schedules, "_PipelineSchedule"),
+    (schedules, "_PipelineScheduleRuntime"),
+    (schedules, "_Action"),
+)
+
+
+def check_names(kind: type = PipelineStage) -> None:
+    """Refuse a torch whose pipelining is not as it was written down here.
+
+    Raises:
+        PipelineError: names what is missing and the supported versions.
+    """
+    missing = [f"{module.__name__}.{name}" for module, name in _MODULES if not hasattr(module, name)]
+    for name, parameters in _NAMES.items():
+        method = getattr(kind, name, None)
+        known = inspect.signature(method).parameters if callable(method) else {}
+        if method is None or not known.keys() >= set(parameters):
+            missing.append(f"PipelineStage.{name}({', '.join(parameters)})")
+    if missing:
+        raise PipelineError(
+            f"torch {torch.__version__} drives pipeline stages in another way than torch 2.13 to "
+            f"2.15, which are supported here: it lacks {missing[0]}"
+            + (f" and {len(missing) - 1} more" if missing[1:] else "")
+            + ". Install one of these, or train with autosplit.pipeline.PipelineTrainer"
+        )
+
+
+@dataclass(frozen=True)
+class RunningSchedule:
+    """What a stage can learn of the schedule that runs it.
+
+    Attributes:
+        name: its class.
+        single: whether it holds one stage a rank.
+        stages: this rank's stages.
+        placement: stage -> rank.
+        scales: whether gradients are divided by the number of microbatches.
+        microbatches: how many there are.
+        rows: per rank its actions as text, computations only; empty where there is no list.
+        reduces: the stages whose gradients the schedule has divided itself.
+    """
+
+    name: str
+    single: bool
+    stages: Sequence[Any]
+    placement: Mapping[int, int]
+    scales: bool
+    microbatches: int
+    rows: Sequence[Sequence[str]]
+    reduces: frozenset[int]
+
+
+def running_schedule() -> Any:
+    """The schedule whose ``step`` or ``eval`` calls this; None where there is none. Torch does not
+    tell its stages.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, schedules._PipelineSchedule):
+            return owner
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def action_lists(schedule: Any) -> Any:
+    """The object that holds a schedule's actions: another one once they were exchanged."""
+    listed = getattr(schedule, "pipeline_order_with_comms", None)
+    return schedule.pipeline_order if listed is None else listed
+
+
+def described(schedule: Any) -> RunningSchedule:
+    """What there is to know of a schedule of torch's."""
+    single = isinstance(schedule, schedules.PipelineScheduleSingle)
+    held = [schedule._stage] if single else list(schedule._stages)
+    order = {} if single else schedule.pipeline_order
+    listed = getattr(schedule, "pipeline_order_with_comms", None)
+    reduces = frozenset(stage.stage_index for stage in held)
+    if listed is not None:
+        order = order or listed
+        actions = listed[held[0].group_rank]
+        divided = {a.stage_index for a in actions if a.computation_type.value == "REDUCE_GRAD"}
+        reduces = frozenset(divided)
+    return RunningSchedule(
+        type(schedule).__name__,
+        single,
+        held,
+        held[0].stage_index_to_group_rank,
+        bool(schedule.scale_grads),
+        schedule._n_microbatches,
+        [[str(each) for each in _computations(order[rank])] for rank in sorted(order)],
+        reduces,
+    )
+
+
+def _computations(actions: Iterable[Any]) -> Iterable[Any]:
+    """F, I, W and B of a row, those inside of others too."""
+    for action in actions:
+        if action is None:
+            continue
+        if action.sub_actions is not None:
+            yield from _computations(action.sub_actions)
+        elif action.is_compute_op:
+            yield action
+
+
+@dataclass(frozen=True)
+class _StructuredMeta(stages._StageForwardMeta):
+    """What torch's stages tell the next one of their outputs, and how these make up a result."""
+
+    structure: TreeSpec | None = None
+
+
+class RuntimeStage(PipelineStage):
+    """Stage of torch's runtime that agrees on shapes, receives and sends as torch's own does, and
+    computes by the methods that its subclass has.
+
+    Memory for what is received is taken when a receive begins, and given away to the computation.
+    Tensors travel as they lie in memory, whatever their strides.
+    """
+
+    def __init__(
+        self,
+        submodule: nn.Module,
+        stage_index: int,
+        num_stages: int,
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        check_names()
+        super().__init__(submodule, stage_index, num_stages, device, group=group)
+        self._result_structure: TreeSpec | None = None
+        self._argument_structure: TreeSpec | None = None
+
+    # What the subclass computes.
+
+    @abstractmethod
+    def trace(
+        self, args: tuple[Tensor, ...], kwargs: dict[str, Any]
+    ) -> tuple[Sequence[Tensor], TreeSpec | None]:
+        """Outputs for such inputs, without memory, and how they make up the result where that is
+        neither a tensor nor a tuple of tensors.
+        """
+
+    @abstractmethod
+    def without_gradient(self, absent: Sequence[int]) -> Sequence[int]:
+        """Places of the latest traced inputs that get no gradient where these outputs have none."""
+
+    @abstractmethod
+    def run_forward(
+        self, chunk: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, tuple[Tensor, ...]]:
+        """F: the result, and its tensors as they are sent, none on the last stage."""
+
+    @abstractmethod
+    def run_loss(self, chunk: int, loss: Any) -> list[Tensor | None]:
+        """Gradients of the last stage's outputs."""
+
+    @abstractmethod
+    def run_backward(
+        self, chunk: int, grads: list[Tensor | None], *, whole: bool, last: bool
+    ) -> tuple[Tensor | None, ...]:
+        """I, or with ``whole`` B: gradients of what was received."""
+
+    @abstractmethod
+    def run_weights(self, chunk: int, *, last: bool) -> None:
+        """W."""
+
+    # Agreement on shapes, before the first microbatch.
+
+    def _compute_outputs(self, *args: Tensor, module: nn.Module, **kwargs: Any) -> Any:
+        given: tuple[Any, ...] = args
+        if self._argument_structure is not None:
+            given = structured_arguments(list(args), self._argument_structure)
+        outputs, self._result_structure = self.trace(given, kwargs)
+        self._without_gradient(args, ())
+        return tuple(outputs)
+
+    def _compute_input_grads(
+        self,
+        outputs: list[Tensor],
+        all_fwd_inputs: list[Tensor],
+        grad_outputs: list[Tensor | None] | None = None,
+    ) -> tuple[Tensor | None, ...]:
+        # Torch takes those of the inputs that need one to be as these are.
+        if not self.is_last and self._stage_meta.output_grads is not None:
+            grads = enumerate(self._stage_meta.output_grads)
+            self._without_gradient(all_fwd_inputs, [at for at, meta in grads if meta is None])
+        return tuple([None] * len(all_fwd_inputs))
+
+    def _without_gradient(self, inputs: Sequence[Tensor], absent: Sequence[int]) -> None:
+        if self.is_first:
+            return
+        for at in self.without_gradient(absent):
+            if at < len(inputs):
+                inputs[at].requires_grad_(False)
+
+    def _forward_metadata_inference(
+        self, args: Any, kwargs: dict[str, Any] | None = None, has_backward: bool = False
+    ) -> Any:
+        if isinstance(args, _StructuredMeta):
+            self._argument_structure = args.structure
+        made = super()._forward_metadata_inference(args, kwargs, has_backward)
+        return None if made is None else _StructuredMeta(made.forward_metas, self._result_structure)
+
+    def _backward_metadata_inference(
+        self,
+        loss_fn: Any = None,
+        target: Any = None,
+        received_grad_meta: Any = None,
+        loss_kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        # The loss would be computed of outputs that are not there; nothing here depends on it.
+        blank = None if loss_fn is None else _no_loss
+        return super()._backward_metadata_inference(blank, target, received_grad_meta, None)
+
+    def _recv_meta(self, src_stage: int) -> Any:
+        meta = super()._recv_meta(src_stage)
+        if isinstance(meta, _StructuredMeta):
+            self._argument_structure = meta.structure
+        return meta
+
+    def _send_meta(self, meta: Any, dst_stage: int) -> None:
+        if isinstance(meta, stages._StageForwardMeta):
+            meta = _StructuredMeta(meta.forward_metas, self._result_structure)
+        super()._send_meta(meta, dst_stage)
+
+    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
+        source = None if self.is_first else self.stage_index - 1
+        for chunk in range(num_microbatches):
+            self.args_recv_info[chunk] = tuple(
+                stages._RecvInfo(
+                    f"input {place} of stage {self.stage_index}",
+                    source,
+                    None,
+                    meta,
+                    is_root_arg=self.is_first,
+                )
+                for place, meta in enumerate(self._stage_meta.inputs or ())
+            )
+
+    def _create_grad_recv_info(self, act_send_info: dict[int, Any]) -> tuple[Any, ...]:
+        if self.is_last:
+            return ()
+        return tuple(
+            stages._RecvInfo(
+                f"gradient of output {place} of stage {self.stage_index}",
+                self.stage_index + 1,
+                None,
+                meta,
+            )
+            for place, meta in enumerate(self._stage_meta.output_grads or ())
+        )
+
+    # Receives and sends.
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        self._make_room(self.args_recv_info[fwd_chunk_id])
+        return _as_they_lie(super().get_fwd_recv_ops(fwd_chunk_id))
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        if self.has_backward and not self.is_last:
+            self._make_room(self.grad_recv_info[bwd_chunk_id])
+        return _as_they_lie(super().get_bwd_recv_ops(bwd_chunk_id))
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        operations = _as_they_lie(super().get_fwd_send_ops(fwd_chunk_id))
+        self.fwd_cache[fwd_chunk_id] = ((), [])  # the operations hold what they send
+        return operations
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return _as_they_lie(super().get_bwd_send_ops(bwd_chunk_id))
+
+    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
+        tensors, _ = tree_flatten(prev_stage_outputs)
+        super().set_local_fwd_input(tuple(tensors), mb_index)
+
+    def _make_room(self, infos: Iterable[Any]) -> None:
+        for info in infos:
+            if info.tensor_meta is not None and not info.is_root_arg:
+                info.buffer = stages._make_tensor_from_meta(info.tensor_meta, self.device)
+
+    def _received(self, infos: Sequence[Any]) -> list[Tensor | None]:
+        """What was received; nothing else holds it from now on."""
+        found = [info.buffer for info in infos]
+        for info in infos:
+            info.buffer = None
+        return found
+
+    # Computations.
+
+    def forward_one_chunk(
+        self,
+        fwd_chunk_id: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        save_forward_output: bool = True,
+    ) -> Any:
+        if not self.is_first:
+            args = self._received_arguments(fwd_chunk_id)
+        output, sent = self.run_forward(fwd_chunk_id, args, kwargs or {})
+        if self.is_last and save_forward_output:
+            self.output_chunks.append(output)
+        if self.is_last or self._is_same_rank(self.stage_index + 1):
+            sent = ()
+        self.fwd_cache[fwd_chunk_id] = (sent, [])
+        return output
+
+    def _received_arguments(self, chunk: int) -> tuple[Any, ...]:
+        infos = self.args_recv_info[chunk]
+        found = self._received(infos)
+        trains = self.has_backward and torch.is_grad_enabled()
+        for info, tensor in zip(infos, found, strict=True):
+            if tensor is None:
+                raise PipelineError(
+                    f"stage {self.stage_index}, microbatch {chunk}: {info.input_name} was not "
+                    "received before F; the schedule must list its RECV_F first"
+                )
+            tensor.requires_grad_(info.tensor_meta.requires_grad and trains)
+        if self._argument_structure is None:
+            return tuple(found)
+        return structured_arguments(found, self._argument_structure)
+
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: Any = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> None:
+        if not self.has_backward:
+            return
+        self._check_chunk_id(bwd_chunk_id)
+        self.fwd_cache.pop(bwd_chunk_id, None)
+        if self.is_last:
+            grads = self.run_loss(bwd_chunk_id, loss)
+        else:
+            grads = self._received(self.grad_recv_info[bwd_chunk_id])
+        made = self.run_backward(bwd_chunk_id, grads, whole=full_backward, last=last_backward)
+        self.bwd_cache[bwd_chunk_id] = made
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        if self.has_backward:
+            self.run_weights(bwd_chunk_id, last=last_backward)
+
+
+def structured_arguments(tensors: list[Any], structure: TreeSpec) -> tuple[Any, ...]:
+    """The arguments of a stage whose predecessor returns something of this structure."""
+    value = tree_unflatten(tensors, structure)
+    return tuple(value) if type(value) in (tuple, list) else (value,)
+
+
+def _no_loss(*_: Any, **__: Any) -> None:
+    pass
+
+
+def _as_they_lie(operations: list[dist.P2POp]) -> list[dist.P2POp]:
+    """The operations with tensors as runs of memory: transports want contiguous ones."""
+    for operation in operations:
+        tensor = operation.tensor
+        if tensor.ndim and not tensor.is_contiguous():
+            operation.tensor = tensor.as_strided((tensor.numel(),), (1,))
+    return operations
