@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -62,13 +62,14 @@ class Results:
                     "the next one. Leave it out, or let the next stage compute it"
                 )
 
-    def refuse_other_shapes(self, owner: str, chunk: int, agreed: Results | None) -> None:
+    def refuse_other_shapes(self, owner: str, chunk: int, told: Mapping[int, Results]) -> None:
         """Refuse outputs that are not what the next stage was told.
 
         Raises:
             PipelineError: says what was agreed and what came.
         """
-        if agreed is self or agreed is None:
+        agreed = told.get(chunk, told[0])
+        if agreed is self:
             return
         if (agreed._specs, agreed.differentiable, agreed.spec) != (
             self._specs,
@@ -127,20 +128,11 @@ class Results:
                 found[at] = grad
         return found
 
-    def conformed(
-        self, grads: Sequence[Tensor | None], metas: Sequence[Any] | None, *, first: bool
-    ) -> tuple[Tensor | None, ...]:
-        """Gradients of what was received, as it lay in memory."""
-        if first or metas is None:
-            return (None,) * len(grads)
-        return tuple(
-            [
-                grad
-                if grad is None or meta is None or grad.stride() == meta.stride
-                else TensorSpec(meta.shape, meta.stride, meta.dtype, grad.device).copy(grad)
-                for grad, meta in zip(grads, metas, strict=True)
-            ]
-        )
+
+def as_received(grad: Tensor | None, meta: Any, device: torch.device) -> Tensor:
+    """A gradient as what it is the gradient of lay in memory; zeros where there is none."""
+    spec = TensorSpec(meta.shape, meta.stride, meta.dtype, device)
+    return spec.zeros() if grad is None else spec.conform(grad)
 
 
 def described(tensors: Sequence[Tensor]) -> str:

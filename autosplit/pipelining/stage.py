@@ -26,7 +26,7 @@ from autosplit.torch_internals.pytree import TreeSpec, tree_unflatten
 
 from .arguments import check_group, checked_examples, refuse_difference, unwrapped
 from .loss_boundary import LossBoundary
-from .results import Results
+from .results import Results, as_received
 from .step import Step
 from .weight_gradients import DeferredWeights, WeightGradients
 
@@ -106,7 +106,7 @@ class SplitPipelineStage(RuntimeStage):
             computed=stage_index > 0,
         )
         self._results: dict[SplitFunctions, Results] = {}
-        self._agreed: Results | None = None
+        self._agreed: dict[int, Results] = {}
         self._step = Step(self)
         self._forget()
 
@@ -136,26 +136,29 @@ class SplitPipelineStage(RuntimeStage):
         self._step.begin()
 
     def trace(
-        self, args: tuple[Tensor, ...], kwargs: dict[str, Any]
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], chunk: int
     ) -> tuple[Sequence[Tensor], TreeSpec | None]:
         """Capture and compile the module for inputs like these."""
-        refuse_difference(self._owner, "input", "input_args", self._given, args)
-        self._step.check_placement()
+        if chunk == 0:
+            refuse_difference(self._owner, "input", "input_args", self._given, args)
+            self._step.check_placement()
+            self._agreed = {}
         leaves, structure = self._flatten(args, kwargs)
         with self._grad_mode():
             functions = self._graphs.fitting(args, kwargs, leaves, structure)
-        made = self._agreed = self._results_of(functions)
+        made = self._agreed[chunk] = self._results_of(functions)
         if not self.is_last:
             made.refuse_objects(self._owner)
         examples = made.examples()
-        refuse_difference(self._owner, "output", "output_args", self._promised, examples)
+        if chunk == 0:
+            refuse_difference(self._owner, "output", "output_args", self._promised, examples)
         if functions.has_backward:
             functions.compile(self._step.calls(), self._weights.accumulation)
         return examples, made.structure
 
     def without_gradient(self, absent: Sequence[int]) -> Sequence[int]:
         """Places of inputs that get no gradient where these of the outputs have none."""
-        return [] if self._agreed is None else self._agreed.without_gradient(absent)
+        return self._agreed[0].without_gradient(absent)
 
     def run_forward(
         self, chunk: int, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -198,11 +201,11 @@ class SplitPipelineStage(RuntimeStage):
         self, chunk: int, grads: list[Tensor | None], *, whole: bool, last: bool
     ) -> tuple[Tensor | None, ...]:
         """I, or B: gradients of what was received."""
-        inputs = len(self.args_recv_info[chunk])
+        metas = () if self.is_first else self.input_metas(chunk)
         flight = self._saved.pop(chunk, None)
         if flight is None:  # a stage without anything to train
             self._done.add(chunk)
-            return (None,) * inputs
+            return self._sent_back(metas, [None] * len(metas))
         functions = flight.functions
         made = self._results_of(functions)
         arrived = grads if self.is_last else made.arrived(grads)
@@ -222,7 +225,7 @@ class SplitPipelineStage(RuntimeStage):
         self._hand_to_roots(chunk, found)
         if whole and last:
             self._step.end()
-        return made.conformed(found[:inputs], self._stage_meta.inputs, first=self.is_first)
+        return self._sent_back(metas, found)
 
     def run_weights(self, chunk: int, *, last: bool) -> None:
         """W; with those that waited for it, in one call."""
@@ -246,6 +249,17 @@ class SplitPipelineStage(RuntimeStage):
     def scale_grads(self, grad_scale_factor: int) -> None:
         """Divide what this step added to the gradients."""
         self._step.scale(grad_scale_factor)
+
+    def _sent_back(
+        self, metas: Sequence[Any], found: Sequence[Tensor | None]
+    ) -> tuple[Tensor | None, ...]:
+        """Gradients of what was received, as it lay in memory; zeros where one is waited for."""
+        return tuple(
+            [
+                as_received(grad, meta, self.device) if self.sends_gradient(at) else None
+                for at, (grad, meta) in enumerate(zip(found, metas, strict=False))
+            ]
+        )
 
     def _hand_to_roots(self, chunk: int, found: Sequence[Tensor | None]) -> None:
         """Let autograd have the gradients of what the caller of ``step`` gave."""

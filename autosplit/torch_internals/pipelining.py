@@ -7,11 +7,11 @@ is computed to its subclass.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import sys
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ _NAMES: Mapping[str, Sequence[str]] = {
     "_forward_metadata_inference": ("args", "kwargs", "has_backward"),
     "_backward_metadata_inference": ("loss_fn", "target", "received_grad_meta", "loss_kwargs"),
     "_setup_forward_recv_info": ("num_microbatches", "has_backward"),
-    "_create_grad_recv_info": ("act_send_info",),
+    "_setup_backward_recv_info": ("num_microbatches",),
     "_recv_meta": ("src_stage",),
     "_send_meta": ("meta", "dst_stage"),
     "_is_same_rank": ("other_stage",),
@@ -54,6 +54,7 @@ _MODULES: Sequence[tuple[Any, str]] = (
     (stages, "_RecvInfo"),
     (stages, "_StageForwardMeta"),
     (stages, "_make_tensor_from_meta"),
+    (stages, "extract_tensor_meta"),
     (schedules, "_PipelineSchedule"),
     (schedules, "_PipelineScheduleRuntime"),
     (schedules, "_Action"),
@@ -81,7 +82,7 @@ def check_names(kind: type = PipelineStage) -> None:
         )
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class RunningSchedule:
     """What a stage can learn of the schedule that runs it.
 
@@ -117,6 +118,17 @@ def running_schedule() -> Any:
             return owner
         frame = frame.f_back  # type: ignore[assignment]
     return None
+
+
+def _given_microbatches() -> tuple[Sequence[Any], Sequence[Any]]:
+    """Positional and keyword arguments of the microbatches of the step that calls this."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        known = frame.f_locals
+        if frame.f_code.co_name == "_step_microbatches" and "arg_mbs" in known:
+            return known["arg_mbs"] or (), known["kwarg_mbs"] or ()
+        frame = frame.f_back  # type: ignore[assignment]
+    return (), ()
 
 
 def action_lists(schedule: Any) -> Any:
@@ -160,11 +172,17 @@ def _computations(actions: Iterable[Any]) -> Iterable[Any]:
             yield action
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class _StructuredMeta(stages._StageForwardMeta):
-    """What torch's stages tell the next one of their outputs, and how these make up a result."""
+    """What torch's stages tell the next one of their outputs, and what ours add to it.
+
+    Attributes:
+        structure: how the outputs make up a result, where it is neither a tensor nor a tuple.
+        others: microbatches whose outputs are of other shapes than the first one's, with theirs.
+    """
 
     structure: TreeSpec | None = None
+    others: Mapping[int, Sequence[Any]] = dataclasses.field(default_factory=dict)
 
 
 class RuntimeStage(PipelineStage):
@@ -187,15 +205,17 @@ class RuntimeStage(PipelineStage):
         super().__init__(submodule, stage_index, num_stages, device, group=group)
         self._result_structure: TreeSpec | None = None
         self._argument_structure: TreeSpec | None = None
+        self._other_inputs: Mapping[int, Sequence[Any]] = {}
+        self._other_outputs: dict[int, Sequence[Any]] = {}
 
     # What the subclass computes.
 
     @abstractmethod
     def trace(
-        self, args: tuple[Tensor, ...], kwargs: dict[str, Any]
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], chunk: int
     ) -> tuple[Sequence[Tensor], TreeSpec | None]:
-        """Outputs for such inputs, without memory, and how they make up the result where that is
-        neither a tensor nor a tuple of tensors.
+        """Outputs for such inputs, those of a microbatch, without memory; and how they make up the
+        result where that is neither a tensor nor a tuple of tensors.
         """
 
     @abstractmethod
@@ -225,12 +245,45 @@ class RuntimeStage(PipelineStage):
     # Agreement on shapes, before the first microbatch.
 
     def _compute_outputs(self, *args: Tensor, module: nn.Module, **kwargs: Any) -> Any:
-        given: tuple[Any, ...] = args
-        if self._argument_structure is not None:
-            given = structured_arguments(list(args), self._argument_structure)
-        outputs, self._result_structure = self.trace(given, kwargs)
+        outputs, self._result_structure = self.trace(self._arguments(list(args)), kwargs, 0)
         self._without_gradient(args, ())
+        self._trace_other_shapes(args, kwargs)
         return tuple(outputs)
+
+    def _trace_other_shapes(self, args: Sequence[Tensor], kwargs: dict[str, Any]) -> None:
+        """Trace microbatches whose inputs are not of the first one's shapes."""
+        given, keywords = _given_microbatches()
+        self._other_outputs = {}
+        made: dict[Any, Sequence[Tensor]] = {_shapes(args, kwargs): ()}
+        for chunk in range(1, max(len(keywords), len(given))):
+            keyword = {name: _blank(value) for name, value in keywords[chunk].items()}
+            if self.is_first:
+                positional = [_blank(value) for value in given[chunk]]
+            elif chunk in self._other_inputs:
+                positional = [meta.to_tensor(self.device) for meta in self._other_inputs[chunk]]
+            else:
+                positional = list(args)
+            key = _shapes(positional, keyword)
+            if key not in made:
+                made[key], _ = self.trace(self._arguments(positional), keyword, chunk)
+            if made[key]:
+                self._other_outputs[chunk] = [stages.extract_tensor_meta(t) for t in made[key]]
+
+    def _arguments(self, tensors: list[Any]) -> tuple[Any, ...]:
+        """What the module is called with where these were received."""
+        if self._argument_structure is None:
+            return tuple(tensors)
+        value = tree_unflatten(tensors, self._argument_structure)
+        return tuple(value) if type(value) in (tuple, list) else (value,)
+
+    def input_metas(self, chunk: int) -> Sequence[Any]:
+        """Shape, stride and dtype of each input of a microbatch."""
+        return self._other_inputs.get(chunk, self._stage_meta.inputs or ())
+
+    def sends_gradient(self, place: int) -> bool:
+        """Whether the stage before waits for a gradient of this input."""
+        metas = self._stage_meta.input_grads
+        return metas is not None and metas[place] is not None
 
     def _compute_input_grads(
         self,
@@ -254,10 +307,17 @@ class RuntimeStage(PipelineStage):
     def _forward_metadata_inference(
         self, args: Any, kwargs: dict[str, Any] | None = None, has_backward: bool = False
     ) -> Any:
-        if isinstance(args, _StructuredMeta):
-            self._argument_structure = args.structure
+        self._take(args)
         made = super()._forward_metadata_inference(args, kwargs, has_backward)
-        return None if made is None else _StructuredMeta(made.forward_metas, self._result_structure)
+        return None if made is None else self._completed(made)
+
+    def _take(self, meta: Any) -> None:
+        """Note what one of our stages adds to what torch's tell."""
+        if isinstance(meta, _StructuredMeta):
+            self._argument_structure, self._other_inputs = meta.structure, meta.others
+
+    def _completed(self, meta: Any) -> _StructuredMeta:
+        return _StructuredMeta(meta.forward_metas, self._result_structure, self._other_outputs)
 
     def _backward_metadata_inference(
         self,
@@ -272,13 +332,12 @@ class RuntimeStage(PipelineStage):
 
     def _recv_meta(self, src_stage: int) -> Any:
         meta = super()._recv_meta(src_stage)
-        if isinstance(meta, _StructuredMeta):
-            self._argument_structure = meta.structure
+        self._take(meta)
         return meta
 
     def _send_meta(self, meta: Any, dst_stage: int) -> None:
         if isinstance(meta, stages._StageForwardMeta):
-            meta = _StructuredMeta(meta.forward_metas, self._result_structure)
+            meta = self._completed(meta)
         super()._send_meta(meta, dst_stage)
 
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
@@ -292,21 +351,23 @@ class RuntimeStage(PipelineStage):
                     meta,
                     is_root_arg=self.is_first,
                 )
-                for place, meta in enumerate(self._stage_meta.inputs or ())
+                for place, meta in enumerate(self.input_metas(chunk))
             )
 
-    def _create_grad_recv_info(self, act_send_info: dict[int, Any]) -> tuple[Any, ...]:
-        if self.is_last:
-            return ()
-        return tuple(
-            stages._RecvInfo(
-                f"gradient of output {place} of stage {self.stage_index}",
-                self.stage_index + 1,
-                None,
-                meta,
+    def _setup_backward_recv_info(self, num_microbatches: int) -> None:
+        self.chunks = num_microbatches
+        grads = () if self.is_last else self._stage_meta.output_grads or ()
+        for chunk in range(num_microbatches):
+            like = self._other_outputs.get(chunk, grads)
+            self.grad_recv_info[chunk] = tuple(
+                stages._RecvInfo(
+                    f"gradient of output {place} of stage {self.stage_index}",
+                    self.stage_index + 1,
+                    None,
+                    like[place] if wanted else None,
+                )
+                for place, wanted in enumerate(grads)
             )
-            for place, meta in enumerate(self._stage_meta.output_grads or ())
-        )
 
     # Receives and sends.
 
@@ -373,9 +434,7 @@ class RuntimeStage(PipelineStage):
                     "received before F; the schedule must list its RECV_F first"
                 )
             tensor.requires_grad_(info.tensor_meta.requires_grad and trains)
-        if self._argument_structure is None:
-            return tuple(found)
-        return structured_arguments(found, self._argument_structure)
+        return self._arguments(found)
 
     def backward_one_chunk(
         self,
@@ -400,10 +459,17 @@ class RuntimeStage(PipelineStage):
             self.run_weights(bwd_chunk_id, last=last_backward)
 
 
-def structured_arguments(tensors: list[Any], structure: TreeSpec) -> tuple[Any, ...]:
-    """The arguments of a stage whose predecessor returns something of this structure."""
-    value = tree_unflatten(tensors, structure)
-    return tuple(value) if type(value) in (tuple, list) else (value,)
+def _blank(value: Any) -> Any:
+    return value.detach().requires_grad_(value.requires_grad) if _is_tensor(value) else value
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _shapes(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    leaves, _ = tree_flatten((list(args), dict(kwargs)))
+    return tuple([(t.shape, t.dtype) if _is_tensor(t) else None for t in leaves])
 
 
 def _no_loss(*_: Any, **__: Any) -> None:
