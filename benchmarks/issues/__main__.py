@@ -45,7 +45,9 @@ def main() -> int:
             results.update(version, [row], command, describe(threads=1))
             for side in SIDES:
                 if not row[side]["claimed"]:
-                    false.append(f"{row['name']}, {side}: {row[side]['state']}: {row[side]['text']}")
+                    false.append(
+                        f"{row['name']}, {side}: {row[side]['state']}: {row[side]['text']}"
+                    )
                     tqdm.write(false[-1])
     (HERE / "README.md").write_text(render(results, CASES))
     return int(bool(false))

@@ -10,6 +10,10 @@ Side = Callable[[], str]
 """Run on every rank: returns what came out right, or raises, SymptomError where it is wrong."""
 
 
+STAGE = "stage"
+ENGINE = "engine"
+
+
 class SymptomError(Exception):
     """What was reported is seen, although nothing was raised."""
 
@@ -32,7 +36,9 @@ class Thread:
     def link(self) -> str:
         """In Markdown; GitHub leads from /issues/ to a pull request too."""
         short = self.repository.partition("/")[2]
-        return f"[{short} #{self.number}](https://github.com/{self.repository}/issues/{self.number})"
+        return (
+            f"[{short} #{self.number}](https://github.com/{self.repository}/issues/{self.number})"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +54,7 @@ class Case:
         seen: a pattern that the failure of stock torch matches; empty where it is not to fail.
         fixed: the first version of torch that does it right; None: none of those known.
         unsolved: a pattern that autosplit's failure matches; empty where it is to be right.
+        by: what of autosplit runs it: its stage under a schedule of torch, or its own engine.
         ranks: how many processes.
     """
 
@@ -59,6 +66,7 @@ class Case:
     seen: str = ""
     fixed: tuple[int, int] | None = None
     unsolved: str = ""
+    by: str = STAGE
     ranks: int = 2
 
     def claims(self, side: str, version: tuple[int, ...]) -> Claim:

@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from .case import ABSENT, FAILS, RIGHT, Absent, Case, Claim
+from .case import ABSENT, FAILS, RIGHT, Absent, Case
 
 # Ranks that wait for one that has failed say nothing more of interest.
 _GRACE = 1.0
@@ -89,10 +89,8 @@ def _place(rank: int, count: int, port: str) -> dict[str, str]:
 def _wait(ranks: list[subprocess.Popen[bytes]], files: list[pathlib.Path], timeout: float) -> None:
     """Until all have ended, one has failed, or it takes too long."""
     end = time.monotonic() + timeout
-    while time.monotonic() < end and any(process.poll() is None for process in ranks):
-        if any(process.returncode for process in ranks) or any(
-            found["state"] == FAILS for found in _read(files)
-        ):
+    while time.monotonic() < end and None in (ended := [each.poll() for each in ranks]):
+        if any(ended) or any(found["state"] == FAILS for found in _read(files)):
             end = min(end, time.monotonic() + _GRACE)
         time.sleep(_LOOK_EVERY)
 
@@ -100,25 +98,25 @@ def _wait(ranks: list[subprocess.Popen[bytes]], files: list[pathlib.Path], timeo
 def _verdict(
     ranks: list[subprocess.Popen[bytes]], files: list[pathlib.Path], timeout: float
 ) -> tuple[str, str]:
-    """The first failure; else a death; else a hang; else what came out right."""
+    """A death, of which others see the end of a connection; else the first failure, or a hang."""
     found = sorted(_read(files), key=lambda each: float(each["at"]))
-    for each in found:
-        if each["state"] == FAILS:
-            return FAILS, each["text"]
     for rank, (process, file) in enumerate(zip(ranks, files, strict=True)):
         status = process.poll()
         if status and not file.exists():
             return FAILS, f"rank {rank} {_death(status, file.with_suffix('.log'))}"
+    for each in found:
+        if each["state"] == FAILS:
+            return FAILS, each["text"]
     if len(found) < len(files):
         return FAILS, f"hangs: {len(files) - len(found)} of {len(files)} ranks wait {timeout:g} s"
     return RIGHT, max((each["text"] for each in found), key=len)
 
 
 def _death(status: int, log: pathlib.Path) -> str:
-    if status < 0:
-        return f"is killed by {signal.Signals(-status).name}"
+    how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"ends with {status}"
     lines = log.read_text().strip().splitlines()
-    return f"ends with status {status}: {lines[-1] if lines else ''}"
+    why = [line.strip() for line in lines if "what():" in line] or lines[-1:]
+    return f"{how}: {why[0]}" if why else how
 
 
 def _read(files: list[pathlib.Path]) -> list[dict[str, Any]]:
@@ -130,6 +128,3 @@ def _free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
-
-
-__all__ = ["Claim", "Outcome", "judge"]

@@ -24,9 +24,7 @@ class Products(TorchDispatchMode):
         super().__init__()
         self.count = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += func in _PRODUCTS
         return func(*args, **(kwargs or {}))
 
@@ -43,9 +41,7 @@ class LiveBytes(TorchDispatchMode):
         self.peak = 0
         self._live: dict[int, int] = {}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = {id(t.untyped_storage()) for t in tree_leaves((args, kwargs)) if _plain(t)}
         found = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(found):

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from .. import gradients
-from ..case import Case, Thread
+from ..case import ENGINE, Case, Thread
 from ..gradients import Gradients, mean_square
 from ..schedules import Pipeline, chunks
 
@@ -22,9 +22,12 @@ def _setting() -> tuple[list[nn.Module], Tensor, Tensor, Gradients]:
     expected = gradients.plain(stages, chunks(_MICROBATCHES, x, y), mean_square)
     grads = [grad for grad in expected.values() if grad is not None]
     factor = _NORM / float(torch.nn.utils.get_total_norm(grads))
-    return stages, x, y, {
-        name: None if grad is None else grad * factor for name, grad in expected.items()
-    }
+    return (
+        stages,
+        x,
+        y,
+        {name: None if grad is None else grad * factor for name, grad in expected.items()},
+    )
 
 
 def _stock() -> str:
@@ -53,5 +56,6 @@ CASES = [
         _stock,
         _ours,
         seen="the gradient of .* times",
+        by=ENGINE,
     ),
 ]

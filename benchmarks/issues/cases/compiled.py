@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from .. import gradients
@@ -16,11 +16,23 @@ from ..schedules import V_SHAPED, MakeStage, Pipeline, chunks, split_stage
 _MICROBATCHES = 4
 
 
+class _Gated(nn.Module):
+    """A feed-forward block as in Llama."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = (nn.Linear(16, 16, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+        return output
+
+
 def _run(make: MakeStage, *, compiled: bool) -> str:
     for kind in V_SHAPED:
         torch.manual_seed(0)
-        stages = [nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(4)]
-        x, y = torch.randn(8, 16), torch.randn(8, 16)
+        stages = [_Gated() for _ in range(4)]
+        x, y = torch.randn(8, 4, 16), torch.randn(8, 4, 16)
         expected = gradients.plain(stages, chunks(_MICROBATCHES, x, y), mean_square)
         if compiled:  # in place, as torchtitan does
             for stage in stages:

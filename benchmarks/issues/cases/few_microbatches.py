@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from .. import gradients
-from ..case import Case, Thread
+from ..case import ENGINE, Case, Thread
 from ..gradients import mean_square
 from ..schedules import Pipeline
 
@@ -44,5 +44,6 @@ CASES = [
         _stock,
         _ours,
         seen="microbatches|hangs",
+        by=ENGINE,
     ),
 ]

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from .. import gradients
-from ..case import Absent, Case, Thread
+from ..case import ENGINE, Absent, Case, Thread
 from ..gradients import mean_square
 from ..schedules import chunks
 
@@ -37,6 +37,7 @@ CASES = [
         "no schedule that splits the backward",
         _MEGATRON,
         functools.partial(_schedules, "zb-v", "dualpipe-v"),
+        by=ENGINE,
     ),
     Case(
         "dualpipev-asked-of-megatron-lm",
@@ -44,6 +45,7 @@ CASES = [
         "no DualPipeV, for the library's modules compute both gradients at once",
         _MEGATRON,
         functools.partial(_schedules, "dualpipe-v"),
+        by=ENGINE,
     ),
     Case(
         "dualpipe-asked-of-deepspeed",
@@ -51,6 +53,7 @@ CASES = [
         "no DualPipe",
         Absent("asks DeepSpeed for a schedule that it has not"),
         functools.partial(_schedules, "dualpipe"),
+        by=ENGINE,
     ),
     Case(
         "offloaded-activations",

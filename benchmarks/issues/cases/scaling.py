@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from .. import gradients
-from ..case import Case, Thread
+from ..case import ENGINE, Case, Thread
 from ..gradients import mean_square
 from ..schedules import MakeStage, Pipeline, chunks, split_stage
 
@@ -84,6 +84,7 @@ CASES = [
         _tokens_stock,
         _tokens_ours,
         seen="the gradient of .* times",
+        by=ENGINE,
     ),
     Case(
         "gradients-accumulated-over-steps",

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from .. import gradients
-from ..case import Case, Thread
+from ..case import ENGINE, Case, Thread
 from ..gradients import mean_square
 from ..schedules import MakeStage, Pipeline, chunks, split_stage
 
@@ -86,5 +86,6 @@ CASES = [
         _tied_stock,
         _tied_ours,
         seen="the gradient of",
+        by=ENGINE,
     ),
 ]

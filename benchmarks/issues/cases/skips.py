@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import SplitPoint, pipeline, schedules
 
 from .. import gradients
-from ..case import Case, Thread
+from ..case import ENGINE, Case, Thread
 from ..gradients import mean_square
 from ..schedules import CPU, chunks
 
@@ -84,6 +84,7 @@ CASES = [
         functools.partial(_stock, "Schedule1F1B", 3),
         functools.partial(_ours, "1f1b", 3),
         seen="skip connections",
+        by=ENGINE,
         ranks=3,
     ),
     Case(
@@ -93,5 +94,6 @@ CASES = [
         functools.partial(_stock, "ScheduleInterleaved1F1B", 4),
         functools.partial(_ours, "interleaved", 4),
         seen="skip connections|non-adjacent",
+        by=ENGINE,
     ),
 ]
