@@ -23,7 +23,6 @@ class LossBoundary:
 
     def __init__(self, outputs: Sequence[Any], differentiable: Sequence[int]) -> None:
         self._places = differentiable
-        self._count = len(outputs)
         self._grads: list[Tensor | None] = []
         self.outputs = list(outputs)
         with torch.enable_grad():
@@ -34,8 +33,9 @@ class LossBoundary:
             self.outputs[at] = output
 
     def gradients(self, stage: int, loss: Any) -> list[Tensor | None]:
-        """Go back through the loss: gradients of the outputs, None for those that it does not
-        depend on. What else it depends on, such as parameters of its own, gets its gradient too.
+        """Go back through the loss: gradients of the outputs that are tensors, None for those that
+        it does not depend on. What else it depends on, such as parameters of its own, gets its
+        gradient too.
 
         Raises:
             PipelineError: the loss is no scalar.
@@ -46,17 +46,19 @@ class LossBoundary:
                 f"stage {stage} is the last one: expected loss_fn(output, target) to give one "
                 f"number as a tensor, got {came}; take the mean or the sum over the microbatch"
             )
-        found: list[Tensor | None] = [None] * self._count
+        found: list[Tensor | None] = [None] * len(self.outputs)
         if loss.requires_grad:
             with without_autocast():
                 torch.autograd.backward(loss)
-            for at, grad in zip(self._places, self._grads or [None] * self._count):  # noqa: B905
+            # Empty where it depends on none of them.
+            for at, grad in zip(self._places, self._grads, strict=False):
                 found[at] = grad
         for at in self._places:  # whoever asked for the outputs gets no graph with them
             if not self.outputs[at]._is_view():
                 self.outputs[at].detach_()
+        grads = [grad for grad, out in zip(found, self.outputs, strict=True) if _is_tensor(out)]
         self.outputs, self._grads = [], []
-        return found
+        return grads
 
 
 class _Taken(torch.autograd.Function):
@@ -70,3 +72,7 @@ class _Taken(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         ctx.grads[:] = grads
         return (None, None, *(None for _ in grads))
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)

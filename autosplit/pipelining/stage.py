@@ -195,7 +195,9 @@ class SplitPipelineStage(RuntimeStage):
     def run_loss(self, chunk: int, loss: Any) -> list[Tensor | None]:
         """Gradients of the last stage's outputs."""
         boundary = self._losses.pop(chunk, None)
-        return [] if boundary is None else boundary.gradients(self.stage_index, loss)
+        if boundary is None:
+            return []
+        return boundary.gradients(self.stage_index, loss)
 
     def run_backward(
         self, chunk: int, grads: list[Tensor | None], *, whole: bool, last: bool
@@ -208,7 +210,8 @@ class SplitPipelineStage(RuntimeStage):
             return self._sent_back(metas, [None] * len(metas))
         functions = flight.functions
         made = self._results_of(functions)
-        arrived = grads if self.is_last else made.arrived(grads)
+        arrived = made.arrived(grads)
+        grads.clear()
         absent = functions.dependence.absent(arrived)
         skipped = functions.dependence.without_gradient(absent)
         idle = functions.dependence.idle_inputs(absent)

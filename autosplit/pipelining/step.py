@@ -77,6 +77,8 @@ class Step:
         Raises:
             PipelineError: it cannot be told from what was there before.
         """
+        if not self._of.has_backward:  # torch's runtime asks in an evaluation, too
+            return
         if self._apart:
             if not self._ended:
                 self._ended = True

@@ -34,6 +34,7 @@ _NAMES: Mapping[str, Sequence[str]] = {
     "get_fwd_send_ops": ("fwd_chunk_id",),
     "get_bwd_recv_ops": ("bwd_chunk_id",),
     "get_bwd_send_ops": ("bwd_chunk_id",),
+    "get_local_bwd_output": ("mb_index",),
     "set_local_fwd_input": ("prev_stage_outputs", "mb_index"),
     "set_local_bwd_input": ("next_stage_bwd_outputs", "mb_index"),
     "scale_grads": ("grad_scale_factor",),
@@ -254,7 +255,7 @@ class RuntimeStage(PipelineStage):
         """Trace microbatches whose inputs are not of the first one's shapes."""
         given, keywords = _given_microbatches()
         self._other_outputs = {}
-        made: dict[Any, Sequence[Tensor]] = {_shapes(args, kwargs): ()}
+        first = _shapes(args, kwargs)
         for chunk in range(1, max(len(keywords), len(given))):
             keyword = {name: _blank(value) for name, value in keywords[chunk].items()}
             if self.is_first:
@@ -263,11 +264,9 @@ class RuntimeStage(PipelineStage):
                 positional = [meta.to_tensor(self.device) for meta in self._other_inputs[chunk]]
             else:
                 positional = list(args)
-            key = _shapes(positional, keyword)
-            if key not in made:
-                made[key], _ = self.trace(self._arguments(positional), keyword, chunk)
-            if made[key]:
-                self._other_outputs[chunk] = [stages.extract_tensor_meta(t) for t in made[key]]
+            if _shapes(positional, keyword) != first:
+                outputs, _ = self.trace(self._arguments(positional), keyword, chunk)
+                self._other_outputs[chunk] = [stages.extract_tensor_meta(t) for t in outputs]
 
     def _arguments(self, tensors: list[Any]) -> tuple[Any, ...]:
         """What the module is called with where these were received."""
@@ -391,6 +390,14 @@ class RuntimeStage(PipelineStage):
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
         tensors, _ = tree_flatten(prev_stage_outputs)
         super().set_local_fwd_input(tuple(tensors), mb_index)
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        # In an evaluation, torch's runtime asks all the same.
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def _make_room(self, infos: Iterable[Any]) -> None:
         for info in infos:

@@ -1,0 +1,195 @@
+"""One model under a schedule of torch's, on this rank's stages, beside plain autograd of it whole."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import schedules
+
+from autosplit.pipelining import SplitPipelineStage
+
+CPU = torch.device("cpu")
+V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
+
+Make = Callable[..., Any]
+
+
+def mean_square(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+def block(size: int = 4) -> nn.Module:
+    return nn.Sequential(nn.Linear(size, size), nn.Tanh(), nn.Linear(size, size))
+
+
+def held(kind: str, stages: int) -> list[int]:
+    """This rank's stages."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    if kind in V_SHAPED:
+        return [rank, stages - 1 - rank]
+    return list(range(rank, stages, ranks))
+
+
+@dataclass
+class Program:
+    """A model in stages and what it is trained with, the same on every rank.
+
+    Attributes:
+        parts: the stages' modules.
+        kind: the schedule, a class of torch's.
+        microbatches: how many.
+        args: of the first stage.
+        kwargs: of every stage.
+        target: of the loss.
+        loss: ``loss(output, target, **loss_kwargs)``.
+        options: of the stages.
+        schedule_options: of the schedule.
+        make_schedule: makes it, where it is no class of torch's.
+        reverse: whether backwards run from the last microbatch to the first.
+        cut: cuts the batch for plain autograd.
+    """
+
+    parts: Sequence[nn.Module]
+    kind: str = "Schedule1F1B"
+    microbatches: int = 4
+    args: Sequence[Tensor] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    target: Tensor | None = None
+    loss: Callable[..., Tensor] = mean_square
+    loss_kwargs: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    schedule_options: dict[str, Any] = field(default_factory=dict)
+    make_schedule: Make | None = None
+    reverse: bool = False
+    cut: Callable[[Tensor, int], Sequence[Tensor]] = torch.tensor_split
+    stage: Make = SplitPipelineStage
+
+    def __post_init__(self) -> None:
+        self.plain = copy.deepcopy(list(self.parts))
+        self.mine = held(self.kind, len(self.parts))
+        self.stages = [
+            self.stage(self.parts[at], at, len(self.parts), CPU, **self.options)
+            for at in self.mine
+        ]
+        self.schedule = self._schedule()
+        self.output: Any = None
+        self.losses: list[Tensor] = []
+
+    def _schedule(self) -> Any:
+        given: dict[str, Any] = {"loss_fn": self.loss, **self.schedule_options}
+        if self.make_schedule is not None:
+            return self.make_schedule(self.stages, self.microbatches, **given)
+        kind = getattr(schedules, self.kind)
+        single = issubclass(kind, schedules.PipelineScheduleSingle)
+        return kind(self.stages[0] if single else self.stages, self.microbatches, **given)
+
+    @property
+    def last(self) -> bool:
+        return len(self.parts) - 1 in self.mine
+
+    def step(self, **more: Any) -> Any:
+        """One step of the schedule."""
+        given: dict[str, Any] = {**self.kwargs, **more}
+        if self.last:
+            self.losses = []
+            given |= {"target": self.target, "losses": self.losses}
+        self.output = self.schedule.step(
+            *(self.args if 0 in self.mine else ()), loss_kwargs=self.loss_kwargs, **given
+        )
+        return self.output
+
+    def plain_step(self) -> list[Any]:
+        """The same by plain autograd, into the gradients of ``plain``; the outputs."""
+        count = self.microbatches
+        scaled = self.schedule_options.get("scale_grads", True)
+        parameters = list({id(p): p for part in self.plain for p in part.parameters()}.values())
+        earlier = [p.grad for p in parameters]
+        if scaled:
+            for p in parameters:
+                p.grad = None
+        results = [self.plain_forward(at) for at in range(count)]
+        assert self.target is not None
+        targets = self.target.tensor_split(count)
+        losses = [
+            self.loss(result, target, **self.loss_kwargs)
+            for result, target in zip(results, targets, strict=True)
+        ]
+        for loss in reversed(losses) if self.reverse else losses:
+            if loss.requires_grad:
+                loss.backward()
+        if scaled:
+            for p, before in zip(parameters, earlier, strict=True):
+                if p.grad is not None:
+                    p.grad.div_(count)
+                    p.grad = p.grad if before is None else before.add_(p.grad)
+                else:
+                    p.grad = before
+        return results
+
+    def plain_forward(self, at: int) -> Any:
+        """The whole model on one microbatch."""
+        count = self.microbatches
+        value: Any = tuple(self.cut(each, count)[at] for each in self.args)
+        given = {
+            name: each.tensor_split(count)[at] if isinstance(each, Tensor) else each
+            for name, each in self.kwargs.items()
+        }
+        for part in self.plain:
+            value = part(*value, **given)
+            if part is not self.plain[-1] and type(value) is not tuple:
+                value = (value,)
+        return value
+
+    def differences(self) -> list[str]:
+        """Parameters and buffers of this rank's stages that are not as after plain autograd."""
+        found = []
+        for at in self.mine:
+            pairs = zip(
+                self.parts[at].named_parameters(), self.plain[at].parameters(), strict=True
+            )
+            for (name, mine), other in pairs:
+                found += _difference(f"gradient of {name} of stage {at}", mine.grad, other.grad)
+            buffers = zip(self.parts[at].named_buffers(), self.plain[at].buffers(), strict=True)
+            for (name, buffer), other in buffers:
+                found += _difference(f"{name} of stage {at}", buffer, other)
+        return found
+
+    def run(self, steps: int = 1, **more: Any) -> list[str]:
+        """Some steps here and by plain autograd: what differs, and what was left behind."""
+        found = []
+        for _ in range(steps):
+            self.step(**more)
+            results = self.plain_step()
+            if self.last and more.get("return_outputs", True):
+                found += _outputs_differ(self.output, results)
+        for stage in self.stages:
+            left = [stage._saved, stage._deferred, stage._losses, stage._roots, stage._waiting]
+            found += [f"{stage.stage_index} kept {each}" for each in left if each]
+        return found + self.differences()
+
+
+def _difference(what: str, mine: Tensor | None, other: Tensor | None) -> list[str]:
+    if mine is None or other is None:
+        return [] if mine is other else [f"{what}: {mine} instead of {other}"]
+    if torch.equal(mine, other):
+        return []
+    worst = (mine.double() - other.double()).abs().max().item()
+    return [f"{what} differs by {worst:.3g}"]
+
+
+def _outputs_differ(output: Any, results: Iterable[Any]) -> list[str]:
+    mine, _ = torch.utils._pytree.tree_flatten(output)
+    theirs = zip(*(torch.utils._pytree.tree_flatten(each)[0] for each in results), strict=True)
+    found = []
+    for at, (one, others) in enumerate(zip(mine, theirs, strict=True)):
+        whole = torch.cat([each.detach() for each in others])
+        found += _difference(f"output {at}", one, whole)
+        if one.requires_grad:
+            found.append(f"output {at} holds a graph")
+    return found

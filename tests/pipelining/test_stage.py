@@ -1,0 +1,21 @@
+"""SplitPipelineStage under torch's own schedules, on two Gloo ranks, beside plain autograd."""
+
+from __future__ import annotations
+
+import pytest
+
+from autosplit.pipeline import launch
+from tests.pipelining import stage_workers
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, list[str]]]:
+    return launch(stage_workers.all_cases, 2, timeout=150)
+
+
+@pytest.mark.parametrize("case", stage_workers.CASES)
+def test_gradients_are_those_of_plain_autograd(
+    ranks: list[dict[str, list[str]]], case: str
+) -> None:
+    for found in ranks:
+        assert found[case] == []
