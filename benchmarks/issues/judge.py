@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,14 +57,35 @@ def judge(case: Case, side: str, version: tuple[int, ...], timeout: float) -> Ou
 def _run(case: Case, side: str, folder: pathlib.Path, timeout: float) -> tuple[str, str]:
     port = str(_free_port())
     files = [folder / f"{rank}.json" for rank in range(case.ranks)]
+    program = [sys.executable, "-m", f"{__package__}.rank", case.name, side]
+    commands = [[*program, str(file)] for file in files]
+    places = [_place(rank, case.ranks, port) for rank in range(case.ranks)]
+    return waited_for(commands, places, files, timeout)
+
+
+def waited_for(
+    commands: Sequence[Sequence[str]],
+    places: Sequence[Mapping[str, str]],
+    files: Sequence[pathlib.Path],
+    timeout: float,
+) -> tuple[str, str]:
+    """Run ranks to their end, at most ``timeout`` seconds; none is left.
+
+    Args:
+        commands: what each runs.
+        places: what each finds in its environment besides.
+        files: where each writes what it has found.
+        timeout: in seconds.
+
+    Returns:
+        The state, and what was seen.
+    """
     ranks = []
     try:
-        for rank, file in enumerate(files):
-            command = [sys.executable, "-m", f"{__package__}.rank", case.name, side, str(file)]
-            log = (folder / f"{rank}.log").open("w")
-            environment = os.environ | _place(rank, case.ranks, port)
-            ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
-            log.close()
+        for command, place, file in zip(commands, places, files, strict=True):
+            with file.with_suffix(".log").open("w") as log:
+                environment = {**os.environ, **place}
+                ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
         _wait(ranks, files, timeout)
         return _verdict(ranks, files, timeout)
     finally:
@@ -86,7 +108,9 @@ def _place(rank: int, count: int, port: str) -> dict[str, str]:
     }
 
 
-def _wait(ranks: list[subprocess.Popen[bytes]], files: list[pathlib.Path], timeout: float) -> None:
+def _wait(
+    ranks: Sequence[subprocess.Popen[bytes]], files: Sequence[pathlib.Path], timeout: float
+) -> None:
     """Until all have ended, one has failed, or it takes too long."""
     end = time.monotonic() + timeout
     while time.monotonic() < end and None in (ended := [each.poll() for each in ranks]):
@@ -96,7 +120,7 @@ def _wait(ranks: list[subprocess.Popen[bytes]], files: list[pathlib.Path], timeo
 
 
 def _verdict(
-    ranks: list[subprocess.Popen[bytes]], files: list[pathlib.Path], timeout: float
+    ranks: Sequence[subprocess.Popen[bytes]], files: Sequence[pathlib.Path], timeout: float
 ) -> tuple[str, str]:
     """A death, of which others see the end of a connection; else the first failure, or a hang."""
     found = sorted(_read(files), key=lambda each: float(each["at"]))
@@ -119,7 +143,7 @@ def _death(status: int, log: pathlib.Path) -> str:
     return f"{how}: {why[0]}" if why else how
 
 
-def _read(files: list[pathlib.Path]) -> list[dict[str, Any]]:
+def _read(files: Sequence[pathlib.Path]) -> list[dict[str, Any]]:
     return [json.loads(file.read_text()) for file in files if file.exists()]
 
 
