@@ -1,0 +1,1 @@
+"""What people report about pipelining and split backwards, on stock torch and with autosplit."""
