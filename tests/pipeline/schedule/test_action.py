@@ -48,3 +48,15 @@ def test_bad_text_is_refused(text: str) -> None:
 
 def test_only_f_i_w_and_b_compute() -> None:
     assert [kind.value for kind in ActionKind if kind.is_compute] == ["F", "I", "W", "B"]
+
+
+@pytest.mark.parametrize(
+    "name", ["EVICT", "ACCEPT", "LOAD", "RETURN", "OFFLOAD", "RELOAD", "RECOMPUTE"]
+)
+def test_memory_actions_are_read_back_and_are_scheduled(name: str) -> None:
+    action = Action.parse(f"3{name}12")
+    assert str(action) == f"3{name}12"
+    assert action.kind.is_memory
+    assert action.kind.is_scheduled
+    assert action.kind.is_compute == (name == "RECOMPUTE")
+    assert action.kind.is_move == (name != "RECOMPUTE")
