@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,3 +43,26 @@ def generators_kept() -> AbstractContextManager[None]:
     in_use = torch.cuda.is_initialized()
     devices = list(range(torch.cuda.device_count())) if in_use else []
     return torch.random.fork_rng(devices=devices)
+
+
+class GeneratorStates(NamedTuple):
+    """States of the generators that a graph may draw from: the CPU's, and by GPU its."""
+
+    cpu: Tensor
+    gpus: Mapping[torch.device, Tensor]
+
+    @classmethod
+    def of(cls, tensors: Iterable[Tensor]) -> GeneratorStates:
+        """Those of the devices that these tensors lie on, as they are now."""
+        devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+        gpus = {device: torch.cuda.get_rng_state(device) for device in devices}
+        return cls(torch.get_rng_state(), gpus)
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Draw inside from these states; afterwards the generators are as they were before."""
+        with generators_kept():
+            torch.set_rng_state(self.cpu)
+            for device, state in self.gpus.items():
+                torch.cuda.set_rng_state(state, device)
+            yield
