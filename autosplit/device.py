@@ -34,6 +34,46 @@ def follow(stream: torch.cuda.Stream | None, tensors: Sequence[Tensor | None]) -
             tensor.record_stream(current)
 
 
+def done_so_far(device: torch.device) -> torch.cuda.Event | None:
+    """What the current stream was given until now; None where there are no streams."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def settle(device: torch.device) -> None:
+    """Wait on the host for what the current stream was given."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def take_over(tensors: Iterable[Tensor]) -> None:
+    """Tell the allocator that the current stream uses tensors that another one made."""
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
+class OwnStream:
+    """A stream beside the current one; on the CPU nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @contextlib.contextmanager
+    def behind(self, event: torch.cuda.Event | None) -> Iterator[None]:
+        """Give this stream what is launched inside, to do behind ``event``."""
+        if self._stream is None:
+            yield
+            return
+        if event is not None:
+            self._stream.wait_event(event)
+        with torch.cuda.stream(self._stream):
+            yield
+
+
 def generators_kept() -> AbstractContextManager[None]:
     """Put the generators back at the end: the CPU's, and those of GPUs that this process uses.
 

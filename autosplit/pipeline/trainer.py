@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias, TypeGuard
@@ -83,6 +84,9 @@ class PipelineTrainer(StageTrainer):
         ranks: how many processes take part; None means all. 1 keeps all stages in this process
             and needs no process group.
         timeout: seconds to wait for another rank, and for each stage to be built.
+        store: the folder of the file in which stages on the CPU keep what the schedule offloads;
+            None means that of temporary files. The file has no name there and ends with the
+            process. On a GPU it is pinned memory.
         record: record each step for ``timeline``; may be changed between steps.
         backend: how stages are compiled, see ``autosplit.Stage``; None means ``"eager"``.
         memory: what a microbatch holds, see ``autosplit.split``; None means ``"balanced"``.
@@ -120,6 +124,7 @@ class PipelineTrainer(StageTrainer):
         device: torch.device | str | None = None,
         ranks: int | None = None,
         timeout: float = 300.0,
+        store: str | os.PathLike[str] | None = None,
         record: bool = False,
         backend: str | None = None,
         memory: str | int | None = None,
@@ -144,6 +149,7 @@ class PipelineTrainer(StageTrainer):
             max_grad_norm=max_grad_norm,
             undo_steps=undo_steps,
             timeout=timeout,
+            store=store,
         )
         if _is_whole(model):
             setup = _cut(model, stages, example, planning, loss_fn, options)

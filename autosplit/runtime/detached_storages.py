@@ -40,7 +40,7 @@ def has_bytes(value: Any) -> bool:
 def whole_storage(tensor: Tensor) -> Tensor:
     """All of a tensor's storage, as bytes."""
     blank = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return blank.set_(tensor.untyped_storage())  # type: ignore[call-overload, no-any-return]
+    return blank.set_(tensor.untyped_storage())
 
 
 class StorageView(NamedTuple):
@@ -53,13 +53,13 @@ class StorageView(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> StorageView:
-        return cls(tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+        return cls(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def over(self, data: Tensor) -> Tensor:
         """The same view of other bytes, which fill their storage."""
         blank = torch.empty(0, dtype=self.dtype, device=data.device)
         storage = data.untyped_storage()
-        return blank.set_(storage, self.offset, self.shape, self.stride)  # type: ignore[call-overload, no-any-return]
+        return blank.set_(storage, self.offset, self.shape, self.stride)
 
 
 class DetachedStorages:
