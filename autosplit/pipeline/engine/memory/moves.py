@@ -142,7 +142,7 @@ class MicrobatchMoves:
         return all(each in self._begun and self._begun[each].over for each in came)
 
     def finish(self) -> list[Span]:
-        """End a step; when every move was, in the order of the row. It raises what ``start`` does."""
+        """End a step; when every move was, in the order of the row. Raises what ``start`` does."""
         transfers = [transfer for _, transfer in sorted(self._begun.items())]
         for transfer in transfers:
             self._await(transfer)
