@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from autosplit.autograd.function import run_forward
+from autosplit.passes.lowering.live_bytes import LiveBytes
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.gradient_accumulation import Accumulation
 from autosplit.runtime.gradient_graphs import Call
@@ -113,6 +114,16 @@ class Stage:
     def output_specs(self) -> list[tuple[torch.Size, torch.dtype, bool]]:
         """Shape, dtype and whether a gradient comes back, of every output."""
         return self._graphs.output_specs
+
+    @property
+    def saved_tensors(self) -> list[Tensor]:
+        """Tensors held between F and I; several may lie in one storage."""
+        return self._saved.tensors
+
+    @property
+    def deferred_tensors(self) -> list[Tensor]:
+        """Tensors held between I and W, likewise."""
+        return self._weights.in_flight.tensors
 
     @property
     def saved_bytes(self) -> int:
@@ -308,6 +319,19 @@ class Stage:
             if into is None:
                 sums.add(names, gradients, functions.dependence.borrowed)
         return grads
+
+    def live_bytes(self, call: str, *, microbatches: int = 1, adds: bool = False) -> LiveBytes:
+        """What is alive while a call runs, as the graphs say.
+
+        Args:
+            call: the name of one of this class's methods; W counts as run whole.
+            microbatches: of how many microbatches, for W.
+            adds: whether it adds to gradients that are there, rather than make them.
+        """
+        sums = self._weights.sums
+        return self.functions.live_bytes(
+            call, sums.accumulation, microbatches=microbatches, adds=adds
+        )
 
     def compile(self, calls: Iterable[Call] = ("backward_input", "backward_weight") * 2) -> None:
         """Compile the graphs of these calls ahead of their first run, and no others.

@@ -17,6 +17,7 @@ from autosplit.pipeline.engine.messages.default_group import process_count
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.runtime.split_options import SplitOptions
 
+from .training.rank_ledger import Record
 from .training.options import TrainerOptions, schedule_request, stage_factory_of
 from .training.stage_modules import LossFunction, Partitioned, StageList, StageSource
 from .training.stage_trainer import OptimizerFunction, StageTrainer
@@ -87,7 +88,9 @@ class PipelineTrainer(StageTrainer):
         store: the folder of the file in which stages on the CPU keep what the schedule offloads;
             None means that of temporary files. The file has no name there and ends with the
             process. On a GPU it is pinned memory.
-        record: record each step for ``timeline``; may be changed between steps.
+        record: what to record of each step; may be changed between steps. True: when what ran,
+            for ``timeline``. ``"memory"``: what each rank holds as well, for ``memory``; on the
+            CPU by torch's profiler, which makes such a step slower and cannot run twice at once.
         backend: how stages are compiled, see ``autosplit.Stage``; None means ``"eager"``.
         memory: what a microbatch holds, see ``autosplit.split``; None means ``"balanced"``.
         accumulation: how weight gradients of microbatches are added up, see ``autosplit.Stage``;
@@ -125,7 +128,7 @@ class PipelineTrainer(StageTrainer):
         ranks: int | None = None,
         timeout: float = 300.0,
         store: str | os.PathLike[str] | None = None,
-        record: bool = False,
+        record: Record = False,
         backend: str | None = None,
         memory: str | int | None = None,
         accumulation: str | None = None,

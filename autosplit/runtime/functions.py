@@ -20,13 +20,14 @@ from autosplit.passes import Kind, SplitGraphs
 from autosplit.passes.analysis.symbolic_sizes import is_size
 from autosplit.passes.graph import inputs, outputs
 from autosplit.passes.lowering.lent_memory import lent
+from autosplit.passes.lowering.live_bytes import LiveBytes
 
 from .autocast_guard import AutocastGuard
 from .backward_graphs import BackwardGraphs
 from .forward_graph import ForwardGraph
 from .gradient_accumulation import EXACT, Accumulation
 from .gradient_dependence import GradientDependence
-from .gradient_graphs import Call
+from .gradient_graphs import Call, CalledVariant
 from .last_uses import last_uses
 from .saved_tensors import Constants, Residuals, State, TensorSpec
 from .weight_slices import SlicedWeight
@@ -128,6 +129,27 @@ class SplitFunctions:
             BackendError: the backend cannot compile a graph.
         """
         self._backward.compile(calls, accumulation, slices)
+
+    def live_bytes(
+        self,
+        call: str,
+        accumulation: Accumulation = EXACT,
+        *,
+        microbatches: int = 1,
+        adds: bool = False,
+    ) -> LiveBytes:
+        """What is alive while a call runs, by the graph behind it.
+
+        Args:
+            call: the name of a method.
+            accumulation: how gradients are added.
+            microbatches: of how many microbatches, for W.
+            adds: whether it adds into gradients that are there.
+        """
+        if call == "forward":
+            return LiveBytes(self.graphs.forward)
+        variant = CalledVariant(call, microbatches, adds)
+        return LiveBytes(self._backward.source(variant, accumulation))
 
     @property
     def has_backward(self) -> bool:

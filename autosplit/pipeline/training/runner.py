@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
@@ -14,7 +15,7 @@ from autosplit.pipeline.engine.execution.evaluation import forward_only
 from autosplit.pipeline.engine.execution.microbatch import Batch, Microbatches
 from autosplit.pipeline.engine.execution.mode import Mode
 from autosplit.pipeline.engine.execution.mode_by_shape import Modes
-from autosplit.pipeline.engine.execution.recorder import recorder_on
+from autosplit.pipeline.engine.execution.recorder import Recorder, recorder_on
 from autosplit.pipeline.engine.execution.stage_assembly import TrainableStage
 from autosplit.pipeline.engine.faults.first_error import Guard
 from autosplit.pipeline.engine.memory.host_store import HostStore
@@ -31,6 +32,7 @@ from .batch_agreement import check_same_batch
 from .batch_contents import compare_contents
 from .optimizer_step import OptimizerStep
 from .options import TrainerOptions
+from .rank_ledger import MEMORY, RankLedger, RankMemory, Record
 from .rank_state import RankState
 from .snapshot import ForwardState
 from .stage_builder import StageBuilder
@@ -58,6 +60,8 @@ class Runner:
         schedule: what training runs; under ``"auto"`` another one behind the measured steps.
         stages: this rank's stages of the last run in training; empty before the first.
         spans: what that run recorded.
+        memory: the bands of what this rank held in that run, and the peak that was predicted for
+            it; None where that was not recorded.
     """
 
     def __init__(
@@ -103,6 +107,7 @@ class Runner:
         )
         self.stages: Mapping[int, TrainableStage] = MappingProxyType({})
         self.spans: list[Span] = []
+        self.memory: RankMemory | None = None
         self._contents_compared = False
 
     def _tuner_for(self, setup: TrainingSetup, early_weights: bool) -> Tuner:
@@ -115,13 +120,14 @@ class Runner:
             early_weights=early_weights,
         )
 
-    def train(self, batch: Batch | None, *, clipping: bool, record: bool) -> Agreement:
+    def train(self, batch: Batch | None, *, clipping: bool, record: Record) -> Agreement:
         """Run the schedule and add its gradients to the parameters' ``.grad``.
 
         Args:
             batch: see ``PipelineTrainer.step``.
             clipping: whether the norm of the gradient will be asked for.
-            record: whether to record ``spans``; the steps that ``"auto"`` measures always are.
+            record: whether to record ``spans``, as steps that ``"auto"`` measures always are, and
+                ``memory``.
 
         Returns:
             Losses and norm on their way.
@@ -131,15 +137,27 @@ class Runner:
         inputs, targets = self._split(mode, batch)
         executor = mode.executor or self._builder.train(mode, batch, inputs, targets)
         self.stages = mode.stages
-        recorder = self._recorder if record or self._tuner is not None else None
+        recorder: Recorder | None = self._recorder if record or self._tuner is not None else None
+        ledger = None
+        if record == MEMORY:
+            parts = [each for part in (*inputs, *targets) for each in part]
+            ledger = RankLedger(
+                mode, self._held, self._update.state, parts, self._recorder, self._device
+            )
+            recorder = ledger.recorder
 
         def run() -> dict[int, Tensor]:
             with self._held.steady():
-                return executor.run(inputs, targets, recorder)
+                losses = executor.run(inputs, targets, recorder)
+            if ledger is not None:
+                ledger.finish(losses.values())
+            return losses
 
-        losses = self._run_again(run) if self._update.expects_more else self._run_once(run)
+        with contextlib.nullcontext() if ledger is None else ledger.recording():
+            losses = self._run_again(run) if self._update.expects_more else self._run_once(run)
         self._settled()
         self.spans = recorder.spans() if recorder is not None else []
+        self.memory = None if ledger is None else ledger.found()
         if self._tuner is not None:
             self._tune(self._tuner)
         return self._agree(mode, losses, clipping=clipping)

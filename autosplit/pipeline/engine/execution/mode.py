@@ -45,6 +45,9 @@ class Mode:
 
     Attributes:
         place: what the rank is doing.
+        schedule: what is run.
+        feeds: who feeds whom.
+        rank: this process's.
     """
 
     def __init__(
@@ -59,9 +62,9 @@ class Mode:
         finished: Callable[[int], None] | None = None,
         store: HostStore | None = None,
     ) -> None:
-        self._schedule = schedule
-        self._feeds = feeds
-        self._rank = groups.rank
+        self.schedule = schedule
+        self.feeds = feeds
+        self.rank = groups.rank
         self._device = device
         self._order = order
         self._finished = finished
@@ -91,19 +94,19 @@ class Mode:
             LostPeerError: another rank failed or was not ready in time.
         """
         with self.place("compiling its stages"):
-            compile_stages(self.stages, self._schedule)
+            compile_stages(self.stages, self.schedule)
         self.negotiation.start()
 
     def prepare(
         self, stages: Mapping[int, ForwardStage], loss_grad: Tensor | None = None
     ) -> Executor:
         """Set the executor of this mode, which runs ``stages``; collective over all ranks."""
-        self._groups.connect(pairs_of(self._schedule, self._feeds))
+        self._groups.connect(pairs_of(self.schedule, self.feeds))
         self._loss_grad = loss_grad
         self.executor = Executor(
             stages,
-            self._schedule,
-            self._rank,
+            self.schedule,
+            self.rank,
             self._transport,
             loss_grad=loss_grad,
             order=self._order,
@@ -138,7 +141,7 @@ class Mode:
 
     def reschedule(self, schedule: Schedule) -> None:
         """Go on with the stages that are there under another schedule of the same placement."""
-        self._schedule = schedule
+        self.schedule = schedule
         self._transport = self._connect(schedule)
         if self.executor is not None:
             compile_stages(self.stages, schedule)
@@ -146,12 +149,17 @@ class Mode:
 
     def _connect(self, schedule: Schedule) -> Transport:
         return Transport(
-            routes_of(schedule, self._rank, self._feeds),
+            routes_of(schedule, self.rank, self.feeds),
             self._groups,
             self.negotiation,
             device=self._device,
             watch=self._order is not as_scheduled,
         )
+
+    @property
+    def messages(self) -> Transport:
+        """What carries this rank's tensors to other stages."""
+        return self._transport
 
     @property
     def loss_dtype(self) -> torch.dtype:
