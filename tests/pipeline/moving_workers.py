@@ -172,6 +172,42 @@ def four_ranks() -> dict[str, Any]:
     }
 
 
+def limited() -> dict[str, Any]:
+    """Steps within a limit that the plain schedule does not keep, and limits of no use."""
+    found: dict[str, Any] = {}
+    inputs, targets = data(256)
+    options: dict[str, Any] = {"stage_factory": None, "record": "memory", "timeout": 60.0}
+    losses: dict[str, list[Tensor]] = {"plain": [], "limited": []}
+    limit = None
+    for name, kept in losses.items():
+        torch.manual_seed(dist.get_rank())
+        with trainer(layers, 2, 8, schedule="gpipe", memory_limit=limit, **options) as engine:
+            for _ in range(5):
+                kept.append(engine.step((inputs, targets)))
+            memory = engine.memory()
+            whole = [a + f for a, f in zip(memory.peak_activations, memory.fixed, strict=True)]
+            found[name] = max(whole)
+            found[f"{name} moves"] = sum(
+                action.kind.is_memory for row in engine.schedule.ranks for action in row
+            )
+        limit = int(0.7 * max(whole))
+    found["limit"] = limit
+    found["close"] = all(map(torch.allclose, losses["plain"], losses["limited"]))
+    return found | outcomes(
+        {
+            "below": lambda: _step(memory_limit="1 KiB"),
+            "unit": lambda: _step(memory_limit="12 GiBs"),
+            "shapes": lambda: _step(memory_limit="1GiB", shapes=2),
+            "whole": lambda: _step(memory_limit="1GiB", split_backward=False),
+        }
+    )
+
+
+def _step(**options: Any) -> None:
+    with trainer(layers, 2, 4, stage_factory=None, timeout=60.0, **options) as engine:
+        engine.step(data(16))
+
+
 # --- what goes wrong ------------------------------------------------------------------------------
 
 
@@ -242,11 +278,10 @@ def partner_dies(folder: Path) -> None:
     """Rank 1 is killed while it holds what rank 0 evicted; rank 0 writes down what it hears."""
     receive = PartnerLink.receive
 
-    def receive_and_die(link: PartnerLink, sizes: Any, what: str) -> list[Tensor]:
-        found = receive(link, sizes, what)
+    def receive_and_die(link: PartnerLink, sizes: Any, what: str, found: list[Tensor]) -> None:
+        receive(link, sizes, what, found)
         if "ACCEPT" in what:
             os.kill(os.getpid(), signal.SIGKILL)
-        return found
 
     with mock.patch.object(PartnerLink, "receive", receive_and_die):
         try:

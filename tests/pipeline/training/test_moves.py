@@ -78,6 +78,17 @@ def test_all_in_one_process() -> None:
         assert moving_workers.same(schedule, offloading, ranks=1) == "the same"
 
 
+def test_a_limit_of_memory_is_kept() -> None:
+    one, other = launch(moving_workers.limited, 2, timeout=120)
+    assert one == other
+    assert one["plain"] > one["limit"] >= one["limited"]
+    assert one["close"]
+    assert "memory_limit: a limit of 1,024 bytes leaves no room" in one["below"][1]
+    assert "expected memory_limit such as 80GiB" in one["unit"][1]
+    assert "memory_limit is for batches of one shape" in one["shapes"][1]
+    assert "memory_limit searches a schedule with one copy of the stages" in one["whole"][1]
+
+
 @pytest.fixture(scope="module")
 def faults(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, tuple[str, str]]]:
     folder = tmp_path_factory.mktemp("store")

@@ -92,6 +92,8 @@ class MicrobatchMoves:
         }
         self._begun: dict[int, Transfer] = {}
         self._sizes: dict[int, list[int]] = {}
+        self._moving: dict[int, list[Tensor]] = {}
+        self._guests: dict[int, list[Tensor]] = {}
         self._kept: Callable[[int], Iterable[Tensor]] = lambda microbatch: ()
         for journey in journeys_of(schedule):
             if journey.rank == rank:
@@ -99,9 +101,20 @@ class MicrobatchMoves:
             if journey.partner == rank:
                 self._add_guest(journey)
 
+    @property
+    def moving(self) -> list[Tensor]:
+        """Storages of this rank's own stages that are leaving or arriving now."""
+        return [tensor for each in [*self._moving.values()] for tensor in [*each]]
+
+    @property
+    def guests(self) -> list[Tensor]:
+        """Storages that are here for the partner."""
+        return [tensor for each in [*self._guests.values()] for tensor in [*each]]
+
     def begin(self, kept: Callable[[int], Iterable[Tensor]]) -> None:
         """Start a step; ``kept`` are tensors of a microbatch that others hold besides stages."""
-        self._begun.clear()
+        for each in (self._begun, self._moving, self._guests):
+            each.clear()
         self._kept = kept
 
     def start(self, place: int) -> None:
@@ -180,7 +193,9 @@ class MicrobatchMoves:
 
             def work() -> list[Tensor]:
                 self._wait_for_departures(journey.comes)
-                return link.receive(sizes, what)
+                found = self._moving[journey.comes] = []
+                link.receive(sizes, what, found)
+                return found
 
             return self._carry(journey.comes, work)
 
@@ -210,7 +225,10 @@ class MicrobatchMoves:
 
             def work() -> list[Tensor]:
                 self._wait_for_departures(journey.comes)
-                return [store.take(ticket) for ticket in offloaded.result()]
+                found = self._moving[journey.comes] = []
+                for ticket in offloaded.result():
+                    found.append(store.take(ticket))
+                return found
 
             return self._carry(journey.comes, work)
 
@@ -225,7 +243,9 @@ class MicrobatchMoves:
         def accept() -> Transfer:
             def work() -> list[Tensor]:
                 self._wait_for_departures(journey.accepted)
-                return link.receive(link.receive_sizes(what), what)
+                found = self._guests[journey.accepted] = []
+                link.receive(link.receive_sizes(what), what, found)
+                return found
 
             return self._carry(journey.accepted, work)
 
@@ -245,7 +265,9 @@ class MicrobatchMoves:
         """What the microbatch holds alone, taken out of the stage."""
         microbatch = journey.microbatch
         kept = [*self._kept(microbatch), *self._held_elsewhere(journey)]
-        return stage.detach_held(microbatch, self._moved.get(journey.stage), kept)
+        found = stage.detach_held(microbatch, self._moved.get(journey.stage), kept)
+        self._moving[journey.leaves] = found
+        return found
 
     def _held_elsewhere(self, journey: Journey) -> Iterator[Tensor]:
         """What the rank's other stages hold of the microbatch: an output here is an input there."""
