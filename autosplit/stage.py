@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from autosplit.autograd.function import run_forward
+from autosplit.passes.lowering.live_bytes import LiveBytes
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.gradient_accumulation import Accumulation
 from autosplit.runtime.gradient_graphs import Call
+from autosplit.runtime.held_storages import HeldStorages, lent_storages
 from autosplit.runtime.in_flight import (
     InFlightMicrobatch,
     InFlightMicrobatches,
     PendingWeightGradients,
 )
+from autosplit.runtime.recomputation import KeptInputs
 from autosplit.runtime.split_options import SplitOptions
 from autosplit.runtime.stage_specializations import StageSpecializations
 from autosplit.torch_internals.backward_task import without_autocast
+from autosplit.torch_internals.storage import distinct_storage_bytes
 
 from .errors import SplitError
 
@@ -85,8 +89,10 @@ class Stage:
         options = SplitOptions(backend, memory, late_input)
         self._graphs = StageSpecializations(owner, module, args, options, slices)
         self._outputs = self._graphs.outputs
+        self._inputs: dict[int, KeptInputs] = {}
         self._saved = InFlightMicrobatches(owner, "forward")
         self._weights = PendingWeightGradients(owner, summed, slices)
+        self._held = HeldStorages(owner, self._saved, self._weights.in_flight)
 
     @property
     def functions(self) -> SplitFunctions:
@@ -111,33 +117,117 @@ class Stage:
         return self._graphs.output_specs
 
     @property
+    def saved_tensors(self) -> list[Tensor]:
+        """Tensors held between F and I; several may lie in one storage."""
+        kept = [tensor for each in self._inputs.values() for tensor in each.tensors]
+        return [*self._saved.tensors, *kept]
+
+    @property
+    def deferred_tensors(self) -> list[Tensor]:
+        """Tensors held between I and W, likewise."""
+        return self._weights.in_flight.tensors
+
+    @property
     def saved_bytes(self) -> int:
         """Bytes of distinct storage held between F and I."""
-        return self._saved.bytes
+        return distinct_storage_bytes(self.saved_tensors)
 
     @property
     def deferred_bytes(self) -> int:
         """Bytes of distinct storage held between I and W."""
         return self._weights.in_flight.bytes
 
-    def forward(self, microbatch: int, inputs: list[Tensor]) -> list[Tensor]:
+    def forward(
+        self, microbatch: int, inputs: list[Tensor], keep: Literal["saved", "inputs"] = "saved"
+    ) -> list[Tensor]:
         """F: outputs for these inputs; empties ``inputs``.
+
+        Args:
+            microbatch: whose.
+            inputs: of the module.
+            keep: what is held for the backward: what the graph saves, or only the inputs, from
+                which ``recompute`` makes it before the backward.
 
         Raises:
             SplitError: this microbatch is already between F and its backward; an input is not
                 as the stage was traced with it; or the module changed so that its outputs did.
             CaptureError: the module changed and cannot be traced any more.
         """
-        if microbatch in self._saved:
+        if microbatch in self._saved or microbatch in self._inputs:
             raise SplitError(f"stage {self.index}: microbatch {microbatch} has run its forward")
         self._graphs.check_inputs(inputs)
         functions = self._graphs.fitting()
         state = self._graphs.state()
+        kept = None
+        if keep == "inputs" and functions.has_backward:
+            kept = KeptInputs(functions, state, inputs)
+        lent = lent_storages(inputs)
         with torch.no_grad():
             result = run_forward(functions, state, _drain(inputs))
-        if functions.has_backward:
-            self._saved.put(microbatch, InFlightMicrobatch(functions, result.saved, state))
+        if kept is not None:
+            self._inputs[microbatch] = kept
+        elif functions.has_backward:
+            arrived = InFlightMicrobatch(functions, result.saved, state, lent)
+            self._saved.put(microbatch, arrived)
         return result.outputs[: len(self._outputs)]
+
+    def recompute(self, microbatch: int) -> None:
+        """F again, of a microbatch that kept its inputs only; nothing but what it saves comes of
+        it. It draws the random numbers that F drew, and no buffer is written.
+
+        Raises:
+            SplitError: this microbatch kept something else; or an input, a parameter or a buffer
+                was written in place since.
+        """
+        if not self.functions.has_backward:
+            return
+        if microbatch not in self._inputs:
+            raise SplitError(
+                f"stage {self.index}: microbatch {microbatch} does not wait to be recomputed; run "
+                "forward(..., keep='inputs') before recompute()"
+            )
+        kept = self._inputs.pop(microbatch)
+        lent = lent_storages(kept.inputs)
+        saved = kept.run()
+        self._saved.put(microbatch, InFlightMicrobatch(kept.functions, saved, kept.state, lent))
+
+    def held(self, microbatch: int, kept: Iterable[Tensor] = ()) -> list[Tensor]:
+        """What could be away for a while of a microbatch between F and its backward, or I and W.
+
+        One tensor for each storage that this microbatch holds and neither another nor the module:
+        its bytes. Those that are needed longest come first.
+
+        Args:
+            microbatch: whose.
+            kept: tensors whose storages others hold besides.
+
+        Raises:
+            SplitError: this microbatch is at neither place.
+        """
+        return self._held.of(microbatch, kept)
+
+    def detach_held(
+        self, microbatch: int, bytes: int | None = None, kept: Iterable[Tensor] = ()
+    ) -> list[Tensor]:
+        """Give away what ``held`` returns. Until it is back, nothing can be run on the microbatch.
+
+        Args:
+            microbatch: whose.
+            bytes: give no more than so many; None for all.
+            kept: as for ``held``.
+
+        Raises:
+            SplitError: as ``held``; or it is away already, or was written in place.
+        """
+        return self._held.detach(microbatch, bytes, kept)
+
+    def attach_held(self, microbatch: int, tensors: Sequence[Tensor]) -> None:
+        """Put back what ``detach_held`` gave: tensors of the same bytes, in the same order.
+
+        Raises:
+            SplitError: other tensors than it gave, or it gave none.
+        """
+        self._held.attach(microbatch, tensors)
 
     def backward_input(
         self, microbatch: int, output_grads: list[Tensor | None]
@@ -147,7 +237,8 @@ class Stage:
         Raises:
             SplitError: this microbatch has no forward to go back through.
         """
-        functions, saved, state = self._saved.take(microbatch)
+        functions, saved, state, lent = self._take(microbatch)
+        lent |= lent_storages(output_grads)
         with torch.no_grad(), without_autocast():
             names = functions.early_parameters
             into, sums = self._weights.into(names, state) if names else (), self._weights.sums
@@ -157,7 +248,8 @@ class Stage:
             )
             if names and into is None:
                 sums.add(names, early, functions.dependence.borrowed)
-        self._weights.in_flight.put(microbatch, InFlightMicrobatch(functions, deferred, state))
+        arrived = InFlightMicrobatch(functions, deferred, state, lent)
+        self._weights.in_flight.put(microbatch, arrived)
         return grads
 
     def backward_weight(self, microbatch: int | Sequence[int], slice: int | None = None) -> None:
@@ -207,7 +299,7 @@ class Stage:
         Raises:
             SplitError: this microbatch has no forward to go back through.
         """
-        functions, saved, state = self._saved.take(microbatch)
+        functions, saved, state, _ = self._take(microbatch)
         names = functions.parameter_names
         with torch.no_grad(), without_autocast():
             into, sums = self._weights.into(names, state), self._weights.sums
@@ -216,6 +308,19 @@ class Stage:
             if into is None:
                 sums.add(names, gradients, functions.dependence.borrowed)
         return grads
+
+    def live_bytes(self, call: str, *, microbatches: int = 1, adds: bool = False) -> LiveBytes:
+        """What is alive while a call runs, as the graphs say.
+
+        Args:
+            call: the name of one of this class's methods; W counts as run whole.
+            microbatches: of how many microbatches, for W.
+            adds: whether it adds to gradients that are there, rather than make them.
+        """
+        sums = self._weights.sums
+        return self.functions.live_bytes(
+            call, sums.accumulation, microbatches=microbatches, adds=adds
+        )
 
     def compile(self, calls: Iterable[Call] = ("backward_input", "backward_weight") * 2) -> None:
         """Compile the graphs of these calls ahead of their first run, and no others.
@@ -243,8 +348,18 @@ class Stage:
 
     def reset(self) -> None:
         """Forget every microbatch in flight and the gradients gathered so far."""
+        self._inputs.clear()
         self._saved.clear()
         self._weights.clear()
+
+    def _take(self, microbatch: int) -> InFlightMicrobatch:
+        """The state of a microbatch for its backward, which is let go of here."""
+        if microbatch in self._inputs:
+            raise SplitError(
+                f"stage {self.index}: microbatch {microbatch} kept its inputs only; call "
+                f"recompute({microbatch}) before its backward"
+            )
+        return self._saved.take(microbatch)
 
     def _output_grads(
         self, functions: SplitFunctions, output_grads: list[Tensor | None]

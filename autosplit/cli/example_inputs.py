@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autosplit.dump.tables import size_text
 from autosplit.errors import PlanError
+from autosplit.text.byte_sizes import size_text
 from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten
 
 

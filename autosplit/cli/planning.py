@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from autosplit.compare.workload import example_of
-from autosplit.dump.tables import size_text
 from autosplit.errors import AutosplitError
 from autosplit.pipeline.engine.processes.launch import launch
 from autosplit.pipeline.simulation.transfer import Transfer
@@ -27,6 +26,7 @@ from autosplit.planner.plan.alternatives import Configuration
 from autosplit.planner.plan.from_solution import make_plan
 from autosplit.planner.plan.plan import Plan
 from autosplit.planner.plan.plan_search import search_plans
+from autosplit.text.byte_sizes import size_text
 from autosplit.text.writing import write_text
 
 from .example_inputs import samples_of

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import pathlib
-import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
+from autosplit.torch_internals.allocations import HostAllocations
 from autosplit.torch_internals.storage import distinct_storage_bytes
 
 
@@ -34,34 +29,8 @@ def peak_bytes(call: Callable[[], Any], resident: Iterable[Tensor], device: torc
         call()
         grown = torch.cuda.max_memory_allocated(device) - before
     else:
-        with tempfile.TemporaryDirectory() as folder, _quiet_stderr():
-            kinds = [ProfilerActivity.CPU]
-            with profile(activities=kinds, profile_memory=True, acc_events=True) as recorded:
-                call()
-            file = pathlib.Path(folder) / "trace.json"
-            recorded.export_chrome_trace(str(file))
-            grown = _peak(json.loads(file.read_text())["traceEvents"])
+        with HostAllocations() as allocations:
+            allocations.mark()
+            call()
+        grown = allocations.stretches()[0].highest
     return distinct_storage_bytes(resident) + grown
-
-
-def _peak(events: list[dict[str, Any]]) -> int:
-    changes = [event for event in events if event.get("name") == "[memory]"]
-    changes.sort(key=lambda event: event["ts"])
-    total = peak = 0
-    for event in changes:
-        total += event["args"]["Bytes"]
-        peak = max(peak, total)
-    return peak
-
-
-@contextlib.contextmanager
-def _quiet_stderr() -> Iterator[None]:
-    """The profiler prints on the file descriptor itself when it starts and stops."""
-    saved = os.dup(2)
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), 2)
-    try:
-        yield
-    finally:
-        os.dup2(saved, 2)
-        os.close(saved)

@@ -12,11 +12,12 @@ from torch import fx
 from autosplit.passes.graph import Kind
 from autosplit.passes.lowering import codegen
 from autosplit.runtime.functions import SplitFunctions
+from autosplit.text.byte_sizes import size_text
 from autosplit.text.writing import writing
 
 from .boundary import boundary_tensors, total_bytes
 from .drawing import draw
-from .tables import boundary_table, graph_table, size_text
+from .tables import boundary_table, graph_table
 
 _LAYOUT_SECONDS = 60
 

@@ -14,6 +14,7 @@ from autosplit.passes.analysis.operator_cost import graph_flops
 from autosplit.passes.graph import Kind, calls, inputs, outputs
 from autosplit.passes.partition.memory_tradeoff import MemoryTradeoff, memory_tradeoff
 from autosplit.runtime.functions import SplitFunctions
+from autosplit.text.byte_sizes import size_text
 from autosplit.text.names import few
 
 from .boundary import BoundaryTensor, boundary_tensors, total_bytes
@@ -112,15 +113,6 @@ def milliseconds(seconds: float) -> str:
     """The number of milliseconds, in three digits where it is small."""
     value = 1e3 * seconds
     return f"{value:,.1f}" if value >= 10.0 or value == 0.0 else f"{value:.3g}"
-
-
-def size_text(count: int) -> str:
-    """``1.50 MiB``; bytes below 1 KiB as they are."""
-    units = ["KiB", "MiB", "GiB"]
-    if count < 1024:
-        return f"{count} B"
-    power = min((count.bit_length() - 1) // 10, len(units))
-    return f"{count / 1024**power:.2f} {units[power - 1]}"
 
 
 def short_source(line: str) -> str:

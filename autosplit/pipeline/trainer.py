@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias, TypeGuard
@@ -15,8 +16,10 @@ from autosplit.pipeline.engine.execution.stage_assembly import SplitStage, Stage
 from autosplit.pipeline.engine.messages.default_group import process_count
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.runtime.split_options import SplitOptions
+from autosplit.text.byte_sizes import parse_size
 
 from .training.options import TrainerOptions, schedule_request, stage_factory_of
+from .training.rank_ledger import Record
 from .training.stage_modules import LossFunction, Partitioned, StageList, StageSource
 from .training.stage_trainer import OptimizerFunction, StageTrainer
 from .training.tied_parameters import Holder
@@ -83,7 +86,17 @@ class PipelineTrainer(StageTrainer):
         ranks: how many processes take part; None means all. 1 keeps all stages in this process
             and needs no process group.
         timeout: seconds to wait for another rank, and for each stage to be built.
-        record: record each step for ``timeline``; may be changed between steps.
+        memory_limit: bytes, or text such as ``"12GiB"``, that no rank may hold more than, of
+            parameters, gradients, optimizer state, microbatches and what calls need. On the
+            placement of ``schedule``, the shortest step within it is searched, before the first step by what
+            stages hold, and once three steps are measured again by their times: it may keep
+            microbatches at a partner rank, in the host's store, or run forwards again.
+        store: the folder of the file in which stages on the CPU keep what the schedule offloads;
+            None means that of temporary files. The file has no name there and ends with the
+            process. On a GPU it is pinned memory.
+        record: what to record of each step; may be changed between steps. True: when what ran,
+            for ``timeline``. ``"memory"``: what each rank holds as well, for ``memory``; on the
+            CPU by torch's profiler, which makes such a step slower and cannot run twice at once.
         backend: how stages are compiled, see ``autosplit.Stage``; None means ``"eager"``.
         memory: what a microbatch holds, see ``autosplit.split``; None means ``"balanced"``.
         accumulation: how weight gradients of microbatches are added up, see ``autosplit.Stage``;
@@ -120,7 +133,9 @@ class PipelineTrainer(StageTrainer):
         device: torch.device | str | None = None,
         ranks: int | None = None,
         timeout: float = 300.0,
-        record: bool = False,
+        memory_limit: int | str | None = None,
+        store: str | os.PathLike[str] | None = None,
+        record: Record = False,
         backend: str | None = None,
         memory: str | int | None = None,
         accumulation: str | None = None,
@@ -144,6 +159,12 @@ class PipelineTrainer(StageTrainer):
             max_grad_norm=max_grad_norm,
             undo_steps=undo_steps,
             timeout=timeout,
+            store=store,
+            memory_limit=(
+                None
+                if memory_limit is None
+                else parse_size(memory_limit, "memory_limit", PipelineError)
+            ),
         )
         if _is_whole(model):
             setup = _cut(model, stages, example, planning, loss_fn, options)

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
 
-from autosplit.dump.tables import milliseconds, size_text
+from autosplit.dump.tables import milliseconds
 from autosplit.errors import AutosplitError
 from autosplit.planner.plan.alternatives import Configuration
 from autosplit.planner.plan.plan import Plan
+from autosplit.text.byte_sizes import size_text
 from autosplit.text.names import few
 from autosplit.text.writing import writing
 

@@ -116,6 +116,13 @@ class BackwardGraphs:
         for variant in sorted(needed, key=lambda each: (order.index(each.call), *each[1:])):
             self._graph_of(variant, slices).compile(accumulation if variant.adds else None)
 
+    def source(self, variant: CalledVariant, accumulation: Accumulation) -> fx.GraphModule:
+        """The graph behind a call, W whole."""
+        found = self._graph_of(variant, slices=1)
+        if isinstance(found, GradientGraph):
+            return found.source(accumulation if variant.adds else None)
+        return self._module("backward_input")  # it returns its arguments
+
     def _graph_of(
         self, variant: CalledVariant, slices: int
     ) -> GradientGraph | SlicedWeight | PassThrough:

@@ -20,14 +20,16 @@ from autosplit.passes import Kind, SplitGraphs
 from autosplit.passes.analysis.symbolic_sizes import is_size
 from autosplit.passes.graph import inputs, outputs
 from autosplit.passes.lowering.lent_memory import lent
+from autosplit.passes.lowering.live_bytes import LiveBytes
 
 from .autocast_guard import AutocastGuard
 from .backward_graphs import BackwardGraphs
 from .forward_graph import ForwardGraph
 from .gradient_accumulation import EXACT, Accumulation
 from .gradient_dependence import GradientDependence
-from .gradient_graphs import Call
-from .saved_tensors import Residuals, State, TensorSpec
+from .gradient_graphs import Call, CalledVariant
+from .last_uses import last_uses
+from .saved_tensors import Constants, Residuals, State, TensorSpec
 from .weight_slices import SlicedWeight
 
 if TYPE_CHECKING:
@@ -57,6 +59,7 @@ class SplitFunctions:
         output_names: paths of the outputs of ``forward``, in order.
         updated_inputs: paths of inputs that the module writes into.
         updated_state: names of buffers that the module writes into.
+        forward_state: names of the parameters and buffers that F reads.
         parameter_names: names of all gradients of parameters, in the order in which B returns
             them.
         early_parameters: those that I returns, under a memory setting that lets it.
@@ -74,6 +77,7 @@ class SplitFunctions:
         self.output_names = self._forward.output_names
         self.updated_inputs = self._forward.updated_inputs
         self.updated_state = self._forward.updated_state
+        self.forward_state = self._forward.read
         self.tangent_specs = {
             role.name: TensorSpec.of(node.meta["val"])
             for role, node in inputs(graphs.joint.graph, Kind.TANGENT).items()
@@ -126,6 +130,27 @@ class SplitFunctions:
         """
         self._backward.compile(calls, accumulation, slices)
 
+    def live_bytes(
+        self,
+        call: str,
+        accumulation: Accumulation = EXACT,
+        *,
+        microbatches: int = 1,
+        adds: bool = False,
+    ) -> LiveBytes:
+        """What is alive while a call runs, by the graph behind it.
+
+        Args:
+            call: the name of a method.
+            accumulation: how gradients are added.
+            microbatches: of how many microbatches, for W.
+            adds: whether it adds into gradients that are there.
+        """
+        if call == "forward":
+            return LiveBytes(self.graphs.forward)
+        variant = CalledVariant(call, microbatches, adds)
+        return LiveBytes(self._backward.source(variant, accumulation))
+
     @property
     def has_backward(self) -> bool:
         return self.graphs.backward is not None
@@ -144,6 +169,16 @@ class SplitFunctions:
         parameters and buffers, without numbers of their own.
         """
         return not self.defers_numbers and all(map(operator.is_, one.state, other.state))
+
+    @cached_property
+    def forward_constants(self) -> Constants:
+        """The constants that F reads."""
+        return Constants.of([self.graphs.forward], self.capture.guards.name_of)
+
+    @cached_property
+    def last_uses(self) -> Mapping[str, int]:
+        """Name of a saved or deferred tensor -> its place in the order in which they die."""
+        return last_uses(self.graphs)
 
     @cached_property
     def output_specs(self) -> dict[str, TensorSpec]:

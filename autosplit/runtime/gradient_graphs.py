@@ -119,16 +119,23 @@ class GradientGraph:
             self._variants[accumulation] = self._make(accumulation)
         return self._variants[accumulation]
 
+    def source(self, accumulation: Accumulation | None = None) -> fx.GraphModule:
+        """The graph that is compiled to add up gradients in this way, or without one to return new
+        ones.
+        """
+        if accumulation is None or self._adds_outside(accumulation):
+            return self._module
+        return accumulating(
+            self._name, self._module, accumulation, fused=self._backend.writes_views
+        )
+
     def _make(self, accumulation: Accumulation | None) -> GraphVariant:
-        name, module, given = self._name, self._module, [*self._given]
+        name, module, given = self._name, self.source(accumulation), [*self._given]
         sums: list[Role] = []
         if accumulation is None:
             sums = [Role(Kind.PARAMETER_GRAD, name) for name in self.parameters]
         else:
-            name, module = (
-                f"{name}_accumulating",
-                accumulating(self._name, module, accumulation, fused=self._backend.writes_views),
-            )
+            name = f"{name}_accumulating"
             given += [Role(Kind.ACCUMULATOR, name) for name in self.parameters]
         graph = compile_graph(name, module, self._backend)
         hand_over(graph.strides, *self._takers)

@@ -1,1 +1,1 @@
-"""Text files in and out: bounded, and with typed errors."""
+"""Text in and out: files, bounded and with typed errors, and figures as people write them."""

@@ -36,10 +36,22 @@ def storage_users(storage: torch.UntypedStorage) -> tuple[int, int]:
     return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
 
 
+def storage_sizes(
+    tensors: Iterable[torch.Tensor | None],
+) -> dict[tuple[torch.device, int], int]:
+    """Bytes of each storage behind the tensors, by where it lies; of sparse ones, of their parts."""
+    storages = (part.untyped_storage() for tensor in tensors for part in _strided_parts(tensor))
+    return {(each.device, each.data_ptr()): each.nbytes() for each in storages}
+
+
 def distinct_storage_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
     """Bytes of distinct storage behind the tensors."""
-    sizes = {
-        (storage.device, storage.data_ptr()): storage.nbytes()
-        for storage in (t.untyped_storage() for t in tensors if t is not None)
-    }
-    return sum(sizes.values())
+    return sum(storage_sizes(tensors).values())
+
+
+def _strided_parts(tensor: torch.Tensor | None) -> list[torch.Tensor]:
+    if tensor is None:
+        return []
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    return [tensor]

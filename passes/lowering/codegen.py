@@ -55,7 +55,7 @@ def generate(name: str, module: fx.GraphModule) -> str:
         PassError: the graph holds something that has no source form.
     """
     graph = module.graph
-    last_use = _last_uses(graph)
+    last_use = last_uses(graph)
     reused = reusable_operands(graph)
     lines = [f"def {name}(args, constants={{}}):"]
     lines += _unpack(placeholders(graph), last_use)
@@ -93,7 +93,7 @@ def value_text(value: object) -> str:
     return str(value)
 
 
-def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     """Liveness: for every node, the values that are dead after it."""
     seen: set[fx.Node] = set()
     last: dict[fx.Node, list[fx.Node]] = {}

@@ -8,7 +8,7 @@ from torch import nn
 
 import autosplit
 from autosplit import SplitError
-from autosplit.dump.tables import short_source, size_text
+from autosplit.dump.tables import short_source
 from tests.zoo import SwiGLU
 
 
@@ -85,21 +85,6 @@ def test_nothing_captured(tmp_path) -> None:
         split.report()
     with pytest.raises(SplitError, match="nothing captured yet"):
         split.dump(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1.00 KiB"),
-        (1024**2 - 1, "1024.00 KiB"),
-        (3 * 2**19, "1.50 MiB"),
-        (5 * 2**40, "5120.00 GiB"),
-    ],
-)
-def test_size_text(count: int, text: str) -> None:
-    assert size_text(count) == text
 
 
 def test_short_source() -> None:

@@ -78,6 +78,18 @@ class OptimizerStep:
             _check_moves(optimizer, parameters)
         self._parameters, self._optimizer = parameters, optimizer
 
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """This rank's; None where it has no parameters."""
+        return self._optimizer
+
+    @property
+    def state(self) -> list[Tensor]:
+        """The tensors of the optimizer's state."""
+        found = {} if self._optimizer is None else self._optimizer.state
+        values = (value for each in found.values() for value in each.values())
+        return [value for value in values if isinstance(value, Tensor)]
+
     def step(self, norm: float | None, agree: Callable[[], None]) -> None:
         """Clip, move and clear the gradients, and hear that all ranks have done so.
 

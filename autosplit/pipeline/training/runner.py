@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,22 +17,32 @@ from autosplit.pipeline.engine.execution.evaluation import forward_only
 from autosplit.pipeline.engine.execution.microbatch import Batch, Microbatches
 from autosplit.pipeline.engine.execution.mode import Mode
 from autosplit.pipeline.engine.execution.mode_by_shape import Modes
-from autosplit.pipeline.engine.execution.recorder import recorder_on
+from autosplit.pipeline.engine.execution.recorder import Recorder, recorder_on
 from autosplit.pipeline.engine.execution.stage_assembly import TrainableStage
 from autosplit.pipeline.engine.faults.first_error import Guard
+from autosplit.pipeline.engine.memory.host_store import HostStore, measure_store
 from autosplit.pipeline.engine.messages.link_times import measure_transfer
 from autosplit.pipeline.engine.messages.process_groups import Groups
+from autosplit.pipeline.engine.messages.shape_negotiation import TensorMeta
 from autosplit.pipeline.engine.messages.step_results import Agreement
+from autosplit.pipeline.ledger.holdings import state_of
+from autosplit.pipeline.ledger.prediction import predicted_peak
 from autosplit.pipeline.schedule.routes import pairs_of
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
 from autosplit.pipeline.simulation.timeline import Span
+from autosplit.pipeline.simulation.transfer import Link
+from autosplit.stage import Stage
+from autosplit.torch_internals.optimizer_state import state_bytes
+from autosplit.torch_internals.storage import distinct_storage_bytes
 
 from .auto_schedule import Tuner
 from .batch_agreement import check_same_batch
 from .batch_contents import compare_contents
+from .limited_schedule import LimitTuner
 from .optimizer_step import OptimizerStep
 from .options import TrainerOptions
+from .rank_ledger import MEMORY, RankLedger, RankMemory, Record
 from .rank_state import RankState
 from .snapshot import ForwardState
 from .stage_builder import StageBuilder
@@ -51,11 +64,14 @@ class Runner:
         update: the optimizer's steps, which tell whether weights were right.
         device: where the stages run.
         settled: waits until the device has done what it was given.
+        store: where this rank offloads, if it does.
 
     Attributes:
         schedule: what training runs; under ``"auto"`` another one behind the measured steps.
         stages: this rank's stages of the last run in training; empty before the first.
         spans: what that run recorded.
+        memory: the bands of what this rank held in that run, and the peak that was predicted for
+            it; None where that was not recorded.
     """
 
     def __init__(
@@ -69,9 +85,11 @@ class Runner:
         update: OptimizerStep,
         device: torch.device,
         settled: Callable[[], None],
+        store: HostStore | None = None,
     ) -> None:
         self._held = held
         self._settled = settled
+        self._store = store
         self._recorder = recorder_on(groups.rank, device)
         self._groups = groups
         self._guard = guard
@@ -80,7 +98,7 @@ class Runner:
         self.schedule: Schedule = setup.schedule
         self._order = order
         self._feeds = Feeds(setup.stages.count, setup.stages.wiring)
-        self._tuner = self._tuner_for(setup, options.early_weights) if options.tunes else None
+        self._tuner = self._tuner_for(setup, options)
         if self._tuner is not None:
             self.schedule = self._tuner.measured
         source = self.schedule.placement[self._feeds.first_from_batch]
@@ -99,25 +117,61 @@ class Runner:
         )
         self.stages: Mapping[int, TrainableStage] = MappingProxyType({})
         self.spans: list[Span] = []
+        self.memory: RankMemory | None = None
         self._contents_compared = False
+        self._limited = False
+        self._boundaries: Callable[[int], Sequence[TensorMeta]] = lambda stage: ()
 
-    def _tuner_for(self, setup: TrainingSetup, early_weights: bool) -> Tuner:
+    def _tuner_for(self, setup: TrainingSetup, options: TrainerOptions) -> Tuner | None:
+        if not options.tunes:
+            return None
         pairs = pairs_of(setup.schedule, self._feeds)
-        return Tuner(
+        links = partial(measure_transfer, self._groups, self._device, pairs)
+        known: dict[str, Any] = {
+            "wiring": setup.stages.wiring,
+            "early_weights": options.early_weights,
+        }
+        if options.memory_limit is None:
+            return Tuner(setup.schedule, self._groups, links=links, **known)
+        return LimitTuner(
             setup.schedule,
             self._groups,
-            links=partial(measure_transfer, self._groups, self._device, pairs),
-            wiring=setup.stages.wiring,
-            early_weights=early_weights,
+            limit=options.memory_limit,
+            fixed=self._fixed_bytes,
+            peak=self._predicted_peak,
+            links=lambda: replace(links(), host=self._host_link()),
+            **known,
         )
 
-    def train(self, batch: Batch | None, *, clipping: bool, record: bool) -> Agreement:
+    def _fixed_bytes(self) -> int:
+        """Bytes of parameters, gradients and optimizer state."""
+        state = distinct_storage_bytes(state_of(self._held.modules.values()))
+        trained = [p for p in self._held.parameters if p.requires_grad]
+        gradients = sum(p.numel() * p.element_size() for p in trained)
+        return state + gradients + state_bytes(self._update.optimizer)
+
+    def _predicted_peak(self) -> int | None:
+        """The most that this rank would hold besides, under the schedule as it is."""
+        stages = {i: each for i, each in self.stages.items() if isinstance(each, Stage)}
+        if len(stages) < len(self.stages):
+            return None
+        rank, learn = self._groups.rank, self._boundaries
+        return predicted_peak(self.schedule, rank, self._feeds, stages, learn)
+
+    def _host_link(self) -> Link:
+        """The slowest rank's link to its store; collective."""
+        links = self._groups.gather(None if self._store is None else measure_store(self._store))
+        latency, bandwidth = zip(*(each for each in links if each is not None), strict=True)
+        return Link(max(latency), min(bandwidth))
+
+    def train(self, batch: Batch | None, *, clipping: bool, record: Record) -> Agreement:
         """Run the schedule and add its gradients to the parameters' ``.grad``.
 
         Args:
             batch: see ``PipelineTrainer.step``.
             clipping: whether the norm of the gradient will be asked for.
-            record: whether to record ``spans``; the steps that ``"auto"`` measures always are.
+            record: whether to record ``spans``, as steps that ``"auto"`` measures always are, and
+                ``memory``.
 
         Returns:
             Losses and norm on their way.
@@ -126,16 +180,32 @@ class Runner:
         mode = self._train.of(batch)
         inputs, targets = self._split(mode, batch)
         executor = mode.executor or self._builder.train(mode, batch, inputs, targets)
-        self.stages = mode.stages
-        recorder = self._recorder if record or self._tuner is not None else None
+        self.stages, self._boundaries = mode.stages, mode.negotiation.learn
+        if isinstance(self._tuner, LimitTuner) and not self._limited:
+            self._limited = True
+            self._adopt(self._tuner.before_step(self.stages))
+            executor = mode.executor or executor
+        recorder: Recorder | None = self._recorder if record or self._tuner is not None else None
+        ledger = None
+        if record == MEMORY:
+            parts = [each for part in (*inputs, *targets) for each in part]
+            ledger = RankLedger(
+                mode, self._held, self._update.state, parts, self._recorder, self._device
+            )
+            recorder = ledger.recorder
 
         def run() -> dict[int, Tensor]:
             with self._held.steady():
-                return executor.run(inputs, targets, recorder)
+                losses = executor.run(inputs, targets, recorder)
+            if ledger is not None:
+                ledger.finish(losses.values())
+            return losses
 
-        losses = self._run_again(run) if self._update.expects_more else self._run_once(run)
+        with contextlib.nullcontext() if ledger is None else ledger.recording():
+            losses = self._run_again(run) if self._update.expects_more else self._run_once(run)
         self._settled()
         self.spans = recorder.spans() if recorder is not None else []
+        self.memory = None if ledger is None else ledger.found()
         if self._tuner is not None:
             self._tune(self._tuner)
         return self._agree(mode, losses, clipping=clipping)
@@ -208,15 +278,21 @@ class Runner:
             self._device,
             order,
             finished=self._finished if early else None,
+            store=self._store,
         )
 
     def _tune(self, tuner: Tuner) -> None:
         """Measure one of the first steps; after the last, change the schedule."""
         found = tuner.after_step(self.spans, self.stages)
         if found is not None:
-            self._tuner, self.schedule = None, found
-            make = partial(self._make_mode, "train", found, self._order)
-            self._train.reschedule(found, make)
+            self._tuner = None
+            self._adopt(found)
+
+    def _adopt(self, schedule: Schedule) -> None:
+        """Train under another schedule from now on."""
+        self.schedule = schedule
+        make = partial(self._make_mode, "train", schedule, self._order)
+        self._train.reschedule(schedule, make)
 
     def _agree(self, mode: Mode, losses: Mapping[int, Tensor], *, clipping: bool) -> Agreement:
         """Start to make losses and gradient norm known to all."""

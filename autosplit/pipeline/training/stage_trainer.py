@@ -21,12 +21,14 @@ from autosplit.pipeline.engine.faults.watch import watch_over
 from autosplit.pipeline.engine.messages.nccl import await_device
 from autosplit.pipeline.engine.messages.process_groups import Groups
 from autosplit.pipeline.engine.messages.step_results import Agreement
+from autosplit.pipeline.ledger.bands import StepMemory
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.timeline import Timeline
 
 from .optimizer_step import OptimizerStep
 from .option_agreement import check_unanimous, factory_options
-from .options import TrainerOptions, choose_device, choose_order
+from .options import TrainerOptions, choose_device, choose_order, store_for
+from .rank_ledger import Record, check_record
 from .rank_state import RankState
 from .runner import Runner
 from .tied_parameters import Holder, union_of_groups
@@ -47,7 +49,7 @@ class StageTrainer:
         options: how to train.
         shared_parameters: groups of (stage, name) that are one parameter, beside those known.
         device: where this process's stages go, see ``PipelineTrainer``.
-        record: record each step for ``timeline``; may be changed between steps.
+        record: see ``PipelineTrainer``.
 
     Attributes:
         modules: this process's modules by stage.
@@ -67,7 +69,7 @@ class StageTrainer:
         *,
         shared_parameters: Sequence[Sequence[Holder]] = (),
         device: torch.device | str | None = None,
-        record: bool = False,
+        record: Record = False,
     ) -> None:
         self.shared_parameters = union_of_groups(setup.stages.shared, shared_parameters)
         self.record = record
@@ -78,6 +80,7 @@ class StageTrainer:
         order = choose_order(options.early_weights, setup.schedule, self.device)
         with self._guard("building the model"):
             check_unanimous(self._said(setup, options), self._groups)
+            store = store_for(options, setup.schedule, self.device)
             self._held = RankState(
                 setup.stages,
                 self.shared_parameters,
@@ -102,6 +105,7 @@ class StageTrainer:
             self._update,
             self.device,
             settled,
+            store,
         )
 
     def _connect(self, processes: int, options: TrainerOptions) -> None:
@@ -124,6 +128,7 @@ class StageTrainer:
             "microbatches": options.schedule.microbatches,
             "schedule": setup.schedule,
             "schedule='auto'": options.tunes,
+            "memory_limit": options.memory_limit,
             "shapes": options.shapes,
             "autocast": options.autocast,
             "max_grad_norm": options.max_grad_norm,
@@ -133,6 +138,16 @@ class StageTrainer:
             "early_weights": options.early_weights,
             **factory_options(setup.factory),
         }
+
+    @property
+    def record(self) -> Record:
+        """What is recorded of each step, see ``PipelineTrainer``; may be changed between steps."""
+        return self._record
+
+    @record.setter
+    def record(self, record: Record) -> None:
+        check_record(record)
+        self._record = record
 
     @property
     def rank(self) -> int:
@@ -264,6 +279,22 @@ class StageTrainer:
                 )
             rows = self._groups.gather(self._runner.spans)
         return Timeline(len(rows), tuple(span for row in rows for span in row))
+
+    def memory(self) -> StepMemory:
+        """What all ranks held in the forward and backward of the last step, and the peak that was
+        predicted for each; the step must have been run with ``record="memory"``. Call on all ranks.
+
+        Raises:
+            PipelineError: memory was not recorded.
+        """
+        with self._guard("gathering the memory"):
+            if self._runner.memory is None:
+                raise PipelineError(
+                    "the memory of the last step was not recorded: set record='memory' before a "
+                    "step, then ask"
+                )
+            rows = self._groups.gather(self._runner.memory)
+        return StepMemory.of(rows)
 
     @contextlib.contextmanager
     def together(self, where: str) -> Iterator[Groups]:

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from autosplit.dump.tables import size_text
 from autosplit.errors import PlanError
 from autosplit.planner.cuts.solve import CapError, Solution
+from autosplit.text.byte_sizes import size_text
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from autosplit.dump.tables import size_text
 from autosplit.errors import PlanError, ScheduleError
 from autosplit.pipeline.builders.build import SCHEDULES
 from autosplit.pipeline.builders.schedule_request import AUTO, ScheduleRequest
@@ -17,6 +16,7 @@ from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.planner.costs.block_costs import ModelCosts
 from autosplit.planner.costs.limits import Limits
 from autosplit.planner.cuts.solve import CapError, solve
+from autosplit.text.byte_sizes import size_text
 from autosplit.text.names import few
 
 from .alternatives import Configuration, ranked

@@ -8,9 +8,17 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from autosplit.pipeline.engine.memory.host_store import HostStore
+from autosplit.pipeline.engine.memory.moves import MicrobatchMoves
+from autosplit.pipeline.engine.memory.partner_link import (
+    PartnerLink,
+    connect_partners,
+    partner_pairs,
+)
 from autosplit.pipeline.engine.messages.process_groups import Groups
 from autosplit.pipeline.engine.messages.shape_negotiation import Negotiation, TensorMeta
 from autosplit.pipeline.engine.messages.transport import Transport
+from autosplit.pipeline.schedule.moves import has_moves
 from autosplit.pipeline.schedule.routes import pairs_of, routes_of
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
@@ -33,9 +41,13 @@ class Mode:
         device: where the stages run.
         order: in which order a rank takes up its actions.
         finished: see ``Executor``.
+        store: this rank's store on the host, where it offloads.
 
     Attributes:
         place: what the rank is doing.
+        schedule: what is run.
+        feeds: who feeds whom.
+        rank: this process's.
     """
 
     def __init__(
@@ -48,13 +60,15 @@ class Mode:
         device: torch.device,
         order: Order = as_scheduled,
         finished: Callable[[int], None] | None = None,
+        store: HostStore | None = None,
     ) -> None:
-        self._schedule = schedule
-        self._feeds = feeds
-        self._rank = groups.rank
+        self.schedule = schedule
+        self.feeds = feeds
+        self.rank = groups.rank
         self._device = device
         self._order = order
         self._finished = finished
+        self._store = store
         self._last = schedule.stages - 1
         own = schedule.held(groups.rank)
         self.split = BatchSplitter(
@@ -80,30 +94,54 @@ class Mode:
             LostPeerError: another rank failed or was not ready in time.
         """
         with self.place("compiling its stages"):
-            compile_stages(self.stages, self._schedule)
+            compile_stages(self.stages, self.schedule)
         self.negotiation.start()
 
     def prepare(
         self, stages: Mapping[int, ForwardStage], loss_grad: Tensor | None = None
     ) -> Executor:
         """Set the executor of this mode, which runs ``stages``; collective over all ranks."""
-        self._groups.connect(pairs_of(self._schedule, self._feeds))
+        self._groups.connect(pairs_of(self.schedule, self.feeds))
         self._loss_grad = loss_grad
         self.executor = Executor(
             stages,
-            self._schedule,
-            self._rank,
+            self.schedule,
+            self.rank,
             self._transport,
             loss_grad=loss_grad,
             order=self._order,
             finished=self._finished,
             place=self.place,
+            moves=self._moves(stages),
         )
         return self.executor
 
+    def _moves(self, stages: Mapping[int, ForwardStage]) -> MicrobatchMoves | None:
+        """What carries out the schedule's moves; collective over all ranks."""
+        schedule, groups = self._schedule, self._groups
+        if not has_moves(schedule):
+            return None
+        pairs = partner_pairs(schedule)
+        connect_partners(groups, pairs)
+        mine = next((pair for pair in pairs if self._rank in pair), None)
+        partner = None
+        if mine is not None:
+            (other,) = {*mine} - {self._rank}
+            partner = PartnerLink(groups, other, self._device)
+        return MicrobatchMoves(
+            stages,
+            schedule,
+            self._rank,
+            self._device,
+            store=self._store,
+            partner=partner,
+            timeout=groups.timeout,
+            place=self.place,
+        )
+
     def reschedule(self, schedule: Schedule) -> None:
         """Go on with the stages that are there under another schedule of the same placement."""
-        self._schedule = schedule
+        self.schedule = schedule
         self._transport = self._connect(schedule)
         if self.executor is not None:
             compile_stages(self.stages, schedule)
@@ -111,12 +149,17 @@ class Mode:
 
     def _connect(self, schedule: Schedule) -> Transport:
         return Transport(
-            routes_of(schedule, self._rank, self._feeds),
+            routes_of(schedule, self.rank, self.feeds),
             self._groups,
             self.negotiation,
             device=self._device,
             watch=self._order is not as_scheduled,
         )
+
+    @property
+    def messages(self) -> Transport:
+        """What carries this rank's tensors to other stages."""
+        return self._transport
 
     @property
     def loss_dtype(self) -> torch.dtype:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +12,15 @@ from torch import Tensor, nn
 from autosplit.dump.boundary import boundary_tensors, total_bytes
 from autosplit.errors import PipelineError
 from autosplit.passes import Kind
+from autosplit.passes.analysis.aliasing import distinct_bytes
+from autosplit.passes.graph import inputs as graph_inputs
+from autosplit.passes.graph import outputs as graph_outputs
 from autosplit.pipeline.engine.messages.shape_negotiation import Negotiation, TensorMeta
 from autosplit.pipeline.engine.messages.stage_ports import Receive, arguments
 from autosplit.pipeline.schedule.action import ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
+from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.runtime.gradient_accumulation import Accumulation
 from autosplit.runtime.split_options import SplitOptions
 from autosplit.stage import Stage
@@ -113,6 +117,17 @@ def footprint(stage: TrainableStage) -> tuple[float, float]:
     return float(total_bytes(saved)), float(total_bytes(deferred))
 
 
+def stage_memory(stage: TrainableStage) -> StageMemory:
+    """What a stage keeps of one microbatch, as ``footprint``, and how it would travel."""
+    saved, deferred = footprint(stage)
+    if not isinstance(stage, Stage):
+        return StageMemory(saved, deferred)
+    forward = stage.functions.graphs.forward
+    count = len(graph_outputs(forward.graph, Kind.SAVED))
+    taken = list(graph_inputs(forward.graph, Kind.INPUT).values())
+    return StageMemory(saved, deferred, float(distinct_bytes(taken)), max(count, 1))
+
+
 def sizes(stage: TrainableStage) -> tuple[list[float], list[float]]:
     """Bytes of each output of a stage, and of the gradient that comes back for it."""
     outputs, gradients = [], []
@@ -193,12 +208,33 @@ def compile_stages(stages: Mapping[int, TrainableStage], schedule: Schedule) -> 
 
 
 class _Frozen:
-    """A stage with nothing to differentiate: its backward actions are empty."""
+    """A stage with nothing to differentiate: its backward actions are empty, and it holds
+    nothing.
+    """
 
     def __init__(self, stage: TrainableStage, inputs: int) -> None:
         self._inputs = inputs
-        self.forward = stage.forward
+        self._forward = stage.forward
         self.output_specs = stage.output_specs
+
+    def forward(
+        self, microbatch: int, inputs: list[Tensor], keep: Literal["saved", "inputs"] = "saved"
+    ) -> list[Tensor]:
+        return self._forward(microbatch, inputs)
+
+    def recompute(self, microbatch: int) -> None:
+        pass
+
+    def held(self, microbatch: int, kept: Iterable[Tensor] = ()) -> list[Tensor]:
+        return []
+
+    def detach_held(
+        self, microbatch: int, bytes: int | None = None, kept: Iterable[Tensor] = ()
+    ) -> list[Tensor]:
+        return []
+
+    def attach_held(self, microbatch: int, tensors: Sequence[Tensor]) -> None:
+        pass
 
     def backward_input(
         self, microbatch: int, output_grads: list[Tensor | None]

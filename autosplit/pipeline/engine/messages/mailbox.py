@@ -73,6 +73,11 @@ class Outbox:
             except RuntimeError as error:
                 raise self._lost(message.parcel, start, error) from error
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What is kept for as long as it may be under way."""
+        return [each for message in self._pending for each in message.tensors if each is not None]
+
     def drain(self) -> None:
         """End the step: wait for everything under way."""
         self.retire(self._retired + len(self._pending))

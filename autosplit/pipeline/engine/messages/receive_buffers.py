@@ -52,6 +52,11 @@ class Buffers:
         ring.append(_Buffer(meta, self._device))
         return ring[-1].tensor()
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """One over each buffer, whoever uses it."""
+        return [buffer.tensor() for ring in self._rings.values() for buffer in ring]
+
     def settle(self) -> None:
         """At the end of a step, leave what is still in use to those who use it."""
         for key, ring in self._rings.items():

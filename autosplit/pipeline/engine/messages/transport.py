@@ -96,6 +96,13 @@ class Transport:
             outbox.drain()
         self.buffers.settle()
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What messages hold: buffers, sends under way, results on their way to stages here."""
+        here = [*self._kept.values(), *(each for part in self._here.values() for each in part)]
+        sent = [each for outbox in self._outboxes.values() for each in outbox.tensors]
+        return [*self.buffers.tensors, *sent, *(each for each in here if each is not None)]
+
     def sender(self, result: Action) -> Send:
         """The call that hands ``result`` (an F's or I's, named by its action) to other stages.
 

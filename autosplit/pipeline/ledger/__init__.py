@@ -1,0 +1,1 @@
+"""What each rank holds during a step, by owner: measured, and predicted before it runs."""

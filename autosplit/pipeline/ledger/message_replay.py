@@ -1,0 +1,194 @@
+"""One rank's messages in a step, with storages instead of tensors; as ``Transport`` has them."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+
+from autosplit.pipeline.engine.messages.shape_negotiation import TensorMeta
+from autosplit.pipeline.schedule.action import Action
+from autosplit.pipeline.schedule.routes import Parcel, parcels_for, parcels_of, routes_of
+from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.schedule.wiring import Feeds
+
+from .storages import Level, Storage
+
+_PREFETCH = 2  # receives that ``Transport`` keeps posted beyond those taken
+
+Values = list["Storage | None"]
+"""Each held once by whoever has the list; None for the batch's, or where there is no gradient."""
+
+
+class MessageReplay:
+    """What a rank's messages hold.
+
+    Args:
+        schedule: what is run.
+        rank: whose messages.
+        feeds: who feeds whom.
+        boundaries: gives what a stage puts out.
+        level: counts.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        rank: int,
+        feeds: Feeds,
+        boundaries: Callable[[int], Sequence[TensorMeta]],
+        level: Level,
+    ) -> None:
+        self._schedule, self._rank, self._feeds = schedule, rank, feeds
+        self._boundaries, self._level = boundaries, level
+        self._routes = routes_of(schedule, rank, feeds)
+        self._source = {p: peer for peer, ps in self._routes.receives.items() for p in ps}
+        self._place = {p: at for ps in self._routes.receives.values() for at, p in enumerate(ps)}
+        self._posted: dict[int, int] = {}
+        self._sent: Mapping[int, deque[list[Storage]]] = {}
+        self._retired: dict[int, int] = {}
+        self._coming: dict[Parcel, Values] = {}
+        self._here: dict[Parcel, Values] = {}
+        self._kept: dict[tuple[Action, int], Storage | None] = {}
+
+    def begin(self) -> None:
+        """Start a step: post the first receives."""
+        self._posted = dict.fromkeys(self._routes.receives, 0)
+        self._sent, self._retired = defaultdict(deque), defaultdict(int)
+        for peer in self._posted:
+            self._post(peer, _PREFETCH)
+
+    def finish(self) -> None:
+        """End a step: everything has arrived."""
+        for messages in self._sent.values():
+            for message in messages:
+                self._level.release(message)
+
+    def inputs(self, action: Action) -> Values:
+        """The arguments of a forward, without targets."""
+        parcels = parcels_for(action, self._feeds)
+        found = [self._take(parcel) for parcel in parcels]
+        if self._feeds.wiring is None:
+            return found[0] if found else []
+        makers = self._feeds.sources(action.stage)
+        given: Values = []
+        for source in self._feeds.wiring.inputs[action.stage]:
+            if source.stage is None:
+                given.append(None)
+                continue
+            positions = self._feeds.positions(source.stage, action.stage) or ()
+            each = found[makers.index(source.stage)][positions.index(source.position)]
+            self._level.hold([each] if each else [])
+            given.append(each)
+        for values in found:
+            self._drop(values)
+        return given
+
+    def gradients(self, action: Action) -> Values:
+        """The gradients of a stage's outputs."""
+        parcels = parcels_for(action, self._feeds)
+        found = [self._take(parcel) for parcel in parcels]
+        if self._feeds.wiring is None:
+            return found[0] if found else []
+        totals: Values = [None] * self._feeds.wiring.outputs[action.stage]
+        targets = self._feeds.targets(action.stage)
+        for values, target in reversed(list(zip(found, targets, strict=True))):
+            positions = self._feeds.positions(action.stage, target) or ()
+            for position, each in zip(positions, values, strict=True):
+                totals[position] = self._added(totals[position], each)
+        return totals
+
+    def deliver(self, result: Action, values: Values) -> None:
+        """Hand on a result, of which the caller lets go."""
+        for parcel in parcels_of(result, self._feeds):
+            given = self._given(parcel, values)
+            target = self._schedule.home(parcel.stage, result.microbatch)
+            if target == self._rank:
+                self._here[parcel] = given
+            else:
+                self._sent[target].append([each for each in given if each])
+        self._drop(values)
+
+    def _given(self, parcel: Parcel, values: Values) -> Values:
+        """What goes into a parcel, held for it."""
+        wiring = self._feeds.wiring
+        if wiring is None:
+            given = [*values]
+        elif parcel.forward:
+            given = [values[position] for position in self._routes.carried(parcel) or ()]
+        else:
+            given = []
+            for position in self._feeds.positions(parcel.boundary, parcel.taker) or ():
+                inputs = enumerate(wiring.inputs[parcel.taker])
+                at = [i for i, s in inputs if (s.stage, s.position) == (parcel.stage, position)]
+                first, *others = (values[place] for place in at)
+                self._level.hold([first] if first else [])
+                for other in others:
+                    self._level.hold([other] if other else [])
+                    first = self._added(first, other)
+                given.append(first)
+            return given
+        self._level.hold(each for each in given if each)
+        return given
+
+    def _added(self, one: Storage | None, other: Storage | None) -> Storage | None:
+        """A sum in memory of its own; both are let go of."""
+        if one is None or other is None:
+            return other if one is None else one
+        total = Storage(one.bytes)
+        self._level.hold([total])
+        self._level.release([one, other])
+        return total
+
+    def _take(self, parcel: Parcel) -> Values:
+        if parcel not in self._source:
+            return self._here.pop(parcel)
+        peer = self._source[parcel]
+        self._post(peer, self._place[parcel] + 1 + _PREFETCH)
+        while self._retired[peer] < self._routes.proven[parcel]:
+            self._level.release(self._sent[peer].popleft())
+            self._retired[peer] += 1
+        return self._complete(parcel, self._coming.pop(parcel))
+
+    def _complete(self, parcel: Parcel, values: Values) -> Values:
+        """What came, with what was kept for this stage of what came before."""
+        wanted = self._feeds.positions(parcel.boundary, parcel.taker)
+        if not parcel.forward or wanted is None:
+            return values
+        result = parcel.result
+        later = {
+            position
+            for stage in self._feeds.targets(result.stage)
+            if stage > parcel.stage and Parcel(result, stage) in self._source
+            for position in self._feeds.positions(result.stage, stage) or ()
+        }
+        for position, each in zip(self._routes.carried(parcel) or (), values, strict=True):
+            self._kept[result, position] = each
+        complete: Values = []
+        for position in wanted:
+            each = self._kept[result, position]
+            if position in later:
+                self._level.hold([each] if each else [])
+            else:
+                del self._kept[result, position]
+            complete.append(each)
+        return complete
+
+    def _post(self, peer: int, count: int) -> None:
+        parcels = self._routes.receives[peer]
+        while self._posted[peer] < min(count, len(parcels)):
+            parcel = parcels[self._posted[peer]]
+            self._posted[peer] += 1
+            carried, metas = self._routes.carried(parcel), self._boundaries(parcel.boundary)
+            chosen = metas if carried is None else [metas[position] for position in carried]
+            self._coming[parcel] = [
+                self._buffer(meta) if parcel.forward or meta.requires_grad else None
+                for meta in chosen
+            ]
+
+    def _buffer(self, meta: TensorMeta) -> Storage:
+        return self._level.buffer(
+            (meta.shape, meta.dtype), meta.shape.numel() * meta.dtype.itemsize
+        )
+
+    def _drop(self, values: Values) -> None:
+        self._level.release(each for each in values if each)

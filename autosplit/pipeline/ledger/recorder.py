@@ -1,0 +1,114 @@
+"""Records what a rank holds during a step: how much from the allocator, whose from its holders."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from autosplit.pipeline.engine.execution.recorder import Recorder
+from autosplit.pipeline.schedule.action import Action
+from autosplit.pipeline.simulation.timeline import Span
+from autosplit.torch_internals.allocations import DeviceAllocations, HostAllocations, Stretch
+from autosplit.torch_internals.storage import distinct_storage_bytes
+
+from .bands import FIXED, OWNERS, Band
+from .holdings import Holdings
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Moment:
+    when: float
+    during: str  # what begins here
+    held: dict[str, int]
+
+
+class MemoryRecorder:
+    """A recorder of times that records memory as well; for one step.
+
+    Args:
+        times: records when what ran.
+        holdings: who holds what at a moment.
+        device: where the stages run. On an accelerator the peak statistics of its allocator are
+            reset at every action.
+    """
+
+    def __init__(self, times: Recorder, holdings: Holdings, device: torch.device) -> None:
+        self._times = times
+        self._holdings = holdings
+        on_host = device.type == "cpu"
+        self._allocations = HostAllocations() if on_host else DeviceAllocations(device)
+        self._moments: list[_Moment] = []
+        self._first = 0
+        self._results = 0
+        self._stretches: list[Stretch] = []
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Around the step, and whatever may be run again of it."""
+        with self._allocations:
+            yield
+        self._stretches = self._allocations.stretches()[self._first :]
+
+    def begin(self) -> None:
+        self._moments, self._first = [], self._note("")
+        self._times.begin()
+
+    def run(self, action: Action, compute: Callable[[], T]) -> T:
+        self._note(str(action))
+        result = self._times.run(action, compute)
+        self._note("")
+        return result
+
+    def note(self, spans: Iterable[Span]) -> None:
+        """Add what ran beside computation."""
+        self._times.note(spans)
+
+    def finish(self, results: Iterable[Tensor]) -> None:
+        """The step is over; ``results`` of it are with the caller and nobody's burden."""
+        self._results = distinct_storage_bytes(results)
+        self._note("")
+
+    def spans(self) -> list[Span]:
+        return self._times.spans()
+
+    def bands(self) -> list[Band]:
+        """What was held in the step, from the instant before it to the one after it."""
+        moments, stretches = self._moments, self._stretches
+        base = sum(moments[0].held.values())
+        found = [_instant(moments[0], base)]
+        for here, there, stretch in zip(moments, moments[1:], stretches, strict=False):
+            found.append(_between(here, there, base + stretch.highest))
+        end = stretches[len(moments) - 2].end  # behind the last mark is not the step's
+        found.append(_instant(moments[-1], base + end - self._results))
+        return found
+
+    def _note(self, during: str) -> int:
+        held = self._holdings.now()
+        self._moments.append(_Moment(time.perf_counter(), during, held))
+        return self._allocations.mark()
+
+
+def _instant(moment: _Moment, level: int) -> Band:
+    return Band(moment.when, moment.when, "", _with_working(moment.held, level))
+
+
+def _between(here: _Moment, there: _Moment, level: int) -> Band:
+    """Whatever comes or goes in between is nobody's for all of it, but gradients stay."""
+    held = {
+        owner: (max if owner in FIXED else min)(here.held[owner], there.held[owner])
+        for owner in OWNERS
+    }
+    return Band(here.when, there.when, here.during, _with_working(held, level))
+
+
+def _with_working(held: dict[str, int], level: int) -> dict[str, int]:
+    known = sum(size for owner, size in held.items() if owner != "working")
+    return held | {"working": max(level - known, 0)}

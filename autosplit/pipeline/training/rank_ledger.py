@@ -1,0 +1,121 @@
+"""Records one rank's memory in a step of a trainer, and predicts it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from autosplit.errors import PipelineError
+from autosplit.pipeline.engine.execution.mode import Mode
+from autosplit.pipeline.engine.execution.recorder import Recorder
+from autosplit.pipeline.ledger.bands import Band
+from autosplit.pipeline.ledger.holdings import Holdings, state_of
+from autosplit.pipeline.ledger.prediction import predicted_peak
+from autosplit.pipeline.ledger.recorder import MemoryRecorder
+from autosplit.stage import Stage
+from autosplit.torch_internals.storage import distinct_storage_bytes
+
+from .rank_state import RankState
+
+MEMORY = "memory"
+
+Record: TypeAlias = "bool | Literal['memory']"
+"""What a trainer records of a step: nothing, when what ran, or with that what ranks held."""
+
+
+class RankMemory(NamedTuple):
+    """What one rank held in a step, and the peak that was predicted; None where nothing is known
+    of a stage.
+    """
+
+    bands: list[Band]
+    predicted: int | None
+
+
+def check_record(record: object) -> None:
+    """Refuse what is no ``Record``.
+
+    Raises:
+        PipelineError: lists what is.
+    """
+    if not isinstance(record, bool) and record != MEMORY:
+        raise PipelineError(
+            f"record is False, True (for timeline()) or {MEMORY!r} (for memory() too); "
+            f"got {record!r}"
+        )
+
+
+class RankLedger:
+    """Records one step.
+
+    Args:
+        mode: what is run.
+        held: the rank's share of the model.
+        optimizer: the tensors of the optimizer's state.
+        batch: those of the batch, None for what the rank does not take.
+        times: records when what ran.
+        device: where the stages run.
+
+    Attributes:
+        recorder: for the executor.
+    """
+
+    def __init__(
+        self,
+        mode: Mode,
+        held: RankState,
+        optimizer: Sequence[Tensor],
+        batch: Sequence[Tensor | None],
+        times: Recorder,
+        device: torch.device,
+    ) -> None:
+        self._mode = mode
+        self._stages = {i: each for i, each in mode.stages.items() if isinstance(each, Stage)}
+        self._batch = batch
+        stages = self._stages.values()
+        holdings = Holdings(
+            {
+                "parameters": lambda: state_of(held.modules.values()),
+                "gradients": lambda: [
+                    *(parameter.grad for parameter in held.parameters),
+                    *(sum_ for stage in stages for sum_ in stage.gradients.values()),
+                ],
+                "optimizer state": lambda: optimizer,
+                "batch": lambda: batch,
+                "saved": lambda: [each for stage in stages for each in stage.saved_tensors],
+                "deferred": lambda: [each for stage in stages for each in stage.deferred_tensors],
+                "in transit": lambda: mode.messages.tensors,
+            },
+            constant=("parameters", "optimizer state", "batch"),
+        )
+        self.recorder = MemoryRecorder(times, holdings, device)
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Around the step, and whatever may be run again of it."""
+        with self.recorder.recording():
+            yield
+
+    def finish(self, losses: Iterable[Tensor]) -> None:
+        """The step ran to its end and gave these."""
+        self.recorder.finish(losses)
+
+    def found(self) -> RankMemory:
+        """What was recorded, once the device has done what it was given."""
+        return RankMemory(self.recorder.bands(), self._predicted())
+
+    def _predicted(self) -> int | None:
+        if len(self._stages) < len(self._mode.stages):
+            return None
+        peak = predicted_peak(
+            self._mode.schedule,
+            self._mode.rank,
+            self._mode.feeds,
+            self._stages,
+            self._mode.negotiation.learn,
+        )
+        return peak + distinct_storage_bytes(self._batch)

@@ -1,0 +1,168 @@
+"""Every allocation and release of tensors' memory in a stretch of a program, in order."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch.autograd import profiler
+
+from autosplit.errors import AutosplitError
+
+_MARK = "autosplit allocations "
+
+
+class Stretch(NamedTuple):
+    """What happened between one mark and the next.
+
+    Attributes:
+        highest: bytes, the most that there were at any time of it, over those at the first mark.
+        end: bytes at its end, likewise; below 0 where more was released than allocated.
+    """
+
+    highest: int
+    end: int
+
+
+@dataclass(frozen=True)
+class _Change:
+    when: int  # nanoseconds
+    bytes: int
+
+
+class HostAllocations:
+    """Counts what torch's allocator for the CPU gives this thread, and takes back from it.
+
+    It is torch's profiler that tells, to the byte and inside operators and compiled kernels too.
+    What was allocated before the stretch counts neither then nor when it is released, and so
+    does what another thread allocates or releases.
+
+    Raises:
+        AutosplitError: a profiler runs already; there can be one.
+    """
+
+    def __init__(self) -> None:
+        self._profiler = profiler.profile(profile_memory=True)
+        self._count = 0
+
+    def __enter__(self) -> Self:
+        if torch._C._autograd._profiler_enabled():
+            raise AutosplitError(
+                "a profiler is running in this process, and memory is recorded with torch's "
+                "profiler, of which there can be one: end the other first, or leave "
+                "record='memory' out for this step"
+            )
+        with _quiet_stderr():
+            self._profiler.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        with _quiet_stderr():
+            self._profiler.__exit__(kind, error, trace)
+
+    def mark(self) -> int:
+        """Begin another stretch; its number, counted from 0."""
+        with profiler.record_function(f"{_MARK}{self._count}"):
+            self._count += 1
+        return self._count - 1
+
+    def stretches(self) -> list[Stretch]:
+        """Those behind each mark, once the context has ended; what was before the first mark
+        counts for nothing.
+        """
+        changes: list[_Change] = []
+        marks: dict[int, int] = {}
+        for event in self._events():
+            if event.name() == "[memory]":
+                if event.device_type() == torch.profiler.DeviceType.CPU:
+                    changes.append(_Change(event.start_ns(), event.nbytes()))
+            elif event.name().startswith(_MARK):
+                marks[int(event.name().removeprefix(_MARK))] = event.start_ns()
+        changes.sort(key=lambda each: each.when)
+        return _levels(changes, [when for _, when in sorted(marks.items(), key=itemgetter(0))])
+
+    def _events(self) -> Sequence[Any]:
+        results = self._profiler.kineto_results
+        return [] if results is None else results.events()
+
+
+class DeviceAllocations:
+    """The same from the statistics of an accelerator's allocator, whose peaks it resets.
+
+    The host's allocator calls are what counts, wherever the device is in its work.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._base = 0
+        self._found: list[Stretch] = []
+        self._marks = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._close()
+
+    def mark(self) -> int:
+        """As ``HostAllocations.mark``."""
+        if self._marks:
+            self._close()
+        else:
+            self._base = torch.accelerator.memory_allocated(self._device)
+        torch.accelerator.reset_peak_memory_stats(self._device)
+        self._marks += 1
+        return self._marks - 1
+
+    def stretches(self) -> list[Stretch]:
+        """As ``HostAllocations.stretches``."""
+        return self._found
+
+    def _close(self) -> None:
+        highest = torch.accelerator.max_memory_allocated(self._device) - self._base
+        end = torch.accelerator.memory_allocated(self._device) - self._base
+        self._found.append(Stretch(highest, end))
+
+
+def _levels(changes: Sequence[_Change], marks: Sequence[int]) -> list[Stretch]:
+    found: list[Stretch] = []
+    at = bisect.bisect_left(changes, marks[0], key=lambda each: each.when) if marks else 0
+    level = 0
+    for end in [*marks[1:], None]:
+        highest = level
+        while at < len(changes) and (end is None or changes[at].when < end):
+            level += changes[at].bytes
+            highest = max(highest, level)
+            at += 1
+        found.append(Stretch(highest, level))
+    return found[: len(marks)]
+
+
+@contextlib.contextmanager
+def _quiet_stderr() -> Iterator[None]:
+    """The profiler prints on the file descriptor itself when it starts and stops."""
+    saved = os.dup(2)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
