@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,14 +13,17 @@ from autosplit.passes.lowering.live_bytes import LiveBytes
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.gradient_accumulation import Accumulation
 from autosplit.runtime.gradient_graphs import Call
+from autosplit.runtime.held_storages import lent_storages, own_storages
 from autosplit.runtime.in_flight import (
     InFlightMicrobatch,
     InFlightMicrobatches,
     PendingWeightGradients,
 )
+from autosplit.runtime.recomputation import KeptInputs
 from autosplit.runtime.split_options import SplitOptions
 from autosplit.runtime.stage_specializations import StageSpecializations
 from autosplit.torch_internals.backward_task import without_autocast
+from autosplit.torch_internals.storage import distinct_storage_bytes
 
 from .errors import SplitError
 
@@ -86,6 +89,7 @@ class Stage:
         options = SplitOptions(backend, memory, late_input)
         self._graphs = StageSpecializations(owner, module, args, options, slices)
         self._outputs = self._graphs.outputs
+        self._inputs: dict[int, KeptInputs] = {}
         self._saved = InFlightMicrobatches(owner, "forward")
         self._weights = PendingWeightGradients(owner, summed, slices)
 
@@ -124,31 +128,117 @@ class Stage:
     @property
     def saved_bytes(self) -> int:
         """Bytes of distinct storage held between F and I."""
-        return self._saved.bytes
+        kept = (tensor for each in self._inputs.values() for tensor in each.tensors)
+        return distinct_storage_bytes([*self._saved.tensors, *kept])
 
     @property
     def deferred_bytes(self) -> int:
         """Bytes of distinct storage held between I and W."""
         return self._weights.in_flight.bytes
 
-    def forward(self, microbatch: int, inputs: list[Tensor]) -> list[Tensor]:
+    def forward(
+        self, microbatch: int, inputs: list[Tensor], keep: Literal["saved", "inputs"] = "saved"
+    ) -> list[Tensor]:
         """F: outputs for these inputs; empties ``inputs``.
+
+        Args:
+            microbatch: whose.
+            inputs: of the module.
+            keep: what is held for the backward: what the graph saves, or only the inputs, from
+                which ``recompute`` makes it before the backward.
 
         Raises:
             SplitError: this microbatch is already between F and its backward; an input is not
                 as the stage was traced with it; or the module changed so that its outputs did.
             CaptureError: the module changed and cannot be traced any more.
         """
-        if microbatch in self._saved:
+        if microbatch in self._saved or microbatch in self._inputs:
             raise SplitError(f"stage {self.index}: microbatch {microbatch} has run its forward")
         self._graphs.check_inputs(inputs)
         functions = self._graphs.fitting()
         state = self._graphs.state()
+        kept = None
+        if keep == "inputs" and functions.has_backward:
+            kept = KeptInputs(functions, state, inputs)
+        lent = lent_storages(inputs)
         with torch.no_grad():
             result = run_forward(functions, state, _drain(inputs))
-        if functions.has_backward:
-            self._saved.put(microbatch, InFlightMicrobatch(functions, result.saved, state))
+        if kept is not None:
+            self._inputs[microbatch] = kept
+        elif functions.has_backward:
+            arrived = InFlightMicrobatch(functions, result.saved, state, lent)
+            self._saved.put(microbatch, arrived)
         return result.outputs[: len(self._outputs)]
+
+    def recompute(self, microbatch: int) -> None:
+        """F again, of a microbatch that kept its inputs only; nothing but what it saves comes of
+        it. It draws the random numbers that F drew, and no buffer is written.
+
+        Raises:
+            SplitError: this microbatch kept something else; or an input, a parameter or a buffer
+                was written in place since.
+        """
+        if not self.functions.has_backward:
+            return
+        if microbatch not in self._inputs:
+            raise SplitError(
+                f"stage {self.index}: microbatch {microbatch} does not wait to be recomputed; run "
+                "forward(..., keep='inputs') before recompute()"
+            )
+        kept = self._inputs.pop(microbatch)
+        lent = lent_storages(kept.inputs)
+        saved = kept.run()
+        self._saved.put(microbatch, InFlightMicrobatch(kept.functions, saved, kept.state, lent))
+
+    def held(self, microbatch: int, kept: Iterable[Tensor] = ()) -> list[Tensor]:
+        """What could be away for a while of a microbatch between F and its backward, or I and W.
+
+        One tensor for each storage that this microbatch holds and neither another nor the module:
+        its bytes. Those that are needed longest come first.
+
+        Args:
+            microbatch: whose.
+            kept: tensors whose storages others hold besides.
+
+        Raises:
+            SplitError: this microbatch is at neither place.
+        """
+        owner, others = self._holding(microbatch)
+        places = own_storages(owner, others, kept)
+        return [owner.residuals.whole(each[0]) for each in places]
+
+    def detach_held(
+        self, microbatch: int, bytes: int | None = None, kept: Iterable[Tensor] = ()
+    ) -> list[Tensor]:
+        """Give away what ``held`` returns. Until it is back, nothing can be run on the microbatch.
+
+        Args:
+            microbatch: whose.
+            bytes: give no more than so many; None for all.
+            kept: as for ``held``.
+
+        Raises:
+            SplitError: as ``held``; or it is away already, or was written in place.
+        """
+        owner, others = self._holding(microbatch)
+        if owner.residuals.is_away:
+            raise SplitError(
+                f"stage {self.index}: tensors of microbatch {microbatch} are away already; put "
+                "them back with attach_held() first"
+            )
+        return owner.residuals.detach(own_storages(owner, others, kept, bytes))
+
+    def attach_held(self, microbatch: int, tensors: Sequence[Tensor]) -> None:
+        """Put back what ``detach_held`` gave: tensors of the same bytes, in the same order.
+
+        Raises:
+            SplitError: other tensors than it gave, or it gave none.
+        """
+        owner, _ = self._holding(microbatch)
+        try:
+            owner.residuals.attach(tensors)
+        except SplitError as error:
+            raise SplitError(f"stage {self.index}: microbatch {microbatch}: {error}") from None
 
     def backward_input(
         self, microbatch: int, output_grads: list[Tensor | None]
@@ -158,7 +248,8 @@ class Stage:
         Raises:
             SplitError: this microbatch has no forward to go back through.
         """
-        functions, saved, state = self._saved.take(microbatch)
+        functions, saved, state, lent = self._take(microbatch)
+        lent |= lent_storages(output_grads)
         with torch.no_grad(), without_autocast():
             names = functions.early_parameters
             into, sums = self._weights.into(names, state) if names else (), self._weights.sums
@@ -168,7 +259,8 @@ class Stage:
             )
             if names and into is None:
                 sums.add(names, early, functions.dependence.borrowed)
-        self._weights.in_flight.put(microbatch, InFlightMicrobatch(functions, deferred, state))
+        arrived = InFlightMicrobatch(functions, deferred, state, lent)
+        self._weights.in_flight.put(microbatch, arrived)
         return grads
 
     def backward_weight(self, microbatch: int | Sequence[int], slice: int | None = None) -> None:
@@ -218,7 +310,7 @@ class Stage:
         Raises:
             SplitError: this microbatch has no forward to go back through.
         """
-        functions, saved, state = self._saved.take(microbatch)
+        functions, saved, state, _ = self._take(microbatch)
         names = functions.parameter_names
         with torch.no_grad(), without_autocast():
             into, sums = self._weights.into(names, state), self._weights.sums
@@ -267,8 +359,31 @@ class Stage:
 
     def reset(self) -> None:
         """Forget every microbatch in flight and the gradients gathered so far."""
+        self._inputs.clear()
         self._saved.clear()
         self._weights.clear()
+
+    def _take(self, microbatch: int) -> InFlightMicrobatch:
+        """The state of a microbatch for its backward, which is let go of here."""
+        if microbatch in self._inputs:
+            raise SplitError(
+                f"stage {self.index}: microbatch {microbatch} kept its inputs only; call "
+                f"recompute({microbatch}) before its backward"
+            )
+        return self._saved.take(microbatch)
+
+    def _holding(self, microbatch: int) -> tuple[InFlightMicrobatch, list[InFlightMicrobatch]]:
+        """A microbatch's state, between F and the backward or between I and W, and those of all
+        others.
+        """
+        saved, deferred = self._saved, self._weights.in_flight
+        here, there = (saved, deferred) if microbatch in saved else (deferred, saved)
+        if microbatch not in here:
+            raise SplitError(
+                f"stage {self.index}: microbatch {microbatch} holds nothing that could be moved: "
+                "it is neither between F and its backward nor between I and W"
+            )
+        return here.get(microbatch), [*here.others(microbatch), *there.others(microbatch)]
 
     def _output_grads(
         self, functions: SplitFunctions, output_grads: list[Tensor | None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias, TypeGuard
@@ -84,6 +85,9 @@ class PipelineTrainer(StageTrainer):
         ranks: how many processes take part; None means all. 1 keeps all stages in this process
             and needs no process group.
         timeout: seconds to wait for another rank, and for each stage to be built.
+        store: the folder of the file in which stages on the CPU keep what the schedule offloads;
+            None means that of temporary files. The file has no name there and ends with the
+            process. On a GPU it is pinned memory.
         record: what to record of each step; may be changed between steps. True: when what ran,
             for ``timeline``. ``"memory"``: what each rank holds as well, for ``memory``; on the
             CPU by torch's profiler, which makes such a step slower and cannot run twice at once.
@@ -123,6 +127,7 @@ class PipelineTrainer(StageTrainer):
         device: torch.device | str | None = None,
         ranks: int | None = None,
         timeout: float = 300.0,
+        store: str | os.PathLike[str] | None = None,
         record: Record = False,
         backend: str | None = None,
         memory: str | int | None = None,
@@ -147,6 +152,7 @@ class PipelineTrainer(StageTrainer):
             max_grad_norm=max_grad_norm,
             undo_steps=undo_steps,
             timeout=timeout,
+            store=store,
         )
         if _is_whole(model):
             setup = _cut(model, stages, example, planning, loss_fn, options)

@@ -42,6 +42,7 @@ class ForwardGraph:
         updated_inputs: paths of inputs that the module writes into.
         updated_state: names of buffers that the module writes into.
         saved: roles of what F saves, in order.
+        read: names of the parameters and buffers that F reads.
         donated: places of saved tensors that the backward may write over.
     """
 
@@ -52,7 +53,7 @@ class ForwardGraph:
         donate(donated, graphs.backward, graphs.backward_input)
         read = [role for role in compiled.inputs if role.kind in STATE]
         self._call = compiled.taking([*_roles(Kind.INPUT, inputs), *read])
-        self._state = [role.name for role in read]
+        self.read = [role.name for role in read]
         self._place_results(compiled.outputs, set(inputs))
         self.donated = [at for at, role in enumerate(self.saved) if role in donated]
 
@@ -73,7 +74,7 @@ class ForwardGraph:
         """Run F. ``leaves``: flattened ``(args, kwargs)``; emptied."""
         pool = leaves.copy()
         leaves.clear()
-        pool += [state[name] for name in self._state]
+        pool += [state[name] for name in self.read]
         results = self._call(pool)
         return ForwardValues(
             [results[at] for at in self._outputs_at],

@@ -28,7 +28,8 @@ from .forward_graph import ForwardGraph
 from .gradient_accumulation import EXACT, Accumulation
 from .gradient_dependence import GradientDependence
 from .gradient_graphs import Call, CalledVariant
-from .saved_tensors import Residuals, State, TensorSpec
+from .last_uses import last_uses
+from .saved_tensors import Constants, Residuals, State, TensorSpec
 from .weight_slices import SlicedWeight
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class SplitFunctions:
         output_names: paths of the outputs of ``forward``, in order.
         updated_inputs: paths of inputs that the module writes into.
         updated_state: names of buffers that the module writes into.
+        forward_state: names of the parameters and buffers that F reads.
         parameter_names: names of all gradients of parameters, in the order in which B returns
             them.
         early_parameters: those that I returns, under a memory setting that lets it.
@@ -75,6 +77,7 @@ class SplitFunctions:
         self.output_names = self._forward.output_names
         self.updated_inputs = self._forward.updated_inputs
         self.updated_state = self._forward.updated_state
+        self.forward_state = self._forward.read
         self.tangent_specs = {
             role.name: TensorSpec.of(node.meta["val"])
             for role, node in inputs(graphs.joint.graph, Kind.TANGENT).items()
@@ -166,6 +169,16 @@ class SplitFunctions:
         parameters and buffers, without numbers of their own.
         """
         return not self.defers_numbers and all(map(operator.is_, one.state, other.state))
+
+    @cached_property
+    def forward_constants(self) -> Constants:
+        """The constants that F reads."""
+        return Constants.of([self.graphs.forward], self.capture.guards.name_of)
+
+    @cached_property
+    def last_uses(self) -> Mapping[str, int]:
+        """Name of a saved or deferred tensor -> its place in the order in which they die."""
+        return last_uses(self.graphs)
 
     @cached_property
     def output_specs(self) -> dict[str, TensorSpec]:

@@ -11,19 +11,26 @@ from autosplit.errors import SplitError
 from autosplit.torch_internals.accumulate_grad import has_tensor_hooks
 from autosplit.torch_internals.storage import distinct_storage_bytes
 
+from .detached_storages import StorageKey
 from .functions import SplitFunctions
 from .gradient_accumulation import Accumulation, GradientSums
 from .saved_tensors import Residuals, State
 
 
 class InFlightMicrobatch(NamedTuple):
-    """State of one microbatch between two calls: residuals of the first, and parameters and buffers
-    of F.
+    """State of one microbatch between two calls.
+
+    Attributes:
+        functions: the graphs that it runs.
+        residuals: of the first call.
+        state: parameters and buffers of F.
+        lent: storages that the caller keeps more in than this microbatch.
     """
 
     functions: SplitFunctions
     residuals: Residuals
     state: State
+    lent: frozenset[StorageKey] = frozenset()
 
 
 class InFlightMicrobatches:
@@ -68,9 +75,14 @@ class InFlightMicrobatches:
         """Remove and return a microbatch's state.
 
         Raises:
-            SplitError: it is not here.
+            SplitError: it is not here, or not with all its tensors.
         """
         microbatch_state = self.get(microbatch)
+        if microbatch_state.residuals.is_away:
+            raise SplitError(
+                f"{self._owner}: tensors of microbatch {microbatch} were taken out with "
+                "detach_held(); put them back with attach_held() first"
+            )
         del self._by_number[microbatch]
         return microbatch_state
 
@@ -86,6 +98,10 @@ class InFlightMicrobatches:
                 "result was used already"
             )
         return self._by_number[microbatch]
+
+    def others(self, microbatch: int) -> list[InFlightMicrobatch]:
+        """The states of all microbatches but this one."""
+        return [state for number, state in self._by_number.items() if number != microbatch]
 
     def clear(self) -> None:
         self._by_number.clear()
@@ -124,7 +140,7 @@ class PendingWeightGradients:
                 f"{self._owner}: {self._begun[microbatch]} of {self.slices} slices of W of "
                 f"microbatch {microbatch} have run; run the others one by one"
             )
-        functions, deferred, state = self.in_flight.take(microbatch)
+        functions, deferred, state, _ = self.in_flight.take(microbatch)
         names = functions.late_parameters
         sums = self.into(names, state)
         gradients = functions.backward_weight(deferred, sums, self.sums.accumulation)
@@ -176,7 +192,7 @@ class PendingWeightGradients:
             self.run(microbatches[0])
             return
         in_flight = [self.in_flight.take(microbatch) for microbatch in microbatches]
-        functions, _, state = in_flight[0]
+        functions, _, state, _ = in_flight[0]
         deferred = [microbatch_state.residuals for microbatch_state in in_flight]
         names, accumulation = functions.late_parameters, self.sums.accumulation
         sums = self.into(names, state)
@@ -196,7 +212,7 @@ class PendingWeightGradients:
                 f"{self._owner}: W of microbatch {microbatch} runs in {self.slices} slice(s), in "
                 f"order; it is the turn of slice {turn}, got {index}"
             )
-        functions, deferred, state = self.in_flight.take(microbatch)
+        functions, deferred, state, lent = self.in_flight.take(microbatch)
         weight = functions.sliced(self.slices)
         names = weight.parameter_names[index]
         sums = self.into(names, state)
@@ -207,7 +223,7 @@ class PendingWeightGradients:
             self._begun.pop(microbatch, None)
             return
         self._begun[microbatch] = index + 1
-        self.in_flight.put(microbatch, InFlightMicrobatch(functions, left, state))
+        self.in_flight.put(microbatch, InFlightMicrobatch(functions, left, state, lent))
 
     def into(self, names: Sequence[str], state: State) -> list[Tensor] | None:
         """The sums that W or B adds into; None where it makes new gradients.

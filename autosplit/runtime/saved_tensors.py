@@ -14,6 +14,14 @@ from autosplit.errors import SplitError
 from autosplit.passes.lowering import codegen
 from autosplit.torch_internals.storage import versions
 
+from .detached_storages import (
+    DetachedStorages,
+    StorageKey,
+    has_bytes,
+    storage_of,
+    whole_storage,
+)
+
 State = Mapping[str, Tensor]
 
 _NUMBERS = (int, float, bool)
@@ -84,6 +92,7 @@ class Residuals:
     """
 
     __slots__ = (
+        "_away",
         "_constants",
         "_counts",
         "_donated",
@@ -118,6 +127,7 @@ class Residuals:
         self._counts = versions((*tensors, *state, *self._constants))
         self._places = _places((*state, *self._constants))
         self._stream = stream_under(tensors)
+        self._away = DetachedStorages()
 
     @property
     def tensors(self) -> Sequence[Tensor]:
@@ -143,7 +153,7 @@ class Residuals:
         given = iter(tensors)
         back = [v if isinstance(v, _NUMBERS) else next(given) for v in self._tensors]
         self._tensors = self._apart(back)  # the hooks may keep what they gave
-        self._counts = versions(self._tensors) + self._counts[len(self._tensors) :]
+        self._recount()
 
     def is_shared(self, place: int) -> bool:
         """Whether others than torch can write into the tensor's memory: NumPy, other processes."""
@@ -159,6 +169,64 @@ class Residuals:
             (counts[at],) = versions((copies[at],))
         self._tensors, self._counts = copies, tuple(counts)
 
+    @property
+    def is_away(self) -> bool:
+        """Whether tensors are detached."""
+        return bool(self._away)
+
+    def storages(self) -> dict[StorageKey, list[int]]:
+        """Storages that could be detached -> the places of the tensors that lie in them."""
+        found: dict[StorageKey, list[int]] = {}
+        for at, value in enumerate(self._tensors):
+            if isinstance(value, Tensor):
+                found.setdefault(storage_of(value), []).append(at)
+        return {
+            key: places
+            for key, places in found.items()
+            if all(has_bytes(self._tensors[at]) for at in places)
+        }
+
+    def name(self, place: int) -> str:
+        """The name of the tensor at a place."""
+        return self._names[place]
+
+    def whole(self, place: int) -> Tensor:
+        """The storage of the tensor at a place, as bytes."""
+        return whole_storage(self._tensors[place])
+
+    def storage_bytes(self, place: int) -> int:
+        """Bytes of the storage of the tensor at a place."""
+        size: int = self._tensors[place].untyped_storage().nbytes()
+        return size
+
+    def detach(self, groups: Iterable[Sequence[int]]) -> list[Tensor]:
+        """Give away storages, as bytes.
+
+        Args:
+            groups: of each, the places of all tensors that lie in it.
+
+        Raises:
+            SplitError: something was written in place since the hand-over.
+        """
+        self._check_unwritten()
+        found = self._away.take(self._tensors, groups)
+        self._recount()
+        return found
+
+    def attach(self, storages: Sequence[Tensor]) -> None:
+        """Take back what ``detach`` gave: the same bytes, in the same order, wherever they lie.
+
+        Raises:
+            SplitError: other storages than it gave; or something was written in place since the
+                hand-over.
+        """
+        self._check_unwritten()
+        self._away.put_back(self._tensors, storages)
+        self._recount()
+
+    def _recount(self) -> None:
+        self._counts = versions(self._tensors) + self._counts[len(self._tensors) :]
+
     def again(self) -> Residuals:
         """A second set of the same residuals, for a backward that runs twice
         (``retain_graph=True``).
@@ -172,7 +240,7 @@ class Residuals:
             if tensor is not self._tensors[at]:
                 (counts[at],) = versions((tensor,))
         twin._counts, twin._places = tuple(counts), self._places
-        twin._stream, twin._late = self._stream, self._late
+        twin._stream, twin._late, twin._away = self._stream, self._late, self._away
         return twin
 
     def _apart(self, tensors: Iterable[Any]) -> list[Any]:
@@ -190,15 +258,8 @@ class Residuals:
             SplitError: something was written in place since the hand-over, or a parameter or
                 constant has other data; names it.
         """
-        watched = (*self._state, *self._constants)
-        when = "backward() and backward_weight()" if self._late else "the forward and its backward"
-        first = "Call backward_weight()" if self._late else "Run the backward"
-        written = _different(self._names, self._counts, versions((*self._tensors, *watched)))
-        if written:
-            raise SplitError(
-                f"written in place between {when}: {written}. {first} before writing, or write "
-                "into a clone."
-            )
+        self._check_unwritten()
+        watched, (when, first) = (*self._state, *self._constants), self._when
         names = self._names[len(self._tensors) :]
         moved = _different(names, self._places, _places(watched))
         if moved:
@@ -211,6 +272,23 @@ class Residuals:
         tensors += self._state
         self._state = ()
         return tensors
+
+    def _check_unwritten(self) -> None:
+        when, first = self._when
+        now = versions((*self._tensors, *self._state, *self._constants))
+        written = _different(self._names, self._counts, now)
+        if written:
+            raise SplitError(
+                f"written in place between {when}: {written}. {first} before writing, or write "
+                "into a clone."
+            )
+
+    @property
+    def _when(self) -> tuple[str, str]:
+        """Between which calls nothing may be written, and which comes before one may."""
+        if self._late:
+            return "backward() and backward_weight()", "Call backward_weight()"
+        return "the forward and its backward", "Run the backward"
 
 
 def is_shared(value: Any) -> bool:

@@ -22,24 +22,54 @@ class ActionKind(enum.Enum):
     RECV_F = "RECV_F"
     SEND_B = "SEND_B"
     RECV_B = "RECV_B"
+    EVICT = "EVICT"
+    ACCEPT = "ACCEPT"
+    LOAD = "LOAD"
+    RETURN = "RETURN"
+    OFFLOAD = "OFFLOAD"
+    RELOAD = "RELOAD"
+    RECOMPUTE = "RECOMPUTE"
 
     # Members are one of a kind; Enum would hash their names in Python, for each action looked up.
     __hash__ = object.__hash__
 
     @property
     def is_compute(self) -> bool:
-        """True for F, I, W and B: the kinds that a schedule lists and that fill a rank's time."""
+        """True for F, I, W, B and RECOMPUTE: the kinds that fill a rank's time."""
         return self in _COMPUTE
 
+    @property
+    def is_memory(self) -> bool:
+        """True for the kinds that change where a microbatch's state lies: EVICT, ACCEPT, LOAD and
+        RETURN (at a partner rank), OFFLOAD and RELOAD (in the host's store), and RECOMPUTE.
+        """
+        return self in _MEMORY
 
+    @property
+    def is_move(self) -> bool:
+        """True for those of them that run beside computation: all but RECOMPUTE."""
+        return self in DEPARTURES or self in ARRIVALS
+
+    @property
+    def is_scheduled(self) -> bool:
+        """True for all kinds that a schedule lists; sends and receives follow from these."""
+        return self in _COMPUTE or self in _MEMORY
+
+
+DEPARTURES = frozenset({ActionKind.EVICT, ActionKind.RETURN, ActionKind.OFFLOAD})
+"""Moves after which a rank holds less."""
+ARRIVALS = frozenset({ActionKind.ACCEPT, ActionKind.LOAD, ActionKind.RELOAD})
+"""Moves with which a rank holds more."""
 _COMPUTE = frozenset(
     {
         ActionKind.FORWARD,
         ActionKind.BACKWARD_INPUT,
         ActionKind.BACKWARD_WEIGHT,
         ActionKind.BACKWARD,
+        ActionKind.RECOMPUTE,
     }
 )
+_MEMORY = DEPARTURES | ARRIVALS | {ActionKind.RECOMPUTE}
 _KINDS = {kind.value: kind for kind in ActionKind}
 _TEXT = re.compile(r"(0|[1-9][0-9]{0,8})([A-Z_]+)(0|[1-9][0-9]{0,8})")
 
@@ -49,7 +79,7 @@ class Action:
     """``kind`` on one microbatch of one stage.
 
     The text form is that of ``torch.distributed.pipelining``: stage, kind, microbatch, as in
-    ``0F1``, ``2I0``, ``1W3``, ``0B2`` or ``1SEND_F0``.
+    ``0F1``, ``2I0``, ``1W3``, ``0B2`` or ``1SEND_F0``; and those of memory, ``3EVICT2``.
     """
 
     stage: int

@@ -21,7 +21,8 @@ def needs_of(action: Action, feeds: Feeds) -> tuple[Action, ...]:
     """The results that must exist before ``action`` starts: its own stage's first.
 
     F needs the outputs of the stages before it, I and B need their own F and the input gradients
-    of the stages behind it, W needs the I of each of its microbatches.
+    of the stages behind it, W needs the I of each of its microbatches, RECOMPUTE its own F. What
+    moves need of each other is in ``moves``.
     """
     stage, kind, microbatch = action.stage, action.kind, action.microbatch
     if kind is ActionKind.FORWARD:
@@ -33,4 +34,6 @@ def needs_of(action: Action, feeds: Feeds) -> tuple[Action, ...]:
         inputs = ActionKind.BACKWARD_INPUT
         behind = [Action(target, inputs, microbatch) for target in feeds.targets(stage)]
         return (Action(stage, ActionKind.FORWARD, microbatch), *behind)
+    if kind is ActionKind.RECOMPUTE:
+        return (Action(stage, ActionKind.FORWARD, microbatch),)
     return ()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from autosplit.errors import ScheduleError
 
@@ -45,20 +46,25 @@ def check_counts(**counts: int) -> None:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The compute actions of one training step.
+    """The actions of one training step: what each rank computes, and what it moves elsewhere.
 
     Attributes:
         name: the schedule's name, for messages and tables.
         stages: number of stages N.
         microbatches: number of microbatches M.
-        ranks: per rank, its actions (F, I, W, B only) in the order in which it runs them.
-            Sends and receives follow from these and from ``placement``.
+        ranks: per rank, its actions in the order in which it runs them: F, I, W and B, and those
+            of memory where it starts them (see ``moves``). Sends and receives follow from these
+            and from ``placement``.
         placement: ``placement[stage]`` is the rank that holds the stage.
         split_backward: False when every backward is a full one (B).
         mirror: where a second copy of the stages lives, as ``placement`` does for the first; it
             runs the odd microbatches. None: there is one copy, which runs all.
         crosses_step: True when ranks do not wait for each other between steps, so that a rank
             that is done starts the next step while others still work on this one.
+        partners: per rank, the rank that takes in what it evicts; symmetric, and a rank that is
+            its own partner evicts nothing. None: no rank evicts.
+        moved: per stage, of each microbatch that is moved, at most so many bytes travel, those
+            that live longest first; of a stage that is not here, all.
     """
 
     name: str
@@ -69,6 +75,8 @@ class Schedule:
     split_backward: bool
     mirror: tuple[int, ...] | None = None
     crosses_step: bool = False
+    partners: tuple[int, ...] | None = None
+    moved: Mapping[int, int] = field(default_factory=dict)
 
     def home(self, stage: int, microbatch: int) -> int:
         """The rank that runs ``stage`` on ``microbatch``."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
+from typing import Any
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.schedule.schedule import Schedule, check_counts
@@ -114,12 +115,7 @@ def check_provable(stages: int, microbatches: int) -> None:
 
 def _solved(solver: ModuleType, problem: Problem, seconds: float) -> tuple[Schedule | None, float]:
     """The shortest schedule, if one was found, and what none is shorter than."""
-    model = StepModel(solver, problem, _hint(problem))
-    engine = solver.CpSolver()
-    engine.parameters.max_time_in_seconds = seconds
-    # The same answer every time, unless the time runs out.
-    engine.parameters.interleave_search = True
-    engine.parameters.num_workers = _WORKERS
+    model, engine = StepModel(solver, problem, _hint(problem)), _engine(solver, seconds)
     status = engine.solve(model.model)
     if status == solver.INFEASIBLE:
         return None, math.inf
@@ -131,6 +127,30 @@ def _solved(solver: ModuleType, problem: Problem, seconds: float) -> tuple[Sched
     schedule = replace(problem.schedule("exact", []), ranks=rows)
     validate(schedule, memory=problem.costs.memory, caps=problem.caps)
     return schedule, bound
+
+
+def solved(build: Callable[[ModuleType], StepModel], seconds: float) -> float:
+    """What no solution of a model takes less than; infinite where there is none.
+
+    Raises:
+        ScheduleError: OR-tools is not installed.
+    """
+    solver = _solver()
+    model, engine = build(solver), _engine(solver, seconds)
+    status = engine.solve(model.model)
+    if status == solver.INFEASIBLE:
+        return math.inf
+    slack = model.units.slack(model.problem.seconds)
+    return max(0.0, model.units.value(engine.best_objective_bound) - slack)
+
+
+def _engine(solver: ModuleType, seconds: float) -> Any:
+    engine = solver.CpSolver()
+    engine.parameters.max_time_in_seconds = seconds
+    # The same answer every time, unless the time runs out.
+    engine.parameters.interleave_search = True
+    engine.parameters.num_workers = _WORKERS
+    return engine
 
 
 def _hint(problem: Problem) -> Rows | None:

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.schedule.action import Action, ActionKind
+from autosplit.pipeline.schedule.action import ARRIVALS, DEPARTURES, Action, ActionKind
+from autosplit.pipeline.schedule.moves import TAKERS, journeys_of, recomputed
 from autosplit.pipeline.schedule.schedule import Schedule
 
-from .timeline import Timeline
+from .timeline import Span, Timeline
 
 ROUNDING = 1 + 1e-9
 """Of a cap: by so much sums of what is kept may exceed it."""
+
+
+class Change(NamedTuple):
+    """By how much more is kept as soon as an action starts, and how much less once it has ended."""
+
+    before: float
+    after: float
 
 
 @dataclass(frozen=True)
@@ -23,21 +32,30 @@ class StageMemory:
     Attributes:
         saved: from F to the backward.
         deferred: from I to W.
+        inputs: the stage's inputs, which are all that is kept of a microbatch whose F is to be run
+            again.
+        tensors: how many there are, of about one size. A transfer takes them one after another:
+            each is let go as soon as it has left, and has its place from when its turn comes.
 
     Raises:
-        ScheduleError: a number that is negative or not finite.
+        ScheduleError: a number that is negative or not finite, or no tensor.
     """
 
     saved: float
     deferred: float
+    inputs: float = 0.0
+    tensors: int = 1
 
     def __post_init__(self) -> None:
-        for what, size in (("saved", self.saved), ("deferred", self.deferred)):
+        sizes = ("saved", self.saved), ("deferred", self.deferred), ("inputs", self.inputs)
+        for what, size in sizes:
             if not (math.isfinite(size) and size >= 0.0):
                 raise ScheduleError(f"{what} must be a finite number >= 0, got {size!r}")
+        if self.tensors < 1:
+            raise ScheduleError(f"tensors is a count, 1 or more; got {self.tensors}")
 
     def before(self, kind: ActionKind) -> float:
-        """How much more there is as soon as an action starts."""
+        """How much more there is as soon as an action starts, where nothing is run again."""
         if kind is ActionKind.FORWARD:
             return self.saved
         if kind is ActionKind.BACKWARD_INPUT:
@@ -52,51 +70,159 @@ class StageMemory:
             return self.deferred
         return self.saved if kind is ActionKind.BACKWARD else 0.0
 
+    def change(self, kind: ActionKind, *, again: bool) -> Change:
+        """Both, of a compute action; ``again``: of a microbatch whose F is run again."""
+        if again and kind is ActionKind.FORWARD:
+            most = max(self.saved, self.inputs)
+            return Change(most, most - self.inputs)
+        if kind is ActionKind.RECOMPUTE:
+            return Change(max(self.saved - self.inputs, 0.0), max(self.inputs - self.saved, 0.0))
+        return Change(self.before(kind), self.after(kind))
 
-def peak_of(row: Sequence[Action], sizes: Sequence[StageMemory]) -> float:
-    """The most that a rank with these actions keeps at once; ``sizes`` by stage."""
-    now = most = 0.0
-    for action in row:
-        size = sizes[action.stage]
-        now += size.before(action.kind)
-        most = max(most, now)
-        now -= size.after(action.kind)
-    return most
+
+def moved_bytes(
+    moved: Mapping[int, int], stage: int, size: StageMemory, *, deferred: bool
+) -> float:
+    """How much travels when what a stage holds of a microbatch is moved; see ``Schedule.moved``."""
+    there = size.deferred if deferred else size.saved
+    return min(there, moved.get(stage, there))
+
+
+def changes_of(schedule: Schedule, sizes: Sequence[StageMemory]) -> list[list[Change]]:
+    """Per rank, what each action of its row changes, as if moves took no time."""
+    found = []
+    for row in schedule.ranks:
+        again = recomputed(row)
+        found.append(
+            [
+                sizes[action.stage].change(
+                    action.kind, again=(action.stage, action.microbatch) in again
+                )
+                if action.kind.is_compute
+                else Change(0.0, 0.0)
+                for action in row
+            ]
+        )
+    for journey in journeys_of(schedule):
+        size = moved_bytes(
+            schedule.moved, journey.stage, sizes[journey.stage], deferred=journey.deferred
+        )
+        found[journey.rank][journey.leaves] = Change(0.0, size)
+        found[journey.rank][journey.comes] = Change(size, 0.0)
+        if journey.partner is not None:
+            found[journey.partner][journey.accepted] = Change(size, 0.0)
+            found[journey.partner][journey.returned] = Change(0.0, size)
+    return found
+
+
+def levels(row: Sequence[Action], changes: Sequence[Change]) -> Iterator[float]:
+    """What a rank keeps at most while it runs each action of its row.
+
+    What it sends away counts until something is to be taken in behind the compute action that
+    follows: that waits for it (see ``moves``). What it takes in counts from its place in the row.
+    """
+    now = 0.0
+    fresh: list[float] = []
+    passed: list[float] = []
+    for action, change in zip(row, changes, strict=True):
+        if action.kind in TAKERS:
+            now -= sum(passed)
+            passed.clear()
+        now += change.before
+        yield now
+        if action.kind in DEPARTURES:
+            fresh.append(change.after)
+            continue
+        now -= change.after
+        if action.kind.is_compute:
+            passed += fresh
+            fresh.clear()
 
 
 def peak_memory(schedule: Schedule, sizes: Sequence[StageMemory]) -> list[float]:
     """Per rank, the most it keeps at once: a matter of order, not of time.
 
+    Of what moves this is a bound: it counts where its row starts to take it in, and where its row
+    sends it away for one more compute action. In time (``memory_over_time``) it may be less.
+
     Raises:
         ScheduleError: not one size for each stage.
     """
     _check_count(schedule.stages, sizes)
-    return [peak_of(row, sizes) for row in schedule.ranks]
+    changes = changes_of(schedule, sizes)
+    return [
+        max(levels(row, each), default=0.0)
+        for row, each in zip(schedule.ranks, changes, strict=True)
+    ]
 
 
 def memory_over_time(
-    timeline: Timeline, sizes: Sequence[StageMemory], rank: int
+    timeline: Timeline,
+    sizes: Sequence[StageMemory],
+    rank: int,
+    moved: Mapping[int, int] | None = None,
 ) -> list[tuple[float, float]]:
     """What ``rank`` keeps from each second of one step's timeline on, whenever that changes.
 
     A W that ran in slices lets go with the last of them: what each slice frees is not known. So do
-    several W that ran in one call, at its end.
+    several W that ran in one call, at its end. A move's span is the time of its transfer.
+
+    Args:
+        timeline: of the step, with the spans of all ranks.
+        sizes: by stage.
+        rank: whose.
+        moved: see ``Schedule.moved``.
     """
-    steps: list[tuple[float, float]] = [(0.0, 0.0)]
-    now = 0.0
     spans = sorted(
         (span for span in timeline.spans if span.rank == rank), key=lambda span: span.start
     )
     _check_count(1 + max((span.action.stage for span in spans), default=-1), sizes, least=True)
+    inputs = _inputs(timeline)
+    again = recomputed([span.action for span in spans])
     last = {span.action: place for place, span in enumerate(spans)}
+    events: list[tuple[float, float]] = []
     for place, span in enumerate(spans):
-        size, kind = sizes[span.action.stage], span.action.kind
-        count = len(span.action.microbatches)
-        freed = count * size.after(kind) if last[span.action] == place else 0.0
-        for when, change in ((span.start, size.before(kind)), (span.end, -freed)):
-            if change:
-                now += change
-                steps.append((when, now))
+        action = span.action
+        size, key = sizes[action.stage], (action.stage, action.microbatch)
+        if action.kind.is_move:
+            deferred = span.start >= inputs.get(key, math.inf)
+            travels = moved_bytes(moved or {}, action.stage, size, deferred=deferred)
+            events += _on_the_way(span, travels, size.tensors)
+        elif action.kind.is_compute:
+            before, after = size.change(action.kind, again=key in again)
+            freed = len(action.microbatches) * after if last[action] == place else 0.0
+            events += [(span.start, before), (span.end, -freed)]
+    return _curve(events)
+
+
+def _inputs(timeline: Timeline) -> dict[tuple[int, int], float]:
+    """By stage and microbatch, when its I started, on whatever rank."""
+    return {
+        (span.action.stage, span.action.microbatch): span.start
+        for span in timeline.spans
+        if span.action.kind is ActionKind.BACKWARD_INPUT
+    }
+
+
+def _on_the_way(span: Span, size: float, tensors: int) -> Iterator[tuple[float, float]]:
+    """The changes of a transfer, tensor by tensor: of an arrival when its turn comes, of a
+    departure when it has left.
+    """
+    arrives = span.action.kind in ARRIVALS
+    for tensor in range(tensors):
+        share = (tensor + (not arrives)) / tensors
+        when = span.start + share * (span.end - span.start)
+        yield when, size / tensors if arrives else -size / tensors
+
+
+def _curve(events: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The level from each moment on; of changes at one moment, those of what came first first."""
+    steps: list[tuple[float, float]] = [(0.0, 0.0)]
+    now = 0.0
+    for when, change in sorted(events, key=lambda event: event[0]):
+        if change:
+            now += change
+            steps.append((when, now))
     return steps
 
 

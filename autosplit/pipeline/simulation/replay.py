@@ -17,6 +17,7 @@ from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
 
 from .event_loop import Play, play
+from .lanes import add_lanes, free_way
 from .step_graph import StepGraph
 
 
@@ -25,19 +26,27 @@ class Wait:
     """A rank that cannot go on: its next action needs a result that is not there.
 
     ``maker`` is the rank that would make the result and the action it stands at itself, or None
-    when no rank makes it.
+    when no rank makes it. Numbers from ``ranks`` on are lanes, which carry what moves.
     """
 
     rank: int
     action: Action
     needs: Action
     maker: tuple[int, Action] | None
+    ranks: int
 
     def __str__(self) -> str:
-        text = f"rank {self.rank} waits at {self.action} for {self.needs}, which "
+        who = f"rank {self.rank} waits at {self.action}"
+        if self.rank >= self.ranks:
+            who = f"the transfer of {self.action} waits"
+        text = f"{who} for {self.needs}, which "
         if self.maker is None:
             return text + "no rank runs"
-        return text + f"rank {self.maker[0]} runs only after {self.maker[1]}"
+        rank, standing = self.maker
+        if rank >= self.ranks:
+            behind = "" if standing == self.needs else f", behind {standing}"
+            return text + f"has not been carried{behind}"
+        return text + f"rank {rank} runs only after {standing}"
 
 
 @dataclass(frozen=True)
@@ -78,7 +87,8 @@ def replay(
     """Run every rank's actions in order, each as soon as its rank is free and its needs are met.
 
     Args:
-        schedule: any schedule; an illegal one stops where it stops. Links take no time.
+        schedule: any schedule; an illegal one stops where it stops. Links take no time, nor do
+            transfers between partners or to the host.
         duration: seconds of an action.
         given: results to take as there from the start, though no rank makes them.
 
@@ -88,12 +98,15 @@ def replay(
     graph = StepGraph(schedule, given=given)
     seconds = [duration(action) for action in graph.actions]
     rows = rows_of(schedule)
-    run = play(graph, rows, seconds)
+    lanes = add_lanes(graph, schedule, rows, free_way)
+    seconds += [0.0] * len(lanes.took)
+    played = [*rows, *lanes.rows]
+    run = play(graph, played, seconds)
     times = [
         [(run.starts[number], run.starts[number] + seconds[number]) for number in row[:place]]
-        for row, place in zip(rows, run.places, strict=True)
+        for row, place in zip(rows, run.places, strict=False)
     ]
-    return Replay(times, waits_of(graph, rows, run))
+    return Replay(times, waits_of(graph, played, run, len(rows)))
 
 
 def rows_of(schedule: Schedule) -> list[range]:
@@ -111,27 +124,34 @@ def unmade(schedule: Schedule) -> frozenset[Action]:
     return frozenset(needed - made)
 
 
-def waits_of(graph: StepGraph, rows: Sequence[Sequence[int]], run: Play) -> dict[int, Wait]:
-    """Why each unfinished rank stands still."""
+def waits_of(
+    graph: StepGraph, rows: Sequence[Sequence[int]], run: Play, ranks: int
+) -> dict[int, Wait]:
+    """Why each unfinished rank, or lane behind the last of the ``ranks``, stands still."""
     left = {
-        rank: [graph.actions[number] for number in row[place:]]
+        rank: list(row[place:])
         for rank, (row, place) in enumerate(zip(rows, run.places, strict=True))
         if place < len(row)
     }
     if not left:
         return {}
-    ran = {
-        result_of(graph.actions[number])
+    there = {
+        message.parcel
         for row, place in zip(rows, run.places, strict=True)
         for number in row[:place]
+        for message in graph.makes[number]
     }
-    makers = {result_of(action): rank for rank, actions in left.items() for action in actions}
+    makers = {
+        message.parcel: rank
+        for rank, numbers in left.items()
+        for number in numbers
+        for message in graph.makes[number]
+    }
     waits = {}
     for rank, (standing, *_) in left.items():
-        needs = graph.needs[rows[rank][run.places[rank]]]
-        results = (graph.parcels[parcel].result for parcel in needs)
-        need = next(result for result in results if result not in ran)
-        maker = makers.get(need)
-        at = None if maker is None else (maker, left[maker][0])
-        waits[rank] = Wait(rank, standing, need, at)
+        parcel = next(each for each in graph.needs[standing] if each not in there)
+        maker = makers.get(parcel)
+        at = None if maker is None else (maker, graph.actions[left[maker][0]])
+        need = graph.parcels[parcel].result
+        waits[rank] = Wait(rank, graph.actions[standing], need, at, ranks)
     return waits

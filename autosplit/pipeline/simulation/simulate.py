@@ -7,11 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.schedule.action import Action, ActionKind
+from autosplit.pipeline.schedule.moves import journeys_of
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds, Wiring
 
+from .activation_memory import StageMemory
 from .early_weights import EarlyWeights, Slices, cutter
 from .event_loop import play
+from .lanes import Lanes, add_lanes, ways
 from .replay import rows_of, waits_of
 from .step_graph import StepGraph
 from .timeline import Span, Timeline
@@ -28,6 +31,7 @@ def simulate(
     wiring: Wiring | None = None,
     early_weights: bool = False,
     slices: Slices = 1,
+    memory: Sequence[StageMemory] | None = None,
 ) -> Timeline:
     """Discrete-event simulation of one step.
 
@@ -47,15 +51,19 @@ def simulate(
         early_weights: run the next weight gradients in every wait, as a trainer does that is given
             ``early_weights=True``, rather than where the schedule has them.
         slices: into how many equal parts each W is cut for that; or by stage the seconds of each
-            slice, which replace the duration of its W.
+            slice, which replace the duration of its W. A W of what is away between I and W stays
+            where the schedule has it.
+        memory: per stage, what it keeps of a microbatch, of which moves between ranks or to the
+            host take as much; needed where their links have a bandwidth.
 
     Returns:
-        The timeline, from time 0, spans sorted by start, then rank.
+        The timeline, from time 0, spans sorted by start, then rank. The span of a move is the time
+        of its transfer, on the rank that the move is of.
 
     Raises:
         ScheduleError: the lists deadlock, a duration or the bytes of a message are missing, a time
-            is negative or not finite, the wiring is of another number of stages, or there are
-            slices without ``early_weights``.
+            is negative or not finite, the wiring is of another number of stages, there are
+            slices without ``early_weights``, or the bytes of a move are not known.
     """
     if not isinstance(transfer, Transfer):
         transfer = Transfer(latency=transfer)
@@ -67,32 +75,45 @@ def simulate(
             f"{wiring.stages}"
         )
     feeds = None if wiring is None else Feeds(schedule.stages, wiring)
-    graph = StepGraph(schedule, feeds=feeds, transfer=transfer)
-    rows, seconds = rows_of(schedule), _Seconds(graph, duration)
-    run = play(graph, rows, seconds)
-    waits = waits_of(graph, rows, run)
+    graph, rows = StepGraph(schedule, feeds=feeds, transfer=transfer), rows_of(schedule)
+    lanes = add_lanes(graph, schedule, rows, ways(schedule, transfer, memory))
+    seconds = _Seconds(graph, duration, lanes)
+    played = [*rows, *lanes.rows]
+    run = play(graph, played, seconds)
+    waits = waits_of(graph, played, run, len(rows))
     if waits:
         text = "".join(f"\n  {wait}" for wait in waits.values())
         raise ScheduleError(f"schedule {schedule.name!r} cannot run to its end:{text}")
     ran = [[(n, run.starts[n], run.starts[n] + seconds[n]) for n in row] for row in rows]
     if early_weights:
-        early = _early(graph, rows, seconds, slices)
-        play(graph, rows, seconds, early)
-        ran = [each.spans for each in early]
+        early = _early(graph, schedule, played, seconds, slices)
+        run = play(graph, played, seconds, early)
+        ran = [each.spans for each in early[: len(rows)]]
     spans = [
         Span(rank, graph.actions[number], start, end)
         for rank, each in enumerate(ran)
         for number, start, end in each
+        if graph.actions[number].kind.is_compute
     ]
+    spans += [Span(*each) for each in lanes.spans(run.starts)]
     spans.sort(key=lambda span: (span.start, span.rank))
     return Timeline(len(schedule.ranks), tuple(spans), schedule.crosses_step)
 
 
 def _early(
-    graph: StepGraph, rows: Sequence[Sequence[int]], seconds: dict[int, float], slices: Slices
+    graph: StepGraph,
+    schedule: Schedule,
+    rows: Sequence[Sequence[int]],
+    seconds: dict[int, float],
+    slices: Slices,
 ) -> list[EarlyWeights]:
     """The Ws of every rank in slices; in their places they take no ``seconds`` any more."""
-    weights = [n for n, each in enumerate(graph.actions) if each.kind is ActionKind.BACKWARD_WEIGHT]
+    away = {(each.stage, each.microbatch) for each in journeys_of(schedule) if each.deferred}
+    weights = [
+        number
+        for number, each in enumerate(graph.actions)
+        if each.kind is ActionKind.BACKWARD_WEIGHT and (each.stage, each.microbatch) not in away
+    ]
     cut = cutter(slices)
     parts: list[Sequence[float]] = [()] * len(graph.actions)
     for number in weights:
@@ -108,13 +129,15 @@ class _Seconds(dict[int, float]):
     Missing and impossible ones are refused.
     """
 
-    def __init__(self, graph: StepGraph, duration: Durations) -> None:
-        super().__init__()
+    def __init__(self, graph: StepGraph, duration: Durations, lanes: Lanes) -> None:
+        super().__init__(lanes.took)
         self._actions = graph.actions
         self._duration = duration
 
     def __missing__(self, number: int) -> float:
         action, duration = self._actions[number], self._duration
+        if action.kind.is_move:
+            return 0.0
         if isinstance(duration, Mapping):
             key = (action.stage, action.kind)
             if key not in duration:

@@ -10,7 +10,7 @@ from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Wiring
 
-from .activation_memory import StageMemory
+from .activation_memory import StageMemory, memory_over_time
 from .early_weights import Slices
 from .simulate import simulate
 from .timeline import Timeline
@@ -74,7 +74,10 @@ class Costs:
                 "stages with a wiring, or with the seconds of each slice, cannot be cut further"
             )
         times = [(f / chunks, i / chunks, w / chunks) for f, i, w in self.times]
-        memory = [StageMemory(m.saved / chunks, m.deferred / chunks) for m in self.memory]
+        memory = [
+            StageMemory(m.saved / chunks, m.deferred / chunks, m.inputs, max(m.tensors // chunks, 1))
+            for m in self.memory
+        ]
         return Costs(
             [each for each in times for _ in range(chunks)],
             [each for each in memory for _ in range(chunks)],
@@ -87,7 +90,7 @@ class Costs:
     def seconds(self, action: Action) -> float:
         """How long ``action`` takes."""
         forward, inputs, weights = self.times[action.stage]
-        if action.kind is ActionKind.FORWARD:
+        if action.kind in (ActionKind.FORWARD, ActionKind.RECOMPUTE):
             return forward
         if action.kind is ActionKind.BACKWARD_INPUT:
             return inputs
@@ -108,4 +111,13 @@ class Costs:
             wiring=self.wiring,
             early_weights=self.early_weights,
             slices=self.slices,
+            memory=self.memory,
         )
+
+    def peaks(self, schedule: Schedule, timeline: Timeline) -> list[float]:
+        """Per rank, the most that it keeps at once in a timeline of ``schedule``."""
+        curves = (
+            memory_over_time(timeline, self.memory, rank, schedule.moved)
+            for rank in range(timeline.ranks)
+        )
+        return [max(size for _, size in curve) for curve in curves]

@@ -27,7 +27,9 @@ class Link(NamedTuple):
 class Transfer:
     """Links between ranks: one in each direction, each carrying one message after the other.
 
-    A message occupies its link for bytes / bandwidth and arrives ``latency`` after that.
+    A message occupies its link for bytes / bandwidth and arrives ``latency`` after that. What moves
+    between partners (see ``Schedule.partners``) goes over the same links, in turns of its own: it
+    is not simulated that it slows messages down, or they it.
 
     Attributes:
         latency: seconds.
@@ -36,6 +38,8 @@ class Transfer:
         gradient_bytes: bytes of their gradients; an output that needs none, such as a mask, has 0.
             None: as many as the activations have.
         pairs: links that differ from that, by the two ranks that they join, the lower one first.
+        host: one link each way between every rank and its store on the host; None: they cost
+            nothing.
 
     Raises:
         ScheduleError: a negative number, no bandwidth, or bytes that a bandwidth does not apply to.
@@ -46,9 +50,11 @@ class Transfer:
     message_bytes: Bytes = field(default=0.0)
     gradient_bytes: Bytes | None = None
     pairs: Mapping[tuple[int, int], Link] = field(default_factory=dict)
+    host: Link | None = None
 
     def __post_init__(self) -> None:
-        for latency, bandwidth in (Link(self.latency, self.bandwidth), *self.pairs.values()):
+        links = Link(self.latency, self.bandwidth), *self.pairs.values(), self.host or Link()
+        for latency, bandwidth in links:
             if not (math.isfinite(latency) and latency >= 0.0):
                 raise ScheduleError(f"transfer must be finite seconds >= 0, got {latency!r}")
             if not bandwidth > 0.0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -10,6 +11,7 @@ from autosplit.errors import PipelineError, ScheduleError
 from autosplit.pipeline.builders.schedule_request import AUTO, ScheduleRequest
 from autosplit.pipeline.engine.execution.action_order import Order, as_scheduled, early_weights
 from autosplit.pipeline.engine.execution.stage_assembly import SplitStage, StageFactory
+from autosplit.pipeline.engine.memory.host_store import HostStore, offloads, open_store
 from autosplit.pipeline.engine.messages.default_group import device_of_group
 from autosplit.pipeline.schedule.schedule import Schedule
 
@@ -36,6 +38,7 @@ class TrainerOptions:
     max_grad_norm: float | None = None
     undo_steps: bool = False
     timeout: float = 300.0
+    store: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         norm = self.max_grad_norm
@@ -181,3 +184,21 @@ def choose_order(early: bool, schedule: Schedule, device: torch.device) -> Order
     if device.type != "cpu":
         raise PipelineError(f"early_weights is for stages on the CPU; got {device}")
     return early_weights
+
+
+def store_for(
+    schedule: Schedule, folder: str | os.PathLike[str] | None, device: torch.device
+) -> HostStore | None:
+    """The host's store of a rank; None where the schedule does not offload.
+
+    Raises:
+        OutputError: there can be no file in ``folder``.
+        PipelineError: ``folder`` has no effect.
+    """
+    if offloads(schedule):
+        return open_store(device, folder)
+    if folder is not None:
+        raise PipelineError(
+            f"store={str(folder)!r} has no effect: schedule {schedule.name!r} offloads nothing"
+        )
+    return None

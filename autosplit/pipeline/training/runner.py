@@ -18,6 +18,7 @@ from autosplit.pipeline.engine.execution.mode_by_shape import Modes
 from autosplit.pipeline.engine.execution.recorder import Recorder, recorder_on
 from autosplit.pipeline.engine.execution.stage_assembly import TrainableStage
 from autosplit.pipeline.engine.faults.first_error import Guard
+from autosplit.pipeline.engine.memory.host_store import HostStore
 from autosplit.pipeline.engine.messages.link_times import measure_transfer
 from autosplit.pipeline.engine.messages.process_groups import Groups
 from autosplit.pipeline.engine.messages.step_results import Agreement
@@ -53,6 +54,7 @@ class Runner:
         update: the optimizer's steps, which tell whether weights were right.
         device: where the stages run.
         settled: waits until the device has done what it was given.
+        store: where this rank offloads, if it does.
 
     Attributes:
         schedule: what training runs; under ``"auto"`` another one behind the measured steps.
@@ -73,9 +75,11 @@ class Runner:
         update: OptimizerStep,
         device: torch.device,
         settled: Callable[[], None],
+        store: HostStore | None = None,
     ) -> None:
         self._held = held
         self._settled = settled
+        self._store = store
         self._recorder = recorder_on(groups.rank, device)
         self._groups = groups
         self._guard = guard
@@ -226,6 +230,7 @@ class Runner:
             self._device,
             order,
             finished=self._finished if early else None,
+            store=self._store,
         )
 
     def _tune(self, tuner: Tuner) -> None:

@@ -27,7 +27,7 @@ from autosplit.pipeline.simulation.timeline import Timeline
 
 from .optimizer_step import OptimizerStep
 from .option_agreement import check_unanimous, factory_options
-from .options import TrainerOptions, choose_device, choose_order
+from .options import TrainerOptions, choose_device, choose_order, store_for
 from .rank_ledger import Record, check_record
 from .rank_state import RankState
 from .runner import Runner
@@ -80,6 +80,7 @@ class StageTrainer:
         order = choose_order(options.early_weights, setup.schedule, self.device)
         with self._guard("building the model"):
             check_unanimous(self._said(setup, options), self._groups)
+            store = store_for(setup.schedule, options.store, self.device)
             self._held = RankState(
                 setup.stages,
                 self.shared_parameters,
@@ -104,6 +105,7 @@ class StageTrainer:
             self._update,
             self.device,
             settled,
+            store,
         )
 
     def _connect(self, processes: int, options: TrainerOptions) -> None:

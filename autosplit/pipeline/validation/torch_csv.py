@@ -1,7 +1,9 @@
 """Schedules as CSV files of torch.distributed.pipelining, in and out.
 
 A line is a rank, a cell an action in the text form of ``Action``. In the form ``"compute_only"``
-empty cells are waits; ``"compute_comms"`` lists sends and receives as well. Torch's
+empty cells are waits; ``"compute_comms"`` lists sends and receives as well. Both are torch's, which
+knows no actions of memory; ``"with_memory"`` is ours and holds those, and as ``0MOVED4096`` in the
+first row how many bytes of each microbatch stage 0 moves at most (see ``Schedule.moved``). Torch's
 ``_PipelineScheduleRuntime._load_csv`` reads both; from 2.15 on it wants ``0WAIT_SEND_F1`` for
 ``0SEND_F1`` in the latter, where the rank may wait for the send to end. The runtime of torch 2.11
 runs no schedule over gloo in which neighbouring stages lie on one rank, whoever made it.
@@ -12,7 +14,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +29,7 @@ from autosplit.torch_internals.distributed import csv_has_send_waits
 
 from .validate import validate
 
-FORMATS = ("compute_only", "compute_comms")
+FORMATS = ("compute_only", "compute_comms", "with_memory")
 
 _SENDS = (ActionKind.SEND_F, ActionKind.SEND_B)
 _BACKWARDS = (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD)
@@ -35,6 +37,7 @@ _BACKWARDS = (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD)
 # Actions of FSDP, in which a schedule of ours has no part, and the ends of sends, which an engine
 # of ours waits for by itself.
 _LEFT_OUT = re.compile(r"[0-9]+(UNSHARD|RESHARD|(WAIT_)?REDUCE_GRAD|WAIT_SEND_[FB][0-9]+)")
+_MOVED = re.compile(r"([0-9]{1,9})MOVED([0-9]{1,18})")
 # A forward and a backward that torch may run at the same time.
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 
@@ -46,17 +49,18 @@ def write_csv(
     *,
     send_waits: bool | None = None,
 ) -> None:
-    """Write a schedule for torch's ``_load_csv(path, format=form)``.
+    """Write a schedule for torch's ``_load_csv(path, format=form)``, or for ``read_csv``.
 
     Args:
         schedule: what to write.
         path: the file.
-        form: ``"compute_only"`` or ``"compute_comms"``.
+        form: ``"compute_only"`` or ``"compute_comms"``, which torch reads; or ``"with_memory"``.
         send_waits: whether ``"compute_comms"`` lists where sends are waited for, as torch 2.15
             wants it and 2.14 cannot read it; None: as the torch at hand has it.
 
     Raises:
-        ScheduleError: an unknown form, or two copies of the stages, which the file cannot say.
+        ScheduleError: an unknown form, two copies of the stages, which the file cannot say, or
+            actions of memory, which torch does not have.
         OutputError: the file cannot be written.
     """
     _check_form(form)
@@ -64,7 +68,17 @@ def write_csv(
         raise ScheduleError(
             f"{schedule.name!r} runs two copies of its stages; a CSV file has one rank a stage"
         )
-    if form == "compute_only":
+    memory = [action for row in schedule.ranks for action in row if action.kind.is_memory]
+    if memory and form != "with_memory":
+        raise ScheduleError(
+            f"{schedule.name!r} has actions of memory such as {memory[0]}, which torch's schedules "
+            "do not have: write it with form='with_memory' for read_csv, or the schedule without "
+            "them for torch"
+        )
+    if form == "with_memory":
+        rows = [[*map(str, row)] for row in schedule.ranks]
+        rows[0][:0] = [f"{stage}MOVED{size}" for stage, size in sorted(schedule.moved.items())]
+    elif form == "compute_only":
         rows = [[*map(str, row)] for row in schedule.ranks]
     else:
         waits = csv_has_send_waits() if send_waits is None else send_waits
@@ -102,7 +116,7 @@ def read_csv(path: str | Path, form: str = "compute_only", *, name: str | None =
 
     Args:
         path: the file.
-        form: ``"compute_only"`` or ``"compute_comms"``.
+        form: ``"compute_only"``, ``"compute_comms"`` or ``"with_memory"``.
         name: the schedule's name; None takes the file's.
 
     Raises:
@@ -112,22 +126,27 @@ def read_csv(path: str | Path, form: str = "compute_only", *, name: str | None =
     """
     _check_form(form)
     path = Path(path)
-    rows = _rows(path)
-    schedule = _schedule(path.stem if name is None else name, rows)
+    rows, moved = _rows(path, form)
+    schedule = _schedule(path.stem if name is None else name, rows, moved)
     validate(schedule)
     _check_messages(schedule, rows, form)
     return schedule
 
 
-def _rows(path: Path) -> list[list[Action]]:
-    """The actions of every line."""
+def _rows(path: Path, form: str) -> tuple[list[list[Action]], dict[int, int]]:
+    """The actions of every line, and what stages move at most."""
     text = read_text(path, "a schedule", ScheduleError)
     rows: list[list[Action]] = []
+    moved: dict[int, int] = {}
     count = 0
     try:
         for cells in csv.reader(io.StringIO(text, newline="")):
+            if form == "with_memory":
+                found = [match for cell in cells if (match := _MOVED.fullmatch(cell.strip()))]
+                moved |= {int(each[1]): int(each[2]) for each in found}
+                cells = [cell for cell in cells if not _MOVED.fullmatch(cell.strip())]
             rows.append([action for cell in cells for action in _actions(cell)])
-            count += sum(action.kind.is_compute for action in rows[-1])
+            count += sum(action.kind.is_scheduled for action in rows[-1])
             if count > LARGEST:
                 raise ScheduleError(
                     f"{str(path)!r} holds more than {LARGEST:,} actions, which are all that a "
@@ -135,7 +154,7 @@ def _rows(path: Path) -> list[list[Action]]:
                 )
     except csv.Error as error:
         raise ScheduleError(f"{str(path)!r} is no CSV file: {error}") from error
-    return rows
+    return rows, moved
 
 
 def _check_form(form: str) -> None:
@@ -152,10 +171,13 @@ def _actions(cell: str) -> Iterator[Action]:
             yield Action.parse(part.strip())
 
 
-def _schedule(name: str, rows: Sequence[Sequence[Action]]) -> Schedule:
-    """The compute actions of ``rows``; a stage is placed where it first runs."""
-    ranks = tuple(tuple(action for action in row if action.kind.is_compute) for row in rows)
-    actions = [(rank, action) for rank, row in enumerate(ranks) for action in row]
+def _schedule(
+    name: str, rows: Sequence[Sequence[Action]], moved: Mapping[int, int]
+) -> Schedule:
+    """What ``rows`` schedule; a stage is placed where it first runs."""
+    ranks = tuple(tuple(action for action in row if action.kind.is_scheduled) for row in rows)
+    every = [(rank, action) for rank, row in enumerate(ranks) for action in row]
+    actions = [(rank, action) for rank, action in every if action.kind.is_compute]
     if not actions:
         raise ScheduleError(f"{name!r} holds no F, I, W or B")
     homes: dict[int, int] = {}
@@ -173,22 +195,44 @@ def _schedule(name: str, rows: Sequence[Sequence[Action]]) -> Schedule:
         ranks,
         tuple(homes[stage] for stage in range(len(homes))),
         any(action.kind is ActionKind.BACKWARD_INPUT for _, action in actions),
+        partners=_partners(len(ranks), every, homes),
+        moved=dict(moved),
     )
+
+
+def _partners(
+    ranks: int, actions: Sequence[tuple[int, Action]], homes: Mapping[int, int]
+) -> tuple[int, ...] | None:
+    """Who takes in what whom evicts, as far as anybody does."""
+    accepts = [(rank, a) for rank, a in actions if a.kind is ActionKind.ACCEPT]
+    taken = [(rank, homes[a.stage]) for rank, a in accepts if a.stage in homes]
+    if not taken:
+        return None
+    partners = list(range(ranks))
+    for rank, owner in taken:
+        partners[rank], partners[owner] = owner, rank
+    return tuple(partners)
 
 
 def _check_messages(schedule: Schedule, rows: Sequence[Sequence[Action]], form: str) -> None:
     """Every rank must list the sends and receives that it needs, and no other."""
     complete = add_communication(schedule)
     for rank, row in enumerate(rows):
-        listed = sorted(str(action) for action in row if not action.kind.is_compute)
-        if form == "compute_only":
+        memory = [action for action in row if action.kind.is_memory]
+        if memory and form != "with_memory":
+            raise ScheduleError(
+                f"rank {rank} lists {memory[0]}, which form={form!r} does not have: read the file "
+                "with form='with_memory'"
+            )
+        listed = sorted(str(action) for action in row if not action.kind.is_scheduled)
+        if form != "compute_comms":
             if listed:
                 raise ScheduleError(
-                    f"rank {rank} lists {listed[0]}, which form='compute_only' does not have: "
+                    f"rank {rank} lists {listed[0]}, which form={form!r} does not have: "
                     "read the file with form='compute_comms'"
                 )
             continue
-        needed = sorted(str(action) for action in complete[rank] if not action.kind.is_compute)
+        needed = sorted(str(action) for action in complete[rank] if not action.kind.is_scheduled)
         if listed != needed:
             lacks = few(sorted(set(needed) - set(listed)), 9) or "nothing"
             excess = few(sorted(set(listed) - set(needed)), 9) or "nothing"

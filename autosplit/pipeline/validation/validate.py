@@ -14,10 +14,16 @@ from autosplit.pipeline.schedule.dependency import needs_of, result_of
 from autosplit.pipeline.schedule.routes import Channel, channel_of, parcels_for, parcels_of
 from autosplit.pipeline.schedule.schedule import LARGEST, Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
-from autosplit.pipeline.simulation.activation_memory import ROUNDING, StageMemory
+from autosplit.pipeline.simulation.activation_memory import (
+    ROUNDING,
+    StageMemory,
+    changes_of,
+    levels,
+)
 from autosplit.pipeline.simulation.replay import Wait, replay, unmade
 
 from .grid import Cell, describe, format_grid, lay_out
+from .moves import move_faults, partner_faults, right_rank
 
 _WIDEST = 60  # slots and ranks in an error's grid; of more only those near a fault are shown
 _MOST = 50  # faults that are looked for; where there are more, none of the rest tells anything new
@@ -69,7 +75,10 @@ def validate(
     Legal means: every stage runs every F once, and for every microbatch either one B or one I and
     one W, on the rank that holds the stage, F before I (or B) before W; running the lists in order
     cannot deadlock; and what one stage sends another is sent in the order in which it is received,
-    because a channel, from stage to stage, is first in, first out.
+    because a channel, from stage to stage, is first in, first out. What a microbatch holds is moved
+    away at most once at a time and is back before it is used; partners list the transfers between
+    them in one order; and a microbatch is run again at most once, before its backward, and is not
+    moved before that.
 
     Args:
         schedule: what to check.
@@ -97,9 +106,10 @@ def validate(
             _order(positions),
             _deadlocks(schedule),
             _messages(positions),
+            (_Fault(*found) for found in move_faults(schedule)),
         ]
         if memory is not None or caps is not None:
-            checks.append(_kept(positions, memory or (), caps or ()))
+            checks.append(_kept(schedule, memory or (), caps or ()))
         faults = list(islice(chain(*checks), _MOST + 1))
     if faults:
         raise ScheduleError(_report(schedule, faults))
@@ -126,12 +136,15 @@ def _sizes(schedule: Schedule) -> Iterator[_Fault]:
     held = {rank for placement in placements.values() for rank in placement}
     for rank in sorted(set(range(ranks)) - held):
         yield _Fault(f"rank {rank} holds no stage; use fewer ranks")
+    yield from map(_Fault, partner_faults(schedule))
 
 
 def _misfit(action: Action, schedule: Schedule) -> str | None:
     """Why ``action`` does not exist in this pipeline, or None when it does."""
-    if not action.kind.is_compute:
-        return f"{action} is no compute action; a schedule lists F, I, W, B"
+    if not action.kind.is_scheduled:
+        return (
+            f"{action} is none of the actions that a schedule lists: F, I, W, B, and those of memory"
+        )
     for what, value, count in (
         ("stage", action.stage, schedule.stages),
         ("microbatch", action.microbatch, schedule.microbatches),
@@ -150,8 +163,17 @@ def _strays(schedule: Schedule) -> Iterator[_Fault]:
             if misfit is not None:
                 yield _Fault(misfit, ((rank, position),))
                 continue
-            home = schedule.home(action.stage, action.microbatch)
-            if home != rank:
+            home = right_rank(action, schedule)
+            if home is None:
+                yield _Fault(f"{action} needs partners, of which there are none", ((rank, position),))
+            elif home != rank and action.kind in (ActionKind.ACCEPT, ActionKind.RETURN):
+                owner = schedule.home(action.stage, action.microbatch)
+                yield _Fault(
+                    f"{action} is on rank {rank}, but the partner of rank {owner}, which holds "
+                    f"stage {action.stage}, is rank {home}",
+                    ((rank, position),),
+                )
+            elif home != rank:
                 yield _Fault(
                     f"{action} is on rank {rank}, but rank {home} holds stage {action.stage}",
                     ((rank, position),),
@@ -215,7 +237,7 @@ def _deadlocks(schedule: Schedule) -> Iterator[_Fault]:
     for circle in run.cycles():
         if len(circle) == 1 and circle[0].needs.stage == circle[0].action.stage:
             continue  # one stage in the wrong order: already said
-        cells = tuple(_standing(wait, run.times) for wait in circle)
+        cells = tuple(_standing(each, run.times) for each in circle if each.rank < each.ranks)
         yield _Fault(f"deadlock: {'; '.join(map(str, circle))}", cells)
 
 
@@ -254,28 +276,25 @@ def _messages(positions: _Positions) -> Iterator[_Fault]:
 
 
 def _kept(
-    positions: _Positions, memory: Sequence[StageMemory], caps: Sequence[float]
+    schedule: Schedule, memory: Sequence[StageMemory], caps: Sequence[float]
 ) -> Iterator[_Fault]:
     """The first action that takes each rank over its cap."""
-    schedule = positions.schedule
     if (len(memory), len(caps)) != (schedule.stages, len(schedule.ranks)):
         raise ScheduleError(
             f"a bound of memory needs the memory of each of {schedule.stages} stages and a cap for "
             f"each of {len(schedule.ranks)} ranks; got {len(memory)} and {len(caps)}"
         )
-    kept = [0.0] * len(caps)
-    reported: set[int] = set()
-    for rank, action in positions.in_order():
-        size = memory[action.stage]
-        kept[rank] += size.before(action.kind)
-        if kept[rank] > caps[rank] * ROUNDING and rank not in reported:
-            reported.add(rank)
-            yield _Fault(
-                f"{action} makes rank {rank} keep {kept[rank]:g}, more than its cap of "
-                f"{caps[rank]:g}",
-                (positions.of[action][0],),
-            )
-        kept[rank] -= size.after(action.kind)
+    if any(_misfit(action, schedule) for row in schedule.ranks for action in row):
+        return
+    changes = changes_of(schedule, memory)
+    for rank, (row, cap) in enumerate(zip(schedule.ranks, caps, strict=True)):
+        for place, kept in enumerate(levels(row, changes[rank])):
+            if kept > cap * ROUNDING:
+                yield _Fault(
+                    f"{row[place]} makes rank {rank} keep {kept:g}, more than its cap of {cap:g}",
+                    ((rank, place),),
+                )
+                break
 
 
 def _report(schedule: Schedule, faults: list[_Fault]) -> str:

@@ -19,6 +19,8 @@ COUNTS = st.integers(min_value=0, max_value=10**6)
         ("0B2", Action(0, ActionKind.BACKWARD, 2)),
         ("1SEND_F0", Action(1, ActionKind.SEND_F, 0)),
         ("12RECV_B34", Action(12, ActionKind.RECV_B, 34)),
+        ("3EVICT2", Action(3, ActionKind.EVICT, 2)),
+        ("0RECOMPUTE7", Action(0, ActionKind.RECOMPUTE, 7)),
     ],
 )
 def test_text_of_an_action(text: str, action: Action) -> None:
@@ -42,9 +44,14 @@ def test_bad_text_is_refused(text: str) -> None:
     assert str(caught.value) == (
         "expected an action such as '0F1' (stage, kind, microbatch), numbers of at most 9 digits "
         f"without leading zeros, got {text!r}; known kinds: F, I, W, B, SEND_F, RECV_F, SEND_B, "
-        "RECV_B"
+        "RECV_B, EVICT, ACCEPT, LOAD, RETURN, OFFLOAD, RELOAD, RECOMPUTE"
     )
 
 
-def test_only_f_i_w_and_b_compute() -> None:
-    assert [kind.value for kind in ActionKind if kind.is_compute] == ["F", "I", "W", "B"]
+def test_what_computes_and_what_moves_is_scheduled() -> None:
+    compute = ["F", "I", "W", "B", "RECOMPUTE"]
+    moves = ["EVICT", "ACCEPT", "LOAD", "RETURN", "OFFLOAD", "RELOAD"]
+    assert [kind.value for kind in ActionKind if kind.is_compute] == compute
+    assert [kind.value for kind in ActionKind if kind.is_move] == moves
+    assert {kind.value for kind in ActionKind if kind.is_scheduled} == {*compute, *moves}
+    assert [kind.value for kind in ActionKind if kind.is_memory] == [*moves, "RECOMPUTE"]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autosplit.pipeline.schedule.action import Action, ActionKind
@@ -45,6 +45,32 @@ def at_once() -> bool:
     return True
 
 
+def behind(
+    step: Step, needs: Sequence[Callable[[], None]], arrived: Sequence[Callable[[], bool]]
+) -> Step:
+    """The step, behind calls that wait for what it needs; ``arrived`` say whether they would."""
+    fetch, calls = step.fetch, step.calls
+
+    def wait() -> None:
+        for need in needs:
+            need()
+
+    def fetch_behind() -> Values:
+        wait()
+        return fetch()
+
+    def calls_behind() -> Sequence[Step]:
+        wait()
+        return () if calls is None else calls()
+
+    return replace(
+        step,
+        fetch=fetch_behind if calls is None else fetch,
+        arrived=lambda: step.arrived() and all(each() for each in arrived),
+        calls=None if calls is None else calls_behind,
+    )
+
+
 Order = Callable[[Sequence[Step]], Iterator[Step]]
 """Yields every step once; whoever asks for the next has run the one before."""
 
@@ -59,18 +85,28 @@ def early_weights(steps: Sequence[Step]) -> Iterator[Step]:
 
     W's and their slices keep their order among each other, so that gradients are added up in the
     same order, with the same rounding, however the messages fall; and none runs later than
-    scheduled, so that no more is held than the schedule holds.
+    scheduled, so that no more is held than the schedule holds. What is away comes back where the
+    schedule has it come.
     """
     weights = deque(step for step in steps if _is_weight(step))
+    moves = Counter(_whose(step) for step in steps if step.action.kind.is_move)
     done: set[Action] = set()
+
+    def can_run(weight: Step) -> bool:
+        action = weight.action
+        ran = Action(action.stage, ActionKind.BACKWARD_INPUT, action.microbatch) in done
+        return ran and not moves[_whose(weight)] and weight.arrived()
+
     for step in steps:
         if _is_weight(step):
             if weights and weights[0] is step:
                 yield weights.popleft()
             continue
-        while weights and not step.arrived() and _can_run(weights[0].action, done):
+        while weights and not step.arrived() and can_run(weights[0]):
             yield weights.popleft()
         yield step
+        if step.action.kind.is_move:
+            moves[_whose(step)] -= 1
         done.add(result_of(step.action))
 
 
@@ -78,5 +114,5 @@ def _is_weight(step: Step) -> bool:
     return step.action.kind is ActionKind.BACKWARD_WEIGHT
 
 
-def _can_run(weight: Action, done: set[Action]) -> bool:
-    return Action(weight.stage, ActionKind.BACKWARD_INPUT, weight.microbatch) in done
+def _whose(step: Step) -> tuple[int, int]:
+    return step.action.stage, step.action.microbatch

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -13,6 +12,7 @@ from torch import Tensor
 from autosplit.errors import PipelineError
 from autosplit.pipeline.engine.faults.first_error import ActionError, LostPeerError
 from autosplit.pipeline.engine.faults.rank_activity import RankActivity
+from autosplit.pipeline.engine.memory.moves import MicrobatchMoves
 from autosplit.pipeline.engine.messages.stage_ports import (
     Probe,
     Receive,
@@ -22,58 +22,16 @@ from autosplit.pipeline.engine.messages.stage_ports import (
 from autosplit.pipeline.engine.messages.transport import Transport
 from autosplit.pipeline.schedule.action import Action, ActionKind, JoinedWeights
 from autosplit.pipeline.schedule.dependency import result_of
+from autosplit.pipeline.schedule.moves import recomputed
 from autosplit.pipeline.schedule.routes import parcels_for
 from autosplit.pipeline.schedule.schedule import Schedule
 
-from .action_order import Order, Step, Values, as_scheduled, at_once, drop
+from .action_order import Order, Step, Values, as_scheduled, at_once, behind, drop
 from .joint_weights import JoiningStage, join_adjacent_weights, joined_step
 from .recorder import Recorder
+from .stage_protocols import BackwardStage, ForwardStage, RecomputingStage, SlicedStage
 
 __all__ = ["BackwardStage", "Executor", "ForwardStage"]
-
-
-class ForwardStage(Protocol):
-    """What a stage must offer to run forward."""
-
-    def forward(self, microbatch: int, inputs: list[Tensor]) -> list[Tensor]:
-        """Outputs for ``inputs``; clears the list, so that each input dies at its last use."""
-        ...
-
-
-@runtime_checkable
-class BackwardStage(ForwardStage, Protocol):
-    """What a stage must offer to run backward; see ``autosplit.stage.Stage``.
-
-    Gradients come and go as lists with one entry per output or input, None where there is none.
-    """
-
-    def backward_input(
-        self, microbatch: int, output_grads: list[Tensor | None]
-    ) -> list[Tensor | None]:
-        """Input gradients; clears the list it is given."""
-        ...
-
-    def backward_weight(self, microbatch: int) -> None:
-        """Add the weight gradients to the stage's accumulators."""
-        ...
-
-    def backward(self, microbatch: int, output_grads: list[Tensor | None]) -> list[Tensor | None]:
-        """Both halves in one call; clears the list it is given."""
-        ...
-
-
-@runtime_checkable
-class SlicedStage(BackwardStage, Protocol):
-    """A stage whose W can be run in parts, one after another."""
-
-    @property
-    def slices(self) -> Sequence[object]:
-        """One entry for each slice."""
-        ...
-
-    def backward_weight(self, microbatch: int, slice: int | None = None) -> None:
-        """Add one slice of the weight gradients; None for all of them."""
-        ...
 
 
 Fetch = Callable[[], Values]
@@ -98,10 +56,11 @@ class Executor:
         order: in which order the rank takes up its actions.
         finished: called with a stage when the last of its weight gradients of the step is there.
         place: is told what the rank is doing.
+        moves: carries out the schedule's moves, where there are any.
 
     Raises:
         PipelineError: the schedule gives this rank a stage that it does not hold, or a backward
-            to a stage that has none.
+            to a stage that has none, or one that cannot run its forward again.
     """
 
     def __init__(
@@ -115,6 +74,7 @@ class Executor:
         order: Order = as_scheduled,
         finished: Callable[[int], None] | None = None,
         place: RankActivity | None = None,
+        moves: MicrobatchMoves | None = None,
     ) -> None:
         self._stages = stages
         self._schedule = schedule
@@ -129,8 +89,11 @@ class Executor:
         self._place = RankActivity() if place is None else place
         self._parts: Counter[int] = Counter()  # per stage, what makes weight gradients
         self._left: Counter[int] = Counter()
+        self._moves = moves
+        self._again = recomputed(schedule.ranks[rank])
+        self._places = _places(schedule.ranks[rank])
         row = join_adjacent_weights(schedule.ranks[rank], stages)
-        self._steps = tuple(step for each in row for step in self._prepare(each))
+        self._steps = tuple(step for each in row for step in self._steps_of(each))
 
     @torch.no_grad()
     def run(
@@ -161,6 +124,8 @@ class Executor:
             if recorder is not None:
                 recorder.begin()
             self._transport.begin()
+            if self._moves is not None:
+                self._moves.begin(self._held_outside)
             for step in self._order(self._steps):
                 action = step.action
                 for call in (step,) if step.calls is None else step.calls():
@@ -168,16 +133,20 @@ class Executor:
                     place.fetch(action)
                     values = call.fetch()
                     place.compute()
-                    if recorder is None:
+                    if recorder is None or call.action.kind.is_move:
                         call.deliver(call.compute(values))
                     else:
                         compute = partial(call.compute, values)
                         del values  # what is taken is cleared at its last use
                         call.deliver(recorder.run(action, compute))
             place.fetch(None)
+            if self._moves is not None:
+                spans = self._moves.finish()
+                if recorder is not None:
+                    recorder.note(spans)
             self._transport.finish()
             return dict(sorted(self._losses.items()))
-        except LostPeerError:
+        except (LostPeerError, ActionError):
             raise
         except Exception as error:
             if action is None:
@@ -186,6 +155,31 @@ class Executor:
         finally:
             place.leave()
             self._inputs, self._targets, self._losses = (), (), {}
+
+    def _steps_of(self, action: Action) -> Iterator[Step]:
+        """What ``_prepare`` makes, behind what it has to wait for of moves."""
+        moves = self._moves
+        if action.kind.is_move:
+            place = self._places[action].popleft()
+            if moves is None:
+                raise PipelineError(f"{action} is scheduled, and nothing carries out moves")
+            yield Step(action, list, _without_values(partial(moves.start, place)), drop, at_once)
+            return
+        single = (Action(action.stage, action.kind, each) for each in action.microbatches)
+        places = [self._places[each].popleft() for each in single]
+        steps = self._prepare(action)
+        if moves is not None:
+            needs = [need for place in places if (need := moves.needed(place)) is not None]
+            if needs:
+                arrived = [partial(moves.arrived, place) for place in places]
+                yield behind(next(steps), needs, arrived)
+        yield from steps
+
+    def _held_outside(self, microbatch: int) -> list[Tensor]:
+        """Tensors of a microbatch that are held besides by whoever gave them."""
+        given = [rows[microbatch] for rows in (self._inputs, self._targets) if rows]
+        loss_grad = [] if self._loss_grad is None else [self._loss_grad]
+        return [*(tensor for row in given for tensor in row), *loss_grad]
 
     def _prepare(self, action: Action) -> Iterator[Step]:
         """The action's step; of a W that comes in slices, one for each."""
@@ -197,11 +191,17 @@ class Executor:
             )
         if action.kind is ActionKind.FORWARD:
             forward = partial(stage.forward, microbatch)
+            if (action.stage, microbatch) in self._again:
+                forward = partial(self._recomputing(action).forward, microbatch, keep="inputs")
             fetch, arrived = self._fetch_inputs(action)
             yield Step(action, fetch, forward, self._deliver_outputs(action), arrived)
             return
         if not isinstance(stage, BackwardStage):
             raise PipelineError(f"{action} is scheduled, but stage {action.stage} has no backward")
+        if action.kind is ActionKind.RECOMPUTE:
+            again = partial(self._recomputing(action).recompute, microbatch)
+            yield Step(action, list, _without_values(again), drop, at_once)
+            return
         if isinstance(action, JoinedWeights) and isinstance(stage, JoiningStage):
             yield joined_step(action, stage, self._counted(action.stage, drop))
             return
@@ -217,6 +217,15 @@ class Executor:
         if fused:
             deliver = self._counted(action.stage, deliver)
         yield Step(action, fetch, backward, deliver, arrived)
+
+    def _recomputing(self, action: Action) -> RecomputingStage:
+        stage = self._stages[action.stage]
+        if not isinstance(stage, RecomputingStage):
+            raise PipelineError(
+                f"{action} is to run with a RECOMPUTE, but stage {action.stage} cannot run its "
+                "forward again: its class has no recompute(), see autosplit.Stage"
+            )
+        return stage
 
     def _counted(self, stage: int, deliver: Deliver) -> Deliver:
         """``deliver``, and the news that the stage is finished when nothing of it is left."""
@@ -266,6 +275,14 @@ class Executor:
         if len(probes) == 1:
             return receives, probes[0]
         return receives, lambda: all(probe() for probe in probes)
+
+
+def _places(row: Sequence[Action]) -> dict[Action, deque[int]]:
+    """Where in a row each action stands; moves may stand there more than once."""
+    found: dict[Action, deque[int]] = defaultdict(deque)
+    for place, action in enumerate(row):
+        found[action].append(place)
+    return found
 
 
 def _weight_calls(stage: BackwardStage, microbatch: int) -> list[Callable[[], None]]:

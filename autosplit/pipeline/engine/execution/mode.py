@@ -8,9 +8,17 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from autosplit.pipeline.engine.memory.host_store import HostStore
+from autosplit.pipeline.engine.memory.moves import MicrobatchMoves
+from autosplit.pipeline.engine.memory.partner_link import (
+    PartnerLink,
+    connect_partners,
+    partner_pairs,
+)
 from autosplit.pipeline.engine.messages.process_groups import Groups
 from autosplit.pipeline.engine.messages.shape_negotiation import Negotiation, TensorMeta
 from autosplit.pipeline.engine.messages.transport import Transport
+from autosplit.pipeline.schedule.moves import has_moves
 from autosplit.pipeline.schedule.routes import pairs_of, routes_of
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
@@ -33,6 +41,7 @@ class Mode:
         device: where the stages run.
         order: in which order a rank takes up its actions.
         finished: see ``Executor``.
+        store: this rank's store on the host, where it offloads.
 
     Attributes:
         place: what the rank is doing.
@@ -51,6 +60,7 @@ class Mode:
         device: torch.device,
         order: Order = as_scheduled,
         finished: Callable[[int], None] | None = None,
+        store: HostStore | None = None,
     ) -> None:
         self.schedule = schedule
         self.feeds = feeds
@@ -58,6 +68,7 @@ class Mode:
         self._device = device
         self._order = order
         self._finished = finished
+        self._store = store
         self._last = schedule.stages - 1
         own = schedule.held(groups.rank)
         self.split = BatchSplitter(
@@ -101,8 +112,32 @@ class Mode:
             order=self._order,
             finished=self._finished,
             place=self.place,
+            moves=self._moves(stages),
         )
         return self.executor
+
+    def _moves(self, stages: Mapping[int, ForwardStage]) -> MicrobatchMoves | None:
+        """What carries out the schedule's moves; collective over all ranks."""
+        schedule, groups = self._schedule, self._groups
+        if not has_moves(schedule):
+            return None
+        pairs = partner_pairs(schedule)
+        connect_partners(groups, pairs)
+        mine = next((pair for pair in pairs if self._rank in pair), None)
+        partner = None
+        if mine is not None:
+            (other,) = {*mine} - {self._rank}
+            partner = PartnerLink(groups, other, self._device)
+        return MicrobatchMoves(
+            stages,
+            schedule,
+            self._rank,
+            self._device,
+            store=self._store,
+            partner=partner,
+            timeout=groups.timeout,
+            place=self.place,
+        )
 
     def reschedule(self, schedule: Schedule) -> None:
         """Go on with the stages that are there under another schedule of the same placement."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol, TypeVar
 
 import torch
@@ -25,8 +25,12 @@ class Recorder(Protocol):
         """Compute, and note when that was."""
         ...
 
+    def note(self, spans: Iterable[Span]) -> None:
+        """Add what ran beside computation."""
+        ...
+
     def spans(self) -> list[Span]:
-        """What the step ran, in order; the device must be done with it."""
+        """What the step ran, in the order in which it began; the device must be done with it."""
         ...
 
 
@@ -51,6 +55,9 @@ class HostRecorder:
         self._spans.append(Span(self._rank, action, start, time.perf_counter()))
         return result
 
+    def note(self, spans: Iterable[Span]) -> None:
+        self._spans = sorted([*self._spans, *spans], key=lambda span: span.start)
+
     def spans(self) -> list[Span]:
         return self._spans
 
@@ -70,6 +77,7 @@ class DeviceRecorder:
 
     def begin(self) -> None:
         self._noted = []
+        self._beside: list[Span] = []
         self._origin = self._event()
         self._origin.synchronize()
         self._started = time.perf_counter()
@@ -80,11 +88,15 @@ class DeviceRecorder:
         self._noted.append((action, start, self._event()))
         return result
 
+    def note(self, spans: Iterable[Span]) -> None:
+        self._beside += spans
+
     def spans(self) -> list[Span]:
-        return [
+        computed = [
             Span(self._rank, action, self._seconds(start), self._seconds(end))
             for action, start, end in self._noted
         ]
+        return sorted([*computed, *self._beside], key=lambda span: span.start)
 
     def _event(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -193,12 +193,33 @@ def compile_stages(stages: Mapping[int, TrainableStage], schedule: Schedule) -> 
 
 
 class _Frozen:
-    """A stage with nothing to differentiate: its backward actions are empty."""
+    """A stage with nothing to differentiate: its backward actions are empty, and it holds
+    nothing.
+    """
 
     def __init__(self, stage: TrainableStage, inputs: int) -> None:
         self._inputs = inputs
-        self.forward = stage.forward
+        self._forward = stage.forward
         self.output_specs = stage.output_specs
+
+    def forward(
+        self, microbatch: int, inputs: list[Tensor], keep: Literal["saved", "inputs"] = "saved"
+    ) -> list[Tensor]:
+        return self._forward(microbatch, inputs)
+
+    def recompute(self, microbatch: int) -> None:
+        pass
+
+    def held(self, microbatch: int, kept: Iterable[Tensor] = ()) -> list[Tensor]:
+        return []
+
+    def detach_held(
+        self, microbatch: int, bytes: int | None = None, kept: Iterable[Tensor] = ()
+    ) -> list[Tensor]:
+        return []
+
+    def attach_held(self, microbatch: int, tensors: Sequence[Tensor]) -> None:
+        pass
 
     def backward_input(
         self, microbatch: int, output_grads: list[Tensor | None]

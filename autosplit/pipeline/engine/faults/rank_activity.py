@@ -56,6 +56,16 @@ class RankActivity:
         self.waiting = False
         self.turn += 1
 
+    @contextlib.contextmanager
+    def busy_with(self, action: Action) -> Iterator[None]:
+        """Wait for something that no other rank has a part in."""
+        before = self.action, self.waiting
+        self.action, self.waiting = action, False
+        self.turn += 1
+        yield
+        self.action, self.waiting = before
+        self.turn += 1
+
     def leave(self) -> None:
         """Be in no action any more."""
         self.action = None

@@ -106,7 +106,7 @@ class Groups:
         self._device = device
         self._backend = "nccl" if device.type == "cuda" else "gloo"
         self._pairwise = self._backend == "nccl"
-        self._connected: set[tuple[int, int]] = set()
+        self._connected: dict[str, set[tuple[int, int]]] = {}
         self._owned: list[dist.ProcessGroup] = []
         self._lanes: dict[str, dist.ProcessGroup] = {}
         if ranks > 1:
@@ -123,24 +123,34 @@ class Groups:
         """A key-value store that the ranks share and nobody else writes to."""
         return self.control.get_group_store()
 
-    def connect(self, pairs: Collection[tuple[int, int]]) -> None:
+    def connect(self, pairs: Collection[tuple[int, int]], lanes: str = "") -> None:
         """Make ready for messages between these pairs of ranks, the lower one first.
 
         Collective over all ranks, which all name the same pairs; they may name some again. Over
-        Gloo all ranks are connected from the start.
+        Gloo all ranks are connected from the start, but for lanes of their own.
+
+        Args:
+            pairs: the ranks.
+            lanes: a name for lanes besides those of ``isend`` and ``irecv``, see ``between``.
 
         Raises:
             LostPeerError: some rank did not take part.
         """
-        new = sorted({*pairs} - self._connected) if self._pairwise else []
-        self._connected.update(new)
+        connected = self._connected.setdefault(lanes, set())
+        new = sorted({*pairs} - connected) if self._pairwise or lanes else []
+        connected.update(new)
         with self.losing(_OTHERS):
             for pair in new:
-                for lane in (_lane_of(*pair), _lane_of(*reversed(pair))):
+                for source, target in (pair, pair[::-1]):
                     group = self._new(pair, self._backend)
                     if self.rank in pair:
-                        self._lanes[lane] = group
-            greet(self, new, self._device)
+                        self._lanes[_lane_of(source, target, lanes)] = group
+            if not lanes:
+                greet(self, new, self._device)
+
+    def between(self, source: int, target: int, lanes: str) -> dist.ProcessGroup:
+        """The group of a pair's own for what goes one way, after ``connect``."""
+        return self._lane(_lane_of(source, target, lanes))
 
     def isend(self, tensor: Tensor, peer: int) -> dist.Work | None:
         """Start sending a contiguous tensor; None if there is nothing to wait for."""
@@ -283,8 +293,8 @@ class Groups:
         return owned if dist.is_initialized() else []
 
 
-def _lane_of(source: int, target: int) -> str:
-    return f"{source} to {target}"
+def _lane_of(source: int, target: int, lanes: str = "") -> str:
+    return f"{lanes} {source} to {target}".lstrip()
 
 
 def _bytes(tensor: Tensor) -> Tensor:

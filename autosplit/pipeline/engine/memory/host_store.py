@@ -1,0 +1,170 @@
+"""Where a rank keeps bytes outside of the memory that it computes in."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import weakref
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from autosplit.device import settle
+from autosplit.errors import OutputError, PipelineError
+from autosplit.pipeline.schedule.action import ActionKind
+from autosplit.pipeline.schedule.schedule import Schedule
+
+
+class HostStore(Protocol):
+    """Keeps bytes under a ticket. One thread may put while another takes."""
+
+    def put(self, data: Tensor) -> Any:
+        """Keep bytes; the ticket to have them back with.
+
+        Raises:
+            PipelineError: they cannot be kept.
+        """
+        ...
+
+    def take(self, ticket: Any) -> Tensor:
+        """The bytes again, in new memory on the rank's device; the ticket is used up.
+
+        Raises:
+            PipelineError: they are not there any more.
+        """
+        ...
+
+
+class _Region(NamedTuple):
+    start: int
+    size: int
+
+
+class FileStore:
+    """For stages on the CPU: a file without a name, which is gone when its process is.
+
+    It is read and written at offsets rather than through a mapping. The pages are the same page
+    cache either way, but where a disk is full or a file was cut short, a mapping ends the process
+    (SIGBUS) and a call returns an error.
+
+    Args:
+        folder: in which file system it lies; None: that of temporary files.
+
+    Raises:
+        OutputError: there can be no file there.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
+        self.folder = Path(tempfile.gettempdir() if folder is None else folder)
+        try:
+            with tempfile.TemporaryFile(dir=self.folder, prefix="autosplit-") as file:
+                self._file = os.dup(file.fileno())
+        except OSError as error:
+            raise OutputError(
+                f"no file for offloaded tensors can be made in {self.folder} ({error.strerror}): "
+                "name a folder that can be written, on a disk with room"
+            ) from error
+        weakref.finalize(self, os.close, self._file)
+        self._end = 0
+        self._held = 0
+        self._free: dict[int, list[int]] = defaultdict(list)
+
+    def put(self, data: Tensor) -> _Region:
+        region = self._region(data.numel())
+        view, done = data.numpy().data, 0
+        try:
+            while done < region.size:
+                done += os.pwrite(self._file, view[done:], region.start + done)
+        except OSError as error:
+            raise PipelineError(
+                f"{region.size:,} bytes cannot be offloaded to a file in {self.folder}, which has "
+                f"{region.start:,} already: {error.strerror}. Free disk space, name another folder "
+                "(store=), or offload less"
+            ) from error
+        return region
+
+    def take(self, ticket: _Region) -> Tensor:
+        data = torch.empty(ticket.size, dtype=torch.uint8)
+        view, done = data.numpy().data, 0
+        try:
+            while done < ticket.size:
+                count = os.preadv(self._file, [view[done:]], ticket.start + done)
+                if not count:
+                    raise OSError(0, f"only {done:,} of {ticket.size:,} bytes are left")
+                done += count
+        except OSError as error:
+            raise PipelineError(
+                f"what was offloaded to a file in {self.folder} is lost: {error.strerror}. Go on "
+                "from the last checkpoint, with another folder (store=) if the disk is at fault"
+            ) from error
+        self._held -= 1
+        self._free[ticket.size].append(ticket.start)
+        return data
+
+    def _region(self, size: int) -> _Region:
+        """Room of this size: where something of the same size lay, or at the end. Steps that are
+        alike so use the same rooms, and an empty store starts over.
+        """
+        if not self._held:
+            self._end = 0
+            self._free.clear()
+        self._held += 1
+        free = self._free.get(size)
+        if free:
+            return _Region(free.pop(), size)
+        start, self._end = self._end, self._end + size
+        return _Region(start, size)
+
+
+class PinnedStore:
+    """For stages on an accelerator: pinned memory of the host, used again for the same sizes.
+
+    Copies run on the streams of those who call, who wait for them. This has not been run on a
+    device yet.
+
+    Args:
+        device: where the stages are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._free: dict[int, list[Tensor]] = defaultdict(list)
+
+    def put(self, data: Tensor) -> Tensor:
+        free = self._free[data.numel()]
+        host = free.pop() if free else torch.empty(data.shape, dtype=data.dtype, pin_memory=True)
+        host.copy_(data, non_blocking=True)
+        settle(self._device)
+        return host
+
+    def take(self, ticket: Tensor) -> Tensor:
+        data = torch.empty(ticket.shape, dtype=ticket.dtype, device=self._device)
+        data.copy_(ticket, non_blocking=True)
+        settle(self._device)
+        self._free[ticket.numel()].append(ticket)
+        return data
+
+
+def offloads(schedule: Schedule) -> bool:
+    """Whether any rank offloads anything."""
+    return any(a.kind is ActionKind.OFFLOAD for row in schedule.ranks for a in row)
+
+
+def open_store(device: torch.device, folder: str | os.PathLike[str] | None) -> HostStore:
+    """The store of a rank whose stages are on ``device``.
+
+    Raises:
+        OutputError: there can be no file in ``folder``.
+        PipelineError: a folder for stages that are not on the CPU.
+    """
+    if device.type == "cpu":
+        return FileStore(folder)
+    if folder is not None:
+        raise PipelineError(
+            f"store={str(folder)!r} is for stages on the CPU; those on {device} are offloaded to "
+            "pinned memory: leave it out"
+        )
+    return PinnedStore(device)

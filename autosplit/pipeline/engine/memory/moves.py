@@ -1,0 +1,310 @@
+"""Carries out the moves of a rank: what a microbatch holds goes elsewhere for a while.
+
+What waits for what is said in ``schedule/moves.py``. A move only starts in its rank's place; the
+transfer runs in a lane of its own. Storages are given up one by one as they leave, and made one by
+one as they arrive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from autosplit.device import take_over
+from autosplit.errors import PipelineError, SplitError
+from autosplit.pipeline.engine.faults.first_error import ActionError, LostPeerError
+from autosplit.pipeline.engine.faults.rank_activity import RankActivity
+from autosplit.pipeline.schedule.action import ActionKind
+from autosplit.pipeline.schedule.moves import Journey, journeys_of, waited_departures
+from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.simulation.timeline import Span
+
+from .host_store import HostStore
+from .lane import Lane, Transfer
+from .partner_link import PartnerLink
+
+
+@runtime_checkable
+class MovableStage(Protocol):
+    """What a stage must offer so that its microbatches can be moved; see ``autosplit.Stage``."""
+
+    def held(self, microbatch: int) -> list[Tensor]:
+        """The storages that a microbatch holds, as bytes."""
+        ...
+
+    def detach_held(
+        self, microbatch: int, bytes: int | None = None, kept: Iterable[Tensor] = ()
+    ) -> list[Tensor]:
+        """Give them away, at most so many bytes of them, and none that lies under ``kept``."""
+        ...
+
+    def attach_held(self, microbatch: int, tensors: Sequence[Tensor]) -> None:
+        """Take them back."""
+        ...
+
+
+class MicrobatchMoves:
+    """The moves of one rank under one schedule; the same every step.
+
+    Args:
+        stages: the rank's stages by index.
+        schedule: a legal schedule.
+        rank: whose moves.
+        device: where the stages run.
+        store: the rank's store on the host, where it offloads.
+        partner: the link to the rank's partner, where it has one.
+        timeout: seconds for a transfer to or from the store.
+        place: is told what the rank waits for.
+
+    Raises:
+        PipelineError: a stage whose microbatches are moved cannot do that.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, object],
+        schedule: Schedule,
+        rank: int,
+        device: torch.device,
+        *,
+        store: HostStore | None = None,
+        partner: PartnerLink | None = None,
+        timeout: float,
+        place: RankActivity,
+    ) -> None:
+        self._stages = stages
+        self._rank = rank
+        self._row = schedule.ranks[rank]
+        self._moved = schedule.moved
+        self._store = store
+        self._partner = partner
+        self._timeout = timeout
+        self._place = place
+        self._starts: dict[int, Callable[[], Transfer]] = {}
+        self._arrivals: dict[int, tuple[MovableStage, int, int]] = {}
+        self._awaited = dict(waited_departures(self._row))
+        self._lanes = {
+            kind: Lane(f"autosplit-{kind.value.lower()}", device) for kind in _LANES.values()
+        }
+        self._begun: dict[int, Transfer] = {}
+        self._sizes: dict[int, list[int]] = {}
+        self._kept: Callable[[int], Iterable[Tensor]] = lambda microbatch: ()
+        for journey in journeys_of(schedule):
+            if journey.rank == rank:
+                self._add_own(journey)
+            if journey.partner == rank:
+                self._add_guest(journey)
+
+    def begin(self, kept: Callable[[int], Iterable[Tensor]]) -> None:
+        """Start a step; ``kept`` are tensors of a microbatch that others hold besides stages."""
+        self._begun.clear()
+        self._kept = kept
+
+    def start(self, place: int) -> None:
+        """Start the move at a place of the row.
+
+        Raises:
+            ActionError: a move has failed.
+            LostPeerError: the partner is gone.
+        """
+        self._raise_failed()
+        self._begun[place] = self._starts[place]()
+
+    def needed(self, place: int) -> Callable[[], None] | None:
+        """The call that waits for all that the action at a place needs of moves, and puts back
+        what was away. It raises what ``start`` does. None where nothing is needed.
+        """
+        departures = self._awaited.get(place, ())
+        arrival = self._arrivals.get(place)
+        if not departures and arrival is None:
+            return None
+
+        def wait() -> None:
+            for each in departures:
+                self._await(self._begun[each])
+            if arrival is not None:
+                stage, microbatch, came = arrival
+                tensors = self._await(self._begun[came])
+                take_over(tensors)
+                stage.attach_held(microbatch, tensors)
+                tensors.clear()
+
+        return wait
+
+    def arrived(self, place: int) -> bool:
+        """Whether what ``needed`` waits for is there."""
+        came = [*self._awaited.get(place, ())]
+        came += [self._arrivals[place][2]] if place in self._arrivals else []
+        return all(each in self._begun and self._begun[each].over for each in came)
+
+    def finish(self) -> list[Span]:
+        """End a step; when every move was, in the order of the row. Raises what ``start`` does."""
+        transfers = [transfer for _, transfer in sorted(self._begun.items())]
+        for transfer in transfers:
+            self._await(transfer)
+        self._begun.clear()
+        return [transfer.span(self._rank) for transfer in transfers]
+
+    # --- the moves --------------------------------------------------------------------------------
+
+    def _add_own(self, journey: Journey) -> None:
+        """Those of what a stage of this rank holds."""
+        stage, microbatch = self._stages.get(journey.stage), journey.microbatch
+        if not isinstance(stage, MovableStage):
+            raise PipelineError(
+                f"{self._row[journey.leaves]} is scheduled, but what stage {journey.stage} holds "
+                "cannot be moved: its class has no held(), detach_held() and attach_held(), see "
+                "autosplit.Stage"
+            )
+        if journey.partner is None:
+            self._add_stored(journey, stage)
+            return
+        link, what = self._link(), f"{self._row[journey.leaves]}"
+
+        def evict() -> Transfer:
+            storages = self._detached(journey, stage)
+            self._sizes[journey.leaves] = [tensor.numel() for tensor in storages]
+
+            def work() -> None:
+                link.send_sizes(storages, what)
+                link.send(storages, what)
+
+            return self._carry(journey.leaves, work)
+
+        def load() -> Transfer:
+            sizes = self._sizes.pop(journey.leaves)
+
+            def work() -> list[Tensor]:
+                self._wait_for_departures(journey.comes)
+                return link.receive(sizes, what)
+
+            return self._carry(journey.comes, work)
+
+        self._starts[journey.leaves] = evict
+        self._starts[journey.comes] = load
+        self._arrivals[journey.used] = stage, microbatch, journey.comes
+
+    def _add_stored(self, journey: Journey, stage: MovableStage) -> None:
+        store = self._store
+        if store is None:
+            raise PipelineError(f"{self._row[journey.leaves]} is scheduled, and there is no store")
+
+        def offload() -> Transfer:
+            storages = self._detached(journey, stage)
+            storages.reverse()
+
+            def work() -> list[Any]:
+                tickets = []
+                while storages:
+                    tickets.append(store.put(storages.pop()))
+                return tickets
+
+            return self._carry(journey.leaves, work)
+
+        def reload() -> Transfer:
+            offloaded = self._begun[journey.leaves]
+
+            def work() -> list[Tensor]:
+                self._wait_for_departures(journey.comes)
+                return [store.take(ticket) for ticket in offloaded.result()]
+
+            return self._carry(journey.comes, work)
+
+        self._starts[journey.leaves] = offload
+        self._starts[journey.comes] = reload
+        self._arrivals[journey.used] = stage, journey.microbatch, journey.comes
+
+    def _add_guest(self, journey: Journey) -> None:
+        """Those of what the partner's stage holds."""
+        link, what = self._link(), f"{self._row[journey.accepted]}"
+
+        def accept() -> Transfer:
+            def work() -> list[Tensor]:
+                self._wait_for_departures(journey.accepted)
+                return link.receive(link.receive_sizes(what), what)
+
+            return self._carry(journey.accepted, work)
+
+        def give_back() -> Transfer:
+            accepted = self._begun[journey.accepted]
+            return self._carry(journey.returned, lambda: link.send(accepted.result(), what))
+
+        self._starts[journey.accepted] = accept
+        self._starts[journey.returned] = give_back
+
+    def _link(self) -> PartnerLink:
+        if self._partner is None:
+            raise PipelineError(f"rank {self._rank} has moves with a partner, and there is none")
+        return self._partner
+
+    def _detached(self, journey: Journey, stage: MovableStage) -> list[Tensor]:
+        """What the microbatch holds alone, taken out of the stage."""
+        microbatch = journey.microbatch
+        kept = [*self._kept(microbatch), *self._held_elsewhere(journey)]
+        return stage.detach_held(microbatch, self._moved.get(journey.stage), kept)
+
+    def _held_elsewhere(self, journey: Journey) -> Iterator[Tensor]:
+        """What the rank's other stages hold of the microbatch: an output here is an input there."""
+        for index, stage in self._stages.items():
+            if index != journey.stage and isinstance(stage, MovableStage):
+                with contextlib.suppress(SplitError):  # nothing any more, or not yet
+                    yield from stage.held(journey.microbatch)
+
+    def _carry(self, place: int, work: Callable[[], Any]) -> Transfer:
+        action = self._row[place]
+        return self._lanes[_LANES[action.kind]].carry(
+            Transfer(action, action.kind in _BY_HOST), work
+        )
+
+    def _wait_for_departures(self, place: int) -> None:
+        """In a lane, before memory is taken. What fails there is raised where the rank waits."""
+        for each in self._awaited.get(place, ()):
+            with contextlib.suppress(Exception):
+                self._begun[each].result()
+
+    # --- waiting ----------------------------------------------------------------------------------
+
+    def _await(self, transfer: Transfer) -> Any:
+        if transfer.failed:
+            self._raise_failed()
+        if transfer.over or not transfer.by_host:
+            return self._result(transfer)
+        with self._place.busy_with(transfer.action):
+            return self._result(transfer, self._timeout)
+
+    def _result(self, transfer: Transfer, timeout: float | None = None) -> Any:
+        try:
+            return transfer.result(timeout)
+        except LostPeerError:
+            raise
+        except TimeoutError:
+            late = PipelineError(
+                f"the store on this host has had {self._timeout:.3g} s for {transfer.action}: it "
+                "hangs, or needs a longer timeout="
+            )
+            raise ActionError(transfer.action) from late
+        except Exception as error:
+            raise ActionError(transfer.action) from error
+
+    def _raise_failed(self) -> None:
+        """Raise what the first that failed did: others fail for want of it."""
+        for transfer in [*self._begun.values()]:
+            if transfer.failed:
+                self._result(transfer)
+
+
+_LANES = {
+    ActionKind.EVICT: ActionKind.EVICT,
+    ActionKind.RETURN: ActionKind.EVICT,
+    ActionKind.ACCEPT: ActionKind.ACCEPT,
+    ActionKind.LOAD: ActionKind.ACCEPT,
+    ActionKind.OFFLOAD: ActionKind.OFFLOAD,
+    ActionKind.RELOAD: ActionKind.RELOAD,
+}
+"""Move -> the first of those that go one after another with it."""
+
+_BY_HOST = frozenset({ActionKind.OFFLOAD, ActionKind.RELOAD})

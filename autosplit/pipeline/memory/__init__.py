@@ -1,0 +1,1 @@
+"""Passes that keep ranks below a bound of memory: schedules in, schedules out."""

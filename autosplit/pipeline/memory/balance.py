@@ -1,0 +1,182 @@
+"""Activation balancing: the rank that holds much sends some of it to its partner, which holds
+little, and has it back in time.
+
+Source: BPipe (Kim et al., ICML 2023). Rank r of P has rank P-1-r as its partner. What is evicted is
+what is used last of all that the rank holds, which in 1F1B is its latest microbatch: no other
+choice takes fewer transfers. The paper's bound is ceil((N+2)/2) microbatches, of 1F1B's N+1 on both
+together and one that is on its way. Where bytes are known, only as many travel of each microbatch
+as the bound asks for, and it may be lower: what is on its way then is only a tensor each way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+
+from autosplit.errors import ScheduleError
+from autosplit.pipeline.schedule.action import ActionKind
+from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.simulation.activation_memory import ROUNDING, StageMemory, peak_memory
+from autosplit.pipeline.simulation.step_costs import Costs
+from autosplit.pipeline.simulation.timeline import Timeline
+
+from .bounds import bounds_of, refuse_excess
+from .occupancy import Held, Occupancy
+from .trips import choose_trips, in_whole, to_partner
+
+_LEADS = (0, 1, 2, 3)
+_SLOWER = 1.005  # of a step: what is so much faster is worth more transfers
+
+
+def balance(
+    schedule: Schedule,
+    bound: float | Sequence[float] | None = None,
+    *,
+    costs: Costs | None = None,
+) -> Schedule:
+    """The schedule in which no rank holds more than ``bound``, with what is beyond at its partner.
+
+    Ranks that keep the bound anyway are left as they are.
+
+    Args:
+        schedule: a legal one that evicts nothing yet.
+        bound: the most a rank may hold of its microbatches at once, in time, in the unit of
+            ``costs.memory``: one number, or one for each rank. None: the paper's, which for 1F1B
+            is ceil((N+2)/2) microbatches; of other schedules, half of what a rank and its partner
+            hold and one microbatch more.
+        costs: of every stage; None: all stages take and hold the same, what is saved and deferred
+            counts as 1, and whole microbatches travel.
+
+    Raises:
+        ScheduleError: the schedule evicts already, or the bound cannot be kept; says what could.
+    """
+    if schedule.partners is not None:
+        raise ScheduleError(
+            f"{schedule.name!r} evicts already: balance the schedule that it was made from"
+        )
+    whole = costs is None
+    if costs is None:
+        costs = Costs([(1.0, 1.0, 1.0)] * schedule.stages, [StageMemory(1.0, 1.0)] * schedule.stages)
+    bounds = _bounds(schedule, bound, costs)
+    found = nearest(schedule, costs, bounds, whole=whole)
+    refuse_excess("balancing", found, costs, bounds)
+    return found
+
+
+def nearest(
+    schedule: Schedule, costs: Costs, bounds: Sequence[float], *, whole: bool = False
+) -> Schedule:
+    """The schedule that evicts until bounds are kept, or that comes as near to that as it can."""
+    timeline = costs.timeline(schedule)
+    ranks = len(schedule.ranks)
+    partners = tuple(range(ranks - 1, -1, -1))
+    found = replace(schedule, partners=partners)
+    for low in range(ranks // 2):
+        found, timeline = _pair(found, timeline, (low, partners[low]), bounds, costs, whole=whole)
+    evicts = any(action.kind is ActionKind.EVICT for row in found.ranks for action in row)
+    return found if evicts else schedule
+
+
+def _bounds(
+    schedule: Schedule, bound: float | Sequence[float] | None, costs: Costs
+) -> Sequence[float]:
+    ranks = len(schedule.ranks)
+    if bound is not None:
+        return bounds_of(bound, ranks)
+    peaks = peak_memory(schedule, costs.memory)
+    found = []
+    for rank, peak in enumerate(peaks):
+        unit = max(max(m.saved, m.deferred) for m in (costs.memory[s] for s in schedule.held(rank)))
+        pair = peak + peaks[ranks - 1 - rank]
+        found.append(unit * math.ceil((pair / unit + 1) / 2 - 1e-9) if unit else 0.0)
+    return [max(found)] * ranks
+
+
+def _pair(
+    schedule: Schedule,
+    timeline: Timeline,
+    pair: tuple[int, int],
+    bounds: Sequence[float],
+    costs: Costs,
+    *,
+    whole: bool,
+) -> tuple[Schedule, Timeline]:
+    """The fewest bytes that keep both within their bounds; or what comes nearest to it."""
+    sides = [Occupancy(schedule, costs, timeline, rank) for rank in pair]
+    excesses = [max(side.level) - bounds[side.rank] for side in sides]
+    if max(excesses) <= (ROUNDING - 1) * max(map(abs, bounds)):
+        return schedule, timeline
+    donor, partner = sides if excesses[0] >= excesses[1] else reversed(sides)
+    best: tuple[tuple[float, float], Schedule, Timeline] | None = None
+    for moved in _amounts(schedule, donor, bounds[donor.rank], costs, whole=whole):
+        for lead, smooth in product(_LEADS, (False, True)):
+            made = _evicted(schedule, donor, partner, bounds, costs, moved, lead, smooth)
+            if made is None:
+                continue
+            tried, ran = made
+            peaks = costs.peaks(tried, ran)
+            over = max(0.0, *(peaks[r] - bounds[r] * ROUNDING for r in pair))
+            score = over, ran.step_time
+            if best is None or (over, ran.step_time * _SLOWER) < best[0]:
+                best = score, tried, ran
+        if best is not None and best[0][0] <= 0.0 and best[0][1] <= timeline.step_time * _SLOWER:
+            break
+    return (schedule, timeline) if best is None else best[1:]
+
+
+def _amounts(
+    schedule: Schedule, donor: Occupancy, bound: float, costs: Costs, *, whole: bool
+) -> Iterator[dict[int, int]]:
+    """How many bytes of each microbatch the donor's stages move, the fewest first."""
+    if whole:
+        yield {}
+        return
+    peak = max(donor.level)
+    sizes = {stage: costs.memory[stage] for stage in schedule.held(donor.rank)}
+    largest = {stage: max(size.saved, size.deferred) for stage, size in sizes.items()}
+    unit = max(largest.values())
+    away = max(1, round(peak / unit) - 1) if unit else 0
+    for count in range(away, 0, -1):
+        share = (peak - bound) / (count * unit)
+        tensors = min(size.tensors for size in sizes.values())
+        for slack in (0.0, share / (tensors * count - 1) if tensors > 1 else 0.0, 0.5 / count):
+            if 0.0 < share + slack <= 1.0:
+                yield {s: in_whole((share + slack) * size) for s, size in largest.items()}
+    yield {}
+
+
+def _evicted(
+    schedule: Schedule,
+    donor: Occupancy,
+    partner: Occupancy,
+    bounds: Sequence[float],
+    costs: Costs,
+    moved: dict[int, int],
+    lead: int,
+    smooth: bool,
+) -> tuple[Schedule, Timeline] | None:
+    """The schedule in which the donor evicts so much of each microbatch, if it runs."""
+    link = costs.transfer.link(donor.rank, partner.rank)
+
+    def size(held: Held) -> float:
+        return min(held.size, moved.get(held.stage, held.size))
+
+    piece = max(size(held) / costs.memory[held.stage].tensors for held in donor.held)
+    trips, _ = choose_trips(
+        donor,
+        bounds[donor.rank] - (piece if smooth else 0.0),
+        size,
+        lambda held: link.latency + size(held) / link.bandwidth,
+        lead=lead,
+        prefer=lambda held: held.used,
+        smooth=smooth,
+    )
+    made = replace(
+        to_partner(schedule, donor, partner, trips), moved={**schedule.moved, **moved}
+    )
+    try:
+        return made, costs.timeline(made)
+    except ScheduleError:  # they would wait for each other
+        return None

@@ -1,0 +1,123 @@
+"""Activations made again from a stage's inputs, in waits where there are any.
+
+The F of such a microbatch keeps its inputs only. A RECOMPUTE stands before the backward that needs
+the rest: not in it, so that it can run while the rank waits for the gradients, and what it makes
+serves I and W alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autosplit.pipeline.schedule.action import Action, ActionKind
+from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.simulation.activation_memory import ROUNDING
+from autosplit.pipeline.simulation.step_costs import Costs
+from autosplit.pipeline.simulation.timeline import Timeline
+
+from .bounds import bounds_of, refuse_excess
+from .occupancy import Held, Occupancy
+
+_LOOK_BACK = (0, 2, 5)  # compute actions before the backward among which a wait is looked for
+
+
+def recompute(schedule: Schedule, costs: Costs, limit: float | Sequence[float]) -> Schedule:
+    """The schedule in which no rank holds more than ``limit``, with what is beyond made again.
+
+    Args:
+        schedule: a legal one.
+        costs: of every stage, the inputs that its F keeps with them.
+        limit: the most a rank may hold of its microbatches at once, in the unit of
+            ``costs.memory``: one number, or one for each rank.
+
+    Raises:
+        ScheduleError: the limit cannot be kept; says what could.
+    """
+    bounds = bounds_of(limit, len(schedule.ranks))
+    found = nearest(schedule, costs, bounds)
+    refuse_excess("recomputing", found, costs, bounds)
+    return found
+
+
+def nearest(schedule: Schedule, costs: Costs, bounds: Sequence[float]) -> Schedule:
+    """The schedule that recomputes until bounds are kept, or that comes as near as it can."""
+    timeline = costs.timeline(schedule)
+    for rank, bound in enumerate(bounds):
+        if not math.isinf(bound):
+            schedule, timeline = _rank(schedule, timeline, rank, bound, costs)
+    return schedule
+
+
+def _rank(
+    schedule: Schedule, timeline: Timeline, rank: int, bound: float, costs: Costs
+) -> tuple[Schedule, Timeline]:
+    there = Occupancy(schedule, costs, timeline, rank)
+    if max(there.level) <= bound * ROUNDING:
+        return schedule, timeline
+    best: tuple[tuple[float, float], Schedule, Timeline] | None = None
+    for look_back in _LOOK_BACK:
+        chosen = _choose(there, bound, costs, look_back)
+        tried = _with(schedule, there, chosen)
+        ran = costs.timeline(tried)
+        score = max(0.0, costs.peaks(tried, ran)[rank] - bound * ROUNDING), ran.step_time
+        if best is None or score < best[0]:
+            best = score, tried, ran
+    return (schedule, timeline) if best is None else best[1:]
+
+
+def _choose(
+    there: Occupancy, bound: float, costs: Costs, look_back: int
+) -> list[tuple[int, Held]]:
+    """What is made again, each with the slot before which that is done."""
+    level = [*there.level]
+    waits = [there.waits(slot) for slot in range(len(level))]
+    left = {
+        held: True
+        for held in there.held
+        if not held.deferred
+        and there.kinds[held.made] is ActionKind.FORWARD
+        and held.size > costs.memory[held.stage].inputs
+    }
+    chosen: list[tuple[int, Held]] = []
+    for slot in range(len(level)):
+        while level[slot] > bound * ROUNDING:
+            able = [held for held in left if held.made < slot < held.used]
+            if not able:
+                break
+
+            def price(held: Held) -> tuple[float, int]:
+                at = _place(held, slot, waits, look_back)
+                return max(0.0, costs.times[held.stage][0] - waits[at]), -held.used
+
+            held = min(able, key=price)
+            at = _place(held, slot, waits, look_back)
+            del left[held]
+            chosen.append((at, held))
+            waits[at] = max(0.0, waits[at] - costs.times[held.stage][0])
+            for each in range(held.made + 1, at):
+                level[each] -= held.size - costs.memory[held.stage].inputs
+    return chosen
+
+
+def _place(held: Held, slot: int, waits: Sequence[float], look_back: int) -> int:
+    """Before which slot it is made again: the longest wait near its use, the latest of like ones."""
+    first = max(slot + 1, held.used - look_back)
+    return max(range(first, held.used + 1), key=lambda at: (waits[at], at))
+
+
+def _with(
+    schedule: Schedule, there: Occupancy, chosen: Sequence[tuple[int, Held]]
+) -> Schedule:
+    row, changed, begin = schedule.ranks[there.rank], [], 0
+    for slot, end in enumerate([*there.places, len(schedule.ranks[there.rank])]):
+        changed += row[begin:end]
+        changed += (
+            Action(held.stage, ActionKind.RECOMPUTE, held.microbatch)
+            for at, held in chosen
+            if at == slot
+        )
+        begin = end
+    rows = [tuple(changed) if r == there.rank else each for r, each in enumerate(schedule.ranks)]
+    return replace(schedule, ranks=tuple(rows))

@@ -1,0 +1,202 @@
+"""Which of what a rank holds goes away, when, and when it comes back."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from autosplit.pipeline.schedule.action import Action, ActionKind
+from autosplit.pipeline.schedule.schedule import Schedule
+
+from .occupancy import Held, Occupancy
+
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Trip:
+    """A journey that is to be: it leaves before one slot of its rank and comes back before another.
+
+    Attributes:
+        what: is away.
+        out: the slot that the departure stands before.
+        back: the slot that the arrival stands before.
+        took: seconds of one way.
+    """
+
+    what: Held
+    out: int
+    back: int
+    took: float
+
+
+Size = Callable[[Held], float]
+"""How much of it travels, or how long that takes."""
+
+
+def choose_trips(
+    there: Occupancy,
+    bound: float,
+    size: Size,
+    took: Size,
+    *,
+    lead: int,
+    prefer: Callable[[Held], float],
+    smooth: bool = False,
+) -> tuple[list[Trip], float]:
+    """Send away what a rank holds beyond a bound, as late as can be, and have it back in time.
+
+    Args:
+        there: the rank.
+        bound: the most it may hold.
+        size: how much of what it holds would travel.
+        took: the seconds of one way.
+        lead: so many compute actions before it is used, at least, what was away starts back.
+        prefer: of all that could go the one with the largest number goes.
+        smooth: count on what leaves while another arrives to make room for it, tensor by tensor.
+
+    Returns:
+        The trips, and by how much the rank still exceeds the bound.
+    """
+    begin, end = [*there.level], [*there.level]
+    most = bound * (1 + _ROUNDING) + _ROUNDING
+    left = {each: True for each in there.held if size(each) > 0}
+    trips: list[Trip] = []
+    excess = 0.0
+    for slot in range(len(begin)):
+        while max(begin[slot], end[slot]) > most:
+            gone_by = slot if begin[slot] > most else slot + 1
+            able = [
+                trip
+                for each in left
+                if each.made < gone_by and each.used > slot
+                for trip in (_trip(there, each, gone_by, took(each), lead),)
+                if each.made < trip.out and trip.back > slot and _is_gone(there, trip, gone_by)
+            ]
+            if not able:
+                excess = max(excess, max(begin[slot], end[slot]) - bound)
+                break
+            trip = max(able, key=lambda trip: prefer(trip.what))
+            del left[trip.what]
+            trips.append(trip)
+            _send(there, trip, size(trip.what), begin, end, smooth=smooth)
+    return trips, excess
+
+
+def _is_gone(there: Occupancy, trip: Trip, slot: int) -> bool:
+    """Whether a trip has left when a slot begins: at the latest a compute action after it began."""
+    return trip.out < slot or _gone(there, trip) <= slot
+
+
+def _gone(there: Occupancy, trip: Trip) -> int:
+    """The first slot that starts after a trip has left."""
+    left = there.reached[trip.out] + trip.took
+    return max(trip.out, bisect_left(there.starts, left - _ROUNDING * left))
+
+
+def _send(
+    there: Occupancy,
+    trip: Trip,
+    size: float,
+    begin: list[float],
+    end: list[float],
+    *,
+    smooth: bool,
+) -> None:
+    """Take a trip off what is held when each slot begins and ends."""
+    gone = min(_gone(there, trip), trip.back)
+    for slot in range(gone, trip.back):
+        begin[slot] -= size
+        end[slot] -= size
+    if smooth:
+        if gone:
+            end[gone - 1] -= size
+        if trip.back < len(begin):
+            begin[trip.back] -= size
+
+
+def _trip(there: Occupancy, what: Held, slot: int, took: float, lead: int) -> Trip:
+    """The shortest trip on which it is away when a slot begins."""
+    out = max(there.before(slot, took, min(slot, what.used - 1)), what.made + 1)
+    return Trip(what, out, there.before(what.used, took, what.used - lead), took)
+
+
+def to_host(schedule: Schedule, there: Occupancy, trips: Sequence[Trip]) -> Schedule:
+    """The schedule in which these trips of a rank go to its host's store."""
+    new: list[tuple[int, Action]] = []
+    for trip in trips:
+        new.append((trip.out, _move(trip, ActionKind.OFFLOAD)))
+        new.append((trip.back, _move(trip, ActionKind.RELOAD)))
+    new.sort(key=lambda each: each[0])
+    return replace(schedule, ranks=_inserted(schedule, {there.rank: (there, new)}))
+
+
+def to_partner(
+    schedule: Schedule, there: Occupancy, partner: Occupancy, trips: Sequence[Trip]
+) -> Schedule:
+    """The schedule in which these trips of a rank go to its partner.
+
+    The partner's end stands where, by the times so far, it is reached no later than the rank's own;
+    all in one order on both.
+    """
+    events: list[tuple[float, int, Trip]] = []
+    for trip in trips:
+        events.append((there.reached[trip.out], 0, trip))
+        events.append((there.reached[trip.back], 1, trip))
+    events.sort(key=lambda each: each[:2])
+    own: list[tuple[int, Action]] = []
+    others: list[tuple[int, Action]] = []
+    latest = 0
+    for moment, back, trip in events:
+        slot = partner.slot_at(moment)
+        if back:
+            own.append((trip.back, _move(trip, ActionKind.LOAD)))
+            slot = _giving(there, partner, slot, moment, trip)
+        else:
+            own.append((trip.out, _move(trip, ActionKind.EVICT)))
+        latest = max(latest, slot)
+        kind = ActionKind.RETURN if back else ActionKind.ACCEPT
+        others.append((latest, _move(trip, kind)))
+    rows = {there.rank: (there, own), partner.rank: (partner, others)}
+    return replace(schedule, ranks=_inserted(schedule, rows))
+
+
+def _giving(there: Occupancy, partner: Occupancy, slot: int, moment: float, trip: Trip) -> int:
+    """Before which slot a partner gives back, so that what it runs behind need not wait long."""
+    behind = slot + 1
+    if not partner.takes(behind) or partner.starts[behind] >= moment + trip.took:
+        return slot
+    in_time = partner.reached[behind] + trip.took <= there.starts[trip.what.used]
+    return behind if in_time else slot
+
+
+def _move(trip: Trip, kind: ActionKind) -> Action:
+    return Action(trip.what.stage, kind, trip.what.microbatch)
+
+
+def _inserted(
+    schedule: Schedule, new: dict[int, tuple[Occupancy, list[tuple[int, Action]]]]
+) -> tuple[tuple[Action, ...], ...]:
+    """The rows with further moves, each directly before a slot of its row."""
+    rows = []
+    for rank, row in enumerate(schedule.ranks):
+        if rank not in new:
+            rows.append(row)
+            continue
+        occupancy, moves = new[rank]
+        ends = [*occupancy.places, len(row)]
+        changed: list[Action] = []
+        begin = 0
+        for slot, end in enumerate(ends):
+            changed += row[begin:end]
+            changed += (action for at, action in moves if at == slot)
+            begin = end
+        rows.append(tuple(changed))
+    return tuple(rows)
+
+
+def in_whole(share: float) -> int:
+    """Bytes, rounded up to whole ones."""
+    return math.ceil(share - _ROUNDING)

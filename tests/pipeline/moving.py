@@ -1,0 +1,96 @@
+"""Moves put into schedules by the clock of a simulated step, as many as there can be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from autosplit.pipeline.schedule.action import Action, ActionKind
+from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.simulation.simulate import simulate
+from autosplit.pipeline.validation.validate import validate
+
+Away = tuple[str, str]
+SAVED: Away = ("F", "IB")
+DEFERRED: Away = ("I", "W")
+_PARTNERS = {ActionKind.EVICT: ActionKind.ACCEPT, ActionKind.LOAD: ActionKind.RETURN}
+
+
+def offloading(schedule: Schedule, away: Iterable[Away] = (SAVED, DEFERRED)) -> Schedule:
+    """Every microbatch of which nothing else is needed meanwhile is offloaded."""
+    rows = []
+    for row in schedule.ranks:
+        moves = list(_moves(row, away, (ActionKind.OFFLOAD, ActionKind.RELOAD)))
+        rows.append(_inserted(row, moves))
+    return _legal(replace(schedule, name=f"{schedule.name}, offloaded", ranks=tuple(rows)))
+
+
+def evicting(
+    schedule: Schedule, ranks: Iterable[int] = (0,), away: Iterable[Away] = (SAVED, DEFERRED)
+) -> Schedule:
+    """Likewise evicted, from these ranks."""
+    count = len(schedule.ranks)
+    partners = tuple(range(count - 1, -1, -1))
+    spans = simulate(schedule, lambda action: 1.0).spans
+    starts = [sorted(s.start for s in spans if s.rank == rank) for rank in range(count)]
+    moves: list[list[tuple[float, Action]]] = [[] for _ in range(count)]
+    kinds = ActionKind.EVICT, ActionKind.LOAD
+    timed = [
+        (starts[rank][place], rank, place, action)
+        for rank in ranks
+        for place, action in _moves(schedule.ranks[rank], away, kinds)
+    ]
+    timed.sort(key=lambda each: each[0])
+    for time, rank, place, action in timed:
+        other = replace(action, kind=_PARTNERS[action.kind])
+        moves[rank].append((place, action))
+        moves[partners[rank]].append((sum(each < time for each in starts[partners[rank]]), other))
+    rows = [_inserted(row, mine) for row, mine in zip(schedule.ranks, moves, strict=True)]
+    name = f"{schedule.name}, evicted"
+    return _legal(replace(schedule, name=name, ranks=tuple(rows), partners=partners))
+
+
+def recomputing(schedule: Schedule) -> Schedule:
+    """Every forward is run again just before its backward."""
+    rows = []
+    for row in schedule.ranks:
+        again = [
+            (place, replace(action, kind=ActionKind.RECOMPUTE))
+            for place, action in enumerate(row)
+            if action.kind.value in "IB"
+        ]
+        rows.append(_inserted(row, again))
+    return _legal(replace(schedule, name=f"{schedule.name}, recomputed", ranks=tuple(rows)))
+
+
+def _moves(
+    row: tuple[Action, ...], away: Iterable[Away], kinds: tuple[ActionKind, ActionKind]
+) -> list[tuple[int, Action]]:
+    """Places before which a move goes, one action ahead of whoever needs what is away."""
+    found = []
+    for first, second in away:
+        for start, action in enumerate(row):
+            if action.kind.value != first:
+                continue
+            mine = (action.stage, action.microbatch)
+            ends = (
+                place
+                for place, each in enumerate(row)
+                if (each.stage, each.microbatch) == mine and each.kind.value in second
+            )
+            end = next(ends, None)
+            if end is not None and end > start + 2:
+                found.append((start + 1, replace(action, kind=kinds[0])))
+                found.append((end - 1, replace(action, kind=kinds[1])))
+    return sorted(found, key=lambda each: each[0])
+
+
+def _inserted(row: tuple[Action, ...], moves: Iterable[tuple[float, Action]]) -> tuple[Action, ...]:
+    places = [(float(place), 1, 0, action) for place, action in enumerate(row)]
+    places += [(place, 0, at, action) for at, (place, action) in enumerate(moves)]
+    return tuple(action for *_, action in sorted(places, key=lambda each: each[:3]))
+
+
+def _legal(schedule: Schedule) -> Schedule:
+    validate(schedule)
+    return schedule

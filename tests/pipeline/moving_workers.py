@@ -1,0 +1,256 @@
+"""Training under schedules that move what microbatches hold, for spawned processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autosplit.pipeline.builders.build import build
+from autosplit.pipeline.engine.memory.host_store import FileStore
+from autosplit.pipeline.engine.memory.partner_link import PartnerLink
+from autosplit.pipeline.schedule.schedule import Schedule
+from tests.pipeline.moving import SAVED, evicting, offloading, recomputing
+from tests.pipeline.parameter_workers import Tied
+from tests.pipeline.workers import WIDTH, data, equal, outcomes, trainer
+
+LATE = {"weights": "2bp"}
+PLAIN: dict[str, Any] = {}
+"""What comes of schedules as they were."""
+
+
+def layers(index: int) -> nn.Module:
+    """A stage that draws random numbers and writes into buffers."""
+    torch.manual_seed(index)
+    return nn.Sequential(
+        nn.Linear(WIDTH, 3 * WIDTH),
+        nn.BatchNorm1d(3 * WIDTH),
+        nn.Tanh(),
+        nn.Dropout(0.3),
+        nn.Linear(3 * WIDTH, WIDTH),
+    )
+
+
+def _first_frozen(index: int) -> nn.Module:
+    return layers(index).requires_grad_(index > 0)
+
+
+def results(schedule: Schedule, model: Any = layers, **options: Any) -> dict[str, Any]:
+    """Whatever comes of a step, of two whose gradients add up, and of an evaluation."""
+    rows = 4 * schedule.microbatches
+    batches = [data(rows, seed=step) for step in range(3)]
+    torch.manual_seed(11 + dist.get_rank() if dist.is_initialized() else 11)
+    options = {"stage_factory": None, **options}
+    count = schedule.microbatches
+    with trainer(model, schedule.stages, count, schedule=schedule, **options) as engine:
+        found: dict[str, Any] = {"losses": [engine.step(batches[0])]}
+        found["losses"] += [engine.forward_backward(batch) for batch in batches[1:]]
+        found["gradients"] = {
+            stage: {name: grad.clone() for name, grad in grads.items()}
+            for stage, grads in engine.gradients().items()
+        }
+        found["evaluated"] = engine.evaluate(batches[0])
+        found["states"] = engine.state_dict()
+        found["held"] = {
+            index: (stage.saved_bytes, stage.deferred_bytes)
+            for index, stage in engine.stages.items()
+            if hasattr(stage, "saved_bytes")
+        }
+    return found
+
+
+def same(
+    schedule: Schedule, change: Callable[[Schedule], Schedule], model: Any = layers, **options: Any
+) -> str:
+    """Whether a changed schedule comes to the same, bit for bit."""
+    changed = change(schedule)
+    count = sum(action.kind.is_memory for action in changed.ranks[_rank()])
+    if not count and not any(a.kind.is_memory for row in changed.ranks for a in row):
+        return "nothing was changed"
+    key = str((schedule, model, options))
+    if key not in PLAIN:
+        PLAIN[key] = results(schedule, model, **options)
+    expected, found = PLAIN[key], results(changed, model, **options)
+    wrong = [key for key in expected if not equal(expected[key], found[key])]
+    return "the same" if not wrong else f"other {wrong}"
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _both(schedule: Schedule) -> Schedule:
+    return evicting(schedule, range(len(schedule.ranks)))
+
+
+def _part(schedule: Schedule) -> Schedule:
+    """Of the first stage no more than 500 bytes travel."""
+    return replace(evicting(schedule), moved={0: 500})
+
+
+def recorded() -> tuple[list[tuple[str, bool]], bool]:
+    """The moves of a step on the timeline, whether each ended behind its start; and whether the
+    computations are there as without.
+    """
+    schedule = evicting(build("gpipe", 2, 3))
+    rows: list[list[str]] = []
+    for each in (build("gpipe", 2, 3), schedule):
+        with trainer(
+            layers, 2, 3, schedule=each, stage_factory=None, record=True, timeout=60.0
+        ) as engine:
+            engine.step(data(12))
+            spans = engine.timeline().spans
+        rows.append(sorted(str(s.action) for s in spans if s.action.kind.is_compute))
+    moves = sorted(
+        (f"{span.rank} {span.action}", span.start < span.end)
+        for span in spans
+        if span.action.kind.is_move
+    )
+    return moves, rows[0] == rows[1]
+
+
+def travelled() -> dict[str, list[int]]:
+    """How many storages, and bytes, a rank sent to its partner, for each eviction and return."""
+    sent: dict[str, list[int]] = {}
+    send = PartnerLink.send
+
+    def counting(link: PartnerLink, storages: list[Tensor], what: str) -> None:
+        pointers = {tensor.untyped_storage().data_ptr() for tensor in storages}
+        total = sum(tensor.numel() for tensor in storages)
+        sent[f"{what} {len(sent)}"] = [len(storages), len(pointers), total]
+        send(link, storages, what)
+
+    schedule = evicting(build("gpipe", 2, 3), away=[SAVED])
+    with (
+        mock.patch.object(PartnerLink, "send", counting),
+        trainer(layers, 2, 3, schedule=schedule, stage_factory=None) as engine,
+    ):
+        engine.step(data(12))
+    return sent
+
+
+def two_ranks() -> dict[str, Any]:
+    gpipe, late = build("gpipe", 2, 4), build("1f1b", 2, 4, **LATE)
+    interleaved = build("interleaved", 4, 4, ranks=2)
+    return {
+        "offload": same(gpipe, offloading),
+        "evict": same(gpipe, evicting),
+        "evict both ways": same(late, _both),
+        "evict in part": same(gpipe, _part),
+        "recompute": same(gpipe, recomputing),
+        "recompute and offload": same(
+            gpipe, lambda schedule: offloading(recomputing(schedule), [("I", "W")])
+        ),
+        "whole backward": same(build("gpipe", 2, 4, split_backward=False), _both),
+        "chunks": same(interleaved, offloading),
+        "chunks evicted": same(interleaved, _both),
+        "early": same(late, _both, early_weights=True),
+        "sliced": same(gpipe, offloading, early_weights=True, slices=2),
+        "tied": same(gpipe, _both, Tied, shared_parameters=[[(0, "tied"), (1, "tied")]]),
+        "frozen": same(gpipe, _both, _first_frozen),
+        "recorded": recorded(),
+        "travelled": travelled(),
+    }
+
+
+def four_ranks() -> dict[str, Any]:
+    late = build("1f1b", 4, 8, **LATE)
+    return {
+        "evict": same(build("zb-h1", 4, 8), _both),
+        "all at once": same(
+            late, lambda schedule: recomputing(evicting(schedule, [0], [("I", "W")]))
+        ),
+    }
+
+
+# --- what goes wrong ------------------------------------------------------------------------------
+
+
+def _run(change: Callable[[Schedule], Schedule], **options: Any) -> None:
+    schedule = change(build("gpipe", 2, 4))
+    options = {"stage_factory": None, "timeout": 6.0, **options}
+    with trainer(layers, 2, 4, schedule=schedule, **options) as engine:
+        for _ in range(2):
+            engine.step(data(16))
+
+
+def _on_rank_0(error: OSError, call: str) -> Callable[[], None]:
+    """A store whose disk does this on one rank, in the second microbatch."""
+    real = getattr(os, call)
+    calls = []
+
+    def fail(*args: Any) -> Any:
+        calls.append(1)
+        if dist.get_rank() == 0 and len(calls) > 5:
+            raise error
+        return real(*args)
+
+    def run() -> None:
+        with mock.patch.object(os, call, fail):
+            _run(offloading)
+
+    return run
+
+
+def _cut_short() -> None:
+    put = FileStore.put
+
+    def put_and_cut(store: FileStore, data: Tensor) -> Any:
+        ticket = put(store, data)
+        os.ftruncate(store._file, 0)
+        return ticket
+
+    with mock.patch.object(FileStore, "put", put_and_cut):
+        _run(offloading)
+
+
+def _slow() -> None:
+    put = FileStore.put
+
+    def put_late(store: FileStore, data: Tensor) -> Any:
+        if dist.get_rank() == 1:
+            time.sleep(2.5)
+        return put(store, data)
+
+    with mock.patch.object(FileStore, "put", put_late):
+        _run(offloading, timeout=1.0)
+
+
+def faults(folder: Path) -> dict[str, tuple[str, str]]:
+    return outcomes(
+        {
+            "full": _on_rank_0(OSError(28, "No space left on device"), "pwrite"),
+            "lost": _on_rank_0(OSError(5, "Input/output error"), "preadv"),
+            "cut short": _cut_short,
+            "slow": _slow,
+            "no folder": lambda: _run(offloading, store=folder / "missing"),
+            "no effect": lambda: _run(lambda schedule: schedule, store=folder),
+        }
+    )
+
+
+def partner_dies(folder: Path) -> None:
+    """Rank 1 is killed while it holds what rank 0 evicted; rank 0 writes down what it hears."""
+    receive = PartnerLink.receive
+
+    def receive_and_die(link: PartnerLink, sizes: Any, what: str) -> list[Tensor]:
+        found = receive(link, sizes, what)
+        if "ACCEPT" in what:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return found
+
+    with mock.patch.object(PartnerLink, "receive", receive_and_die):
+        try:
+            _run(evicting)
+        except Exception as error:
+            (folder / "heard").write_text(f"{type(error).__name__} {error}")
+            raise

@@ -1,0 +1,134 @@
+"""Schedules that move what microbatches hold come to the same as those that do not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autosplit.errors import PipelineError
+from autosplit.pipeline.builders.build import build
+from autosplit.pipeline.engine.processes.launch import launch
+from tests.pipeline import moving_workers
+from tests.pipeline.moving import evicting, offloading, recomputing
+from tests.pipeline.reference_stage import ReferenceStage
+from tests.pipeline.workers import data, trainer
+
+Results = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def two() -> Results:
+    return launch(moving_workers.two_ranks, 2, timeout=120)
+
+
+CASES = (
+    "offload",
+    "evict",
+    "evict both ways",
+    "evict in part",
+    "recompute",
+    "recompute and offload",
+    "whole backward",
+    "chunks",
+    "chunks evicted",
+    "early",
+    "sliced",
+    "tied",
+    "frozen",
+)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_same_bit_for_bit(two: Results, case: str) -> None:
+    assert [found[case] for found in two] == ["the same"] * 2
+
+
+def test_four_ranks() -> None:
+    for found in launch(moving_workers.four_ranks, 4, timeout=90):
+        assert found == dict.fromkeys(found, "the same")
+
+
+def test_moves_are_on_the_timeline(two: Results) -> None:
+    moves, same = two[0]["recorded"]
+    kinds = [("0", "EVICT"), ("0", "LOAD"), ("1", "ACCEPT"), ("1", "RETURN")]
+    schedule = evicting(build("gpipe", 2, 3))
+    rows = [(rank, action) for rank, row in enumerate(schedule.ranks) for action in row]
+    expected = sorted(f"{rank} {a}" for rank, a in rows if (str(rank), a.kind.value) in kinds)
+    assert [name for name, _ in moves] == expected
+    assert all(ordered for _, ordered in moves)
+    assert same
+
+
+def test_a_storage_travels_once_and_no_parameter_does(two: Results) -> None:
+    """Nor does the batch, of which the microbatches are parts: all that its rows make travels."""
+    sent, returned = (found["travelled"] for found in two)
+    assert [*sent.values()] == [*returned.values()]
+    assert [name.split()[0] for name in sent] == ["0EVICT0", "0EVICT1", "0EVICT2"]
+    wide, narrow = 4 * 4 * 18, 4 * 18  # of float32: a layer of 4 rows, a statistic
+    for storages, distinct, size in sent.values():
+        assert storages == distinct
+        assert size % narrow == 0
+        assert 4 * wide <= size < 5 * wide
+
+
+def test_all_in_one_process() -> None:
+    for schedule in (build("gpipe", 2, 4, ranks=1), build("zb-v", 4, 4, ranks=1)):
+        assert moving_workers.same(schedule, offloading, ranks=1) == "the same"
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, tuple[str, str]]]:
+    folder = tmp_path_factory.mktemp("store")
+    return launch(moving_workers.faults, 2, (folder,), timeout=90)
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        (
+            "full",
+            r"rank 0 failed in 0OFFLOAD\d: PipelineError: .* offloaded to a file in .*No space",
+        ),
+        (
+            "lost",
+            r"rank 0 failed in 0RELOAD\d: PipelineError: what was offloaded .* is lost: Input",
+        ),
+        ("cut short", r"rank \d failed in \dRELOAD\d: .* is lost: only 0 of [\d,]+ bytes are left"),
+        ("slow", r"rank 1 .*1OFFLOAD\d"),
+        ("no folder", r"no file for offloaded tensors can be made in .*missing"),
+        ("no effect", r"store='.*' has no effect: schedule 'gpipe' offloads nothing"),
+    ],
+)
+def test_every_rank_hears_what_became_of_a_store(
+    faults: list[dict[str, tuple[str, str]]], case: str, said: str
+) -> None:
+    for found in faults:
+        kind, text = found[case]
+        assert kind in ("RankError", "OutputError", "PipelineError")
+        with pytest.raises(PipelineError, match=said):
+            raise PipelineError(text)
+
+
+def test_a_partner_that_dies_with_what_it_holds(tmp_path: Path) -> None:
+    with pytest.raises(PipelineError, match="rank 1 was killed by SIGKILL"):
+        launch(moving_workers.partner_dies, 2, (tmp_path,), timeout=60)
+    heard = (tmp_path / "heard").read_text()
+    assert heard.startswith("RankError rank 1 was killed by SIGKILL")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (offloading, "0OFFLOAD0 is scheduled, but what stage 0 holds cannot be moved"),
+        (recomputing, "0F0 is to run with a RECOMPUTE, but stage 0 cannot run its forward again"),
+    ],
+)
+def test_stages_of_others_that_cannot(change: Any, said: str) -> None:
+    schedule = change(build("gpipe", 2, 4, ranks=1))
+    with (
+        trainer(stages=2, schedule=schedule, ranks=1, stage_factory=ReferenceStage) as engine,
+        pytest.raises(PipelineError, match=said),
+    ):
+        engine.step(data(8))

@@ -1,0 +1,234 @@
+"""What a microbatch holds, taken out of its stage for a while and put back."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autosplit import SplitError, Stage
+from autosplit.torch_internals.storage import distinct_storage_bytes, is_gone
+from tests.microbatches import reference
+from tests.zoo import CASES
+
+NAMES = ["mlp", "attention", "convolutions", "tied", "counter", "in_place", "plain_parameters"]
+
+
+def _away_and_back(stage: Stage, microbatch: int, bytes: int | None = None) -> int:
+    """How many bytes were away; they come back as clones, and the old ones are freed."""
+    taken = stage.detach_held(microbatch, bytes)
+    gone = [is_gone(tensor.untyped_storage()) for tensor in taken]
+    clones = [tensor.clone() for tensor in taken]
+    count = distinct_storage_bytes(taken)
+    assert count == sum(tensor.numel() for tensor in taken)
+    del taken
+    assert all(ended() for ended in gone)
+    stage.attach_held(microbatch, clones)
+    return count
+
+
+def _equal_after_round_trips(name: str, run: str = "split") -> None:
+    case = CASES[name]
+    model = case.build()
+    twin = copy.deepcopy(model)
+    batches = [case.batch() for _ in range(2)]
+    example = batches[0].clone().requires_grad_(batches[0].is_floating_point())
+    options = {"late": {"late_input": True}, "lean": {"memory": "lean"}, "sliced": {"slices": 2}}
+    stage = Stage(model, [example], **options.get(run, {}))
+    ((shape, dtype, _),) = stage.output_specs
+    grads = [torch.randn(shape).to(dtype) for _ in batches]
+    found: list[Tensor | None] = []
+    moved = 0
+    for m, batch in enumerate(batches):
+        stage.forward(m, [batch.clone()])
+        moved += _away_and_back(stage, m)
+    for m, grad in enumerate(grads):
+        backward = stage.backward if run == "B" else stage.backward_input
+        found += [
+            given if given is None else given.clone() for given in backward(m, [grad.clone()])
+        ]
+        if run == "B":
+            continue
+        moved += _away_and_back(stage, m)
+        if run == "sliced":
+            stage.backward_weight(m, slice=0)
+            _away_and_back(stage, m)
+            stage.backward_weight(m, slice=1)
+    if run not in ("B", "sliced"):
+        stage.backward_weight([0, 1])
+    assert moved
+    for mine, theirs in zip(found, reference(twin, batches, grads), strict=True):
+        assert (mine is None) == (theirs is None)
+        assert mine is None or torch.equal(mine, theirs)
+    stage.publish()
+    for (key, mine), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert (mine.grad is None) == (theirs.grad is None), key
+        assert mine.grad is None or torch.equal(mine.grad, theirs.grad), key
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_are_the_same_bit_for_bit_after_a_round_trip(name: str) -> None:
+    _equal_after_round_trips(name)
+
+
+@pytest.mark.parametrize("run", ["B", "late", "lean", "sliced"])
+def test_and_however_the_backward_runs(run: str) -> None:
+    _equal_after_round_trips("transformer", run)
+
+
+def _qkv() -> tuple[Stage, int]:
+    """A stage of which F saves two views of one storage, and how many bytes that has."""
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv = nn.Linear(8, 24)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.qkv(x).chunk(3, dim=-1)
+            return q * k + v
+
+    return Stage(Mixed(), [torch.zeros(4, 8, requires_grad=True)]), 4 * 4 * 24
+
+
+def test_views_of_one_storage_travel_once_and_are_views_of_one_again() -> None:
+    stage, size = _qkv()
+    stage.forward(0, [torch.randn(4, 8)])
+    before = stage.saved_bytes
+    sizes = sorted(tensor.numel() for tensor in stage.held(0))
+    assert sizes == [4 * 4 * 8, size]
+    assert _away_and_back(stage, 0) == before == sum(sizes) == stage.saved_bytes
+
+
+def test_bytes_of_what_is_away_are_not_held() -> None:
+    stage, _ = _qkv()
+    stage.forward(0, [torch.randn(4, 8)])
+    before = stage.saved_bytes
+    taken = stage.detach_held(0)
+    assert stage.saved_bytes == 0
+    stage.attach_held(0, taken)
+    assert stage.saved_bytes == before
+    stage.backward_input(0, [torch.randn(4, 8)])
+    before = stage.deferred_bytes
+    taken = stage.detach_held(0)
+    assert stage.deferred_bytes == before - sum(tensor.numel() for tensor in taken) == 0
+
+
+def test_some_bytes_those_that_live_longest() -> None:
+    """W reads the inputs of the layers last of all: the first layer's behind the second's."""
+    model = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3), nn.Sigmoid())
+    stage = Stage(model, [torch.zeros(2, 6, requires_grad=True)])
+    x = torch.randn(2, 6)
+    stage.forward(0, [x])
+    sizes = [tensor.numel() for tensor in stage.held(0)]
+    assert sizes == [8 * 6, 8 * 10, 8 * 3]
+    for limit, expected in [(0, []), (8 * 6, [0]), (8 * 15, [0, 2]), (8 * 16, [0, 1]), (999, None)]:
+        taken = stage.detach_held(0, limit)
+        at = range(3) if expected is None else expected
+        assert [tensor.numel() for tensor in taken] == [sizes[place] for place in at]
+        stage.attach_held(0, taken)
+
+
+def test_parameters_buffers_and_constants_stay() -> None:
+    class Reading(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(6, 6))
+            self.register_buffer("scale", torch.randn(6))
+            self.constant = torch.randn(6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x @ self.weight.t()) * self.scale * self.constant
+
+    model = Reading()
+    stage = Stage(model, [torch.zeros(2, 6, requires_grad=True)])
+    stage.forward(0, [torch.randn(2, 6)])
+    own = {t.untyped_storage().data_ptr() for t in (model.weight, model.scale, model.constant)}
+    taken = stage.detach_held(0)
+    assert not own & {tensor.untyped_storage().data_ptr() for tensor in taken}
+    assert taken
+
+
+def test_what_microbatches_have_in_common_stays() -> None:
+    """A batch that was cut, however many are in flight, and a tensor that two were given."""
+    batch, mask = torch.randn(4, 6), torch.randn(2, 6)
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return self.linear(x * mask)
+
+    stage = Stage(Masked(), [torch.zeros(2, 6, requires_grad=True), torch.zeros(2, 6)])
+    for m, part in enumerate(batch.chunk(2)):
+        stage.forward(m, [part, mask])
+    product = 4 * 2 * 6
+    for m in (0, 1):
+        assert [tensor.numel() for tensor in stage.held(m)] == [product]
+    stage.backward(1, [torch.randn(2, 6)])
+    # Nobody else has the mask any more as far as the stage knows; the batch still is a whole.
+    assert [tensor.numel() for tensor in stage.held(0)] == [product, product]
+    assert [tensor.numel() for tensor in stage.held(0, kept=[mask])] == [product]
+
+
+def test_nothing_runs_while_tensors_are_away() -> None:
+    stage, _ = _qkv()
+    stage.forward(0, [torch.randn(4, 8)])
+    taken = stage.detach_held(0)
+    away = r"stage 0: tensors of microbatch 0 were taken out.*put them back with attach_held\(\)"
+    for call in (stage.backward_input, stage.backward):
+        with pytest.raises(SplitError, match=away):
+            call(0, [torch.randn(4, 8)])
+    with pytest.raises(SplitError, match="microbatch 0 are away already"):
+        stage.detach_held(0)
+    stage.attach_held(0, taken)
+    stage.backward_input(0, [torch.randn(4, 8)])
+    taken = stage.detach_held(0)
+    with pytest.raises(SplitError, match=away):
+        stage.backward_weight(0)
+    with pytest.raises(SplitError, match="weight gradients of microbatch 0 are pending"):
+        stage.publish()
+    stage.attach_held(0, taken)
+    stage.backward_weight(0)
+    with pytest.raises(SplitError, match="stage 0: microbatch 0 holds nothing that could be moved"):
+        stage.held(0)
+
+
+def test_only_the_same_bytes_come_back() -> None:
+    stage, _ = _qkv()
+    stage.forward(0, [torch.randn(4, 8)])
+    taken = stage.detach_held(0)
+    wide = torch.zeros(2 * len(taken[0]), dtype=torch.uint8)
+    wrong = {
+        "got none": [],
+        f"got {len(taken[1])} bytes on cpu, ": taken[::-1],
+        "of torch.float32": [taken[0].float(), taken[1]],
+        f"got {len(taken[0])} of {len(wide)} bytes": [wide[: len(taken[0])], taken[1]],
+    }
+    for said, given in wrong.items():
+        with pytest.raises(SplitError, match=re.escape(said)) as caught:
+            stage.attach_held(0, given)
+        assert "stage 0: microbatch 0: expected the storages that were detached" in str(caught)
+    stage.attach_held(0, taken)
+
+
+def test_a_write_is_noticed_before_tensors_leave_and_while_they_are_away() -> None:
+    x = torch.randn(4, 8)
+    stage, size = _qkv()
+    stage.forward(0, [x])
+    taken = stage.detach_held(0, kept=[x])
+    assert [tensor.numel() for tensor in taken] == [size]
+    x.add_(1.0)
+    written = "written in place between the forward and its backward"
+    with pytest.raises(SplitError, match=written):
+        stage.attach_held(0, taken)
+    stage.reset()
+    stage.forward(0, [x])
+    x.add_(1.0)
+    with pytest.raises(SplitError, match=written):
+        stage.detach_held(0)
