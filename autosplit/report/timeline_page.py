@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from autosplit.errors import AutosplitError
+from autosplit.pipeline.ledger.bands import StepMemory, owners_of
 from autosplit.pipeline.simulation.timeline import Timeline
 from autosplit.text.writing import write_text
 
 from .idle_gaps import Gap, gaps
+from .memory_picture import COLOURS
 
 Curve = Sequence[tuple[float, float]]
 """(seconds on the timeline's clock, bytes held from then on), in order of time."""
@@ -29,11 +31,13 @@ class Panel:
         name: its heading.
         timeline: what ran when.
         memory: per rank, the bytes held over time; empty for none.
+        bands: what was measured of the same step, by owner; drawn in place of ``memory``.
     """
 
     name: str
     timeline: Timeline
     memory: Sequence[Curve] = ()
+    bands: StepMemory | None = None
 
 
 def write_page(panels: Sequence[Panel], path: str | Path, *, title: str = "Timeline") -> None:
@@ -64,9 +68,10 @@ def _panel(panel: Panel) -> dict[str, Any]:
     spans = [span for span in timeline.spans if span.action.kind.is_compute]
     if not spans:
         raise AutosplitError(f"nothing to show: no rank computes in the timeline {panel.name!r}")
-    if panel.memory and len(panel.memory) != timeline.ranks:
+    held = panel.memory if panel.bands is None else panel.bands.bands
+    if held and len(held) != timeline.ranks:
         raise AutosplitError(
-            f"{panel.name!r} has {timeline.ranks} ranks, but memory for {len(panel.memory)}"
+            f"{panel.name!r} has {timeline.ranks} ranks, but memory for {len(held)}"
         )
     origin = min(span.start for span in spans)
     return {
@@ -91,6 +96,22 @@ def _panel(panel: Panel) -> dict[str, Any]:
         "gaps": [_gap(gap, origin) for gap in gaps(timeline)],
         "memory": [
             [[_milliseconds(at - origin), held] for at, held in curve] for curve in panel.memory
+        ],
+        **({} if panel.bands is None else _bands(panel.bands, origin)),
+    }
+
+
+def _bands(memory: StepMemory, origin: float) -> dict[str, Any]:
+    """Totals as the panel's memory, and for each stretch what each owner has of it."""
+    owners = [*owners_of(memory.bands)]
+    return {
+        "owners": [[owner, COLOURS[owner]] for owner in owners],
+        "memory": [
+            [[_milliseconds(band.start - origin), band.total] for band in bands]
+            for bands in memory.bands
+        ],
+        "held": [
+            [[band.held[owner] for owner in owners] for band in bands] for bands in memory.bands
         ],
     }
 

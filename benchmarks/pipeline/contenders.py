@@ -30,6 +30,7 @@ class Contender:
         split_backward: whether I and W are separate actions.
         match: of one by torch, the name of the same schedule by autosplit.
         accumulation: how autosplit adds up weight gradients.
+        memory: what autosplit holds of a microbatch.
         compiled: whether it also runs compiled, which takes a while to build.
         in_flight: whether steps follow each other, optimizer included, without all ranks meeting.
     """
@@ -42,6 +43,7 @@ class Contender:
     split_backward: bool = True
     match: str = ""
     accumulation: str = "exact"
+    memory: str = "balanced"
     compiled: bool = True
     in_flight: bool = False
 

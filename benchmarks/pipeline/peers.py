@@ -40,6 +40,7 @@ class Row:
         microbatches: M.
         rounds: seconds of its step in each round, those of the slower rank.
         peak: the larger peak of a rank, in bytes.
+        activations: the larger of what is left of a rank's peak without its gradients.
         error: why it did not run.
         match: of one by torch, the name of the same schedule by autosplit.
     """
@@ -49,6 +50,7 @@ class Row:
     microbatches: int
     rounds: Sequence[float] = ()
     peak: int = 0
+    activations: int = 0
     error: str = ""
     match: str = ""
 
@@ -142,8 +144,9 @@ def _row(contender: Contender, turn: Turn | str, count: int, seconds: list[float
     if isinstance(turn, str):
         return dataclasses.replace(row, error=turn)
     slower = [max(each) for each in zip(*gather(seconds), strict=True)]
-    peak = max(gather(peak_bytes(turn.run, [], torch.device("cpu"))))
-    return dataclasses.replace(row, rounds=slower, peak=peak)
+    peak = peak_bytes(turn.run, [], torch.device("cpu"))
+    peaks, activations = gather(peak), gather(peak - turn.gradients)
+    return dataclasses.replace(row, rounds=slower, peak=max(peaks), activations=max(activations))
 
 
 def render(rows: Rows) -> str:

@@ -22,6 +22,7 @@ from autosplit.pipeline.engine.execution.stage_assembly import (
 )
 from autosplit.pipeline.engine.messages.process_groups import disconnect
 from autosplit.pipeline.trainer import PipelineTrainer
+from autosplit.torch_internals.storage import distinct_storage_bytes
 
 from .contenders import Contender
 
@@ -43,11 +44,13 @@ class Turn:
         step: one step; in flight, without waiting for the other rank.
         settle: waits for the steps in flight.
         in_flight: whether steps are.
+        gradients: bytes of the gradients that a step makes here.
     """
 
     step: Callable[[], None]
     settle: Callable[[], None]
     in_flight: bool
+    gradients: int
 
     def run(self) -> float:
         """Seconds of a step: until both ranks are done, or of this rank from one to the next."""
@@ -81,7 +84,7 @@ class Turns:
         self._workload = workload
         self._backend = backend
         self._modules: dict[tuple[bool, int, int], nn.Module] = {}
-        self._stages: dict[tuple[str, int, int], TrainableStage] = {}
+        self._stages: dict[tuple[str, str, int, int], TrainableStage] = {}
         self._trainers: list[PipelineTrainer] = []
         self.rank = dist.get_rank()
 
@@ -119,9 +122,10 @@ class Turns:
             schedule=contender.schedule,
             split_backward=contender.split_backward,
             timeout=TIMEOUT,
-            stage_factory=self._factory(contender.accumulation, total),
+            stage_factory=self._factory(contender, total),
         )
         self._trainers.append(trainer)
+        size = distinct_storage_bytes(_parameters(trainer.modules.values()))
         if contender.in_flight:
             flying: list[Any] = []
 
@@ -129,13 +133,13 @@ class Turns:
                 while flying:
                     flying.pop(0).wait()
 
-            return Turn(lambda: flying.append(trainer.step_async(batch)), settle, True)
+            return Turn(lambda: flying.append(trainer.step_async(batch)), settle, True, size)
 
         def step() -> None:
             trainer.forward_backward(batch)
             _forget(trainer.modules.values())
 
-        return Turn(step, _nothing, False)
+        return Turn(step, _nothing, False, size)
 
     def _theirs(self, contender: Contender, microbatches: int, batch: Any, group: Any) -> Turn:
         rank, total = self.rank, RANKS * contender.chunks
@@ -163,7 +167,8 @@ class Turns:
                 optimizer.step()
             _forget(modules)
 
-        return Turn(step, _nothing, contender.in_flight)
+        size = distinct_storage_bytes(_parameters(modules))
+        return Turn(step, _nothing, contender.in_flight, size)
 
     def _module(self, ours: bool, total: int, index: int) -> nn.Module:
         key = (ours, total, index)
@@ -173,12 +178,13 @@ class Turns:
                 module.compile(backend=self._backend)
         return self._modules[key]
 
-    def _factory(self, accumulation: str, total: int) -> StageFactory:
+    def _factory(self, contender: Contender, total: int) -> StageFactory:
         """Makes a stage of a module or finds the one that was made of it before."""
-        make = SplitStage(self._backend, accumulation=accumulation)
+        memory, accumulation = contender.memory, contender.accumulation
+        make = SplitStage(self._backend, memory, accumulation)
 
         def factory(module: nn.Module, args: list[Tensor], *, index: int) -> TrainableStage:
-            key = (accumulation, total, index)
+            key = (memory, accumulation, total, index)
             if key not in self._stages:
                 self._stages[key] = make(module, args, index=index)
             return self._stages[key]
@@ -246,6 +252,10 @@ def gather(value: Any) -> list[Any]:
     values: list[Any] = [None] * RANKS
     dist.all_gather_object(values, value)
     return values
+
+
+def _parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    return [each for module in modules for each in module.parameters() if each.requires_grad]
 
 
 def _forget(modules: Iterable[nn.Module]) -> None:

@@ -1,0 +1,69 @@
+"""The parts, and ``results.json`` as a page."""
+
+from __future__ import annotations
+
+from ..part import Part, fill
+from ..results import Results, Rows
+from . import budgets, lean, prediction
+from .settings import Settings
+
+TEMPLATE = """\
+# What ranks hold, and what holding less costs
+
+Written by `python -m benchmarks.memory`; do not edit. {environment}. **Bold** figures miss their
+target.
+{sections}
+## To reproduce
+
+`python -m benchmarks.memory` measures everything; each part alone:
+
+```sh
+{commands}
+```
+"""
+
+PARTS: dict[str, Part[Settings]] = {
+    "prediction": Part(
+        "Predicted peaks",
+        """\
+The families train in two stages on two ranks. *Activations*: the most that a rank holds beside
+parameters, gradients and optimizer state at any time of a step, from the allocator
+(`record="memory"`). *Predicted*: the same from graphs, messages and schedule
+(`trainer.memory().predicted`), before anything runs. *Working* is what the action at the peak
+takes, makes and needs itself.""",
+        prediction.measure,
+        prediction.render,
+    ),
+    "lean": Part(
+        "Lean splits beside torch's fused 1F1B",
+        """\
+The decoder of [benchmarks/pipeline](../pipeline/README.md) on two ranks with one thread each, in
+one run; contenders take turns, in another order in each round. *Activations*: of the larger rank,
+the most that a step allocates, less its gradients. Times are forward and backward until both ranks
+are done; a ratio is the median over turns of the same round, with its quartiles.""",
+        lean.measure,
+        lean.render,
+    ),
+    "budgets": Part(
+        "Checkpointing of intermediate derivatives",
+        """\
+2BP's first open question: what does it cost to keep fewer derivatives until W? The middle one of
+three stages of each family by itself, one thread: *budget* is `memory=`, by name or in bytes as a
+share of what `"balanced"` holds between I and W. Bytes are over what autograd saves of the same
+stage; *peak* is the most alive in any action. What is not kept is recomputed, or its part of W is
+done in I.""",
+        budgets.measure,
+        budgets.render,
+    ),
+}
+
+
+def page(results: Results) -> str:
+    """``README.md``."""
+    return fill(TEMPLATE, PARTS, results)
+
+
+def write(results: Results, part: str, rows: Rows, command: str, environment: str) -> None:
+    """Add a part's rows to ``results`` and make the page beside it anew."""
+    results.update(part, rows, command, environment)
+    (results.path.parent / "README.md").write_text(page(results))

@@ -1,0 +1,95 @@
+"""The peak of every rank as it was predicted, over what the allocator saw, on two real ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from autosplit.errors import PipelineError
+from autosplit.pipeline.engine.processes.launch import launch
+from autosplit.pipeline.trainer import PipelineTrainer
+from examples.families import FAMILIES
+
+from ..paper.settings import SIZES
+from ..results import Rows, table
+from ..split.targets import Target, verdicts
+from .settings import Settings
+
+RANKS = 2
+CASES: tuple[dict[str, Any], ...] = (
+    {"schedule": "1f1b", "split_backward": False},
+    {"schedule": "1f1b"},
+    {"schedule": "zb-h1", "memory": "lean"},
+    {"schedule": "gpipe"},
+)
+OFF = Target("predicted - measured", at_most=0.05, style=".1%")
+
+
+def measure(settings: Settings) -> Iterator[dict[str, Any]]:
+    """A row for each family and case."""
+    for family in settings.families:
+        args = (family, settings.size, settings.microbatches[-1])
+        yield from launch(_on_rank, RANKS, args, timeout=1200.0)[0]
+
+
+def _on_rank(family: str, size: str, microbatches: int) -> list[dict[str, Any]]:
+    torch.set_num_threads(1)
+    return [_run(family, size, microbatches, case) for case in CASES]
+
+
+def _run(family: str, size: str, microbatches: int, case: dict[str, Any]) -> dict[str, Any]:
+    subject = FAMILIES[family](**SIZES[size][family])
+    batch = subject.batch_fn(0, microbatches * subject.microbatch_size)
+    with PipelineTrainer(
+        subject.build(),
+        subject.loss_fn,
+        torch.optim.AdamW,
+        microbatches=microbatches,
+        stages=RANKS,
+        example=subject.example(),
+        planning={"costs": "estimate"},
+        timeout=300.0,
+        **case,
+    ) as trainer:
+        trainer.step(batch)
+        trainer.record = "memory"
+        trainer.step(batch)
+        found = trainer.memory()
+    highest = [max(bands, key=lambda each: each.activations) for bands in found.bands]
+    return {
+        "name": f"{family}, {', '.join(map(str, case.values()))}",
+        "measured": found.peak_activations,
+        "predicted": [_known(each) for each in found.predicted],
+        "fixed": found.fixed,
+        "during": [band.during for band in highest],
+        "working": [band.held["working"] for band in highest],
+    }
+
+
+def _known(predicted: int | None) -> int:
+    if predicted is None:
+        raise PipelineError("expected stages of autosplit.Stage, of which all is known")
+    return predicted
+
+
+def render(rows: Rows) -> str:
+    """A row a case, with the rank where the prediction is farthest off."""
+    cells, off = [], {}
+    for row in rows:
+        pairs = zip(row["predicted"], row["measured"], strict=True)
+        ratios = [predicted / measured for predicted, measured in pairs]
+        off[row["name"]] = max(abs(each - 1.0) for each in ratios)
+        cells.append(
+            [
+                row["name"],
+                " / ".join(f"{each / 2**20:.1f}" for each in row["measured"]),
+                " / ".join(each or "between" for each in row["during"]),
+                " / ".join(f"{each / 2**20:.1f}" for each in row["working"]),
+                " / ".join(f"{each:.3f}" for each in ratios),
+                OFF.cell(off[row["name"]]),
+            ]
+        )
+    headers = ["", "activations MiB by rank", "highest in", "of it working", "predicted / measured"]
+    return f"{table([*headers, OFF.title], cells)}\n\n{verdicts([(OFF, off)])}"

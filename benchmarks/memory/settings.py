@@ -1,0 +1,24 @@
+"""What is measured, and how often."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Attributes:
+    size: "small" or "tiny", which only shows that the measuring works.
+    families: names of families.
+    microbatches: M on two real ranks.
+    steps: timed steps of each contender.
+    rounds: timed microbatches of a stage by itself.
+    ranks: numbers of ranks of stand-in stages.
+    """
+
+    size: str
+    families: tuple[str, ...]
+    microbatches: tuple[int, ...]
+    steps: int
+    rounds: int
+    ranks: tuple[int, ...]

@@ -1,0 +1,129 @@
+"""What ranks hold in a step: measured by the allocator, predicted from graphs and schedule."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from autosplit.errors import PipelineError
+from autosplit.pipeline.engine.processes.launch import launch
+from autosplit.pipeline.ledger.bands import FIXED, OWNERS
+from autosplit.torch_internals.allocations import HostAllocations
+from tests.pipeline.ledger import workers
+from tests.pipeline.reference_stage import ReferenceStage
+
+LOSSES = 4 * workers.MICROBATCHES  # bytes, of which graphs know nothing once they are with the user
+FLOAT = 4
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"split_backward": False},
+        {"schedule": "gpipe"},
+        {"schedule": "zb-v", "stages": 4},
+        {"memory": "lean"},
+        {"accumulation": "concatenated", "schedule": "gpipe", "weights": "2bp"},
+    ],
+    ids=str,
+)
+def test_on_one_rank_the_peak_is_predicted_to_the_byte(options: dict[str, object]) -> None:
+    found = workers.recorded(ranks=1, **options)
+    (measured,), (predicted,) = found.peak_activations, found.predicted
+    assert predicted is not None
+    assert abs(measured - predicted) <= LOSSES
+    assert found.left(0) == {}
+
+
+def test_bands_have_their_owners() -> None:
+    found = workers.recorded(ranks=1)
+    (bands,), (fixed,) = found.bands, found.fixed
+    by_action = {band.during: band.held for band in bands if band.during}
+    parameters = 2 * sum(p.numel() for p in workers.Block().parameters()) * FLOAT
+    batch = 2 * workers.batch()[0].numel() * FLOAT
+    for band in bands:
+        assert [*band.held] == [*OWNERS]
+        assert band.held["parameters"] == parameters
+        assert band.held["batch"] == batch
+    steps = 2 * len([*workers.Block().parameters()]) * FLOAT  # AdamW counts for each parameter
+    assert bands[0].held["optimizer state"] == 2 * parameters + steps
+    assert bands[0].held["gradients"] == 0
+    assert bands[-1].held["gradients"] == parameters
+    assert fixed == 4 * parameters + steps
+    assert max(band.activations for band in bands) == found.peak_activations[0]
+    # A microbatch waits as saved, then as deferred; during its own action it is working.
+    assert by_action["0F0"]["saved"] == 0 < by_action["1F0"]["saved"]
+    assert by_action["0I0"]["deferred"] > 0
+    assert by_action["1W3"]["deferred"] < by_action["0I3"]["deferred"]
+    assert all(band.held[owner] >= 0 for band in bands for owner in OWNERS)
+    assert [band.start for band in bands] == sorted(band.start for band in bands)
+
+
+def test_two_ranks_hear_the_same_and_hold_what_was_predicted() -> None:
+    found, other = launch(workers.recorded, 2, timeout=120.0)
+    assert found == other
+    assert len(found.bands) == len(found.fixed) == 2
+    for measured, predicted in zip(found.peak_activations, found.predicted, strict=True):
+        assert abs(measured - predicted) <= LOSSES
+    transit = [max(band.held["in transit"] for band in bands) for bands in found.bands]
+    message = workers.ROWS * workers.WIDTH * FLOAT
+    assert all(size >= 2 * message and size % message == 0 for size in transit)
+    # More microbatches are in flight on the first rank.
+    assert max(band.held["saved"] for band in found.bands[0]) > 0
+
+
+def test_after_500_steps_every_band_is_as_it_was() -> None:
+    early, late = launch(workers.early_and_late, 2, (500,), timeout=120.0)[0]
+    for rank in range(2):
+        for ours, theirs in zip(early.bands[rank], late.bands[rank], strict=True):
+            assert (ours.during, ours.held) == (theirs.during, theirs.held)
+        assert late.left(rank) == {}
+
+
+def test_steps_give_back_all_that_they_take() -> None:
+    with workers.trainer(ranks=1) as engine:
+        engine.step(workers.batch())
+        engine.step(workers.batch())
+        gc.collect()
+        with HostAllocations() as allocations:
+            for _ in range(20):
+                allocations.mark()
+                engine.step(workers.batch())
+    assert {each.end for each in allocations.stretches()} == {0}
+
+
+def test_a_leak_shows() -> None:
+    kept: list[torch.Tensor] = []
+    found = workers.recorded(ranks=1, stage_factory=workers.leaking(kept, 3))
+    assert found.left(0) == {"working": 3 * 2 * workers.MICROBATCHES}
+
+
+def test_nothing_is_predicted_of_a_stage_of_which_nothing_is_known() -> None:
+    found = workers.recorded(ranks=1, stage_factory=ReferenceStage)
+    assert found.predicted == (None,)
+    assert found.peak_activations[0] > 0
+
+
+def test_memory_must_be_recorded_and_record_is_checked() -> None:
+    with workers.trainer(ranks=1, record=True) as engine:
+        engine.step(workers.batch())
+        with pytest.raises(PipelineError, match="record is False, True .* or 'memory' .*'bytes'"):
+            engine.record = "bytes"  # type: ignore[assignment]
+        engine.record = "memory"
+        engine.step(workers.batch())
+        assert engine.timeline().spans
+        engine.record = False
+        engine.step(workers.batch())
+        with pytest.raises(PipelineError, match="set record='memory' before a step, then ask"):
+            engine.memory()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_allocator_tells() -> None:
+    found = workers.recorded(ranks=1, device="cuda")
+    (measured,), (predicted,) = found.peak_activations, found.predicted
+    assert predicted is not None
+    assert predicted <= measured <= 1.5 * predicted  # pieces of 512 bytes
