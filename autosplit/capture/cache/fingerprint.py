@@ -1,20 +1,23 @@
 """Fingerprint of a graph of Dynamo: text that is equal only for equal joint graphs.
 
 Everything that AOTAutograd can see is in it: operators and their arguments, where each input
-comes from and how it lies in memory, the state of the module, how results are put together. What
-has no text that says all of it (constant tensors, custom operators, bodies of higher-order
-operators, sizes that are symbols) has no fingerprint.
+comes from and how it lies in memory, the state of the module, how results are put together, and
+what bodies of higher-order operators hold. What has no text that says all of it (constant tensors,
+custom operators, sizes that are symbols) has no fingerprint.
 """
 
 from __future__ import annotations
 
+import builtins
 import functools
+import operator
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._ops import HigherOrderOperator
 from torch.fx.node import _get_qualified_name
 
 from autosplit.capture.module_paths import stack
@@ -65,7 +68,9 @@ def fingerprint_lines(
 def _graph_lines(
     exported: fx.GraphModule, values: tuple[Any, ...], known: _TensorNames
 ) -> Iterator[str]:
-    """Lines of the placeholders, with the tensors given for them, and of the other nodes."""
+    """Lines of the placeholders, with the tensors given for them, of the other nodes, and of the
+    bodies of higher-order operators.
+    """
     codegen: Any = exported.graph._codegen
     given = codegen.dynamo_bytecode_flatten(*values)
     holes = exported.graph.find_nodes(op="placeholder")
@@ -77,8 +82,24 @@ def _graph_lines(
         known.add(traced, f"node {node.name}")
     for node in exported.graph.nodes:
         if node.op != "placeholder":
-            known.add(node.meta.get("val", node.meta.get("example_value")), f"node {node.name}")
-            yield _line(node)
+            known.add(traced_value(node), f"node {node.name}")
+            yield from _lines(node)
+
+
+def _body_lines(name: str, body: fx.GraphModule) -> Iterator[str]:
+    """Lines of the body of a higher-order operator, whose inputs its call gives it."""
+    yield f"body {name}"
+    for node in body.graph.nodes:
+        if node.op == "placeholder":
+            yield f"takes {node.name} {argument_text(node.args)}"
+        else:
+            yield from _lines(node)
+    yield f"end {name}"
+
+
+def traced_value(node: fx.Node) -> Any:
+    """What stands for a node's value: Dynamo has it under a name of its own, but for inputs."""
+    return node.meta.get("val", node.meta.get("example_value"))
 
 
 def argument_text(value: Any) -> str:
@@ -113,6 +134,10 @@ def target_name(function: Any) -> str:
         if not is_torch_operator(function):
             raise NoFingerprintError(f"{function} is a custom operator")
         return str(function.name())
+    if isinstance(function, HigherOrderOperator) and type(function).__module__.startswith("torch."):
+        return f"higher_order.{function.name()}"
+    if getattr(builtins, getattr(function, "__name__", ""), None) is function:
+        return f"builtins.{function.__name__}"
     try:
         name = _get_qualified_name(function)
     except (AttributeError, RuntimeError, AssertionError) as error:
@@ -142,13 +167,28 @@ def _lookup(name: str) -> Any:
     return functools.reduce(lambda owner, each: getattr(owner, each, None), rest, found)
 
 
+def _lines(node: fx.Node) -> Iterator[str]:
+    """The line of a node; all lines of the body that it stands for."""
+    if node.op == "get_attr":
+        body = _attribute(node)
+        if not isinstance(body, fx.GraphModule):
+            raise NoFingerprintError(f"the graph holds a constant, {node.target}")
+        yield from _body_lines(node.name, body)
+    else:
+        yield _line(node)
+
+
+def _attribute(node: fx.Node) -> Any:
+    return operator.attrgetter(str(node.target))(node.graph.owning_module)
+
+
 def _line(node: fx.Node) -> str:
     if node.op == "call_function":
         called = target_name(node.target)
     elif node.op in {"call_method", "output"}:
         called = str(node.target)
     else:
-        raise NoFingerprintError(f"the graph holds a constant or another graph, {node.target}")
+        raise NoFingerprintError(f"the graph calls a module, {node.target}")
     line = f"{node.name}={node.op} {called} {argument_text(node.args)} {argument_text(node.kwargs)}"
     return f"{line} # {stack(node)} {node.meta.get('stack_trace')!r}"
 
