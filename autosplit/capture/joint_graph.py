@@ -16,6 +16,7 @@ from torch import fx, nn
 from torch._functorch._aot_autograd.schemas import OutputType
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from autosplit.capture.cache.fingerprint import traced_value
 from autosplit.capture.cache.split_graph_cache import (
@@ -180,8 +181,15 @@ def _joint(
     context = exported.meta.get("tracing_context")
     if context is None:
         context = TracingContext(exported.meta["fake_mode"])
-    # The stack closes before anything real runs, or the fake mode would still be on.
-    with contextlib.ExitStack() as stack, tracing(context), as_eager(exported, decompositions):
+    # The stack closes before anything real runs, or the fake mode would still be on. Passes change
+    # the graph; to write its code as Python after each would take longer than they do.
+    lazy = _use_lazy_graph_module(True)
+    with (
+        contextlib.ExitStack() as stack,
+        tracing(context),
+        as_eager(exported, decompositions),
+        lazy,
+    ):
         return aot_export_joint_with_descriptors(
             stack, exported, args, kwargs, decompositions=decompositions
         )
