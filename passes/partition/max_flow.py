@@ -91,7 +91,7 @@ class FlowNetwork:
                 node = heads[path.pop() ^ 1]
 
     def _send(self, free: list[int], path: list[int]) -> int:
-        """Fill a path, and shorten it to what leads to its first full edge; returns the node there."""
+        """Fill a path and cut it off at its first full edge; returns the node in front of that."""
         amount = min([free[edge] for edge in path])
         for edge in path:
             free[edge] -= amount

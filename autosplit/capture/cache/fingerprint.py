@@ -2,36 +2,27 @@
 
 Everything that AOTAutograd can see is in it: operators and their arguments, where each input
 comes from and how it lies in memory, the state of the module, how results are put together, and
-what bodies of higher-order operators hold. What has no text that says all of it (constant tensors,
-custom operators, sizes that are symbols) has no fingerprint.
+what bodies of higher-order operators hold and custom operators are made of. What has no text that
+says all of it (constant tensors, code that is out of sight, sizes that are symbols) has no
+fingerprint.
 """
 
 from __future__ import annotations
 
-import builtins
-import functools
+import hashlib
 import operator
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._ops import HigherOrderOperator
-from torch.fx.node import _get_qualified_name
 
 from autosplit.capture.module_paths import stack
 from autosplit.passes.analysis.operators import OVERLOAD
 from autosplit.torch_internals.pytree import tree_flatten
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...))
-_NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format)
-_NAMESPACES = ("aten::", "prims::")
-_ROOTS = ("torch.", "operator.", "_operator.", "math.", "builtins.")
-
-
-class NoFingerprintError(Exception):
-    """The graph has no fingerprint, as another could have the same text; says why."""
+from .argument_text import NoFingerprintError, argument_text, is_torch_operator, target_name
+from .custom_operators import definition_text
 
 
 def fingerprint_lines(
@@ -102,71 +93,6 @@ def traced_value(node: fx.Node) -> Any:
     return node.meta.get("val", node.meta.get("example_value"))
 
 
-def argument_text(value: Any) -> str:
-    """Text of a node's argument that no other argument has.
-
-    Raises:
-        NoFingerprintError: there is none.
-    """
-    if isinstance(value, fx.Node):
-        return f"%{value.name}"
-    if type(value) in _PLAIN:
-        return f"{type(value).__name__}:{value!r}"
-    if isinstance(value, _NAMED):
-        return f"{type(value).__name__}:{value}"
-    if isinstance(value, (tuple, list)):
-        return f"{_kind(value)}({','.join(map(argument_text, value))})"
-    if isinstance(value, dict):
-        pairs = (f"{argument_text(key)}={argument_text(each)}" for key, each in value.items())
-        return "{" + ",".join(pairs) + "}"
-    if isinstance(value, slice):
-        return f"slice({','.join(map(argument_text, (value.start, value.stop, value.step)))})"
-    return target_name(value)
-
-
-def target_name(function: Any) -> str:
-    """Qualified name of an operator or a function of torch or Python.
-
-    Raises:
-        NoFingerprintError: it is somebody else's, whose code may change.
-    """
-    if isinstance(function, OVERLOAD):
-        if not is_torch_operator(function):
-            raise NoFingerprintError(f"{function} is a custom operator")
-        return str(function.name())
-    if isinstance(function, HigherOrderOperator) and type(function).__module__.startswith("torch."):
-        return f"higher_order.{function.name()}"
-    if getattr(builtins, getattr(function, "__name__", ""), None) is function:
-        return f"builtins.{function.__name__}"
-    try:
-        name = _get_qualified_name(function)
-    except (AttributeError, RuntimeError, AssertionError) as error:
-        raise NoFingerprintError(f"{function!r} has no name") from error
-    if not name.startswith(_ROOTS) or _lookup(name) is not function:
-        raise NoFingerprintError(f"{name} is no function of torch's")
-    return name
-
-
-def is_torch_operator(operator: Any) -> bool:
-    """Whether an operator is one of torch's own."""
-    return isinstance(operator, OVERLOAD) and operator.name().startswith(_NAMESPACES)
-
-
-def _kind(value: Any) -> str:
-    """Kind of a sequence; fx has lists of its own, equal to plain ones in a graph."""
-    if isinstance(value, list):
-        return "list"
-    if type(value) in (tuple, torch.Size):
-        return "tuple"
-    raise NoFingerprintError(f"an argument is a {type(value).__qualname__}")
-
-
-def _lookup(name: str) -> Any:
-    root, *rest = name.split(".")
-    found: Any = sys.modules.get(root)
-    return functools.reduce(lambda owner, each: getattr(owner, each, None), rest, found)
-
-
 def _lines(node: fx.Node) -> Iterator[str]:
     """The line of a node; all lines of the body that it stands for."""
     if node.op == "get_attr":
@@ -184,13 +110,20 @@ def _attribute(node: fx.Node) -> Any:
 
 def _line(node: fx.Node) -> str:
     if node.op == "call_function":
-        called = target_name(node.target)
+        called = _called(node.target)
     elif node.op in {"call_method", "output"}:
         called = str(node.target)
     else:
         raise NoFingerprintError(f"the graph calls a module, {node.target}")
     line = f"{node.name}={node.op} {called} {argument_text(node.args)} {argument_text(node.kwargs)}"
     return f"{line} # {stack(node)} {node.meta.get('stack_trace')!r}"
+
+
+def _called(target: Any) -> str:
+    if isinstance(target, OVERLOAD) and not is_torch_operator(target):
+        definition = definition_text(target)
+        return f"{target.name()} {hashlib.sha256(definition.encode()).hexdigest()}"
+    return target_name(target)
 
 
 def _state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

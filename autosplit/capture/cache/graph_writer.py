@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from autosplit.passes.analysis.operators import OVERLOAD
 
-from .archive_names import CLASSES, CONSTANTS, NAMESPACES, NoArchiveError, named_global
+from .archive_names import CLASSES, CONSTANTS, NoArchiveError, is_known, named_global
 from .constant_data import describe_constant, is_plain
 
 # Metadata of the user's modules and of other graphs, or implied by the value; not read by passes
@@ -137,8 +137,8 @@ class _Pickler(pickle.Pickler):
         if isinstance(obj, CONSTANTS):
             return "constant", str(obj).removeprefix("torch.")
         if isinstance(obj, OVERLOAD):
-            if obj.namespace not in NAMESPACES:
-                raise NoArchiveError(f"{obj} is a custom operator")
+            if not is_known(obj.name()):
+                raise NoArchiveError(f"{obj} is a custom operator that is not made in Python")
             return "operator", obj.name()
         return None
 

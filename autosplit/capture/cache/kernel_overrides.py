@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 
-# Keys of kernels that tracing does not run: those of devices and of vmap, which torch registers in
-# Python when it is first used; and of meta kernels, many of which torch has in Python.
-_UNTRACED = {"Meta", "CPU", "CUDA", "HPU", "MPS", "MTIA", "XPU", "PrivateUse1", "FuncTorchBatched"}
+DEVICES = frozenset({"CPU", "CUDA", "HPU", "MPS", "MTIA", "XPU", "PrivateUse1"})
+"""Keys of kernels that tracing does not run."""
+# Nor does it those of vmap, which torch registers in Python when it is first used; and many meta
+# kernels are torch's own in Python.
+_UNTRACED = DEVICES | {"Meta", "FuncTorchBatched"}
 
 
 def overridden() -> list[str]:

@@ -17,9 +17,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from autosplit.passes import SplitGraphs
 from autosplit.torch_internals.pytree import TreeSpec
 
-from . import environment_key, fingerprint
 from .archive import NoArchiveError, pack_graphs, unpack_graphs
+from .argument_text import NoFingerprintError
+from .environment_key import environment_lines
 from .file_store import FileStore
+from .fingerprint import fingerprint_lines
 
 VARIABLE = "AUTOSPLIT_CACHE"
 _OFF = {"0", "off", "no", "false"}
@@ -136,13 +138,13 @@ class SplitGraphCache:
         try:
             for line in (
                 *self.options,
-                *environment_key.environment_lines(decompositions),
+                *environment_lines(decompositions),
                 *map("takes {}".format, names),
                 *map("returns {}".format, results.names),
-                *fingerprint.fingerprint_lines(module, exported, *inputs, results.leaves),
+                *fingerprint_lines(module, exported, *inputs, results.leaves),
             ):
                 digest.update(f"{line}\n".encode())
-        except fingerprint.NoFingerprintError as reason:
+        except NoFingerprintError as reason:
             return self.without_key(str(reason))
         return CacheEntry(self.store, digest.hexdigest())
 
