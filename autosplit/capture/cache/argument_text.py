@@ -17,6 +17,13 @@ from autosplit.passes.analysis.operators import OVERLOAD
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...))
 _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _NAMESPACES = ("aten::", "prims::")
+# Others keep what they do elsewhere, as kernels of Triton are in a table of the process.
+_WITH_BODIES = (
+    torch.ops.higher_order.autograd_function_apply,
+    torch.ops.higher_order.tag_activation_checkpoint,
+)
+"""Higher-order operators that do what their arguments and bodies say, and nothing else."""
+
 _ROOTS = ("torch.", "operator.", "_operator.", "math.", "builtins.")
 
 
@@ -56,7 +63,9 @@ def target_name(function: Any) -> str:
         if not is_torch_operator(function):
             raise NoFingerprintError(f"{function} is a custom operator")
         return str(function.name())
-    if isinstance(function, HigherOrderOperator) and type(function).__module__.startswith("torch."):
+    if isinstance(function, HigherOrderOperator):
+        if function not in _WITH_BODIES:
+            raise NoFingerprintError(f"{function.name()} is a higher-order operator")
         return f"higher_order.{function.name()}"
     if getattr(builtins, getattr(function, "__name__", ""), None) is function:
         return f"builtins.{function.__name__}"

@@ -79,6 +79,8 @@ def _graph_lines(
 
 def _body_lines(name: str, body: fx.GraphModule) -> Iterator[str]:
     """Lines of the body of a higher-order operator, whose inputs its call gives it."""
+    if any(map(callable, body.meta.values())):  # which operators of a checkpoint to recompute
+        raise NoFingerprintError("a function decides what is recomputed")
     yield f"body {name}"
     for node in body.graph.nodes:
         if node.op == "placeholder":

@@ -18,7 +18,7 @@ _UNTRACED = DEVICES | {"Meta", "FuncTorchBatched"}
 
 def overridden() -> list[str]:
     """Names of the operators."""
-    named = [name.split("/") for name in torch.library._impls]
+    named = [name.split("/") for name in torch.library._impls.copy()]
     found = {f"aten::{op}" for space, op, key in named if space == "aten" and key not in _UNTRACED}
     # torch registers for autograd as a whole, but for some operators of its tests. Kernels for
     # one device are found where they come from C++, too.

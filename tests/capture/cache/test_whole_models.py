@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import autosplit
 from autosplit.capture import joint_graph
@@ -107,12 +108,59 @@ class Checkpointed(nn.Module):
         return {"loss": checkpoint(self.block, x, use_reentrant=False).sum()}
 
 
-def test_a_checkpointed_region_is_part_of_the_key() -> None:
-    def outcome(scale: float) -> str:
-        _, split = step(Checkpointed(scale), {"x": torch.ones(2, 4, requires_grad=True)})
-        return split.report().partition("Graph cache: ")[2].partition(".\n")[0]
+class Selective(Checkpointed):
+    """A region of which a function says what is recomputed."""
 
-    assert [outcome(each) for each in (2.0, 2.0, 3.0, 3.0)] == ["made and kept", "found"] * 2
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        context = functools.partial(
+            create_selective_checkpoint_contexts, [torch.ops.aten.mm.default]
+        )
+        found = checkpoint(self.block, x, use_reentrant=False, context_fn=context)
+        return {"loss": found.sum()}
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.factor, None
+
+
+class OwnBackward(Checkpointed):
+    """A backward of the user's, which scales."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        apply: Callable[..., Tensor] = Scaled.apply
+        return {"loss": apply(self.first(x), self.scale).sum()}
+
+
+def outcome(model: nn.Module) -> tuple[str, Tensor]:
+    """What the cache had, and a gradient."""
+    x = torch.ones(2, 4, requires_grad=True)
+    _, split = step(model, {"x": x})
+    assert x.grad is not None
+    return split.report().partition("Graph cache: ")[2].partition(".\n")[0], x.grad
+
+
+@pytest.mark.parametrize("build", [Checkpointed, OwnBackward])
+def test_a_graph_inside_the_graph_is_part_of_the_key(build: type[Checkpointed]) -> None:
+    for scale in (2.0, 3.0):
+        for expected in ("made and kept", "found"):
+            model = build(scale)
+            said, gradient = outcome(model)
+            x = torch.ones(2, 4, requires_grad=True)
+            model(x)["loss"].backward()
+            assert said == expected
+            assert torch.equal(gradient, x.grad)
+
+
+def test_a_function_that_decides_what_is_recomputed_is_in_no_key() -> None:
+    said, _ = outcome(Selective())
+    assert said == "made anew by every process (a function decides what is recomputed)"
 
 
 def test_why_a_graph_is_made_anew_is_said_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
