@@ -146,6 +146,15 @@ def _existing(record: SplitProgram | SplitGraphs) -> dict[str, fx.GraphModule]:
     return {name: value for name, value in fields.items() if isinstance(value, fx.GraphModule)}
 
 
+def module_like(module: fx.GraphModule, graph: fx.Graph, name: str) -> fx.GraphModule:
+    """A graph as a module of the same class, with the constants of that module: one that writes
+    its graph as Python code only where somebody asks makes another such.
+    """
+    kind: Any = type(module).__base__  # torch makes each a class of its own
+    made: fx.GraphModule = kind(module, graph, class_name=name)
+    return made
+
+
 def placeholders(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in graph.nodes if node.op == "placeholder"]
 

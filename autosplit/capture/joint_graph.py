@@ -16,8 +16,14 @@ from torch import fx, nn
 from torch._functorch._aot_autograd.schemas import OutputType
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
-from autosplit.capture.cache.split_graph_cache import PredictedResults, SplitGraphCache
+from autosplit.capture.cache.fingerprint import traced_value
+from autosplit.capture.cache.split_graph_cache import (
+    CacheEntry,
+    PredictedResults,
+    SplitGraphCache,
+)
 from autosplit.capture.workarounds.eager_settings import as_eager
 from autosplit.capture.workarounds.margin_losses import (
     Decompositions,
@@ -62,7 +68,7 @@ class Capture:
         output_spec: how the leaves make up the module's result.
         guards: whether the graph still fits the module, asked before every use.
         split: what was made of the joint graph before, where that was kept.
-        key: under which to keep what is made of it; None where it cannot be told from others.
+        entry: its place in the cache; None where nothing is looked up or kept.
     """
 
     joint: fx.GraphModule
@@ -71,7 +77,7 @@ class Capture:
     output_spec: TreeSpec
     guards: Guards
     split: SplitGraphs | None = None
-    key: str | None = None
+    entry: CacheEntry | None = None
 
 
 def capture(
@@ -106,13 +112,10 @@ def capture(
         refuse_unbatched(exported)
         name_modules(exported, module)
         inputs = tuple(_input_name(name) for name, _ in flatten_named("", (args, kwargs)))
-        foreseen = _foresee(exported, args, kwargs) if cache else None
-        key = split = None
-        if cache and foreseen:
-            key = cache.key(module, exported, inputs, (args, kwargs), foreseen, decompositions)
-            split = cache.find(key, exported.meta["fake_mode"]) if key else None
+        foreseen, entry = _look_up(cache, module, exported, inputs, (args, kwargs), decompositions)
+        split = entry.find(exported.meta["fake_mode"]) if entry else None
         if split and foreseen:
-            return Capture(split.joint, inputs, foreseen.names, foreseen.spec, guards, split, key)
+            return Capture(split.joint, inputs, foreseen.names, foreseen.spec, guards, split, entry)
         trace_as_run(exported)
         results = _Results(exported)
         joint = _joint(module, exported, args, kwargs, decompositions)
@@ -124,25 +127,45 @@ def capture(
         if aliased:
             results.copied.update(aliased)
             joint = _joint(module, exported, args, kwargs, decompositions)
-    if foreseen and (foreseen.names, foreseen.spec) != (results.names, joint.out_spec):
-        key = None
+    if entry and foreseen and (foreseen.names, foreseen.spec) != (results.names, joint.out_spec):
+        entry.give_up("tracing found other results than were predicted")
     graph = with_roles(
         joint.graph_module, ModuleRoles(canonical_names(module), inputs, results.names)
     )
-    return Capture(graph, inputs, results.names, joint.out_spec, guards, key=key)
+    return Capture(graph, inputs, results.names, joint.out_spec, guards, entry=entry)
+
+
+def _look_up(
+    cache: SplitGraphCache | None,
+    module: nn.Module,
+    exported: fx.GraphModule,
+    names: tuple[str, ...],
+    inputs: tuple[tuple[Any, ...], dict[str, Any]],
+    decompositions: Decompositions,
+) -> tuple[PredictedResults | None, CacheEntry | None]:
+    """What tracing will find that the module returns, and the graph's place in the cache."""
+    if cache is None:
+        return None, None
+    try:
+        foreseen = _foresee(exported, *inputs)
+    except Exception as error:  # the user's classes are put together from tensors without data here
+        reason = f"its results are known only when it is traced ({type(error).__name__}: {error})"
+        return None, cache.without_key(reason)
+    return foreseen, cache.entry(module, exported, names, inputs, foreseen, decompositions)
 
 
 def _foresee(
     exported: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> PredictedResults | None:
-    """Predict the results that tracing will find; None where that is impossible."""
+) -> PredictedResults:
+    """Predict the results that tracing will find.
+
+    Raises:
+        Exception: what the user's classes raise for tensors without data.
+    """
     codegen: Any = exported.graph._codegen
     outputs: Any = exported.graph.output_node().args[0]
-    values = [node.meta.get("val") if isinstance(node, fx.Node) else node for node in outputs]
-    try:
-        tree = hold(codegen.dynamo_bytecode_unflatten(values, (*args, *kwargs.values())))
-    except Exception:  # the user's classes are put together from tensors without data here
-        return None
+    values = [traced_value(node) if isinstance(node, fx.Node) else node for node in outputs]
+    tree = hold(codegen.dynamo_bytecode_unflatten(values, (*args, *kwargs.values())))
     leaves, spec = tree_flatten(tree)
     return PredictedResults(tuple(name for name, _ in flatten_named("output", tree)), leaves, spec)
 
@@ -158,8 +181,15 @@ def _joint(
     context = exported.meta.get("tracing_context")
     if context is None:
         context = TracingContext(exported.meta["fake_mode"])
-    # The stack closes before anything real runs, or the fake mode would still be on.
-    with contextlib.ExitStack() as stack, tracing(context), as_eager(exported, decompositions):
+    # The stack closes before anything real runs, or the fake mode would still be on. Passes change
+    # the graph; to write its code as Python after each would take longer than they do.
+    lazy = _use_lazy_graph_module(True)
+    with (
+        contextlib.ExitStack() as stack,
+        tracing(context),
+        as_eager(exported, decompositions),
+        lazy,
+    ):
         return aot_export_joint_with_descriptors(
             stack, exported, args, kwargs, decompositions=decompositions
         )

@@ -83,7 +83,7 @@ def trace(
         cache = None if dump else _graph_cache(options.backend, setting)
         traced = _capture(module, args, kwargs, compiler, cache, called, insist, by_value)
         try:
-            return SplitFunctions(traced, _split(traced, compiler, setting, dump, cache), compiler)
+            return SplitFunctions(traced, _split(traced, compiler, setting, dump), compiler)
         except PassError as error:
             name = type(module).__name__
             raise SplitError(f"{name} was captured but cannot be split: {error}") from error
@@ -100,15 +100,14 @@ def _split(
     compiler: Backend,
     memory: Memory,
     dump: pathlib.Path | None,
-    cache: SplitGraphCache | None,
 ) -> SplitGraphs:
     if traced.split is not None:
         return traced.split
     prepare_joint(traced.joint, compiler)
     with writing(dump) if dump else contextlib.nullcontext():
         graphs = run(traced.joint, memory=memory, dump=dump)
-    if cache and traced.key:
-        cache.keep(traced.key, graphs)
+    if traced.entry:
+        traced.entry.keep(graphs)
     return graphs
 
 

@@ -20,6 +20,7 @@ from tqdm import tqdm
 from ..command import parse
 from ..environment import describe
 from ..results import Results, Rows, sources
+from . import cache_hits
 from .examine import examine
 from .judge import FACTOR, ROUNDINGS
 from .render import GOOD, category, render
@@ -27,7 +28,7 @@ from .results import row, tally
 from .subject import Subject
 
 HERE = pathlib.Path(__file__).parent
-PARTS = ("modules", "opinfo", "transformers", "breaks", "generated")
+PARTS = ("modules", "opinfo", "transformers", "cache", "breaks", "generated")
 RUN = 20  # examples of one run of hypothesis
 SAVE_SECONDS = 20
 
@@ -78,16 +79,17 @@ def _run(part: str, options: argparse.Namespace, results: Results) -> Iterator[d
     known = [each for each in results.rows(part) if each["sources"] == sources()]
     done = {each["name"] for each in known if _is_good(each)} if options.resume else set()
     first, step = map(int, options.shard.split("/"))
-    cases = [
-        (name, examination)
+    cases = {
+        name: examination
         for name, examination in [*_cases(part, options)][first - 1 :: step]
         if re.search(options.select, name) and name not in done
-    ]
+    }
     end = time.monotonic() + options.seconds
-    for _, examination in tqdm(cases, desc=part, mininterval=5):
+    found = cache_hits.measure([*cases]) if part == "cache" else (each() for each in cases.values())
+    for each in tqdm(found, desc=part, total=len(cases), mininterval=5):
+        yield each
         if time.monotonic() > end:
             return
-        yield examination()
 
 
 def _is_good(found: dict[str, Any]) -> bool:
@@ -120,7 +122,7 @@ def _subjects(part: str, options: argparse.Namespace) -> Iterable[tuple[str, Sub
         from . import module_database
 
         return ((each.name.split()[0], each) for each in module_database.subjects(options.samples))
-    if part == "transformers":
+    if part in {"transformers", "cache"}:
         import transformers
 
         from . import architectures

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..results import Results, Rows
 from ..results import table as _table
+from . import cache_hits
 from .examine import Verdict
 from .results import group
 
@@ -56,6 +57,13 @@ parameter's gradient, buffers, and the random generator's state.
 
 {transformers}
 
+## Graph cache
+
+Each architecture in a process that makes its graphs, and in a second one that looks for them, which
+is compared with plain autograd as above. *found*: neither AOTAutograd nor a pass ran in the second.
+
+{cache}
+
 ## Graph breaks, data-dependent branches, Python side effects
 
 {breaks}
@@ -87,6 +95,7 @@ def render(results: Results, factor: float, roundings: float) -> str:
         operators=_operators(results.rows("opinfo")),
         transformers_head=_models_head(models),
         transformers=_models(models),
+        cache=cache_hits.render(results.rows("cache")),
         breaks=_listing(results.rows("breaks")),
         generated=_generated(results),
         commands="\n".join(line for part in parts for line in part["commands"]),

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from ..analysis.aliasing import is_free
-from ..graph import Kind, Role, outputs, placeholders, set_outputs, tensor_of
+from ..graph import Kind, Role, module_like, outputs, placeholders, set_outputs, tensor_of
 from ..partition.extract import copy_behind, copy_placeholder
 
 
@@ -44,7 +44,7 @@ def accumulate(module: fx.GraphModule, dtype: torch.dtype | None = None) -> fx.G
     kept = [(role, value) for role, value in results if not _is_sum(role, value)]
     values = fx.node.map_arg([value for _, value in kept], copies.__getitem__)
     set_outputs(graph, list(zip([role for role, _ in kept], values, strict=True)))
-    return fx.GraphModule(module, graph, class_name="accumulating")
+    return module_like(module, graph, "accumulating")
 
 
 def _is_sum(role: Role, value: object) -> bool:

@@ -23,6 +23,7 @@ from ..graph import (
     STATE,
     Role,
     is_state,
+    module_like,
     output_node,
     outputs,
     placeholders,
@@ -63,7 +64,7 @@ def concatenate_microbatches(module: fx.GraphModule, count: int) -> fx.GraphModu
     ]
     set_outputs(work.graph, results)
     eliminate_dead_code(work.graph)
-    return fx.GraphModule(module, work.graph, class_name=f"batch_of_{count}")
+    return module_like(module, work.graph, f"batch_of_{count}")
 
 
 def _added_up(graph: fx.Graph) -> set[fx.Node]:

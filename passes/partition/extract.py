@@ -9,7 +9,7 @@ from torch import fx
 
 from ..analysis.aliasing import producer
 from ..analysis.operators import CHECKS
-from ..graph import Role, placeholders, role_of, set_outputs
+from ..graph import Role, module_like, placeholders, role_of, set_outputs
 
 
 def extract(
@@ -49,7 +49,7 @@ def extract(
     values = fx.node.map_arg([value for _, value in returns], copies.__getitem__)
     roles = [role for role, _ in returns]
     set_outputs(graph, list(zip(roles, values, strict=True)))
-    return fx.GraphModule(module, _placeholders_first(graph), class_name=name)
+    return module_like(module, _placeholders_first(graph), name)
 
 
 def _checks(node: fx.Node, compute: set[fx.Node], on_demand: Collection[fx.Node]) -> bool:

@@ -15,6 +15,7 @@ import networkx as nx
 
 from ..errors import PassError
 from ..memory_policy import Price
+from .max_flow import FlowNetwork
 
 SOURCE = -1
 SINK = -2
@@ -56,26 +57,26 @@ class ContractedNetwork:
     """A contracted network, to be cut at different weights of the currencies."""
 
     def __init__(self, edges: Edges, names: dict[int, int]) -> None:
-        self._edges = edges
         self._names = names
+        self._places = {node: place for place, node in enumerate(edges)}
+        self._ends = [
+            (self._places[tail], self._places[head]) for tail in edges for head in edges[tail]
+        ]
+        self._prices = [price for heads in edges.values() for price in heads.values()]
+        self._flow = FlowNetwork(len(edges), self._ends)
 
     def cut(self, weigh: Callable[[Price], float]) -> tuple[set[int], Price]:
         """The source's side of a minimum cut, the smallest among all, and the cut's price."""
-        network: nx.DiGraph[int] = nx.DiGraph()
-        network.add_nodes_from((SOURCE, SINK))
-        for tail, heads in self._edges.items():
-            for head, price in heads.items():
-                capacity = {} if price is None else {"capacity": round(weigh(price))}
-                network.add_edge(tail, head, **capacity)
-        residual = nx.algorithms.flow.boykov_kolmogorov(network, SOURCE, SINK)
-        reached = _reach_residual(residual)
+        known = [None if price is None else round(weigh(price)) for price in self._prices]
+        unlimited = 1 + sum(capacity for capacity in known if capacity is not None)
+        capacities = [unlimited if capacity is None else capacity for capacity in known]
+        reached = self._flow.reached(capacities, self._places[SOURCE], self._places[SINK])
         cut_edges = [
             price
-            for tail in reached
-            for head, price in self._edges[tail].items()
-            if price is not None and head not in reached
+            for (tail, head), price in zip(self._ends, self._prices, strict=True)
+            if price is not None and tail in reached and head not in reached
         ]
-        side = {node for node, name in self._names.items() if name in reached}
+        side = {node for node, name in self._names.items() if self._places[name] in reached}
         return side, sum(cut_edges, Price())
 
 
@@ -189,14 +190,3 @@ def _follow(merged: dict[int, int], name: int) -> int:
     while name in merged:
         name = merged[name]
     return name
-
-
-def _reach_residual(residual: nx.DiGraph[int]) -> set[int]:
-    found = {SOURCE}
-    stack = [SOURCE]
-    while stack:
-        for head, edge in residual[stack.pop()].items():
-            if head not in found and edge["flow"] < edge["capacity"]:
-                found.add(head)
-                stack.append(head)
-    return found

@@ -1,9 +1,9 @@
 """Archives of split graphs: ``SplitGraphs`` to bytes and back.
 
 Values without data become descriptions; operators and types are named, and only those that are
-listed in ``archive_names`` are looked up when bytes are read, so that reading runs nobody's code. A
-graph that holds anything else (tensors of the module, bodies of higher-order operators, symbolic
-sizes) cannot be archived.
+listed in ``archive_names`` are looked up when bytes are read, so that reading runs nobody's code.
+Constants that tracing made have their data in it. A graph that holds anything else (bodies of
+higher-order operators, symbolic sizes) cannot be archived.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from autosplit.passes import SplitGraphs
 from autosplit.passes.memory_policy import Memory
 
 from .archive_names import NoArchiveError
+from .constant_data import read_constant
 from .graph_reader import GraphReader, read_graph, read_tensors
 from .graph_writer import GraphWriter
 
@@ -33,8 +34,8 @@ def pack_graphs(graphs: SplitGraphs) -> bytes:
     """
     writer = GraphWriter()
     memory = dataclasses.astuple(graphs.memory)
-    nodes = {name: writer.nodes(module.graph) for name, module in graphs.graphs().items()}
-    data = pickle.dumps((memory, writer.tensors, nodes))
+    written = {name: writer.graph(module) for name, module in graphs.graphs().items()}
+    data = pickle.dumps((memory, writer.tensors, writer.constants, written))
     values = [node.meta.get("val") for node in graphs.forward.graph.nodes]
     mode = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
     if mode is None:
@@ -53,9 +54,12 @@ def unpack_graphs(data: bytes, mode: FakeTensorMode) -> SplitGraphs:
         NoArchiveError: they were not written by this version.
     """
     try:
-        memory, described, nodes = GraphReader(data, []).load()
-        tensors = read_tensors(described, mode)
-        graphs = {name: read_graph(name, each, tensors) for name, each in nodes.items()}
+        memory, described, constants, written = GraphReader(data, []).load()
+        tensors, real = read_tensors(described, mode), [read_constant(*each) for each in constants]
+        graphs = {
+            name: read_graph(name, nodes, tensors, {key: real[at] for key, at in held.items()})
+            for name, (held, nodes) in written.items()
+        }
         fields = [field.name for field in dataclasses.fields(SplitGraphs)]
         made: dict[str, Any] = {name: graphs.get(name) for name in fields}
         return SplitGraphs(**{**made, "memory": Memory(*memory)})

@@ -10,6 +10,7 @@ import operator
 from typing import Any
 
 import torch
+from torch._library.custom_ops import OPDEFS
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 from autosplit.passes import Kind, Role
@@ -56,14 +57,20 @@ def named_constant(name: str) -> Any:
     return found
 
 
+def is_known(operator_name: str) -> bool:
+    """Whether an operator is torch's, or one that is made in Python and is there."""
+    namespace = operator_name.partition("::")[0]
+    return namespace in NAMESPACES or operator_name.partition(".")[0] in OPDEFS
+
+
 def named_operator(name: str) -> Any:
-    """An operator of torch.
+    """An operator of torch, or a custom one that somebody has made.
 
     Raises:
-        NoArchiveError: it is a custom operator.
+        NoArchiveError: there is none of this name.
     """
+    if not is_known(name):
+        raise NoArchiveError(f"{name} is a custom operator that nobody has made in Python")
     namespace, _, rest = name.partition("::")
-    if namespace not in NAMESPACES:
-        raise NoArchiveError(f"{name} is a custom operator")
     packet, _, overload = rest.partition(".")
     return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")

@@ -18,7 +18,7 @@ import torch._inductor.config
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from .fingerprint import NoFingerprintError, argument_text, is_torch_operator, target_name
+from .argument_text import NoFingerprintError, argument_text, is_torch_operator, target_name
 from .kernel_overrides import overridden
 
 SOURCES = pathlib.Path(__file__).resolve().parents[2]

@@ -49,12 +49,14 @@ class FileStore:
             return None
         return data
 
-    def write(self, key: str, data: bytes) -> None:
-        """Store bytes; a folder that cannot be written to (a full disk) stores nothing."""
+    def write(self, key: str, data: bytes) -> bool:
+        """Store bytes; whether that was done. A folder that cannot be written to (a full disk)
+        stores nothing.
+        """
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not self._is_own():
-                return
+                return False
             self._clean()
             content = hashlib.sha256(data).digest() + data
             try:
@@ -63,6 +65,8 @@ class FileStore:
                 self._replace(key, content)
         except OSError as error:
             log.warning("nothing can be kept in %s: %s", self._folder, error)
+            return False
+        return True
 
     def _replace(self, key: str, content: bytes) -> None:
         """Write beside the file, then put it in its place."""

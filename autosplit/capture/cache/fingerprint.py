@@ -1,34 +1,28 @@
 """Fingerprint of a graph of Dynamo: text that is equal only for equal joint graphs.
 
 Everything that AOTAutograd can see is in it: operators and their arguments, where each input
-comes from and how it lies in memory, the state of the module, how results are put together. What
-has no text that says all of it (constant tensors, custom operators, bodies of higher-order
-operators, sizes that are symbols) has no fingerprint.
+comes from and how it lies in memory, the state of the module, how results are put together, and
+what bodies of higher-order operators hold and custom operators are made of. What has no text that
+says all of it (constant tensors, code that is out of sight, sizes that are symbols) has no
+fingerprint.
 """
 
 from __future__ import annotations
 
-import functools
-import sys
+import hashlib
+import operator
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.node import _get_qualified_name
 
 from autosplit.capture.module_paths import stack
 from autosplit.passes.analysis.operators import OVERLOAD
 from autosplit.torch_internals.pytree import tree_flatten
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...))
-_NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format)
-_NAMESPACES = ("aten::", "prims::")
-_ROOTS = ("torch.", "operator.", "_operator.", "math.", "builtins.")
-
-
-class NoFingerprintError(Exception):
-    """The graph has no fingerprint, as another could have the same text; says why."""
+from .argument_text import NoFingerprintError, argument_text, is_torch_operator, target_name
+from .custom_operators import definition_text
 
 
 def fingerprint_lines(
@@ -65,7 +59,9 @@ def fingerprint_lines(
 def _graph_lines(
     exported: fx.GraphModule, values: tuple[Any, ...], known: _TensorNames
 ) -> Iterator[str]:
-    """Lines of the placeholders, with the tensors given for them, and of the other nodes."""
+    """Lines of the placeholders, with the tensors given for them, of the other nodes, and of the
+    bodies of higher-order operators.
+    """
     codegen: Any = exported.graph._codegen
     given = codegen.dynamo_bytecode_flatten(*values)
     holes = exported.graph.find_nodes(op="placeholder")
@@ -77,80 +73,59 @@ def _graph_lines(
         known.add(traced, f"node {node.name}")
     for node in exported.graph.nodes:
         if node.op != "placeholder":
-            known.add(node.meta.get("val", node.meta.get("example_value")), f"node {node.name}")
-            yield _line(node)
+            known.add(traced_value(node), f"node {node.name}")
+            yield from _lines(node)
 
 
-def argument_text(value: Any) -> str:
-    """Text of a node's argument that no other argument has.
-
-    Raises:
-        NoFingerprintError: there is none.
-    """
-    if isinstance(value, fx.Node):
-        return f"%{value.name}"
-    if type(value) in _PLAIN:
-        return f"{type(value).__name__}:{value!r}"
-    if isinstance(value, _NAMED):
-        return f"{type(value).__name__}:{value}"
-    if isinstance(value, (tuple, list)):
-        return f"{_kind(value)}({','.join(map(argument_text, value))})"
-    if isinstance(value, dict):
-        pairs = (f"{argument_text(key)}={argument_text(each)}" for key, each in value.items())
-        return "{" + ",".join(pairs) + "}"
-    if isinstance(value, slice):
-        return f"slice({','.join(map(argument_text, (value.start, value.stop, value.step)))})"
-    return target_name(value)
+def _body_lines(name: str, body: fx.GraphModule) -> Iterator[str]:
+    """Lines of the body of a higher-order operator, whose inputs its call gives it."""
+    if any(map(callable, body.meta.values())):  # which operators of a checkpoint to recompute
+        raise NoFingerprintError("a function decides what is recomputed")
+    yield f"body {name}"
+    for node in body.graph.nodes:
+        if node.op == "placeholder":
+            yield f"takes {node.name} {argument_text(node.args)}"
+        else:
+            yield from _lines(node)
+    yield f"end {name}"
 
 
-def target_name(function: Any) -> str:
-    """Qualified name of an operator or a function of torch or Python.
-
-    Raises:
-        NoFingerprintError: it is somebody else's, whose code may change.
-    """
-    if isinstance(function, OVERLOAD):
-        if not is_torch_operator(function):
-            raise NoFingerprintError(f"{function} is a custom operator")
-        return str(function.name())
-    try:
-        name = _get_qualified_name(function)
-    except (AttributeError, RuntimeError, AssertionError) as error:
-        raise NoFingerprintError(f"{function!r} has no name") from error
-    if not name.startswith(_ROOTS) or _lookup(name) is not function:
-        raise NoFingerprintError(f"{name} is no function of torch's")
-    return name
+def traced_value(node: fx.Node) -> Any:
+    """What stands for a node's value: Dynamo has it under a name of its own, but for inputs."""
+    return node.meta.get("val", node.meta.get("example_value"))
 
 
-def is_torch_operator(operator: Any) -> bool:
-    """Whether an operator is one of torch's own."""
-    return isinstance(operator, OVERLOAD) and operator.name().startswith(_NAMESPACES)
+def _lines(node: fx.Node) -> Iterator[str]:
+    """The line of a node; all lines of the body that it stands for."""
+    if node.op == "get_attr":
+        body = _attribute(node)
+        if not isinstance(body, fx.GraphModule):
+            raise NoFingerprintError(f"the graph holds a constant, {node.target}")
+        yield from _body_lines(node.name, body)
+    else:
+        yield _line(node)
 
 
-def _kind(value: Any) -> str:
-    """Kind of a sequence; fx has lists of its own, equal to plain ones in a graph."""
-    if isinstance(value, list):
-        return "list"
-    if type(value) in (tuple, torch.Size):
-        return "tuple"
-    raise NoFingerprintError(f"an argument is a {type(value).__qualname__}")
-
-
-def _lookup(name: str) -> Any:
-    root, *rest = name.split(".")
-    found: Any = sys.modules.get(root)
-    return functools.reduce(lambda owner, each: getattr(owner, each, None), rest, found)
+def _attribute(node: fx.Node) -> Any:
+    return operator.attrgetter(str(node.target))(node.graph.owning_module)
 
 
 def _line(node: fx.Node) -> str:
     if node.op == "call_function":
-        called = target_name(node.target)
+        called = _called(node.target)
     elif node.op in {"call_method", "output"}:
         called = str(node.target)
     else:
-        raise NoFingerprintError(f"the graph holds a constant or another graph, {node.target}")
+        raise NoFingerprintError(f"the graph calls a module, {node.target}")
     line = f"{node.name}={node.op} {called} {argument_text(node.args)} {argument_text(node.kwargs)}"
     return f"{line} # {stack(node)} {node.meta.get('stack_trace')!r}"
+
+
+def _called(target: Any) -> str:
+    if isinstance(target, OVERLOAD) and not is_torch_operator(target):
+        definition = definition_text(target)
+        return f"{target.name()} {hashlib.sha256(definition.encode()).hexdigest()}"
+    return target_name(target)
 
 
 def _state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

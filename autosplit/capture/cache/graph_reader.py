@@ -68,8 +68,10 @@ def read_tensors(described: Iterable[tuple[Any, ...]], mode: FakeTensorMode) -> 
     return found
 
 
-def read_graph(name: str, data: bytes, tensors: list[Tensor]) -> fx.GraphModule:
-    """One graph, with these tensors as its values.
+def read_graph(
+    name: str, data: bytes, tensors: list[Tensor], constants: dict[str, Tensor]
+) -> fx.GraphModule:
+    """One graph, with these tensors as its values, and constants by the names of their attributes.
 
     Raises:
         NoArchiveError: the bytes name something that is not listed.
@@ -84,7 +86,7 @@ def read_graph(name: str, data: bytes, tensors: list[Tensor]) -> fx.GraphModule:
         node.meta = meta
         nodes.append(node)
     # Python code of the whole graph is made where somebody asks for it, which is hardly ever.
-    return _LazyGraphModule({}, graph, class_name=name)
+    return _LazyGraphModule(constants, graph, class_name=name)
 
 
 def _filled(value: Any, nodes: list[fx.Node]) -> Any:

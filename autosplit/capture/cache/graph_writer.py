@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import operator
 import pickle
 from typing import Any
 
@@ -12,7 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from autosplit.passes.analysis.operators import OVERLOAD
 
-from .archive_names import CLASSES, CONSTANTS, NAMESPACES, NoArchiveError, named_global
+from .archive_names import CLASSES, CONSTANTS, NoArchiveError, is_known, named_global
+from .constant_data import describe_constant, is_plain
 
 # Metadata of the user's modules and of other graphs, or implied by the value; not read by passes
 # and backends.
@@ -39,33 +41,51 @@ class GraphWriter:
 
     Attributes:
         tensors: descriptions of the tensors of all graphs written, each once.
+        constants: of the tensors with data that the graphs read, each once.
     """
 
     def __init__(self) -> None:
         self.tensors: list[tuple[Any, ...]] = []
+        self.constants: list[tuple[Any, ...]] = []
+        self._kept: dict[int, tuple[int, Tensor]] = {}
         self._numbers: dict[int, int] = {}
         self._storages: dict[int, int] = {}
         self._strings: dict[str, str] = {}
 
-    def nodes(self, graph: fx.Graph) -> bytes:
-        """The nodes of a graph.
+    def graph(self, module: fx.GraphModule) -> tuple[dict[str, int], bytes]:
+        """Which constants a graph reads, and its nodes.
 
         Raises:
             NoArchiveError: the graph holds something that cannot be archived.
         """
-        stream = io.BytesIO()
+        graph, stream = module.graph, io.BytesIO()
+        constants = {
+            str(node.target): self._constant(str(node.target), module)
+            for node in graph.nodes
+            if node.op == "get_attr"
+        }
         places = {node: at for at, node in enumerate(graph.nodes)}
         records = [
             (node.op, node.target, node.name, node.args, node.kwargs, self._meta(node))
             for node in graph.nodes
         ]
-        if any(node.op in {"get_attr", "call_module"} for node in graph.nodes):
-            raise NoArchiveError("the graphs read tensors or modules besides inputs and state")
+        if any(node.op == "call_module" for node in graph.nodes):
+            raise NoArchiveError("the graphs call modules")
         try:
             _Pickler(stream, self, places).dump(records)
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             raise NoArchiveError(str(error)) from error
-        return stream.getvalue()
+        return constants, stream.getvalue()
+
+    def _constant(self, target: str, module: fx.GraphModule) -> int:
+        """Index of a tensor that tracing made: the module's own have no fingerprint."""
+        tensor = operator.attrgetter(target)(module)
+        if type(tensor) is not Tensor or not is_plain(tensor):
+            raise NoArchiveError(f"the graphs hold a {type(tensor).__name__} as a constant")
+        if id(tensor) not in self._kept:
+            self._kept[id(tensor)] = len(self.constants), tensor
+            self.constants.append(describe_constant(tensor))
+        return self._kept[id(tensor)][0]
 
     def number(self, tensor: Tensor) -> int:
         """Index of the tensor's description."""
@@ -117,8 +137,8 @@ class _Pickler(pickle.Pickler):
         if isinstance(obj, CONSTANTS):
             return "constant", str(obj).removeprefix("torch.")
         if isinstance(obj, OVERLOAD):
-            if obj.namespace not in NAMESPACES:
-                raise NoArchiveError(f"{obj} is a custom operator")
+            if not is_known(obj.name()):
+                raise NoArchiveError(f"{obj} is a custom operator that is not made in Python")
             return "operator", obj.name()
         return None
 

@@ -9,14 +9,16 @@ from typing import Any
 
 import torch
 
-# Keys of kernels that tracing does not run: those of devices and of vmap, which torch registers in
-# Python when it is first used; and of meta kernels, many of which torch has in Python.
-_UNTRACED = {"Meta", "CPU", "CUDA", "HPU", "MPS", "MTIA", "XPU", "PrivateUse1", "FuncTorchBatched"}
+DEVICES = frozenset({"CPU", "CUDA", "HPU", "MPS", "MTIA", "XPU", "PrivateUse1"})
+"""Keys of kernels that tracing does not run."""
+# Nor does it those of vmap, which torch registers in Python when it is first used; and many meta
+# kernels are torch's own in Python.
+_UNTRACED = DEVICES | {"Meta", "FuncTorchBatched"}
 
 
 def overridden() -> list[str]:
     """Names of the operators."""
-    named = [name.split("/") for name in torch.library._impls]
+    named = [name.split("/") for name in torch.library._impls.copy()]
     found = {f"aten::{op}" for space, op, key in named if space == "aten" and key not in _UNTRACED}
     # torch registers for autograd as a whole, but for some operators of its tests. Kernels for
     # one device are found where they come from C++, too.

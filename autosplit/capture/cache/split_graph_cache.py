@@ -17,9 +17,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from autosplit.passes import SplitGraphs
 from autosplit.torch_internals.pytree import TreeSpec
 
-from . import environment_key, fingerprint
 from .archive import NoArchiveError, pack_graphs, unpack_graphs
+from .argument_text import NoFingerprintError
+from .environment_key import environment_lines
 from .file_store import FileStore
+from .fingerprint import fingerprint_lines
 
 VARIABLE = "AUTOSPLIT_CACHE"
 _OFF = {"0", "off", "no", "false"}
@@ -40,12 +42,58 @@ class PredictedResults:
     spec: TreeSpec
 
 
+@dataclasses.dataclass
+class CacheEntry:
+    """The place of one captured graph in the cache.
+
+    What becomes of it is counted in ``torch._dynamo.utils.counters["autosplit"]``: ``graph_hit``,
+    ``graph_miss``, and ``graph_bypass`` for a graph that will be made anew in every process.
+
+    Attributes:
+        store: where its file is.
+        key: names the file; None where the graph cannot be told from others.
+        outcome: what became of it, for the user.
+    """
+
+    store: FileStore
+    key: str | None
+    outcome: str = ""
+
+    def find(self, mode: FakeTensorMode) -> SplitGraphs | None:
+        """The graphs that were kept here, with values of a fake mode."""
+        if self.key is None:
+            return None
+        data = self.store.read(self.key)
+        try:
+            found = None if data is None else unpack_graphs(data, mode)
+        except NoArchiveError:
+            found = None
+        counters["autosplit"]["graph_hit" if found else "graph_miss"] += 1
+        self.outcome = "found" if found else "made"
+        return found
+
+    def keep(self, graphs: SplitGraphs) -> None:
+        """Store graphs, as they are before anything is compiled."""
+        if self.key is None:
+            return
+        try:
+            data = pack_graphs(graphs)
+        except NoArchiveError as reason:
+            self.give_up(str(reason))
+            return
+        written = self.store.write(self.key, data)
+        self.outcome = "made and kept" if written else "made; the folder cannot be written"
+
+    def give_up(self, reason: str) -> None:
+        """Keep nothing, as this graph could be taken for another or has no form on disk."""
+        counters["autosplit"]["graph_bypass"] += 1
+        self.key = None
+        self.outcome = f"made anew by every process ({reason})"
+
+
 @dataclasses.dataclass(frozen=True)
 class SplitGraphCache:
     """Split graphs on disk for one backend and memory setting.
-
-    What it does is counted in ``torch._dynamo.utils.counters["autosplit"]``: ``graph_hit``,
-    ``graph_miss``, and ``graph_bypass`` where a graph has no key or cannot be kept.
 
     Attributes:
         store: where they are.
@@ -67,7 +115,7 @@ class SplitGraphCache:
         folder = pathlib.Path(chosen) if chosen else pathlib.Path(beside, "autosplit")
         return cls(FileStore(folder), options)
 
-    def key(
+    def entry(
         self,
         module: nn.Module,
         exported: fx.GraphModule,
@@ -75,8 +123,8 @@ class SplitGraphCache:
         inputs: tuple[Any, Any],
         results: PredictedResults,
         decompositions: Any,
-    ) -> str | None:
-        """Digest of everything that the split graphs depend on; None where there is no fingerprint.
+    ) -> CacheEntry:
+        """The place of a graph, by a digest of everything that the split graphs depend on.
 
         Args:
             module: that was captured.
@@ -90,30 +138,18 @@ class SplitGraphCache:
         try:
             for line in (
                 *self.options,
-                *environment_key.environment_lines(decompositions),
+                *environment_lines(decompositions),
                 *map("takes {}".format, names),
                 *map("returns {}".format, results.names),
-                *fingerprint.fingerprint_lines(module, exported, *inputs, results.leaves),
+                *fingerprint_lines(module, exported, *inputs, results.leaves),
             ):
                 digest.update(f"{line}\n".encode())
-        except fingerprint.NoFingerprintError:
-            counters["autosplit"]["graph_bypass"] += 1
-            return None
-        return digest.hexdigest()
+        except NoFingerprintError as reason:
+            return self.without_key(str(reason))
+        return CacheEntry(self.store, digest.hexdigest())
 
-    def find(self, key: str, mode: FakeTensorMode) -> SplitGraphs | None:
-        """The graphs stored under a key, with values of a fake mode."""
-        data = self.store.read(key)
-        try:
-            found = None if data is None else unpack_graphs(data, mode)
-        except NoArchiveError:
-            found = None
-        counters["autosplit"]["graph_hit" if found else "graph_miss"] += 1
-        return found
-
-    def keep(self, key: str, graphs: SplitGraphs) -> None:
-        """Store graphs, as they are before anything is compiled."""
-        try:
-            self.store.write(key, pack_graphs(graphs))
-        except NoArchiveError:
-            counters["autosplit"]["graph_bypass"] += 1
+    def without_key(self, reason: str) -> CacheEntry:
+        """The place of a graph that is made anew by every process."""
+        entry = CacheEntry(self.store, None)
+        entry.give_up(reason)
+        return entry

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.fx.immutable_collections import immutable_list
 
-from autosplit.capture.cache.fingerprint import (
+from autosplit.capture.cache.argument_text import (
     NoFingerprintError,
     argument_text,
-    fingerprint_lines,
     is_torch_operator,
     target_name,
 )
+from autosplit.capture.cache.fingerprint import fingerprint_lines
 from autosplit.capture.export import export
 
 

@@ -1,0 +1,117 @@
+"""The first step of a model in a process of its own.
+
+``python -m benchmarks.startup.first_step MODEL LAYERS WAY`` prints what it took as JSON: seconds
+of the first and of a later step, bytes that a microbatch holds, and what the graph cache did.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import autosplit
+
+from .models import MODELS, Batch
+
+LATER = 3  # steps after the first; the fastest counts
+
+Step = Callable[[Batch], Tensor]
+
+
+def measured(model: str, layers: int, way: str, cache: str) -> dict[str, Any]:
+    """``first_step`` in a fresh process.
+
+    Args:
+        model: of ``MODELS``.
+        layers: its depth.
+        way: of ``WAYS``.
+        cache: folder of torch's and autosplit's caches; empty for a cold start.
+
+    Raises:
+        RuntimeError: the process failed.
+    """
+    command = [sys.executable, "-m", __name__, model, str(layers), way]
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache, "XDG_CACHE_HOME": cache}
+    environment.pop("AUTOSPLIT_CACHE", None)  # ours is then inside torch's
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def first_step(name: str, layers: int, way: str) -> dict[str, Any]:
+    """Time to the end of the first backward, weight gradients included; imports do not count."""
+    torch.manual_seed(0)
+    model, batch = MODELS[name](layers)
+    torch._dynamo.reset()  # imported here, not in the first step
+    start = time.perf_counter()
+    face = WAYS[way](model)
+    _step(face, batch)
+    first = time.perf_counter() - start
+    later = []
+    for _ in range(LATER):
+        start = time.perf_counter()
+        held = _step(face, batch)
+        later.append(time.perf_counter() - start)
+    return {"first": first, "later": min(later), "held": held, "cache": _outcome(face)}
+
+
+def _step(face: Any, batch: Batch) -> int:
+    """One microbatch; returns what it held between I and W."""
+    face(**batch).loss.backward()
+    held = 0
+    if isinstance(face, autosplit.SplitModule):
+        held = face.pending_bytes
+        face.backward_weight()
+    return held
+
+
+def _outcome(face: Any) -> str:
+    if not isinstance(face, autosplit.SplitModule) or not face.functions:
+        return ""
+    entry = face.functions[0].capture.entry
+    return "" if entry is None else entry.outcome
+
+
+def _split(backend: str) -> Callable[[nn.Module], Any]:
+    return lambda model: autosplit.split(model, backend=backend)
+
+
+def _compiled(backend: str) -> Callable[[nn.Module], Any]:
+    return lambda model: torch.compile(model, backend=backend)
+
+
+WAYS: dict[str, Callable[[nn.Module], Any]] = {
+    "autosplit": _split("eager"),
+    "aot_eager": _compiled("aot_eager"),
+    "autosplit inductor": _split("inductor"),
+    "inductor": _compiled("inductor"),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", choices=MODELS)
+    parser.add_argument("layers", type=int)
+    parser.add_argument("way", choices=WAYS)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    print(json.dumps(first_step(options.model, options.layers, options.way)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""The parts, and ``results.json`` as a page."""
+
+from __future__ import annotations
+
+from ..part import Part, fill
+from ..results import Results
+from .measure import Settings, measure, render
+
+TEMPLATE = """\
+# Seconds to the first step
+
+Written by `python -m benchmarks.startup`; do not edit. {environment}. **Bold** figures miss
+their target.
+
+Models of transformers, 64 wide, two samples of 32 tokens (a ViT: 32x32 pixels), each in a fresh
+process: from `split` or `torch.compile` to the end of the first backward, weight gradients
+included. What is imported before does not count. *cold* has empty caches, *warm* is a second
+process after it; medians over processes that take turns. *kept graphs* says what the warm process
+found in the graph cache, *held* what one microbatch holds between I and W. A later step is the
+fastest of three.
+{sections}
+## To reproduce
+
+`python -m benchmarks.startup` measures everything; a part alone, also for some models (`--models`),
+depths (`--layers`), and into another folder (`--output`):
+
+```sh
+{commands}
+```
+"""
+
+PARTS: dict[str, Part[Settings]] = {
+    "eager": Part(
+        "Eager kernels",
+        'Beside `torch.compile(backend="aot_eager")`, which captures the same graphs.',
+        lambda settings: measure(settings, "autosplit", "aot_eager"),
+        render,
+    ),
+    "inductor": Part(
+        "Inductor",
+        'Beside `torch.compile`. Ours is `split(backend="inductor")`.',
+        lambda settings: measure(settings, "autosplit inductor", "inductor"),
+        render,
+    ),
+}
+
+
+def page(results: Results) -> str:
+    """``README.md``."""
+    return fill(TEMPLATE, PARTS, results)
