@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from autosplit.torch_internals.backward_task import without_autocast
 from autosplit.torch_internals.pipelining.stage import RuntimeStage
 from autosplit.torch_internals.pytree import TreeSpec, tree_unflatten
 
-from .arguments import check_group, checked_examples, refuse_difference, unwrapped
+from .arguments import check_group, checked_examples, no_context, refuse_difference, unwrapped
 from .loss_boundary import LossBoundary
 from .results import Results, as_received, described
 from .step import Step
@@ -101,7 +100,7 @@ class SplitPipelineStage(RuntimeStage):
             options,
             _MAX_GRAPHS,
             True,
-            _nothing_around,
+            no_context,
             computed=stage_index > 0,
         )
         self._results: dict[SplitFunctions, Results] = {}
@@ -322,8 +321,3 @@ class SplitPipelineStage(RuntimeStage):
                 self._results.clear()
             self._results[functions] = Results(functions)
         return self._results[functions]
-
-
-@contextlib.contextmanager
-def _nothing_around(_: Iterable[Tensor]) -> Iterator[None]:
-    yield
