@@ -22,12 +22,15 @@ from autosplit.torch_internals.pytree import TreeSpec, tree_flatten, tree_unflat
 from .schedules import given_microbatches
 from .versions import check_names
 
+# Another class where the names have moved, which is said when a stage is made.
+_ForwardMeta: Any = getattr(stages, "_StageForwardMeta", object)
+
 _PATIENCE = 5.0
 """Seconds that a failing stage tries to tell its neighbours."""
 
 
 @dataclasses.dataclass(frozen=True)
-class _StructuredMeta(stages._StageForwardMeta):
+class _StructuredMeta(_ForwardMeta):  # type: ignore[misc]
     """What torch's stages tell the next one of their outputs, and what ours add to it.
 
     Attributes:
