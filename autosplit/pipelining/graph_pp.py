@@ -100,6 +100,7 @@ class SplitStageGraphs:
             PipelineError: there are other parameters or buffers than the module has.
         """
         graphs, prefix = self._graphs, self._prefix
+        inputs = len(self._flatten(args, {})[0])
         if prefix and target is None:  # an evaluation without a loss
             graphs, prefix = self._plain, ""
         elif prefix:
@@ -119,8 +120,7 @@ class SplitStageGraphs:
         output = tree_unflatten(result.outputs[: made.count], made.spec)
         if not functions.has_backward:
             return output, ()
-        count = 0 if prefix else len(self._flatten(args, {})[0])
-        return output, (InFlightMicrobatch(functions, result.saved, state), count)
+        return output, (InFlightMicrobatch(functions, result.saved, state), inputs)
 
     def full_backward(
         self,

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining import PipelineStage, _utils, schedules
 from torch.distributed.pipelining import stage as stages
 
 from autosplit.errors import PipelineError
@@ -45,9 +45,9 @@ _NAMES: Mapping[str, Sequence[str]] = {
 
 _MODULES: Sequence[tuple[Any, str]] = (
     (stages, "_RecvInfo"),
-    (stages, "_StageForwardMeta"),
-    (stages, "_make_tensor_from_meta"),
-    (stages, "extract_tensor_meta"),
+    (_utils, "_StageForwardMeta"),
+    (_utils, "_make_tensor_from_meta"),
+    (_utils, "extract_tensor_meta"),
     (schedules, "_PipelineSchedule"),
     (schedules, "_PipelineScheduleRuntime"),
     (schedules, "_Action"),
