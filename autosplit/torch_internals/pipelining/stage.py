@@ -99,9 +99,12 @@ class RuntimeStage(ShapeAgreement):
         kwargs: dict[str, Any] | None = None,
         save_forward_output: bool = True,
     ) -> Any:
-        if not self.is_first:
-            args = self._received_arguments(fwd_chunk_id)
-        output, sent = self.run_forward(fwd_chunk_id, args, kwargs or {})
+        # What was received is held by nobody but F.
+        output, sent = self.run_forward(
+            fwd_chunk_id,
+            args if self.is_first else self._received_arguments(fwd_chunk_id),
+            kwargs or {},
+        )
         if self.is_last and save_forward_output:
             self.output_chunks.append(output)
         if self.is_last or self._is_same_rank(self.stage_index + 1):
