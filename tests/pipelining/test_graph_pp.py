@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autosplit.pipeline import launch
 from autosplit.pipelining.graph_pp import SplitGraphProvider, SplitStageGraphs
 
+from .graph_pp_workers import differences
 from .programs import block, mean_square
 
 Flat = list[Any]
@@ -155,3 +157,13 @@ def test_it_has_the_members_of_torchtitans_protocol() -> None:
     ):
         members = {name for name in vars(protocol) if not name.startswith("_")}
         assert members <= set(dir(mine))
+
+
+def test_torchtitans_runner_trains_with_our_graphs() -> None:
+    """torchtitan is no dependency: run with torchtitan 0.3.0 on the path."""
+    pytest.importorskip(
+        "torchtitan.experiments.graph_trainer.graph_pp.runner", exc_type=ImportError
+    )
+    for found in launch(differences, 2, timeout=100):
+        assert len(found) == 3
+        assert [each for each in found.values() if each] == []
