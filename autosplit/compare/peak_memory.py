@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import pathlib
@@ -34,24 +35,29 @@ def peak_bytes(call: Callable[[], Any], resident: Iterable[Tensor], device: torc
         call()
         grown = torch.cuda.max_memory_allocated(device) - before
     else:
-        with tempfile.TemporaryDirectory() as folder, _quiet_stderr():
-            kinds = [ProfilerActivity.CPU]
-            with profile(activities=kinds, profile_memory=True, acc_events=True) as recorded:
-                call()
-            file = pathlib.Path(folder) / "trace.json"
-            recorded.export_chrome_trace(str(file))
-            grown = _peak(json.loads(file.read_text())["traceEvents"])
+        grown = peak(change for _, change in allocations(call))
     return distinct_storage_bytes(resident) + grown
 
 
-def _peak(events: list[dict[str, Any]]) -> int:
+def allocations(call: Callable[[], Any]) -> list[tuple[int, int]]:
+    """What ``call`` allocates and releases on the CPU, in order: address and bytes, negative where
+    they are released.
+    """
+    with tempfile.TemporaryDirectory() as folder, _quiet_stderr():
+        kinds = [ProfilerActivity.CPU]
+        with profile(activities=kinds, profile_memory=True, acc_events=True) as recorded:
+            call()
+        file = pathlib.Path(folder) / "trace.json"
+        recorded.export_chrome_trace(str(file))
+        events = json.loads(file.read_text())["traceEvents"]
     changes = [event for event in events if event.get("name") == "[memory]"]
     changes.sort(key=lambda event: event["ts"])
-    total = peak = 0
-    for event in changes:
-        total += event["args"]["Bytes"]
-        peak = max(peak, total)
-    return peak
+    return [(int(event["args"]["Addr"]), event["args"]["Bytes"]) for event in changes]
+
+
+def peak(changes: Iterable[int]) -> int:
+    """The most that they add up to."""
+    return max(0, *itertools.accumulate(changes, initial=0))
 
 
 @contextlib.contextmanager

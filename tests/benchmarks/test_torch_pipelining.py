@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from benchmarks.results import Results
 from benchmarks.torch_pipelining import page, targets
+from benchmarks.torch_pipelining.activations import activation_peak
 from benchmarks.torch_pipelining.contenders import (
     COMPILED,
     CONTENDERS,
@@ -54,6 +57,20 @@ def test_contenders_take_turns_and_what_a_schedule_refuses_is_said(tmp_path: Pat
     assert "No schedule in which ours fails. Met in all 2 rows" in text
     assert f"DualPipeV, M=2: {TORCH}; DualPipeV, M=2: {OURS}" in text
     assert "ValueError: DualPipeV requires at least as many microbatches as stages" in text
+
+
+def test_what_is_left_as_gradients_is_no_activation() -> None:
+    module = nn.Linear(100, 100, bias=False)
+
+    def step() -> None:
+        kept = torch.empty(50_000)
+        module.weight.grad = torch.empty(100, 100)
+        more = torch.empty(30_000)  # a gradient that is only added
+        del kept
+        torch.empty(60_000)
+        del more
+
+    assert activation_peak(step, [module]) == 4 * 90_000
 
 
 def test_targets_are_judged_by_turns_of_the_same_round() -> None:
