@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from autosplit.errors import PipelineError
 from autosplit.module import SplitModule
@@ -50,12 +52,20 @@ def check_group(stage_index: int, num_stages: int, group: Any) -> None:
         )
 
 
+@contextlib.contextmanager
+def no_context(_: Iterable[Tensor]) -> Iterator[None]:
+    """Nothing around a capture: no lazy gradient is in ``.grad`` of these parameters."""
+    yield
+
+
 def unwrapped(submodule: nn.Module, stage_index: int) -> nn.Module:
     """The module to capture.
 
     Raises:
         PipelineError: it is compiled already, or no module.
     """
+    if isinstance(submodule, DistributedDataParallel):
+        return unwrapped(submodule.module, stage_index)
     if not isinstance(submodule, nn.Module):
         raise PipelineError(
             f"stage {stage_index}: expected an nn.Module, got {type(submodule).__name__}"

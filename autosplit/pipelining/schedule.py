@@ -10,7 +10,8 @@ from torch import Tensor
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.validation.validate import validate
-from autosplit.torch_internals.pipelining import check_names, runtime_of
+from autosplit.torch_internals.pipelining.schedules import runtime_of
+from autosplit.torch_internals.pipelining.versions import check_names
 
 
 def torch_schedule(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 
 from autosplit.autograd.function import run_forward
 from autosplit.errors import CaptureError, FailingCallError, PipelineError, SplitError
-from autosplit.module import SplitModule
 from autosplit.runtime.call_signature import CallFlattening, CallStructure
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.gradient_accumulation import Accumulation
@@ -21,10 +19,11 @@ from autosplit.runtime.input_overlap import refuse_overlap
 from autosplit.runtime.specialization import Specializations
 from autosplit.runtime.split_options import SplitOptions
 from autosplit.torch_internals.backward_task import without_autocast
-from autosplit.torch_internals.pipelining import RuntimeStage
+from autosplit.torch_internals.pipelining.stage import RuntimeStage
 from autosplit.torch_internals.pytree import TreeSpec, tree_unflatten
 
-from .arguments import check_group, checked_examples, refuse_difference, unwrapped
+from .arguments import check_group, checked_examples, no_context, refuse_difference, unwrapped
+from .gradient_scaling import StepGradients
 from .loss_boundary import LossBoundary
 from .results import Results, as_received, described
 from .step import Step
@@ -102,7 +101,7 @@ class SplitPipelineStage(RuntimeStage):
             options,
             _MAX_GRAPHS,
             True,
-            _nothing_around,
+            no_context,
             computed=stage_index > 0,
         )
         self._results: dict[SplitFunctions, Results] = {}
@@ -116,6 +115,7 @@ class SplitPipelineStage(RuntimeStage):
         self._deferred: dict[int, DeferredWeights] = {}
         self._roots: dict[int, list[tuple[int, Tensor]]] = {}
         self._losses: dict[int, LossBoundary] = {}
+        self._untrained: set[int] = set()
         self._done: set[int] = set()
         self._waiting: list[int] = []
 
@@ -123,6 +123,11 @@ class SplitPipelineStage(RuntimeStage):
     def functions(self) -> SplitFunctions:
         """The graphs and their callables, those of the latest forward."""
         return self._graphs.latest
+
+    @property
+    def step_gradients(self) -> StepGradients:
+        """What this rank's stages add to ``.grad`` in one step."""
+        return self._step.gradients
 
     @property
     def joins_weights(self) -> bool:
@@ -180,6 +185,8 @@ class SplitPipelineStage(RuntimeStage):
         outputs = result.outputs[: made.count]
         if functions.has_backward:
             self._saved[chunk] = InFlightMicrobatch(functions, result.saved, state)
+        else:
+            self._untrained.add(chunk)
         if not self.is_last:
             sent = made.sent(outputs)
             return tree_unflatten(made.filled(outputs, sent), made.spec), sent
@@ -201,7 +208,12 @@ class SplitPipelineStage(RuntimeStage):
         """I, or B: gradients of what was received."""
         metas = () if self.is_first else self.input_metas(chunk)
         flight = self._saved.pop(chunk, None)
-        if flight is None:  # a stage without anything to train
+        if flight is None:
+            if chunk not in self._untrained:
+                raise SplitError(
+                    f"{self._owner}: microbatch {chunk} has no forward to go back through; each F "
+                    "has one I or B"
+                )
             self._done.add(chunk)
             return self._sent_back(metas, [None] * len(metas))
         functions = flight.functions
@@ -214,7 +226,7 @@ class SplitPipelineStage(RuntimeStage):
         fused = not whole and self._step.fuses(chunk)
         with torch.no_grad(), without_autocast():
             if whole or fused:
-                found = self._weights.whole(flight, arrived, skipped, self._step.reducer(last))
+                found = self._weights.whole(flight, arrived, skipped)
                 self._done.add(chunk)
             else:
                 found, deferred = self._weights.input(flight, arrived, skipped)
@@ -232,8 +244,8 @@ class SplitPipelineStage(RuntimeStage):
             self._done.discard(chunk)
         elif chunk not in self._deferred:
             raise SplitError(
-                f"{self._owner}: microbatch {chunk} has nothing deferred; its I comes before its W, "
-                "and each comes once"
+                f"{self._owner}: microbatch {chunk} has nothing deferred; its I comes before its "
+                "W, and each comes once"
             )
         else:
             self._waiting.append(chunk)
@@ -241,7 +253,7 @@ class SplitPipelineStage(RuntimeStage):
             works = [self._deferred.pop(each) for each in self._waiting]
             self._waiting.clear()
             with torch.no_grad(), without_autocast():
-                self._weights.deferred(works, self._step.reducer(last))
+                self._weights.deferred(works)
         if last:
             self._step.end()
 
@@ -323,8 +335,3 @@ class SplitPipelineStage(RuntimeStage):
                 self._results.clear()
             self._results[functions] = Results(functions)
         return self._results[functions]
-
-
-@contextlib.contextmanager
-def _nothing_around(_: Iterable[Tensor]) -> Iterator[None]:
-    yield

@@ -7,10 +7,12 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from autosplit.errors import PipelineError
 from autosplit.runtime.gradient_graphs import Call
-from autosplit.torch_internals.pipelining import (
+from autosplit.torch_internals.ddp_reducer import average_gradients
+from autosplit.torch_internals.pipelining.schedules import (
     RunningSchedule,
     action_lists,
     described,
@@ -51,25 +53,27 @@ class Step:
         if not self._of.has_backward:
             return
         running = self._running
-        parameters = list(self._parameters())
         self._apart = running is not None and running.scales
-        self._mixed = running is None and any(p.grad is not None for p in parameters)
+        self._mixed = running is None and any(p.grad is not None for p in self._parameters())
         if running is None:
             return
-        others = [each for each in running.stages if isinstance(each, type(self._of))]
-        if others[0] is self._of:
+        ours = [each for each in running.stages if hasattr(each, "step_gradients")]
+        if ours[0] is self._of:
             self.gradients.abandon()
         else:
-            self.gradients = others[0]._step.gradients
+            self.gradients = ours[0].step_gradients
         if self._apart:
-            self.gradients.begin(parameters)
+            self.gradients.begin(self._parameters())
 
     def end(self) -> None:
-        """Everything was added: divide it where the schedule will not ask for that."""
-        running = self._running
-        if self._apart and running is not None:
-            if self._of.stage_index not in running.reduces:
-                self.scale(running.microbatches)
+        """Everything was added: have it averaged where data parallelism is to, and divide it where
+        the schedule will not ask for that.
+        """
+        running, module = self._running, self._of.submod
+        if isinstance(module, DistributedDataParallel):
+            average_gradients(module)
+        if running is not None and self._apart and self._of.stage_index not in running.reduces:
+            self.scale(running.microbatches)
 
     def scale(self, factor: int) -> None:
         """Divide what this step added.
@@ -128,10 +132,6 @@ class Step:
     def joins(self, chunk: int) -> bool:
         """Whether W of this microbatch may wait for the next action, which is W of this stage."""
         return (self._of.stage_index, chunk) in self._plan.joined
-
-    def reducer(self, last: bool) -> bool:
-        """Whether autograd's engine is to hand weight gradients over."""
-        return False
 
     @property
     def _of(self) -> SplitPipelineStage:
