@@ -89,7 +89,7 @@ class Settings:
     schedules: Sequence[str] = tuple(ENTRIES)
     microbatches: Sequence[int] = COUNTS
     contenders: Sequence[str] = tuple(CONTENDERS)
-    rounds: int = 6
+    rounds: int = 5
     overrides: Mapping[str, str] = dataclasses.field(default_factory=lambda: OVERRIDES)
 
 
