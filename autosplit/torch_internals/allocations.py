@@ -59,7 +59,7 @@ class HostAllocations:
                 "profiler, of which there can be one: end the other first, or leave "
                 "record='memory' out for this step"
             )
-        with _quiet_stderr():
+        with quiet_stderr():
             self._profiler.__enter__()
         return self
 
@@ -69,7 +69,7 @@ class HostAllocations:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        with _quiet_stderr():
+        with quiet_stderr():
             self._profiler.__exit__(kind, error, trace)
 
     def mark(self) -> int:
@@ -156,7 +156,7 @@ def _levels(changes: Sequence[_Change], marks: Sequence[int]) -> list[Stretch]:
 
 
 @contextlib.contextmanager
-def _quiet_stderr() -> Iterator[None]:
+def quiet_stderr() -> Iterator[None]:
     """The profiler prints on the file descriptor itself when it starts and stops."""
     saved = os.dup(2)
     with open(os.devnull, "w") as nowhere:

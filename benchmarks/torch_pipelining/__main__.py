@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=6, help="turns of each contender")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each contender")
     parser.add_argument("--microbatches", nargs="+", type=int, default=[*COUNTS], choices=COUNTS)
     parser.add_argument("--seq", type=int, default=int(OVERRIDES["seq"]), help="tokens a sample")
     parser.add_argument("--quick", action="store_true", help="only to see that it runs; elsewhere")

@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autosplit.compare.peak_memory import peak_bytes
 from autosplit.compare.workload import Workload, load_workload
 from autosplit.pipeline.engine.processes.launch import launch
 from autosplit.text.quartiles import spread
 
 from ..pipeline.turns import RANKS, TIMEOUT, WARM_UP, Turn, attempt, gather, root_of, take_turns
 from ..results import Rows
+from .activations import activation_peak
 from .contenders import CONTENDERS, Contender
 from .gradients import Gradients, difference, gradients_of, reference
 from .schedules import ENTRIES, Entry
@@ -47,8 +47,8 @@ class Row:
         microbatches: M.
         contender: its name.
         rounds: seconds of its step in each round, those of the slower rank.
-        peak: bytes that a step allocates at its most beyond parameters and their gradients, on the
-            rank where that is more.
+        peak: bytes that a step holds at its most beyond parameters and gradients, on the rank where
+            that is more.
         difference: of its gradients from those of plain autograd, see ``gradients.difference``.
         error: why it did not run.
     """
@@ -89,7 +89,7 @@ class Settings:
     schedules: Sequence[str] = tuple(ENTRIES)
     microbatches: Sequence[int] = COUNTS
     contenders: Sequence[str] = tuple(CONTENDERS)
-    rounds: int = 6
+    rounds: int = 5
     overrides: Mapping[str, str] = dataclasses.field(default_factory=lambda: OVERRIDES)
 
 
@@ -192,9 +192,8 @@ class Field:
         found = {index: gradients_of(module) for index, module in made.modules.items()}
         expected = self._reference(RANKS * entry.chunks, count)
         differences = gather(difference(found, expected))
-        for module in made.modules.values():
-            module.zero_grad(set_to_none=False)
-        peaks = gather(peak_bytes(made.step, [], torch.device("cpu")))
+        _forget(made.modules)
+        peaks = gather(activation_peak(made.step, made.modules.values()))
         _forget(made.modules)
         return dataclasses.replace(row, rounds=slower, peak=max(peaks), difference=max(differences))
 

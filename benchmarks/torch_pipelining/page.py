@@ -52,8 +52,8 @@ target. *Fastest eager*: of torch's stage, ours and our engine.
 
 ## Peak memory of activations
 
-MiB that a step allocates at its most beyond parameters and their gradients, which are there before,
-on the rank where that is more.
+MiB that a step from no gradients holds at its most, but for parameters and for what is left as
+gradients, on the rank where that is more.
 
 {memory}
 

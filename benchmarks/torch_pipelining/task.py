@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
+from autosplit.errors import ScheduleError
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.validation.torch_csv import read_csv
 
@@ -92,10 +93,12 @@ class Task:
             for index in self.held
         ]
         schedule = self.schedule_of(stages)
-        if isinstance(schedule, PipelineScheduleSingle):
-            orders = schedule._get_pipeline_order()
-        else:
-            orders = schedule.pipeline_order
+        single = isinstance(schedule, PipelineScheduleSingle)
+        orders: dict[int, list[Any]] | None = (
+            schedule._get_pipeline_order() if single else schedule.pipeline_order
+        )
+        if orders is None:
+            raise ScheduleError(f"torch does not say in which order {self.entry.name} runs")
         with tempfile.TemporaryDirectory() as folder:
             path = pathlib.Path(folder) / "order.csv"
             with path.open("w", newline="") as file:

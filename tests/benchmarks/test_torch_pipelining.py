@@ -1,0 +1,113 @@
+"""The harness of torch's schedules on the smallest settings; what it finds is not judged here."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.results import Results
+from benchmarks.torch_pipelining import page, targets
+from benchmarks.torch_pipelining.activations import activation_peak
+from benchmarks.torch_pipelining.contenders import (
+    COMPILED,
+    CONTENDERS,
+    ENGINE,
+    INDUCTOR,
+    OURS,
+    TORCH,
+    UNDONATED,
+)
+from benchmarks.torch_pipelining.measure import Row, Settings, measure
+
+TINY = {"dim": "16", "heads": "2", "kv_heads": "2", "hidden": "16", "layers": "4", "seq": "8"}
+
+
+def row(contender: str, *rounds: float, microbatches: int = 4, **more: Any) -> dict[str, Any]:
+    name = f"ZBVZeroBubble, M={microbatches}: {contender}"
+    found = Row(name, "ZBVZeroBubble", True, microbatches, contender, rounds, **more)
+    return {**dataclasses.asdict(found), "settings": "tiny"}
+
+
+def test_contenders_take_turns_and_what_a_schedule_refuses_is_said(tmp_path: Path) -> None:
+    results = Results.read(tmp_path / "results.json")
+    settings = Settings(
+        schedules=("GPipe", "ZBVZeroBubble", "DualPipeV"),
+        microbatches=(2,),
+        contenders=(TORCH, UNDONATED, OURS, ENGINE),
+        rounds=2,
+        overrides=TINY,
+    )
+    deliver = functools.partial(page.write, results, "tiny", command="c", environment="e")
+    found = measure(settings, deliver)
+    ran = [each for each in found if not each.error]
+    assert [(each.schedule, each.contender) for each in ran] == [
+        (schedule, contender)
+        for schedule in ("GPipe", "ZBVZeroBubble")
+        for contender in (TORCH, OURS, ENGINE)
+    ]
+    assert all(len(each.rounds) == 2 and each.peak > 0 for each in ran)
+    assert {each.difference for each in ran} == {0.0}
+    text = (tmp_path / "README.md").read_text()
+    assert "No schedule in which ours fails. Met in all 2 rows" in text
+    assert f"DualPipeV, M=2: {TORCH}; DualPipeV, M=2: {OURS}" in text
+    assert "ValueError: DualPipeV requires at least as many microbatches as stages" in text
+
+
+def test_what_is_left_as_gradients_is_no_activation() -> None:
+    module = nn.Linear(100, 100, bias=False)
+
+    def step() -> None:
+        kept = torch.empty(50_000)
+        module.weight.grad = torch.empty(100, 100)
+        more = torch.empty(30_000)  # a gradient that is only added
+        del kept
+        torch.empty(60_000)
+        del more
+
+    assert activation_peak(step, [module]) == 4 * 90_000
+
+
+def test_targets_are_judged_by_turns_of_the_same_round() -> None:
+    rows = [
+        row(TORCH, 1.04, 2.08, 1.04, peak=100),
+        row(COMPILED, error="RuntimeError: no"),
+        row(UNDONATED, 1.2, 2.4, 1.2),
+        row(OURS, 1.0, 2.0, 1.0, peak=70),
+        row(INDUCTOR, 0.9, 1.8, 0.9),
+        row(ENGINE, 0.95, 1.9, 0.95),
+        row(TORCH, 1.0, microbatches=8, peak=100),
+        row(OURS, 1.0, microbatches=8, peak=90),
+        row(INDUCTOR, error="ValueError: broken", microbatches=8),
+    ]
+    lines = list(targets.verdicts(rows))
+    assert "**Missed** in 1 of 2 rows" in lines[0]
+    assert lines[0].endswith(": ZBVZeroBubble, M=4 **1.040x**.")
+    assert "Met in all 1 rows, farthest 1.333x" in lines[1]
+    assert "Met in all 1 rows, farthest 1.056x" in lines[2]
+    assert "**Missed** in 1 of 2 rows, farthest **0.900x** in ZBVZeroBubble, M=8" in lines[3]
+    assert "**Missed** in 1 of 1 rows, farthest **1.053x**" in lines[4]
+    assert lines[5].endswith(f"**Missed**: ZBVZeroBubble, M=8, {INDUCTOR}.")
+
+
+def test_a_page_has_what_failed_and_every_figure(tmp_path: Path) -> None:
+    results = Results.read(tmp_path / "results.json")
+    rows = [row(TORCH, 1.0, 1.1, difference=2e-7), row(COMPILED, error="RuntimeError: in full\nso")]
+    results.update(page.PART, rows, "the command", "the machine")
+    text = page.page(results)
+    assert "RuntimeError: in full\nso\n" in text
+    assert "2.0e-07" in text
+    assert "1050 ±25" in text
+    assert "the command" in text
+
+
+@pytest.mark.parametrize(
+    ("contender", "lines"), [(TORCH, 0), (COMPILED, 1), (UNDONATED, 3), (OURS, 2), (INDUCTOR, 3)]
+)
+def test_lines_that_a_user_changes(contender: str, lines: int) -> None:
+    assert CONTENDERS[contender].lines_changed() == lines
