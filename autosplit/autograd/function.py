@@ -222,5 +222,6 @@ def _refuse_pipelining() -> None:
     raise SplitError(
         "a schedule of torch.distributed.pipelining asks for input gradients now and for "
         "weight gradients later, which it looks for where those of a split module are "
-        "not; pass dw_builder=lambda: module.backward_weight to its PipelineStage"
+        "not; give the module to autosplit.pipelining.SplitPipelineStage, or pass "
+        "dw_builder=autosplit.pipelining.dw_builder(module) to torch's PipelineStage"
     )

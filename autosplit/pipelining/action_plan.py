@@ -1,9 +1,10 @@
-"""What a stage can do better if it knows which actions follow: I and W as one B, several W as one."""
+"""What a stage does better as it knows which action follows: I and W as a B, several W as one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.builders.placement.fusing import fuse_adjacent
@@ -12,7 +13,7 @@ from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.pipeline.simulation.step_costs import Costs
 from autosplit.runtime.gradient_graphs import Call
-from autosplit.torch_internals.pipelining import RunningSchedule
+from autosplit.torch_internals.pipelining.schedules import RunningSchedule
 
 _UNIT = (1.0, 1.0, 1.0)
 _CALLS = {
@@ -95,7 +96,7 @@ def _wholes(row: Sequence[Action]) -> set[tuple[int, int]]:
 
 
 def _joined(row: Sequence[Action]) -> set[tuple[int, int]]:
-    pairs = zip(row, row[1:], strict=False)
+    pairs = pairwise(row)
     return {
         (a.stage, a.microbatch)
         for a, b in pairs

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from autosplit.errors import PipelineError
 from autosplit.module import SplitModule
@@ -56,6 +57,8 @@ def unwrapped(submodule: nn.Module, stage_index: int) -> nn.Module:
     Raises:
         PipelineError: it is compiled already, or no module.
     """
+    if isinstance(submodule, DistributedDataParallel):
+        return unwrapped(submodule.module, stage_index)
     if not isinstance(submodule, nn.Module):
         raise PipelineError(
             f"stage {stage_index}: expected an nn.Module, got {type(submodule).__name__}"

@@ -77,8 +77,8 @@ class Results:
             self.spec,
         ):
             raise PipelineError(
-                f"{owner}: microbatch {chunk} has the outputs {described(self.examples())}, but the "
-                f"next stage was told to expect {described(agreed.examples())} in the first step. "
+                f"{owner}: microbatch {chunk} has the outputs {described(self.examples())}, but "
+                f"the next stage was told to expect {described(agreed.examples())} at first. "
                 "Give every step batches of one size that the number of microbatches divides "
                 "(drop_last=True in a DataLoader); where the module itself was changed, such as by "
                 "freezing parameters, build stages and schedule anew"
@@ -103,8 +103,8 @@ class Results:
         missing = {self._names[self._tensors[at]] for at in absent}
         kept = [name for name in functions.tangent_specs if name not in missing]
         idle = functions.dependence.idle_inputs(frozenset(functions.tangent_specs) - {*kept})
-        made = functions.dependence.trained_inputs
-        return sorted({*idle, *(at for at in range(len(functions.capture.inputs)) if at not in made)})
+        places = frozenset(range(len(functions.capture.inputs)))
+        return sorted((places - functions.dependence.trained_inputs).union(idle))
 
     def sent(self, outputs: Sequence[Any]) -> tuple[Tensor, ...]:
         """The tensors as they are sent: in runs of memory."""

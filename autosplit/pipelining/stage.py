@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autosplit.autograd.function import run_forward
-from autosplit.errors import SplitError
-from autosplit.module import SplitModule
-from autosplit.runtime.call_signature import CallFlattening
+from autosplit.errors import CaptureError, FailingCallError, PipelineError, SplitError
+from autosplit.runtime.call_signature import CallFlattening, CallStructure
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.gradient_accumulation import Accumulation
 from autosplit.runtime.in_flight import InFlightMicrobatch
@@ -21,12 +20,12 @@ from autosplit.runtime.input_overlap import refuse_overlap
 from autosplit.runtime.specialization import Specializations
 from autosplit.runtime.split_options import SplitOptions
 from autosplit.torch_internals.backward_task import without_autocast
-from autosplit.torch_internals.pipelining import RuntimeStage
+from autosplit.torch_internals.pipelining.stage import RuntimeStage
 from autosplit.torch_internals.pytree import TreeSpec, tree_unflatten
 
 from .arguments import check_group, checked_examples, refuse_difference, unwrapped
 from .loss_boundary import LossBoundary
-from .results import Results, as_received
+from .results import Results, as_received, described
 from .step import Step
 from .weight_gradients import DeferredWeights, WeightGradients
 
@@ -141,11 +140,8 @@ class SplitPipelineStage(RuntimeStage):
         """Capture and compile the module for inputs like these."""
         if chunk == 0:
             refuse_difference(self._owner, "input", "input_args", self._given, args)
-            self._step.check_placement()
             self._agreed = {}
-        leaves, structure = self._flatten(args, kwargs)
-        with self._grad_mode():
-            functions = self._graphs.fitting(args, kwargs, leaves, structure)
+        functions = self._fitting(args, kwargs, *self._flatten(args, kwargs))
         made = self._agreed[chunk] = self._results_of(functions)
         if not self.is_last:
             made.refuse_objects(self._owner)
@@ -165,8 +161,7 @@ class SplitPipelineStage(RuntimeStage):
     ) -> tuple[Any, tuple[Tensor, ...]]:
         """F."""
         leaves, structure = self._flatten(args, kwargs)
-        with self._grad_mode():
-            functions = self._graphs.fitting(args, kwargs, leaves, structure)
+        functions = self._fitting(args, kwargs, leaves, structure)
         del args
         made = self._results_of(functions)
         if not self.is_last:
@@ -218,7 +213,7 @@ class SplitPipelineStage(RuntimeStage):
         fused = not whole and self._step.fuses(chunk)
         with torch.no_grad(), without_autocast():
             if whole or fused:
-                found = self._weights.whole(flight, arrived, skipped, self._step.reducer(last))
+                found = self._weights.whole(flight, arrived, skipped)
                 self._done.add(chunk)
             else:
                 found, deferred = self._weights.input(flight, arrived, skipped)
@@ -236,8 +231,8 @@ class SplitPipelineStage(RuntimeStage):
             self._done.discard(chunk)
         elif chunk not in self._deferred:
             raise SplitError(
-                f"{self._owner}: microbatch {chunk} has nothing deferred; its I comes before its W, "
-                "and each comes once"
+                f"{self._owner}: microbatch {chunk} has nothing deferred; its I comes before its "
+                "W, and each comes once"
             )
         else:
             self._waiting.append(chunk)
@@ -245,7 +240,7 @@ class SplitPipelineStage(RuntimeStage):
             works = [self._deferred.pop(each) for each in self._waiting]
             self._waiting.clear()
             with torch.no_grad(), without_autocast():
-                self._weights.deferred(works, self._step.reducer(last))
+                self._weights.deferred(works)
         if last:
             self._step.end()
 
@@ -290,8 +285,36 @@ class SplitPipelineStage(RuntimeStage):
     def _given_by_keyword(self, kwargs: dict[str, Any]) -> int:
         return len(self._flatten((), kwargs)[0]) if kwargs else 0
 
-    def _grad_mode(self) -> torch.set_grad_enabled:
-        return torch.set_grad_enabled(self.has_backward and torch.is_grad_enabled())
+    def _fitting(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        leaves: list[Any],
+        structure: CallStructure,
+    ) -> SplitFunctions:
+        """The graphs for these inputs and the module as it is now.
+
+        Raises:
+            CaptureError: there is no such graph; names the line and what to do.
+        """
+        with torch.set_grad_enabled(self.has_backward and torch.is_grad_enabled()):
+            try:
+                return self._graphs.fitting(args, kwargs, leaves, structure)
+            except FailingCallError as error:
+                if self.is_first:
+                    raise
+                raise PipelineError(
+                    f"{self._owner} cannot be called with what stage {self.stage_index - 1} hands "
+                    f"on, {described([t for t in leaves if isinstance(t, Tensor)])}, keyword "
+                    f"arguments last. Let the one return what the other takes. {error}"
+                ) from error
+            except CaptureError as error:
+                raise CaptureError(
+                    f"{self._owner} must be one graph: {error}\nOr keep torch's PipelineStage "
+                    "around module = autosplit.split(submodule), which may have graph breaks, with "
+                    "dw_builder=autosplit.pipelining.dw_builder(module)",
+                    because=error.because,
+                ) from error
 
     def _results_of(self, functions: SplitFunctions) -> Results:
         if functions not in self._results:

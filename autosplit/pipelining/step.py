@@ -7,10 +7,12 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from autosplit.errors import PipelineError
 from autosplit.runtime.gradient_graphs import Call
-from autosplit.torch_internals.pipelining import (
+from autosplit.torch_internals.ddp_reducer import average_gradients
+from autosplit.torch_internals.pipelining.schedules import (
     RunningSchedule,
     action_lists,
     described,
@@ -65,11 +67,14 @@ class Step:
             self.gradients.begin(parameters)
 
     def end(self) -> None:
-        """Everything was added: divide it where the schedule will not ask for that."""
-        running = self._running
-        if self._apart and running is not None:
-            if self._of.stage_index not in running.reduces:
-                self.scale(running.microbatches)
+        """Everything was added: have it averaged where data parallelism is to, and divide it where
+        the schedule will not ask for that.
+        """
+        running, module = self._running, self._of.submod
+        if isinstance(module, DistributedDataParallel):
+            average_gradients(module)
+        if running is not None and self._apart and self._of.stage_index not in running.reduces:
+            self.scale(running.microbatches)
 
     def scale(self, factor: int) -> None:
         """Divide what this step added.
@@ -94,7 +99,7 @@ class Step:
                 if parameter.grad is not None:
                     parameter.grad.div_(factor)
 
-    def check_placement(self) -> None:
+    def _check_placement(self) -> None:
         """Refuse a schedule that puts this stage on another rank, or cannot run it.
 
         Raises:
@@ -129,10 +134,6 @@ class Step:
         """Whether W of this microbatch may wait for the next action, which is W of this stage."""
         return (self._of.stage_index, chunk) in self._plan.joined
 
-    def reducer(self, last: bool) -> bool:
-        """Whether autograd's engine is to hand weight gradients over."""
-        return False
-
     @property
     def _of(self) -> SplitPipelineStage:
         stage = self._stage()
@@ -151,4 +152,5 @@ class Step:
             self._schedule = weakref.ref(schedule)
             self._lists = action_lists(schedule)
             self._running = described(schedule)
+            self._check_placement()
             self._plan = ActionPlan.of(self._running, self._of.group_rank)

@@ -66,11 +66,11 @@ class WeightGradients:
             return early
 
         names = functions.early_parameters
-        self._add(flight, names, skipped, lambda: saved.read, compute, False)
+        self._add(flight, names, skipped, lambda: saved.read, compute)
         found, deferred = kept
         return found, DeferredWeights(InFlightMicrobatch(functions, deferred, state), skipped)
 
-    def deferred(self, works: Sequence[DeferredWeights], by_engine: bool) -> None:
+    def deferred(self, works: Sequence[DeferredWeights]) -> None:
         """W of some microbatches, in one call where they are to be one and can."""
         for group in self._groups(works):
             flight, skipped = group[0]
@@ -78,14 +78,13 @@ class WeightGradients:
             residuals = [work.flight.residuals for work in group]
             compute = partial(_weights, functions, residuals, self.accumulation)
             names = functions.late_parameters
-            self._add(flight, names, skipped, partial(_read, residuals), compute, by_engine)
+            self._add(flight, names, skipped, partial(_read, residuals), compute)
 
     def whole(
         self,
         flight: InFlightMicrobatch,
         grads: list[Tensor | None],
         skipped: frozenset[str],
-        by_engine: bool,
     ) -> list[Tensor | None]:
         """B: gradients of the inputs. Empties ``grads``."""
         functions, saved, _ = flight
@@ -97,7 +96,7 @@ class WeightGradients:
             return weights
 
         names = functions.parameter_names
-        self._add(flight, names, skipped, lambda: saved.read, compute, by_engine)
+        self._add(flight, names, skipped, lambda: saved.read, compute)
         return found
 
     def _groups(self, works: Sequence[DeferredWeights]) -> Iterator[list[DeferredWeights]]:
@@ -117,7 +116,6 @@ class WeightGradients:
         skipped: Collection[str],
         read: Callable[[], Iterable[Tensor | None]],
         compute: Compute,
-        by_engine: bool,
     ) -> None:
         """Run a graph and add what it makes.
 
@@ -127,10 +125,9 @@ class WeightGradients:
             skipped: parameters that get none.
             read: what the graph reads.
             compute: runs it.
-            by_engine: whether autograd's engine is to hand the gradients over, for a reducer.
         """
         functions, _, state = flight
-        direct = not by_engine and not skipped and self._adds_directly(functions, state)
+        direct = not skipped and self._adds_directly(functions, state)
         if direct and names:
             sums = self._sums(functions, state, names, read)
             if sums is not None:

@@ -101,6 +101,20 @@ def has_gradient_hooks(parameters: Sequence[Tensor]) -> bool:
     return has_tensor_hooks(parameters) or has_accumulate_hooks(parameters)
 
 
+@contextlib.contextmanager
+def hooks_put_aside(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """No hook of these tensors fires, though those of data parallelism do."""
+    tables = [t for p in parameters for t in (_TENSOR_HOOKS(p), _LATE_HOOKS(p)) if t]
+    before = [dict(table) for table in tables]
+    for table in tables:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, hooks in zip(tables, before, strict=True):
+            table.update(hooks)
+
+
 def add_gradients(
     parameters: Sequence[Tensor], grads: Sequence[Tensor], borrowed: Sequence[bool]
 ) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from autosplit.errors import ShardedError
+from autosplit.torch_internals.accumulate_grad import hooks_put_aside
 from autosplit.torch_internals.distributed import data_parallel, fsdp_part
 
 
@@ -26,6 +28,19 @@ def refuse_sharded(module: nn.Module) -> None:
             "model without FSDP, and wrap the split module in DistributedDataParallel; where no "
             "rank has room for the whole model, cut it with autosplit.partition or PipelineTrainer"
         )
+
+
+def average_gradients(wrapper: DistributedDataParallel) -> None:
+    """Average the ``.grad`` of all parameters over the ranks, by the reducer and its communication
+    hook, as at the end of a backward.
+    """
+    parameters = [each for each in wrapper.module.parameters() if each.requires_grad]
+    if not parameters:
+        return
+    wrapper.reducer.prepare_for_backward([])
+    with hooks_put_aside(parameters), torch.enable_grad():
+        # It takes what arrives at a parameter for the last part of its gradient.
+        torch.autograd.backward(parameters, [p.new_zeros(()).expand_as(p) for p in parameters])
 
 
 def synchronises() -> bool:

@@ -70,4 +70,6 @@ def test_torchs_own_split_backward_says_what_it_wants() -> None:
     with pytest.raises(RuntimeError) as caught:
         stage_backward_input([split(x)], [torch.ones(3, 4)], [x], iter(split.parameters()))
     assert isinstance(caught.value.__cause__, SplitError)
-    assert "pass dw_builder=lambda: module.backward_weight" in str(caught.value.__cause__)
+    assert "dw_builder=autosplit.pipelining.dw_builder(module) to torch's" in str(
+        caught.value.__cause__
+    )

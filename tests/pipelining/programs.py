@@ -1,4 +1,4 @@
-"""One model under a schedule of torch's, on this rank's stages, beside plain autograd of it whole."""
+"""One model under a schedule of torch's, and the whole of it by plain autograd."""
 
 from __future__ import annotations
 
@@ -53,6 +53,8 @@ class Program:
         make_schedule: makes it, where it is no class of torch's.
         reverse: whether backwards run from the last microbatch to the first.
         cut: cuts the batch for plain autograd.
+        stage: makes a stage.
+        mine: this rank's stages; those that the schedule puts here where none are named.
     """
 
     parts: Sequence[nn.Module]
@@ -69,13 +71,13 @@ class Program:
     reverse: bool = False
     cut: Callable[[Tensor, int], Sequence[Tensor]] = torch.tensor_split
     stage: Make = SplitPipelineStage
+    mine: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         self.plain = copy.deepcopy(list(self.parts))
-        self.mine = held(self.kind, len(self.parts))
+        self.mine = self.mine or held(self.kind, len(self.parts))
         self.stages = [
-            self.stage(self.parts[at], at, len(self.parts), CPU, **self.options)
-            for at in self.mine
+            self.stage(self.parts[at], at, len(self.parts), CPU, **self.options) for at in self.mine
         ]
         self.schedule = self._schedule()
         self.output: Any = None
@@ -150,9 +152,7 @@ class Program:
         """Parameters and buffers of this rank's stages that are not as after plain autograd."""
         found = []
         for at in self.mine:
-            pairs = zip(
-                self.parts[at].named_parameters(), self.plain[at].parameters(), strict=True
-            )
+            pairs = zip(self.parts[at].named_parameters(), self.plain[at].parameters(), strict=True)
             for (name, mine), other in pairs:
                 found += _difference(f"gradient of {name} of stage {at}", mine.grad, other.grad)
             buffers = zip(self.parts[at].named_buffers(), self.plain[at].buffers(), strict=True)

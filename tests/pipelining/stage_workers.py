@@ -11,11 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.pipelining import Schedule1F1B
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from autosplit.pipelining import SplitPipelineStage
+from autosplit.pipeline import Costs, Schedule, StageMemory, build, search
+from autosplit.pipelining import SplitPipelineStage, torch_schedule
 
 from .programs import Program, block, mean_square
 
@@ -73,9 +76,7 @@ def lean_memory_and_odd_counts() -> list[str]:
 
 @case
 def one_product_of_several_microbatches() -> list[str]:
-    program = of_blocks(
-        4, kind="ScheduleZBVZeroBubble", options={"accumulation": "concatenated"}
-    )
+    program = of_blocks(4, kind="ScheduleZBVZeroBubble", options={"accumulation": "concatenated"})
     found = program.run(2)
     return [each for each in found if not float(each.rpartition(" ")[2]) < 1e-6]
 
@@ -439,13 +440,49 @@ def a_file_with_overlapping_actions() -> list[str]:
 
 
 @case
+def data_parallelism_around_a_stage() -> list[str]:
+    """Every rank a pipeline of its own, with half of the batch."""
+    rank = dist.get_rank()
+    groups = [dist.new_group([at]) for at in range(2)]
+    module, plain = block(), block()
+    plain.load_state_dict(module.state_dict())
+    seen: list[Tensor] = []
+    module[0].weight.register_hook(seen.append)  # type: ignore[index]
+    wrapped = DistributedDataParallel(module)
+    stage = SplitPipelineStage(wrapped, 0, 1, torch.device("cpu"), group=groups[rank])
+    schedule = Schedule1F1B(stage, 2, loss_fn=mean_square)
+    x, y = torch.randn(8, 4), torch.randn(8, 4)
+    schedule.step(x.chunk(2)[rank], target=y.chunk(2)[rank])
+    for a, b in zip(x.chunk(4), y.chunk(4), strict=True):
+        (mean_square(plain(a), b) / 4).backward()
+    found = [] if len(seen) == 2 else [f"a hook fired {len(seen)} times"]
+    for mine, other in zip(module.parameters(), plain.parameters(), strict=True):
+        if not torch.allclose(mine.grad, other.grad):  # type: ignore[arg-type]
+            found.append("gradients are not the mean over the ranks")
+    return found
+
+
+def _ours(schedule: Schedule) -> Program:
+    def make(stages: Any, microbatches: int, **given: Any) -> Any:
+        return torch_schedule(schedule, stages, **given)
+
+    mine = schedule.held(dist.get_rank())
+    return of_blocks(schedule.stages, mine=mine, make_schedule=make)
+
+
+@case
+def a_schedule_of_ours() -> list[str]:
+    return _ours(build("v-half", 4, 4)).run(2)
+
+
+@case
+def a_searched_schedule() -> list[str]:
+    costs = Costs([(1.0, 1.1, 0.9)] * 4, [StageMemory(1.0, 1.0)] * 4)
+    return _ours(search(costs, 4, ranks=2)).run(2)
+
+
+@case
 def compiled_with_inductor() -> list[str]:
-    program = of_blocks(
-        4, kind="ScheduleInterleavedZeroBubble", options={"backend": "inductor"}
-    )
+    program = of_blocks(4, kind="ScheduleInterleavedZeroBubble", options={"backend": "inductor"})
     found = program.run(2)
     return [each for each in found if not float(each.rpartition(" ")[2]) < 1e-6]
-
-
-def single_stage_of(options: dict[str, Any]) -> SplitPipelineStage:
-    return SplitPipelineStage(block(), 0, 1, torch.device("cpu"), **options)

@@ -1,0 +1,35 @@
+"""``dw_builder``: W of a split module, for those who keep torch's own ``PipelineStage``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from autosplit.errors import PipelineError
+from autosplit.module import SplitModule
+
+
+def dw_builder(module: SplitModule) -> Callable[[], Callable[[], None]]:
+    """W for ``PipelineStage(module, ..., dw_builder=dw_builder(module))`` around a split module.
+
+    Every W, and every B after its I, computes the weight gradients of the oldest microbatch that
+    waits. Torch does not say whose W it wants: where a schedule runs Ws in another order than Is,
+    sums are made in the order of the Is. What has nothing waiting, because the module is
+    frozen or hooks had the gradients computed at once, computes nothing.
+
+    Args:
+        module: what ``autosplit.split`` returned, the stage's module itself.
+
+    Raises:
+        PipelineError: it is no split module.
+    """
+    if not isinstance(module, SplitModule):
+        raise PipelineError(
+            f"dw_builder takes the split module of a stage, got {type(module).__name__}: split the "
+            "stage's module first, module = autosplit.split(module)"
+        )
+
+    def run() -> None:
+        if module.pending:
+            module.backward_weight(1)
+
+    return lambda: run

@@ -1,0 +1,259 @@
+"""Agreement of stages on shapes, before the first microbatch."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import stage as stages
+
+from autosplit.errors import PipelineError
+from autosplit.torch_internals.pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from .schedules import given_microbatches
+from .versions import check_names
+
+_PATIENCE = 5.0
+"""Seconds that a failing stage tries to tell its neighbours."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _StructuredMeta(stages._StageForwardMeta):
+    """What torch's stages tell the next one of their outputs, and what ours add to it.
+
+    Attributes:
+        structure: how the outputs make up a result, where it is neither a tensor nor a tuple.
+        others: microbatches whose outputs are of other shapes than the first one's, with theirs.
+    """
+
+    structure: TreeSpec | None = None
+    others: Mapping[int, Sequence[Any]] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Failure:
+    """What a stage tells its neighbours instead of shapes."""
+
+    text: str
+    ranks: tuple[int, ...]
+
+
+class NeighbourError(PipelineError):
+    """Another rank's stage failed before the first microbatch."""
+
+    def __init__(self, text: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(text)
+        self.ranks = ranks
+
+
+def _send_within(seconds: float, send: Callable[[], None]) -> None:
+    """Send to a rank that may not be waiting for it."""
+    thread = threading.Thread(target=send, daemon=True)
+    thread.start()
+    thread.join(seconds)
+
+
+class ShapeAgreement(PipelineStage):
+    """Stage that agrees on shapes as torch's own does, by what its subclass traces: nothing of the
+    user's runs meanwhile. Ours tell each other more: structures of results, microbatches of other
+    shapes than the first one's, and failures.
+    """
+
+    def __init__(
+        self,
+        submodule: nn.Module,
+        stage_index: int,
+        num_stages: int,
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        check_names()
+        super().__init__(submodule, stage_index, num_stages, device, group=group)
+        self._result_structure: TreeSpec | None = None
+        self._argument_structure: TreeSpec | None = None
+        self._other_inputs: Mapping[int, Sequence[Any]] = {}
+        self._other_outputs: dict[int, Sequence[Any]] = {}
+
+    @abstractmethod
+    def trace(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], chunk: int
+    ) -> tuple[Sequence[Tensor], TreeSpec | None]:
+        """Outputs for such inputs, those of a microbatch, without memory; and how they make up the
+        result where that is neither a tensor nor a tuple of tensors.
+        """
+
+    @abstractmethod
+    def without_gradient(self, absent: Sequence[int]) -> Sequence[int]:
+        """Places of the latest traced inputs that get no gradient where these outputs have none."""
+
+    # Agreement on shapes, before the first microbatch.
+
+    def _compute_outputs(self, *args: Tensor, module: nn.Module, **kwargs: Any) -> Any:
+        outputs, self._result_structure = self.trace(self._arguments(list(args)), kwargs, 0)
+        self._without_gradient(args, ())
+        self._trace_other_shapes(args, kwargs)
+        return tuple(outputs)
+
+    def _trace_other_shapes(self, args: Sequence[Tensor], kwargs: dict[str, Any]) -> None:
+        """Trace microbatches whose inputs are not of the first one's shapes."""
+        given, keywords = given_microbatches()
+        self._other_outputs = {}
+        first = _shapes(args, kwargs)
+        for chunk in range(1, max(len(keywords), len(given))):
+            keyword = {name: _blank(value) for name, value in keywords[chunk].items()}
+            if self.is_first:
+                positional = [_blank(value) for value in given[chunk]]
+            elif chunk in self._other_inputs:
+                positional = [meta.to_tensor(self.device) for meta in self._other_inputs[chunk]]
+            else:
+                positional = list(args)
+            if _shapes(positional, keyword) != first:
+                outputs, _ = self.trace(self._arguments(positional), keyword, chunk)
+                self._other_outputs[chunk] = [stages.extract_tensor_meta(t) for t in outputs]
+
+    def _arguments(self, tensors: list[Any]) -> tuple[Any, ...]:
+        """What the module is called with where these were received."""
+        if self._argument_structure is None:
+            return tuple(tensors)
+        value = tree_unflatten(tensors, self._argument_structure)
+        return tuple(value) if type(value) in (tuple, list) else (value,)
+
+    def input_metas(self, chunk: int) -> Sequence[Any]:
+        """Shape, stride and dtype of each input of a microbatch."""
+        return self._other_inputs.get(chunk, self._stage_meta.inputs or ())
+
+    def sends_gradient(self, place: int) -> bool:
+        """Whether the stage before waits for a gradient of this input."""
+        metas = self._stage_meta.input_grads
+        return metas is not None and metas[place] is not None
+
+    def _compute_input_grads(
+        self,
+        outputs: list[Tensor],
+        all_fwd_inputs: list[Tensor],
+        grad_outputs: list[Tensor | None] | None = None,
+    ) -> tuple[Tensor | None, ...]:
+        # Torch takes those of the inputs that need one to be as these are.
+        if not self.is_last and self._stage_meta.output_grads is not None:
+            grads = enumerate(self._stage_meta.output_grads)
+            self._without_gradient(all_fwd_inputs, [at for at, meta in grads if meta is None])
+        return tuple([None] * len(all_fwd_inputs))
+
+    def _without_gradient(self, inputs: Sequence[Tensor], absent: Sequence[int]) -> None:
+        if self.is_first:
+            return
+        for at in self.without_gradient(absent):
+            if at < len(inputs):
+                inputs[at].requires_grad_(False)
+
+    def _forward_metadata_inference(
+        self, args: Any, kwargs: dict[str, Any] | None = None, has_backward: bool = False
+    ) -> Any:
+        self._take(args)
+        with self._telling_neighbours():
+            made = super()._forward_metadata_inference(args, kwargs, has_backward)
+        return None if made is None else self._completed(made)
+
+    def _take(self, meta: Any) -> None:
+        """Note what one of our stages adds to what torch's tell."""
+        if isinstance(meta, _StructuredMeta):
+            self._argument_structure, self._other_inputs = meta.structure, meta.others
+
+    def _completed(self, meta: Any) -> _StructuredMeta:
+        return _StructuredMeta(meta.forward_metas, self._result_structure, self._other_outputs)
+
+    def _backward_metadata_inference(
+        self,
+        loss_fn: Any = None,
+        target: Any = None,
+        received_grad_meta: Any = None,
+        loss_kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        # The loss would be computed of outputs that are not there; nothing here depends on it.
+        blank = None if loss_fn is None else _no_loss
+        with self._telling_neighbours():
+            return super()._backward_metadata_inference(blank, target, received_grad_meta, None)
+
+    @contextlib.contextmanager
+    def _telling_neighbours(self) -> Iterator[None]:
+        """Have the ranks of the neighbouring stages, which wait for shapes, raise too."""
+        try:
+            yield
+        except Exception as error:
+            told = error.ranks if isinstance(error, NeighbourError) else ()
+            text = str(error)
+            if not told:
+                text = f"stage {self.stage_index} failed: {type(error).__name__}: {text}"
+            for at in (self.stage_index - 1, self.stage_index + 1):
+                rank = self.stage_index_to_group_rank.get(at, self.group_rank)
+                if rank != self.group_rank and rank not in told:
+                    failure = _Failure(text, (self.group_rank,))
+                    _send_within(_PATIENCE, partial(super()._send_meta, failure, at))
+            raise
+
+    def _recv_meta(self, src_stage: int) -> Any:
+        meta = super()._recv_meta(src_stage)
+        if isinstance(meta, _Failure):
+            raise NeighbourError(meta.text, meta.ranks)
+        self._take(meta)
+        return meta
+
+    def _send_meta(self, meta: Any, dst_stage: int) -> None:
+        if isinstance(meta, stages._StageForwardMeta):
+            meta = self._completed(meta)
+        super()._send_meta(meta, dst_stage)
+
+    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
+        source = None if self.is_first else self.stage_index - 1
+        for chunk in range(num_microbatches):
+            self.args_recv_info[chunk] = tuple(
+                stages._RecvInfo(
+                    f"input {place} of stage {self.stage_index}",
+                    source,
+                    None,
+                    meta,
+                    is_root_arg=self.is_first,
+                )
+                for place, meta in enumerate(self.input_metas(chunk))
+            )
+
+    def _setup_backward_recv_info(self, num_microbatches: int) -> None:
+        self.chunks = num_microbatches
+        grads = () if self.is_last else self._stage_meta.output_grads or ()
+        for chunk in range(num_microbatches):
+            like = self._other_outputs.get(chunk, grads)
+            self.grad_recv_info[chunk] = tuple(
+                stages._RecvInfo(
+                    f"gradient of output {place} of stage {self.stage_index}",
+                    self.stage_index + 1,
+                    None,
+                    like[place] if wanted else None,
+                )
+                for place, wanted in enumerate(grads)
+            )
+
+
+def _blank(value: Any) -> Any:
+    return value.detach().requires_grad_(value.requires_grad) if _is_tensor(value) else value
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _shapes(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    leaves, _ = tree_flatten((list(args), dict(kwargs)))
+    return tuple([(t.shape, t.dtype) if _is_tensor(t) else None for t in leaves])
+
+
+def _no_loss(*_: Any, **__: Any) -> None:
+    pass

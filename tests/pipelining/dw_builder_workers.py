@@ -1,0 +1,84 @@
+"""What two ranks do in test_dw_builder.py: split modules in torch's own stages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+
+import autosplit
+from autosplit.pipelining import dw_builder
+
+from .programs import Program, block, mean_square
+
+STAGES = {
+    "ScheduleGPipe": 2,
+    "Schedule1F1B": 2,
+    "ScheduleInterleaved1F1B": 4,
+    "ScheduleLoopedBFS": 4,
+    "ScheduleInterleavedZeroBubble": 4,
+    "ScheduleZBVZeroBubble": 4,
+    "ScheduleDualPipeV": 4,
+}
+SPLIT = ("ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble", "ScheduleDualPipeV")
+
+
+def _stage(told: bool) -> Any:
+    def make(part: nn.Module, at: int, count: int, device: torch.device) -> PipelineStage:
+        module = autosplit.split(part)
+        options: dict[str, Any] = {"dw_builder": dw_builder(module)} if told else {}
+        return PipelineStage(module, at, count, device, **options)
+
+    return make
+
+
+def differences(told: bool) -> dict[str, list[str]]:
+    """What differs from plain autograd after two steps, of which the second one counts."""
+    found = {}
+    for name, count in STAGES.items():
+        if name in SPLIT and not told:
+            continue
+        for scaled in (True, False):
+            torch.manual_seed(0)
+            program = Program(
+                [block() for _ in range(count)],
+                name,
+                args=[torch.randn(8, 4)],
+                target=torch.randn(8, 4),
+                schedule_options={"scale_grads": scaled},
+                reverse=name == "ScheduleLoopedBFS",
+                stage=_stage(told),
+            )
+            for _ in range(2):
+                for part in [*program.parts, *program.plain]:
+                    part.zero_grad()
+                program.step()
+                program.plain_step()
+            found[f"{name}, scaled {scaled}"] = program.differences()
+            dist.barrier()
+    return found
+
+
+def both() -> list[dict[str, list[str]]]:
+    return [differences(True), differences(False)]
+
+
+def refusal(name: str) -> str:
+    """What the schedule says of a split module that it was not told how to run W of."""
+    torch.manual_seed(0)
+    program = Program(
+        [block() for _ in range(4)],
+        name,
+        args=[torch.randn(8, 4)],
+        target=torch.randn(8, 4),
+        loss=mean_square,
+        stage=_stage(False),
+    )
+    try:
+        program.step()
+    except RuntimeError as error:
+        return str(error.__cause__)
+    return "nothing"

@@ -1,0 +1,175 @@
+"""What two ranks do in test_refusals.py: steps that cannot be, on every rank at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleZBVZeroBubble
+
+import autosplit
+from autosplit.errors import PipelineError
+from autosplit.pipeline import build
+from autosplit.pipelining import SplitPipelineStage, dw_builder, torch_schedule
+
+from .programs import CPU, Program, block, mean_square
+
+
+class Broken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.inner(x)
+        torch._dynamo.graph_break()
+        return made * 2
+
+
+class Number(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = block()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x), 3
+
+
+def _program(*parts: nn.Module, **more: Any) -> Program:
+    given: dict[str, Any] = {"args": [torch.randn(8, 4)], "target": torch.randn(8, 4), **more}
+    return Program(parts, **given)
+
+
+def too_few_stages() -> None:
+    SplitPipelineStage(block(), 0, 1, CPU)
+
+
+def no_such_stage() -> None:
+    SplitPipelineStage(block(), 2, 2, CPU)
+
+
+def an_argument_in_the_place_of_the_group() -> None:
+    example: Any = torch.zeros(1)
+    SplitPipelineStage(block(), 0, 2, CPU, None, None, example)
+
+
+def more_stages_than_ranks() -> None:
+    program = _program(block(), block(), block(), block(), stage=_first_of_four)
+    program.step()
+
+
+def _first_of_four(part: nn.Module, at: int, count: int, device: torch.device) -> Any:
+    return SplitPipelineStage(part, at, 4, device)
+
+
+def a_loop_for_a_v() -> None:
+    program = _program(*(block() for _ in range(4)), kind="ScheduleInterleaved1F1B")
+    program.schedule = ScheduleZBVZeroBubble(program.stages, 4, loss_fn=mean_square)
+    program.step()
+
+
+def outputs_that_do_not_fit() -> None:
+    _program(block(), block(5)).step()
+
+
+def outputs_unlike_the_examples() -> None:
+    rank = dist.get_rank()
+    example = torch.zeros(2, 4 + rank)
+    _program(block(), block(), options={"output_args": example}).step()
+
+
+def inputs_unlike_the_examples() -> None:
+    _program(block(), block(), options={"input_args": torch.zeros(3, 4)}).step()
+
+
+def graph_breaks() -> None:
+    _program(Broken(), block()).step()
+
+
+def a_number_for_the_next_stage() -> None:
+    _program(Number(), block()).step()
+
+
+def a_compiled_module() -> None:
+    _program(torch.compile(block()), torch.compile(block()))  # type: ignore[arg-type]
+
+
+def _alone() -> SplitPipelineStage:
+    groups = [dist.new_group([rank]) for rank in range(2)]
+    return SplitPipelineStage(block(), 0, 1, CPU, group=groups[dist.get_rank()])
+
+
+def losses_of_samples() -> None:
+    def loss(output: Tensor, _: Tensor) -> Tensor:
+        return output.square().mean(1)
+
+    Schedule1F1B(_alone(), 4, loss_fn=loss).step(torch.randn(8, 4), target=torch.randn(8, 4))
+
+
+def two_copies_of_the_stages() -> None:
+    program = _program(block(), block())
+    torch_schedule(build("dualpipe", 2, 4), program.stages, mean_square)
+
+
+def stages_of_another_rank() -> None:
+    program = _program(block(), block(), block(), block(), kind="ScheduleInterleaved1F1B")
+    torch_schedule(build("zb-v", 4, 4), program.stages, mean_square)
+
+
+def a_batch_of_another_size() -> None:
+    program = _program(block(), block())
+    program.step()
+    program.args, program.target = [torch.randn(12, 4)], torch.randn(12, 4)
+    if 0 in program.mine:  # it would be sent to a rank that expects another size
+        program.step()
+    raise PipelineError("not sent")
+
+
+CASES: dict[str, Callable[[], None]] = {
+    each.__name__: each
+    for each in (
+        too_few_stages, no_such_stage, an_argument_in_the_place_of_the_group,
+        more_stages_than_ranks, a_loop_for_a_v, outputs_that_do_not_fit,
+        outputs_unlike_the_examples, inputs_unlike_the_examples, graph_breaks,
+        a_number_for_the_next_stage, a_compiled_module, losses_of_samples,
+        two_copies_of_the_stages, stages_of_another_rank, a_batch_of_another_size,
+    )
+}  # fmt: skip
+
+
+def all_refusals() -> dict[str, tuple[str, str]]:
+    """For each case the error's class and text."""
+    found = {}
+    for name, run in CASES.items():
+        torch.manual_seed(0)
+        try:
+            run()
+        except Exception as error:
+            found[name] = (type(error).__name__, str(error))
+        else:
+            found[name] = ("nothing", "")
+        dist.barrier()
+    found["advice"] = ("", "\n".join(_with_graph_breaks()))
+    return found
+
+
+def _with_graph_breaks() -> list[str]:
+    """What the error about graph breaks advises."""
+
+    def make(part: nn.Module, at: int, count: int, device: torch.device) -> PipelineStage:
+        module = autosplit.split(part)
+        return PipelineStage(module, at, count, device, dw_builder=dw_builder(module))
+
+    program = Program(
+        [Broken() for _ in range(4)],
+        "ScheduleInterleavedZeroBubble",
+        args=[torch.randn(8, 4)],
+        target=torch.randn(8, 4),
+        stage=make,
+    )
+    program.step()
+    program.plain_step()
+    return program.differences()
