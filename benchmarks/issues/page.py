@@ -42,7 +42,7 @@ def render(results: Results, cases: Mapping[str, Case]) -> str:
     rows = [row for row in results.rows(version) if row["name"] in cases]
     rows.sort(key=lambda row: list(cases).index(row["name"]))
     stock, ours = ([row[side]["state"] for row in rows] for side in ("stock", "ours"))
-    unsolved = ours.count(FAILS)
+    unsolved = sum(row["ours"]["state"] == FAILS and row["ours"]["claimed"] for row in rows)
     wrong = [
         f"- {row['name']}, {side}: {row[side]['text']}\n"
         for row in rows
@@ -72,10 +72,10 @@ def render(results: Results, cases: Mapping[str, Case]) -> str:
 
 def _line(case: Case, row: dict[str, Any], version: str) -> list[str]:
     threads = ", ".join(each.link for each in case.threads)
-    ours = row["ours"]
-    state = f"{OPEN}: {_text(ours)}" if ours["state"] == FAILS else _cell(ours)
-    fixed = _fixed(case, row["stock"], version)
-    return [threads, case.reported, _cell(row["stock"]) + fixed, case.by, state]
+    stock, ours = row["stock"], row["ours"]
+    is_open = ours["state"] == FAILS and ours["claimed"]
+    state = f"{OPEN}: {_text(ours)}" if is_open else _cell(ours)
+    return [threads, case.reported, _cell(stock) + _fixed(case, stock, version), case.by, state]
 
 
 def _fixed(case: Case, stock: dict[str, Any], version: str) -> str:
@@ -85,7 +85,8 @@ def _fixed(case: Case, stock: dict[str, Any], version: str) -> str:
 
 
 def _cell(side: dict[str, Any]) -> str:
-    return f"**{side['state']}**: {_text(side)}"
+    claimed = "" if side["claimed"] else "**NOT AS CLAIMED**, "
+    return f"{claimed}**{side['state']}**: {_text(side)}"
 
 
 def _text(side: dict[str, Any]) -> str:

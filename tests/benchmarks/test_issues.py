@@ -91,7 +91,7 @@ def test_an_error_is_called_after_its_first_cause() -> None:
 )
 def test_ranks_that_die_or_hang_are_said_to(tmp_path: Path, code: str, text: str) -> None:
     file = tmp_path / "0.json"
-    found = '{"state": "right", "text": "fine", "at": 0}'
+    found = '{"state": "right", "text": "fine", "symptom": false, "at": 0}'
     program = f"FILE, RIGHT = {str(file)!r}, {found!r}; {code}"
     state, said = waited_for([[sys.executable, "-c", program]], [{}], [file], timeout=1.0)
     assert said == text

@@ -38,8 +38,10 @@ class _Gated(nn.Module):
         self.up = nn.Parameter(torch.randn(8, 8) / 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = _GateAndUp.apply(x, self.gate, self.up)
-        return gate.sigmoid() * up
+        apply: Any = _GateAndUp.apply
+        gate, up = apply(x, self.gate, self.up)
+        output: Tensor = gate.sigmoid() * up
+        return output
 
 
 def _run(make: MakeStage) -> str:
