@@ -75,7 +75,8 @@ def _line(case: Case, row: dict[str, Any], version: str) -> list[str]:
     stock, ours = row["stock"], row["ours"]
     is_open = ours["state"] == FAILS and ours["claimed"]
     state = f"{OPEN}: {_text(ours)}" if is_open else _cell(ours)
-    return [threads, case.reported, _cell(stock) + _fixed(case, stock, version), case.by, state]
+    by = "" if ours["state"] == ABSENT else case.by
+    return [threads, case.reported, _cell(stock) + _fixed(case, stock, version), by, state]
 
 
 def _fixed(case: Case, stock: dict[str, Any], version: str) -> str:
