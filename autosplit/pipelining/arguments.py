@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -49,6 +50,12 @@ def check_group(stage_index: int, num_stages: int, group: Any) -> None:
             "Give a group of at most that many, such as a dimension of a DeviceMesh "
             "(group=mesh['pp'].get_group())"
         )
+
+
+@contextlib.contextmanager
+def no_context(_: Iterable[Tensor]) -> Iterator[None]:
+    """Nothing around a capture: no lazy gradient is in ``.grad`` of these parameters."""
+    yield
 
 
 def unwrapped(submodule: nn.Module, stage_index: int) -> nn.Module:

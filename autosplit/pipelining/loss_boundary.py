@@ -57,7 +57,8 @@ class LossBoundary:
             if not self.outputs[at]._is_view():
                 self.outputs[at].detach_()
         grads = [grad for grad, out in zip(found, self.outputs, strict=True) if _is_tensor(out)]
-        self.outputs, self._grads = [], []
+        self.outputs = []
+        self._grads.clear()  # the loss holds its graph, and this with it, until the step ends
         return grads
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,7 +22,8 @@ from autosplit.torch_internals.backward_task import without_autocast
 from autosplit.torch_internals.pipelining.stage import RuntimeStage
 from autosplit.torch_internals.pytree import TreeSpec, tree_unflatten
 
-from .arguments import check_group, checked_examples, refuse_difference, unwrapped
+from .arguments import check_group, checked_examples, no_context, refuse_difference, unwrapped
+from .gradient_scaling import StepGradients
 from .loss_boundary import LossBoundary
 from .results import Results, as_received, described
 from .step import Step
@@ -101,7 +101,7 @@ class SplitPipelineStage(RuntimeStage):
             options,
             _MAX_GRAPHS,
             True,
-            _nothing_around,
+            no_context,
             computed=stage_index > 0,
         )
         self._results: dict[SplitFunctions, Results] = {}
@@ -115,6 +115,7 @@ class SplitPipelineStage(RuntimeStage):
         self._deferred: dict[int, DeferredWeights] = {}
         self._roots: dict[int, list[tuple[int, Tensor]]] = {}
         self._losses: dict[int, LossBoundary] = {}
+        self._untrained: set[int] = set()
         self._done: set[int] = set()
         self._waiting: list[int] = []
 
@@ -122,6 +123,11 @@ class SplitPipelineStage(RuntimeStage):
     def functions(self) -> SplitFunctions:
         """The graphs and their callables, those of the latest forward."""
         return self._graphs.latest
+
+    @property
+    def step_gradients(self) -> StepGradients:
+        """What this rank's stages add to ``.grad`` in one step."""
+        return self._step.gradients
 
     @property
     def joins_weights(self) -> bool:
@@ -179,6 +185,8 @@ class SplitPipelineStage(RuntimeStage):
         outputs = result.outputs[: made.count]
         if functions.has_backward:
             self._saved[chunk] = InFlightMicrobatch(functions, result.saved, state)
+        else:
+            self._untrained.add(chunk)
         if not self.is_last:
             sent = made.sent(outputs)
             return tree_unflatten(made.filled(outputs, sent), made.spec), sent
@@ -200,7 +208,12 @@ class SplitPipelineStage(RuntimeStage):
         """I, or B: gradients of what was received."""
         metas = () if self.is_first else self.input_metas(chunk)
         flight = self._saved.pop(chunk, None)
-        if flight is None:  # a stage without anything to train
+        if flight is None:
+            if chunk not in self._untrained:
+                raise SplitError(
+                    f"{self._owner}: microbatch {chunk} has no forward to go back through; each F "
+                    "has one I or B"
+                )
             self._done.add(chunk)
             return self._sent_back(metas, [None] * len(metas))
         functions = flight.functions
@@ -322,8 +335,3 @@ class SplitPipelineStage(RuntimeStage):
                 self._results.clear()
             self._results[functions] = Results(functions)
         return self._results[functions]
-
-
-@contextlib.contextmanager
-def _nothing_around(_: Iterable[Tensor]) -> Iterator[None]:
-    yield

@@ -53,18 +53,17 @@ class Step:
         if not self._of.has_backward:
             return
         running = self._running
-        parameters = list(self._parameters())
         self._apart = running is not None and running.scales
-        self._mixed = running is None and any(p.grad is not None for p in parameters)
+        self._mixed = running is None and any(p.grad is not None for p in self._parameters())
         if running is None:
             return
-        others = [each for each in running.stages if isinstance(each, type(self._of))]
-        if others[0] is self._of:
+        ours = [each for each in running.stages if hasattr(each, "step_gradients")]
+        if ours[0] is self._of:
             self.gradients.abandon()
         else:
-            self.gradients = others[0]._step.gradients
+            self.gradients = ours[0].step_gradients
         if self._apart:
-            self.gradients.begin(parameters)
+            self.gradients.begin(self._parameters())
 
     def end(self) -> None:
         """Everything was added: have it averaged where data parallelism is to, and divide it where

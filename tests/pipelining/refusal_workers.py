@@ -164,7 +164,7 @@ def _with_graph_breaks() -> list[str]:
         return PipelineStage(module, at, count, device, dw_builder=dw_builder(module))
 
     program = Program(
-        [Broken() for _ in range(4)],
+        [Broken(), *(nn.Linear(4, 4) for _ in range(3))],
         "ScheduleInterleavedZeroBubble",
         args=[torch.randn(8, 4)],
         target=torch.randn(8, 4),

@@ -26,7 +26,7 @@ def test_gradients_are_those_of_plain_autograd(
     (tests/autograd/test_trainers.py)."""
     for rank in ranks:
         found = rank[0 if told else 1]
-        assert len(found) == (14 if told else 8)
+        assert len(found) == (7 if told else 4)
         assert [each for each in found.values() if each] == []
 
 

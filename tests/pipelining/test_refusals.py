@@ -49,6 +49,11 @@ ON_ONE = {
 }  # fmt: skip
 
 
+pytestmark = pytest.mark.skipif(
+    version.TORCH not in versions.SUPPORTED, reason="another torch.distributed.pipelining"
+)
+
+
 @pytest.fixture(scope="module")
 def ranks() -> Refusals:
     return launch(all_refusals, 2, timeout=120)

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from autosplit.pipeline import launch
+from autosplit.torch_internals.pipelining.versions import SUPPORTED
+from autosplit.torch_internals.version import TORCH
 from tests.pipelining import stage_workers
+
+pytestmark = pytest.mark.skipif(
+    TORCH not in SUPPORTED, reason="another torch.distributed.pipelining"
+)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import PipelineStage, _utils
 from torch.distributed.pipelining import stage as stages
 
 from autosplit.errors import PipelineError
@@ -22,12 +22,15 @@ from autosplit.torch_internals.pytree import TreeSpec, tree_flatten, tree_unflat
 from .schedules import given_microbatches
 from .versions import check_names
 
+# Another class where the names have moved, which is said when a stage is made.
+_ForwardMeta: Any = getattr(_utils, "_StageForwardMeta", object)
+
 _PATIENCE = 5.0
 """Seconds that a failing stage tries to tell its neighbours."""
 
 
 @dataclasses.dataclass(frozen=True)
-class _StructuredMeta(stages._StageForwardMeta):
+class _StructuredMeta(_ForwardMeta):  # type: ignore[misc]
     """What torch's stages tell the next one of their outputs, and what ours add to it.
 
     Attributes:
@@ -118,7 +121,7 @@ class ShapeAgreement(PipelineStage):
                 positional = list(args)
             if _shapes(positional, keyword) != first:
                 outputs, _ = self.trace(self._arguments(positional), keyword, chunk)
-                self._other_outputs[chunk] = [stages.extract_tensor_meta(t) for t in outputs]
+                self._other_outputs[chunk] = [_utils.extract_tensor_meta(t) for t in outputs]
 
     def _arguments(self, tensors: list[Any]) -> tuple[Any, ...]:
         """What the module is called with where these were received."""
@@ -208,7 +211,7 @@ class ShapeAgreement(PipelineStage):
         return meta
 
     def _send_meta(self, meta: Any, dst_stage: int) -> None:
-        if isinstance(meta, stages._StageForwardMeta):
+        if isinstance(meta, _utils._StageForwardMeta):
             meta = self._completed(meta)
         super()._send_meta(meta, dst_stage)
 
@@ -255,5 +258,5 @@ def _shapes(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return tuple([(t.shape, t.dtype) if _is_tensor(t) else None for t in leaves])
 
 
-def _no_loss(*_: Any, **__: Any) -> None:
-    pass
+def _no_loss(*_: Any, **__: Any) -> Any:
+    return None

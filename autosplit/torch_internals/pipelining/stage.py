@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.pipelining import stage as stages
+from torch.distributed.pipelining import _utils
 
 from autosplit.errors import PipelineError
 from autosplit.torch_internals.pytree import tree_flatten
@@ -70,7 +70,9 @@ class RuntimeStage(ShapeAgreement):
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
         # In an evaluation, torch's runtime asks all the same.
-        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+        if not self.has_backward:
+            return ()
+        return super().get_local_bwd_output(mb_index)  # type: ignore[no-untyped-call]
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
         if self.has_backward:
@@ -79,7 +81,7 @@ class RuntimeStage(ShapeAgreement):
     def _make_room(self, infos: Iterable[Any]) -> None:
         for info in infos:
             if info.tensor_meta is not None and not info.is_root_arg:
-                info.buffer = stages._make_tensor_from_meta(info.tensor_meta, self.device)
+                info.buffer = _utils._make_tensor_from_meta(info.tensor_meta, self.device)
 
     def _received(self, infos: Sequence[Any]) -> list[Tensor | None]:
         """What was received; nothing else holds it from now on."""
@@ -97,9 +99,12 @@ class RuntimeStage(ShapeAgreement):
         kwargs: dict[str, Any] | None = None,
         save_forward_output: bool = True,
     ) -> Any:
-        if not self.is_first:
-            args = self._received_arguments(fwd_chunk_id)
-        output, sent = self.run_forward(fwd_chunk_id, args, kwargs or {})
+        # What was received is held by nobody but F.
+        output, sent = self.run_forward(
+            fwd_chunk_id,
+            args if self.is_first else self._received_arguments(fwd_chunk_id),
+            kwargs or {},
+        )
         if self.is_last and save_forward_output:
             self.output_chunks.append(output)
         if self.is_last or self._is_same_rank(self.stage_index + 1):
@@ -112,7 +117,7 @@ class RuntimeStage(ShapeAgreement):
         found = self._received(infos)
         trains = self.has_backward and torch.is_grad_enabled()
         for info, tensor in zip(infos, found, strict=True):
-            if tensor is None:
+            if tensor is None or info.tensor_meta is None:
                 raise PipelineError(
                     f"stage {self.stage_index}, microbatch {chunk}: {info.input_name} was not "
                     "received before F; the schedule must list its RECV_F first"

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining import PipelineStage, _utils, schedules
 from torch.distributed.pipelining import stage as stages
 
 from autosplit.errors import PipelineError
 from autosplit.torch_internals import version
 
-_SUPPORTED = ((2, 13), (2, 14))
+SUPPORTED = ((2, 13), (2, 14))
 """Before them stages do not agree on shapes by these methods, after them they keep other state."""
 
 _NAMES: Mapping[str, Sequence[str]] = {
@@ -45,9 +45,9 @@ _NAMES: Mapping[str, Sequence[str]] = {
 
 _MODULES: Sequence[tuple[Any, str]] = (
     (stages, "_RecvInfo"),
-    (stages, "_StageForwardMeta"),
-    (stages, "_make_tensor_from_meta"),
-    (stages, "extract_tensor_meta"),
+    (_utils, "_StageForwardMeta"),
+    (_utils, "_make_tensor_from_meta"),
+    (_utils, "extract_tensor_meta"),
     (schedules, "_PipelineSchedule"),
     (schedules, "_PipelineScheduleRuntime"),
     (schedules, "_Action"),
@@ -60,7 +60,7 @@ def check_names(kind: type = PipelineStage) -> None:
     Raises:
         PipelineError: names what is missing and the supported versions.
     """
-    missing = [] if version.TORCH in _SUPPORTED else ["one of these versions"]
+    missing = [] if version.TORCH in SUPPORTED else ["one of these versions"]
     missing += [
         f"{module.__name__}.{name}" for module, name in _MODULES if not hasattr(module, name)
     ]
@@ -81,4 +81,4 @@ def check_names(kind: type = PipelineStage) -> None:
 
 
 def _supported() -> str:
-    return " and ".join(f"{major}.{minor}" for major, minor in _SUPPORTED)
+    return " and ".join(f"{major}.{minor}" for major, minor in SUPPORTED)
