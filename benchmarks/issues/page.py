@@ -82,7 +82,7 @@ def _line(case: Case, row: dict[str, Any], version: str) -> list[str]:
 def _fixed(case: Case, stock: dict[str, Any], version: str) -> str:
     if stock["state"] != RIGHT or case.fixed is None:
         return ""
-    return f" (fixed in torch {'.'.join(map(str, case.fixed))})"
+    return f" (fixed by torch {'.'.join(map(str, case.fixed))})"
 
 
 def _cell(side: dict[str, Any]) -> str:
@@ -108,6 +108,8 @@ def _by_version(results: Results, rows: Rows, cases: Mapping[str, Case]) -> str:
         if row["stock"]["state"] == ABSENT:
             continue
         states = [found[version].get(row["name"]) for version in versions]
+        if sum(state is not None for state in states) < 2:
+            continue
         threads = ", ".join(each.link for each in cases[row["name"]].threads)
         lines.append([threads, *("not run" if s is None else s["stock"]["state"] for s in states)])
     return _OTHER.format(table=table(["thread", *versions], lines))
