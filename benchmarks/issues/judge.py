@@ -122,8 +122,10 @@ def _wait(
 def _verdict(
     ranks: Sequence[subprocess.Popen[bytes]], files: Sequence[pathlib.Path], timeout: float
 ) -> tuple[str, str]:
-    """A death, of which others see the end of a connection; else the first failure, or a hang."""
-    found = sorted(_read(files), key=lambda each: float(each["at"]))
+    """A death, of which others see the end of a connection; else what was reported, as the lowest
+    rank sees it; else the error that was first, or a hang.
+    """
+    found = sorted(_read(files), key=lambda each: not each["symptom"] and float(each["at"]))
     for rank, (process, file) in enumerate(zip(ranks, files, strict=True)):
         status = process.poll()
         if status and not file.exists():

@@ -42,7 +42,7 @@ def render(results: Results, cases: Mapping[str, Case]) -> str:
     rows = [row for row in results.rows(version) if row["name"] in cases]
     rows.sort(key=lambda row: list(cases).index(row["name"]))
     stock, ours = ([row[side]["state"] for row in rows] for side in ("stock", "ours"))
-    unsolved = ours.count(FAILS)
+    unsolved = sum(row["ours"]["state"] == FAILS and row["ours"]["claimed"] for row in rows)
     wrong = [
         f"- {row['name']}, {side}: {row[side]['text']}\n"
         for row in rows
@@ -72,20 +72,22 @@ def render(results: Results, cases: Mapping[str, Case]) -> str:
 
 def _line(case: Case, row: dict[str, Any], version: str) -> list[str]:
     threads = ", ".join(each.link for each in case.threads)
-    ours = row["ours"]
-    state = f"{OPEN}: {_text(ours)}" if ours["state"] == FAILS else _cell(ours)
-    fixed = _fixed(case, row["stock"], version)
-    return [threads, case.reported, _cell(row["stock"]) + fixed, case.by, state]
+    stock, ours = row["stock"], row["ours"]
+    is_open = ours["state"] == FAILS and ours["claimed"]
+    state = f"{OPEN}: {_text(ours)}" if is_open else _cell(ours)
+    by = "" if ours["state"] == ABSENT else case.by
+    return [threads, case.reported, _cell(stock) + _fixed(case, stock, version), by, state]
 
 
 def _fixed(case: Case, stock: dict[str, Any], version: str) -> str:
     if stock["state"] != RIGHT or case.fixed is None:
         return ""
-    return f" (fixed in torch {'.'.join(map(str, case.fixed))})"
+    return f" (fixed by torch {'.'.join(map(str, case.fixed))})"
 
 
 def _cell(side: dict[str, Any]) -> str:
-    return f"**{side['state']}**: {_text(side)}"
+    claimed = "" if side["claimed"] else "**NOT AS CLAIMED**, "
+    return f"{claimed}**{side['state']}**: {_text(side)}"
 
 
 def _text(side: dict[str, Any]) -> str:
@@ -106,6 +108,8 @@ def _by_version(results: Results, rows: Rows, cases: Mapping[str, Case]) -> str:
         if row["stock"]["state"] == ABSENT:
             continue
         states = [found[version].get(row["name"]) for version in versions]
+        if sum(state is not None for state in states) < 2:
+            continue
         threads = ", ".join(each.link for each in cases[row["name"]].threads)
         lines.append([threads, *("not run" if s is None else s["stock"]["state"] for s in states)])
     return _OTHER.format(table=table(["thread", *versions], lines))

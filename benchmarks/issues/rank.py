@@ -31,13 +31,17 @@ def main() -> None:
     if isinstance(run, Absent):
         raise TypeError(f"{name} has nothing to run on the side {side!r}")
     dist.init_process_group("gloo", timeout=_TIMEOUT)
+    symptom = False
     try:
-        found = (RIGHT, run())
-    except SymptomError as symptom:
-        found = (FAILS, str(symptom))
+        state, text = RIGHT, run()
+    except SymptomError as seen:
+        state, text, symptom = FAILS, str(seen), True
     except BaseException as error:
-        found = (FAILS, first_line(error))
-    _write(pathlib.Path(file), *found)
+        state, text = FAILS, first_line(error)
+    found = {"state": state, "text": text, "symptom": symptom, "at": time.time()}
+    draft = pathlib.Path(file).with_suffix(".draft")
+    draft.write_text(json.dumps(found))
+    draft.rename(file)
     # Not an ordinary end, in which a rank may wait for others that fail.
     sys.stdout.flush()
     os._exit(0)
@@ -52,12 +56,6 @@ def first_line(error: BaseException) -> str:
         found = error if str(error).strip() else found
     lines = [line.strip() for line in str(found).splitlines() if line.strip()]
     return f"{type(found).__name__}: {lines[0] if lines else ''}"
-
-
-def _write(file: pathlib.Path, state: str, text: str) -> None:
-    draft = file.with_suffix(".draft")
-    draft.write_text(json.dumps({"state": state, "text": text, "at": time.time()}))
-    draft.rename(file)
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ def _memory(make: MakeStage) -> str:
 
 def _saved(make: MakeStage, kind: str) -> float:
     """The share of a step's peak that checkpointing takes away."""
-    peaks = []
+    peaks: list[int] = []
     for checkpointed in (True, False):
         pipeline = _pipeline(make, kind, checkpointed=checkpointed)
         _step(pipeline)

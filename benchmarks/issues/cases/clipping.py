@@ -17,7 +17,7 @@ _NORM = 0.01
 
 def _setting() -> tuple[list[nn.Module], Tensor, Tensor, Gradients]:
     torch.manual_seed(0)
-    stages = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)]
+    stages: list[nn.Module] = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)]
     x, y = torch.randn(8, 8), torch.randn(8, 8)
     expected = gradients.plain(stages, chunks(_MICROBATCHES, x, y), mean_square)
     grads = [grad for grad in expected.values() if grad is not None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +51,8 @@ class _Head(nn.Module):
 def _tied() -> tuple[list[nn.Module], Tensor, Tensor]:
     torch.manual_seed(0)
     embedding = nn.Embedding(16, 8)
-    return [embedding, _Head(embedding.weight)], torch.randint(16, (8, 4)), torch.randn(8, 4, 16)
+    weight: Any = embedding.weight
+    return [embedding, _Head(weight)], torch.randint(16, (8, 4)), torch.randn(8, 4, 16)
 
 
 def _tied_stock() -> str:

@@ -29,8 +29,8 @@ class _Skipping(nn.Module):
         first = x = self.layers[0](x).tanh()
         for layer in self.layers[1:-1]:
             x = layer(x).tanh()
-        output: Tensor = self.layers[-1](x)
-        return output + first
+        output: Tensor = self.layers[-1](x) + first
+        return output
 
 
 def _model(stages: int) -> tuple[_Skipping, Tensor, Tensor]:
