@@ -16,8 +16,8 @@ from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.activation_memory import ROUNDING
 from autosplit.pipeline.simulation.step_costs import Costs
 
-_WORK = 120_000  # actions simulated in all
-_MOST = 1200  # orders that are tried from one start
+_WORK = 60_000  # actions simulated in all
+_MOST = 600  # orders that are tried from one start
 _FEWEST = 20
 _HEAT = 0.03  # of a step: by so much longer ones are kept at first
 _PRICE = 3.0  # of a step, for as much as the limit too much

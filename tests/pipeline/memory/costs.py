@@ -26,7 +26,7 @@ def schedule_of(form: int, ranks: int, microbatches: int) -> Schedule:
 
 
 def costs_of(stages: int, *, took: float = 0.25, deferred: float = 0.8, tensors: int = 16) -> Costs:
-    """Like stages, of which a microbatch takes so many seconds to a partner, and twice to a host."""
+    """Like stages; what one holds takes so many seconds to a partner, and twice that to a host."""
     memory = StageMemory(1e6, deferred * 1e6, 1e5, tensors=tensors)
     links = Transfer(0.01, 1e6 / took, host=Link(0.01, 0.5e6 / took))
     return Costs([(1.0, 1.0, 1.0)] * stages, [memory] * stages, links)

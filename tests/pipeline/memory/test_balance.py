@@ -81,7 +81,7 @@ def test_a_bound_that_holds_anyway_changes_nothing() -> None:
 def test_a_bound_that_cannot_be_kept_says_what_can() -> None:
     """And following that advice works."""
     plain, costs = build("1f1b", 4, 8, split_backward=False), costs_of(4)
-    with pytest.raises(ScheduleError, match="balancing leaves rank .* raise it to") as caught:
+    with pytest.raises(ScheduleError, match=r"balancing leaves rank .* raise it to") as caught:
         balance(plain, 2e6, costs=costs)
     (least,) = re.findall(r"raise it to ([0-9.e+]+),", str(caught.value))
     validate(balance(plain, 1.02 * float(least), costs=costs))
