@@ -1,0 +1,1 @@
+"""What ranks hold: measured, predicted, moved, and what that costs."""
