@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from autosplit.errors import AutosplitError
 from autosplit.pipeline.schedule.action import ActionKind
-from autosplit.pipeline.simulation.timeline import Timeline
+from autosplit.pipeline.simulation.timeline import Span, Timeline
 from autosplit.text.writing import writing
 
 from .bar_labels import choose_labels
@@ -36,7 +36,15 @@ _STYLES = {
     ActionKind.BACKWARD_INPUT: _Style("I  backward input", "#E69F00", "black"),
     ActionKind.BACKWARD_WEIGHT: _Style("W  backward weight", "#009E73", "white"),
     ActionKind.BACKWARD: _Style("B  full backward", "#CC79A7", "black"),
+    ActionKind.RECOMPUTE: _Style("recompute", "#56B4E9", "black"),
 }
+_MOVES = {
+    ActionKind.EVICT: _Style("to the partner", "#D55E00", "white"),
+    ActionKind.RETURN: _Style("back from it", "#F0E442", "black"),
+    ActionKind.OFFLOAD: _Style("to the host", "#D55E00", "white"),
+    ActionKind.RELOAD: _Style("back from it", "#F0E442", "black"),
+}
+"""Each transfer once, where it is sent: a thin line below the bars of the rank."""
 _IDLE: dict[str, Any] = {
     "facecolor": "#F4F4F4",
     "edgecolor": "#CFCFCF",
@@ -48,6 +56,7 @@ _FORMATS = (".pdf", ".png", ".svg")
 _DPI = 150
 _POINTS = 72.0  # in an inch
 _BAR = 0.82  # height of a bar in rows
+_LINE = 0.09  # and of a transfer
 
 
 @dataclass(frozen=True)
@@ -95,8 +104,9 @@ def timeline_figure(rows: Rows, *, title: str | None = None) -> Figure:
 
     A bar is one action (its gid is PANEL/RANK/ACTION, as in "0/1/1F0"), labelled with its
     kind and microbatch where there is room, or with the whole action where a rank holds
-    several stages. The share of the makespan in which a rank computes nothing stands at the
-    end of its row; sends and receives are not drawn and count as idle.
+    several stages. What moves between partners or to the host is a thin line below the bars of
+    the rank that sends it. The share of the makespan in which a rank computes nothing stands at
+    the end of its row; sends and receives are not drawn and count as idle.
 
     Raises:
         AutosplitError: no timeline, one in which nothing is computed, or no matplotlib.
@@ -213,6 +223,8 @@ def _draw_bars(axes: Axes, index: int, timeline: Timeline, points_per_ms: float)
     origin = min(span.start for span in timeline.spans)
     labels = choose_labels(timeline, 1e3 * points_per_ms)
     for span in timeline.spans:
+        if span.action.kind in _MOVES:
+            _draw_move(axes, index, span, origin)
         if not span.action.kind.is_compute:
             continue
         style = _STYLES[span.action.kind]
@@ -240,6 +252,22 @@ def _draw_bars(axes: Axes, index: int, timeline: Timeline, points_per_ms: float)
             )
 
 
+def _draw_move(axes: Axes, index: int, span: Span, origin: float) -> None:
+    from matplotlib.patches import Rectangle
+
+    style = _MOVES[span.action.kind]
+    back = span.action.kind in (ActionKind.RETURN, ActionKind.RELOAD)
+    line = Rectangle(
+        (1e3 * (span.start - origin), span.rank + _BAR / 2 - (_LINE if back else 2 * _LINE)),
+        1e3 * (span.end - span.start),
+        _LINE,
+        facecolor=style.fill,
+        linewidth=0.0,
+    )
+    line.set_gid(f"{index}/{span.rank}/{span.action}")
+    axes.add_patch(line)
+
+
 def _milliseconds(value: float) -> str:
     return f"{value:,.0f} ms" if value >= 100.0 else f"{value:.3g} ms"
 
@@ -260,7 +288,7 @@ def _draw_header(figure: Figure, layout: _PageLayout, rows: Rows, title: str | N
     kinds = {span.action.kind for _, timeline in rows for span in timeline.spans}
     handles = [
         Patch(facecolor=style.fill, label=style.label)
-        for kind, style in _STYLES.items()
+        for kind, style in (*_STYLES.items(), *_MOVES.items())
         if kind in kinds
     ]
     handles.append(Patch(**_IDLE, label="idle"))

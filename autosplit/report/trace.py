@@ -27,11 +27,13 @@ _COLOURS = {
     ActionKind.BACKWARD_INPUT: "thread_state_iowait",  # orange
     ActionKind.BACKWARD_WEIGHT: "thread_state_running",  # green
     ActionKind.BACKWARD: "detailed_memory_dump",  # magenta
+    ActionKind.RECOMPUTE: "thread_state_sleeping",
 }
 
 
 def write_chrome_trace(rows: Sequence[tuple[str, Timeline]], path: str | Path) -> None:
-    """Write a trace: one process a timeline, one thread a rank, one slice an action.
+    """Write a trace: one process a timeline, one thread a rank, one slice an action; the
+    moves of memory of a rank have a thread of their own, for they go on meanwhile.
 
     Every timeline starts at 0. Arrows lead from an action to those on other ranks that need
     its result: activations from F to F, gradients from I or B back to I or B.
@@ -60,9 +62,14 @@ def _process(
     for rank in range(timeline.ranks):
         yield _metadata(process, "thread_name", rank, name=f"rank {rank}")
         yield _metadata(process, "thread_sort_index", rank, sort_index=rank)
+    moving = sorted({span.rank for span in timeline.spans if span.action.kind.is_move})
+    for rank in moving:  # beside what the rank computes meanwhile
+        yield _metadata(process, "thread_name", timeline.ranks + rank, name=f"rank {rank}: moves")
+        yield _metadata(process, "thread_sort_index", timeline.ranks + rank, sort_index=rank)
     origin = min((span.start for span in timeline.spans), default=0.0)
     for span in timeline.spans:
-        yield _slice(process, span, origin)
+        thread = span.rank + (timeline.ranks if span.action.kind.is_move else 0)
+        yield _slice(process, span, origin, thread)
     for maker, consumer in _transfers(timeline):
         yield from _arrow(process, next(arrow_ids), maker, consumer, origin)
 
@@ -71,14 +78,14 @@ def _metadata(process: int, what: str, thread: int = 0, **args: object) -> Event
     return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": args}
 
 
-def _slice(process: int, span: Span, origin: float) -> Event:
+def _slice(process: int, span: Span, origin: float, thread: int) -> Event:
     action = span.action
     event: Event = {
         "ph": "X",
         "name": str(action),
         "cat": action.kind.name.lower(),
         "pid": process,
-        "tid": span.rank,
+        "tid": thread,
         "ts": _microseconds(span.start - origin),
         "dur": _microseconds(span.end - span.start),
         "args": {"stage": action.stage, **_microbatches(action)},

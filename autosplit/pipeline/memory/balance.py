@@ -58,7 +58,9 @@ def balance(
         )
     whole = costs is None
     if costs is None:
-        costs = Costs([(1.0, 1.0, 1.0)] * schedule.stages, [StageMemory(1.0, 1.0)] * schedule.stages)
+        costs = Costs(
+            [(1.0, 1.0, 1.0)] * schedule.stages, [StageMemory(1.0, 1.0)] * schedule.stages
+        )
     bounds = _bounds(schedule, bound, costs)
     found = nearest(schedule, costs, bounds, whole=whole)
     refuse_excess("balancing", found, costs, bounds)
@@ -173,9 +175,7 @@ def _evicted(
         prefer=lambda held: held.used,
         smooth=smooth,
     )
-    made = replace(
-        to_partner(schedule, donor, partner, trips), moved={**schedule.moved, **moved}
-    )
+    made = replace(to_partner(schedule, donor, partner, trips), moved={**schedule.moved, **moved})
     try:
         return made, costs.timeline(made)
     except ScheduleError:  # they would wait for each other

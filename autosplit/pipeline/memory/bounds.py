@@ -24,9 +24,7 @@ def bounds_of(limit: float | Sequence[float], ranks: int) -> Sequence[float]:
     return bounds
 
 
-def refuse_excess(
-    doing: str, schedule: Schedule, costs: Costs, bounds: Sequence[float]
-) -> None:
+def refuse_excess(doing: str, schedule: Schedule, costs: Costs, bounds: Sequence[float]) -> None:
     """Refuse a schedule with a rank above its bound.
 
     Raises:

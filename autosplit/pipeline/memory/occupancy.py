@@ -56,9 +56,7 @@ class Occupancy:
         held: what can be moved or made again, in the order of the row.
     """
 
-    def __init__(
-        self, schedule: Schedule, costs: Costs, timeline: Timeline, rank: int
-    ) -> None:
+    def __init__(self, schedule: Schedule, costs: Costs, timeline: Timeline, rank: int) -> None:
         self.rank = rank
         row = schedule.ranks[rank]
         self.places = [place for place, action in enumerate(row) if action.kind.is_compute]
@@ -93,10 +91,10 @@ class Occupancy:
             key = action.stage, action.microbatch
             size = costs.memory[action.stage]
             deferred = action.kind is ActionKind.BACKWARD_WEIGHT
-            if action.kind not in (ActionKind.FORWARD, ActionKind.RECOMPUTE):
-                if (*key, deferred) not in away:
-                    kept = size.deferred if deferred else size.saved
-                    found.append(Held(*key, deferred, made[key], slot, kept))
+            makes = action.kind in (ActionKind.FORWARD, ActionKind.RECOMPUTE)
+            if not makes and (*key, deferred) not in away:
+                kept = size.deferred if deferred else size.saved
+                found.append(Held(*key, deferred, made[key], slot, kept))
             made[key] = slot
         return found
 

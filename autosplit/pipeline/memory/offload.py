@@ -1,7 +1,7 @@
 """Activations in the host's store while nobody needs them.
 
-Source: PipeOffload (Wan et al., arXiv 2503.01328). What lives longest for its bytes goes first: each
-byte of it is away for the longest time for the same two transfers. The transfers go on beside
+Source: PipeOffload (Wan et al., arXiv 2503.01328). What lives longest for its bytes goes first:
+each byte of it is away for the longest time for the same two transfers. The transfers go on beside
 computation, and what a row sends away is waited for only by what takes its place, so that a
 schedule knows from its own times what the store's bandwidth allows for nothing.
 """

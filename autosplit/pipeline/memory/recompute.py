@@ -67,9 +67,7 @@ def _rank(
     return (schedule, timeline) if best is None else best[1:]
 
 
-def _choose(
-    there: Occupancy, bound: float, costs: Costs, look_back: int
-) -> list[tuple[int, Held]]:
+def _choose(there: Occupancy, bound: float, costs: Costs, look_back: int) -> list[tuple[int, Held]]:
     """What is made again, each with the slot before which that is done."""
     level = [*there.level]
     waits = [there.waits(slot) for slot in range(len(level))]
@@ -86,13 +84,13 @@ def _choose(
             able = [held for held in left if held.made < slot < held.used]
             if not able:
                 break
-
-            def price(held: Held) -> tuple[float, int]:
-                at = _place(held, slot, waits, look_back)
-                return max(0.0, costs.times[held.stage][0] - waits[at]), -held.used
-
-            held = min(able, key=price)
-            at = _place(held, slot, waits, look_back)
+            places = {held: _place(held, slot, waits, look_back) for held in able}
+            prices = {
+                held: (max(0.0, costs.times[held.stage][0] - waits[at]), -held.used)
+                for held, at in places.items()
+            }
+            held = min(able, key=prices.__getitem__)
+            at = places[held]
             del left[held]
             chosen.append((at, held))
             waits[at] = max(0.0, waits[at] - costs.times[held.stage][0])
@@ -102,15 +100,14 @@ def _choose(
 
 
 def _place(held: Held, slot: int, waits: Sequence[float], look_back: int) -> int:
-    """Before which slot it is made again: the longest wait near its use, the latest of like ones."""
+    """Before which slot it is made again: the longest wait near its use, the last of like ones."""
     first = max(slot + 1, held.used - look_back)
     return max(range(first, held.used + 1), key=lambda at: (waits[at], at))
 
 
-def _with(
-    schedule: Schedule, there: Occupancy, chosen: Sequence[tuple[int, Held]]
-) -> Schedule:
-    row, changed, begin = schedule.ranks[there.rank], [], 0
+def _with(schedule: Schedule, there: Occupancy, chosen: Sequence[tuple[int, Held]]) -> Schedule:
+    row, begin = schedule.ranks[there.rank], 0
+    changed: list[Action] = []
     for slot, end in enumerate([*there.places, len(schedule.ranks[there.rank])]):
         changed += row[begin:end]
         changed += (

@@ -2,8 +2,8 @@
 
 ``EVICT`` stands where a rank begins to send what it holds of a microbatch to its partner, and
 ``ACCEPT`` in the partner's row where that takes it in; ``RETURN`` where the partner begins to send
-it back, and ``LOAD`` where the owner takes that in. ``OFFLOAD`` and ``RELOAD`` are the same with the
-rank's own store on the host. A microbatch may be away twice: while it is saved, from F to the
+it back, and ``LOAD`` where the owner takes that in. ``OFFLOAD`` and ``RELOAD`` are the same with
+the rank's own store on the host. A microbatch may be away twice: while it is saved, from F to the
 backward, and while it is deferred, from I to W.
 
 None of them keeps its rank from going on. What must wait, and for what:
@@ -102,7 +102,7 @@ def _from_rank(
     for action, leaves in places[rank].items():
         if action.kind is ActionKind.OFFLOAD:
             comes = places[rank].get(_of(action, ActionKind.RELOAD), [])
-            ends = [(None, -1, -1)] * min(len(leaves), len(comes))
+            ends: list[tuple[int | None, int, int]] = [(None, -1, -1)] * len(leaves)
         elif action.kind is ActionKind.EVICT and schedule.partners is not None:
             comes = places[rank].get(_of(action, ActionKind.LOAD), [])
             partner = schedule.partners[rank]
@@ -162,7 +162,5 @@ def waited_departures(row: Sequence[Action]) -> Iterator[tuple[int, list[int]]]:
 def recomputed(row: Sequence[Action]) -> frozenset[tuple[int, int]]:
     """Stage and microbatch of every RECOMPUTE of a row."""
     return frozenset(
-        (action.stage, action.microbatch)
-        for action in row
-        if action.kind is ActionKind.RECOMPUTE
+        (action.stage, action.microbatch) for action in row if action.kind is ActionKind.RECOMPUTE
     )

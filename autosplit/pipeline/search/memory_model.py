@@ -107,7 +107,9 @@ class MemoryModel(StepModel):
             self._keep(there, self._starts[inputs], self._ends[inputs], max(saved, deferred), apart)
             if whole is not None:
                 self._keep(there, self._starts[inputs], self._ends[inputs], saved, whole)
-            self._phase(inputs, self._ends[inputs], self._ends[inputs], inputs + count, deferred, apart)
+            self._phase(
+                inputs, self._ends[inputs], self._ends[inputs], inputs + count, deferred, apart
+            )
             self._keep(
                 there, self._starts[inputs + count], self._ends[inputs + count], deferred, apart
             )
@@ -128,7 +130,7 @@ class MemoryModel(StepModel):
         choices.append(stays)
         self._keep(rank, start, used, size, stays)
         partner = len(self.problem.caps) - 1 - rank
-        ways = []
+        ways: list[tuple[Link, tuple[int, object], tuple[int, object], int | None]] = []
         if "balance" in self._measures and partner != rank:
             link = self.problem.costs.transfer.link(rank, partner)
             ways.append((link, (rank, partner), (partner, rank), partner))

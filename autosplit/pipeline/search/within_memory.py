@@ -21,6 +21,7 @@ from autosplit.pipeline.simulation.timeline import Timeline
 from autosplit.text.names import few
 
 from .named import named_schedules
+from .rearrange import rearrange
 from .search import caps_of, placements, search
 
 MEASURES: Mapping[str, Callable[[Schedule, Costs, Sequence[float]], Schedule]] = {
@@ -31,6 +32,7 @@ MEASURES: Mapping[str, Callable[[Schedule, Costs, Sequence[float]], Schedule]] =
 """What can be done to a schedule that holds too much, by name."""
 
 _BASES = 6  # schedules without measures that are tried, the shortest first
+_STARTS = 2  # of them, those that other orders are looked for from
 _PARTWAY = (0.0, 0.5)  # of the excess, what the first of several measures leaves to the next
 _SAME = 1 + 1e-6  # of a step
 
@@ -128,8 +130,8 @@ def _caps(limit: float | Sequence[float], fixed: Sequence[float], ranks: int) ->
         if rests >= most:
             raise ScheduleError(
                 f"a limit of {most:,.0f} bytes leaves no room for activations on rank {rank}: "
-                f"parameters, gradients and optimizer state alone take {rests:,.0f} there; use more "
-                "ranks, or an optimizer that keeps less"
+                f"parameters, gradients and optimizer state alone take {rests:,.0f} there; use "
+                "more ranks, or an optimizer that keeps less"
             )
     return tuple(most - rests for most, rests in zip(limits, fixed, strict=True))
 
@@ -148,8 +150,8 @@ def _refusal(
         most = max(cap + rest for cap, rest in zip(caps, fixed or [0.0] * len(caps), strict=True))
         dominates = "activations" if rests < most / 2 else "parameters and optimizer state"
         text += (
-            f"; the least that was comes {excess:,.0f} above it ({what}), and {dominates} take most "
-            f"of that: use a limit of {most + excess:,.0f}"
+            f"; the least that was comes {excess:,.0f} above it ({what}), and {dominates} take "
+            f"most of that: use a limit of {most + excess:,.0f}"
         )
     return f"{text}, or cut the batch into more and smaller microbatches"
 
@@ -214,7 +216,23 @@ class _Search:
                 continue
             tried += 1
             self._measured(base, timeline)
+        self._rearranged()
         return self._best
+
+    def _rearranged(self) -> None:
+        """What the best becomes with other orders, and what shorter ones without measures do."""
+        best = self._best
+        least = self._bases[0][1].step_time if self._bases else 0.0
+        if not self._measures or (best is not None and best.timeline.step_time <= least * _SAME):
+            return
+        starts = [base for base, _ in self._bases[:_STARTS]]
+        if best is not None:
+            starts.insert(0, best.schedule)
+        for start in starts:
+            found = rearrange(start, self._costs, self._caps, self._measures, len(starts))
+            if found is not None:
+                effects = best.effects if best is not None and start is best.schedule else ()
+                self._keep(found, self._costs.timeline(found), start, effects)
 
     def _measured(self, base: Schedule, timeline: Timeline) -> None:
         """The base with every chain of measures, until one of them costs nothing."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from autosplit.errors import ScheduleError
@@ -44,7 +44,7 @@ class StageMemory:
     saved: float
     deferred: float
     inputs: float = 0.0
-    tensors: int = 1
+    tensors: int = field(default=1, kw_only=True)
 
     def __post_init__(self) -> None:
         sizes = ("saved", self.saved), ("deferred", self.deferred), ("inputs", self.inputs)

@@ -16,13 +16,14 @@ def critical_path(timeline: Timeline) -> tuple[Span, ...]:
 
     An action waits for the action before it on its rank, or for a result that it needs; of two the
     path goes through the one that ends last, and through its own rank if both do. A gap between
-    two spans of the path is the time of a transfer.
+    two spans of the path is the time of a transfer, of a result or of what was away.
     """
-    if not timeline.spans:
+    computed = [span for span in timeline.spans if span.action.kind.is_compute]
+    if not computed:
         return ()
-    feeds = Feeds(1 + max(span.action.stage for span in timeline.spans))
+    feeds = Feeds(1 + max(span.action.stage for span in computed))
     # By place, for slices that take no time may be equal spans.
-    spans = sorted(timeline.spans, key=lambda span: (span.start, span.end))
+    spans = sorted(computed, key=lambda span: (span.start, span.end))
     makers: dict[Action, int] = {}
     before: list[int | None] = []
     latest: dict[int, int] = {}
@@ -31,7 +32,7 @@ def critical_path(timeline: Timeline) -> tuple[Span, ...]:
         before.append(latest.get(span.rank))
         latest[span.rank] = place
     slack = _TOLERANCE * timeline.makespan
-    path = [spans.index(max(timeline.spans, key=lambda span: span.end))]
+    path = [spans.index(max(computed, key=lambda span: span.end))]
     while spans[path[-1]].start > spans[0].start + slack:
         span, own = spans[path[-1]], before[path[-1]]
         if own is not None and spans[own].end >= span.start - slack:
@@ -43,6 +44,8 @@ def critical_path(timeline: Timeline) -> tuple[Span, ...]:
             for each in needed
             if spans[each].rank != span.rank or spans[each].end >= span.start - slack
         ]
+        if not waits and own is not None:
+            waits = [own]  # what it waited for beside, a transfer, began behind that at the latest
         if not waits:
             break
         path.append(max(waits, key=lambda each: spans[each].end))

@@ -56,9 +56,7 @@ def free_way(journey: Journey, out: bool) -> tuple[float, float]:
     return 0.0, 0.0
 
 
-def ways(
-    schedule: Schedule, transfer: Transfer, memory: Sequence[StageMemory] | None
-) -> Way:
+def ways(schedule: Schedule, transfer: Transfer, memory: Sequence[StageMemory] | None) -> Way:
     """The seconds of every transfer.
 
     Raises:
@@ -85,9 +83,7 @@ def ways(
     return way
 
 
-def add_lanes(
-    graph: StepGraph, schedule: Schedule, rows: Sequence[range], way: Way
-) -> Lanes:
+def add_lanes(graph: StepGraph, schedule: Schedule, rows: Sequence[range], way: Way) -> Lanes:
     """Add the transfers of a schedule to its own step graph, with all that waits for them.
 
     Args:

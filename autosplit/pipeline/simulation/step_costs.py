@@ -75,7 +75,9 @@ class Costs:
             )
         times = [(f / chunks, i / chunks, w / chunks) for f, i, w in self.times]
         memory = [
-            StageMemory(m.saved / chunks, m.deferred / chunks, m.inputs, max(m.tensors // chunks, 1))
+            StageMemory(
+                m.saved / chunks, m.deferred / chunks, m.inputs, tensors=max(m.tensors // chunks, 1)
+            )
             for m in self.memory
         ]
         return Costs(

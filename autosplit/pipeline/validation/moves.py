@@ -87,12 +87,18 @@ def _owner_faults(
             away = place, kind
         elif kind in _BACK:
             if away is None or away[1] is not _BACK[kind]:
-                yield f"{action} brings back what no {_BACK[kind].value} sent away", ((rank, place),)
+                yield (
+                    f"{action} brings back what no {_BACK[kind].value} sent away",
+                    ((rank, place),),
+                )
             away = None
         elif away is not None and kind in _USES:
-            yield f"{action} uses what is away since {_text(stage, away[1], microbatch)}", (
-                (rank, away[0]),
-                (rank, place),
+            yield (
+                f"{action} uses what is away since {_text(stage, away[1], microbatch)}",
+                (
+                    (rank, away[0]),
+                    (rank, place),
+                ),
             )
             away = None
         if kind is ActionKind.FORWARD:
@@ -121,14 +127,16 @@ def _holder_faults(
     for place, kind in events:
         if kind is ActionKind.ACCEPT:
             if holds:
-                yield f"{_text(stage, kind, microbatch)} takes in what rank {rank} has already", (
-                    (rank, place),
+                yield (
+                    f"{_text(stage, kind, microbatch)} takes in what rank {rank} has already",
+                    ((rank, place),),
                 )
             holds = True
         elif kind is ActionKind.RETURN:
             if not holds:
-                yield f"{_text(stage, kind, microbatch)} gives back what rank {rank} has not", (
-                    (rank, place),
+                yield (
+                    f"{_text(stage, kind, microbatch)} gives back what rank {rank} has not",
+                    ((rank, place),),
                 )
             holds = False
 
@@ -148,7 +156,8 @@ def _unmatched(
             if len(here) != len(there):
                 yield (
                     f"rank {home} lists {_text(stage, one, microbatch)} {len(here)} times, but its "
-                    f"partner, rank {partner}, {_text(stage, other, microbatch)} {len(there)} times",
+                    f"partner, rank {partner}, lists {_text(stage, other, microbatch)} "
+                    f"{len(there)} times",
                     (*((home, place) for place in here), *((partner, place) for place in there)),
                 )
 
@@ -159,7 +168,9 @@ def _out_of_order(schedule: Schedule) -> Iterator[Found]:
         if low >= high:
             continue
         mine, theirs = _transfers(schedule, low), _transfers(schedule, high)
-        wrong = next((pair for pair in zip(mine, theirs, strict=False) if pair[0][0] != pair[1][0]), None)
+        wrong = next(
+            (pair for pair in zip(mine, theirs, strict=False) if pair[0][0] != pair[1][0]), None
+        )
         if wrong is not None:
             (_, place), (_, other) = wrong
             yield (

@@ -29,7 +29,8 @@ from autosplit.torch_internals.distributed import csv_has_send_waits
 
 from .validate import validate
 
-FORMATS = ("compute_only", "compute_comms", "with_memory")
+TORCH_FORMATS = ("compute_only", "compute_comms")
+FORMATS = (*TORCH_FORMATS, "with_memory")
 
 _SENDS = (ActionKind.SEND_F, ActionKind.SEND_B)
 _BACKWARDS = (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD)
@@ -171,9 +172,7 @@ def _actions(cell: str) -> Iterator[Action]:
             yield Action.parse(part.strip())
 
 
-def _schedule(
-    name: str, rows: Sequence[Sequence[Action]], moved: Mapping[int, int]
-) -> Schedule:
+def _schedule(name: str, rows: Sequence[Sequence[Action]], moved: Mapping[int, int]) -> Schedule:
     """What ``rows`` schedule; a stage is placed where it first runs."""
     ranks = tuple(tuple(action for action in row if action.kind.is_scheduled) for row in rows)
     every = [(rank, action) for rank, row in enumerate(ranks) for action in row]

@@ -143,7 +143,8 @@ def _misfit(action: Action, schedule: Schedule) -> str | None:
     """Why ``action`` does not exist in this pipeline, or None when it does."""
     if not action.kind.is_scheduled:
         return (
-            f"{action} is none of the actions that a schedule lists: F, I, W, B, and those of memory"
+            f"{action} is none of the actions that a schedule lists: F, I, W, B, and those of "
+            "memory"
         )
     for what, value, count in (
         ("stage", action.stage, schedule.stages),
@@ -165,7 +166,9 @@ def _strays(schedule: Schedule) -> Iterator[_Fault]:
                 continue
             home = right_rank(action, schedule)
             if home is None:
-                yield _Fault(f"{action} needs partners, of which there are none", ((rank, position),))
+                yield _Fault(
+                    f"{action} needs partners, of which there are none", ((rank, position),)
+                )
             elif home != rank and action.kind in (ActionKind.ACCEPT, ActionKind.RETURN):
                 owner = schedule.home(action.stage, action.microbatch)
                 yield _Fault(

@@ -14,7 +14,7 @@ from autosplit.pipeline.builders.build import SCHEDULES, build
 from autosplit.pipeline.schedule.sends import add_communication
 from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.pipeline.validation import torch_csv
-from autosplit.pipeline.validation.torch_csv import FORMATS, read_csv, write_csv
+from autosplit.pipeline.validation.torch_csv import FORMATS, TORCH_FORMATS, read_csv, write_csv
 from autosplit.text import reading
 from autosplit.torch_internals.version import TORCH
 from tests.pipeline.interchange_workers import step_with_torch
@@ -75,7 +75,7 @@ def test_sends_are_waited_for_where_they_have_ended(waits: bool, tmp_path: Path)
 def test_torch_takes_ours(name: str, tmp_path: Path) -> None:
     """Its validation, its lowering and its simulation of sends and receives."""
     schedule = of_two_a_rank(name)
-    for form in FORMATS:
+    for form in TORCH_FORMATS:
         write_csv(schedule, tmp_path / f"{form}.csv", form)
         runtime = torch_schedules._PipelineScheduleRuntime(
             stages_of(0, 2, schedule.stages), schedule.microbatches
@@ -86,7 +86,7 @@ def test_torch_takes_ours(name: str, tmp_path: Path) -> None:
     runtime._simulate()  # of what "compute_comms" said
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", TORCH_FORMATS)
 @pytest.mark.parametrize(
     ("kind", "per_rank"),
     [
@@ -146,7 +146,7 @@ def test_a_deadlock_has_no_messages() -> None:
         ("0F0,0I0", "compute_only", "stage 0 never runs 0W0"),
         ("0F0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0", "compute_comms", "it lacks .*0SEND_F0"),
         ("0F0,0B0,0SEND_F0", "compute_comms", "has 0SEND_F0 in excess"),
-        ("0F0", "compute", "unknown form 'compute'; known: compute_only, compute_comms"),
+        ("0F0", "compute", "unknown form 'compute'; known: compute_only, compute_comms, with"),
     ],
 )
 def test_files_that_are_no_schedule(text: str, form: str, message: str, tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""Tests of the passes that keep ranks below a bound of memory."""

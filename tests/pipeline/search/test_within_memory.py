@@ -1,0 +1,95 @@
+"""The search within a limit of memory, against single measures and the exact solver."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from autosplit.errors import ScheduleError
+from autosplit.pipeline.search.memory_model import least_step
+from autosplit.pipeline.search.named import named_schedules
+from autosplit.pipeline.search.within_memory import MEASURES, search_within
+from autosplit.pipeline.simulation.activation_memory import StageMemory
+from autosplit.pipeline.simulation.step_costs import Costs
+from autosplit.pipeline.simulation.transfer import Link, Transfer
+from autosplit.pipeline.validation.validate import validate
+
+
+def small(seed: int) -> tuple[Costs, int, float]:
+    """Costs of a small pipeline in small whole numbers, M, and a limit."""
+    chance = random.Random(seed)
+    stages = chance.choice((2, 3))
+    costs = Costs(
+        [(float(chance.randint(2, 4)), float(chance.randint(2, 4)), 2.0) for _ in range(stages)],
+        [StageMemory(float(chance.choice((4, 6))), 3.0, 1.0, tensors=4) for _ in range(stages)],
+        Transfer(0.0, 16.0, host=Link(0.0, 8.0)),
+    )
+    return costs, 3, chance.choice((9.0, 12.0))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_never_longer_than_by_a_single_measure(seed: int) -> None:
+    costs, microbatches, limit = small(seed)
+    stages = len(costs.times)
+    found = search_within(costs, microbatches, limit, placement=tuple(range(stages)))
+    validate(found.schedule)
+    assert max(found.peaks) <= limit * 1.0001
+    assert max(found.peaks) == max(costs.peaks(found.schedule, found.timeline))
+    for name, measure in MEASURES.items():
+        for each in named_schedules(costs.times, microbatches, stages):
+            if each.placement != tuple(range(stages)):
+                continue
+            tried = measure(each, costs, [limit] * stages)
+            timeline = costs.timeline(tried)
+            if max(costs.peaks(tried, timeline)) <= limit:
+                assert found.timeline.step_time <= timeline.step_time * 1.0001, name
+
+
+def test_no_step_is_shorter_than_the_exact_solver_allows() -> None:
+    pytest.importorskip("ortools")
+    costs, microbatches, limit = small(1)
+    placement = tuple(range(len(costs.times)))
+    found = search_within(costs, microbatches, limit, placement=placement)
+    least = least_step(costs, microbatches, limit, placement=placement, seconds=10)
+    none = least_step(costs, microbatches, limit, placement=placement, measures=(), seconds=10)
+    assert least <= none
+    assert 0 < least <= found.timeline.step_time * 1.0001
+    assert found.timeline.step_time <= 1.02 * least
+
+
+def test_the_report_says_what_each_measure_costs_and_saves() -> None:
+    costs = Costs([(2.0, 2.0, 2.0)] * 2, [StageMemory(6.0, 3.0, 1.0)] * 2)
+    found = search_within(costs, 5, 13.0, placement=(0, 1), measures=("recompute",))
+    assert found.timeline.step_time >= found.unlimited
+    for effect in found.effects:
+        assert effect.measure == "recompute"
+        assert max(effect.saved) > 0
+
+
+def test_the_better_setting_of_the_split_is_taken() -> None:
+    costs, microbatches, _ = small(0)
+    slow = replace(costs, times=[(f + 1, i, w) for f, i, w in costs.times])
+    lean = replace(slow, memory=[StageMemory(2.0, 2.0, 1.0)] * len(costs.times))
+    both = {"saved": costs, "lean": lean}
+    assert search_within(both, microbatches, 100.0).setting == "saved"
+    assert search_within(both, microbatches, 4.0, measures=()).setting == "lean"
+
+
+def test_what_is_fixed_counts() -> None:
+    costs, microbatches, _ = small(0)
+    ranks = len(costs.times)
+    with pytest.raises(ScheduleError, match="parameters, gradients and optimizer state alone"):
+        search_within(costs, microbatches, 10.0, fixed=[10.0] * ranks)
+    free = search_within(costs, microbatches, 100.0)
+    fits = search_within(costs, microbatches, 110.0, fixed=[10.0] * ranks)
+    assert fits.timeline.step_time == free.timeline.step_time
+
+
+def test_a_limit_too_low_says_the_least_that_would_do() -> None:
+    costs, microbatches, _ = small(0)
+    with pytest.raises(ScheduleError, match=r"the least that was comes .* above it .* activations"):
+        search_within(costs, microbatches, 2.0)
+    with pytest.raises(ScheduleError, match="unknown measure 'prune'; known: balance, offload"):
+        search_within(costs, microbatches, 2.0, measures=("prune",))

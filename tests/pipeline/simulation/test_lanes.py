@@ -1,0 +1,112 @@
+"""Moves of memory in simulated steps: when they go on, who waits, and what ranks hold meanwhile."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from autosplit.errors import ScheduleError
+from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.simulation.activation_memory import (
+    StageMemory,
+    memory_over_time,
+    peak_memory,
+)
+from autosplit.pipeline.simulation.critical_path import critical_path
+from autosplit.pipeline.simulation.simulate import simulate
+from autosplit.pipeline.simulation.step_costs import Costs
+from autosplit.pipeline.simulation.timeline import Timeline
+from autosplit.pipeline.simulation.transfer import Link, Transfer
+from autosplit.report.idle_gaps import gaps
+from tests.pipeline.tables import schedule_of, seconds
+
+LINKS = Transfer(0.0, 4.0, host=Link(0.0, 2.0))
+SIZES = [StageMemory(1.0, 1.0, 0.25, tensors=2)] * 2
+
+
+def evicting() -> Schedule:
+    schedule = schedule_of(
+        "0F0 0EVICT0 0F1 0LOAD0 0B0 0B1",
+        "0ACCEPT0 1F0 0RETURN0 1B0 1F1 1B1",
+        split_backward=False,
+    )
+    return replace(schedule, partners=(1, 0))
+
+
+def spans(timeline: Timeline) -> dict[str, tuple[float, float]]:
+    return {str(span.action): (span.start, span.end) for span in timeline.spans}
+
+
+def test_a_journey_goes_on_beside_computation() -> None:
+    timeline = Costs([(1, 1, 1)] * 2, SIZES, LINKS).timeline(evicting())
+    times = spans(timeline)
+    assert times["0F1"] == (1.0, 2.0)
+    assert times["0EVICT0"] == times["0ACCEPT0"] == (1.0, 1.25)
+    assert times["0LOAD0"] == times["0RETURN0"] == (2.0, 2.25)
+
+
+def test_what_is_away_is_counted_where_it_is_tensor_by_tensor() -> None:
+    timeline = Costs([(1, 1, 1)] * 2, SIZES, LINKS).timeline(evicting())
+    owner, holder = (memory_over_time(timeline, SIZES, rank) for rank in (0, 1))
+    assert owner[:5] == [(0.0, 0.0), (0.0, 1.0), (1.0, 2.0), (1.125, 1.5), (1.25, 1.0)]
+    assert holder[:4] == [(0.0, 0.0), (1.0, 1.0), (1.0, 1.5), (1.125, 2.0)]
+    assert owner[-1][1] == holder[-1][1] == 0.0
+    assert peak_memory(evicting(), SIZES) == [2.0, 2.0]
+
+
+def test_a_slow_link_keeps_the_backward_waiting() -> None:
+    """And the page says for what."""
+    costs = Costs([(1, 1, 1)] * 2, SIZES, replace(LINKS, bandwidth=0.25))
+    timeline = costs.timeline(evicting())
+    times = spans(timeline)
+    assert times["0EVICT0"] == (1.0, 5.0)
+    assert times["0LOAD0"] == (5.0, 9.0)
+    assert times["0B0"][0] == 9.0
+    (wait,) = [gap for gap in gaps(timeline) if gap.after and str(gap.after.action) == "0B0"]
+    assert wait.cause is not None
+    assert str(wait.cause.action) == "0LOAD0"
+    path = critical_path(timeline)
+    assert (path[0].start, path[-1].end) == (0.0, timeline.makespan)
+
+
+def test_who_is_to_hold_more_waits_for_what_was_sent_away_before_the_last_action() -> None:
+    schedule = schedule_of("0F0 0OFFLOAD0 0F1 0F2 0RELOAD0 0B0 0B1 0B2", stages=1, microbatches=3)
+    schedule = replace(schedule, split_backward=False)
+    links = Transfer(host=Link(0.0, 0.2))
+    times = spans(Costs([(1, 1, 1)], SIZES[:1], links).timeline(schedule))
+    assert times["0OFFLOAD0"] == (1.0, 6.0)
+    assert times["0F1"] == (1.0, 2.0)
+    assert times["0F2"] == (6.0, 7.0)
+    assert peak_memory(schedule, SIZES[:1]) == [3.0]
+
+
+def test_recomputation_keeps_inputs_only_and_takes_as_long_as_a_forward() -> None:
+    schedule = schedule_of("0F0 0F1 0RECOMPUTE0 0B0 0B1", stages=1, microbatches=2)
+    schedule = replace(schedule, split_backward=False)
+    timeline = Costs([(2, 1, 1)], SIZES[:1]).timeline(schedule)
+    assert spans(timeline)["0RECOMPUTE0"] == (4.0, 6.0)
+    assert memory_over_time(timeline, SIZES[:1], 0)[1:4] == [(0.0, 1.0), (2.0, 0.25), (2.0, 1.25)]
+    assert timeline.busy(0) == timeline.makespan
+
+
+def test_bytes_that_are_not_known_are_asked_for() -> None:
+    with pytest.raises(ScheduleError, match="give the memory of every stage"):
+        simulate(evicting(), seconds(1, 1, 1), transfer=LINKS)
+    assert simulate(evicting(), seconds(1, 1, 1)).makespan == 9.0
+
+
+def test_only_so_many_bytes_travel_as_are_moved() -> None:
+    costs = Costs([(1, 1, 1)] * 2, [StageMemory(8.0, 8.0)] * 2, LINKS)
+    half = replace(evicting(), moved={0: 4})
+    whole, part = costs.timeline(evicting()), costs.timeline(half)
+    assert spans(whole)["0EVICT0"] == (1.0, 3.0)
+    assert spans(part)["0EVICT0"] == (1.0, 2.0)
+    assert min(s for _, s in memory_over_time(part, costs.memory, 0, half.moved)[2:5]) >= 4.0
+
+
+def test_weights_that_are_away_are_not_run_early() -> None:
+    schedule = schedule_of("0F0 0I0 0OFFLOAD0 0F1 0RELOAD0 0I1 0W0 0W1", "1F0 1I0 1W0 1F1 1I1 1W1")
+    costs = Costs([(1, 1, 1)] * 2, SIZES, LINKS, early_weights=True)
+    times = spans(costs.timeline(schedule))
+    assert times["0W0"][0] >= times["0RELOAD0"][1]

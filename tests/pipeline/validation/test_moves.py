@@ -1,0 +1,125 @@
+"""Faults of what a schedule moves away and runs again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from autosplit.errors import ScheduleError
+from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.simulation.activation_memory import StageMemory
+from autosplit.pipeline.validation.torch_csv import TORCH_FORMATS, read_csv, write_csv
+from autosplit.pipeline.validation.validate import validate
+from tests.pipeline.tables import rows_of, schedule_of
+
+OWNER = "0F0 0EVICT0 0F1 0LOAD0 0B0 0B1"
+HOLDER = "0ACCEPT0 1F0 0RETURN0 1B0 1F1 1B1"
+
+
+def paired(first: str, second: str = "1F0 1B0 1F1 1B1") -> Schedule:
+    schedule = schedule_of(first, second, split_backward=False)
+    return replace(schedule, partners=(1, 0))
+
+
+def test_a_journey_to_the_partner_and_one_to_the_host_are_legal() -> None:
+    validate(paired(OWNER, HOLDER))
+    validate(paired("0F0 0OFFLOAD0 0F1 0RELOAD0 0B0 0RECOMPUTE1 0B1"))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "fault"),
+    [
+        ("0F0 0EVICT0 0F1 0B0 0LOAD0 0B1", HOLDER, "0B0 uses what is away since 0EVICT0"),
+        ("0F0 0F1 0LOAD0 0B0 0B1", HOLDER, "0LOAD0 brings back what no EVICT sent away"),
+        (
+            "0F0 0EVICT0 0F1 0LOAD0 0LOAD0 0B0 0B1",
+            HOLDER,
+            "0LOAD0 brings back what no EVICT sent away",
+        ),
+        ("0EVICT0 0F0 0F1 0LOAD0 0B0 0B1", HOLDER, "0EVICT0 sends away what is not there yet"),
+        ("0F0 0EVICT0 0F1 0B1", HOLDER, "0EVICT0 is never brought back"),
+        (
+            "0F0 0EVICT0 0OFFLOAD0 0F1 0RELOAD0 0LOAD0 0B0 0B1",
+            HOLDER,
+            "0OFFLOAD0 sends away what is away already",
+        ),
+        (OWNER, "0ACCEPT0 1F0 1B0 1F1 1B1", "0LOAD0 1 times, but its partner, rank 1, lists"),
+        (OWNER, "0RETURN0 0ACCEPT0 1F0 1B0 1F1 1B1", "0RETURN0 gives back what rank 1 has not"),
+        (
+            "0F0 0EVICT0 0F1 0EVICT1 0LOAD0 0LOAD1 0B0 0B1",
+            "0ACCEPT1 0ACCEPT0 0RETURN0 0RETURN1 1F0 1B0 1F1 1B1",
+            "rank 0 comes to 0EVICT0 where its partner, rank 1, comes to 0ACCEPT1",
+        ),
+        (
+            "0F0 0F1 0RECOMPUTE0 0RECOMPUTE0 0B0 0B1",
+            "1F0 1B0 1F1 1B1",
+            "0RECOMPUTE0 runs 2 times, expected at most once",
+        ),
+        (
+            "0F0 0F1 0B0 0RECOMPUTE0 0B1",
+            "1F0 1B0 1F1 1B1",
+            "0RECOMPUTE0 comes behind the backward that needs it",
+        ),
+        (
+            "0F0 0OFFLOAD0 0F1 0RELOAD0 0RECOMPUTE0 0B0 0B1",
+            "1F0 1B0 1F1 1B1",
+            "0OFFLOAD0 sends away what is not there before its RECOMPUTE",
+        ),
+        (
+            "0ACCEPT0 0F0 0F1 0B0 0RETURN0 0B1",
+            "1F0 1B0 1F1 1B1",
+            "but the partner of rank 0, which holds stage 0, is rank 1",
+        ),
+    ],
+)
+def test_what_moves_wrongly_is_refused(first: str, second: str, fault: str) -> None:
+    with pytest.raises(ScheduleError) as caught:
+        validate(paired(first, second))
+    assert fault in str(caught.value)
+
+
+def test_partners_are_pairs() -> None:
+    with pytest.raises(ScheduleError, match="partners must be pairs"):
+        validate(replace(paired(OWNER, HOLDER), partners=(1, 1)))
+    with pytest.raises(ScheduleError, match="0EVICT0: rank 0 has no partner"):
+        validate(replace(paired("0F0 0EVICT0 0F1 0LOAD0 0B0 0B1"), partners=None))
+    with pytest.raises(ScheduleError, match="moved names stage 7 with 3 bytes"):
+        validate(replace(paired(OWNER, HOLDER), moved={7: 3}))
+
+
+def test_partners_that_wait_for_each_other_are_a_deadlock() -> None:
+    """Each takes in only after what needs the other's."""
+    owner = "0F0 0EVICT0 0F1 0LOAD0 0B0 0B1"
+    holder = "1F0 1B0 1F1 1B1 0ACCEPT0 0RETURN0"
+    late = paired(owner, holder)
+    validate(late)  # 0B0 waits, and nobody waits for it
+    with pytest.raises(ScheduleError, match=r"deadlock: .*0LOAD0|deadlock: .*0B0"):
+        validate(
+            paired(
+                "0F0 0EVICT0 0LOAD0 0B0 0F1 0B1",
+                "1F0 1B0 1F1 0ACCEPT0 0RETURN0 1B1",
+            )
+        )
+
+
+def test_the_partners_bound_counts_what_it_takes_in() -> None:
+    sizes = [StageMemory(4.0, 4.0)] * 2
+    validate(paired(OWNER, HOLDER), memory=sizes, caps=[8.0, 8.0])
+    with pytest.raises(ScheduleError, match="1F0 makes rank 1 keep 8, more than its cap of 7"):
+        validate(paired(OWNER, HOLDER), memory=sizes, caps=[8.0, 7.0])
+
+
+@pytest.mark.parametrize("form", TORCH_FORMATS)
+def test_torch_has_none_of_these_actions(form: str, tmp_path: Path) -> None:
+    """And the advice is one that works."""
+    schedule = replace(paired(OWNER, HOLDER), moved={0: 4096})
+    with pytest.raises(ScheduleError, match=r"such as 0EVICT0, which torch's .*'with_memory'"):
+        write_csv(schedule, tmp_path / "file.csv", form)
+    write_csv(schedule, tmp_path / "file.csv", "with_memory")
+    back = read_csv(tmp_path / "file.csv", "with_memory", name=schedule.name)
+    assert back == schedule
+    assert rows_of(back) == [OWNER, HOLDER]
+    with pytest.raises(ScheduleError):
+        read_csv(tmp_path / "file.csv", form)
