@@ -50,10 +50,10 @@ def test_no_file_where_none_can_be(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("")
     for folder in (tmp_path / "missing", tmp_path / "taken"):
         with pytest.raises(
-            OutputError, match="no file for offloaded tensors can be made in .*name"
+            OutputError, match=r"no file for offloaded tensors can be made in .*name"
         ):
             FileStore(folder)
-    with pytest.raises(PipelineError, match="store='x' is for stages on the CPU; those on cuda:0"):
+    with pytest.raises(PipelineError, match=r"store=.x. is for stages on the CPU; those on cuda:0"):
         open_store(torch.device("cuda", 0), "x")
 
 
