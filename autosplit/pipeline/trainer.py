@@ -88,9 +88,9 @@ class PipelineTrainer(StageTrainer):
         timeout: seconds to wait for another rank, and for each stage to be built.
         memory_limit: bytes, or text such as ``"12GiB"``, that no rank may hold more than, of
             parameters, gradients, optimizer state, microbatches and what calls need. On the
-            placement of ``schedule``, the shortest step within it is searched, before the first step by what
-            stages hold, and once three steps are measured again by their times: it may keep
-            microbatches at a partner rank, in the host's store, or run forwards again.
+            placement of ``schedule``, the shortest step within it is searched: before the first
+            step by what stages hold, and again once three steps are measured, by their times. It
+            may keep microbatches at a partner rank, in the host's store, or run forwards again.
         store: the folder of the file in which stages on the CPU keep what the schedule offloads;
             None means that of temporary files. The file has no name there and ends with the
             process. On a GPU it is pinned memory.

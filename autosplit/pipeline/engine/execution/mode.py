@@ -118,20 +118,20 @@ class Mode:
 
     def _moves(self, stages: Mapping[int, ForwardStage]) -> MicrobatchMoves | None:
         """What carries out the schedule's moves; collective over all ranks."""
-        schedule, groups = self._schedule, self._groups
+        schedule, groups = self.schedule, self._groups
         if not has_moves(schedule):
             return None
         pairs = partner_pairs(schedule)
         connect_partners(groups, pairs)
-        mine = next((pair for pair in pairs if self._rank in pair), None)
+        mine = next((pair for pair in pairs if self.rank in pair), None)
         partner = None
         if mine is not None:
-            (other,) = {*mine} - {self._rank}
+            (other,) = {*mine} - {self.rank}
             partner = PartnerLink(groups, other, self._device)
         return MicrobatchMoves(
             stages,
             schedule,
-            self._rank,
+            self.rank,
             self._device,
             store=self._store,
             partner=partner,
