@@ -117,8 +117,11 @@ class Stage:
 
     @property
     def saved_tensors(self) -> list[Tensor]:
-        """Tensors held between F and I; several may lie in one storage."""
-        return self._saved.tensors
+        """Tensors held between F and I; several may lie in one storage. Inputs of those that will
+        be recomputed are among them, and what is away is not.
+        """
+        kept = (tensor for each in self._inputs.values() for tensor in each.tensors)
+        return [*self._saved.tensors, *kept]
 
     @property
     def deferred_tensors(self) -> list[Tensor]:
@@ -128,8 +131,7 @@ class Stage:
     @property
     def saved_bytes(self) -> int:
         """Bytes of distinct storage held between F and I."""
-        kept = (tensor for each in self._inputs.values() for tensor in each.tensors)
-        return distinct_storage_bytes([*self._saved.tensors, *kept])
+        return distinct_storage_bytes(self.saved_tensors)
 
     @property
     def deferred_bytes(self) -> int:

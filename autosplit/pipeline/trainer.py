@@ -17,8 +17,8 @@ from autosplit.pipeline.engine.messages.default_group import process_count
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.runtime.split_options import SplitOptions
 
-from .training.rank_ledger import Record
 from .training.options import TrainerOptions, schedule_request, stage_factory_of
+from .training.rank_ledger import Record
 from .training.stage_modules import LossFunction, Partitioned, StageList, StageSource
 from .training.stage_trainer import OptimizerFunction, StageTrainer
 from .training.tied_parameters import Holder

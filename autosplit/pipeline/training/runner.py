@@ -32,7 +32,7 @@ from .batch_agreement import check_same_batch
 from .batch_contents import compare_contents
 from .optimizer_step import OptimizerStep
 from .options import TrainerOptions
-from .rank_ledger import MEMORY, RankLedger, RankMemory, Record
+from .rank_ledger import MEMORY, RankLedger, Record
 from .rank_state import RankState
 from .snapshot import ForwardState
 from .stage_builder import StageBuilder
@@ -60,8 +60,7 @@ class Runner:
         schedule: what training runs; under ``"auto"`` another one behind the measured steps.
         stages: this rank's stages of the last run in training; empty before the first.
         spans: what that run recorded.
-        memory: the bands of what this rank held in that run, and the peak that was predicted for
-            it; None where that was not recorded.
+        ledger: what this rank held in that run; None where that was not recorded.
     """
 
     def __init__(
@@ -107,7 +106,7 @@ class Runner:
         )
         self.stages: Mapping[int, TrainableStage] = MappingProxyType({})
         self.spans: list[Span] = []
-        self.memory: RankMemory | None = None
+        self.ledger: RankLedger | None = None
         self._contents_compared = False
 
     def _tuner_for(self, setup: TrainingSetup, early_weights: bool) -> Tuner:
@@ -157,7 +156,7 @@ class Runner:
             losses = self._run_again(run) if self._update.expects_more else self._run_once(run)
         self._settled()
         self.spans = recorder.spans() if recorder is not None else []
-        self.memory = None if ledger is None else ledger.found()
+        self.ledger = ledger
         if self._tuner is not None:
             self._tune(self._tuner)
         return self._agree(mode, losses, clipping=clipping)

@@ -48,6 +48,7 @@ class Mode:
         schedule: what is run.
         feeds: who feeds whom.
         rank: this process's.
+        moves: carries out the schedule's moves; None where there are none.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Mode:
         self._loss_grad: Tensor | None = None
         self._transport = self._connect(schedule)
         self.executor: Executor | None = None
+        self.moves: MicrobatchMoves | None = None
         self.stages: Mapping[int, TrainableStage] = MappingProxyType({})
 
     def compile(self) -> None:
@@ -103,6 +105,7 @@ class Mode:
         """Set the executor of this mode, which runs ``stages``; collective over all ranks."""
         self._groups.connect(pairs_of(self.schedule, self.feeds))
         self._loss_grad = loss_grad
+        self.moves = self._moves(stages)
         self.executor = Executor(
             stages,
             self.schedule,
@@ -112,26 +115,26 @@ class Mode:
             order=self._order,
             finished=self._finished,
             place=self.place,
-            moves=self._moves(stages),
+            moves=self.moves,
         )
         return self.executor
 
     def _moves(self, stages: Mapping[int, ForwardStage]) -> MicrobatchMoves | None:
         """What carries out the schedule's moves; collective over all ranks."""
-        schedule, groups = self._schedule, self._groups
+        schedule, groups = self.schedule, self._groups
         if not has_moves(schedule):
             return None
         pairs = partner_pairs(schedule)
         connect_partners(groups, pairs)
-        mine = next((pair for pair in pairs if self._rank in pair), None)
+        mine = next((pair for pair in pairs if self.rank in pair), None)
         partner = None
         if mine is not None:
-            (other,) = {*mine} - {self._rank}
+            (other,) = {*mine} - {self.rank}
             partner = PartnerLink(groups, other, self._device)
         return MicrobatchMoves(
             stages,
             schedule,
-            self._rank,
+            self.rank,
             self._device,
             store=self._store,
             partner=partner,

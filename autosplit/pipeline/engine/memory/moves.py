@@ -8,7 +8,7 @@ one as they arrive.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -92,6 +92,7 @@ class MicrobatchMoves:
         }
         self._begun: dict[int, Transfer] = {}
         self._sizes: dict[int, list[int]] = {}
+        self._leaving: list[list[Tensor]] = []  # emptied as they leave
         self._kept: Callable[[int], Iterable[Tensor]] = lambda microbatch: ()
         for journey in journeys_of(schedule):
             if journey.rank == rank:
@@ -102,7 +103,23 @@ class MicrobatchMoves:
     def begin(self, kept: Callable[[int], Iterable[Tensor]]) -> None:
         """Start a step; ``kept`` are tensors of a microbatch that others hold besides stages."""
         self._begun.clear()
+        self._leaving.clear()
         self._kept = kept
+
+    @property
+    def in_transit(self) -> list[Tensor]:
+        """What is on its way: not gone yet, or come and not in use."""
+        back = (ActionKind.LOAD, ActionKind.RELOAD)
+        return [*(each for storages in self._leaving for each in [*storages]), *self._came(back)]
+
+    @property
+    def guests(self) -> list[Tensor]:
+        """What this rank keeps for its partner."""
+        return self._came((ActionKind.ACCEPT,))
+
+    def _came(self, kinds: Collection[ActionKind]) -> list[Tensor]:
+        moves = [each for each in self._begun.values() if each.action.kind in kinds]
+        return [t for each in moves if each.over and not each.failed for t in [*each.result()]]
 
     def start(self, place: int) -> None:
         """Start the move at a place of the row.
@@ -245,7 +262,9 @@ class MicrobatchMoves:
         """What the microbatch holds alone, taken out of the stage."""
         microbatch = journey.microbatch
         kept = [*self._kept(microbatch), *self._held_elsewhere(journey)]
-        return stage.detach_held(microbatch, self._moved.get(journey.stage), kept)
+        found = stage.detach_held(microbatch, self._moved.get(journey.stage), kept)
+        self._leaving.append(found)
+        return found
 
     def _held_elsewhere(self, journey: Journey) -> Iterator[Tensor]:
         """What the rank's other stages hold of the microbatch: an output here is an input there."""
