@@ -13,7 +13,7 @@ from autosplit.passes.lowering.live_bytes import LiveBytes
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.gradient_accumulation import Accumulation
 from autosplit.runtime.gradient_graphs import Call
-from autosplit.runtime.held_storages import lent_storages, own_storages
+from autosplit.runtime.held_storages import HeldStorages, lent_storages
 from autosplit.runtime.in_flight import (
     InFlightMicrobatch,
     InFlightMicrobatches,
@@ -92,6 +92,7 @@ class Stage:
         self._inputs: dict[int, KeptInputs] = {}
         self._saved = InFlightMicrobatches(owner, "forward")
         self._weights = PendingWeightGradients(owner, summed, slices)
+        self._held = HeldStorages(owner, self._saved, self._weights.in_flight)
 
     @property
     def functions(self) -> SplitFunctions:
@@ -117,10 +118,8 @@ class Stage:
 
     @property
     def saved_tensors(self) -> list[Tensor]:
-        """Tensors held between F and I; several may lie in one storage. Inputs of those that will
-        be recomputed are among them, and what is away is not.
-        """
-        kept = (tensor for each in self._inputs.values() for tensor in each.tensors)
+        """Tensors held between F and I; several may lie in one storage."""
+        kept = [tensor for each in self._inputs.values() for tensor in each.tensors]
         return [*self._saved.tensors, *kept]
 
     @property
@@ -205,9 +204,7 @@ class Stage:
         Raises:
             SplitError: this microbatch is at neither place.
         """
-        owner, others = self._holding(microbatch)
-        places = own_storages(owner, others, kept)
-        return [owner.residuals.whole(each[0]) for each in places]
+        return self._held.of(microbatch, kept)
 
     def detach_held(
         self, microbatch: int, bytes: int | None = None, kept: Iterable[Tensor] = ()
@@ -222,13 +219,7 @@ class Stage:
         Raises:
             SplitError: as ``held``; or it is away already, or was written in place.
         """
-        owner, others = self._holding(microbatch)
-        if owner.residuals.is_away:
-            raise SplitError(
-                f"stage {self.index}: tensors of microbatch {microbatch} are away already; put "
-                "them back with attach_held() first"
-            )
-        return owner.residuals.detach(own_storages(owner, others, kept, bytes))
+        return self._held.detach(microbatch, bytes, kept)
 
     def attach_held(self, microbatch: int, tensors: Sequence[Tensor]) -> None:
         """Put back what ``detach_held`` gave: tensors of the same bytes, in the same order.
@@ -236,11 +227,7 @@ class Stage:
         Raises:
             SplitError: other tensors than it gave, or it gave none.
         """
-        owner, _ = self._holding(microbatch)
-        try:
-            owner.residuals.attach(tensors)
-        except SplitError as error:
-            raise SplitError(f"stage {self.index}: microbatch {microbatch}: {error}") from None
+        self._held.attach(microbatch, tensors)
 
     def backward_input(
         self, microbatch: int, output_grads: list[Tensor | None]
@@ -373,19 +360,6 @@ class Stage:
                 f"recompute({microbatch}) before its backward"
             )
         return self._saved.take(microbatch)
-
-    def _holding(self, microbatch: int) -> tuple[InFlightMicrobatch, list[InFlightMicrobatch]]:
-        """A microbatch's state, between F and the backward or between I and W, and those of all
-        others.
-        """
-        saved, deferred = self._saved, self._weights.in_flight
-        here, there = (saved, deferred) if microbatch in saved else (deferred, saved)
-        if microbatch not in here:
-            raise SplitError(
-                f"stage {self.index}: microbatch {microbatch} holds nothing that could be moved: "
-                "it is neither between F and its backward nor between I and W"
-            )
-        return here.get(microbatch), [*here.others(microbatch), *there.others(microbatch)]
 
     def _output_grads(
         self, functions: SplitFunctions, output_grads: list[Tensor | None]

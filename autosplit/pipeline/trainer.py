@@ -16,6 +16,7 @@ from autosplit.pipeline.engine.execution.stage_assembly import SplitStage, Stage
 from autosplit.pipeline.engine.messages.default_group import process_count
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.runtime.split_options import SplitOptions
+from autosplit.text.byte_sizes import parse_size
 
 from .training.options import TrainerOptions, schedule_request, stage_factory_of
 from .training.rank_ledger import Record
@@ -85,6 +86,11 @@ class PipelineTrainer(StageTrainer):
         ranks: how many processes take part; None means all. 1 keeps all stages in this process
             and needs no process group.
         timeout: seconds to wait for another rank, and for each stage to be built.
+        memory_limit: bytes, or text such as ``"12GiB"``, that no rank may hold more than, of
+            parameters, gradients, optimizer state, microbatches and what calls need. On the
+            placement of ``schedule``, the shortest step within it is searched: before the first
+            step by what stages hold, and again once three steps are measured, by their times. It
+            may keep microbatches at a partner rank, in the host's store, or run forwards again.
         store: the folder of the file in which stages on the CPU keep what the schedule offloads;
             None means that of temporary files. The file has no name there and ends with the
             process. On a GPU it is pinned memory.
@@ -127,6 +133,7 @@ class PipelineTrainer(StageTrainer):
         device: torch.device | str | None = None,
         ranks: int | None = None,
         timeout: float = 300.0,
+        memory_limit: int | str | None = None,
         store: str | os.PathLike[str] | None = None,
         record: Record = False,
         backend: str | None = None,
@@ -153,6 +160,11 @@ class PipelineTrainer(StageTrainer):
             undo_steps=undo_steps,
             timeout=timeout,
             store=store,
+            memory_limit=(
+                None
+                if memory_limit is None
+                else parse_size(memory_limit, "memory_limit", PipelineError)
+            ),
         )
         if _is_whole(model):
             setup = _cut(model, stages, example, planning, loss_fn, options)

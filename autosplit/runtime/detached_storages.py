@@ -26,11 +26,15 @@ def is_part(tensor: Tensor) -> bool:
     return tensor.numel() * tensor.element_size() != tensor.untyped_storage().nbytes()
 
 
+def is_plain(value: Any) -> bool:
+    """Whether a value is a tensor over one storage, and not one of a subclass."""
+    return type(value) in (Tensor, torch.nn.Parameter) and value.layout is torch.strided
+
+
 def has_bytes(value: Any) -> bool:
     """Whether a value is its bytes, sizes and strides, and nobody but torch can write there."""
     return (
-        type(value) in (Tensor, torch.nn.Parameter)
-        and value.layout is torch.strided
+        is_plain(value)
         and not (value.is_conj() or value.is_neg())
         and value.untyped_storage().nbytes() > 0
         and value.untyped_storage().resizable()

@@ -2,12 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
+from autosplit.errors import SplitError
+
 from .detached_storages import StorageKey, has_bytes, is_part, storage_of
-from .in_flight import InFlightMicrobatch
+from .in_flight import InFlightMicrobatch, InFlightMicrobatches
+
+
+class HeldStorages:
+    """What the in-flight microbatches of a stage hold, each alone.
+
+    Args:
+        owner: whose, for messages.
+        saved: the microbatches between F and the backward.
+        deferred: those between I and W.
+    """
+
+    def __init__(
+        self, owner: str, saved: InFlightMicrobatches, deferred: InFlightMicrobatches
+    ) -> None:
+        self._owner = owner
+        self._saved = saved
+        self._deferred = deferred
+
+    def of(self, microbatch: int, kept: Iterable[Tensor]) -> list[Tensor]:
+        """See ``Stage.held``."""
+        own, others = self._find(microbatch)
+        places = own_storages(own, others, kept)
+        return [own.residuals.whole(each[0]) for each in places]
+
+    def detach(self, microbatch: int, limit: int | None, kept: Iterable[Tensor]) -> list[Tensor]:
+        """See ``Stage.detach_held``."""
+        own, others = self._find(microbatch)
+        if own.residuals.is_away:
+            raise SplitError(
+                f"{self._owner}: tensors of microbatch {microbatch} are away already; put them "
+                "back with attach_held() first"
+            )
+        return own.residuals.detach(own_storages(own, others, kept, limit))
+
+    def attach(self, microbatch: int, tensors: Sequence[Tensor]) -> None:
+        """See ``Stage.attach_held``."""
+        own, _ = self._find(microbatch)
+        try:
+            own.residuals.attach(tensors)
+        except SplitError as error:
+            raise SplitError(f"{self._owner}: microbatch {microbatch}: {error}") from None
+
+    def _find(self, microbatch: int) -> tuple[InFlightMicrobatch, list[InFlightMicrobatch]]:
+        """A microbatch's state and those of all others."""
+        here, there = self._saved, self._deferred
+        if microbatch not in here:
+            here, there = there, here
+        if microbatch not in here:
+            raise SplitError(
+                f"{self._owner}: microbatch {microbatch} holds nothing that could be moved: it is "
+                "neither between F and its backward nor between I and W"
+            )
+        return here.get(microbatch), [*here.others(microbatch), *there.others(microbatch)]
 
 
 def own_storages(

@@ -18,6 +18,7 @@ from .detached_storages import (
     DetachedStorages,
     StorageKey,
     has_bytes,
+    is_plain,
     storage_of,
     whole_storage,
 )
@@ -178,7 +179,7 @@ class Residuals:
         """Storages that could be detached -> the places of the tensors that lie in them."""
         found: dict[StorageKey, list[int]] = {}
         for at, value in enumerate(self._tensors):
-            if isinstance(value, Tensor):
+            if is_plain(value):
                 found.setdefault(storage_of(value), []).append(at)
         return {
             key: places

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -172,12 +171,48 @@ def four_ranks() -> dict[str, Any]:
     }
 
 
+def limited() -> dict[str, Any]:
+    """Steps within a limit that the plain schedule does not keep, and limits of no use."""
+    found: dict[str, Any] = {}
+    inputs, targets = data(256)
+    options: dict[str, Any] = {"stage_factory": None, "record": "memory", "timeout": 60.0}
+    losses: dict[str, list[Tensor]] = {"plain": [], "limited": []}
+    limit = None
+    for name, kept in losses.items():
+        torch.manual_seed(dist.get_rank())
+        with trainer(layers, 2, 8, schedule="gpipe", memory_limit=limit, **options) as engine:
+            for _ in range(5):
+                kept.append(engine.step((inputs, targets)))
+            memory = engine.memory()
+            whole = [a + f for a, f in zip(memory.peak_activations, memory.fixed, strict=True)]
+            found[name] = max(whole)
+            found[f"{name} moves"] = sum(
+                action.kind.is_memory for row in engine.schedule.ranks for action in row
+            )
+        limit = int(0.7 * max(whole))
+    found["limit"] = limit
+    found["close"] = all(map(torch.allclose, losses["plain"], losses["limited"]))
+    return found | outcomes(
+        {
+            "below": lambda: _step(memory_limit="1 KiB"),
+            "unit": lambda: _step(memory_limit="12 GiBs"),
+            "shapes": lambda: _step(memory_limit="1GiB", shapes=2),
+            "whole": lambda: _step(memory_limit="1GiB", split_backward=False),
+        }
+    )
+
+
+def _step(**options: Any) -> None:
+    with trainer(layers, 2, 4, stage_factory=None, timeout=60.0, **options) as engine:
+        engine.step(data(16))
+
+
 # --- what goes wrong ------------------------------------------------------------------------------
 
 
 def _run(change: Callable[[Schedule], Schedule], **options: Any) -> None:
     schedule = change(build("gpipe", 2, 4))
-    options = {"stage_factory": None, "timeout": 6.0, **options}
+    options = {"stage_factory": None, "timeout": 60.0, **options}
     with trainer(layers, 2, 4, schedule=schedule, **options) as engine:
         for _ in range(2):
             engine.step(data(16))
@@ -213,25 +248,12 @@ def _cut_short() -> None:
         _run(offloading)
 
 
-def _slow() -> None:
-    put = FileStore.put
-
-    def put_late(store: FileStore, data: Tensor) -> Any:
-        if dist.get_rank() == 1:
-            time.sleep(2.5)
-        return put(store, data)
-
-    with mock.patch.object(FileStore, "put", put_late):
-        _run(offloading, timeout=1.0)
-
-
 def faults(folder: Path) -> dict[str, tuple[str, str]]:
     return outcomes(
         {
             "full": _on_rank_0(OSError(28, "No space left on device"), "pwrite"),
             "lost": _on_rank_0(OSError(5, "Input/output error"), "preadv"),
             "cut short": _cut_short,
-            "slow": _slow,
             "no folder": lambda: _run(offloading, store=folder / "missing"),
             "no effect": lambda: _run(lambda schedule: schedule, store=folder),
         }
@@ -242,11 +264,10 @@ def partner_dies(folder: Path) -> None:
     """Rank 1 is killed while it holds what rank 0 evicted; rank 0 writes down what it hears."""
     receive = PartnerLink.receive
 
-    def receive_and_die(link: PartnerLink, sizes: Any, what: str) -> list[Tensor]:
-        found = receive(link, sizes, what)
+    def receive_and_die(link: PartnerLink, sizes: Any, what: str, found: list[Tensor]) -> None:
+        receive(link, sizes, what, found)
         if "ACCEPT" in what:
             os.kill(os.getpid(), signal.SIGKILL)
-        return found
 
     with mock.patch.object(PartnerLink, "receive", receive_and_die):
         try:

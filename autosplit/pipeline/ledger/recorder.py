@@ -73,6 +73,10 @@ class MemoryRecorder:
         self._mark("")
         return result
 
+    def note(self, spans: Iterable[Span]) -> None:
+        """Add what ran beside computation."""
+        self._times.note(spans)
+
     def finish(self, results: Iterable[Tensor]) -> None:
         """The step is over; ``results`` of it are with the caller and nobody's burden."""
         self._results = distinct_storage_bytes(results)

@@ -9,7 +9,7 @@ from autosplit.errors import ScheduleError
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.builders.placement.fill import StageTimes
 from autosplit.pipeline.builders.placement.fusing import fuse_adjacent
-from autosplit.pipeline.engine.execution.stage_assembly import TrainableStage, footprint, sizes
+from autosplit.pipeline.engine.execution.stage_assembly import TrainableStage, sizes, stage_memory
 from autosplit.pipeline.engine.messages.process_groups import Groups
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
@@ -72,7 +72,7 @@ class _Seen:
 
     seconds: dict[tuple[int, ActionKind], float]
     slices: dict[int, list[float]]
-    memory: dict[int, tuple[float, float]]
+    memory: dict[int, StageMemory]
     sizes: dict[int, tuple[list[float], list[float]]]
 
 
@@ -136,14 +136,14 @@ class Tuner:
             return self._schedule
 
     def _costs(self, stages: Mapping[int, TrainableStage]) -> Costs:
-        """What a step costs by what all ranks measured; collective."""
+        """What a step costs by what all ranks measured, or would take usually; collective."""
         links = self._links()
         steps = self._steps[1:]
         seen: list[_Seen] = self._groups.gather(
             _Seen(
                 median_durations(steps),
                 median_slices(steps),
-                {index: footprint(stage) for index, stage in stages.items()},
+                {index: stage_memory(stage) for index, stage in stages.items()},
                 {index: sizes(stage) for index, stage in stages.items()},
             )
         )
@@ -152,26 +152,28 @@ class Tuner:
         kept = {stage: found for each in seen for stage, found in each.memory.items()}
         sent = {stage: found for each in seen for stage, found in each.sizes.items()}
         every = range(self._schedule.stages)
+        usual = usual_times(self._schedule.stages)
         return Costs(
-            [_times(stage, seconds) for stage in every],
-            [StageMemory(*kept[stage]) for stage in every],
+            [_times(stage, seconds) if seconds else usual[stage] for stage in every],
+            [kept[stage] for stage in every],
             replace(
                 links,
                 message_bytes={stage: sent[stage][0] for stage in every},
                 gradient_bytes={stage: sent[stage][1] for stage in every},
             ),
-            full=[_full(stage, seconds) for stage in every],
+            full=[_full(stage, seconds) for stage in every] if seconds else None,
             wiring=self._wiring,
             early_weights=self._early_weights,
-            slices=slices if self._early_weights else 1,
+            slices=slices if self._early_weights and slices else 1,
         )
 
 
 def _times(stage: int, seconds: Mapping[tuple[int, ActionKind], float]) -> StageTimes:
+    half = seconds.get((stage, ActionKind.BACKWARD), 0.0) / 2  # where no backward was split
     return (
         seconds[stage, ActionKind.FORWARD],
-        seconds[stage, ActionKind.BACKWARD_INPUT],
-        seconds[stage, ActionKind.BACKWARD_WEIGHT],
+        seconds.get((stage, ActionKind.BACKWARD_INPUT), half),
+        seconds.get((stage, ActionKind.BACKWARD_WEIGHT), half),
     )
 
 

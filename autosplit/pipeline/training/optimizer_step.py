@@ -79,6 +79,11 @@ class OptimizerStep:
         self._parameters, self._optimizer = parameters, optimizer
 
     @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """This rank's; None where it has no parameters."""
+        return self._optimizer
+
+    @property
     def state(self) -> list[Tensor]:
         """The tensors of the optimizer's state."""
         found = {} if self._optimizer is None else self._optimizer.state

@@ -13,6 +13,7 @@ from autosplit.pipeline.engine.execution.action_order import Order, as_scheduled
 from autosplit.pipeline.engine.execution.stage_assembly import SplitStage, StageFactory
 from autosplit.pipeline.engine.memory.host_store import HostStore, offloads, open_store
 from autosplit.pipeline.engine.messages.default_group import device_of_group
+from autosplit.pipeline.schedule.moves import has_moves
 from autosplit.pipeline.schedule.schedule import Schedule
 
 from .auto_schedule import first_schedule, usual_times
@@ -39,6 +40,7 @@ class TrainerOptions:
     undo_steps: bool = False
     timeout: float = 300.0
     store: str | os.PathLike[str] | None = None
+    memory_limit: int | None = None
 
     def __post_init__(self) -> None:
         norm = self.max_grad_norm
@@ -55,11 +57,16 @@ class TrainerOptions:
         slices = self.factory.slices if isinstance(self.factory, SplitStage) else 1
         if slices > 1 and not self.early_weights:
             raise PipelineError(f"slices={slices} has no effect without early_weights=True")
+        if self.memory_limit is not None and self.shapes > 1:
+            raise PipelineError(
+                f"memory_limit is for batches of one shape, and shapes={self.shapes} of them may "
+                "come: what they hold differs. Leave one of the two out"
+            )
 
     @property
     def tunes(self) -> bool:
         """Whether the trainer measures its first steps and searches a schedule for them."""
-        return self.schedule.name == AUTO
+        return self.schedule.name == AUTO or self.memory_limit is not None
 
     def schedule_for(self, stages: int, ranks: int) -> Schedule:
         """The schedule for so many stages and processes, before it is known what stages take.
@@ -68,7 +75,7 @@ class TrainerOptions:
             ScheduleError: an unknown name, or a schedule that is not legal.
             PipelineError: a schedule that does not fit the other options.
         """
-        if self.tunes:
+        if self.schedule.name == AUTO:
             return first_schedule(stages, self.schedule.microbatches, ranks)
         try:
             request = replace(self.schedule, ranks=ranks)
@@ -78,6 +85,8 @@ class TrainerOptions:
         schedule = request.build(stages, usual_times(stages))
         _check_both_run(schedule)
         _check_joining(self.factory, schedule)
+        if self.memory_limit is not None:
+            _check_searched(schedule)
         return schedule
 
     def factory_for(self, *, cut: bool) -> StageFactory:
@@ -143,6 +152,14 @@ def _check_both_run(schedule: Schedule) -> None:
         )
 
 
+def _check_searched(schedule: Schedule) -> None:
+    if schedule.mirror is not None or not schedule.split_backward or has_moves(schedule):
+        raise PipelineError(
+            "memory_limit searches a schedule with one copy of the stages, of I and W, for which "
+            f"it chooses the moves itself; {schedule.name!r} is another: name one such as '1f1b'"
+        )
+
+
 def _check_joining(factory: StageFactory, schedule: Schedule) -> None:
     """Refuse to concatenate over microbatches where nothing could be."""
     if not isinstance(factory, SplitStage) or factory.accumulation != "concatenated":
@@ -187,15 +204,16 @@ def choose_order(early: bool, schedule: Schedule, device: torch.device) -> Order
 
 
 def store_for(
-    schedule: Schedule, folder: str | os.PathLike[str] | None, device: torch.device
+    options: TrainerOptions, schedule: Schedule, device: torch.device
 ) -> HostStore | None:
-    """The host's store of a rank; None where the schedule does not offload.
+    """The host's store of a rank; None where nothing is or may be offloaded.
 
     Raises:
-        OutputError: there can be no file in ``folder``.
-        PipelineError: ``folder`` has no effect.
+        OutputError: there can be no file in the folder.
+        PipelineError: the option ``store`` has no effect.
     """
-    if offloads(schedule):
+    folder = options.store
+    if options.memory_limit is not None or offloads(schedule):
         return open_store(device, folder)
     if folder is not None:
         raise PipelineError(

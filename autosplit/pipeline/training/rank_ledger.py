@@ -82,7 +82,7 @@ class RankLedger:
                 "evicted here": lambda: [] if mode.moves is None else mode.moves.guests,
                 "in transit": lambda: [
                     *mode.messages.tensors,
-                    *([] if mode.moves is None else mode.moves.in_transit),
+                    *([] if mode.moves is None else mode.moves.moving),
                 ],
             },
             constant=("parameters", "optimizer state", "batch"),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,18 +20,26 @@ from autosplit.pipeline.engine.execution.mode_by_shape import Modes
 from autosplit.pipeline.engine.execution.recorder import Recorder, recorder_on
 from autosplit.pipeline.engine.execution.stage_assembly import TrainableStage
 from autosplit.pipeline.engine.faults.first_error import Guard
-from autosplit.pipeline.engine.memory.host_store import HostStore
+from autosplit.pipeline.engine.memory.host_store import HostStore, measure_store
 from autosplit.pipeline.engine.messages.link_times import measure_transfer
 from autosplit.pipeline.engine.messages.process_groups import Groups
+from autosplit.pipeline.engine.messages.shape_negotiation import TensorMeta
 from autosplit.pipeline.engine.messages.step_results import Agreement
+from autosplit.pipeline.ledger.holdings import state_of
+from autosplit.pipeline.ledger.prediction import predicted_peak
 from autosplit.pipeline.schedule.routes import pairs_of
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
 from autosplit.pipeline.simulation.timeline import Span
+from autosplit.pipeline.simulation.transfer import Link
+from autosplit.stage import Stage
+from autosplit.torch_internals.optimizer_state import state_bytes
+from autosplit.torch_internals.storage import distinct_storage_bytes
 
 from .auto_schedule import Tuner
 from .batch_agreement import check_same_batch
 from .batch_contents import compare_contents
+from .limited_schedule import LimitTuner
 from .optimizer_step import OptimizerStep
 from .options import TrainerOptions
 from .rank_ledger import MEMORY, RankLedger, Record
@@ -87,7 +97,7 @@ class Runner:
         self.schedule: Schedule = setup.schedule
         self._order = order
         self._feeds = Feeds(setup.stages.count, setup.stages.wiring)
-        self._tuner = self._tuner_for(setup, options.early_weights) if options.tunes else None
+        self._tuner = self._tuner_for(setup, options)
         if self._tuner is not None:
             self.schedule = self._tuner.measured
         source = self.schedule.placement[self._feeds.first_from_batch]
@@ -108,16 +118,50 @@ class Runner:
         self.spans: list[Span] = []
         self.ledger: RankLedger | None = None
         self._contents_compared = False
+        self._limited = False
+        self._boundaries: Callable[[int], Sequence[TensorMeta]] = lambda stage: ()
 
-    def _tuner_for(self, setup: TrainingSetup, early_weights: bool) -> Tuner:
+    def _tuner_for(self, setup: TrainingSetup, options: TrainerOptions) -> Tuner | None:
+        if not options.tunes:
+            return None
         pairs = pairs_of(setup.schedule, self._feeds)
-        return Tuner(
+        links = partial(measure_transfer, self._groups, self._device, pairs)
+        known: dict[str, Any] = {
+            "wiring": setup.stages.wiring,
+            "early_weights": options.early_weights,
+        }
+        if options.memory_limit is None:
+            return Tuner(setup.schedule, self._groups, links=links, **known)
+        return LimitTuner(
             setup.schedule,
             self._groups,
-            links=partial(measure_transfer, self._groups, self._device, pairs),
-            wiring=setup.stages.wiring,
-            early_weights=early_weights,
+            limit=options.memory_limit,
+            fixed=self._fixed_bytes,
+            peak=self._predicted_peak,
+            links=lambda: replace(links(), host=self._host_link()),
+            **known,
         )
+
+    def _fixed_bytes(self) -> int:
+        """Bytes of parameters, gradients and optimizer state."""
+        state = distinct_storage_bytes(state_of(self._held.modules.values()))
+        trained = [p for p in self._held.parameters if p.requires_grad]
+        gradients = sum(p.numel() * p.element_size() for p in trained)
+        return state + gradients + state_bytes(self._update.optimizer)
+
+    def _predicted_peak(self) -> int | None:
+        """The most that this rank would hold besides, under the schedule as it is."""
+        stages = {i: each for i, each in self.stages.items() if isinstance(each, Stage)}
+        if len(stages) < len(self.stages):
+            return None
+        rank, learn = self._groups.rank, self._boundaries
+        return predicted_peak(self.schedule, rank, self._feeds, stages, learn)
+
+    def _host_link(self) -> Link:
+        """The slowest rank's link to its store; collective."""
+        links = self._groups.gather(None if self._store is None else measure_store(self._store))
+        latency, bandwidth = zip(*(each for each in links if each is not None), strict=True)
+        return Link(max(latency), min(bandwidth))
 
     def train(self, batch: Batch | None, *, clipping: bool, record: Record) -> Agreement:
         """Run the schedule and add its gradients to the parameters' ``.grad``.
@@ -135,7 +179,11 @@ class Runner:
         mode = self._train.of(batch)
         inputs, targets = self._split(mode, batch)
         executor = mode.executor or self._builder.train(mode, batch, inputs, targets)
-        self.stages = mode.stages
+        self.stages, self._boundaries = mode.stages, mode.negotiation.learn
+        if isinstance(self._tuner, LimitTuner) and not self._limited:
+            self._limited = True
+            self._adopt(self._tuner.before_step(self.stages))
+            executor = mode.executor or executor
         recorder: Recorder | None = self._recorder if record or self._tuner is not None else None
         ledger = None
         if record == MEMORY:
@@ -236,9 +284,14 @@ class Runner:
         """Measure one of the first steps; after the last, change the schedule."""
         found = tuner.after_step(self.spans, self.stages)
         if found is not None:
-            self._tuner, self.schedule = None, found
-            make = partial(self._make_mode, "train", found, self._order)
-            self._train.reschedule(found, make)
+            self._tuner = None
+            self._adopt(found)
+
+    def _adopt(self, schedule: Schedule) -> None:
+        """Train under another schedule from now on."""
+        self.schedule = schedule
+        make = partial(self._make_mode, "train", schedule, self._order)
+        self._train.reschedule(schedule, make)
 
     def _agree(self, mode: Mode, losses: Mapping[int, Tensor], *, clipping: bool) -> Agreement:
         """Start to make losses and gradient norm known to all."""

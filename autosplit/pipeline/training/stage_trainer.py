@@ -80,7 +80,7 @@ class StageTrainer:
         order = choose_order(options.early_weights, setup.schedule, self.device)
         with self._guard("building the model"):
             check_unanimous(self._said(setup, options), self._groups)
-            store = store_for(setup.schedule, options.store, self.device)
+            store = store_for(options, setup.schedule, self.device)
             self._held = RankState(
                 setup.stages,
                 self.shared_parameters,
@@ -128,6 +128,7 @@ class StageTrainer:
             "microbatches": options.schedule.microbatches,
             "schedule": setup.schedule,
             "schedule='auto'": options.tunes,
+            "memory_limit": options.memory_limit,
             "shapes": options.shapes,
             "autocast": options.autocast,
             "max_grad_norm": options.max_grad_norm,

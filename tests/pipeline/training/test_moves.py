@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline.builders.build import build
+from autosplit.pipeline.engine.memory.host_store import FileStore
 from autosplit.pipeline.engine.processes.launch import launch
 from tests.pipeline import moving_workers
 from tests.pipeline.moving import evicting, offloading, recomputing
@@ -78,6 +81,16 @@ def test_all_in_one_process() -> None:
         assert moving_workers.same(schedule, offloading, ranks=1) == "the same"
 
 
+def test_a_limit_of_memory_changes_no_result_and_one_of_no_use_is_refused() -> None:
+    one, other = launch(moving_workers.limited, 2, timeout=120)
+    assert one == other
+    assert one["close"]
+    assert "memory_limit: a limit of 1,024 bytes leaves no room" in one["below"][1]
+    assert "expected memory_limit such as 80GiB" in one["unit"][1]
+    assert "memory_limit is for batches of one shape" in one["shapes"][1]
+    assert "memory_limit searches a schedule with one copy of the stages" in one["whole"][1]
+
+
 @pytest.fixture(scope="module")
 def faults(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, tuple[str, str]]]:
     folder = tmp_path_factory.mktemp("store")
@@ -96,7 +109,6 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, tuple[str
             r"rank 0 failed in 0RELOAD\d: PipelineError: what was offloaded .* is lost: Input",
         ),
         ("cut short", r"rank \d failed in \dRELOAD\d: .* is lost: only 0 of [\d,]+ bytes are left"),
-        ("slow", r"rank 1 .*1OFFLOAD\d"),
         ("no folder", r"no file for offloaded tensors can be made in .*missing"),
         ("no effect", r"store='.*' has no effect: schedule 'gpipe' offloads nothing"),
     ],
@@ -109,6 +121,24 @@ def test_every_rank_hears_what_became_of_a_store(
         assert kind in ("RankError", "OutputError", "PipelineError")
         with pytest.raises(PipelineError, match=said):
             raise PipelineError(text)
+
+
+def test_a_store_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    put = FileStore.put
+
+    def put_late(store: FileStore, data: Tensor) -> Any:
+        time.sleep(0.3)
+        return put(store, data)
+
+    monkeypatch.setattr(FileStore, "put", put_late)
+    schedule = offloading(build("gpipe", 2, 4, ranks=1))
+    with trainer(
+        moving_workers.layers, 2, schedule=schedule, ranks=1, stage_factory=None, timeout=0.1
+    ) as engine:
+        with pytest.raises(PipelineError, match="rank 0 failed in 0OFFLOAD0") as caught:
+            engine.step(data(16))
+        said = "the store on this host has had 0.1 s for 0OFFLOAD0: it hangs, or needs a longer"
+        assert said in str(caught.value)
 
 
 def test_a_partner_that_dies_with_what_it_holds(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -89,13 +89,12 @@ def early_weights(steps: Sequence[Step]) -> Iterator[Step]:
     schedule has it come.
     """
     weights = deque(step for step in steps if _is_weight(step))
-    moves = Counter(_whose(step) for step in steps if step.action.kind.is_move)
     done: set[Action] = set()
 
     def can_run(weight: Step) -> bool:
         action = weight.action
         ran = Action(action.stage, ActionKind.BACKWARD_INPUT, action.microbatch) in done
-        return ran and not moves[_whose(weight)] and weight.arrived()
+        return ran and weight.arrived()
 
     for step in steps:
         if _is_weight(step):
@@ -105,14 +104,8 @@ def early_weights(steps: Sequence[Step]) -> Iterator[Step]:
         while weights and not step.arrived() and can_run(weights[0]):
             yield weights.popleft()
         yield step
-        if step.action.kind.is_move:
-            moves[_whose(step)] -= 1
         done.add(result_of(step.action))
 
 
 def _is_weight(step: Step) -> bool:
     return step.action.kind is ActionKind.BACKWARD_WEIGHT
-
-
-def _whose(step: Step) -> tuple[int, int]:
-    return step.action.stage, step.action.microbatch

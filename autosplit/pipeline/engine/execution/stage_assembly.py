@@ -12,11 +12,15 @@ from torch import Tensor, nn
 from autosplit.dump.boundary import boundary_tensors, total_bytes
 from autosplit.errors import PipelineError
 from autosplit.passes import Kind
+from autosplit.passes.analysis.aliasing import distinct_bytes
+from autosplit.passes.graph import inputs as graph_inputs
+from autosplit.passes.graph import outputs as graph_outputs
 from autosplit.pipeline.engine.messages.shape_negotiation import Negotiation, TensorMeta
 from autosplit.pipeline.engine.messages.stage_ports import Receive, arguments
 from autosplit.pipeline.schedule.action import ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
+from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.runtime.gradient_accumulation import Accumulation
 from autosplit.runtime.split_options import SplitOptions
 from autosplit.stage import Stage
@@ -111,6 +115,17 @@ def footprint(stage: TrainableStage) -> tuple[float, float]:
     saved = boundary_tensors(graphs.forward, graphs.backward, Kind.SAVED)
     deferred = boundary_tensors(graphs.backward_input, graphs.backward_weight, Kind.DEFERRED)
     return float(total_bytes(saved)), float(total_bytes(deferred))
+
+
+def stage_memory(stage: TrainableStage) -> StageMemory:
+    """What a stage keeps of one microbatch, as ``footprint``, and how it would travel."""
+    saved, deferred = footprint(stage)
+    if not isinstance(stage, Stage):
+        return StageMemory(saved, deferred)
+    forward = stage.functions.graphs.forward
+    count = len(graph_outputs(forward.graph, Kind.SAVED))
+    taken = list(graph_inputs(forward.graph, Kind.INPUT).values())
+    return StageMemory(saved, deferred, float(distinct_bytes(taken)), max(count, 1))
 
 
 def sizes(stage: TrainableStage) -> tuple[list[float], list[float]]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
+import time
 import weakref
 from collections import defaultdict
 from pathlib import Path
@@ -16,6 +18,10 @@ from autosplit.device import settle
 from autosplit.errors import OutputError, PipelineError
 from autosplit.pipeline.schedule.action import ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.simulation.transfer import Link
+
+_LARGE = 2**22  # bytes
+_ROUNDS = 5
 
 
 class HostStore(Protocol):
@@ -146,6 +152,20 @@ class PinnedStore:
         settle(self._device)
         self._free[ticket.numel()].append(ticket)
         return data
+
+
+def measure_store(store: HostStore) -> Link:
+    """How long it takes to put and to take, the slower of the two."""
+    small, large = torch.zeros(1, dtype=torch.uint8), torch.zeros(_LARGE, dtype=torch.uint8)
+    best = [math.inf, math.inf]
+    for _ in range(_ROUNDS):
+        for at, data in enumerate((small, large)):
+            start = time.perf_counter()
+            ticket = store.put(data)
+            between = time.perf_counter()
+            store.take(ticket)
+            best[at] = min(best[at], max(between - start, time.perf_counter() - between))
+    return Link(best[0], _LARGE / max(best[1] - best[0], 1e-9))
 
 
 def offloads(schedule: Schedule) -> bool:

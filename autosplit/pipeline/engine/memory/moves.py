@@ -8,7 +8,7 @@ one as they arrive.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -92,7 +92,8 @@ class MicrobatchMoves:
         }
         self._begun: dict[int, Transfer] = {}
         self._sizes: dict[int, list[int]] = {}
-        self._leaving: list[list[Tensor]] = []  # emptied as they leave
+        self._moving: dict[int, list[Tensor]] = {}
+        self._guests: dict[int, list[Tensor]] = {}
         self._kept: Callable[[int], Iterable[Tensor]] = lambda microbatch: ()
         for journey in journeys_of(schedule):
             if journey.rank == rank:
@@ -100,26 +101,21 @@ class MicrobatchMoves:
             if journey.partner == rank:
                 self._add_guest(journey)
 
-    def begin(self, kept: Callable[[int], Iterable[Tensor]]) -> None:
-        """Start a step; ``kept`` are tensors of a microbatch that others hold besides stages."""
-        self._begun.clear()
-        self._leaving.clear()
-        self._kept = kept
-
     @property
-    def in_transit(self) -> list[Tensor]:
-        """What is on its way: not gone yet, or come and not in use."""
-        back = (ActionKind.LOAD, ActionKind.RELOAD)
-        return [*(each for storages in self._leaving for each in [*storages]), *self._came(back)]
+    def moving(self) -> list[Tensor]:
+        """Storages of this rank's own stages that are leaving or arriving now."""
+        return [tensor for each in [*self._moving.values()] for tensor in [*each]]
 
     @property
     def guests(self) -> list[Tensor]:
-        """What this rank keeps for its partner."""
-        return self._came((ActionKind.ACCEPT,))
+        """Storages that are here for the partner."""
+        return [tensor for each in [*self._guests.values()] for tensor in [*each]]
 
-    def _came(self, kinds: Collection[ActionKind]) -> list[Tensor]:
-        moves = [each for each in self._begun.values() if each.action.kind in kinds]
-        return [t for each in moves if each.over and not each.failed for t in [*each.result()]]
+    def begin(self, kept: Callable[[int], Iterable[Tensor]]) -> None:
+        """Start a step; ``kept`` are tensors of a microbatch that others hold besides stages."""
+        for each in (self._begun, self._moving, self._guests):
+            each.clear()
+        self._kept = kept
 
     def start(self, place: int) -> None:
         """Start the move at a place of the row.
@@ -197,7 +193,9 @@ class MicrobatchMoves:
 
             def work() -> list[Tensor]:
                 self._wait_for_departures(journey.comes)
-                return link.receive(sizes, what)
+                found = self._moving[journey.comes] = []
+                link.receive(sizes, what, found)
+                return found
 
             return self._carry(journey.comes, work)
 
@@ -227,7 +225,10 @@ class MicrobatchMoves:
 
             def work() -> list[Tensor]:
                 self._wait_for_departures(journey.comes)
-                return [store.take(ticket) for ticket in offloaded.result()]
+                found = self._moving[journey.comes] = []
+                for ticket in offloaded.result():
+                    found.append(store.take(ticket))
+                return found
 
             return self._carry(journey.comes, work)
 
@@ -242,7 +243,9 @@ class MicrobatchMoves:
         def accept() -> Transfer:
             def work() -> list[Tensor]:
                 self._wait_for_departures(journey.accepted)
-                return link.receive(link.receive_sizes(what), what)
+                found = self._guests[journey.accepted] = []
+                link.receive(link.receive_sizes(what), what, found)
+                return found
 
             return self._carry(journey.accepted, work)
 
@@ -263,7 +266,7 @@ class MicrobatchMoves:
         microbatch = journey.microbatch
         kept = [*self._kept(microbatch), *self._held_elsewhere(journey)]
         found = stage.detach_held(microbatch, self._moved.get(journey.stage), kept)
-        self._leaving.append(found)
+        self._moving[journey.leaves] = found
         return found
 
     def _held_elsewhere(self, journey: Journey) -> Iterator[Tensor]:

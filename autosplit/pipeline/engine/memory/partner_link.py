@@ -84,14 +84,12 @@ class PartnerLink:
         while storages:
             self._send(storages.pop(), what)
 
-    def receive(self, sizes: Sequence[int], what: str) -> list[Tensor]:
-        """Receive storages of these sizes. Errors as for ``send_sizes``."""
-        found = []
+    def receive(self, sizes: Sequence[int], what: str, found: list[Tensor]) -> None:
+        """Receive storages of these sizes into a list. Errors as for ``send_sizes``."""
         for size in sizes:
             data = torch.empty(size, dtype=torch.uint8, device=self._device)
             self._receive(data, what)
             found.append(data)
-        return found
 
     def _numbers(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)

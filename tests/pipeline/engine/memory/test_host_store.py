@@ -1,0 +1,63 @@
+"""The file that takes what a rank offloads."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from autosplit.errors import OutputError, PipelineError
+from autosplit.pipeline.engine.memory.host_store import FileStore, measure_store, open_store
+
+
+def _bytes(size: int, value: int) -> torch.Tensor:
+    return torch.full((size,), value, dtype=torch.uint8)
+
+
+def test_bytes_come_back_in_memory_that_kernels_like(tmp_path: Path) -> None:
+    store = FileStore(tmp_path)
+    tickets = [store.put(_bytes(size, size % 251)) for size in (1, 7, 4096, 100_003)]
+    for ticket, size in reversed([*zip(tickets, (1, 7, 4096, 100_003), strict=True)]):
+        data = store.take(ticket)
+        assert torch.equal(data, _bytes(size, size % 251))
+        assert data.data_ptr() % 64 == 0
+
+
+def test_the_file_has_no_name_and_does_not_grow_from_step_to_step(tmp_path: Path) -> None:
+    store = FileStore(tmp_path)
+    for step in range(5):
+        first = store.put(_bytes(1000 + step, 1))
+        second = store.put(_bytes(3000, 2))
+        store.take(second)
+        third = store.put(_bytes(3000, 3))
+        assert torch.equal(store.take(first), _bytes(1000 + step, 1))
+        assert torch.equal(store.take(third), _bytes(3000, 3))
+        assert os.fstat(store._file).st_size <= 4004
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_was_cut_short_is_lost(tmp_path: Path) -> None:
+    store = FileStore(tmp_path)
+    ticket = store.put(_bytes(1000, 1))
+    os.ftruncate(store._file, 400)
+    with pytest.raises(PipelineError, match="is lost: only 400 of 1,000 bytes are left"):
+        store.take(ticket)
+
+
+def test_no_file_where_none_can_be(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    for folder in (tmp_path / "missing", tmp_path / "taken"):
+        with pytest.raises(
+            OutputError, match=r"no file for offloaded tensors can be made in .*name"
+        ):
+            FileStore(folder)
+    with pytest.raises(PipelineError, match=r"store=.x. is for stages on the CPU; those on cuda:0"):
+        open_store(torch.device("cuda", 0), "x")
+
+
+def test_a_store_is_measured(tmp_path: Path) -> None:
+    latency, bandwidth = measure_store(FileStore(tmp_path))
+    assert 0 < latency < 1
+    assert bandwidth > 0
