@@ -60,7 +60,8 @@ done in I.""",
         f"""\
 BPipe's evictions over stand-in stages, M = 2N: the real engine, messages and moves over stages that
 hold {standin.LAYERS} layers' tensors of {standin.ROWS} x {standin.WIDTH} and take F = I = W as
-given, so that 4 and 8 ranks run on any two cores. *Activations* as in the first table, without the batch.
+given, so that 4 and 8 ranks run on any two cores. *Activations* as in the first table,
+without the batch.
 *The paper's bound*: ceil((N+2)/2) microbatches of 1F1B. *The least bound*: the lowest that the
 schedule can keep, in hundredths of the plain peak, whatever it costs. Losses are the same, bit for
 bit.""",
@@ -71,8 +72,8 @@ bit.""",
         "Offload",
         f"""\
 The same stages on two ranks with one thread each, M = {offload.MICROBATCHES}, into a
-memory-mapped file; the limit is as low as the schedule can keep it by its own times and the store's bandwidth, which is measured
-first. Losses are the same, bit for bit.""",
+memory-mapped file; the limit is as low as the schedule can keep it by its own times and the store's
+bandwidth, which is measured first. Losses are the same, bit for bit.""",
         offload.measure_all,
         offload.render,
     ),

@@ -146,7 +146,7 @@ def _on_rank(cases: list[Case], steps: int) -> list[Found]:
 def _run(case: Case, steps: int) -> Found:
     count = case.schedule.microbatches
     batch = torch.zeros(count * ROWS, WIDTH), torch.zeros(count * ROWS, WIDTH)
-    options = {} if case.folder is None else {"store": case.folder}
+    options: dict[str, Any] = {} if case.folder is None else {"store": case.folder}
     with PipelineTrainer(
         Keeping,
         nn.functional.mse_loss,

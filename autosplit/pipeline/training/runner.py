@@ -26,7 +26,7 @@ from autosplit.pipeline.engine.messages.process_groups import Groups
 from autosplit.pipeline.engine.messages.shape_negotiation import TensorMeta
 from autosplit.pipeline.engine.messages.step_results import Agreement
 from autosplit.pipeline.ledger.holdings import state_of
-from autosplit.pipeline.ledger.prediction import predicted_peak
+from autosplit.pipeline.ledger.prediction import RankReplay
 from autosplit.pipeline.schedule.routes import pairs_of
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
@@ -155,7 +155,7 @@ class Runner:
         if len(stages) < len(self.stages):
             return None
         rank, learn = self._groups.rank, self._boundaries
-        return predicted_peak(self.schedule, rank, self._feeds, stages, learn)
+        return RankReplay(self.schedule, rank, self._feeds, stages, learn).peak({})
 
     def _host_link(self) -> Link:
         """The slowest rank's link to its store; collective."""
