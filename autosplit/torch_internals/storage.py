@@ -39,7 +39,7 @@ def storage_users(storage: torch.UntypedStorage) -> tuple[int, int]:
 def storage_sizes(
     tensors: Iterable[torch.Tensor | None],
 ) -> dict[tuple[torch.device, int], int]:
-    """Bytes of each storage behind the tensors, by where it lies; of sparse ones, of their parts."""
+    """Bytes of each storage behind the tensors, by where it lies; of sparse ones, the parts'."""
     storages = (part.untyped_storage() for tensor in tensors for part in _strided_parts(tensor))
     return {(each.device, each.data_ptr()): each.nbytes() for each in storages}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..part import Part, fill
 from ..results import Results, Rows
-from . import budgets, lean, prediction
+from . import balance, budgets, lean, offload, prediction, standin
 from .settings import Settings
 
 TEMPLATE = """\
@@ -54,6 +54,28 @@ stage; *peak* is the most alive in any action. What is not kept is recomputed, o
 done in I.""",
         budgets.measure,
         budgets.render,
+    ),
+    "balance": Part(
+        "Balance",
+        f"""\
+BPipe's evictions over stand-in stages, M = 2N: the real engine, messages and moves over stages that
+hold {standin.LAYERS} layers' tensors of {standin.ROWS} x {standin.WIDTH} and take F = I = W as
+given, so that 4 and 8 ranks run on any two cores. *Activations* as in the first table,
+without the batch.
+*The paper's bound*: ceil((N+2)/2) microbatches of 1F1B. *The least bound*: the lowest that the
+schedule can keep, in hundredths of the plain peak, whatever it costs. Losses are the same, bit for
+bit.""",
+        balance.measure_all,
+        balance.render,
+    ),
+    "offload": Part(
+        "Offload",
+        f"""\
+The same stages on two ranks with one thread each, M = {offload.MICROBATCHES}, into a
+memory-mapped file; the limit is as low as the schedule can keep it by its own times and the store's
+bandwidth, which is measured first. Losses are the same, bit for bit.""",
+        offload.measure_all,
+        offload.render,
     ),
 }
 

@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
 from ..analysis.aliasing import storage_bytes, storage_root
@@ -48,7 +47,8 @@ class LiveBytes:
         graph = module.graph
         homes = _homes(graph)
         roles = {node: role_of(node) for node in placeholders(graph)}
-        # Per statement what it allocates, and what is gone after it: of inputs the role, else bytes.
+        # Per statement the bytes that it allocates, and what is gone after it: an input's role, or
+        # the bytes of what was made here.
         self._order = [
             (
                 sum(map(storage_bytes, made)),

@@ -87,7 +87,7 @@ class MessageReplay:
         """The gradients of a stage's outputs."""
         parcels = parcels_for(action, self._feeds)
         found = [self._take(parcel) for parcel in parcels]
-        if self._feeds.wiring is None:
+        if self._feeds.wiring is None or not found:  # of the last stage it is the loss's
             return found[0] if found else []
         totals: Values = [None] * self._feeds.wiring.outputs[action.stage]
         targets = self._feeds.targets(action.stage)

@@ -17,6 +17,7 @@ from autosplit.pipeline.engine.execution.joint_weights import join_adjacent_weig
 from autosplit.pipeline.engine.messages.shape_negotiation import TensorMeta
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.dependency import result_of
+from autosplit.pipeline.schedule.moves import recomputed
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
 from autosplit.stage import Stage
@@ -29,34 +30,30 @@ _CALLS = {
     ActionKind.BACKWARD_INPUT: "backward_input",
     ActionKind.BACKWARD_WEIGHT: "backward_weight",
     ActionKind.BACKWARD: "backward",
+    ActionKind.RECOMPUTE: "forward",
 }
+_AWAY = (ActionKind.EVICT, ActionKind.OFFLOAD)
+_BACK = (ActionKind.LOAD, ActionKind.RELOAD)
 
 Held = dict[Role, Storage]
 
+Evicted = dict[str, list[int]]
+"""``"STAGE MICROBATCH"`` -> bytes of each of its journeys to the partner, in order."""
 
-def predicted_peak(
-    schedule: Schedule,
-    rank: int,
-    feeds: Feeds,
-    stages: Mapping[int, Stage],
-    boundaries: Callable[[int], Sequence[TensorMeta]],
-) -> int:
-    """The most bytes that a rank holds at any time of a step beside its fixed ones and the batch.
+
+class RankReplay:
+    """Plays steps of one rank.
+
+    What leaves a rank counts until the next action that computes has ended, and what comes from its
+    own place on, as in ``schedule/moves.py``.
 
     Args:
         schedule: what is run.
-        rank: whose peak.
+        rank: whose part.
         feeds: who feeds whom.
         stages: this rank's stages.
         boundaries: gives what a stage puts out, of this rank's stages and those that it hears of.
     """
-    replay = _RankReplay(schedule, rank, feeds, stages, boundaries)
-    replay.step()  # buffers of messages are made
-    return replay.step()
-
-
-class _RankReplay:
-    """Plays steps of one rank; arguments are those of ``predicted_peak``."""
 
     def __init__(
         self,
@@ -68,39 +65,113 @@ class _RankReplay:
     ) -> None:
         self._stages = stages
         self._row = [*join_adjacent_weights(schedule.ranks[rank], stages)]
+        self._again = recomputed(schedule.ranks[rank])
+        self._moved = schedule.moved
         self._level = Level()
         self._messages = MessageReplay(schedule, rank, feeds, boundaries, self._level)
         self._live = cache(self._live_bytes)
         self._saved: dict[tuple[int, int], Held] = {}
         self._deferred: dict[tuple[int, int], Held] = {}
+        self._inputs: dict[tuple[int, int], Held] = {}
+        self._away: dict[tuple[int, int], list[Storage]] = {}
+        self._leaving = 0
         self._summed: dict[int, set[str]] = defaultdict(set)  # per stage, parameters
+        self.evicted: Evicted = {}
 
-    def step(self) -> int:
-        """One step; the most bytes in it."""
+    def peak(self, guests: Evicted) -> int:
+        """The most bytes that the rank holds at any time of a step beside its fixed ones and the
+        batch; afterwards ``evicted`` says what it sends its partner.
+
+        Args:
+            guests: what every rank evicts; the partner's is what comes here.
+        """
+        self._step(guests)  # buffers of messages are made
+        return self._step(guests)
+
+    def _step(self, guests: Evicted) -> int:
         self._summed.clear()
+        self.evicted = {}
+        visits = {name: [*sizes] for name, sizes in guests.items()}
+        staying: dict[str, int] = {}
         self._level.begin()
         self._messages.begin()
         for action in self._row:
-            if action.kind is ActionKind.FORWARD:
-                self._forward(action)
-            elif action.kind is ActionKind.BACKWARD_WEIGHT:
-                self._weight(action)
-            elif action.kind in _CALLS:
-                self._backward(action)
+            name = f"{action.stage} {action.microbatch}"
+            if action.kind in _AWAY:
+                self._send_away(action)
+            elif action.kind in _BACK:
+                self._bring_back(action)
+            elif action.kind is ActionKind.ACCEPT:
+                staying[name] = visits[name].pop(0) if visits.get(name) else 0
+                self._level.change(staying[name])
+            elif action.kind is ActionKind.RETURN:
+                self._leaving += staying.pop(name)
+            else:
+                self._compute(action)
+                self._level.change(-self._leaving)
+                self._leaving = 0
+        self._level.change(-self._leaving)
+        self._leaving = 0
         self._messages.finish()
         return self._level.highest
+
+    def _compute(self, action: Action) -> None:
+        if action.kind is ActionKind.FORWARD:
+            self._forward(action)
+        elif action.kind is ActionKind.RECOMPUTE:
+            self._recompute(action)
+        elif action.kind is ActionKind.BACKWARD_WEIGHT:
+            self._weight(action)
+        else:
+            self._backward(action)
+
+    def _send_away(self, action: Action) -> None:
+        """What a microbatch holds alone, as far as it may leave."""
+        key = action.stage, action.microbatch
+        limit = self._moved.get(action.stage)
+        total, gone = 0, []
+        held = self._saved[key] if key in self._saved else self._deferred[key]
+        for _, storage in _alone(held):
+            if limit is None or total + storage.bytes <= limit:
+                gone.append(storage)
+                total += storage.bytes
+                storage.own = False  # counted as leaving
+        self._away[key] = gone
+        self._leaving += total
+        if action.kind is ActionKind.EVICT:
+            self.evicted.setdefault(f"{key[0]} {key[1]}", []).append(total)
+
+    def _bring_back(self, action: Action) -> None:
+        for storage in self._away.pop((action.stage, action.microbatch)):
+            storage.own = True
+            self._level.change(storage.bytes)
 
     def _forward(self, action: Action) -> None:
         functions = self._stages[action.stage].functions
         given = self._messages.inputs(action)
         names = functions.capture.inputs  # behind these are the targets, of the batch
         pairs = zip(names, given, strict=False)
-        made = self._call(action, {Role(Kind.INPUT, name): s for name, s in pairs if s})
+        taken = {Role(Kind.INPUT, name): s for name, s in pairs if s}
+        key = action.stage, action.microbatch
+        if key in self._again:
+            self._level.hold(taken.values())
+            self._inputs[key] = taken
+        made = self._call(action, taken)
         saved = {role: s for role, s in made.items() if role.kind is Kind.SAVED}
-        self._saved[action.stage, action.microbatch] = saved
+        if key in self._again:
+            self._level.release(saved.values())
+        else:
+            self._saved[key] = saved
         outputs = [made.pop(Role(Kind.OUTPUT, name), None) for name in functions.capture.outputs]
         self._messages.deliver(result_of(action), outputs)
         # New values of buffers are written into these.
+        self._level.release(s for role, s in made.items() if role.kind is not Kind.SAVED)
+
+    def _recompute(self, action: Action) -> None:
+        """F again, of which what it saves is kept."""
+        key = action.stage, action.microbatch
+        made = self._call(action, self._inputs.pop(key))
+        self._saved[key] = {role: s for role, s in made.items() if role.kind is Kind.SAVED}
         self._level.release(s for role, s in made.items() if role.kind is not Kind.SAVED)
 
     def _backward(self, action: Action) -> None:
@@ -136,7 +207,8 @@ class _RankReplay:
         call = _CALLS[action.kind]
         adds = self._adds(action.stage, call)
         live = self._live(action.stage, call, len(action.microbatches), adds)
-        self._level.note(live.peak(_dying(taken)) - _gradients(live))
+        dying = [(roles, storage.bytes) for roles, storage in _alone(taken)]
+        self._level.note(live.peak(dying) - _gradients(live))
         made: Held = {}
         storages: dict[int, Storage] = {}
         for result in live.results:
@@ -166,13 +238,13 @@ class _RankReplay:
         return self._stages[stage].live_bytes(call, microbatches=count, adds=adds)
 
 
-def _dying(taken: Held) -> list[tuple[set[Role], int]]:
-    """What nobody holds but the call that takes it: inputs of one storage, and its bytes."""
+def _alone(taken: Held) -> list[tuple[set[Role], Storage]]:
+    """Storages that nobody holds but whoever has these, with what lies in each."""
     groups: dict[Storage, set[Role]] = defaultdict(set)
     for role, storage in taken.items():
         groups[storage].add(role)
     return [
-        (roles, storage.bytes)
+        (roles, storage)
         for storage, roles in groups.items()
         if storage.own and storage.holders == len(roles)
     ]

@@ -38,9 +38,15 @@ class MemoryRecorder:
         holdings: who holds what at a moment.
         device: where the stages run. On an accelerator the peak statistics of its allocator are
             reset at every action.
+        alone: whether no other thread allocates or releases tensors. Those of moves do, which is
+            not seen on the CPU: what they have then counts as its holders say, and only what comes
+            and goes within a stretch as the allocator does.
     """
 
-    def __init__(self, times: Recorder, holdings: Holdings, device: torch.device) -> None:
+    def __init__(
+        self, times: Recorder, holdings: Holdings, device: torch.device, *, alone: bool = True
+    ) -> None:
+        self._by_holders = not alone and device.type == "cpu"
         self._times = times
         self._holdings = holdings
         on_host = device.type == "cpu"
@@ -58,13 +64,13 @@ class MemoryRecorder:
         self._stretches = self._allocations.stretches()[self._first :]
 
     def begin(self) -> None:
-        self._moments, self._first = [], self._note("")
+        self._moments, self._first = [], self._mark("")
         self._times.begin()
 
     def run(self, action: Action, compute: Callable[[], T]) -> T:
-        self._note(str(action))
+        self._mark(str(action))
         result = self._times.run(action, compute)
-        self._note("")
+        self._mark("")
         return result
 
     def note(self, spans: Iterable[Span]) -> None:
@@ -74,7 +80,10 @@ class MemoryRecorder:
     def finish(self, results: Iterable[Tensor]) -> None:
         """The step is over; ``results`` of it are with the caller and nobody's burden."""
         self._results = distinct_storage_bytes(results)
-        self._note("")
+        self._mark("")
+
+    def note(self, spans: Iterable[Span]) -> None:
+        self._times.note(spans)
 
     def spans(self) -> list[Span]:
         return self._times.spans()
@@ -82,15 +91,22 @@ class MemoryRecorder:
     def bands(self) -> list[Band]:
         """What was held in the step, from the instant before it to the one after it."""
         moments, stretches = self._moments, self._stretches
-        base = sum(moments[0].held.values())
-        found = [_instant(moments[0], base)]
-        for here, there, stretch in zip(moments, moments[1:], stretches, strict=False):
+        bases = [sum(moments[0].held.values())] * len(moments)
+        if self._by_holders:
+            before = [0, *(stretch.end for stretch in stretches)]
+            bases = [
+                sum(moment.held.values()) - level
+                for moment, level in zip(moments, before, strict=False)
+            ]
+        found = [_instant(moments[0], bases[0])]
+        for here, there, stretch, base in zip(moments, moments[1:], stretches, bases, strict=False):
             found.append(_between(here, there, base + stretch.highest))
         end = stretches[len(moments) - 2].end  # behind the last mark is not the step's
-        found.append(_instant(moments[-1], base + end - self._results))
+        results = 0 if self._by_holders else self._results
+        found.append(_instant(moments[-1], bases[-1] + end - results))
         return found
 
-    def _note(self, during: str) -> int:
+    def _mark(self, during: str) -> int:
         held = self._holdings.now()
         self._moments.append(_Moment(time.perf_counter(), during, held))
         return self._allocations.mark()

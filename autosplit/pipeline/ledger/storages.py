@@ -43,6 +43,11 @@ class Level:
         """For a while there are so many bytes more."""
         self.highest = max(self.highest, self.now + more)
 
+    def change(self, more: int) -> None:
+        """There are so many bytes more from here on, or fewer."""
+        self.now += more
+        self.note(0)
+
     def hold(self, storages: Iterable[Storage]) -> None:
         """Another one holds each."""
         self.swap((), storages)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from autosplit.pipeline.engine.execution.mode import Mode
 from autosplit.pipeline.engine.execution.recorder import Recorder
 from autosplit.pipeline.ledger.bands import Band
 from autosplit.pipeline.ledger.holdings import Holdings, state_of
-from autosplit.pipeline.ledger.prediction import predicted_peak
+from autosplit.pipeline.ledger.prediction import Evicted, RankReplay
 from autosplit.pipeline.ledger.recorder import MemoryRecorder
 from autosplit.stage import Stage
 from autosplit.torch_internals.storage import distinct_storage_bytes
@@ -25,15 +25,6 @@ MEMORY = "memory"
 
 Record: TypeAlias = "bool | Literal['memory']"
 """What a trainer records of a step: nothing, when what ran, or with that what ranks held."""
-
-
-class RankMemory(NamedTuple):
-    """What one rank held in a step, and the peak that was predicted; None where nothing is known
-    of a stage.
-    """
-
-    bands: list[Band]
-    predicted: int | None
 
 
 def check_record(record: object) -> None:
@@ -88,11 +79,15 @@ class RankLedger:
                 "batch": lambda: batch,
                 "saved": lambda: [each for stage in stages for each in stage.saved_tensors],
                 "deferred": lambda: [each for stage in stages for each in stage.deferred_tensors],
-                "in transit": lambda: mode.messages.tensors,
+                "evicted here": lambda: [] if mode.moves is None else mode.moves.guests,
+                "in transit": lambda: [
+                    *mode.messages.tensors,
+                    *([] if mode.moves is None else mode.moves.moving),
+                ],
             },
             constant=("parameters", "optimizer state", "batch"),
         )
-        self.recorder = MemoryRecorder(times, holdings, device)
+        self.recorder = MemoryRecorder(times, holdings, device, alone=mode.moves is None)
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -104,18 +99,33 @@ class RankLedger:
         """The step ran to its end and gave these."""
         self.recorder.finish(losses)
 
-    def found(self) -> RankMemory:
+    def bands(self) -> list[Band]:
         """What was recorded, once the device has done what it was given."""
-        return RankMemory(self.recorder.bands(), self._predicted())
+        return self.recorder.bands()
 
-    def _predicted(self) -> int | None:
+    def evicted(self) -> Evicted:
+        """What this rank sends its partner, as predicted."""
+        replay = self._replay()
+        if replay is None or self._mode.moves is None:
+            return {}
+        replay.peak({})
+        return replay.evicted
+
+    def predicted(self, guests: Evicted) -> int | None:
+        """The peak beside fixed owners; None where nothing is known of a stage.
+
+        Args:
+            guests: what every rank evicts.
+        """
+        replay = self._replay()
+        if replay is None:
+            return None
+        return replay.peak(guests) + distinct_storage_bytes(self._batch)
+
+    def _replay(self) -> RankReplay | None:
         if len(self._stages) < len(self._mode.stages):
             return None
-        peak = predicted_peak(
-            self._mode.schedule,
-            self._mode.rank,
-            self._mode.feeds,
-            self._stages,
-            self._mode.negotiation.learn,
+        mode = self._mode
+        return RankReplay(
+            mode.schedule, mode.rank, mode.feeds, self._stages, mode.negotiation.learn
         )
-        return peak + distinct_storage_bytes(self._batch)

@@ -26,7 +26,7 @@ from autosplit.pipeline.engine.messages.process_groups import Groups
 from autosplit.pipeline.engine.messages.shape_negotiation import TensorMeta
 from autosplit.pipeline.engine.messages.step_results import Agreement
 from autosplit.pipeline.ledger.holdings import state_of
-from autosplit.pipeline.ledger.prediction import predicted_peak
+from autosplit.pipeline.ledger.prediction import RankReplay
 from autosplit.pipeline.schedule.routes import pairs_of
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
@@ -42,7 +42,7 @@ from .batch_contents import compare_contents
 from .limited_schedule import LimitTuner
 from .optimizer_step import OptimizerStep
 from .options import TrainerOptions
-from .rank_ledger import MEMORY, RankLedger, RankMemory, Record
+from .rank_ledger import MEMORY, RankLedger, Record
 from .rank_state import RankState
 from .snapshot import ForwardState
 from .stage_builder import StageBuilder
@@ -70,8 +70,7 @@ class Runner:
         schedule: what training runs; under ``"auto"`` another one behind the measured steps.
         stages: this rank's stages of the last run in training; empty before the first.
         spans: what that run recorded.
-        memory: the bands of what this rank held in that run, and the peak that was predicted for
-            it; None where that was not recorded.
+        ledger: what this rank held in that run; None where that was not recorded.
     """
 
     def __init__(
@@ -117,7 +116,7 @@ class Runner:
         )
         self.stages: Mapping[int, TrainableStage] = MappingProxyType({})
         self.spans: list[Span] = []
-        self.memory: RankMemory | None = None
+        self.ledger: RankLedger | None = None
         self._contents_compared = False
         self._limited = False
         self._boundaries: Callable[[int], Sequence[TensorMeta]] = lambda stage: ()
@@ -156,7 +155,7 @@ class Runner:
         if len(stages) < len(self.stages):
             return None
         rank, learn = self._groups.rank, self._boundaries
-        return predicted_peak(self.schedule, rank, self._feeds, stages, learn)
+        return RankReplay(self.schedule, rank, self._feeds, stages, learn).peak({})
 
     def _host_link(self) -> Link:
         """The slowest rank's link to its store; collective."""
@@ -205,7 +204,7 @@ class Runner:
             losses = self._run_again(run) if self._update.expects_more else self._run_once(run)
         self._settled()
         self.spans = recorder.spans() if recorder is not None else []
-        self.memory = None if ledger is None else ledger.found()
+        self.ledger = ledger
         if self._tuner is not None:
             self._tune(self._tuner)
         return self._agree(mode, losses, clipping=clipping)

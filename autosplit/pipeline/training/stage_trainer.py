@@ -288,12 +288,18 @@ class StageTrainer:
             PipelineError: memory was not recorded.
         """
         with self._guard("gathering the memory"):
-            if self._runner.memory is None:
+            ledger = self._runner.ledger
+            if ledger is None:
                 raise PipelineError(
                     "the memory of the last step was not recorded: set record='memory' before a "
                     "step, then ask"
                 )
-            rows = self._groups.gather(self._runner.memory)
+            guests = {
+                name: sizes
+                for part in self._groups.gather(ledger.evicted())
+                for name, sizes in part.items()
+            }
+            rows = self._groups.gather((ledger.bands(), ledger.predicted(guests)))
         return StepMemory.of(rows)
 
     @contextlib.contextmanager

@@ -48,6 +48,7 @@ class Mode:
         schedule: what is run.
         feeds: who feeds whom.
         rank: this process's.
+        moves: carries out the schedule's moves; None where there are none.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Mode:
         self._loss_grad: Tensor | None = None
         self._transport = self._connect(schedule)
         self.executor: Executor | None = None
+        self.moves: MicrobatchMoves | None = None
         self.stages: Mapping[int, TrainableStage] = MappingProxyType({})
 
     def compile(self) -> None:
@@ -103,6 +105,7 @@ class Mode:
         """Set the executor of this mode, which runs ``stages``; collective over all ranks."""
         self._groups.connect(pairs_of(self.schedule, self.feeds))
         self._loss_grad = loss_grad
+        self.moves = self._moves(stages)
         self.executor = Executor(
             stages,
             self.schedule,
@@ -112,7 +115,7 @@ class Mode:
             order=self._order,
             finished=self._finished,
             place=self.place,
-            moves=self._moves(stages),
+            moves=self.moves,
         )
         return self.executor
 

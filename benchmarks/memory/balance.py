@@ -1,0 +1,89 @@
+"""Activation balancing over stand-in stages whose transfers are real."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from autosplit.errors import ScheduleError
+from autosplit.pipeline.builders.build import build
+from autosplit.pipeline.memory.balance import balance
+from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.simulation.activation_memory import peak_memory
+from autosplit.pipeline.simulation.step_costs import Costs
+
+from ..results import Rows, table
+from ..split.targets import Target, verdicts
+from .settings import Settings
+from .standin import Case, Found, costs, measure, slower
+
+UNITS = {2: 0.12, 4: 0.12, 8: 0.24}  # ranks -> seconds of an F: a message takes a few milliseconds
+SCHEDULES = (("1f1b, fused", "1f1b", False), ("zb-h1", "zb-h1", True))
+EVEN = Target("largest / smallest peak", at_most=1.15, style=".2f")
+PEAK = Target("largest peak / plain", at_most=0.65, style=".2f")
+STEP = Target("step / plain", at_most=1.03)
+
+
+def measure_all(settings: Settings) -> Iterator[dict[str, Any]]:
+    """Each schedule as it is, with the paper's bound, and with the least that can be kept."""
+    for ranks in settings.ranks:
+        unit = UNITS.get(ranks, 0.24) / (4 if settings.size == "tiny" else 1)
+        known = costs(ranks, (unit, unit, unit))
+        for title, name, split in SCHEDULES:
+            plain = build(name, ranks, 2 * ranks, split_backward=split)
+            cases = [
+                Case("plain", plain, known.times[0]),
+                Case("the paper's bound", balance(plain), known.times[0]),
+                Case("the least bound", least(plain, known), known.times[0]),
+            ]
+            found = measure(cases, steps=max(1, settings.steps // 4))
+            for each in found:
+                yield _row(f"N={ranks}, {title}, {each.name}", each, found[0])
+
+
+def least(plain: Schedule, known: Costs) -> Schedule:
+    """The balanced schedule with the least bound, in hundredths of the plain peak."""
+    highest = max(peak_memory(plain, known.memory))
+    for share in range(50, 100):
+        try:
+            return balance(plain, highest * share / 100, costs=known)
+        except ScheduleError:
+            continue
+    return plain
+
+
+def _row(name: str, found: Found, plain: Found) -> dict[str, Any]:
+    if found.losses != plain.losses:
+        raise AssertionError(f"{name}: other losses than without")
+    return {
+        "name": name,
+        "way": found.name,
+        "peaks": found.peaks,
+        "predicted": found.predicted,
+        "seconds": found.seconds,
+        "even": max(found.peaks) / min(found.peaks),
+        "peak": max(found.peaks) / max(plain.peaks),
+        "step": slower(found, plain),
+    }
+
+
+def render(rows: Rows) -> str:
+    """A row a way, and verdicts on the least bound."""
+    cells = []
+    for row in rows:
+        plain = row["way"] == "plain"
+        cells.append(
+            [
+                row["name"],
+                " ".join(f"{each / 2**20:.1f}" for each in row["peaks"]),
+                f"{row['even']:.2f}" if plain else EVEN.cell(row["even"]),
+                "" if plain else PEAK.cell(row["peak"]),
+                "" if plain else STEP.cell(row["step"]),
+            ]
+        )
+    headers = ["", "activations MiB by rank", EVEN.title, PEAK.title, STEP.title]
+    judged = {
+        target: {row["name"]: row[key] for row in rows if row["way"] == "the least bound"}
+        for target, key in ((EVEN, "even"), (PEAK, "peak"), (STEP, "step"))
+    }
+    return f"{table(headers, cells)}\n\n{verdicts([*judged.items()])}"

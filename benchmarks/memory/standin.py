@@ -1,0 +1,178 @@
+"""Stages that hold real tensors and take their time, so that many ranks run on any two cores."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autosplit.pipeline.engine.execution.stage_assembly import footprint
+from autosplit.pipeline.engine.processes.launch import launch
+from autosplit.pipeline.schedule.action import Action, ActionKind
+from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.simulation.activation_memory import StageMemory
+from autosplit.pipeline.simulation.step_costs import Costs
+from autosplit.pipeline.simulation.transfer import Transfer
+from autosplit.pipeline.trainer import PipelineTrainer
+from autosplit.stage import Stage
+
+from ..pipeline.standin import Clock
+
+ROWS, WIDTH, LAYERS = 4096, 32, 6
+"""A tensor of half a MiB, and so many of them kept; a matrix product takes little of a core."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A schedule over stand-in stages, all alike.
+
+    Attributes:
+        name: of the way.
+        schedule: what is run.
+        times: seconds of F, I and W.
+        folder: for what is offloaded; None where nothing is.
+    """
+
+    name: str
+    schedule: Schedule
+    times: tuple[float, float, float]
+    folder: Path | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """Bytes by rank without the batch, and seconds of each timed step, from the first action to
+    the last.
+    """
+
+    name: str
+    peaks: tuple[int, ...]
+    predicted: tuple[int, ...]
+    seconds: list[float]
+    losses: list[float]
+
+
+class Keeping(nn.Module):
+    """Products and activations of one width: what a layer saves, W needs."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        torch.manual_seed(index)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+class Timed(Stage):
+    """A stage whose calls take a given time, what they compute included."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        args: Sequence[Tensor],
+        *,
+        index: int,
+        times: tuple[float, float, float],
+        clock: Clock,
+    ) -> None:
+        super().__init__(module, args, index=index, late_input=False)
+        self._costs = Costs([times], [StageMemory(0.0, 0.0)])
+        self._clock = clock
+
+    def forward(self, *args: Any, **options: Any) -> list[Tensor]:
+        end = self._end(ActionKind.FORWARD)
+        found = super().forward(*args, **options)
+        self._clock.sleep_until(end)
+        return found
+
+    def recompute(self, microbatch: int) -> None:
+        end = self._end(ActionKind.FORWARD)
+        super().recompute(microbatch)
+        self._clock.sleep_until(end)
+
+    def backward_input(
+        self, microbatch: int, output_grads: list[Tensor | None]
+    ) -> list[Tensor | None]:
+        end = self._end(ActionKind.BACKWARD_INPUT)
+        found = super().backward_input(microbatch, output_grads)
+        self._clock.sleep_until(end)
+        return found
+
+    def backward_weight(self, *args: Any, **options: Any) -> None:
+        end = self._end(ActionKind.BACKWARD_WEIGHT)
+        super().backward_weight(*args, **options)
+        self._clock.sleep_until(end)
+
+    def backward(self, microbatch: int, output_grads: list[Tensor | None]) -> list[Tensor | None]:
+        end = self._end(ActionKind.BACKWARD)
+        found = super().backward(microbatch, output_grads)
+        self._clock.sleep_until(end)
+        return found
+
+    def _end(self, kind: ActionKind) -> float:
+        return time.perf_counter() + self._costs.seconds(Action(0, kind, 0))
+
+
+def costs(
+    stages: int, times: tuple[float, float, float], transfer: Transfer | None = None
+) -> Costs:
+    """Of the stages: what they keep is that of a stage that is traced here."""
+    module, x = Keeping(0), torch.zeros(ROWS, WIDTH, requires_grad=True)
+    memory = StageMemory(*footprint(Stage(module, [x])))
+    return Costs([times] * stages, [memory] * stages, transfer or Transfer())
+
+
+def measure(cases: Sequence[Case], steps: int) -> list[Found]:
+    """Every case on as many processes as its schedule has ranks; all must have the same."""
+    (ranks,) = {len(case.schedule.ranks) for case in cases}
+    return launch(_on_rank, ranks, (list(cases), steps), timeout=1800.0)[0]
+
+
+def _on_rank(cases: list[Case], steps: int) -> list[Found]:
+    torch.set_num_threads(1)
+    return [_run(case, steps) for case in cases]
+
+
+def _run(case: Case, steps: int) -> Found:
+    count = case.schedule.microbatches
+    batch = torch.zeros(count * ROWS, WIDTH), torch.zeros(count * ROWS, WIDTH)
+    options: dict[str, Any] = {} if case.folder is None else {"store": case.folder}
+    with PipelineTrainer(
+        Keeping,
+        nn.functional.mse_loss,
+        torch.optim.SGD,
+        stages=case.schedule.stages,
+        microbatches=count,
+        schedule=case.schedule,
+        timeout=120.0,
+        record=True,
+        stage_factory=functools.partial(Timed, times=case.times, clock=Clock()),
+        **options,
+    ) as trainer:
+        losses = trainer.step(batch).tolist()
+        seconds = []
+        for _ in range(steps):
+            trainer.step(batch)
+            seconds.append(trainer.timeline().makespan)
+        trainer.record = "memory"
+        trainer.step(batch)
+        memory = trainer.memory()
+    given = [bands[0].held["batch"] for bands in memory.bands]  # which the user holds anyway
+    peaks = [peak - held for peak, held in zip(memory.peak_activations, given, strict=True)]
+    predicted = [(peak or held) - held for peak, held in zip(memory.predicted, given, strict=True)]
+    return Found(case.name, tuple(peaks), tuple(predicted), seconds, losses)
+
+
+def slower(found: Found, plain: Found) -> float:
+    """A step over one of the plain schedule."""
+    return statistics.median(found.seconds) / statistics.median(plain.seconds)
