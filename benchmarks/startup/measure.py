@@ -101,4 +101,4 @@ def _cold(row: dict[str, Any], whose: str) -> float:
 
 
 def _median(found: list[dict[str, Any]], what: str) -> float:
-    return statistics.median(each[what] for each in found)
+    return float(statistics.median(each[what] for each in found))

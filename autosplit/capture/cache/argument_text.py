@@ -67,8 +67,9 @@ def target_name(function: Any) -> str:
         if function not in _WITH_BODIES:
             raise NoFingerprintError(f"{function.name()} is a higher-order operator")
         return f"higher_order.{function.name()}"
-    if getattr(builtins, getattr(function, "__name__", ""), None) is function:
-        return f"builtins.{function.__name__}"
+    own = getattr(function, "__name__", "")
+    if own and getattr(builtins, own, None) is function:
+        return f"builtins.{own}"
     try:
         name = _get_qualified_name(function)
     except (AttributeError, RuntimeError, AssertionError) as error:
