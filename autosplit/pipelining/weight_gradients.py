@@ -57,7 +57,7 @@ class WeightGradients:
         self, flight: InFlightMicrobatch, grads: list[Tensor | None], skipped: frozenset[str]
     ) -> tuple[list[Tensor | None], DeferredWeights]:
         """I: gradients of the inputs, and what is left for W. Empties ``grads``."""
-        functions, saved, state = flight
+        functions, saved, state = flight.functions, flight.residuals, flight.state
         kept: list[Any] = []
 
         def compute(sums: Sequence[Tensor] | None) -> Sequence[Tensor]:
@@ -87,7 +87,7 @@ class WeightGradients:
         skipped: frozenset[str],
     ) -> list[Tensor | None]:
         """B: gradients of the inputs. Empties ``grads``."""
-        functions, saved, _ = flight
+        functions, saved = flight.functions, flight.residuals
         found: list[Tensor | None] = []
 
         def compute(sums: Sequence[Tensor] | None) -> Sequence[Tensor]:
@@ -126,7 +126,7 @@ class WeightGradients:
             read: what the graph reads.
             compute: runs it.
         """
-        functions, _, state = flight
+        functions, state = flight.functions, flight.state
         direct = not skipped and self._adds_directly(functions, state)
         if direct and names:
             sums = self._sums(functions, state, names, read)

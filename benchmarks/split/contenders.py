@@ -113,7 +113,7 @@ class TorchSplit(Autograd):
 class Autosplit:
     """The functional face."""
 
-    def __init__(self, module: nn.Module, x: Tensor, backend: str, memory: str) -> None:
+    def __init__(self, module: nn.Module, x: Tensor, backend: str, memory: str | int) -> None:
         example = x.detach().clone().requires_grad_()
         self.stage = autosplit.Stage(module, [example], backend=backend, memory=memory)
 
@@ -138,7 +138,7 @@ class Autosplit:
         self.stage.reset()
 
 
-def eager(subject: Subject, memory: str = "balanced") -> dict[str, Callable[[], Contender]]:
+def eager(subject: Subject, memory: str | int = "balanced") -> dict[str, Callable[[], Contender]]:
     """What runs operator by operator; each is built when it is its turn."""
     module = subject.module
     return {

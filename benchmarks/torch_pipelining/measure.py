@@ -172,7 +172,7 @@ class Field:
                 step()
                 _forget(modules)
 
-            return Turn(forgetting, _nothing, False)
+            return Turn(forgetting, _nothing, False, 0)
 
         if contender.instead_of:
             # What is compiled is found again by the module's code, whatever the settings.

@@ -82,9 +82,6 @@ class MemoryRecorder:
         self._results = distinct_storage_bytes(results)
         self._mark("")
 
-    def note(self, spans: Iterable[Span]) -> None:
-        self._times.note(spans)
-
     def spans(self) -> list[Span]:
         return self._times.spans()
 
