@@ -24,6 +24,7 @@ from autosplit.capture.workarounds.custom_functions import refuse_absent_gradien
 from autosplit.capture.workarounds.eager_settings import AS_IN_EAGER
 from autosplit.capture.workarounds.long_loops import unrolling_limited
 from autosplit.capture.workarounds.output_hooks import install_output_hooks
+from autosplit.capture.workarounds.tensor_hooks import refuse_lost_hooks
 from autosplit.errors import CaptureError
 from autosplit.torch_internals.pytree import tree_flatten
 from autosplit.torch_internals.version import TORCH
@@ -204,7 +205,7 @@ def _export(
             # Inside: what torch 2.11 notes of a capture when it ends cannot hold functions.
             torch._dynamo.config.patch(ignore_logging_functions=_messages()),
         ):
-            with masks_decided(by_value) as answers:
+            with refuse_lost_hooks(), masks_decided(by_value) as answers:
                 captured = fullgraph_capture(module, args, kwargs)
             guards = Guards(module, args, kwargs, captured, answers)
         _return_something(captured)
