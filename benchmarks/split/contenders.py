@@ -138,7 +138,7 @@ class Autosplit:
         self.stage.reset()
 
 
-def eager(subject: Subject, memory: str = "balanced") -> dict[str, Callable[[], Contender]]:
+def eager(subject: Subject, memory: str | int = "balanced") -> dict[str, Callable[[], Contender]]:
     """What runs operator by operator; each is built when it is its turn."""
     module = subject.module
     return {
