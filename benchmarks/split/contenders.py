@@ -113,7 +113,7 @@ class TorchSplit(Autograd):
 class Autosplit:
     """The functional face."""
 
-    def __init__(self, module: nn.Module, x: Tensor, backend: str, memory: str) -> None:
+    def __init__(self, module: nn.Module, x: Tensor, backend: str, memory: str | int) -> None:
         example = x.detach().clone().requires_grad_()
         self.stage = autosplit.Stage(module, [example], backend=backend, memory=memory)
 
