@@ -165,7 +165,8 @@ def _evicted(
     def size(held: Held) -> float:
         return min(held.size, moved.get(held.stage, held.size))
 
-    piece = max(size(held) / costs.memory[held.stage].tensors for held in donor.held)
+    pieces = (size(held) / costs.memory[held.stage].tensors for held in donor.held)
+    piece = max(pieces, default=0.0)
     trips, _ = choose_trips(
         donor,
         bounds[donor.rank] - (piece if smooth else 0.0),

@@ -31,7 +31,7 @@ MEASURES: Mapping[str, Callable[[Schedule, Costs, Sequence[float]], Schedule]] =
 }
 """What can be done to a schedule that holds too much, by name."""
 
-_BASES = 6  # schedules without measures that are tried, the shortest first
+_BASES = 6  # schedules without measures that several are tried on, the shortest first
 _STARTS = 2  # of them, those that other orders are looked for from
 _PARTWAY = (0.0, 0.5)  # of the excess, what the first of several measures leaves to the next
 _SAME = 1 + 1e-6  # of a step
@@ -205,17 +205,12 @@ class _Search:
 
     def run(self, shortest: float) -> WithinMemory | None:
         """The best; None if nothing keeps the limit, or is shorter than what is known."""
-        tried = 0
-        for base, timeline in self._bases:
+        for tried, (base, timeline) in enumerate(self._bases):
             best = shortest if self._best is None else self._best.timeline.step_time
             if timeline.step_time >= best:
                 break
-            if tried >= _BASES and self._best is not None:
-                # What fits as it is costs nothing to look at.
-                self._keep(base, timeline, base, ())
-                continue
-            tried += 1
-            self._measured(base, timeline)
+            several = tried < _BASES or self._best is None
+            self._measured(base, timeline, len(self._measures) if several else 1)
         self._rearranged()
         return self._best
 
@@ -234,11 +229,11 @@ class _Search:
                 effects = best.effects if best is not None and start is best.schedule else ()
                 self._keep(found, self._costs.timeline(found), start, effects)
 
-    def _measured(self, base: Schedule, timeline: Timeline) -> None:
-        """The base with every chain of measures, until one of them costs nothing."""
+    def _measured(self, base: Schedule, timeline: Timeline, most: int) -> None:
+        """The base with every chain of so many measures, until one of them costs nothing."""
         if self._keep(base, timeline, base, ()):
             return
-        for chain in self._chains():
+        for chain in self._chains(most):
             for partway in _PARTWAY if len(chain) > 1 else (0.0,):
                 made = self._applied(base, timeline, chain, partway)
                 if made is None:
@@ -248,8 +243,8 @@ class _Search:
                 if kept and ran.step_time <= timeline.step_time * _SAME:
                     return
 
-    def _chains(self) -> Iterator[tuple[str, ...]]:
-        for length in range(1, len(self._measures) + 1):
+    def _chains(self, most: int) -> Iterator[tuple[str, ...]]:
+        for length in range(1, most + 1):
             for chain in permutations(self._measures, length):
                 # What was run again or sent to the host is not there for a partner to take.
                 if "balance" not in chain[1:]:

@@ -65,7 +65,7 @@ def test_what_is_evicted_is_the_latest() -> None:
 def test_deferred_tensors_travel_too() -> None:
     """With 2BP's placement most of what is held waits for W."""
     costs = costs_of(4, deferred=1.2)
-    plain = build("1f1b", 4, 4, weights="2bp")
+    plain = build("1f1b", 4, 8, weights="2bp")
     peaks = costs.peaks(plain, costs.timeline(plain))
     balanced = balance(plain, [0.85 * peaks[0], 0.85 * peaks[1], 1e8, 1e8], costs=costs)
     validate(balanced)
