@@ -50,12 +50,19 @@ class Results:
         return None if flat else self.spec
 
     def refuse_objects(self, owner: str) -> None:
-        """Refuse a result that holds other things than tensors.
+        """Refuse a result that torch's runtime cannot hand on: one that holds other things than
+        tensors, or complex tensors that need a gradient, for which it receives none.
 
         Raises:
             CaptureError: names the first.
         """
         for at, name in enumerate(self._names):
+            if at in self.differentiable and self._functions.output_specs[name].dtype.is_complex:
+                raise CaptureError(
+                    f"{owner} returns {name}, a complex tensor that needs a gradient, which "
+                    "torch's runtime does not bring back. Return torch.view_as_real of it, and "
+                    "let the next stage begin with torch.view_as_complex"
+                )
             if at not in self._tensors:
                 raise CaptureError(
                     f"{owner} returns {name}, which is not a tensor; a stage hands only tensors to "

@@ -38,6 +38,30 @@ class Number(nn.Module):
         return self.inner(x), 3
 
 
+class Spectrum(nn.Module):
+    """Hands on complex numbers, or pairs of real ones."""
+
+    def __init__(self, *, pairs: bool) -> None:
+        super().__init__()
+        self.inner, self.pairs = block(), pairs
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = torch.fft.rfft(self.inner(x))
+        return torch.view_as_real(found) if self.pairs else found
+
+
+class Inverse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.inner(
+            torch.fft.irfft(x if x.is_complex() else torch.view_as_complex(x))
+        )
+        return made
+
+
 def _program(*parts: nn.Module, **more: Any) -> Program:
     given: dict[str, Any] = {"args": [torch.randn(8, 4)], "target": torch.randn(8, 4), **more}
     return Program(parts, **given)
@@ -93,6 +117,10 @@ def a_number_for_the_next_stage() -> None:
     _program(Number(), block()).step()
 
 
+def complex_numbers_for_the_next_stage() -> None:
+    _program(Spectrum(pairs=False), Inverse()).step()
+
+
 def a_compiled_module() -> None:
     _program(torch.compile(block()), torch.compile(block()))  # type: ignore[arg-type]
 
@@ -134,7 +162,8 @@ CASES: dict[str, Callable[[], None]] = {
         too_few_stages, no_such_stage, an_argument_in_the_place_of_the_group,
         more_stages_than_ranks, a_loop_for_a_v, outputs_that_do_not_fit,
         outputs_unlike_the_examples, inputs_unlike_the_examples, graph_breaks,
-        a_number_for_the_next_stage, a_compiled_module, losses_of_samples,
+        a_number_for_the_next_stage, complex_numbers_for_the_next_stage, a_compiled_module,
+        losses_of_samples,
         two_copies_of_the_stages, stages_of_another_rank, a_batch_of_another_size,
     )
 }  # fmt: skip
@@ -153,6 +182,7 @@ def all_refusals() -> dict[str, tuple[str, str]]:
             found[name] = ("nothing", "")
         dist.barrier()
     found["advice"] = ("", "\n".join(_with_graph_breaks()))
+    found["pairs"] = ("", "\n".join(_with_pairs_of_numbers()))
     return found
 
 
@@ -170,6 +200,14 @@ def _with_graph_breaks() -> list[str]:
         target=torch.randn(8, 4),
         stage=make,
     )
+    program.step()
+    program.plain_step()
+    return program.differences()
+
+
+def _with_pairs_of_numbers() -> list[str]:
+    """What the error about complex numbers advises."""
+    program = _program(Spectrum(pairs=True), Inverse())
     program.step()
     program.plain_step()
     return program.differences()

@@ -46,6 +46,9 @@ ON_ONE = {
     "a_number_for_the_next_stage": (
         0, r"CaptureError: stage 0 .Number. returns output.1., which is not a tensor",
     ),
+    "complex_numbers_for_the_next_stage": (
+        0, r"CaptureError: stage 0 .Spectrum. returns output, a complex tensor that needs a grad",
+    ),
 }  # fmt: skip
 
 
@@ -81,6 +84,10 @@ def test_a_batch_of_another_size(ranks: Refusals) -> None:
 
 def test_the_advice_about_graph_breaks_works(ranks: Refusals) -> None:
     assert [found["advice"][1] for found in ranks] == ["", ""]
+
+
+def test_the_advice_about_complex_numbers_works(ranks: Refusals) -> None:
+    assert [found["pairs"][1] for found in ranks] == ["", ""]
 
 
 def test_no_process_group() -> None:

@@ -1,4 +1,4 @@
-"""Hooks that a forward registers on tensors fire, or are refused by the line that registers them."""
+"""Hooks that a forward registers on tensors fire, or are refused with the line that does it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ def test_gradients_are_autograds(place: str) -> None:
 
 @pytest.mark.parametrize("place", ["input", "weight"])
 def test_no_graph_holds_a_hook_on_what_the_forward_is_given(place: str) -> None:
-    with pytest.raises(CaptureError, match=r"test_tensor_hooks\.py:\d+: .*register_hook.* no graph"):
+    with pytest.raises(
+        CaptureError, match=r"test_tensor_hooks\.py:\d+: .*register_hook"
+    ):
         autosplit.split(Hooked(place), (torch.randn(3, 4, requires_grad=True),), fullgraph=True)
 
 
