@@ -10,16 +10,16 @@ from torch import Tensor, nn
 
 from autosplit.autograd.function import run_forward
 from autosplit.passes.lowering.live_bytes import LiveBytes
-from autosplit.runtime.functions import SplitFunctions
-from autosplit.runtime.gradient_accumulation import Accumulation
-from autosplit.runtime.gradient_graphs import Call
-from autosplit.runtime.held_storages import HeldStorages, lent_storages
-from autosplit.runtime.in_flight import (
+from autosplit.runtime.activations.held_storages import HeldStorages, lent_storages
+from autosplit.runtime.activations.in_flight import (
     InFlightMicrobatch,
     InFlightMicrobatches,
     PendingWeightGradients,
 )
-from autosplit.runtime.recomputation import KeptInputs
+from autosplit.runtime.activations.recomputation import KeptInputs
+from autosplit.runtime.functions import SplitFunctions
+from autosplit.runtime.gradient_accumulation import Accumulation
+from autosplit.runtime.gradient_graphs import Call
 from autosplit.runtime.split_options import SplitOptions
 from autosplit.runtime.stage_specializations import StageSpecializations
 from autosplit.torch_internals.backward_task import without_autocast

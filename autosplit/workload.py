@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from autosplit.text.moved_names import moved_names
+
 from . import compare
-from .text.moved_names import moved_names
 
 __getattr__ = moved_names(
     __name__,

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from autosplit.runtime.activations.saved_tensors import State
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.gradient_accumulation import Accumulation
-from autosplit.runtime.saved_tensors import State
 from autosplit.torch_internals.accumulate_grad import Leaves, add_gradients
 from autosplit.torch_internals.backward_task import without_autocast
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from autosplit.errors import SplitError
+from autosplit.runtime.activations.saved_tensors import Residuals, State
 from autosplit.runtime.functions import ForwardResult, SplitFunctions
-from autosplit.runtime.saved_tensors import Residuals, State
 from autosplit.torch_internals.backward_task import (
     current_backward,
     graph_is_kept,

@@ -14,11 +14,7 @@ import torch
 from torch import Tensor
 
 from autosplit.errors import SplitError
-from autosplit.torch_internals.accumulate_grad import (
-    memoryless_tensor,
-    own_gradient,
-    tensor_users,
-)
+from autosplit.torch_internals.accumulate_grad import memoryless_tensor, own_gradient, tensor_users
 from autosplit.torch_internals.backward_task import in_transform
 from autosplit.torch_internals.held_gradient import exchanged
 from autosplit.torch_internals.tracing import in_compiler

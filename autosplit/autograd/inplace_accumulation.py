@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from autosplit.runtime.saved_tensors import TensorSpec
+from autosplit.runtime.activations.saved_tensors import TensorSpec
 
 
 def inplace_sums(

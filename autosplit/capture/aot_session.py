@@ -27,6 +27,7 @@ from torch._dynamo.utils import counters
 from torch._functorch.partitioners import default_partition
 from torch._guards import TracingContext
 
+from autosplit.capture.effects.python_random import refuse_own_generators
 from autosplit.capture.workarounds.custom_functions import refuse_absent_gradients
 from autosplit.capture.workarounds.eager_settings import AS_IN_EAGER, as_eager
 from autosplit.capture.workarounds.margin_losses import (
@@ -41,7 +42,6 @@ from autosplit.passes.analysis.operators import is_effect
 from autosplit.passes.graph import placeholders
 
 from .aot_convention import AotGraphs, assemble, copy_graph, label, without_deferred
-from .python_random import refuse_own_generators
 
 _ROOT = re.compile(r"[LG]\['\w+'\]")
 

@@ -12,9 +12,13 @@ import torch
 from torch import nn
 from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
 
+from autosplit.capture.effects.module_hooks import (
+    ModuleHook,
+    backward_hook,
+    forward_hook,
+    is_torch_file,
+)
 from autosplit.errors import CaptureError, FailingCallError
-
-from .module_hooks import ModuleHook, backward_hook, forward_hook, is_torch_file
 
 
 class ConstructionError(CaptureError):

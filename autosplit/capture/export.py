@@ -19,6 +19,9 @@ from torch._dynamo.functional_export import create_fx_graph_from_captured_output
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
 from torch._export.utils import _compiling_state_context
 
+from autosplit.capture.effects.observers import is_observed, unobserved
+from autosplit.capture.effects.python_random import refuse_drawn
+from autosplit.capture.effects.side_effects import Setter, setters
 from autosplit.capture.workarounds.causal_mask import MaskDecision, masks_decided
 from autosplit.capture.workarounds.custom_functions import refuse_absent_gradients
 from autosplit.capture.workarounds.eager_settings import AS_IN_EAGER
@@ -31,9 +34,6 @@ from autosplit.torch_internals.version import TORCH
 
 from .argument_binding import Binding
 from .diagnosis import definition
-from .observers import is_observed, unobserved
-from .python_random import refuse_drawn
-from .side_effects import Setter, setters
 
 _DYNAMO = {
     # Dynamo remembers shapes by code object: a second nn.Sequential would get symbolic sizes.

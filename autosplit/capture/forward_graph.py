@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from autosplit.capture.effects.observers import unobserved
+from autosplit.capture.effects.operator_effects import Effect, examine
 from autosplit.capture.workarounds.margin_losses import refuse_unbatched
 from autosplit.capture.workarounds.recurrent_layers import divide_layers
 from autosplit.errors import CaptureError
@@ -16,8 +18,6 @@ from autosplit.torch_internals.pytree import TreeSpec, tree_flatten
 
 from .diagnosis import user_errors
 from .export import export
-from .observers import unobserved
-from .operator_effects import Effect, examine
 from .pytree_objects import hold
 from .roles import canonical_names
 

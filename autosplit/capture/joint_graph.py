@@ -19,10 +19,12 @@ from torch._guards import TracingContext, tracing
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from autosplit.capture.cache.fingerprint import traced_value
-from autosplit.capture.cache.split_graph_cache import (
-    CacheEntry,
-    PredictedResults,
-    SplitGraphCache,
+from autosplit.capture.cache.split_graph_cache import CacheEntry, PredictedResults, SplitGraphCache
+from autosplit.capture.effects.observers import unobserved
+from autosplit.capture.effects.side_effects import (
+    AttributeSnapshot,
+    PythonStateError,
+    first_call_differs,
 )
 from autosplit.capture.workarounds.eager_settings import as_eager
 from autosplit.capture.workarounds.margin_losses import (
@@ -38,10 +40,8 @@ from autosplit.torch_internals.pytree import TreeSpec, flatten_named, tree_flatt
 from .diagnosis import ConstructionError, user_errors
 from .export import Guards, export
 from .module_paths import name_modules
-from .observers import unobserved
 from .pytree_objects import hold
 from .roles import ModuleRoles, canonical_names, with_roles
-from .side_effects import AttributeSnapshot, PythonStateError, first_call_differs
 
 __all__ = [
     "AttributeSnapshot",

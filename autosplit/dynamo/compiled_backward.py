@@ -17,9 +17,9 @@ from autosplit.errors import SplitError
 from autosplit.passes import Role
 from autosplit.passes.graph import GRADIENT, inputs, outputs
 from autosplit.passes.lowering.lent_memory import lent
+from autosplit.runtime.activations.saved_tensors import is_shared
 from autosplit.runtime.autocast_guard import AutocastGuard
 from autosplit.runtime.gradient_dependence import gradient_sources
-from autosplit.runtime.saved_tensors import is_shared
 from autosplit.torch_internals.accumulate_grad import has_gradient_hooks
 from autosplit.torch_internals.running_backward import (
     RunningBackward,

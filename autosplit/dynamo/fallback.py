@@ -11,7 +11,7 @@ from autosplit.errors import AutosplitError, CaptureError, FailingCallError
 from autosplit.runtime.split_options import SplitOptions
 
 if TYPE_CHECKING:
-    from autosplit.dynamo.partial_model import Partial
+    from .partial_model import Partial
 
 
 class Fallback:
@@ -116,6 +116,6 @@ class Fallback:
         ]
 
     def _by_graphs(self, reason: str, because: str = "") -> Partial:
-        from autosplit.dynamo.partial_model import Partial  # Dynamo takes over a second to import
+        from .partial_model import Partial  # Dynamo takes over a second to import
 
         return Partial(self._model, self._options.backend, reason, because)

@@ -12,8 +12,9 @@ from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.pipeline.simulation.step_costs import Costs
 from autosplit.pipeline.simulation.timeline import Span, Timeline
 from autosplit.pipeline.simulation.transfer import Transfer
-from autosplit.pipeline.trainer import PipelineTrainer
 from autosplit.pipeline.validation.validate import validate
+
+from .trainer import PipelineTrainer
 
 __all__ = [
     "SCHEDULES",

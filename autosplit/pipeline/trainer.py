@@ -15,15 +15,19 @@ from autosplit.pipeline.builders.schedule_request import AUTO, ScheduleRequest
 from autosplit.pipeline.engine.execution.stage_assembly import SplitStage, StageFactory
 from autosplit.pipeline.engine.messages.default_group import process_count
 from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.training.options import TrainerOptions, schedule_request, stage_factory_of
+from autosplit.pipeline.training.rank_ledger import Record
+from autosplit.pipeline.training.stage_modules import (
+    LossFunction,
+    Partitioned,
+    StageList,
+    StageSource,
+)
+from autosplit.pipeline.training.stage_trainer import OptimizerFunction, StageTrainer
+from autosplit.pipeline.training.tied_parameters import Holder
+from autosplit.pipeline.training.training_setup import TrainingSetup
 from autosplit.runtime.split_options import SplitOptions
 from autosplit.text.byte_sizes import parse_size
-
-from .training.options import TrainerOptions, schedule_request, stage_factory_of
-from .training.rank_ledger import Record
-from .training.stage_modules import LossFunction, Partitioned, StageList, StageSource
-from .training.stage_trainer import OptimizerFunction, StageTrainer
-from .training.tied_parameters import Holder
-from .training.training_setup import TrainingSetup
 
 Model: TypeAlias = "StageList | nn.Module"
 Example: TypeAlias = "Tensor | Sequence[Tensor] | Mapping[str, Tensor]"

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from autosplit.autograd.function import run_forward
 from autosplit.errors import PipelineError
+from autosplit.runtime.activations.in_flight import InFlightMicrobatch
 from autosplit.runtime.call_signature import CallFlattening
 from autosplit.runtime.functions import SplitFunctions
-from autosplit.runtime.in_flight import InFlightMicrobatch
 from autosplit.runtime.specialization import Specializations
 from autosplit.runtime.split_options import SplitOptions
 from autosplit.torch_internals.backward_task import without_autocast

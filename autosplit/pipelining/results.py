@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from autosplit.errors import CaptureError, PipelineError
+from autosplit.runtime.activations.saved_tensors import TensorSpec
 from autosplit.runtime.functions import SplitFunctions
-from autosplit.runtime.saved_tensors import TensorSpec
 from autosplit.torch_internals.pytree import TreeSpec
 
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from autosplit.autograd.function import run_forward
 from autosplit.errors import CaptureError, FailingCallError, PipelineError, SplitError
+from autosplit.runtime.activations.in_flight import InFlightMicrobatch
 from autosplit.runtime.call_signature import CallFlattening, CallStructure
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.gradient_accumulation import Accumulation
-from autosplit.runtime.in_flight import InFlightMicrobatch
 from autosplit.runtime.input_overlap import refuse_overlap
 from autosplit.runtime.specialization import Specializations
 from autosplit.runtime.split_options import SplitOptions

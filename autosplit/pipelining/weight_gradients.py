@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from autosplit.autograd.inplace_accumulation import inplace_sums
+from autosplit.runtime.activations.in_flight import InFlightMicrobatch
+from autosplit.runtime.activations.saved_tensors import Residuals, State
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.gradient_accumulation import Accumulation
-from autosplit.runtime.in_flight import InFlightMicrobatch
-from autosplit.runtime.saved_tensors import Residuals, State
 from autosplit.torch_internals.accumulate_grad import Leaves, add_gradients
 
 Compute = Callable[[Sequence[Tensor] | None], Sequence[Tensor]]

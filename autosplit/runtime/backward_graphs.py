@@ -20,11 +20,11 @@ from autosplit.passes.lowering.concatenate_microbatches import (
     microbatch_role,
 )
 from autosplit.passes.verify import verify_graph
+from autosplit.runtime.activations.saved_tensors import Constants
 
 from .gradient_accumulation import Accumulation
 from .gradient_dependence import GradientDependence
 from .gradient_graphs import Call, CalledVariant, GradientGraph, PassThrough, variants
-from .saved_tensors import Constants
 from .weight_slices import SlicedWeight
 
 if TYPE_CHECKING:

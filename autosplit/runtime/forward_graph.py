@@ -11,8 +11,7 @@ from autosplit.backends.compiled_graph import Backend, compile_graph, hand_over,
 from autosplit.passes import Kind, Role, SplitGraphs
 from autosplit.passes.graph import STATE
 from autosplit.passes.lowering.donation import donatable, donate
-
-from .saved_tensors import State
+from autosplit.runtime.activations.saved_tensors import State
 
 
 class ForwardValues(NamedTuple):

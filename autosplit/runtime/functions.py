@@ -21,6 +21,8 @@ from autosplit.passes.analysis.symbolic_sizes import is_size
 from autosplit.passes.graph import inputs, outputs
 from autosplit.passes.lowering.lent_memory import lent
 from autosplit.passes.lowering.live_bytes import LiveBytes
+from autosplit.runtime.activations.last_uses import last_uses
+from autosplit.runtime.activations.saved_tensors import Constants, Residuals, State, TensorSpec
 
 from .autocast_guard import AutocastGuard
 from .backward_graphs import BackwardGraphs
@@ -28,8 +30,6 @@ from .forward_graph import ForwardGraph
 from .gradient_accumulation import EXACT, Accumulation
 from .gradient_dependence import GradientDependence
 from .gradient_graphs import Call, CalledVariant
-from .last_uses import last_uses
-from .saved_tensors import Constants, Residuals, State, TensorSpec
 from .weight_slices import SlicedWeight
 
 if TYPE_CHECKING:

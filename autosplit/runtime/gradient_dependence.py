@@ -13,8 +13,7 @@ from torch import Tensor, fx
 from autosplit.passes import Kind, Role, SplitGraphs
 from autosplit.passes.analysis.aliasing import fills_storage, producer, storage_root
 from autosplit.passes.graph import ancestors, descendants, inputs, outputs
-
-from .saved_tensors import TensorSpec
+from autosplit.runtime.activations.saved_tensors import TensorSpec
 
 _GRADIENT_OF = {Kind.PARAMETER_GRAD: Kind.PARAMETER, Kind.INPUT_GRAD: Kind.INPUT}
 

@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from autosplit.errors import SplitError
+from autosplit.runtime.activations.saved_tensors import State
 
 from .functions import SplitFunctions
-from .saved_tensors import State
 
 
 def refuse_overlap(functions: SplitFunctions, leaves: Sequence[Any], state: State) -> None:

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from autosplit.errors import CaptureError, SplitError
 from autosplit.passes.analysis.aliasing import overlaps_itself
+from autosplit.runtime.activations.saved_tensors import TensorSpec
 from autosplit.torch_internals.module_state import StateReader
 
 from .build import trace, without_history
 from .call_signature import CallSignature
 from .functions import SplitFunctions
-from .saved_tensors import TensorSpec
 from .specialization_cache import SpecializationCache
 from .split_options import SplitOptions
 

@@ -7,8 +7,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from autosplit.errors import ShardedError
-from autosplit.torch_internals.accumulate_grad import hooks_put_aside
-from autosplit.torch_internals.distributed import data_parallel, fsdp_part
+
+from .accumulate_grad import hooks_put_aside
+from .distributed import data_parallel, fsdp_part
 
 
 def refuse_sharded(module: nn.Module) -> None:

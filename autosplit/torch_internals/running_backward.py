@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autosplit.torch_internals.backward_task import is_asked_for, will_run
+from .backward_task import is_asked_for, will_run
 
 _LONGEST_VIEW = 32  # nodes in a row
 

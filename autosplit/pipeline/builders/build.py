@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.builders.placement.building_blocks import block_sizes, block_times, expand
-from autosplit.pipeline.builders.placement.weights import (
-    WEIGHTS,
-    Times,
-    place_weights,
-)
+from autosplit.pipeline.builders.placement.weights import WEIGHTS, Times, place_weights
 from autosplit.pipeline.schedule.schedule import Schedule, check_counts, check_size
 
 from .families import SCHEDULES, Family

@@ -32,13 +32,13 @@ from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
 from autosplit.pipeline.simulation.timeline import Span
 from autosplit.pipeline.simulation.transfer import Link
+from autosplit.pipeline.training.agreement.batch_agreement import check_same_batch
+from autosplit.pipeline.training.agreement.batch_contents import compare_contents
 from autosplit.stage import Stage
 from autosplit.torch_internals.optimizer_state import state_bytes
 from autosplit.torch_internals.storage import distinct_storage_bytes
 
 from .auto_schedule import Tuner
-from .batch_agreement import check_same_batch
-from .batch_contents import compare_contents
 from .limited_schedule import LimitTuner
 from .optimizer_step import OptimizerStep
 from .options import TrainerOptions

@@ -24,9 +24,9 @@ from autosplit.pipeline.engine.messages.step_results import Agreement
 from autosplit.pipeline.ledger.bands import StepMemory
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.timeline import Timeline
+from autosplit.pipeline.training.agreement.option_agreement import check_unanimous, factory_options
 
 from .optimizer_step import OptimizerStep
-from .option_agreement import check_unanimous, factory_options
 from .options import TrainerOptions, choose_device, choose_order, store_for
 from .rank_ledger import Record, check_record
 from .rank_state import RankState

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from autosplit.pipeline.engine.execution.microbatch import Part
 from autosplit.pipeline.training.stage_modules import LossFunction, WithAutocast, WithLoss
-from autosplit.runtime.saved_tensors import TensorSpec
+from autosplit.runtime.activations.saved_tensors import TensorSpec
 from autosplit.runtime.split_options import SplitOptions
 from autosplit.stage import Stage
 from autosplit.torch_internals.pytree import tree_flatten

@@ -57,9 +57,7 @@ def test_gradients_are_autograds(place: str) -> None:
 
 @pytest.mark.parametrize("place", ["input", "weight"])
 def test_no_graph_holds_a_hook_on_what_the_forward_is_given(place: str) -> None:
-    with pytest.raises(
-        CaptureError, match=r"test_tensor_hooks\.py:\d+: .*register_hook"
-    ):
+    with pytest.raises(CaptureError, match=r"test_tensor_hooks\.py:\d+: .*register_hook"):
         autosplit.split(Hooked(place), (torch.randn(3, 4, requires_grad=True),), fullgraph=True)
 
 

@@ -7,9 +7,8 @@ import random
 from torch import fx, nn
 from torch._dynamo.source import RandomValueSource
 
+from autosplit.capture.diagnosis import definition
 from autosplit.errors import CaptureError
-
-from .diagnosis import definition
 
 
 def refuse_drawn(module: nn.Module, exported: fx.GraphModule) -> None:

@@ -19,10 +19,10 @@ from torch import nn
 from torch._dynamo.convert_frame import get_traced_fn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from autosplit.capture.diagnosis import definition, told_once
 from autosplit.errors import CaptureError
 from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten
 
-from .diagnosis import definition, told_once
 from .module_hooks import norm_hook
 
 _SOURCE = re.compile(r"\"([LG]\['[^\"]*)\"")

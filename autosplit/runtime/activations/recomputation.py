@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from autosplit.device import GeneratorStates
+from autosplit.runtime.functions import SplitFunctions
 from autosplit.torch_internals.backward_task import without_autocast
 
-from .functions import SplitFunctions
 from .saved_tensors import Residuals, State
 
 

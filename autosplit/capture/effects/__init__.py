@@ -1,0 +1,1 @@
+"""Effects of a forward besides its results: hooks, side effects, writes, random numbers."""

@@ -1,0 +1,1 @@
+"""What all ranks of a trainer must have alike: batches and options."""

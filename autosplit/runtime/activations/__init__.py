@@ -1,0 +1,1 @@
+"""In-flight microbatch state: residuals between F, I and W, moved away or made again."""
