@@ -64,7 +64,8 @@ class MemoryRecorder:
         self._stretches = self._allocations.stretches()[self._first :]
 
     def begin(self) -> None:
-        self._moments, self._first = [], self._mark("")
+        self._moments = []  # before the first of them is marked
+        self._first = self._mark("")
         self._times.begin()
 
     def run(self, action: Action, compute: Callable[[], T]) -> T:
@@ -81,9 +82,6 @@ class MemoryRecorder:
         """The step is over; ``results`` of it are with the caller and nobody's burden."""
         self._results = distinct_storage_bytes(results)
         self._mark("")
-
-    def note(self, spans: Iterable[Span]) -> None:
-        self._times.note(spans)
 
     def spans(self) -> list[Span]:
         return self._times.spans()

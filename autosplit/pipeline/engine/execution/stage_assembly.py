@@ -125,7 +125,7 @@ def stage_memory(stage: TrainableStage) -> StageMemory:
     forward = stage.functions.graphs.forward
     count = len(graph_outputs(forward.graph, Kind.SAVED))
     taken = list(graph_inputs(forward.graph, Kind.INPUT).values())
-    return StageMemory(saved, deferred, float(distinct_bytes(taken)), max(count, 1))
+    return StageMemory(saved, deferred, float(distinct_bytes(taken)), tensors=max(count, 1))
 
 
 def sizes(stage: TrainableStage) -> tuple[list[float], list[float]]:
