@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from typing import NoReturn
 
 from autosplit.errors import PipelineError, ScheduleError
@@ -185,11 +187,16 @@ class LimitTuner(Tuner):
             if max(over) <= 0:
                 return found
             taken = [size + max(0.0, more) for size, more in zip(taken, over, strict=True)]
-        return self._schedule if max(self._held(self._schedule, costs)) <= limit else None
+        # The search may miss what is known to fit.
+        known = (self._running, self._schedule)
+        return next((each for each in known if max(self._held(each, costs)) <= limit), None)
 
     def _refuse(self, costs: Costs) -> NoReturn:
         """Say the least limit for which something is found."""
-        best, most = self._schedule, max(self._held(self._schedule, costs))
+        known = (self._running, self._schedule)
+        most, best = min(
+            ((max(self._held(each, costs)), each) for each in known), key=itemgetter(0)
+        )
         low = float(max(self._limit, *self._fixed_by_rank))
         for _ in range(_HALVINGS):
             middle = float(int((low + most) / 2))
@@ -197,7 +204,7 @@ class LimitTuner(Tuner):
             if found is None:
                 low = middle
             else:
-                best, most = found, middle
+                best, most = found, max(self._held(found, costs))
         held = self._held(best, costs)
         rank = held.index(max(held))
         fixed = self._fixed_by_rank[rank]
@@ -210,7 +217,7 @@ class LimitTuner(Tuner):
         yet = "" if self._found_first else "; what operators take for themselves may come on top"
         raise PipelineError(
             f"memory_limit: nothing was found that keeps {self._limit:,} bytes; the least that was "
-            f"needs memory_limit={most:.0f}, where rank {rank} holds {fixed:,} bytes of "
+            f"needs memory_limit={math.ceil(most)}, where rank {rank} holds {fixed:,} bytes of "
             "parameters, gradients, optimizer state and batch, and "
             f"{kept:,.0f} of microbatches and messages{yet}. Use that limit, or {advice}"
         )
