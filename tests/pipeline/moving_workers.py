@@ -184,9 +184,7 @@ def _weighed(model: Any, limit: int | None, microbatches: int = 8) -> tuple[list
     torch.manual_seed(dist.get_rank())
     options: dict[str, Any] = {"stage_factory": None, "record": "memory", "timeout": 60.0}
     batch = data(32 * microbatches)
-    with trainer(
-        model, 2, microbatches, schedule="gpipe", memory_limit=limit, **options
-    ) as engine:
+    with trainer(model, 2, microbatches, schedule="gpipe", memory_limit=limit, **options) as engine:
         losses = [engine.step(batch) for _ in range(7)]
         moves = sum(a.kind.is_memory for row in engine.schedule.ranks for a in row)
         return losses, engine.memory(), moves

@@ -24,8 +24,8 @@ from autosplit.pipeline.simulation.transfer import Transfer
 
 from .auto_schedule import MEASURED, Tuner
 
-_TRIES = 5  # searches, each with less room where the one before found too little
-_HALVINGS = 4  # of the range in which the least limit is looked for
+_TRIES = 3  # searches, each with less room where the one before found too little
+_HALVINGS = 2  # of the range in which the least limit is looked for
 _CORRECTIONS = 3  # schedules that held more than was known of them, before it is given up
 _SETTLED = 2  # steps of a new schedule, of which the first makes its buffers
 
