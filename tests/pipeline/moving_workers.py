@@ -171,14 +171,6 @@ def four_ranks() -> dict[str, Any]:
     }
 
 
-def _wide(index: int) -> nn.Module:
-    """A stage of two layers of 256 units."""
-    torch.manual_seed(index)
-    return nn.Sequential(nn.Linear(WIDTH, 256), nn.Tanh(), nn.Linear(256, 256), nn.GELU()).append(
-        nn.Linear(256, WIDTH)
-    )
-
-
 def _weighed(model: Any, limit: int | None, microbatches: int = 8) -> tuple[list[Tensor], Any, int]:
     """Losses of some steps, the memory of the last, and how many moves and repeats are in one."""
     torch.manual_seed(dist.get_rank())
@@ -193,7 +185,7 @@ def _weighed(model: Any, limit: int | None, microbatches: int = 8) -> tuple[list
 def limited() -> dict[str, Any]:
     """Steps within limits that the plain schedule does not keep, and limits of no use."""
     found: dict[str, Any] = {}
-    for name, model, share in (("layers", layers, 0.7), ("wide", _wide, 0.6)):
+    for name, model, share in (("layers", layers, 0.7),):
         plain, memory, _ = _weighed(model, None)
         most = max(map(sum, zip(memory.peak_activations, memory.fixed, strict=True)))
         limit = int(share * most)
