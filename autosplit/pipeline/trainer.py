@@ -93,8 +93,11 @@ class PipelineTrainer(StageTrainer):
         memory_limit: bytes, or text such as ``"12GiB"``, that no rank may hold more than, of
             parameters, gradients, optimizer state, microbatches and what calls need. On the
             placement of ``schedule``, the shortest step within it is searched: before the first
-            step by what stages hold, and again once three steps are measured, by their times. It
-            may keep microbatches at a partner rank, in the host's store, or run forwards again.
+            step by what graphs and messages hold, and after three steps by their times and with
+            what operators were measured to take besides. Later steps are measured until one keeps
+            the limit; where none does, a PipelineError says the least limit that was found to do.
+            The first steps may hold more. It may keep microbatches at a partner rank, in the host's
+            store, or run forwards again.
         store: the folder of the file in which stages on the CPU keep what the schedule offloads;
             None means that of temporary files. The file has no name there and ends with the
             process. On a GPU it is pinned memory.

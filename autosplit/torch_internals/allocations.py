@@ -37,6 +37,11 @@ class _Change:
     bytes: int
 
 
+def countable(device: torch.device) -> bool:
+    """Whether allocations can be counted now: on the CPU not while another profiler runs."""
+    return device.type != "cpu" or not torch._C._autograd._profiler_enabled()
+
+
 class HostAllocations:
     """Counts what torch's allocator for the CPU gives this thread, and takes back from it.
 
@@ -53,7 +58,7 @@ class HostAllocations:
         self._count = 0
 
     def __enter__(self) -> Self:
-        if torch._C._autograd._profiler_enabled():
+        if not countable(torch.device("cpu")):
             raise AutosplitError(
                 "a profiler is running in this process, and memory is recorded with torch's "
                 "profiler, of which there can be one: end the other first, or leave "

@@ -171,27 +171,35 @@ def four_ranks() -> dict[str, Any]:
     }
 
 
-def limited() -> dict[str, Any]:
-    """Steps within a limit that the plain schedule does not keep, and limits of no use."""
-    found: dict[str, Any] = {}
-    inputs, targets = data(256)
+def _weighed(model: Any, limit: int | None, microbatches: int = 8) -> tuple[list[Tensor], Any, int]:
+    """Losses of some steps, the memory of the last, and how many moves and repeats are in one."""
+    torch.manual_seed(dist.get_rank())
     options: dict[str, Any] = {"stage_factory": None, "record": "memory", "timeout": 60.0}
-    losses: dict[str, list[Tensor]] = {"plain": [], "limited": []}
-    limit = None
-    for name, kept in losses.items():
-        torch.manual_seed(dist.get_rank())
-        with trainer(layers, 2, 8, schedule="gpipe", memory_limit=limit, **options) as engine:
-            for _ in range(5):
-                kept.append(engine.step((inputs, targets)))
-            memory = engine.memory()
-            whole = [a + f for a, f in zip(memory.peak_activations, memory.fixed, strict=True)]
-            found[name] = max(whole)
-            found[f"{name} moves"] = sum(
-                action.kind.is_memory for row in engine.schedule.ranks for action in row
-            )
-        limit = int(0.7 * max(whole))
-    found["limit"] = limit
-    found["close"] = all(map(torch.allclose, losses["plain"], losses["limited"]))
+    batch = data(32 * microbatches)
+    with trainer(model, 2, microbatches, schedule="gpipe", memory_limit=limit, **options) as engine:
+        losses = [engine.step(batch) for _ in range(7)]
+        moves = sum(a.kind.is_memory for row in engine.schedule.ranks for a in row)
+        return losses, engine.memory(), moves
+
+
+def limited() -> dict[str, Any]:
+    """Steps within limits that the plain schedule does not keep, and limits of no use."""
+    found: dict[str, Any] = {}
+    for name, model, share in (("layers", layers, 0.7),):
+        plain, memory, _ = _weighed(model, None)
+        most = max(map(sum, zip(memory.peak_activations, memory.fixed, strict=True)))
+        limit = int(share * most)
+        losses, memory, moves = _weighed(model, limit)
+        held = [*map(sum, zip(memory.peak_activations, memory.fixed, strict=True))]
+        predicted = [*map(sum, zip(memory.predicted, memory.fixed, strict=True))]
+        found[name] = {
+            "plain": most,
+            "limit": limit,
+            "held": held,
+            "predicted": predicted,
+            "moves": moves,
+            "same": all(map(torch.equal, plain, losses)),
+        }
     return found | outcomes(
         {
             "below": lambda: _step(memory_limit="1 KiB"),

@@ -85,14 +85,19 @@ class RankReplay:
         Args:
             guests: what every rank evicts; the partner's is what comes here.
         """
+        return max((level for _, level in self.levels(guests)), default=0)
+
+    def levels(self, guests: Evicted) -> list[tuple[Action, int]]:
+        """As ``peak``, for each action of the row: the most from the end of the one before it."""
         self._step(guests)  # buffers of messages are made
         return self._step(guests)
 
-    def _step(self, guests: Evicted) -> int:
+    def _step(self, guests: Evicted) -> list[tuple[Action, int]]:
         self._summed.clear()
         self.evicted = {}
         visits = {name: [*sizes] for name, sizes in guests.items()}
         staying: dict[str, int] = {}
+        found: list[tuple[Action, int]] = []
         self._level.begin()
         self._messages.begin()
         for action in self._row:
@@ -110,10 +115,12 @@ class RankReplay:
                 self._compute(action)
                 self._level.change(-self._leaving)
                 self._leaving = 0
+            found.append((action, self._level.highest))
+            self._level.begin()
         self._level.change(-self._leaving)
         self._leaving = 0
         self._messages.finish()
-        return self._level.highest
+        return found
 
     def _compute(self, action: Action) -> None:
         if action.kind is ActionKind.FORWARD:

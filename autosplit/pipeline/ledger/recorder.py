@@ -64,7 +64,8 @@ class MemoryRecorder:
         self._stretches = self._allocations.stretches()[self._first :]
 
     def begin(self) -> None:
-        self._moments, self._first = [], self._mark("")
+        self._moments = []  # before the first of them is marked
+        self._first = self._mark("")
         self._times.begin()
 
     def run(self, action: Action, compute: Callable[[], T]) -> T:

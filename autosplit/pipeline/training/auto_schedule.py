@@ -88,6 +88,7 @@ class Tuner:
 
     Attributes:
         measured: what those steps run.
+        done: whether there is no more to be measured.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class Tuner:
         early_weights: bool = False,
     ) -> None:
         self.measured = with_whole(schedule)
+        self.done = False
         self._schedule = schedule
         self._groups = groups
         self._links = links
@@ -121,6 +123,7 @@ class Tuner:
         self._steps.append(list(spans))
         if len(self._steps) <= MEASURED:
             return None
+        self.done = True
         costs = self._costs(stages)
         try:
             found = search(

@@ -53,6 +53,7 @@ class RankLedger:
 
     Attributes:
         recorder: for the executor.
+        batch_bytes: of the batch.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class RankLedger:
         self._mode = mode
         self._stages = {i: each for i, each in mode.stages.items() if isinstance(each, Stage)}
         self._batch = batch
+        self.batch_bytes = distinct_storage_bytes(batch)
         stages = self._stages.values()
         holdings = Holdings(
             {
@@ -120,7 +122,22 @@ class RankLedger:
         replay = self._replay()
         if replay is None:
             return None
-        return replay.peak(guests) + distinct_storage_bytes(self._batch)
+        return replay.peak(guests) + self.batch_bytes
+
+    def measured(self) -> dict[str, int]:
+        """By action, the most that was held beside fixed owners and the batch since the end of the
+        one before it.
+        """
+        found: dict[str, int] = {}
+        before = 0
+        for band in self.bands():
+            level = band.activations - self.batch_bytes
+            if not band.during:
+                before = max(before, level)
+                continue
+            found[band.during] = max(found.get(band.during, 0), level, before)
+            before = 0
+        return found
 
     def _replay(self) -> RankReplay | None:
         if len(self._stages) < len(self._mode.stages):

@@ -35,6 +35,7 @@ from autosplit.pipeline.simulation.transfer import Link
 from autosplit.pipeline.training.agreement.batch_agreement import check_same_batch
 from autosplit.pipeline.training.agreement.batch_contents import compare_contents
 from autosplit.stage import Stage
+from autosplit.torch_internals.allocations import countable
 from autosplit.torch_internals.optimizer_state import state_bytes
 from autosplit.torch_internals.storage import distinct_storage_bytes
 
@@ -117,6 +118,8 @@ class Runner:
         self.stages: Mapping[int, TrainableStage] = MappingProxyType({})
         self.spans: list[Span] = []
         self.ledger: RankLedger | None = None
+        self._own_ledger: RankLedger | None = None  # of a step that the tuner measures
+        self._batch_bytes = 0
         self._contents_compared = False
         self._limited = False
         self._boundaries: Callable[[int], Sequence[TensorMeta]] = lambda stage: ()
@@ -137,25 +140,26 @@ class Runner:
             self._groups,
             limit=options.memory_limit,
             fixed=self._fixed_bytes,
-            peak=self._predicted_peak,
+            replay=self._replay,
+            measured=lambda: {} if self._own_ledger is None else self._own_ledger.measured(),
             links=lambda: replace(links(), host=self._host_link()),
             **known,
         )
 
     def _fixed_bytes(self) -> int:
-        """Bytes of parameters, gradients and optimizer state."""
+        """Bytes of parameters, gradients, optimizer state and batch."""
         state = distinct_storage_bytes(state_of(self._held.modules.values()))
         trained = [p for p in self._held.parameters if p.requires_grad]
         gradients = sum(p.numel() * p.element_size() for p in trained)
-        return state + gradients + state_bytes(self._update.optimizer)
+        return state + gradients + state_bytes(self._update.optimizer) + self._batch_bytes
 
-    def _predicted_peak(self) -> int | None:
-        """The most that this rank would hold besides, under the schedule as it is."""
+    def _replay(self, schedule: Schedule) -> RankReplay | None:
+        """Plays this rank's part of a schedule; None where a stage's graphs are not known."""
         stages = {i: each for i, each in self.stages.items() if isinstance(each, Stage)}
         if len(stages) < len(self.stages):
             return None
         rank, learn = self._groups.rank, self._boundaries
-        return RankReplay(self.schedule, rank, self._feeds, stages, learn).peak({})
+        return RankReplay(schedule, rank, self._feeds, stages, learn)
 
     def _host_link(self) -> Link:
         """The slowest rank's link to its store; collective."""
@@ -180,14 +184,16 @@ class Runner:
         inputs, targets = self._split(mode, batch)
         executor = mode.executor or self._builder.train(mode, batch, inputs, targets)
         self.stages, self._boundaries = mode.stages, mode.negotiation.learn
+        parts = [each for part in (*inputs, *targets) for each in part]
         if isinstance(self._tuner, LimitTuner) and not self._limited:
             self._limited = True
+            self._batch_bytes = distinct_storage_bytes(parts)
             self._adopt(self._tuner.before_step(self.stages))
             executor = mode.executor or executor
         recorder: Recorder | None = self._recorder if record or self._tuner is not None else None
         ledger = None
-        if record == MEMORY:
-            parts = [each for part in (*inputs, *targets) for each in part]
+        weighs = isinstance(self._tuner, LimitTuner) and countable(self._device)
+        if record == MEMORY or weighs:
             ledger = RankLedger(
                 mode, self._held, self._update.state, parts, self._recorder, self._device
             )
@@ -204,7 +210,8 @@ class Runner:
             losses = self._run_again(run) if self._update.expects_more else self._run_once(run)
         self._settled()
         self.spans = recorder.spans() if recorder is not None else []
-        self.ledger = ledger
+        self.ledger = ledger if record == MEMORY else None
+        self._own_ledger = ledger
         if self._tuner is not None:
             self._tune(self._tuner)
         return self._agree(mode, losses, clipping=clipping)
@@ -281,10 +288,11 @@ class Runner:
         )
 
     def _tune(self, tuner: Tuner) -> None:
-        """Measure one of the first steps; after the last, change the schedule."""
+        """Measure one of the first steps, and change the schedule where that says so."""
         found = tuner.after_step(self.spans, self.stages)
+        if tuner.done:
+            self._tuner = self._own_ledger = None
         if found is not None:
-            self._tuner = None
             self._adopt(found)
 
     def _adopt(self, schedule: Schedule) -> None:
