@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from autosplit.autograd.function import run_forward
 from autosplit.errors import PipelineError
-from autosplit.runtime.activations.in_flight import InFlightMicrobatch
 from autosplit.runtime.call_signature import CallFlattening
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.specialization import Specializations
@@ -120,7 +119,7 @@ class SplitStageGraphs:
         output = tree_unflatten(result.outputs[: made.count], made.spec)
         if not functions.has_backward:
             return output, ()
-        return output, (InFlightMicrobatch(functions, result.saved, state), inputs)
+        return output, (functions, result.saved, inputs)
 
     def full_backward(
         self,
@@ -133,7 +132,7 @@ class SplitStageGraphs:
         """B: gradients of the positional inputs, and of the trained parameters."""
         if not saved_values_for_backward:
             return [], [None] * len(self._trained)
-        (functions, saved, _), count = saved_values_for_backward
+        functions, saved, count = saved_values_for_backward
         grads = self._arrived(functions, stage_output, output_grads_from_next)
         with torch.no_grad(), without_autocast():
             found, weights = functions.backward(saved, grads)
@@ -150,7 +149,7 @@ class SplitStageGraphs:
         """I: gradients of the positional inputs, and what W is given."""
         if not saved_values_for_backward:
             return [], ()
-        (functions, saved, _), count = saved_values_for_backward
+        functions, saved, count = saved_values_for_backward
         grads = self._arrived(functions, stage_output, output_grads_from_next)
         with torch.no_grad(), without_autocast():
             found, deferred, early = functions.backward_input(saved, grads)
