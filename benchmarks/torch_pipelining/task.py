@@ -17,6 +17,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from autosplit.errors import ScheduleError
+from autosplit.pipeline.builders.build import build as build_schedule
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.validation.torch_csv import read_csv
 
@@ -87,16 +88,20 @@ class Task:
         )
 
     def order(self) -> Schedule:
-        """The same schedule for autosplit's engine: every rank's actions in torch's order."""
+        """The same schedule for autosplit's engine: every rank's actions in torch's order.
+
+        Of schedules with one stage a rank, torch's own order is only for show, and that of 1F1B
+        is none that could run; ours by the same name runs the same.
+        """
+        if self.stages == self.ranks:
+            name = self.entry.name.lower()
+            return build_schedule(name, self.stages, self.microbatches, split_backward=False)
         stages = [
             PipelineStage(nn.Identity(), index, self.stages, self.device, group=self.group)
             for index in self.held
         ]
         schedule = self.schedule_of(stages)
-        single = isinstance(schedule, PipelineScheduleSingle)
-        orders: dict[int, list[Any]] | None = (
-            schedule._get_pipeline_order() if single else schedule.pipeline_order
-        )
+        orders: dict[int, list[Any]] | None = schedule.pipeline_order
         if orders is None:
             raise ScheduleError(f"torch does not say in which order {self.entry.name} runs")
         with tempfile.TemporaryDirectory() as folder:

@@ -70,7 +70,12 @@ def recorded(**options: Any) -> StepMemory:
     with trainer(**options) as engine:
         engine.step(batch())
         engine.record = "memory"
-        engine.step(batch())
+        gc.collect()  # of what was before: its end is not the step's
+        gc.disable()
+        try:
+            engine.step(batch())
+        finally:
+            gc.enable()
         return engine.memory()
 
 
