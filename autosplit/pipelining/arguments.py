@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -97,6 +98,24 @@ def checked_examples(
             f"{type(given).__name__}"
         )
     return list(found)
+
+
+def refuse_unfit_call(
+    owner: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, first: bool
+) -> None:
+    """Refuse arguments that the module's forward does not take.
+
+    Raises:
+        PipelineError: says which, and where they come from.
+    """
+    try:
+        inspect.signature(module.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        source = "step() was given" if first else "the stage before hands on"
+        raise PipelineError(
+            f"{owner} takes {inspect.signature(module.forward)}: {error}; {source} {len(args)} "
+            f"positional argument(s), and step() the keyword arguments {sorted(kwargs)}"
+        ) from error
 
 
 def refuse_difference(

@@ -22,7 +22,14 @@ from autosplit.torch_internals.backward_task import without_autocast
 from autosplit.torch_internals.pipelining.stage import RuntimeStage
 from autosplit.torch_internals.pytree import TreeSpec, tree_unflatten
 
-from .arguments import check_group, checked_examples, no_context, refuse_difference, unwrapped
+from .arguments import (
+    check_group,
+    checked_examples,
+    no_context,
+    refuse_difference,
+    refuse_unfit_call,
+    unwrapped,
+)
 from .gradient_scaling import StepGradients
 from .loss_boundary import LossBoundary
 from .results import Results, as_received, described
@@ -145,6 +152,7 @@ class SplitPipelineStage(RuntimeStage):
     ) -> tuple[Sequence[Tensor], TreeSpec | None]:
         """Capture and compile the module for inputs like these."""
         if chunk == 0:
+            refuse_unfit_call(self._owner, self._module, args, kwargs, first=self.is_first)
             refuse_difference(self._owner, "input", "input_args", self._given, args)
             self._agreed = {}
         functions = self._fitting(args, kwargs, *self._flatten(args, kwargs))

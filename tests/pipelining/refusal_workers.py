@@ -117,6 +117,12 @@ def a_number_for_the_next_stage() -> None:
     _program(Number(), block()).step()
 
 
+def a_step_without_inputs() -> None:
+    program = _program(block(), block())
+    program.args = []
+    program.step()
+
+
 def complex_numbers_for_the_next_stage() -> None:
     _program(Spectrum(pairs=False), Inverse()).step()
 
@@ -163,7 +169,7 @@ CASES: dict[str, Callable[[], None]] = {
         more_stages_than_ranks, a_loop_for_a_v, outputs_that_do_not_fit,
         outputs_unlike_the_examples, inputs_unlike_the_examples, graph_breaks,
         a_number_for_the_next_stage, complex_numbers_for_the_next_stage, a_compiled_module,
-        losses_of_samples,
+        losses_of_samples, a_step_without_inputs,
         two_copies_of_the_stages, stages_of_another_rank, a_batch_of_another_size,
     )
 }  # fmt: skip

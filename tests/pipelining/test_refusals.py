@@ -46,6 +46,10 @@ ON_ONE = {
     "a_number_for_the_next_stage": (
         0, r"CaptureError: stage 0 .Number. returns output.1., which is not a tensor",
     ),
+    "a_step_without_inputs": (
+        0, r"PipelineError: stage 0 .Sequential. takes \(input\): missing a required argument: "
+        r"'input'; step\(\) was given 0 positional",
+    ),
     "complex_numbers_for_the_next_stage": (
         0, r"CaptureError: stage 0 .Spectrum. returns output, a complex tensor that needs a grad",
     ),
