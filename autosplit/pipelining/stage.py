@@ -33,7 +33,7 @@ from .arguments import (
 from .gradient_scaling import StepGradients
 from .loss_boundary import LossBoundary
 from .results import Results, as_received, described
-from .step import Step
+from .step import StageStep
 from .weight_gradients import DeferredWeights, WeightGradients
 
 _MAX_GRAPHS = 64
@@ -113,7 +113,7 @@ class SplitPipelineStage(RuntimeStage):
         )
         self._results: dict[SplitFunctions, Results] = {}
         self._agreed: dict[int, Results] = {}
-        self._step = Step(self)
+        self._step = StageStep(self)
         self._forget()
 
     def _forget(self) -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .stage import SplitPipelineStage
 
 
-class Step:
+class StageStep:
     """What one stage knows of the step that runs.
 
     Args:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autosplit.pipeline.builders.build import build
-from autosplit.pipeline.engine.memory.host_store import FileStore
+from autosplit.pipeline.engine.memory.host_store import HostFileStore
 from autosplit.pipeline.engine.memory.partner_link import PartnerLink
 from autosplit.pipeline.schedule.schedule import Schedule
 from tests.pipeline.moving import SAVED, evicting, offloading, recomputing
@@ -245,14 +245,14 @@ def _on_rank_0(error: OSError, call: str) -> Callable[[], None]:
 
 
 def _cut_short() -> None:
-    put = FileStore.put
+    put = HostFileStore.put
 
-    def put_and_cut(store: FileStore, data: Tensor) -> Any:
+    def put_and_cut(store: HostFileStore, data: Tensor) -> Any:
         ticket = put(store, data)
         os.ftruncate(store._file, 0)
         return ticket
 
-    with mock.patch.object(FileStore, "put", put_and_cut):
+    with mock.patch.object(HostFileStore, "put", put_and_cut):
         _run(offloading)
 
 

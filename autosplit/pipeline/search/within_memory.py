@@ -38,7 +38,7 @@ _SAME = 1 + 1e-6  # of a step
 
 
 @dataclass(frozen=True)
-class Effect:
+class MeasureEffect:
     """What one measure did: seconds that the step is longer for it, and by rank what is saved."""
 
     measure: str
@@ -65,7 +65,7 @@ class WithinMemory:
     peaks: tuple[float, ...]
     setting: str | int
     base: str
-    effects: tuple[Effect, ...]
+    effects: tuple[MeasureEffect, ...]
     unlimited: float
 
 
@@ -252,11 +252,11 @@ class _Search:
 
     def _applied(
         self, base: Schedule, timeline: Timeline, chain: Sequence[str], partway: float
-    ) -> tuple[Schedule, Timeline, tuple[Effect, ...]] | None:
+    ) -> tuple[Schedule, Timeline, tuple[MeasureEffect, ...]] | None:
         """The base with the measures of a chain; None where one of them has nothing to do."""
         schedule, ran = base, timeline
         peaks = self._costs.peaks(base, timeline)
-        effects: list[Effect] = []
+        effects: list[MeasureEffect] = []
         for place, measure in enumerate(chain):
             last = place == len(chain) - 1
             part = 0.0 if last else partway
@@ -270,12 +270,16 @@ class _Search:
             now = self._costs.timeline(changed)
             held = self._costs.peaks(changed, now)
             saved = tuple(a - b for a, b in zip(peaks, held, strict=True))
-            effects.append(Effect(measure, now.step_time - ran.step_time, saved))
+            effects.append(MeasureEffect(measure, now.step_time - ran.step_time, saved))
             schedule, ran, peaks = changed, now, held
         return schedule, ran, tuple(effects)
 
     def _keep(
-        self, schedule: Schedule, timeline: Timeline, base: Schedule, effects: tuple[Effect, ...]
+        self,
+        schedule: Schedule,
+        timeline: Timeline,
+        base: Schedule,
+        effects: tuple[MeasureEffect, ...],
     ) -> bool:
         """Note a schedule; whether it keeps the limit."""
         peaks = self._costs.peaks(schedule, timeline)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline.builders.build import build
-from autosplit.pipeline.engine.memory.host_store import FileStore
+from autosplit.pipeline.engine.memory.host_store import HostFileStore
 from autosplit.pipeline.engine.processes.launch import launch
 from tests.pipeline import moving_workers
 from tests.pipeline.moving import evicting, offloading, recomputing
@@ -126,13 +126,13 @@ def test_every_rank_hears_what_became_of_a_store(
 
 
 def test_a_store_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    put = FileStore.put
+    put = HostFileStore.put
 
-    def put_late(store: FileStore, data: Tensor) -> Any:
+    def put_late(store: HostFileStore, data: Tensor) -> Any:
         time.sleep(0.3)
         return put(store, data)
 
-    monkeypatch.setattr(FileStore, "put", put_late)
+    monkeypatch.setattr(HostFileStore, "put", put_late)
     schedule = offloading(build("gpipe", 2, 4, ranks=1))
     with trainer(
         moving_workers.layers, 2, schedule=schedule, ranks=1, stage_factory=None, timeout=0.1

@@ -49,7 +49,7 @@ class _Region(NamedTuple):
     size: int
 
 
-class FileStore:
+class HostFileStore:
     """For stages on the CPU: a file without a name, which is gone when its process is.
 
     It is read and written at offsets rather than through a mapping. The pages are the same page
@@ -181,7 +181,7 @@ def open_store(device: torch.device, folder: str | os.PathLike[str] | None) -> H
         PipelineError: a folder for stages that are not on the CPU.
     """
     if device.type == "cpu":
-        return FileStore(folder)
+        return HostFileStore(folder)
     if folder is not None:
         raise PipelineError(
             f"store={str(folder)!r} is for stages on the CPU; those on {device} are offloaded to "

@@ -14,7 +14,7 @@ from autosplit.pipeline.schedule.action import Action
 from autosplit.pipeline.simulation.timeline import Span
 
 
-class Transfer:
+class RunningMove:
     """One move of a step, from where its rank starts it until it has ended.
 
     Attributes:
@@ -76,7 +76,7 @@ class Lane:
         self._device = device
         self._stream = OwnStream(device)
 
-    def carry(self, transfer: Transfer, work: Callable[[], Any]) -> Transfer:
+    def carry(self, transfer: RunningMove, work: Callable[[], Any]) -> RunningMove:
         """Do ``work`` when all before it is done, and behind what the device was given so far."""
         given = done_so_far(self._device)
 

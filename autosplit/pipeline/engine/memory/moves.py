@@ -24,7 +24,7 @@ from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.timeline import Span
 
 from .host_store import HostStore
-from .lane import Lane, Transfer
+from .lane import Lane, RunningMove
 from .partner_link import PartnerLink
 
 
@@ -84,13 +84,13 @@ class MicrobatchMoves:
         self._partner = partner
         self._timeout = timeout
         self._place = place
-        self._starts: dict[int, Callable[[], Transfer]] = {}
+        self._starts: dict[int, Callable[[], RunningMove]] = {}
         self._arrivals: dict[int, tuple[MovableStage, int, int]] = {}
         self._awaited = dict(waited_departures(self._row))
         self._lanes = {
             kind: Lane(f"autosplit-{kind.value.lower()}", device) for kind in _LANES.values()
         }
-        self._begun: dict[int, Transfer] = {}
+        self._begun: dict[int, RunningMove] = {}
         self._sizes: dict[int, list[int]] = {}
         self._moving: dict[int, list[Tensor]] = {}
         self._guests: dict[int, list[Tensor]] = {}
@@ -178,7 +178,7 @@ class MicrobatchMoves:
             return
         link, what = self._link(), f"{self._row[journey.leaves]}"
 
-        def evict() -> Transfer:
+        def evict() -> RunningMove:
             storages = self._detached(journey, stage)
             self._sizes[journey.leaves] = [tensor.numel() for tensor in storages]
 
@@ -188,7 +188,7 @@ class MicrobatchMoves:
 
             return self._carry(journey.leaves, work)
 
-        def load() -> Transfer:
+        def load() -> RunningMove:
             sizes = self._sizes.pop(journey.leaves)
 
             def work() -> list[Tensor]:
@@ -208,7 +208,7 @@ class MicrobatchMoves:
         if store is None:
             raise PipelineError(f"{self._row[journey.leaves]} is scheduled, and there is no store")
 
-        def offload() -> Transfer:
+        def offload() -> RunningMove:
             storages = self._detached(journey, stage)
             storages.reverse()
 
@@ -220,7 +220,7 @@ class MicrobatchMoves:
 
             return self._carry(journey.leaves, work)
 
-        def reload() -> Transfer:
+        def reload() -> RunningMove:
             offloaded = self._begun[journey.leaves]
 
             def work() -> list[Tensor]:
@@ -240,7 +240,7 @@ class MicrobatchMoves:
         """Those of what the partner's stage holds."""
         link, what = self._link(), f"{self._row[journey.accepted]}"
 
-        def accept() -> Transfer:
+        def accept() -> RunningMove:
             def work() -> list[Tensor]:
                 self._wait_for_departures(journey.accepted)
                 found = self._guests[journey.accepted] = []
@@ -249,7 +249,7 @@ class MicrobatchMoves:
 
             return self._carry(journey.accepted, work)
 
-        def give_back() -> Transfer:
+        def give_back() -> RunningMove:
             accepted = self._begun[journey.accepted]
             return self._carry(journey.returned, lambda: link.send(accepted.result(), what))
 
@@ -276,10 +276,10 @@ class MicrobatchMoves:
                 with contextlib.suppress(SplitError):  # nothing any more, or not yet
                     yield from stage.held(journey.microbatch)
 
-    def _carry(self, place: int, work: Callable[[], Any]) -> Transfer:
+    def _carry(self, place: int, work: Callable[[], Any]) -> RunningMove:
         action = self._row[place]
         return self._lanes[_LANES[action.kind]].carry(
-            Transfer(action, action.kind in _BY_HOST), work
+            RunningMove(action, action.kind in _BY_HOST), work
         )
 
     def _wait_for_departures(self, place: int) -> None:
@@ -290,7 +290,7 @@ class MicrobatchMoves:
 
     # --- waiting ----------------------------------------------------------------------------------
 
-    def _await(self, transfer: Transfer) -> Any:
+    def _await(self, transfer: RunningMove) -> Any:
         if transfer.failed:
             self._raise_failed()
         if transfer.over or not transfer.by_host:
@@ -298,7 +298,7 @@ class MicrobatchMoves:
         with self._place.busy_with(transfer.action):
             return self._result(transfer, self._timeout)
 
-    def _result(self, transfer: Transfer, timeout: float | None = None) -> Any:
+    def _result(self, transfer: RunningMove, timeout: float | None = None) -> Any:
         try:
             return transfer.result(timeout)
         except LostPeerError:

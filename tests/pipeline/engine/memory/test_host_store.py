@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from autosplit.errors import OutputError, PipelineError
-from autosplit.pipeline.engine.memory.host_store import FileStore, measure_store, open_store
+from autosplit.pipeline.engine.memory.host_store import HostFileStore, measure_store, open_store
 
 
 def _bytes(size: int, value: int) -> torch.Tensor:
@@ -17,7 +17,7 @@ def _bytes(size: int, value: int) -> torch.Tensor:
 
 
 def test_bytes_come_back_in_memory_that_kernels_like(tmp_path: Path) -> None:
-    store = FileStore(tmp_path)
+    store = HostFileStore(tmp_path)
     tickets = [store.put(_bytes(size, size % 251)) for size in (1, 7, 4096, 100_003)]
     for ticket, size in reversed([*zip(tickets, (1, 7, 4096, 100_003), strict=True)]):
         data = store.take(ticket)
@@ -26,7 +26,7 @@ def test_bytes_come_back_in_memory_that_kernels_like(tmp_path: Path) -> None:
 
 
 def test_the_file_has_no_name_and_does_not_grow_from_step_to_step(tmp_path: Path) -> None:
-    store = FileStore(tmp_path)
+    store = HostFileStore(tmp_path)
     for step in range(5):
         first = store.put(_bytes(1000 + step, 1))
         second = store.put(_bytes(3000, 2))
@@ -39,7 +39,7 @@ def test_the_file_has_no_name_and_does_not_grow_from_step_to_step(tmp_path: Path
 
 
 def test_what_was_cut_short_is_lost(tmp_path: Path) -> None:
-    store = FileStore(tmp_path)
+    store = HostFileStore(tmp_path)
     ticket = store.put(_bytes(1000, 1))
     os.ftruncate(store._file, 400)
     with pytest.raises(PipelineError, match="is lost: only 400 of 1,000 bytes are left"):
@@ -52,12 +52,12 @@ def test_no_file_where_none_can_be(tmp_path: Path) -> None:
         with pytest.raises(
             OutputError, match=r"no file for offloaded tensors can be made in .*name"
         ):
-            FileStore(folder)
+            HostFileStore(folder)
     with pytest.raises(PipelineError, match=r"store=.x. is for stages on the CPU; those on cuda:0"):
         open_store(torch.device("cuda", 0), "x")
 
 
 def test_a_store_is_measured(tmp_path: Path) -> None:
-    latency, bandwidth = measure_store(FileStore(tmp_path))
+    latency, bandwidth = measure_store(HostFileStore(tmp_path))
     assert 0 < latency < 1
     assert bandwidth > 0
