@@ -17,7 +17,7 @@ from autosplit.text.quartiles import quartiles, ratios, spread
 
 from ..results import Rows, table
 from .contenders import IN_FLIGHT, OURS, THEIRS, Contender
-from .turns import RANKS, Turn, Turns, gather, take_turns
+from .turns import RANKS, Rounds, Turn, Turns, gather, take_turns
 
 COUNTS = (2, 4, 8)
 BACKENDS = ("eager", "inductor")
@@ -31,7 +31,7 @@ _HEADERS = ("by", "schedule", "step ms", "spread ms", "peak MiB", "over ours of 
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class Row(Rounds):
     """What one contender took.
 
     Attributes:
@@ -53,16 +53,6 @@ class Row:
     activations: int = 0
     error: str = ""
     match: str = ""
-
-    @property
-    def seconds(self) -> float:
-        """The median; 0 if it did not run."""
-        return statistics.median(self.rounds or [0.0])
-
-    @property
-    def spread(self) -> float:
-        """Between the quartiles."""
-        return spread(self.rounds)
 
 
 def _nowhere(rows: Rows) -> None:

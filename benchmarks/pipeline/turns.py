@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import statistics
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -22,6 +23,7 @@ from autosplit.pipeline.engine.execution.stage_assembly import (
 )
 from autosplit.pipeline.engine.messages.process_groups import disconnect
 from autosplit.pipeline.trainer import PipelineTrainer
+from autosplit.text.quartiles import spread
 from autosplit.torch_internals.storage import distinct_storage_bytes
 
 from .contenders import Contender
@@ -34,6 +36,22 @@ STEPS = 2  # in flight that a turn counts
 WARM_UP = 2  # steps
 
 _WARM_UP_AUTO = 4  # "auto" measures three before it has its schedule
+
+
+class Rounds:
+    """What rows have in common that hold the seconds of a step in each round."""
+
+    rounds: Sequence[float]
+
+    @property
+    def seconds(self) -> float:
+        """The median; 0 if it did not run."""
+        return statistics.median(self.rounds or [0.0])
+
+    @property
+    def spread(self) -> float:
+        """Between the quartiles."""
+        return spread(self.rounds)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import gc
 import logging
-import statistics
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -19,9 +18,18 @@ from torch import nn
 
 from autosplit.compare.workload import Workload, load_workload
 from autosplit.pipeline.engine.processes.launch import launch
-from autosplit.text.quartiles import spread
 
-from ..pipeline.turns import RANKS, TIMEOUT, WARM_UP, Turn, attempt, gather, root_of, take_turns
+from ..pipeline.turns import (
+    RANKS,
+    TIMEOUT,
+    WARM_UP,
+    Rounds,
+    Turn,
+    attempt,
+    gather,
+    root_of,
+    take_turns,
+)
 from ..results import Rows
 from .activations import activation_peak
 from .contenders import CONTENDERS, Contender
@@ -37,7 +45,7 @@ Deliver = Callable[[Rows], None]
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class Row(Rounds):
     """What one contender took.
 
     Attributes:
@@ -62,16 +70,6 @@ class Row:
     peak: int = 0
     difference: float = 0.0
     error: str = ""
-
-    @property
-    def seconds(self) -> float:
-        """The median; 0 if it did not run."""
-        return statistics.median(self.rounds or [0.0])
-
-    @property
-    def spread(self) -> float:
-        """Between the quartiles."""
-        return spread(self.rounds)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.activation_memory import ROUNDING
 from autosplit.pipeline.simulation.step_costs import Costs
+from autosplit.pipeline.simulation.timeline import Timeline
+
+from .occupancy import Occupancy
 
 
 def bounds_of(limit: float | Sequence[float], ranks: int) -> Sequence[float]:
@@ -38,3 +42,39 @@ def refuse_excess(doing: str, schedule: Schedule, costs: Costs, bounds: Sequence
                 f"bound of {bound:g}: raise it to {peak:g}, take another measure as well "
                 "(balance, offload, recompute), or cut the batch into smaller microbatches"
             )
+
+
+def rank_by_rank(
+    schedule: Schedule,
+    costs: Costs,
+    bounds: Sequence[float],
+    changed: Callable[[Schedule, Occupancy, float], Iterable[Schedule]],
+) -> Schedule:
+    """The schedule with each rank in turn brought below its bound, or as near to it as it goes.
+
+    Args:
+        schedule: a legal one.
+        costs: of every stage.
+        bounds: by rank.
+        changed: schedules to try for a rank that is above its bound, given what it holds. One that
+            waits for itself is passed over; of the others the nearest counts, then the shortest.
+    """
+    timeline = costs.timeline(schedule)
+    for rank, bound in enumerate(bounds):
+        if math.isinf(bound):
+            continue
+        there = Occupancy(schedule, costs, timeline, rank)
+        if max(there.level) <= bound * ROUNDING:
+            continue
+        best: tuple[tuple[float, float], Schedule, Timeline] | None = None
+        for tried in changed(schedule, there, bound):
+            try:
+                ran = costs.timeline(tried)
+            except ScheduleError:
+                continue
+            score = max(0.0, costs.peaks(tried, ran)[rank] - bound * ROUNDING), ran.step_time
+            if best is None or score < best[0]:
+                best = score, tried, ran
+        if best is not None:
+            _, schedule, timeline = best
+    return schedule

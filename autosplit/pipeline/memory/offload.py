@@ -8,18 +8,15 @@ schedule knows from its own times what the store's bandwidth allows for nothing.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import product
 
-from autosplit.errors import ScheduleError
 from autosplit.pipeline.schedule.schedule import Schedule
-from autosplit.pipeline.simulation.activation_memory import ROUNDING
 from autosplit.pipeline.simulation.step_costs import Costs
-from autosplit.pipeline.simulation.timeline import Timeline
 from autosplit.pipeline.simulation.transfer import Link
 
-from .bounds import bounds_of, refuse_excess
+from .bounds import bounds_of, rank_by_rank, refuse_excess
 from .occupancy import Held, Occupancy
 from .trips import choose_trips, to_host
 
@@ -53,19 +50,15 @@ def offload(
 
 def nearest(schedule: Schedule, costs: Costs, bounds: Sequence[float]) -> Schedule:
     """The schedule that offloads until bounds are kept, or that comes as near to that as it can."""
-    timeline = costs.timeline(schedule)
-    for rank, bound in enumerate(bounds):
-        if not math.isinf(bound):
-            schedule, timeline = _rank(schedule, timeline, rank, bound, costs)
-    return schedule
+    return rank_by_rank(schedule, costs, bounds, partial(_offloaded, costs))
 
 
-def _rank(
-    schedule: Schedule, timeline: Timeline, rank: int, bound: float, costs: Costs
-) -> tuple[Schedule, Timeline]:
-    there = Occupancy(schedule, costs, timeline, rank)
-    if max(there.level) <= bound * ROUNDING or not there.held:
-        return schedule, timeline
+def _offloaded(
+    costs: Costs, schedule: Schedule, there: Occupancy, bound: float
+) -> Iterator[Schedule]:
+    """With what is beyond the bound away, by several looks ahead."""
+    if not there.held:
+        return
     link = costs.transfer.host or Link()
 
     def size(held: Held) -> float:
@@ -75,7 +68,6 @@ def _rank(
         return there.starts[held.used] - there.ends[held.made]
 
     piece = max(size(held) / costs.memory[held.stage].tensors for held in there.held)
-    best: tuple[tuple[float, float], Schedule, Timeline] | None = None
     for lead, smooth in product(_LEADS, (False, True)):
         trips, _ = choose_trips(
             there,
@@ -86,15 +78,7 @@ def _rank(
             prefer=life,
             smooth=smooth,
         )
-        tried = to_host(schedule, there, trips)
-        try:
-            ran = costs.timeline(tried)
-        except ScheduleError:  # it would wait for itself
-            continue
-        score = max(0.0, costs.peaks(tried, ran)[rank] - bound * ROUNDING), ran.step_time
-        if best is None or score < best[0]:
-            best = score, tried, ran
-    return (schedule, timeline) if best is None else best[1:]
+        yield to_host(schedule, there, trips)
 
 
 def _free(schedule: Schedule, costs: Costs) -> Schedule:

@@ -7,17 +7,16 @@ serves I and W alike.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.activation_memory import ROUNDING
 from autosplit.pipeline.simulation.step_costs import Costs
-from autosplit.pipeline.simulation.timeline import Timeline
 
-from .bounds import bounds_of, refuse_excess
+from .bounds import bounds_of, rank_by_rank, refuse_excess
 from .occupancy import Held, Occupancy
 
 _LOOK_BACK = (0, 2, 5)  # compute actions before the backward among which a wait is looked for
@@ -43,28 +42,15 @@ def recompute(schedule: Schedule, costs: Costs, limit: float | Sequence[float]) 
 
 def nearest(schedule: Schedule, costs: Costs, bounds: Sequence[float]) -> Schedule:
     """The schedule that recomputes until bounds are kept, or that comes as near as it can."""
-    timeline = costs.timeline(schedule)
-    for rank, bound in enumerate(bounds):
-        if not math.isinf(bound):
-            schedule, timeline = _rank(schedule, timeline, rank, bound, costs)
-    return schedule
+    return rank_by_rank(schedule, costs, bounds, partial(_recomputed, costs))
 
 
-def _rank(
-    schedule: Schedule, timeline: Timeline, rank: int, bound: float, costs: Costs
-) -> tuple[Schedule, Timeline]:
-    there = Occupancy(schedule, costs, timeline, rank)
-    if max(there.level) <= bound * ROUNDING:
-        return schedule, timeline
-    best: tuple[tuple[float, float], Schedule, Timeline] | None = None
+def _recomputed(
+    costs: Costs, schedule: Schedule, there: Occupancy, bound: float
+) -> Iterator[Schedule]:
+    """With what is beyond the bound made again, in waits that are looked for near and far."""
     for look_back in _LOOK_BACK:
-        chosen = _choose(there, bound, costs, look_back)
-        tried = _with(schedule, there, chosen)
-        ran = costs.timeline(tried)
-        score = max(0.0, costs.peaks(tried, ran)[rank] - bound * ROUNDING), ran.step_time
-        if best is None or score < best[0]:
-            best = score, tried, ran
-    return (schedule, timeline) if best is None else best[1:]
+        yield _with(schedule, there, _choose(there, bound, costs, look_back))
 
 
 def _choose(there: Occupancy, bound: float, costs: Costs, look_back: int) -> list[tuple[int, Held]]:

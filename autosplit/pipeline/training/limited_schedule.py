@@ -137,7 +137,11 @@ class LimitTuner(Tuner):
 
     def _held(self, schedule: Schedule, costs: Costs) -> list[float]:
         """Per rank, the most that it will hold; collective."""
-        levels = [level + self._more(action) for action, level in self._played(schedule)]
+        most: dict[int, int] = defaultdict(int)
+        for (stage, _), size in self._operators.items():
+            most[stage] = max(most[stage], size)
+        played = self._played(schedule)
+        levels = [level + self._more(action, most[action.stage]) for action, level in played]
         own = max(levels) if levels else None
         by_size = peak_memory(schedule, costs.memory)
         return [
@@ -147,15 +151,10 @@ class LimitTuner(Tuner):
             )
         ]
 
-    def _more(self, action: Action) -> int:
-        """What operators of an action take; of a kind that was not measured, the stage's most."""
+    def _more(self, action: Action, most: int) -> int:
+        """What operators of an action take; ``most`` where its kind was not measured."""
         kind = ActionKind.FORWARD if action.kind is ActionKind.RECOMPUTE else action.kind
-        if not kind.is_compute:
-            return 0
-        most: dict[int, int] = defaultdict(int)
-        for (stage, _), size in self._operators.items():
-            most[stage] = max(most[stage], size)
-        return self._operators.get((action.stage, kind), most[action.stage])
+        return self._operators.get((action.stage, kind), most) if kind.is_compute else 0
 
     # --- searching --------------------------------------------------------------------------------
 
