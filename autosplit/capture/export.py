@@ -25,6 +25,7 @@ from autosplit.capture.effects.side_effects import Setter, setters
 from autosplit.capture.workarounds.causal_mask import MaskDecision, masks_decided
 from autosplit.capture.workarounds.custom_functions import refuse_absent_gradients
 from autosplit.capture.workarounds.eager_settings import AS_IN_EAGER
+from autosplit.capture.workarounds.graph_modules import graph_put_aside
 from autosplit.capture.workarounds.long_loops import unrolling_limited
 from autosplit.capture.workarounds.output_hooks import install_output_hooks
 from autosplit.capture.workarounds.tensor_hooks import refuse_lost_hooks
@@ -209,7 +210,9 @@ def _export(
                 captured = fullgraph_capture(module, args, kwargs)
             guards = Guards(module, args, kwargs, captured, answers)
         _return_something(captured)
-        exported = create_fx_graph_from_captured_output(captured, module, args, kwargs)
+        graph = captured.backend_input and captured.backend_input.graph_module
+        with graph_put_aside(module, graph):
+            exported = create_fx_graph_from_captured_output(captured, module, args, kwargs)
         refuse_absent_gradients(exported, captured.graph_capture_output.traced_code)
     _find_class_tensors(module, exported)
     if TORCH < (2, 12):
@@ -217,9 +220,9 @@ def _export(
     refuse_drawn(module, exported)
     # Dynamo put the graph into the globals of the forward's module, from where it would keep
     # the model and its example inputs alive for ever.
-    output, graph = captured.graph_capture_output, captured.backend_input
-    if graph is not None:
-        output.f_globals.pop(graph.backend_id, None)
+    output, made = captured.graph_capture_output, captured.backend_input
+    if made is not None:
+        output.f_globals.pop(made.backend_id, None)
     guards.setters = setters(module, args, kwargs, caught, output.f_globals)
     return exported, guards
 
