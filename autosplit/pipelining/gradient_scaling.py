@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 
@@ -18,40 +19,55 @@ class StepGradients:
         self._users: Counter[int] = Counter()
         self._earlier: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def begin(self, parameters: Iterable[Tensor]) -> None:
+    def begin(self, parameters: Sequence[Tensor]) -> None:
         """Put gradients of earlier steps aside; called for each stage before any of them adds."""
+        self._users.update(map(id, parameters))
         for parameter in parameters:
-            self._users[id(parameter)] += 1
-            if parameter.grad is not None and id(parameter) not in self._earlier:
-                self._earlier[id(parameter)] = parameter, parameter.grad
+            earlier = parameter.grad
+            if earlier is not None and id(parameter) not in self._earlier:
+                self._earlier[id(parameter)] = parameter, earlier
                 parameter.grad = None
 
-    def scale(self, parameters: Iterable[Tensor], factor: int) -> None:
+    def scale(self, parameters: Sequence[Tensor], factor: int) -> None:
         """Divide what this step added to parameters that no other stage adds to any more, and add
         it to what was there before.
         """
         for parameter in parameters:
             key = id(parameter)
             self._users[key] -= 1
-            if self._users[key] > 0:
-                continue
-            if parameter.grad is not None:
-                parameter.grad.div_(factor)
-            self._restore(key)
+            if self._users[key] <= 0:
+                self._finish(parameter, self._earlier.pop(key, None), factor)
+
+    def _finish(
+        self, parameter: Tensor, aside: tuple[Tensor, Tensor] | None, factor: int
+    ) -> None:
+        grad = parameter.grad
+        if aside is None or grad is None or not _is_exact(grad, factor):
+            if grad is not None:
+                grad.div_(factor)
+            if aside is not None:
+                _put_back(*aside)
+            return
+        # Both in one pass over memory, where a product rounds as little as the quotient.
+        parameter.grad = aside[1].add_(grad, alpha=1 / factor)
 
     def abandon(self) -> None:
         """End a step that did not come to its end: put back what was aside, unless all gradients
         were set to None since.
         """
-        started = [parameter for parameter, _ in self._earlier.values()]
-        if all(parameter.grad is None for parameter in started):
-            self._earlier.clear()
-        for key in list(self._earlier):
-            self._restore(key)
+        aside, self._earlier = list(self._earlier.values()), {}
+        if any(parameter.grad is not None for parameter, _ in aside):
+            for parameter, earlier in aside:
+                _put_back(parameter, earlier)
         self._users.clear()
 
-    def _restore(self, key: int) -> None:
-        if key not in self._earlier:
-            return
-        parameter, earlier = self._earlier.pop(key)
-        parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
+
+def _is_exact(grad: Tensor, factor: int) -> bool:
+    """Whether the reciprocal of a divisor divides as it does. The smallest numbers of float16 are
+    not small enough for that.
+    """
+    return factor & (factor - 1) == 0 and grad.dtype is not torch.float16 and not grad.is_sparse
+
+
+def _put_back(parameter: Tensor, earlier: Tensor) -> None:
+    parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)

@@ -141,6 +141,11 @@ class SplitPipelineStage(RuntimeStage):
         """Whether Ws that follow each other are one call."""
         return self._weights.joins
 
+    def parameters(self) -> list[Tensor]:
+        """The module's, each once, as they are now."""
+        found = {id(tensor): tensor for tensor in self._graphs.state().values()}
+        return [tensor for tensor in found.values() if isinstance(tensor, nn.Parameter)]
+
     def clear_runtime_states(self) -> None:
         """Begin a step."""
         super().clear_runtime_states()

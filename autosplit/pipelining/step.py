@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -43,6 +43,7 @@ class StageStep:
         self._running: RunningSchedule | None = None
         self._plan = ActionPlan()
         self._apart = self._mixed = self._ended = False
+        self._parameters: Sequence[Tensor] = ()
         self.gradients = StepGradients()
 
     def begin(self) -> None:
@@ -53,8 +54,9 @@ class StageStep:
         if not self._of.has_backward:
             return
         running = self._running
+        self._parameters = self._of.parameters()
         self._apart = running is not None and running.scales
-        self._mixed = running is None and any(p.grad is not None for p in self._parameters())
+        self._mixed = running is None and any(p.grad is not None for p in self._parameters)
         if running is None:
             return
         ours = [each for each in running.stages if hasattr(each, "step_gradients")]
@@ -63,7 +65,7 @@ class StageStep:
         else:
             self.gradients = ours[0].step_gradients
         if self._apart:
-            self.gradients.begin(self._parameters())
+            self.gradients.begin(self._parameters)
 
     def end(self) -> None:
         """Everything was added: have it averaged where data parallelism is to, and divide it where
@@ -86,7 +88,7 @@ class StageStep:
         if self._apart:
             if not self._ended:
                 self._ended = True
-                self.gradients.scale(self._parameters(), factor)
+                self.gradients.scale(self._parameters, factor)
         elif self._mixed and factor != 1:
             raise PipelineError(
                 f"stage {self._of.stage_index}: gradients are to be divided by {factor}, but it "
@@ -94,7 +96,7 @@ class StageStep:
                 "are among them. Set them to None before, or run the schedule by step()"
             )
         elif factor != 1:
-            for parameter in self._parameters():
+            for parameter in self._parameters:
                 if parameter.grad is not None:
                     parameter.grad.div_(factor)
 
@@ -139,9 +141,6 @@ class StageStep:
         if stage is None:
             raise PipelineError("the stage of this step is gone")
         return stage
-
-    def _parameters(self) -> Iterable[Tensor]:
-        return self._of.submod.parameters()
 
     def _find(self, schedule: Any) -> None:
         known = self._schedule() if self._schedule is not None else None
