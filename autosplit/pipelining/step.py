@@ -72,6 +72,8 @@ class StageStep:
         running, module = self._running, self._of.submod
         if isinstance(module, DistributedDataParallel):
             average_gradients(module)
+        if running is None or self._of.stage_index not in running.reduces:
+            self._of.sharding.reduce()
         if running is not None and self._apart and self._of.stage_index not in running.reduces:
             self.scale(running.microbatches)
 
@@ -141,7 +143,7 @@ class StageStep:
         return stage
 
     def _parameters(self) -> Iterable[Tensor]:
-        return self._of.submod.parameters()
+        return self._of.sharding.owners(self._of.submod.parameters())
 
     def _find(self, schedule: Any) -> None:
         known = self._schedule() if self._schedule is not None else None

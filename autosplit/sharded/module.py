@@ -13,6 +13,7 @@ from autosplit.torch_internals.distributed import fsdp_part, is_wrapped_by_fsdp
 from autosplit.torch_internals.fsdp.groups import (
     ParameterGroup,
     finish_backward,
+    make_ready,
     root_states,
 )
 from autosplit.torch_internals.fsdp.plain_view import PlainView, is_managed
@@ -44,15 +45,14 @@ class ShardedModule:
     def __init__(self, module: nn.Module) -> None:
         if is_wrapped_by_fsdp(module):
             refuse_sharded(module)
-        self._module = module
         self._roots = root_states(module)
-        self.groups = [group for root in self._roots for group in ParameterGroup.below(root)]
+        self.groups = ParameterGroup.within(module)
         for group in self.groups:
             if group.refusal:
                 raise ShardedError(
-                    f"fully_shard was called for {group.name or type(module).__name__} "
-                    f"{group.refusal}. Such parameters cannot be gathered for one graph: call it "
-                    "with plain parameters and without that, or use the model unsplit"
+                    f"fully_shard was called for {group.name} {group.refusal}. Such parameters "
+                    "cannot be gathered for one graph: call it with plain parameters and without "
+                    "that, or use the model unsplit"
                 )
         self._views = [PlainView(part) for part in module.modules() if is_managed(part)]
         self._owners: dict[int, Tensor] = {}
@@ -102,8 +102,16 @@ class ShardedModule:
                 if group.reshards_after_backward:
                     group.reshard()
 
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether all parameters are gathered."""
+        return all(group.is_unsharded for group in self.groups)
+
     def unshard(self) -> None:
         """Gather all parameters: one all-gather a group, all under way at once."""
+        if not self._owners:  # a first time, when parameters have left the meta device
+            for root in self._roots:
+                make_ready(root)
         waiting = [group for group in self.groups if not group.is_unsharded]
         for group in waiting:
             group.start_unshard()
@@ -144,10 +152,9 @@ class ShardedModule:
         for group in self.groups:
             if any(shard._version != next(counts) for shard in group.shards):
                 raise SplitError(
-                    f"sharded parameters of {group.name or type(self._module).__name__} were "
-                    "written between the forward and its backward (an optimizer's step, "
-                    "load_state_dict): the backward would read the new ones. Run the backward "
-                    "before that"
+                    f"sharded parameters of {group.name} were written between the forward and its "
+                    "backward (an optimizer's step, load_state_dict): the backward would read the "
+                    "new ones. Run the backward before that"
                 )
 
     def accumulate(self) -> None:

@@ -16,23 +16,9 @@ def state_of(module: nn.Module) -> Any:
     return module._get_fsdp_state()  # type: ignore[operator]
 
 
-def sharded_modules(module: nn.Module) -> list[nn.Module]:
-    """Modules below this one, or itself, that ``fully_shard`` was called with, in the order of
-    ``modules()``.
-    """
-    return [part for part in module.modules() if isinstance(part, FSDPModule)]
-
-
 def root_states(module: nn.Module) -> list[Any]:
-    """States of the topmost modules that ``fully_shard`` was called with, made ready: FSDP finds
-    out in a first forward which one is a root, and what a root does not reshard.
-    """
-    found: dict[int, Any] = {}
-    for part in _topmost(module):
-        state = state_of(part)
-        found[id(state)] = state
-    for state in found.values():
-        state._lazy_init()
+    """States of the topmost modules that ``fully_shard`` was called with."""
+    found = {id(state): state for state in map(state_of, _topmost(module))}
     return list(found.values())
 
 
@@ -52,6 +38,13 @@ def groups_of(state: Any) -> list[Any]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
+def make_ready(root: Any) -> None:
+    """Have FSDP find out, as in a first forward, that this is a root, what is below it, and what a
+    root does not reshard.
+    """
+    root._lazy_init()
+
+
 def finish_backward(root: Any) -> None:
     """Wait for the reductions below a root, as FSDP does at the end of a backward."""
     root._root_post_backward_final_callback()
@@ -61,22 +54,22 @@ class ParameterGroup:
     """Parameters that are gathered in one all-gather and reduced in one reduce-scatter.
 
     Attributes:
-        root: the state of the root that it is below.
+        name: the module that ``fully_shard`` was called with, the first of several.
     """
 
-    def __init__(self, group: Any, root: Any) -> None:
+    def __init__(self, group: Any, name: str) -> None:
         self._group = group
-        self.root = root
+        self.name = name
 
     @classmethod
-    def below(cls, root: Any) -> list[ParameterGroup]:
-        """All of a root, in the order of its modules."""
-        return [cls(g, root) for state in root._state_ctx.all_states for g in groups_of(state)]
-
-    @property
-    def name(self) -> str:
-        """The modules that ``fully_shard`` was called with, as the root names them."""
-        return str(self._group._module_fqn or "")
+    def within(cls, module: nn.Module) -> list[ParameterGroup]:
+        """All of a module, in the order of ``modules()``."""
+        found: dict[int, tuple[str, Any]] = {}
+        for name, part in module.named_modules():
+            if isinstance(part, FSDPModule):
+                state = state_of(part)
+                found.setdefault(id(state), (name or type(part).__name__, state))
+        return [cls(group, name) for name, state in found.values() for group in groups_of(state)]
 
     @property
     def refusal(self) -> str:
