@@ -28,7 +28,7 @@ class DeferredBackward:
         backward: number of the backward in autograd's engine.
         owner: of what the forward read as a parameter, the parameter that has its gradient in the
             end: the sharded one of a gathered one; None where each is its own.
-        shards: how often each sharded parameter was written when the forward ran.
+        writes: how often each sharded parameter was written when the forward ran.
     """
 
     functions: SplitFunctions
@@ -38,7 +38,7 @@ class DeferredBackward:
     skipped: frozenset[str]
     backward: int
     owner: Callable[[Tensor], Tensor] | None = None
-    shards: Sequence[int] = ()
+    writes: Sequence[int] = ()
 
     @property
     def tensors(self) -> Sequence[Tensor]:

@@ -34,7 +34,7 @@ from .parameter_request import probe_sample, refuse_parameter_request
 from .pending_queue import PendingQueue
 
 if TYPE_CHECKING:
-    from autosplit.sharded.module import ShardedModule, Shards
+    from autosplit.sharded.module import ShardedModule, Writes
 
 _IS_LEAF = attrgetter("is_leaf")
 _NEEDS_GRAD = attrgetter("requires_grad")
@@ -74,9 +74,9 @@ class WeightAnchor:
             self.leaf = torch.zeros((), requires_grad=True)
             self.node = get_gradient_edge(self.leaf).node
 
-    def gathered(self, shards: Shards) -> AbstractContextManager[None]:
+    def gathered(self, writes: Writes) -> AbstractContextManager[None]:
         """Around a backward: the parameters are those of the forward."""
-        return contextlib.nullcontext() if self.sharded is None else self.sharded.backward(shards)
+        return contextlib.nullcontext() if self.sharded is None else self.sharded.backward(writes)
 
     @property
     def owner(self) -> Any:
@@ -131,7 +131,7 @@ class Split(torch.autograd.Function):
         *values: Any,
     ) -> tuple[Any, ...]:
         ctx.anchor, ctx.functions, ctx.state = anchor, functions, state
-        ctx.shards = () if anchor.sharded is None else anchor.sharded.shards()
+        ctx.writes = () if anchor.sharded is None else anchor.sharded.writes()
         leaves = list(values[: len(functions.capture.inputs)])
         ctx.unsplit, ctx.probes = unsplit, len(values) - len(leaves)
         # What a loop made itself (a batch) it may write into once backward() is over. What an
@@ -168,7 +168,7 @@ class Split(torch.autograd.Function):
         ctx.saved = saved.again() if kept else None
         if ctx.packed:
             saved.bring_back(ctx.saved_tensors)
-        with without_autocast(), ctx.anchor.gathered(ctx.shards):
+        with without_autocast(), ctx.anchor.gathered(ctx.writes):
             grads, deferred, early = functions.backward_input(saved, arrived)
         for at in idle:  # autograd knows no gradient from a gradient of zeros
             grads[at] = None
@@ -203,8 +203,8 @@ def _weights(
     if not all(map(_NEEDS_GRAD, map(state.__getitem__, names))):
         # Frozen since the forward: autograd drops their gradients.
         skipped |= {name for name in names if not state[name].requires_grad}
-    owner, shards = anchor.owner, ctx.shards
-    work = DeferredBackward(functions, deferred, early, state, skipped, number, owner, shards)
+    owner, writes = anchor.owner, ctx.writes
+    work = DeferredBackward(functions, deferred, early, state, skipped, number, owner, writes)
     if ctx.unsplit:
         return weight_gradients(work)
     if anchor.deliver.leaves(functions, state).has_hooks():

@@ -75,5 +75,5 @@ class ShardedDelivery(Delivery):
         """Parameters gathered where W reads some; as a rule it reads none."""
         for work in works:
             if work.deferred.state:
-                return self.sharded.backward(work.shards)
+                return self.sharded.backward(work.writes)
         return contextlib.nullcontext()

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from torch import Tensor, nn
 
 from autosplit.sharded.module import ShardedModule
+from autosplit.torch_internals.fsdp.groups import ParameterGroup
 
 
 class StageSharding:
@@ -24,6 +25,11 @@ class StageSharding:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._sharded: ShardedModule | None = None
+
+    @property
+    def groups(self) -> list[ParameterGroup]:
+        """The parameter groups; none where nothing is sharded, or nothing was looked at yet."""
+        return [] if self._sharded is None else self._sharded.groups
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:

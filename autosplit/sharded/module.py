@@ -19,8 +19,8 @@ from autosplit.torch_internals.fsdp.groups import (
 from autosplit.torch_internals.fsdp.plain_view import PlainView, is_managed
 from autosplit.torch_internals.storage import allow_other_memory
 
-Shards = Sequence[int]
-"""How often each shard was written."""
+Writes = Sequence[int]
+"""How often each sharded parameter was written."""
 
 
 class ShardedModule:
@@ -84,16 +84,16 @@ class ShardedModule:
                 group.reshard_after_forward()
 
     @contextlib.contextmanager
-    def backward(self, shards: Shards) -> Iterator[None]:
+    def backward(self, writes: Writes) -> Iterator[None]:
         """Parameters are gathered, and afterwards as ``set_reshard_after_backward`` says.
 
         Args:
-            shards: what ``shards`` gave at the forward.
+            writes: what ``writes`` gave at the forward.
 
         Raises:
             SplitError: parameters were written in between: the gathered ones would be others.
         """
-        self.check(shards)
+        self.check(writes)
         self.unshard()
         try:
             yield
@@ -117,7 +117,7 @@ class ShardedModule:
             group.start_unshard()
         for group in waiting:
             group.finish_unshard()
-        if len(self._owners) < sum(len(group.shards) for group in self.groups):
+        if len(self._owners) < sum(len(group.writes) for group in self.groups):
             pairs = [pair for group in self.groups for pair in group.pairs]
             self._owners = {id(whole): sharded for sharded, whole in pairs}
             allow_other_memory(whole for _, whole in pairs)
@@ -136,21 +136,21 @@ class ShardedModule:
         """The sharded parameters."""
         return [*self._owners.values()]
 
-    def shards(self) -> Shards:
-        """How often each shard was written by now."""
-        return [shard._version for group in self.groups for shard in group.shards]
+    def writes(self) -> Writes:
+        """How often each sharded parameter was written by now."""
+        return [count for group in self.groups for count in group.writes]
 
-    def check(self, shards: Shards) -> None:
+    def check(self, writes: Writes) -> None:
         """Refuse a backward on other parameters than those of the forward.
 
         Raises:
             SplitError: says which group's were written.
         """
-        if shards == self.shards():
+        if writes == self.writes():
             return
-        counts = iter(shards)
+        counts = iter(writes)
         for group in self.groups:
-            if any(shard._version != next(counts) for shard in group.shards):
+            if any([count != next(counts) for count in group.writes]):
                 raise SplitError(
                     f"sharded parameters of {group.name} were written between the forward and its "
                     "backward (an optimizer's step, load_state_dict): the backward would read the "

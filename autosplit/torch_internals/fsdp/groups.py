@@ -96,9 +96,14 @@ class ParameterGroup:
         ]
 
     @property
-    def shards(self) -> list[Tensor]:
-        """This rank's part of each parameter."""
-        return [each._sharded_local_tensor for each in self._group.fsdp_params]
+    def writes(self) -> list[int]:
+        """How often each sharded parameter was written: operators on a DTensor are counted there,
+        those on this rank's part of it on that.
+        """
+        return [
+            each.sharded_param._version + each._sharded_local_tensor._version
+            for each in self._group.fsdp_params
+        ]
 
     @property
     def is_unsharded(self) -> bool:
