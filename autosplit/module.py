@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
 from typing import TYPE_CHECKING, Any, Self
@@ -25,8 +26,8 @@ from autosplit.runtime.input_overlap import refuse_overlap
 from autosplit.runtime.specialization import Specializations
 from autosplit.runtime.split_options import SplitOptions
 from autosplit.torch_internals.backward_task import in_transform
-from autosplit.torch_internals.ddp_reducer import refuse_sharded, synchronises
-from autosplit.torch_internals.distributed import is_fsdp_managed
+from autosplit.torch_internals.ddp_reducer import synchronises
+from autosplit.torch_internals.distributed import fsdp_part, is_fsdp_managed
 from autosplit.torch_internals.pytree import tree_unflatten
 from autosplit.torch_internals.tracing import untraced
 
@@ -42,9 +43,10 @@ from .errors import (
 
 if TYPE_CHECKING:
     from autosplit.dynamo.partial_model import Partial
+    from autosplit.sharded.module import ShardedModule
 
 # Not copied or pickled; a copy captures anew.
-_TRANSIENT = ("_fallback", "_flatten", "_graphs", "_queue", "_anchor")
+_TRANSIENT = ("_fallback", "_flatten", "_graphs", "_queue", "_anchor", "_sharded")
 
 
 class SplitModule(ModuleProxy):
@@ -99,6 +101,7 @@ class SplitModule(ModuleProxy):
     _queue: PendingQueue[DeferredBackward]
     _flatten: CallFlattening
     _anchor: WeightAnchor
+    _sharded: ShardedModule | None
 
     def __init__(
         self,
@@ -130,13 +133,21 @@ class SplitModule(ModuleProxy):
         """Start without graphs and pending work."""
         own = self.__dict__
         options, insist = own["_options"], own["_fullgraph"]
+        own["_sharded"] = sharded = _sharded(self.model, options, dynamic=own["_dynamic"])
         own["_flatten"] = CallFlattening()
+        deliver: Delivery
+        if sharded is None:
+            deliver, view = Delivery(own["_accumulation"]), contextlib.nullcontext
+            own["_queue"] = PendingQueue(deliver.all)
+        else:  # FSDP's hooks do not run inside of parts
+            from autosplit.autograd.sharded_delivery import ShardedDelivery, ShardedQueue
+
+            deliver, view = ShardedDelivery(own["_accumulation"], sharded), sharded.plain
+            own["_queue"], insist = ShardedQueue(deliver), True
         own["_fallback"] = Fallback(self.model, options, insist, dynamic=own["_dynamic"])
-        deliver = Delivery(own["_accumulation"])
-        own["_queue"] = PendingQueue(deliver.all)
         limit, hidden = own["_max_graphs"], own["_queue"].hidden
-        own["_graphs"] = Specializations(self.model, options, limit, insist, hidden)
-        own["_anchor"] = WeightAnchor(own["_queue"], deliver)
+        own["_graphs"] = Specializations(self.model, options, limit, insist, hidden, view=view)
+        own["_anchor"] = WeightAnchor(own["_queue"], deliver, sharded)
         # Parameters hold what is pending for them, also when this is gone, and may go with it only
         # if no node of autograd's holds them.
         weakref.finalize(self, deliver.forget)
@@ -150,7 +161,7 @@ class SplitModule(ModuleProxy):
             CaptureError: with ``fullgraph``, the model cannot be traced for these inputs.
             SplitError: the graph cannot be split, or the call is inside a ``torch.func``
                 transform.
-            ShardedError: FSDP manages the model or a part of it.
+            ShardedError: the model is sharded in a way that cannot be taken apart.
         """
         if in_transform():
             raise SplitError(
@@ -158,8 +169,20 @@ class SplitModule(ModuleProxy):
                 "forward-mode differentiation: its backward leaves out the weights, which these "
                 "would not notice; transform the unsplit model, which is .model of this one"
             )
-        if is_fsdp_managed(self.model):  # by now; guards of graphs do not look for it
-            refuse_sharded(self.model)
+        if self._sharded is None and is_fsdp_managed(self.model):  # by now; no guard looks for it
+            self._attach()
+        if self._sharded is not None:
+            with self._sharded.forward():
+                return self._call(args, kwargs)
+        try:
+            return self._call(args, kwargs)
+        except ShardedError:
+            if fsdp_part(self.model) is None:
+                raise
+        self._attach()  # a part was sharded since
+        return self.forward(*args, **kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         unsplit = synchronises()
         if unsplit:
             self.backward_weight()
@@ -274,12 +297,17 @@ class SplitModule(ModuleProxy):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, called: bool = True
     ) -> SplitFunctions:
         leaves, structure = self._flatten(args, kwargs)
-        functions = self._graphs.fitting(args, kwargs, leaves, structure, called=called)
+        with self._gathered():
+            functions = self._graphs.fitting(args, kwargs, leaves, structure, called=called)
         if self._accumulation.exact:
             functions.compile()
         else:  # a second microbatch's W adds into the first's gradients
             functions.compile(("backward_input", *["backward_weight"] * 2), self._accumulation)
         return functions
+
+    def _gathered(self) -> contextlib.AbstractContextManager[None]:
+        """Around what reads the model's parameters outside of a backward."""
+        return contextlib.nullcontext() if self._sharded is None else self._sharded.forward()
 
     def report(self) -> str:
         """Tables: per graph ops, FLOPs, bytes; the boundary between I and W, tensor by tensor.
@@ -330,3 +358,22 @@ class SplitModule(ModuleProxy):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._attach()
+
+
+def _sharded(model: nn.Module, options: SplitOptions, *, dynamic: bool) -> ShardedModule | None:
+    """The model as ``fully_shard`` has sharded it, or a part of it.
+
+    Raises:
+        ShardedError: in a way that cannot be taken apart, or with options that it does not go with.
+    """
+    if fsdp_part(model) is None:
+        return None
+    from autosplit.sharded.module import ShardedModule
+
+    if dynamic or options.backend == "cudagraphs":
+        asked = "dynamic=True" if dynamic else "backend='cudagraphs'"
+        raise ShardedError(
+            f"{asked} does not go with parameters that fully_shard has sharded: they are gathered "
+            "for whole graphs, into other memory each time. Leave it out"
+        )
+    return ShardedModule(model)

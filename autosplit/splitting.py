@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from autosplit.capture.first_call import materialise_lazy_parameters
-from autosplit.torch_internals.ddp_reducer import refuse_sharded
 
 from .errors import (
     BackendError,
@@ -84,14 +83,13 @@ def split(
         SplitError: ``fullgraph`` and the graph cannot be split; the backend, the memory
             setting or the accumulation is unknown; a memory budget cannot be met; ``dynamic``
             comes with options that need whole graphs; or this is no module, no inputs.
-        ShardedError: FSDP manages the model or a part of it.
+        ShardedError: the model is sharded in a way that cannot be taken apart.
         FailingCallError: the forward fails for the example inputs, traced or not.
         BackendError: the backend cannot compile a graph.
     """
     if not isinstance(model, nn.Module):
         raise SplitError(f"split takes an nn.Module; got a {type(model).__name__}")
     _check_kind(model)
-    refuse_sharded(model)
     if isinstance(args, torch.Tensor):
         args = (args,)
     if not isinstance(args, tuple) or not isinstance(kwargs, Mapping | None):

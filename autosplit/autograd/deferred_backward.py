@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import reduce
 
 import torch
@@ -26,6 +26,9 @@ class DeferredBackward:
         skipped: parameters that get no gradient: no output that depends on them took part, or
             the gradient was dropped.
         backward: number of the backward in autograd's engine.
+        owner: of what the forward read as a parameter, the parameter that has its gradient in the
+            end: the sharded one of a gathered one; None where each is its own.
+        writes: how often each sharded parameter was written when the forward ran.
     """
 
     functions: SplitFunctions
@@ -34,22 +37,32 @@ class DeferredBackward:
     state: State
     skipped: frozenset[str]
     backward: int
+    owner: Callable[[Tensor], Tensor] | None = None
+    writes: Sequence[int] = ()
 
     @property
     def tensors(self) -> Sequence[Tensor]:
         """Tensors that it keeps alive, parameters and buffers left out."""
         return (*self.deferred.tensors, *self.early)
 
-    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """The parameters that get a gradient: those of the forward, wherever they are now."""
+    def named_leaves(self) -> Iterator[tuple[str, Tensor]]:
+        """The leaves that W's gradients are of: those of the forward, wherever they are now."""
         for name in self.functions.parameter_names:
             if name not in self.skipped:
                 yield name, self.state[name]
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """The parameters that get a gradient."""
+        own = self.owner
+        for name, leaf in self.named_leaves():
+            yield name, leaf if own is None else own(leaf)
 
     @property
     def parameters(self) -> list[Tensor]:
         """The same without their names."""
         names, state = self.functions.parameter_names, self.state
+        if self.owner is not None:
+            return [self.owner(state[name]) for name in names if name not in self.skipped]
         return [state[name] for name in names if name not in self.skipped]
 
     def named_gradients(self) -> dict[str, Tensor]:

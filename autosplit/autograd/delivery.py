@@ -35,6 +35,8 @@ class Delivery:
             one, W of several microbatches runs in one call.
     """
 
+    _reduced: bool | None = None  # whether data parallelism looks on, where that is known
+
     def __init__(self, accumulation: Accumulation) -> None:
         self._accumulation = accumulation
         self._lock = threading.Lock()  # two threads must not both find .grad empty
@@ -49,8 +51,7 @@ class Delivery:
         """
         leaves = self._added_directly(works)
         if leaves is None:
-            hooked = any(self.leaves(work.functions, work.state).has_hooks() for work in works)
-            deliver_through_engine(works, hooked=hooked)
+            self._deliver_through_engine(works)
         else:
             self._add(works, leaves)
 
@@ -89,7 +90,7 @@ class Delivery:
         if len(works) > 1 or work.skipped or not work.functions.dependence.dense:
             return None
         leaves = self.leaves(work.functions, work.state)
-        return leaves if leaves.allows_direct_add() else None
+        return leaves if leaves.allows_direct_add(reduced=self._reduced) else None
 
     def leaves(self, functions: SplitFunctions, state: State) -> Leaves:
         """The parameters of a graph."""
@@ -102,6 +103,10 @@ class Delivery:
     def forget(self) -> None:
         """Drop references to parameters and their autograd nodes."""
         self._leaves.clear()
+
+    def _deliver_through_engine(self, works: Sequence[DeferredBackward]) -> None:
+        hooked = any(self.leaves(work.functions, work.state).has_hooks() for work in works)
+        deliver_through_engine(works, hooked=hooked)
 
     def _add(self, works: Sequence[DeferredBackward], leaves: Leaves) -> None:
         """One microbatch, or several in one W."""

@@ -19,8 +19,8 @@ from autosplit.torch_internals.accumulate_grad import has_gradient_hooks
 class EngineWork(Protocol):
     """Deferred weight gradients that the engine can compute and accumulate."""
 
-    def named_parameters(self) -> Iterable[tuple[str, Tensor]]:
-        """The parameters that get a gradient, by the names of their gradients."""
+    def named_leaves(self) -> Iterable[tuple[str, Tensor]]:
+        """The leaves that get a gradient, by the names of their gradients."""
 
     def named_gradients(self) -> Mapping[str, Tensor]:
         """Run W. Gradients by name, of those parameters and maybe of others.
@@ -39,7 +39,7 @@ def deliver_through_engine(works: Sequence[EngineWork], *, hooked: bool = False)
         hooked: whether autograd's nodes of their parameters may have hooks, which are not to fire.
     """
     # The engine runs the newest node first: gradients add up in the order of the works.
-    targets = [(work, dict(work.named_parameters())) for work in reversed(works)]
+    targets = [(work, dict(work.named_leaves())) for work in reversed(works)]
     targets = [(work, named) for work, named in targets if named]
     leaves = _Leaves(hooked)
     with torch.enable_grad():

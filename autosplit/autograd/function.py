@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,7 +15,9 @@ from torch.autograd.graph import get_gradient_edge
 from autosplit.errors import SplitError
 from autosplit.runtime.activations.saved_tensors import Residuals, State
 from autosplit.runtime.functions import ForwardResult, SplitFunctions
+from autosplit.torch_internals.accumulate_grad import has_accumulate_hooks
 from autosplit.torch_internals.backward_task import (
+    at_end_of_backward,
     current_backward,
     graph_is_kept,
     has_saved_tensors_hooks,
@@ -28,6 +32,9 @@ from .deferred_backward import DeferredBackward
 from .delivery import Delivery, weight_gradients
 from .parameter_request import probe_sample, refuse_parameter_request
 from .pending_queue import PendingQueue
+
+if TYPE_CHECKING:
+    from autosplit.sharded.module import ShardedModule, Writes
 
 _IS_LEAF = attrgetter("is_leaf")
 _NEEDS_GRAD = attrgetter("requires_grad")
@@ -50,16 +57,38 @@ class WeightAnchor:
     Attributes:
         queue: where a backward leaves its deferred weight gradients.
         deliver: delivers at once.
+        sharded: gathers the parameters, where they are sharded.
         leaf: requires a gradient and never gets one.
         node: its gradient accumulator. A backward that accumulates into whatever it finds comes to
             it; ``torch.autograd.grad`` and ``backward(inputs=...)`` do not.
     """
 
-    def __init__(self, queue: PendingQueue[DeferredBackward], deliver: Delivery) -> None:
-        self.queue, self.deliver = queue, deliver
+    def __init__(
+        self,
+        queue: PendingQueue[DeferredBackward],
+        deliver: Delivery,
+        sharded: ShardedModule | None = None,
+    ) -> None:
+        self.queue, self.deliver, self.sharded = queue, deliver, sharded
         with torch.inference_mode(False):
             self.leaf = torch.zeros((), requires_grad=True)
             self.node = get_gradient_edge(self.leaf).node
+
+    def gathered(self, writes: Writes) -> AbstractContextManager[None]:
+        """Around a backward: the parameters are those of the forward."""
+        return contextlib.nullcontext() if self.sharded is None else self.sharded.backward(writes)
+
+    @property
+    def owner(self) -> Any:
+        """What gives a leaf's parameter, where leaves are gathered ones."""
+        return None if self.sharded is None else self.sharded.owner
+
+    def compute_in_backward(self) -> None:
+        """Compute what is pending before the backward ends, where a hook waits for gradients of
+        sharded parameters: an optimizer may step in it.
+        """
+        if self.sharded is not None and has_accumulate_hooks(self.sharded.parameters):
+            at_end_of_backward(self.queue.compute)
 
 
 def run_split(
@@ -102,6 +131,7 @@ class Split(torch.autograd.Function):
         *values: Any,
     ) -> tuple[Any, ...]:
         ctx.anchor, ctx.functions, ctx.state = anchor, functions, state
+        ctx.writes = () if anchor.sharded is None else anchor.sharded.writes()
         leaves = list(values[: len(functions.capture.inputs)])
         ctx.unsplit, ctx.probes = unsplit, len(values) - len(leaves)
         # What a loop made itself (a batch) it may write into once backward() is over. What an
@@ -138,7 +168,7 @@ class Split(torch.autograd.Function):
         ctx.saved = saved.again() if kept else None
         if ctx.packed:
             saved.bring_back(ctx.saved_tensors)
-        with without_autocast():
+        with without_autocast(), ctx.anchor.gathered(ctx.writes):
             grads, deferred, early = functions.backward_input(saved, arrived)
         for at in idle:  # autograd knows no gradient from a gradient of zeros
             grads[at] = None
@@ -173,7 +203,8 @@ def _weights(
     if not all(map(_NEEDS_GRAD, map(state.__getitem__, names))):
         # Frozen since the forward: autograd drops their gradients.
         skipped |= {name for name in names if not state[name].requires_grad}
-    work = DeferredBackward(functions, deferred, early, state, skipped, number)
+    owner, writes = anchor.owner, ctx.writes
+    work = DeferredBackward(functions, deferred, early, state, skipped, number, owner, writes)
     if ctx.unsplit:
         return weight_gradients(work)
     if anchor.deliver.leaves(functions, state).has_hooks():
@@ -181,6 +212,7 @@ def _weights(
     lent = [p for p, at in functions.lent if at in ctx.batch or deferred.is_shared(p)]
     deferred.own(lent)
     anchor.queue.add(number, work)
+    anchor.compute_in_backward()
     return ()
 
 

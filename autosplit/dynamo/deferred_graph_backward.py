@@ -112,6 +112,8 @@ class DeferredGraphBackward:
             if parameter is not None:
                 yield name, parameter
 
+    named_leaves = named_parameters
+
     @property
     def parameters(self) -> list[Tensor]:
         """The parameters without their names."""

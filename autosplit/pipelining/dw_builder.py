@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from autosplit.errors import PipelineError
 from autosplit.module import SplitModule
+from autosplit.torch_internals.distributed import fsdp_part
 
 
 def dw_builder(module: SplitModule) -> Callable[[], Callable[[], None]]:
@@ -20,12 +21,19 @@ def dw_builder(module: SplitModule) -> Callable[[], Callable[[], None]]:
         module: what ``autosplit.split`` returned, the stage's module itself.
 
     Raises:
-        PipelineError: it is no split module.
+        PipelineError: it is no split module, or is sharded.
     """
     if not isinstance(module, SplitModule):
         raise PipelineError(
             f"dw_builder takes the split module of a stage, got {type(module).__name__}: split the "
             "stage's module first, module = autosplit.split(module)"
+        )
+
+    if fsdp_part(module.model) is not None:
+        raise PipelineError(
+            "dw_builder: torch's stage takes the weight gradients of a module that fully_shard has "
+            "sharded out of autograd, where those of a split module are not. Give the module "
+            "itself, split or not, to autosplit.pipelining.SplitPipelineStage"
         )
 
     def run() -> None:

@@ -33,6 +33,7 @@ from .arguments import (
 from .gradient_scaling import StepGradients
 from .loss_boundary import LossBoundary
 from .results import Results, as_received, described
+from .sharding import StageSharding
 from .step import StageStep
 from .weight_gradients import DeferredWeights, WeightGradients
 
@@ -56,8 +57,12 @@ class SplitPipelineStage(RuntimeStage):
     A stage may return a tensor, a tuple, or any structure of tensors (a dictionary): the next
     stage gets a tuple as its arguments, and anything else as its one argument.
 
+    Where ``fully_shard`` has sharded the module, the stage is in torch's schedules as torch's own is:
+    parameters are gathered and freed where the schedule says, and gradients are reduced once a step.
+
     Attributes:
         functions: the graphs and their callables, those of the latest forward.
+        sharding: gathers sharded parameters and reduces their gradients.
     """
 
     def __init__(
@@ -103,6 +108,7 @@ class SplitPipelineStage(RuntimeStage):
         options = SplitOptions(backend, memory, late_input=True)
         self._weights = WeightGradients(Accumulation(accumulation))
         self._flatten = CallFlattening()
+        self.sharding = StageSharding(self._module)
         self._graphs = Specializations(
             self._module,
             options,
@@ -110,6 +116,7 @@ class SplitPipelineStage(RuntimeStage):
             True,
             no_context,
             computed=stage_index > 0,
+            view=self.sharding.plain,
         )
         self._results: dict[SplitFunctions, Results] = {}
         self._agreed: dict[int, Results] = {}
@@ -160,7 +167,8 @@ class SplitPipelineStage(RuntimeStage):
             refuse_unfit_call(self._owner, self._module, args, kwargs, first=self.is_first)
             refuse_difference(self._owner, "input", "input_args", self._given, args)
             self._agreed = {}
-        functions = self._fitting(args, kwargs, *self._flatten(args, kwargs))
+        with self.sharding.tracing():
+            functions = self._fitting(args, kwargs, *self._flatten(args, kwargs))
         made = self._agreed[chunk] = self._results_of(functions)
         if not self.is_last:
             made.refuse_objects(self._owner)
@@ -180,6 +188,7 @@ class SplitPipelineStage(RuntimeStage):
     ) -> tuple[Any, tuple[Tensor, ...]]:
         """F."""
         leaves, structure = self._flatten(args, kwargs)
+        gathered = self.sharding.gather()
         functions = self._fitting(args, kwargs, leaves, structure)
         del args
         made = self._results_of(functions)
@@ -200,6 +209,8 @@ class SplitPipelineStage(RuntimeStage):
             self._saved[chunk] = InFlightMicrobatch(functions, result.saved, state)
         else:
             self._untrained.add(chunk)
+        if gathered and not self.has_backward:
+            self.sharding.free()
         if not self.is_last:
             sent = made.sent(outputs)
             return tree_unflatten(made.filled(outputs, sent), made.spec), sent
@@ -237,6 +248,7 @@ class SplitPipelineStage(RuntimeStage):
         skipped = functions.dependence.without_gradient(absent)
         idle = functions.dependence.idle_inputs(absent)
         fused = not whole and self._step.fuses(chunk)
+        self.sharding.gather()
         with torch.no_grad(), without_autocast():
             if whole or fused:
                 found = self._weights.whole(flight, arrived, skipped)
@@ -244,6 +256,7 @@ class SplitPipelineStage(RuntimeStage):
             else:
                 found, deferred = self._weights.input(flight, arrived, skipped)
                 self._deferred[chunk] = deferred
+        self.sharding.accumulate()
         for at in idle:  # autograd knows no gradient from a gradient of zeros
             found[at] = None
         self._hand_to_roots(chunk, found)
@@ -265,10 +278,18 @@ class SplitPipelineStage(RuntimeStage):
         if self._waiting and not (self._step.joins(chunk) and self.joins_weights):
             works = [self._deferred.pop(each) for each in self._waiting]
             self._waiting.clear()
+            self.sharding.gather()
             with torch.no_grad(), without_autocast():
                 self._weights.deferred(works)
+            self.sharding.accumulate()
         if last:
             self._step.end()
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Reduce the step's gradients of sharded parameters, and divide them."""
+        self.sharding.reduce()
+        if grad_scale_factor != 1:
+            self.scale_grads(grad_scale_factor)
 
     def scale_grads(self, grad_scale_factor: int) -> None:
         """Divide what this step added to the gradients."""

@@ -54,7 +54,7 @@ class StageStep:
         if not self._of.has_backward:
             return
         running = self._running
-        self._parameters = self._of.parameters()
+        self._parameters = self._of.sharding.owners(self._of.parameters())
         self._apart = running is not None and running.scales
         self._mixed = running is None and any(p.grad is not None for p in self._parameters)
         if running is None:
@@ -74,6 +74,8 @@ class StageStep:
         running, module = self._running, self._of.submod
         if isinstance(module, DistributedDataParallel):
             average_gradients(module)
+        if running is None or self._of.stage_index not in running.reduces:
+            self._of.sharding.reduce()
         if running is not None and self._apart and self._of.stage_index not in running.reduces:
             self.scale(running.microbatches)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -39,6 +39,7 @@ class Specializations:
         insist: whether nothing but a graph will do for a call either, see ``tracing.trace``.
         traced: what is around a capture, given the parameters.
         computed: whether inputs are what an earlier module hands over, see ``without_history``.
+        view: what the model is looked at in, to be captured and whenever guards are asked.
 
     Attributes:
         state: reads the model's parameters and buffers, those of its latest capture.
@@ -53,6 +54,7 @@ class Specializations:
         traced: Callable[[Iterable[Tensor]], AbstractContextManager[None]],
         *,
         computed: bool = False,
+        view: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._model = model
         self._computed = computed
@@ -60,6 +62,7 @@ class Specializations:
         self._graphs = SpecializationCache(type(model).__name__, limit)
         self._insist = insist
         self._traced = traced
+        self._view = view
         self._first: set[CallSignature] = set()
         self._capturing = threading.RLock()
         self._busy = False
@@ -119,7 +122,7 @@ class Specializations:
         def fits(functions: SplitFunctions) -> bool:
             return functions.capture.guards.hold(args, kwargs)
 
-        with self._capturing:
+        with self._capturing, self._view():
             found = self._graphs.find(signature, fits)
             if found is None:
                 found = self._capture(signature, leaves, structure, called)

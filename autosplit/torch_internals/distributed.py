@@ -49,6 +49,13 @@ def fsdp_part(module: nn.Module) -> tuple[str, str] | None:
     return None
 
 
+def is_wrapped_by_fsdp(module: nn.Module) -> bool:
+    """Whether ``FullyShardedDataParallel``, which flattens parameters, is around or in a module."""
+    library = sys.modules.get("torch.distributed.fsdp")
+    kind = getattr(library, "FullyShardedDataParallel", ())
+    return any(isinstance(part, kind) for part in module.modules())
+
+
 def csv_has_send_waits() -> bool:
     """Whether a schedule that torch reads must say where sends are waited for, as from 2.15 on."""
     # Here, as importing autosplit imports nothing distributed.

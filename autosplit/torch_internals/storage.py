@@ -22,6 +22,22 @@ def versions(tensors: Iterable[Any]) -> tuple[int, ...]:
         return tuple([t._version if c else 0 for t, c in zip(tensors, counted, strict=True)])
 
 
+_OTHER_MEMORY = "_autosplit_other_memory"
+
+
+def allow_other_memory(tensors: Iterable[torch.Tensor]) -> None:
+    """Note that the owner of these tensors frees their memory and takes other memory for the same
+    values.
+    """
+    for tensor in tensors:
+        setattr(tensor, _OTHER_MEMORY, True)
+
+
+def allows_other_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor may lie elsewhere than before, with the same values."""
+    return hasattr(tensor, _OTHER_MEMORY)
+
+
 def is_gone(storage: torch.UntypedStorage) -> Callable[[], bool]:
     """A function that tells, without keeping the storage alive, whether it was freed."""
     expired: Callable[[], bool] = StorageWeakRef(storage).expired

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from autosplit.device import follow, stream_under
 from autosplit.errors import SplitError
 from autosplit.passes.lowering import codegen
-from autosplit.torch_internals.storage import versions
+from autosplit.torch_internals.storage import allows_other_memory, versions
 
 from .detached_storages import (
     DetachedStorages,
@@ -262,7 +262,7 @@ class Residuals:
         self._check_unwritten()
         watched, (when, first) = (*self._state, *self._constants), self._when
         names = self._names[len(self._tensors) :]
-        moved = _different(names, self._places, _places(watched))
+        moved = _moved(names, watched, self._places, _places(watched))
         if moved:
             raise SplitError(
                 f"moved, converted or given other data between {when}: {moved}. {first} before "
@@ -321,6 +321,23 @@ def _different(names: Sequence[str], then: tuple[Any, ...], now: tuple[Any, ...]
     if now == then:
         return ""
     return ", ".join(n for n, a, b in zip(names, then, now, strict=True) if a != b)
+
+
+def _moved(
+    names: Sequence[str],
+    tensors: Sequence[Tensor],
+    then: tuple[tuple[int, torch.dtype], ...],
+    now: tuple[tuple[int, torch.dtype], ...],
+) -> str:
+    """Names of the tensors that are not where they were, nor may be elsewhere."""
+    if now == then:
+        return ""
+    every = zip(names, tensors, then, now, strict=True)
+    return ", ".join(
+        name
+        for name, tensor, (place, dtype), (other, kind) in every
+        if dtype is not kind or (place != other and not allows_other_memory(tensor))
+    )
 
 
 def _places(tensors: Iterable[Tensor]) -> tuple[tuple[int, torch.dtype], ...]:

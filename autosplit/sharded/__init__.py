@@ -1,0 +1,1 @@
+"""Modules whose parameters ``torch.distributed.fsdp.fully_shard`` has sharded."""

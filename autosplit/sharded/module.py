@@ -1,0 +1,183 @@
+"""``ShardedModule``: a module of ``fully_shard`` whose forward and backward are graphs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
+
+from torch import Tensor, nn
+
+from autosplit.errors import ShardedError, SplitError
+from autosplit.torch_internals.ddp_reducer import refuse_sharded
+from autosplit.torch_internals.distributed import fsdp_part, is_wrapped_by_fsdp
+from autosplit.torch_internals.fsdp.groups import (
+    ParameterGroup,
+    finish_backward,
+    make_ready,
+    root_states,
+)
+from autosplit.torch_internals.fsdp.plain_view import PlainView, is_managed
+from autosplit.torch_internals.storage import allow_other_memory
+
+Writes = Sequence[int]
+"""How often each sharded parameter was written."""
+
+
+class ShardedModule:
+    """Takes the part of FSDP's hooks for a module whose forward, I and W are graphs.
+
+    A graph reads gathered parameters, all of them: they are gathered before it and resharded after
+    it as ``fully_shard`` was told. Weight gradients are accumulated unreduced, in the policy's
+    ``reduce_dtype``, and reduced once for each parameter group when ``reduce`` is called, into
+    ``.grad`` of the sharded parameters: as with FSDP and ``set_requires_gradient_sync(False)`` for
+    all microbatches but the last.
+
+    Args:
+        module: what ``fully_shard`` was called with, whole or in parts.
+
+    Attributes:
+        groups: its parameter groups.
+
+    Raises:
+        ShardedError: it is sharded in a way that cannot be taken apart; says which.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        if is_wrapped_by_fsdp(module):
+            refuse_sharded(module)
+        self._roots = root_states(module)
+        self.groups = ParameterGroup.within(module)
+        for group in self.groups:
+            if group.refusal:
+                raise ShardedError(
+                    f"fully_shard was called for {group.name} {group.refusal}. Such parameters "
+                    "cannot be gathered for one graph: call it with plain parameters and without "
+                    "that, or use the model unsplit"
+                )
+        self._views = [PlainView(part) for part in module.modules() if is_managed(part)]
+        self._owners: dict[int, Tensor] = {}
+
+    @classmethod
+    def of(cls, module: nn.Module) -> ShardedModule | None:
+        """The module, where ``fully_shard`` manages it or a part of it."""
+        return cls(module) if fsdp_part(module) is not None else None
+
+    @contextlib.contextmanager
+    def plain(self) -> Iterator[None]:
+        """The module as if it were not sharded: to be captured, and for guards to be asked."""
+        for view in self._views:
+            view.enter()
+        try:
+            yield
+        finally:
+            for view in self._views:
+                view.leave()
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """Parameters are gathered, and afterwards as ``reshard_after_forward`` says."""
+        self.unshard()
+        try:
+            yield
+        finally:
+            for group in self.groups:
+                group.reshard_after_forward()
+
+    @contextlib.contextmanager
+    def backward(self, writes: Writes) -> Iterator[None]:
+        """Parameters are gathered, and afterwards as ``set_reshard_after_backward`` says.
+
+        Args:
+            writes: what ``writes`` gave at the forward.
+
+        Raises:
+            SplitError: parameters were written in between: the gathered ones would be others.
+        """
+        self.check(writes)
+        self.unshard()
+        try:
+            yield
+        finally:
+            for group in self.groups:
+                if group.reshards_after_backward:
+                    group.reshard()
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether all parameters are gathered."""
+        return all(group.is_unsharded for group in self.groups)
+
+    def unshard(self) -> None:
+        """Gather all parameters: one all-gather a group, all under way at once."""
+        if not self._owners:  # a first time, when parameters have left the meta device
+            for root in self._roots:
+                make_ready(root)
+        waiting = [group for group in self.groups if not group.is_unsharded]
+        for group in waiting:
+            group.start_unshard()
+        for group in waiting:
+            group.finish_unshard()
+        if len(self._owners) < sum(len(group.writes) for group in self.groups):
+            pairs = [pair for group in self.groups for pair in group.pairs]
+            self._owners = {id(whole): sharded for sharded, whole in pairs}
+            allow_other_memory(whole for _, whole in pairs)
+
+    def reshard(self) -> None:
+        """Free all gathered parameters."""
+        for group in self.groups:
+            group.reshard()
+
+    def owner(self, parameter: Tensor) -> Tensor:
+        """The sharded parameter of a gathered one; another parameter is its own."""
+        return self._owners.get(id(parameter), parameter)
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The sharded parameters."""
+        return [*self._owners.values()]
+
+    def writes(self) -> Writes:
+        """How often each sharded parameter was written by now."""
+        return [count for group in self.groups for count in group.writes]
+
+    def check(self, writes: Writes) -> None:
+        """Refuse a backward on other parameters than those of the forward.
+
+        Raises:
+            SplitError: says which group's were written.
+        """
+        if writes == self.writes():
+            return
+        counts = iter(writes)
+        for group in self.groups:
+            if any([count != next(counts) for count in group.writes]):
+                raise SplitError(
+                    f"sharded parameters of {group.name} were written between the forward and its "
+                    "backward (an optimizer's step, load_state_dict): the backward would read the "
+                    "new ones. Run the backward before that"
+                )
+
+    def accumulate(self) -> None:
+        """Take weight gradients of a microbatch from where W has put them."""
+        for group in self.groups:
+            group.accumulate()
+
+    def reduce(self) -> None:
+        """Reduce what was accumulated since the last time: one reduce-scatter for each group that
+        has gradients, in the same order on every rank; none where ``set_requires_gradient_sync``
+        is off.
+        """
+        groups = [group for group in self.groups if group.reduces]
+        if not any(group.unreduced for group in groups):
+            return
+        # The last modules' gradients are there first.
+        for group in reversed(groups):
+            group.start_reduce()
+        for root in self._roots:
+            finish_backward(root)
+
+    def forget(self, parameters: Collection[int]) -> None:
+        """Drop what was accumulated for some of the sharded parameters (their ``id``)."""
+        for key in parameters:
+            for group in self.groups:
+                group.forget(key)

@@ -1,0 +1,1 @@
+"""What ``torch.distributed.fsdp.fully_shard`` made of a module."""

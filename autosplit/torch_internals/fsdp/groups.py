@@ -1,0 +1,170 @@
+"""Parameter groups of ``fully_shard``, and what FSDP does to each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+
+def state_of(module: nn.Module) -> Any:
+    """What ``fully_shard`` keeps of one of its modules."""
+    return module._get_fsdp_state()  # type: ignore[operator]
+
+
+def root_states(module: nn.Module) -> list[Any]:
+    """States of the topmost modules that ``fully_shard`` was called with."""
+    found = {id(state): state for state in map(state_of, _topmost(module))}
+    return list(found.values())
+
+
+def _topmost(module: nn.Module) -> Iterator[nn.Module]:
+    if isinstance(module, FSDPModule):
+        yield module
+        return
+    for child in module.children():
+        yield from _topmost(child)
+
+
+def groups_of(state: Any) -> list[Any]:
+    """The parameter groups of one state; torch 2.11 has at most one."""
+    several = getattr(state, "_fsdp_param_groups", None)
+    if several is not None:
+        return list(several)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def make_ready(root: Any) -> None:
+    """Have FSDP find out, as in a first forward, that this is a root, what is below it, and what a
+    root does not reshard.
+    """
+    root._lazy_init()
+
+
+def finish_backward(root: Any) -> None:
+    """Wait for the reductions below a root, as FSDP does at the end of a backward."""
+    root._root_post_backward_final_callback()
+
+
+class ParameterGroup:
+    """Parameters that are gathered in one all-gather and reduced in one reduce-scatter.
+
+    Attributes:
+        name: the module that ``fully_shard`` was called with, the first of several.
+    """
+
+    def __init__(self, group: Any, name: str) -> None:
+        self._group = group
+        self.name = name
+
+    @classmethod
+    def within(cls, module: nn.Module) -> list[ParameterGroup]:
+        """All of a module, in the order of ``modules()``."""
+        found: dict[int, tuple[str, Any]] = {}
+        for name, part in module.named_modules():
+            if isinstance(part, FSDPModule):
+                state = state_of(part)
+                found.setdefault(id(state), (name or type(part).__name__, state))
+        return [cls(group, name) for name, state in found.values() for group in groups_of(state)]
+
+    @property
+    def refusal(self) -> str:
+        """Why its parameters cannot be those of a graph; empty where they can."""
+        if isinstance(self._group.offload_policy, CPUOffloadPolicy):
+            return "with an offload policy, which moves parameters and gradients to the host"
+        for each in self._group.fsdp_params:
+            if each.is_dtensor:
+                return "after they had become DTensors (parallelize_module, distribute_module)"
+            if hasattr(each._sharded_local_tensor, "fsdp_pre_all_gather"):
+                kind = type(each._sharded_local_tensor).__name__
+                return f"with tensors of class {kind}, which gather themselves in their own way"
+        return ""
+
+    @property
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Each sharded parameter, and the one that stands in the module while it is gathered: the
+        same object each time, whose memory is freed in between.
+        """
+        return [
+            (each.sharded_param, each._unsharded_param)
+            for each in self._group.fsdp_params
+            if hasattr(each, "_unsharded_param")
+        ]
+
+    @property
+    def writes(self) -> list[int]:
+        """How often each sharded parameter was written: operators on a DTensor are counted there,
+        those on this rank's part of it on that.
+        """
+        return [
+            each.sharded_param._version + each._sharded_local_tensor._version
+            for each in self._group.fsdp_params
+        ]
+
+    @property
+    def is_unsharded(self) -> bool:
+        return bool(self._group.is_unsharded)
+
+    @property
+    def reduces(self) -> bool:
+        """Whether gradients are to be reduced (``set_requires_gradient_sync``)."""
+        return bool(self._group.reduce_grads)
+
+    @property
+    def reshards_after_backward(self) -> bool:
+        """What ``set_reshard_after_backward`` has set."""
+        return bool(self._group.reshard_after_backward)
+
+    def start_unshard(self) -> None:
+        """Have the all-gather under way."""
+        self._group.lazy_init()
+        self._group.unshard(async_op=True)
+
+    def finish_unshard(self) -> None:
+        """Wait for it; the module has the gathered parameters from now on."""
+        self._group.wait_for_unshard()
+
+    def reshard(self) -> None:
+        """Free the gathered parameters."""
+        self._group.reshard()
+
+    def reshard_after_forward(self) -> None:
+        """As ``reshard_after_forward`` says: not, wholly, or to a smaller mesh."""
+        with self._group.use_training_state(TrainingState.FORWARD):
+            self._group.reshard()
+
+    def accumulate(self) -> None:
+        """Add this microbatch's unreduced gradients to those before it, in the policy's
+        ``reduce_dtype``.
+        """
+        for each in self._group.fsdp_params:
+            if hasattr(each, "_unsharded_param"):
+                each.accumulate_unsharded_grad_if_needed()
+                each.to_accumulated_grad_if_needed()
+
+    @property
+    def unreduced(self) -> bool:
+        """Whether gradients were accumulated that are not reduced yet."""
+        return any(
+            each.unsharded_accumulated_grad is not None or each._unsharded_param.grad is not None
+            for each in self._group.fsdp_params
+            if hasattr(each, "_unsharded_param")
+        )
+
+    def start_reduce(self) -> None:
+        """Reduce what was accumulated: one reduce-scatter, whose result is added to ``.grad`` of the
+        sharded parameters; and free the gathered parameters, where FSDP does after a backward.
+        """
+        with torch.no_grad():
+            self._group.post_backward()
+
+    def forget(self, sharded: int) -> None:
+        """Drop what was accumulated for one of the sharded parameters (its ``id``)."""
+        for each in self._group.fsdp_params:
+            if id(each.sharded_param) == sharded and hasattr(each, "_unsharded_param"):
+                each.unsharded_accumulated_grad = None
+                each._unsharded_param.grad = None

@@ -1,0 +1,23 @@
+"""Stages that fully_shard has sharded under torch's schedules, on four Gloo ranks of pp 2 x dp 2."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.ranks import Ranks
+from tests.sharded.split_workers import all_of
+
+from .sharded_workers import CASES
+
+
+@pytest.fixture(scope="module")
+def ranks(on_ranks: Ranks) -> list[dict[str, list[str]]]:
+    return on_ranks(all_of, 4, ("tests.pipelining.sharded_workers",), timeout=150)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_are_those_of_one_process(
+    ranks: list[dict[str, list[str]]], case: str
+) -> None:
+    for rank, found in enumerate(ranks):
+        assert found[case] == [], f"rank {rank}: {found[case]}"

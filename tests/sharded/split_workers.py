@@ -1,0 +1,354 @@
+"""What two ranks do in test_split.py: the same steps by plain FSDP2 and by a split module."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+
+import autosplit
+
+from .models import (
+    HALF,
+    WORDS,
+    Model,
+    Shard,
+    blocks_only,
+    half_frozen,
+    half_inside,
+    last_together,
+    sharded,
+)
+
+Case = Callable[[], list[str]]
+CASES: dict[str, Case] = {}
+
+
+def case(run: Case) -> Case:
+    """Have every rank run this, under its name."""
+    CASES[run.__name__.replace("_", " ")] = run
+    return run
+
+
+def all_of(module: str) -> dict[str, list[str]]:
+    """What is wrong in each case of a module."""
+    found = {}
+    for name, run in importlib.import_module(module).CASES.items():
+        torch.manual_seed(0)
+        try:
+            found[name] = run()
+        except Exception:
+            found[name] = [traceback.format_exc()]
+            break  # ranks are not at one place any more
+        dist.barrier()
+    return found
+
+
+@contextlib.contextmanager
+def reductions() -> Iterator[list[int]]:
+    """The elements of every reduce-scatter of FSDP's."""
+    kind = _fsdp_collectives.DefaultReduceScatter
+    real, seen = kind.__call__, []
+
+    def counted(self: Any, output_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen.append(output_tensor.numel())
+        return real(self, output_tensor, *args, **kwargs)
+
+    kind.__call__ = counted  # type: ignore[method-assign]
+    try:
+        yield seen
+    finally:
+        kind.__call__ = real  # type: ignore[method-assign]
+
+
+def loss_of(module: nn.Module, words: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(module(words).float().flatten(0, 1), words.flatten())
+
+
+class Pair:
+    """One model twice: by plain FSDP2, and split.
+
+    Args:
+        shard: shards it.
+        tied: whether embedding and head are one.
+        options: of ``split``.
+    """
+
+    def __init__(self, shard: Shard, *, tied: bool = False, **options: Any) -> None:
+        model = Model(tied=tied)
+        self.plain, self.mine = shard(copy.deepcopy(model)), shard(copy.deepcopy(model))
+        self.split = autosplit.split(self.mine, **options)
+        both = self.plain, self.split
+        # torch has no operators on lists of DTensors and others.
+        self._alike = len({type(p) for p in self.mine.parameters()}) == 1
+        self.optimizers = [
+            torch.optim.AdamW(m.parameters(), lr=0.1, foreach=self._alike) for m in both
+        ]
+        self._words = torch.Generator().manual_seed(dist.get_rank())
+
+    def words(self, count: int = 2) -> list[Tensor]:
+        """Microbatches, other ones on each rank."""
+        return [torch.randint(WORDS, (4, 5), generator=self._words) for _ in range(count)]
+
+    def plain_step(self, batches: Sequence[Tensor]) -> list[Tensor]:
+        """FSDP2, with one reduction of all microbatches."""
+        losses = []
+        for at, words in enumerate(batches):
+            set_sync(self.plain, at + 1 == len(batches))
+            losses.append(loss_of(self.plain, words))
+            losses[-1].backward()
+        return losses
+
+    def split_step(self, batches: Sequence[Tensor]) -> list[Tensor]:
+        losses = []
+        for words in batches:
+            losses.append(loss_of(self.split, words))
+            losses[-1].backward()
+        return losses
+
+    def differences(self) -> list[str]:
+        """Parameters and gradients that differ."""
+        found = []
+        pairs = zip(self.plain.named_parameters(), self.split.named_parameters(), strict=True)
+        for (name, a), (other, b) in pairs:
+            found += [] if name == other else [f"{name} is {other}"]
+            found += [] if torch.equal(local(a), local(b)) else [f"{name} differs"]
+            if a.grad is None or b.grad is None:
+                found += [] if a.grad is b.grad else [f"gradient of {name}: {a.grad}, {b.grad}"]
+            elif not torch.equal(local(a.grad), local(b.grad)) or type(a.grad) is not type(b.grad):
+                worst = (local(a.grad) - local(b.grad)).abs().max()
+                found.append(f"gradient of {name} differs by {worst} ({type(b.grad).__name__})")
+        return found
+
+    def step(self) -> list[str]:
+        """Clip, step and begin anew: what differs on the way."""
+        norms = self._alike and [
+            nn.utils.clip_grad_norm_(m.parameters(), 0.5, error_if_nonfinite=False)
+            for m in (self.plain, self.split)
+        ]
+        same = not norms or torch.equal(local(norms[0]), local(norms[1]))
+        found = [] if same else [f"norms {norms}"]
+        found += self.differences()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        found += self.differences()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        return found
+
+    def train(self, steps: int = 3) -> list[str]:
+        """Some steps of both; what differs, and reductions that are too many."""
+        found = []
+        for _ in range(steps):
+            batches = self.words()
+            with reductions() as theirs:
+                plain = self.plain_step(batches)
+            with reductions() as early:
+                mine = self.split_step(batches)
+            with reductions() as ours:
+                self.split.backward_weight()
+            if not all(map(torch.equal, plain, mine)):
+                found.append(f"losses {plain} {mine}")
+            if early or sorted(ours) != sorted(theirs):
+                found.append(f"reduced {early} in backward, then {ours}; FSDP2 {theirs}")
+            found += self.step()
+        return found
+
+
+def local(tensor: Tensor) -> Tensor:
+    found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return found
+
+
+def set_sync(model: nn.Module, on: bool) -> None:
+    for part in model.modules():
+        if hasattr(part, "set_requires_gradient_sync"):
+            part.set_requires_gradient_sync(on, recurse=False)
+
+
+def raised(run: Callable[[], Any]) -> str:
+    try:
+        run()
+    except autosplit.AutosplitError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+SHARDINGS: dict[str, Shard] = {
+    "root": fully_shard,  # type: ignore[dict-item]
+    "blocks and root": sharded,
+    "kept after the forward": lambda model: sharded(model, reshard_after_forward=False),
+    "freed after the forward": lambda model: sharded(model, reshard_after_forward=True),
+    "blocks only": blocks_only,
+    "a group of two modules": last_together,
+    "half frozen": half_frozen,
+    "half precision": lambda model: sharded(model, mp_policy=HALF),
+    "half precision inside": half_inside,
+}
+
+for _name, _shard in SHARDINGS.items():
+    CASES[_name] = lambda shard=_shard: Pair(shard).train()
+CASES["tied"] = lambda: Pair(sharded, tied=True).train()
+CASES["lean"] = lambda: Pair(sharded, memory="lean").train()
+
+
+@case
+def gradients_are_computed_where_they_are_used() -> list[str]:
+    found = []
+    pair = Pair(sharded)
+    for _ in range(2):
+        batches = pair.words()
+        pair.plain_step(batches)
+        pair.split_step(batches)
+        found += pair.step()  # clips first
+    batches = pair.words()
+    pair.plain_step(batches)
+    pair.split_step(batches)
+    for optimizer in pair.optimizers:
+        optimizer.step()
+    return found + pair.differences()
+
+
+@case
+def the_users_own_order_of_w_and_of_reductions() -> list[str]:
+    pair, found = Pair(sharded), []
+    for _ in range(2):
+        batches = pair.words(3)
+        pair.plain_step(batches)
+        with reductions() as seen:
+            for at, words in enumerate(batches):
+                pair.mine.set_requires_gradient_sync(at == 2)
+                loss_of(pair.split, words).backward()
+                if at:
+                    pair.split.backward_weight(1)
+            between = len(seen)
+            pair.split.backward_weight()
+        found += [] if (between, len(seen)) == (0, 3) else [f"{between}, {len(seen)} reductions"]
+        found += pair.step()
+    return found
+
+
+@case
+def forwards_without_a_backward() -> list[str]:
+    pair, found = Pair(sharded), []
+    words = pair.words()[0]
+    with torch.no_grad():
+        same = torch.equal(pair.plain(words), pair.split(words))
+    found += [] if same else ["no_grad"]
+    pair.plain.eval(), pair.split.eval()
+    same = torch.equal(pair.plain(words), pair.split(words))
+    found += [] if same else ["eval"]
+    pair.plain.train(), pair.split.train()
+    return found + pair.train(1)
+
+
+@case
+def nan_on_one_rank() -> list[str]:
+    pair, found = Pair(sharded), []
+    batches = pair.words()
+    for module in (pair.plain, pair.split):
+        for at, words in enumerate(batches):
+            set_sync(pair.plain, at == 1)
+            factor = float("nan") if dist.get_rank() == 1 and at == 0 else 1.0
+            (loss_of(module, words) * factor).backward()
+    pair.split.backward_weight()
+    pairs = zip(pair.plain.parameters(), pair.split.parameters(), strict=True)
+    for a, b in pairs:
+        same = torch.equal(local(a.grad).isnan(), local(b.grad).isnan())
+        found += [] if same and local(a.grad).isnan().any() else ["NaN did not arrive"]
+    return found
+
+
+@case
+def state_dicts() -> list[str]:
+    pair = Pair(sharded)
+    found = pair.train(1)
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    saved = {"model": pair.split.state_dict(), "optimizer": pair.optimizers[1].state_dict()}
+    dcp.save(saved, checkpoint_id=folder[0])
+    dcp.load({"model": pair.plain.state_dict()}, checkpoint_id=folder[0])
+    found += pair.differences()
+    found += pair.train(1)
+    dcp.load(saved, checkpoint_id=folder[0])
+    pair.split.load_state_dict(saved["model"])
+    dcp.load({"model": pair.plain.state_dict()}, checkpoint_id=folder[0])
+    return found + pair.differences()
+
+
+@case
+def a_hook_steps_in_the_backward() -> list[str]:
+    pair, calls = Pair(sharded), [0, 0]
+    for at, module in enumerate((pair.plain, pair.split)):
+        for parameter in module.parameters():
+
+            def hook(parameter: Tensor, at: int = at) -> None:
+                calls[at] += 1
+                with torch.no_grad():
+                    parameter -= 0.1 * parameter.grad
+                parameter.grad = None
+
+            parameter.register_post_accumulate_grad_hook(hook)
+    for words in pair.words():
+        loss_of(pair.plain, words).backward()
+        loss_of(pair.split, words).backward()
+    found = pair.differences()
+    return found if calls[0] == calls[1] else [*found, f"{calls} calls"]
+
+
+@case
+def gradients_that_were_set_to_none_are_gone() -> list[str]:
+    pair = Pair(sharded)
+    loss_of(pair.split, pair.words()[0]).backward()
+    loss_of(pair.split, pair.words()[0]).backward()
+    pair.split.backward_weight(1)
+    pair.split.zero_grad()
+    return pair.train(1)
+
+
+@case
+def inputs_gradients_only() -> list[str]:
+    plain = fully_shard(nn.Linear(4, 3))
+    split = autosplit.split(plain)
+    x = torch.randn(2, 4, requires_grad=True)
+    (mine,) = torch.autograd.grad(split(x).sum(), x)
+    (theirs,) = torch.autograd.grad(plain(x).sum(), x)
+    return [] if torch.equal(mine, theirs) and not split.pending else ["differs"]
+
+
+@case
+def written_between_forward_and_backward() -> list[str]:
+    pair = Pair(sharded)
+    loss = loss_of(pair.split, pair.words()[0])
+    with torch.no_grad():
+        pair.split.blocks[0].up.weight.mul_(2)
+    text = raised(loss.backward)
+    return [] if "were written between the forward and its backward" in text else [text]
+
+
+@case
+def sharded_later() -> list[str]:
+    found = []
+    for shard in (sharded, blocks_only):
+        pair = Pair(shard)
+        model = Model()
+        pair.split = autosplit.split(model)
+        loss_of(pair.split, pair.words()[0]).backward()
+        pair.split.zero_grad()
+        shard(model)
+        for a, b in zip(pair.plain.parameters(), model.parameters(), strict=True):
+            a.data.copy_(b.data)
+        pair.optimizers[1] = torch.optim.AdamW(model.parameters(), lr=0.1)
+        found += pair.train(2)
+    return found
