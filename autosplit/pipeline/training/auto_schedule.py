@@ -142,7 +142,7 @@ class Tuner:
         """What a step costs by what all ranks measured, or would take usually; collective."""
         links = self._links()
         steps = self._steps[1:]
-        seen: list[_Seen] = self._groups.gather(
+        seen: list[_Seen] = self._groups.everybody.gather(
             _Seen(
                 median_durations(steps),
                 median_slices(steps),
@@ -150,8 +150,14 @@ class Tuner:
                 {index: sizes(stage) for index, stage in stages.items()},
             )
         )
-        seconds = {key: took for each in seen for key, took in each.seconds.items()}
-        slices = {stage: took for each in seen for stage, took in each.slices.items()}
+        # Of replicas the slowest counts: the others wait for it.
+        seconds: dict[tuple[int, ActionKind], float] = {}
+        slices: dict[int, list[float]] = {}
+        for each in seen:
+            for key, took in each.seconds.items():
+                seconds[key] = max(seconds.get(key, 0.0), took)
+            for stage, parts in each.slices.items():
+                slices[stage] = max(slices.get(stage, []), parts, key=sum)
         kept = {stage: found for each in seen for stage, found in each.memory.items()}
         sent = {stage: found for each in seen for stage, found in each.sizes.items()}
         every = range(self._schedule.stages)

@@ -50,8 +50,8 @@ def measure_transfer(groups: Groups, device: torch.device, pairs: Collection[Pai
     links: dict[Pair, Link] = {}
     for at_once in _apart(pairs):
         mine = {pair: _link(groups, device, pair) for pair in at_once if groups.rank in pair}
-        for found in groups.gather(mine):
-            links = found | links  # of a pair's two ranks the lower one says
+        for found in groups.everybody.gather(mine):
+            links = found | links  # of a pair's two ranks the lower one says, of replicas the first
     latency = max(link.latency for link in links.values())
     bandwidth = min(link.bandwidth for link in links.values())
     return Transfer(latency, bandwidth, pairs=links)
@@ -88,7 +88,7 @@ def _one_way(groups: Groups, pair: Pair, tensor: Tensor) -> float:
             send = groups.isend if groups.rank == sender else groups.irecv
             work = send(tensor, peer)
             if work is not None:
-                with groups.losing(f"rank {peer}"):
+                with groups.losing(groups.named(peer)):
                     work.wait()
         if tensor.is_cuda:
             torch.cuda.synchronize(tensor.device)
