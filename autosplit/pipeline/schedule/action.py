@@ -57,6 +57,11 @@ class ActionKind(enum.Enum):
         return self in _WHOLE
 
     @property
+    def is_beside(self) -> bool:
+        """True for what a rank does while it computes: moves and reductions."""
+        return self.is_move or self in _WHOLE
+
+    @property
     def is_scheduled(self) -> bool:
         """True for all kinds that a schedule lists; sends, receives and reductions follow."""
         return self in _COMPUTE or self in _MEMORY

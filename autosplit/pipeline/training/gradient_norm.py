@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -22,17 +21,6 @@ def squared_norms(parameters: Iterable[nn.Parameter]) -> Tensor:
     if there:
         found[there] = torch.stack([each for each in squares if each is not None]).cpu()
     return found
-
-
-def total_norm(squares: Sequence[float]) -> float:
-    """The norm of all that has these squared norms.
-
-    The sum is exact before it is rounded, so their order does not matter.
-    """
-    try:
-        return math.sqrt(math.fsum(squares))
-    except OverflowError:
-        return math.inf
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, norm: float) -> None:

@@ -18,6 +18,7 @@ from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Wiring
 from autosplit.pipeline.search.within_memory import search_within
 from autosplit.pipeline.simulation.activation_memory import peak_memory
+from autosplit.pipeline.simulation.reductions import Reductions
 from autosplit.pipeline.simulation.step_costs import Costs
 from autosplit.pipeline.simulation.timeline import Span
 from autosplit.pipeline.simulation.transfer import Transfer
@@ -63,8 +64,16 @@ class LimitTuner(Tuner):
         links: Callable[[], Transfer],
         wiring: Wiring | None = None,
         early_weights: bool = False,
+        reductions: Callable[[int], Reductions | None] = lambda slices: None,
     ) -> None:
-        super().__init__(schedule, groups, links=links, wiring=wiring, early_weights=early_weights)
+        super().__init__(
+            schedule,
+            groups,
+            links=links,
+            wiring=wiring,
+            early_weights=early_weights,
+            reductions=reductions,
+        )
         self.measured = schedule
         self._limit = limit
         self._fixed = fixed

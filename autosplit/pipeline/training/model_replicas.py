@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -12,8 +13,11 @@ from torch import Tensor, nn
 from autosplit.errors import PipelineError
 from autosplit.mesh.reduction import ReductionQueue
 from autosplit.pipeline.engine.messages.gradient_buckets import Bucket, Member, buckets_of
+from autosplit.pipeline.engine.messages.link_times import measure_sum
 from autosplit.pipeline.engine.messages.process_groups import Groups
 from autosplit.pipeline.schedule.action import Action, ActionKind
+from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.simulation.reductions import Reductions, last_weights_by_stage
 from autosplit.pipeline.simulation.timeline import Span
 from autosplit.torch_internals.storage import versions
 
@@ -60,10 +64,13 @@ class ModelReplicas:
         self._queue: ReductionQueue | None = None
         self._buckets: list[Bucket] = []
         self._marks: dict[tuple[int, str], tuple[int, int]] = {}
+        self._bytes: dict[int, int] = {}
         if self._link is not None:
             _check_alike(modules, groups)
             self._adopt(_tensors(modules))
             self._marks = self._buffer_marks()
+            for part in groups.gather({at: _trained_bytes(each) for at, each in modules.items()}):
+                self._bytes |= part
 
     @contextlib.contextmanager
     def averaging(self, completions: Sequence[Completion], *, timed: bool) -> Iterator[None]:
@@ -92,6 +99,25 @@ class ModelReplicas:
         """Start the reductions that wait for these gradients and for none before them."""
         if self._queue is not None and self._queue.open:
             self._queue.ready(completion)
+
+    def reducing_early(self, schedule: Schedule) -> Schedule:
+        """The schedule, whose last Ws come stage by stage where replicas reduce gradients."""
+        if not self._bytes:
+            return schedule
+        return replace(schedule, ranks=last_weights_by_stage(schedule.ranks, self._bytes))
+
+    def measured(self, slices: int) -> Reductions | None:
+        """What replicas reduce, and how long their links take for it; collective over all ranks.
+        None with one pipeline.
+
+        Args:
+            slices: into how many parts W is cut.
+        """
+        if self._link is None:
+            return None
+        device = next(iter(_tensors(self._modules)), torch.empty(0)).device
+        link = measure_sum(self._groups, device, self._link)
+        return Reductions([self._bytes[at] for at in sorted(self._bytes)], link, self._cap, slices)
 
     @property
     def spans(self) -> list[Span]:
@@ -179,6 +205,11 @@ def _buffers(modules: Mapping[int, nn.Module]) -> Iterator[tuple[tuple[int, str]
     for stage, module in modules.items():
         for name, buffer in module.named_buffers():
             yield (stage, name), buffer
+
+
+def _trained_bytes(module: nn.Module) -> int:
+    trained = (p for p in module.parameters() if p.requires_grad)
+    return sum(p.numel() * (getattr(p, "grad_dtype", None) or p.dtype).itemsize for p in trained)
 
 
 def _tensors(modules: Mapping[int, nn.Module]) -> list[Tensor]:

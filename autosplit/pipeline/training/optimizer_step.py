@@ -14,7 +14,7 @@ from autosplit.errors import PipelineError
 from autosplit.pipeline.engine.messages.step_results import Agreement
 from autosplit.torch_internals.storage import versions
 
-from .gradient_norm import clip_gradients, leaves_alone, total_norm
+from .gradient_norm import clip_gradients, leaves_alone
 from .snapshot import OptimizerSnapshot, Settings, apply_settings, changed, group_settings
 
 
@@ -121,7 +121,7 @@ class OptimizerStep:
             PipelineError: the optimizer writes into gradients, which then cannot be used again.
         """
         if not self._calm:
-            self.norm = total_norm(agreement.squares())
+            self.norm = agreement.norm()
             self._calm = self._passes(self.norm)
             self._move(self.norm)
             self._clear()
@@ -144,7 +144,7 @@ class OptimizerStep:
         early = self._early
         if early is None or early.settled:
             return
-        self.norm = total_norm(early.agreement.squares())
+        self.norm = early.agreement.norm()
         early.settled, self._calm = True, self._passes(self.norm)
         if not self._calm:
             self._again(early, self.norm)

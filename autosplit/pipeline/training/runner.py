@@ -99,12 +99,11 @@ class Runner:
         self._guard = guard
         self._update = update
         self._device = device
-        self.schedule: Schedule = setup.schedule
         self._order = order
         self._feeds = Feeds(setup.stages.count, setup.stages.wiring)
         self._tuner = self._tuner_for(setup, options)
-        if self._tuner is not None:
-            self.schedule = self._tuner.measured
+        first = setup.schedule if self._tuner is None else self._tuner.measured
+        self.schedule: Schedule = held.replicas.reducing_early(first)
         source = self.schedule.placement[self._feeds.first_from_batch]
         make = partial(self._make_mode, "train", self.schedule, self._order)
         self._train = Modes(options.shapes, groups, source, make)
@@ -137,6 +136,7 @@ class Runner:
         known: dict[str, Any] = {
             "wiring": setup.stages.wiring,
             "early_weights": options.early_weights,
+            "reductions": self._held.replicas.measured,
         }
         if options.memory_limit is None:
             return Tuner(setup.schedule, self._groups, links=links, **known)
@@ -322,7 +322,7 @@ class Runner:
 
     def _adopt(self, schedule: Schedule) -> None:
         """Train under another schedule from now on."""
-        self.schedule = schedule
+        self.schedule = schedule = self._held.replicas.reducing_early(schedule)
         make = partial(self._make_mode, "train", schedule, self._order)
         self._train.reschedule(schedule, make)
 

@@ -27,7 +27,6 @@ from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.timeline import Timeline
 from autosplit.pipeline.training.agreement.option_agreement import check_unanimous, factory_options
 
-from .gradient_norm import total_norm
 from .optimizer_step import OptimizerStep
 from .options import TrainerOptions, choose_device, choose_order, store_for
 from .rank_ledger import Record, check_record
@@ -251,7 +250,7 @@ class StageTrainer:
             agreement = self._run(batch)
         losses = agreement.wait()
         if self._clipping:
-            self._update.norm = total_norm(agreement.squares())
+            self._update.norm = agreement.norm()
         return losses
 
     def evaluate(self, batch: Batch | None) -> Tensor:

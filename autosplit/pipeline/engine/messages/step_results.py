@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -85,7 +86,13 @@ class Agreement:
             self.behind()
         return losses
 
-    def squares(self) -> list[float]:
-        """The squared norms of the gradients of all the model's parameters; waits like ``wait``."""
+    def norm(self) -> float:
+        """The norm of the model's gradient; waits like ``wait``.
+
+        The sum of the squares is exact before it is rounded, so their order does not matter.
+        """
         with self._guard("the end of a step"):
-            return self._sum.wait()[self._losses :].tolist()
+            try:
+                return math.sqrt(math.fsum(self._sum.wait()[self._losses :].tolist()))
+            except OverflowError:
+                return math.inf
