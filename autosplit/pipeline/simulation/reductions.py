@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 from autosplit.errors import ScheduleError
 from autosplit.mesh.buckets import CAP
@@ -58,7 +59,7 @@ class Reductions:
         free: dict[int, float] = {}
         found = []
         ready = [each for rank, made in _made(spans).items() for each in self._ready(rank, made)]
-        for at, rank, stage, size in sorted(ready):
+        for at, rank, stage, size in sorted(ready, key=itemgetter(0, 1)):
             start = max(at, free.get(rank, 0.0))
             end = free[rank] = start + self.link.latency + size / self.link.bandwidth
             found.append(Span(rank, Action(stage, ActionKind.REDUCE_GRAD, 0), start, end))
@@ -83,7 +84,7 @@ class Reductions:
 
 
 def last_weights_by_stage(
-    rows: Sequence[Sequence[Action]], size: Sequence[float]
+    rows: Sequence[Sequence[Action]], size: Sequence[float] | Mapping[int, float]
 ) -> tuple[tuple[Action, ...], ...]:
     """The rows of a schedule, in which the Ws at the end of each come stage by stage.
 

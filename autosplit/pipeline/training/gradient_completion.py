@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from autosplit.pipeline.engine.execution.stage_assembly import TrainableStage
-from autosplit.stage import Stage
+from autosplit.pipeline.engine.execution.stage_protocols import PartlyPublishedStage
 
 from .model_replicas import Completion
 
@@ -20,8 +20,8 @@ def completion_of(index: int, part: int, stage: TrainableStage, module: nn.Modul
         stage: made of the module, or of the module and what the trainer adds to it.
         module: as the user knows it.
     """
-    slices = stage.slices if isinstance(stage, Stage) else ((),)
-    face = dict(stage.module.named_parameters()) if isinstance(stage, Stage) else {}
+    slices = stage.slices if isinstance(stage, PartlyPublishedStage) else ((),)
+    face = dict(stage.module.named_parameters()) if isinstance(stage, PartlyPublishedStage) else {}
     made = [{id(face[name]) for name in names if name in face} for names in slices]
     own = [*module.named_parameters()]
     if part < len(slices) - 1:
@@ -32,8 +32,8 @@ def completion_of(index: int, part: int, stage: TrainableStage, module: nn.Modul
 
 def publish_part(stage: TrainableStage, part: int) -> bool:
     """Move the gradients of a slice into ``.grad``; whether those are the last of the stage."""
-    slices = stage.slices if isinstance(stage, Stage) else ((),)
-    if part < len(slices) - 1 and isinstance(stage, Stage):
+    slices = stage.slices if isinstance(stage, PartlyPublishedStage) else ((),)
+    if part < len(slices) - 1 and isinstance(stage, PartlyPublishedStage):
         stage.publish(slices[part])
         return False
     stage.publish()
