@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -338,13 +338,16 @@ class Stage:
         sums = self._weights.sums
         self.functions.compile(calls, sums.accumulation, slices=self._weights.slices)
 
-    def publish(self) -> None:
+    def publish(self, names: Collection[str] | None = None) -> None:
         """Move ``gradients`` into the parameters' ``.grad``, adding to what is there.
 
+        Args:
+            names: of the parameters whose gradients to move; None for all.
+
         Raises:
-            SplitError: a microbatch's weight gradients are still pending.
+            SplitError: a microbatch's gradients of these are still pending.
         """
-        self._weights.publish()
+        self._weights.publish(names)
 
     def reset(self) -> None:
         """Forget every microbatch in flight and the gradients gathered so far."""

@@ -95,7 +95,7 @@ def load_checkpoint(
     with ranks.together() as groups:
         intake.load()
         run.restore()
-        groups.meet()
+        groups.everybody.meet()
     return Loaded(intake.mismatches, run.step, run.extra, run.generators)
 
 

@@ -99,7 +99,7 @@ class Naming:
             CheckpointError: two stages use one name for different parameters.
         """
         trainer = ranks.trainer
-        own = ranks.do(lambda: _rows(trainer, names))
+        own = ranks.do(lambda: _rows(trainer, names, ranks.number))
         table = [row for part in ranks.gather(own) for row in part]
         rows = {row.holder: row for row in sorted(table, key=lambda row: row.order)}
         graph: nx.Graph[Holder] = nx.Graph()
@@ -202,7 +202,7 @@ class _HeldTensor:
     buffer: bool
 
 
-def _rows(trainer: StageTrainer, names: Names | None) -> list[_HeldTensor]:
+def _rows(trainer: StageTrainer, names: Names | None, rank: int) -> list[_HeldTensor]:
     rows = []
     for stage, module in trainer.modules.items():
         for position, (name, tensor) in enumerate(persistent(module).items()):
@@ -213,7 +213,7 @@ def _rows(trainer: StageTrainer, names: Names | None) -> list[_HeldTensor]:
                     name=name if names is None else names(stage, name),
                     shape=tensor.shape,
                     dtype=tensor.dtype,
-                    identity=(trainer.rank, id(tensor)),
+                    identity=(rank, id(tensor)),
                     buffer=not isinstance(tensor, nn.Parameter),
                 )
             )

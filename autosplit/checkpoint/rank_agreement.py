@@ -24,8 +24,10 @@ class Ranks:
         CheckpointError: this is no trainer.
 
     Attributes:
-        number: this rank.
-        count: how many there are.
+        number: this rank, of all.
+        count: how many there are, of all replicas of the pipeline.
+        pipelines: for each replica its ranks.
+        writes: whether this rank writes what its stages hold: of replicas, the first does.
     """
 
     def __init__(self, trainer: StageTrainer, doing: str) -> None:
@@ -37,9 +39,12 @@ class Ranks:
                 "torch.save(model.state_dict(), path) writes what load_checkpoint reads"
             )
         self.trainer = trainer
-        self.number = trainer.rank
-        self.count = len(trainer.schedule.ranks)
         self._doing = doing
+        with self.together() as groups:
+            self.number = groups.everybody.rank
+            self.count = groups.everybody.ranks
+            self.pipelines = groups.layout.pipelines
+            self.writes = groups.layout.replica == 0
 
     @contextmanager
     def together(self) -> Iterator[Groups]:
@@ -54,7 +59,7 @@ class Ranks:
             PipelineError: a rank did not take part.
         """
         with self.together() as groups:
-            return groups.gather(value)
+            return groups.everybody.gather(value)
 
     def do(self, work: Callable[[], T]) -> T:
         """What ``work()`` returns on this rank, if it works on all of them.

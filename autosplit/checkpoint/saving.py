@@ -86,7 +86,8 @@ def _state(
     trainer = ranks.trainer
     # Not every holder of a tied parameter writes it, only its home, under all its names; of two
     # copies of a stage the first.
-    first = [stage for stage, at in enumerate(trainer.schedule.placement) if at == trainer.rank]
+    placement = trainer.schedule.placement
+    first = [stage for stage, at in enumerate(placement) if at == trainer.rank and ranks.writes]
     homes = {
         at: entry for at, entry in naming.own.items() if at[0] == entry.home and at[0] in first
     }

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import pathlib
 from typing import Any
 
 import click
 
-from .options import backend, counts, folder_to_write, json_option, names, setting, typed_errors
+from .options import (
+    backend,
+    counts,
+    dimensions,
+    folder_to_write,
+    json_option,
+    names,
+    setting,
+    typed_errors,
+)
 
 
 @click.command()
@@ -16,6 +26,11 @@ from .options import backend, counts, folder_to_write, json_option, names, setti
 @backend
 @click.option("--stages", default=2, show_default=True, help="Pipeline stages.")
 @click.option("--ranks", type=int, help="Processes; default: one for each stage.")
+@click.option(
+    "--mesh",
+    callback=dimensions,
+    help="Processes along each dimension, such as pp=2,dp_replicate=2; in place of --ranks.",
+)
 @click.option(
     "--schedule",
     "schedules",
@@ -54,6 +69,7 @@ def compare(
     json_file: pathlib.Path | None,
     stages: int,
     ranks: int | None,
+    mesh: tuple[tuple[str, int], ...],
     **options: Any,
 ) -> None:
     """Train FACTORY (MODULE:NAME, returning a Workload) with the fused and with the split
@@ -65,8 +81,12 @@ def compare(
     from autosplit.compare.table import comparison_table, durations_table
 
     dump = str(output / "graphs") if output else None
-    ranks = stages if ranks is None else ranks
-    settings = Settings(factory=factory, stages=stages, ranks=ranks, dump=dump, **options)
+    if mesh and ranks is not None:
+        raise click.UsageError("--ranks has no effect beside --mesh, which says how many there are")
+    ranks = math.prod(size for _, size in mesh) if mesh else stages if ranks is None else ranks
+    settings = Settings(
+        factory=factory, stages=stages, ranks=ranks, mesh=mesh, dump=dump, **options
+    )
     _check_before_launch(settings)
     found = run(settings)
     if found is None:
@@ -91,4 +111,10 @@ def _check_before_launch(settings: Any) -> None:
     load_workload(settings.factory, settings.overrides)
     for name in settings.schedules:
         for count in settings.microbatches:
-            build(name, settings.stages, count, weights=settings.weights, ranks=settings.ranks)
+            build(
+                name,
+                settings.stages,
+                count,
+                weights=settings.weights,
+                ranks=settings.along_pipeline,
+            )

@@ -69,6 +69,20 @@ def counts(
     return counts
 
 
+def dimensions(
+    context: click.Context, parameter: click.Parameter, value: str | None
+) -> tuple[tuple[str, int], ...]:
+    """Names and sizes of a mesh; without any, none."""
+    pairs = [part.strip().partition("=") for part in (value or "").split(",") if part.strip()]
+    try:
+        found = tuple((name, int(size)) for name, _, size in pairs)
+    except ValueError as error:
+        raise click.BadParameter(f"expected NAME=SIZE,... such as pp=2, got {value!r}") from error
+    if len({name for name, _ in found}) < len(found) or any(size < 1 for _, size in found):
+        raise click.BadParameter(f"expected each dimension once, of 1 or more ranks, got {value!r}")
+    return found
+
+
 def memory_option(context: click.Context, parameter: click.Parameter, value: str) -> str | int:
     return int(value) if re.fullmatch("[0-9]{1,18}", value) else value
 

@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from tqdm import tqdm
 
 from autosplit.dump.dump import dump
+from autosplit.mesh.dimensions import REPLICATE
 from autosplit.pipeline.builders.build import SCHEDULES
 from autosplit.pipeline.engine.execution.stage_assembly import footprint
-from autosplit.pipeline.engine.messages.default_group import gather
+from autosplit.pipeline.engine.messages.default_group import device_of_group, gather
 from autosplit.pipeline.schedule.action import ActionKind
 from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.pipeline.simulation.simulate import simulate
@@ -126,15 +128,34 @@ class _Case:
             backend=settings.backend,
             timeout=settings.timeout,
             record=True,
+            mesh=self._mesh(),
             **stages_for(self.workload, settings, self.costs),
         )
+
+    def _mesh(self) -> DeviceMesh | None:
+        mesh = self.settings.mesh
+        if not mesh:
+            return None
+        names, sizes = zip(*mesh, strict=True)
+        return init_device_mesh(device_of_group().type, sizes, mesh_dim_names=names)
 
     def _schedule(self, split: bool) -> str:
         """Some schedules exist only split; what they are held against is 1F1B."""
         return self.schedule if split or SCHEDULES[self.schedule].fused else "1f1b"
 
     def _batch(self, step: int) -> tuple[Any, Any]:
-        return self.workload.batch_fn(step, self.microbatches * self.workload.microbatch_size)
+        """That of all replicas."""
+        count = self.microbatches * self.settings.replicas
+        return self.workload.batch_fn(step, count * self.workload.microbatch_size)
+
+    def _share(self, run: _Run, batch: tuple[Any, Any]) -> tuple[Any, Any]:
+        """What this rank's replica takes of a batch."""
+        mesh, replicas = run.trainer.mesh, self.settings.replicas
+        if mesh is None or replicas == 1:
+            return batch
+        inputs, targets = (part.chunk(replicas) for part in batch)
+        own = mesh.get_local_rank(REPLICATE)
+        return inputs[own], targets[own]
 
     def _check_gradients(self, runs: list[_Run]) -> None:
         """Compare both trainers' gradients of step 0 with plain autograd's, on rank 0."""
@@ -145,10 +166,10 @@ class _Case:
             stages = 1 if whole else self.settings.stages
             device = runs[0].trainer.device
             reference = single_process_gradients(
-                self.workload, stages, self.microbatches, batch, device
+                self.workload, stages, self.microbatches * self.settings.replicas, batch, device
             )
         for run in runs:
-            run.trainer.forward_backward(batch)
+            run.trainer.forward_backward(self._share(run, batch))
             gathered = _gather(on_cpu(run.trainer.gradients()))
             if reference is not None:
                 mine: Gradients = {stage: g for part in gathered for stage, g in part.items()}
@@ -160,7 +181,7 @@ class _Case:
 
     def _measure_memory(self, run: _Run) -> None:
         """A step that is not timed; the optimizer's state exists from here on."""
-        trainer, batch = run.trainer, self._batch(0)
+        trainer, batch = run.trainer, self._share(run, self._batch(0))
         trainer.step(batch)
         resident = [t for m in trainer.modules.values() for t in (*m.parameters(), *m.buffers())]
         if trainer.optimizer is not None:
@@ -173,7 +194,7 @@ class _Case:
         self.advance()
 
     def _time_step(self, run: _Run, step: int) -> None:
-        batch = self._batch(step)
+        batch = self._share(run, self._batch(step))
         _barrier()
         start = time.perf_counter()
         losses = run.trainer.step(batch)
@@ -198,7 +219,9 @@ class _Case:
         ideal_fused = simulate(fused.trainer.schedule, fused.durations())
         median = statistics.median(run.seconds)
         pairs = zip(fused.seconds, run.seconds, strict=True)
-        samples = self.microbatches * self.workload.microbatch_size
+        samples = self.microbatches * self.settings.replicas * self.workload.microbatch_size
+        hidden = [each.reduction_hidden for each in run.timelines]
+        shares = [each for each in hidden if each is not None]
         row = Row(
             schedule=self._schedule(run.split),
             split=run.split,
@@ -216,13 +239,15 @@ class _Case:
             first_loss=run.losses[0],
             last_loss=run.losses[-1],
             durations_s=_by_kind(durations, self.settings.stages),
+            reduction_hidden=statistics.median(shares) if shares else None,
         )
         nearest = min(range(len(run.seconds)), key=lambda i: abs(run.seconds[i] - median))
         return row, run.timelines[nearest], ideal, run.kept
 
 
 def _by_kind(durations: dict[tuple[int, ActionKind], float], stages: int) -> dict[str, list[float]]:
-    kinds = sorted({kind.value for _, kind in durations}, key="FIWB".index)
+    order = ["F", "I", "W", "B", ActionKind.REDUCE_GRAD.value]
+    kinds = sorted({kind.value for _, kind in durations}, key=order.index)
     return {kind: [durations[stage, ActionKind(kind)] for stage in range(stages)] for kind in kinds}
 
 

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from autosplit.errors import PipelineError
+from autosplit.mesh.dimensions import PIPELINE, REPLICATE
 from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.pipeline.simulation.timeline import Timeline
 
@@ -29,7 +30,7 @@ class Settings:
         factory: ``MODULE:FACTORY`` that returns a Workload.
         overrides: keyword settings for the factory.
         stages: number of pipeline stages.
-        ranks: number of processes; fewer than stages puts several stages in one process.
+        ranks: number of processes; fewer along a pipeline than stages puts several stages in one.
         schedules: schedule names; each is compared at each of ``microbatches``.
         microbatches: microbatches in a step.
         weights: where the split schedule puts weight gradients; None where suits it.
@@ -41,9 +42,11 @@ class Settings:
         backend: how the stages' graphs are run, see ``autosplit.split``.
         profiling: seconds of measuring what a whole model's blocks cost, to cut it by.
         dump: folder in which every rank dumps the graphs of its stages, or None.
+        mesh: dimensions of the mesh and their sizes; empty: all ranks are one pipeline.
 
     Raises:
-        PipelineError: a number out of range, or nothing to compare.
+        PipelineError: a number out of range, nothing to compare, or a dimension that trainers
+            do not know.
     """
 
     factory: str
@@ -61,6 +64,7 @@ class Settings:
     backend: str = "eager"
     profiling: float = 10.0
     dump: str | None = None
+    mesh: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
         for name, (least, most) in _RANGES.items():
@@ -72,6 +76,22 @@ class Settings:
         for name in ("schedules", "microbatches"):
             if not getattr(self, name):
                 raise PipelineError(f"{name} names nothing to compare: give one or more")
+        for name, _ in self.mesh:
+            if name not in (PIPELINE, REPLICATE):
+                raise PipelineError(
+                    f"a comparison has no mesh dimension {name!r}; it takes {PIPELINE!r} and "
+                    f"{REPLICATE!r}"
+                )
+
+    @property
+    def replicas(self) -> int:
+        """How many pipelines train the model."""
+        return dict(self.mesh).get(REPLICATE, 1)
+
+    @property
+    def along_pipeline(self) -> int:
+        """How many ranks a pipeline has."""
+        return dict(self.mesh).get(PIPELINE, 1) if self.mesh else self.ranks
 
     @property
     def cases(self) -> list[tuple[str, int]]:
@@ -97,9 +117,11 @@ class Row:
         ideal_bubble: the same, simulated with the durations measured in this run.
         peak_bytes: per rank, the most bytes of tensors at any time of a step.
         max_grad_diff: largest difference from gradients of single-process autograd.
-        first_loss: mean loss of the first step.
-        last_loss: mean loss of the last step.
+        first_loss: mean loss of the first step, of replicas the first one's.
+        last_loss: mean loss of the last step, likewise.
         durations_s: action kind -> median seconds, by stage.
+        reduction_hidden: median share of the time of reducing gradients over replicas that does
+            not lengthen the step; None with one pipeline.
     """
 
     schedule: str
@@ -118,6 +140,7 @@ class Row:
     first_loss: float
     last_loss: float
     durations_s: dict[str, list[float]]
+    reduction_hidden: float | None = None
 
     @property
     def title(self) -> str:

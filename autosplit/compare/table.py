@@ -31,7 +31,14 @@ def comparison_table(rows: Sequence[Row], style: str = "simple") -> str:
     """A row each; times are medians, the spread is the interquartile range."""
     align = ("left", "right", "left", *["right"] * 7, "left", "right", "left")
     table = [_cells(row) for row in rows]
-    return tabulate(table, _HEADERS, tablefmt=style, colalign=align, disable_numparse=True)
+    headers = [*_HEADERS]
+    if any(row.reduction_hidden is not None for row in rows):
+        headers.append("reduction hidden")
+        align = (*align, "right")
+        for cells, row in zip(table, rows, strict=True):
+            hidden = row.reduction_hidden
+            cells.append("" if hidden is None else f"{hidden:.0%}")
+    return tabulate(table, headers, tablefmt=style, colalign=align, disable_numparse=True)
 
 
 def durations_table(rows: Sequence[Row], style: str = "simple") -> str:

@@ -8,6 +8,7 @@ from autosplit.pipeline.search.exact import Exact, exact
 from autosplit.pipeline.search.search import search
 from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
 from autosplit.pipeline.simulation.critical_path import critical_path
+from autosplit.pipeline.simulation.reductions import Reductions
 from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.pipeline.simulation.step_costs import Costs
 from autosplit.pipeline.simulation.timeline import Span, Timeline
@@ -22,6 +23,7 @@ __all__ = [
     "Costs",
     "Exact",
     "PipelineTrainer",
+    "Reductions",
     "Schedule",
     "Span",
     "StageMemory",

@@ -9,11 +9,11 @@ from typing import Any, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline.builders.schedule_request import AUTO, ScheduleRequest
 from autosplit.pipeline.engine.execution.stage_assembly import SplitStage, StageFactory
-from autosplit.pipeline.engine.messages.default_group import process_count
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.training.options import TrainerOptions, schedule_request, stage_factory_of
 from autosplit.pipeline.training.rank_ledger import Record
@@ -74,8 +74,9 @@ class PipelineTrainer(StageTrainer):
         early_weights: run the next weight gradients wherever a rank would wait for a message,
             rather than where the schedule has them; the results are the same, bit for bit. Only
             on the CPU: on a GPU, the host does not know when the device waits.
-        slices: into how many parts of near-equal FLOPs ``early_weights`` may cut a weight gradient,
-            so that it fits a wait shorter than the whole.
+        slices: into how many parts of near-equal FLOPs a weight gradient may be cut: with
+            ``early_weights`` so that it fits a wait shorter than the whole, with replicas so that
+            the first gradients are reduced while others are made.
         shapes: how many shapes the batches may have, such as a shorter last batch or several
             sequence lengths. Each has its own graphs, built when it first comes.
         autocast: ``torch.bfloat16`` runs modules and loss under autocast.
@@ -89,6 +90,12 @@ class PipelineTrainer(StageTrainer):
             process group has NCCL, else the CPU.
         ranks: how many processes take part; None means all. 1 keeps all stages in this process
             and needs no process group.
+        mesh: which ranks run one pipeline (dimension ``"pp"``) and which replicas of it
+            (``"dp_replicate"``), in any order. Each replica takes its own share of the batch, and
+            all have the mean of their gradients, as under DistributedDataParallel. All start with
+            the parameters and buffers of the first.
+        bucket_cap_mb: MiB of gradients that replicas reduce at once. A bucket is under way as soon
+            as its gradients are there, beside the weight gradients that remain.
         timeout: seconds to wait for another rank, and for each stage to be built.
         memory_limit: bytes, or text such as ``"12GiB"``, that no rank may hold more than, of
             parameters, gradients, optimizer state, microbatches and what calls need. On the
@@ -139,6 +146,8 @@ class PipelineTrainer(StageTrainer):
         shared_parameters: Sequence[Sequence[Holder]] = (),
         device: torch.device | str | None = None,
         ranks: int | None = None,
+        mesh: DeviceMesh | None = None,
+        bucket_cap_mb: float = 25.0,
         timeout: float = 300.0,
         memory_limit: int | str | None = None,
         store: str | os.PathLike[str] | None = None,
@@ -167,6 +176,8 @@ class PipelineTrainer(StageTrainer):
             undo_steps=undo_steps,
             timeout=timeout,
             store=store,
+            mesh=mesh,
+            bucket_bytes=int(bucket_cap_mb * 2**20),
             memory_limit=(
                 None
                 if memory_limit is None
@@ -224,7 +235,7 @@ def _cut(
         )
     how = Planning.of(planning or {})
     request = options.schedule
-    built = options.schedule_for(count, process_count(request.ranks, count))
+    built = options.schedule_for(count, len(options.layout(count).pipeline))
     if options.shapes > 1:
         raise PipelineError(
             f"shapes={options.shapes} has no effect on a whole model, which is cut for batches of "

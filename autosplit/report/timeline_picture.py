@@ -43,6 +43,7 @@ _MOVES = {
     ActionKind.RETURN: _Style("back from it", "#F0E442", "black"),
     ActionKind.OFFLOAD: _Style("to the host", "#D55E00", "white"),
     ActionKind.RELOAD: _Style("back from it", "#F0E442", "black"),
+    ActionKind.REDUCE_GRAD: _Style("gradients to replicas", "#222222", "white"),
 }
 """Each transfer once, where it is sent: a thin line below the bars of the rank."""
 _IDLE: dict[str, Any] = {

@@ -33,7 +33,7 @@ _COLOURS = {
 
 def write_chrome_trace(rows: Sequence[tuple[str, Timeline]], path: str | Path) -> None:
     """Write a trace: one process a timeline, one thread a rank, one slice an action; the
-    moves of memory of a rank have a thread of their own, for they go on meanwhile.
+    moves of memory and reductions of a rank have a thread of their own, for they go on meanwhile.
 
     Every timeline starts at 0. Arrows lead from an action to those on other ranks that need
     its result: activations from F to F, gradients from I or B back to I or B.
@@ -62,13 +62,15 @@ def _process(
     for rank in range(timeline.ranks):
         yield _metadata(process, "thread_name", rank, name=f"rank {rank}")
         yield _metadata(process, "thread_sort_index", rank, sort_index=rank)
-    moving = sorted({span.rank for span in timeline.spans if span.action.kind.is_move})
+    moving = sorted({span.rank for span in timeline.spans if span.action.kind.is_beside})
     for rank in moving:  # beside what the rank computes meanwhile
-        yield _metadata(process, "thread_name", timeline.ranks + rank, name=f"rank {rank}: moves")
+        yield _metadata(
+            process, "thread_name", timeline.ranks + rank, name=f"rank {rank}: transfers"
+        )
         yield _metadata(process, "thread_sort_index", timeline.ranks + rank, sort_index=rank)
     origin = min((span.start for span in timeline.spans), default=0.0)
     for span in timeline.spans:
-        thread = span.rank + (timeline.ranks if span.action.kind.is_move else 0)
+        thread = span.rank + (timeline.ranks if span.action.kind.is_beside else 0)
         yield _slice(process, span, origin, thread)
     for maker, consumer in _transfers(timeline):
         yield from _arrow(process, next(arrow_ids), maker, consumer, origin)

@@ -116,19 +116,23 @@ class GradientSums:
             else:
                 self.tensors[name] = self._own(gradient, copied)
 
-    def publish(self) -> None:
+    def publish(self, names: Collection[str] | None = None) -> None:
         """Move the sums into the parameters' ``.grad``, adding to gradients that are there.
 
         A sum of another dtype is rounded once, to the parameter's ``grad_dtype``: the dtype of
         the parameter unless the user set it otherwise.
+
+        Args:
+            names: of the parameters whose sums to move; None for all.
         """
-        for name, total in self.tensors.items():
-            parameter = self._parameters[name]
+        for name in [name for name in self.tensors if names is None or name in names]:
+            total, parameter = self.tensors.pop(name), self._parameters.pop(name)
             if parameter.grad is None:
                 parameter.grad = total.to(parameter.grad_dtype or total.dtype)
             else:
                 parameter.grad.add_(total)
-        self.clear()
+        if names is None:
+            self.clear()
 
     def clear(self) -> None:
         """Forget the sums."""

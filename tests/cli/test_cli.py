@@ -239,6 +239,19 @@ def test_a_schedule_that_is_always_split_is_held_against_1f1b(tmp_path: pathlib.
     assert [row["max_grad_diff"] for row in rows] == [0.0, 0.0]
 
 
+def test_a_mesh_is_compared_with_replicas_of_the_pipeline(tmp_path: pathlib.Path) -> None:
+    command = ["compare", "examples.models:llama", *TINY, "--mesh", "dp_replicate=2,pp=2"]
+    file = tmp_path / "out.json"
+    result = run(*command, "--steps", "1", "--warmup", "0", "--json", str(file))
+    assert result.exit_code == 0, result.output
+    assert "reduction hidden" in result.output
+    for row in json.loads(file.read_text())["rows"]:
+        assert row["max_grad_diff"] < 1e-6  # the replicas' sums are added in another order
+        assert len(row["peak_bytes"]) == 4
+        assert 0.0 <= row["reduction_hidden"] <= 1.0
+        assert len(row["durations_s"]["REDUCE_GRAD"]) == 2
+
+
 def test_inspect_a_model(tmp_path: pathlib.Path) -> None:
     result = run("inspect", "examples.models:llama_whole", *TINY, "--dump", str(tmp_path / "d"))
     assert result.exit_code == 0, result.output
@@ -284,6 +297,19 @@ def test_inspect_a_stage() -> None:
         (
             ["compare", "examples.models:llama", "--set", "size=3"],
             "unknown setting 'size' of LlamaConfig; known: vocabulary, dim,",
+        ),
+        (["compare", "examples.models:llama", "--mesh", "pp=x"], "expected NAME=SIZE,... such as"),
+        (
+            ["compare", "examples.models:llama", "--mesh", "tp=2"],
+            "no mesh dimension 'tp'",
+        ),
+        (
+            ["compare", "examples.models:llama", "--mesh", "pp=2,pp=2"],
+            "expected each dimension once",
+        ),
+        (
+            ["compare", "examples.models:llama", "--mesh", "pp=2", "--ranks", "2"],
+            "--ranks has no effect beside --mesh",
         ),
         (["compare", "examples.models:llama", "--steps", "0"], "steps must be at least 1, got 0"),
         (["compare", "examples.models:llama", "--microbatches", "two"], "expected counts such as"),

@@ -142,6 +142,9 @@ class Port:
         self.rank = rank
         self._wire = wire
 
+    def named(self, peer: int) -> str:
+        return f"rank {peer}"
+
     def isend(self, tensor: Tensor, peer: int) -> Any:
         operation = _Operation(self._wire, self.rank, True, tensor)
         return self._wire.start(self.rank, peer, operation)

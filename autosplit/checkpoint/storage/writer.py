@@ -42,8 +42,9 @@ def write_tensors(state: Mapping[str, Any], folder: Path, groups: Groups) -> str
     Raises:
         LostPeerError: some rank did not take part.
     """
-    alone = groups.ranks == 1
-    group = None if alone else groups.control
+    ranks = groups.everybody
+    alone = ranks.ranks == 1
+    group = None if alone else ranks.group
     try:
         with groups.losing("the other ranks"), unworried():
             save(
@@ -53,7 +54,7 @@ def write_tensors(state: Mapping[str, Any], folder: Path, groups: Groups) -> str
                 no_dist=alone,
             )
     except CheckpointException as error:
-        own = error.failures.get(groups.rank)
+        own = error.failures.get(ranks.rank)
         return None if own is None else f"cannot write to {folder}: {own[0]}"
     return None
 

@@ -29,6 +29,7 @@ class ActionKind(enum.Enum):
     OFFLOAD = "OFFLOAD"
     RELOAD = "RELOAD"
     RECOMPUTE = "RECOMPUTE"
+    REDUCE_GRAD = "REDUCE_GRAD"
 
     # Members are one of a kind; Enum would hash their names in Python, for each action looked up.
     __hash__ = object.__hash__
@@ -51,8 +52,18 @@ class ActionKind(enum.Enum):
         return self in DEPARTURES or self in ARRIVALS
 
     @property
+    def is_whole(self) -> bool:
+        """True for REDUCE_GRAD, which is of a whole stage and of no microbatch: that is 0."""
+        return self in _WHOLE
+
+    @property
+    def is_beside(self) -> bool:
+        """True for what a rank does while it computes: moves and reductions."""
+        return self.is_move or self in _WHOLE
+
+    @property
     def is_scheduled(self) -> bool:
-        """True for all kinds that a schedule lists; sends and receives follow from these."""
+        """True for all kinds that a schedule lists; sends, receives and reductions follow."""
         return self in _COMPUTE or self in _MEMORY
 
 
@@ -70,8 +81,9 @@ _COMPUTE = frozenset(
     }
 )
 _MEMORY = DEPARTURES | ARRIVALS | {ActionKind.RECOMPUTE}
+_WHOLE = frozenset({ActionKind.REDUCE_GRAD})
 _KINDS = {kind.value: kind for kind in ActionKind}
-_TEXT = re.compile(r"(0|[1-9][0-9]{0,8})([A-Z_]+)(0|[1-9][0-9]{0,8})")
+_TEXT = re.compile(r"(0|[1-9][0-9]{0,8})([A-Z_]+)(0|[1-9][0-9]{0,8})?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +91,8 @@ class Action:
     """``kind`` on one microbatch of one stage.
 
     The text form is that of ``torch.distributed.pipelining``: stage, kind, microbatch, as in
-    ``0F1``, ``2I0``, ``1W3``, ``0B2`` or ``1SEND_F0``; and those of memory, ``3EVICT2``.
+    ``0F1``, ``2I0``, ``1W3``, ``0B2`` or ``1SEND_F0``; and those of memory, ``3EVICT2``. What is
+    of no microbatch has none there: ``2REDUCE_GRAD``.
     """
 
     stage: int
@@ -87,7 +100,8 @@ class Action:
     microbatch: int
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.kind.value}{self.microbatch}"
+        number = "" if self.kind.is_whole else self.microbatch
+        return f"{self.stage}{self.kind.value}{number}"
 
     @property
     def microbatches(self) -> tuple[int, ...]:
@@ -102,13 +116,14 @@ class Action:
             ScheduleError: the text is no action.
         """
         match = _TEXT.fullmatch(text)
-        if match is None or match[2] not in _KINDS:
+        kind = None if match is None else _KINDS.get(match[2])
+        if match is None or kind is None or kind.is_whole is not (match[3] is None):
             raise ScheduleError(
                 "expected an action such as '0F1' (stage, kind, microbatch), numbers of at most 9 "
                 f"digits without leading zeros, got {reprlib.repr(text)}; known kinds: "
                 + ", ".join(_KINDS)
             )
-        return cls(int(match[1]), _KINDS[match[2]], int(match[3]))
+        return cls(int(match[1]), kind, int(match[3] or 0))
 
 
 @dataclass(frozen=True, slots=True)

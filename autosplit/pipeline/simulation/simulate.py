@@ -15,6 +15,7 @@ from .activation_memory import StageMemory
 from .early_weights import EarlyWeights, Slices, cutter
 from .event_loop import play
 from .lanes import Lanes, add_lanes, ways
+from .reductions import Reductions
 from .replay import rows_of, waits_of
 from .step_graph import StepGraph
 from .timeline import Span, Timeline
@@ -32,6 +33,7 @@ def simulate(
     early_weights: bool = False,
     slices: Slices = 1,
     memory: Sequence[StageMemory] | None = None,
+    reductions: Reductions | None = None,
 ) -> Timeline:
     """Discrete-event simulation of one step.
 
@@ -55,6 +57,7 @@ def simulate(
             where the schedule has it.
         memory: per stage, what it keeps of a microbatch, of which moves between ranks or to the
             host take as much; needed where their links have a bandwidth.
+        reductions: what replicas of the pipeline reduce; None: there is one pipeline.
 
     Returns:
         The timeline, from time 0, spans sorted by start, then rank. The span of a move is the time
@@ -96,6 +99,8 @@ def simulate(
         if graph.actions[number].kind.is_compute
     ]
     spans += [Span(*each) for each in lanes.spans(run.starts)]
+    if reductions is not None:
+        spans += reductions.spans(spans)
     spans.sort(key=lambda span: (span.start, span.rank))
     return Timeline(len(schedule.ranks), tuple(spans), schedule.crosses_step)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.schedule.action import Action, ActionKind
@@ -12,6 +12,7 @@ from autosplit.pipeline.schedule.wiring import Wiring
 
 from .activation_memory import StageMemory, memory_over_time
 from .early_weights import Slices
+from .reductions import Reductions
 from .simulate import simulate
 from .timeline import Timeline
 from .transfer import Transfer
@@ -29,6 +30,7 @@ class Costs:
         wiring: who feeds whom; None: each stage the next.
         early_weights: whether Ws run in every wait, as a trainer's ``early_weights`` has them.
         slices: how Ws are cut for that, see ``simulate``.
+        reductions: what replicas of the pipeline reduce; None: there is one pipeline.
 
     Raises:
         ScheduleError: no stage; times, memory, full and wiring of different numbers of stages; or
@@ -42,6 +44,7 @@ class Costs:
     wiring: Wiring | None = None
     early_weights: bool = False
     slices: Slices = 1
+    reductions: Reductions | None = None
 
     def __post_init__(self) -> None:
         if not self.times or len(self.times) != len(self.memory):
@@ -87,6 +90,11 @@ class Costs:
             self.full and [each / chunks for each in self.full for _ in range(chunks)],
             early_weights=self.early_weights,
             slices=self.slices,
+            reductions=self.reductions
+            and replace(
+                self.reductions,
+                bytes=[each / chunks for each in self.reductions.bytes for _ in range(chunks)],
+            ),
         )
 
     def seconds(self, action: Action) -> float:
@@ -114,6 +122,7 @@ class Costs:
             early_weights=self.early_weights,
             slices=self.slices,
             memory=self.memory,
+            reductions=self.reductions,
         )
 
     def peaks(self, schedule: Schedule, timeline: Timeline) -> list[float]:

@@ -16,6 +16,7 @@ from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Wiring
 from autosplit.pipeline.search.search import search
 from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
+from autosplit.pipeline.simulation.reductions import Reductions
 from autosplit.pipeline.simulation.step_costs import Costs
 from autosplit.pipeline.simulation.timeline import Span, median_durations, median_slices
 from autosplit.pipeline.simulation.transfer import Transfer
@@ -85,6 +86,8 @@ class Tuner:
         links: measures the links between ranks; collective, and the same on all of them.
         wiring: who feeds whom; None: each stage the next.
         early_weights: whether the trainer runs Ws in every wait.
+        reductions: measures what replicas of the pipeline reduce with Ws in so many slices;
+            collective. None: there is one pipeline.
 
     Attributes:
         measured: what those steps run.
@@ -99,6 +102,7 @@ class Tuner:
         links: Callable[[], Transfer],
         wiring: Wiring | None = None,
         early_weights: bool = False,
+        reductions: Callable[[int], Reductions | None] = lambda slices: None,
     ) -> None:
         self.measured = with_whole(schedule)
         self.done = False
@@ -107,6 +111,7 @@ class Tuner:
         self._links = links
         self._wiring = wiring
         self._early_weights = early_weights
+        self._reductions = reductions
         self._steps: list[list[Span]] = []
 
     def after_step(
@@ -142,7 +147,7 @@ class Tuner:
         """What a step costs by what all ranks measured, or would take usually; collective."""
         links = self._links()
         steps = self._steps[1:]
-        seen: list[_Seen] = self._groups.gather(
+        seen: list[_Seen] = self._groups.everybody.gather(
             _Seen(
                 median_durations(steps),
                 median_slices(steps),
@@ -150,8 +155,14 @@ class Tuner:
                 {index: sizes(stage) for index, stage in stages.items()},
             )
         )
-        seconds = {key: took for each in seen for key, took in each.seconds.items()}
-        slices = {stage: took for each in seen for stage, took in each.slices.items()}
+        # Of replicas the slowest counts: the others wait for it.
+        seconds: dict[tuple[int, ActionKind], float] = {}
+        slices: dict[int, list[float]] = {}
+        for each in seen:
+            for key, took in each.seconds.items():
+                seconds[key] = max(seconds.get(key, 0.0), took)
+            for stage, parts in each.slices.items():
+                slices[stage] = max(slices.get(stage, []), parts, key=sum)
         kept = {stage: found for each in seen for stage, found in each.memory.items()}
         sent = {stage: found for each in seen for stage, found in each.sizes.items()}
         every = range(self._schedule.stages)
@@ -168,6 +179,7 @@ class Tuner:
             wiring=self._wiring,
             early_weights=self._early_weights,
             slices=slices if self._early_weights and slices else 1,
+            reductions=self._reductions(max(map(len, slices.values()), default=1)),
         )
 
 

@@ -1,4 +1,4 @@
-"""The gradient norm of a model that is spread over ranks."""
+"""The gradient norm of a model that is spread over ranks: the same bits however it is cut."""
 
 from __future__ import annotations
 
@@ -7,11 +7,20 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+_AT_ONCE = 2**22  # elements that are converted at once, to 32 MiB
 
-def squared_norm(parameters: Iterable[nn.Parameter]) -> float:
-    """Sum of squares of the gradients; parameters without one count for nothing."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    return float(torch.nn.utils.get_total_norm(gradients)) ** 2
+
+def squared_norms(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """The sum of squares of each gradient, 0 without one; shape [parameters], float64, on the CPU.
+
+    Each is a number of its parameter alone, whatever else is on its rank.
+    """
+    squares = [_squared(p.grad) if p.grad is not None else None for p in parameters]
+    found = torch.zeros(len(squares), dtype=torch.float64, device="cpu")
+    there = [at for at, each in enumerate(squares) if each is not None]
+    if there:
+        found[there] = torch.stack([each for each in squares if each is not None]).cpu()
+    return found
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, norm: float) -> None:
@@ -29,3 +38,14 @@ def leaves_alone(max_norm: float, norm: float) -> bool:
     The formula is that of ``torch.nn.utils.clip_grads_with_norm_``, in its precision.
     """
     return bool(max_norm / (torch.tensor(norm) + 1e-6) >= 1.0)
+
+
+def _squared(gradient: Tensor) -> Tensor:
+    values = gradient.detach()
+    if values.layout is not torch.strided:  # of a sparse embedding
+        values = values.coalesce().values()
+    if values.is_complex():
+        values = torch.view_as_real(values.resolve_conj())
+    parts = values.reshape(-1).split(_AT_ONCE)
+    norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
+    return torch.stack(norms).square().sum()

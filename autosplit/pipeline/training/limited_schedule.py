@@ -18,6 +18,7 @@ from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Wiring
 from autosplit.pipeline.search.within_memory import search_within
 from autosplit.pipeline.simulation.activation_memory import peak_memory
+from autosplit.pipeline.simulation.reductions import Reductions
 from autosplit.pipeline.simulation.step_costs import Costs
 from autosplit.pipeline.simulation.timeline import Span
 from autosplit.pipeline.simulation.transfer import Transfer
@@ -63,8 +64,16 @@ class LimitTuner(Tuner):
         links: Callable[[], Transfer],
         wiring: Wiring | None = None,
         early_weights: bool = False,
+        reductions: Callable[[int], Reductions | None] = lambda slices: None,
     ) -> None:
-        super().__init__(schedule, groups, links=links, wiring=wiring, early_weights=early_weights)
+        super().__init__(
+            schedule,
+            groups,
+            links=links,
+            wiring=wiring,
+            early_weights=early_weights,
+            reductions=reductions,
+        )
         self.measured = schedule
         self._limit = limit
         self._fixed = fixed
@@ -106,7 +115,7 @@ class LimitTuner(Tuner):
             return None
         self._since = 0
         held = self._note_operators()
-        if max(self._groups.gather(held)) <= self._limit:
+        if max(self._groups.everybody.gather(held)) <= self._limit:
             self.done = True
             return None
         self._corrections += 1
@@ -131,7 +140,7 @@ class LimitTuner(Tuner):
         if replay is not None:
             replay.peak({})
         guests: Evicted = {}
-        for part in self._groups.gather({} if replay is None else replay.evicted):
+        for part in self._groups.everybody.gather({} if replay is None else replay.evicted):
             guests |= part
         return [] if replay is None else replay.levels(guests)
 
@@ -147,9 +156,18 @@ class LimitTuner(Tuner):
         return [
             fixed + (known if most is None else most)
             for fixed, most, known in zip(
-                self._fixed_by_rank, self._groups.gather(own), by_size, strict=True
+                self._fixed_by_rank, self._most(own), by_size, strict=True
             )
         ]
+
+    def _most(self, own: int | None) -> list[int | None]:
+        """Per rank of the pipeline the greatest number of all replicas, None where none is known;
+        collective.
+        """
+        heard = self._groups.everybody.gather(own)
+        columns = self._groups.layout.columns
+        known = [[heard[at] for at in ranks if heard[at] is not None] for ranks in columns]
+        return [max(each, default=None) for each in known]
 
     def _more(self, action: Action, most: int) -> int:
         """What operators of an action take; ``most`` where its kind was not measured."""
@@ -159,7 +177,7 @@ class LimitTuner(Tuner):
     # --- searching --------------------------------------------------------------------------------
 
     def _shortest(self, costs: Costs) -> Schedule:
-        self._fixed_by_rank = self._groups.gather(self._fixed())
+        self._fixed_by_rank = [size or 0 for size in self._most(self._fixed())]
         found = self._within(costs, self._limit)
         if found is None:
             self._refuse(costs)

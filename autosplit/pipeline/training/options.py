@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from autosplit.errors import PipelineError, ScheduleError
+from autosplit.mesh.buckets import CAP
+from autosplit.mesh.dimensions import RankLayout
 from autosplit.pipeline.builders.schedule_request import AUTO, ScheduleRequest
 from autosplit.pipeline.engine.execution.action_order import Order, as_scheduled, early_weights
 from autosplit.pipeline.engine.execution.stage_assembly import SplitStage, StageFactory
 from autosplit.pipeline.engine.memory.host_store import HostStore, offloads, open_store
-from autosplit.pipeline.engine.messages.default_group import device_of_group
+from autosplit.pipeline.engine.messages.default_group import device_of_group, process_count
 from autosplit.pipeline.schedule.moves import has_moves
 from autosplit.pipeline.schedule.schedule import Schedule
 
@@ -41,6 +45,8 @@ class TrainerOptions:
     timeout: float = 300.0
     store: str | os.PathLike[str] | None = None
     memory_limit: int | None = None
+    mesh: DeviceMesh | None = None
+    bucket_bytes: int = CAP
 
     def __post_init__(self) -> None:
         norm = self.max_grad_norm
@@ -55,13 +61,49 @@ class TrainerOptions:
                 f"shapes is how many shapes of batches may come, 1 or more: {self.shapes}"
             )
         slices = self.factory.slices if isinstance(self.factory, SplitStage) else 1
-        if slices > 1 and not self.early_weights:
-            raise PipelineError(f"slices={slices} has no effect without early_weights=True")
+        if slices > 1 and not self.early_weights and self.replicas == 1:
+            raise PipelineError(
+                f"slices={slices} has no effect without early_weights=True or a mesh with "
+                "'dp_replicate'"
+            )
+        if self.mesh is not None and self.schedule.ranks is not None:
+            raise PipelineError(
+                f"ranks={self.schedule.ranks} has no effect beside mesh, which says who takes part"
+            )
+        if self.bucket_bytes != CAP and self.replicas == 1:
+            raise PipelineError("bucket_cap_mb has no effect without a mesh with 'dp_replicate'")
+        if not self.bucket_bytes > 0:
+            raise PipelineError("bucket_cap_mb is a positive number of MiB")
         if self.memory_limit is not None and self.shapes > 1:
             raise PipelineError(
                 f"memory_limit is for batches of one shape, and shapes={self.shapes} of them may "
                 "come: what they hold differs. Leave one of the two out"
             )
+
+    @cached_property
+    def _layout(self) -> RankLayout | None:
+        return None if self.mesh is None else RankLayout.of(self.mesh)
+
+    @property
+    def replicas(self) -> int:
+        """How many pipelines train the model."""
+        return 1 if self._layout is None else self._layout.replicas
+
+    def layout(self, stages: int) -> RankLayout:
+        """Which ranks hold so many stages.
+
+        Raises:
+            PipelineError: no process group, or a count that does not fit.
+        """
+        if self._layout is None:
+            return RankLayout.alone(process_count(self.schedule.ranks, stages))
+        ranks = len(self._layout.pipeline)
+        if ranks > stages:
+            raise PipelineError(
+                f"the mesh has {ranks} ranks along 'pp' for {stages} stages: each needs at least "
+                "one stage; take a shorter 'pp' or cut the model into more stages"
+            )
+        return self._layout
 
     @property
     def tunes(self) -> bool:
@@ -177,15 +219,32 @@ def _check_joining(factory: StageFactory, schedule: Schedule) -> None:
         )
 
 
-def choose_device(device: torch.device | str | None, processes: int) -> torch.device:
-    """The device that the user named, else this process's GPU if the process group has NCCL."""
+def choose_device(device: torch.device | str | None, layout: RankLayout) -> torch.device:
+    """The device that the user named, else this process's GPU if the process group has NCCL.
+
+    Raises:
+        PipelineError: the mesh is of another kind of device.
+    """
     if device is not None:
         found = torch.device(device)
         # Tensors have a number there, and are compared with this.
         if found.type == "cuda" and found.index is None:
             found = torch.device("cuda", torch.cuda.current_device())
+        _check_kind(found, layout)
         return found
-    return device_of_group() if processes > 1 else torch.device("cpu")
+    found = device_of_group() if len(layout.ranks) > 1 else torch.device("cpu")
+    if layout.device_type == "cpu":
+        return torch.device("cpu")
+    _check_kind(found, layout)
+    return found
+
+
+def _check_kind(device: torch.device, layout: RankLayout) -> None:
+    if layout.device_type not in ("", device.type):
+        raise PipelineError(
+            f"the mesh is one of {layout.device_type!r} devices, but the stages go to {device}: "
+            f"init_device_mesh({device.type!r}, ...)"
+        )
 
 
 def choose_order(early: bool, schedule: Schedule, device: torch.device) -> Order:

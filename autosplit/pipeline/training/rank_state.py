@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -10,9 +11,11 @@ from torch import Tensor, nn
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline.engine.messages.process_groups import Groups
+from autosplit.pipeline.engine.messages.step_results import Squares
 from autosplit.pipeline.schedule.schedule import Schedule
 
-from .gradient_norm import squared_norm
+from .gradient_norm import squared_norms
+from .model_replicas import Completion, ModelReplicas
 from .replicated_stages import ReplicatedStages
 from .stage_modules import StageSource, own_modules
 from .tied_parameters import Holder, SharedParameters
@@ -30,11 +33,13 @@ class RankState:
         groups: the trainer's process groups.
         device: where the stages go.
         settled: waits until the device has done what it was given.
+        cap: bytes of a bucket of gradients, where pipelines have replicas.
 
     Attributes:
         modules: by stage.
         parameters: those that need a gradient, each once.
-        shared: sums the gradients of what several hold.
+        replicas: makes gradients means over replicas of the pipeline.
+        reducing: whether this is inside ``reduced``.
 
     Raises:
         PipelineError: a stage that is no module, or what ``ReplicatedStages`` and
@@ -49,11 +54,20 @@ class RankState:
         groups: Groups,
         device: torch.device,
         settled: Callable[[], None],
+        cap: int,
     ) -> None:
         self.modules = own_modules(stages, schedule.held(groups.rank), device)
         self._copies = ReplicatedStages(self.modules, schedule, groups)
-        self.shared = SharedParameters(shared, self.modules, schedule, groups, settled)
+        self._shared = SharedParameters(shared, self.modules, schedule, groups, settled)
+        self.replicas = ModelReplicas(self.modules, groups, settled, self._shared.is_shared, cap)
+        self.reducing = False
         self.parameters = _trainable(self.modules.values())
+        # Of replicas, the first one's are counted.
+        first = groups.layout.replica == 0
+        self._counted = [p for p in self.parameters if first and not self._shared.is_duplicate(p)]
+        counts: list[int] = groups.everybody.gather(len(self._counted))
+        self._first_square = sum(counts[: groups.everybody.rank])
+        self._square_count = sum(counts)
         self._known = frozenset(map(id, self.parameters))
 
     def steady(self) -> AbstractContextManager[None]:
@@ -77,9 +91,32 @@ class RankState:
                         "(load_state_dict without assign=True)"
                     )
 
-    def squared_norm(self) -> float:
-        """This rank's share of the square of the norm of the model's gradient."""
-        return squared_norm(p for p in self.parameters if not self.shared.is_duplicate(p))
+    def squares(self) -> Squares:
+        """This rank's squared norms of the gradients of the model's parameters."""
+        return Squares(squared_norms(self._counted), self._first_square, self._square_count)
+
+    @contextlib.contextmanager
+    def reduced(self, completions: Sequence[Completion], *, timed: bool) -> Iterator[None]:
+        """Give every copy of a parameter the sum of the gradients that come inside, and all
+        replicas of the pipeline their mean; see ``SharedParameters`` and ``ModelReplicas``.
+        """
+        with self.replicas.averaging(completions, timed=timed), self._shared.summing():
+            self.reducing = True
+            try:
+                yield
+            finally:
+                self.reducing = False
+
+    def complete(self, completion: Completion, *, last: bool) -> None:
+        """Start to reduce gradients, which are in ``.grad``.
+
+        Args:
+            completion: whose.
+            last: whether all of the stage are there.
+        """
+        if last:
+            self._shared.complete(completion[0])
+        self.replicas.ready(completion)
 
     def gradients(self) -> dict[int, dict[str, Tensor]]:
         """The gradients, by stage and by parameter name within the stage."""

@@ -74,7 +74,8 @@ def _check_alike(modules: Mapping[int, nn.Module], groups: Groups) -> None:
         for stage, module in modules.items()
     }
     first: dict[int, tuple[int, list[str]]] = {}
-    for rank, forms in enumerate(groups.gather(mine)):
+    for number, forms in enumerate(groups.gather(mine)):
+        rank = groups.member(number)
         for stage, form in forms.items():
             other, expected = first.setdefault(stage, (rank, form))
             if form != expected:

@@ -40,7 +40,9 @@ from autosplit.torch_internals.optimizer_state import state_bytes
 from autosplit.torch_internals.storage import distinct_storage_bytes
 
 from .auto_schedule import Tuner
+from .gradient_completion import completion_of, publish_part
 from .limited_schedule import LimitTuner
+from .model_replicas import Completion
 from .optimizer_step import OptimizerStep
 from .options import TrainerOptions
 from .rank_ledger import MEMORY, RankLedger, Record
@@ -48,6 +50,8 @@ from .rank_state import RankState
 from .snapshot import ForwardState
 from .stage_builder import StageBuilder
 from .training_setup import TrainingSetup
+
+_Reduced = Callable[[], contextlib.AbstractContextManager[None]]
 
 
 class Runner:
@@ -95,12 +99,11 @@ class Runner:
         self._guard = guard
         self._update = update
         self._device = device
-        self.schedule: Schedule = setup.schedule
         self._order = order
         self._feeds = Feeds(setup.stages.count, setup.stages.wiring)
         self._tuner = self._tuner_for(setup, options)
-        if self._tuner is not None:
-            self.schedule = self._tuner.measured
+        first = setup.schedule if self._tuner is None else self._tuner.measured
+        self.schedule: Schedule = held.replicas.reducing_early(first)
         source = self.schedule.placement[self._feeds.first_from_batch]
         make = partial(self._make_mode, "train", self.schedule, self._order)
         self._train = Modes(options.shapes, groups, source, make)
@@ -120,6 +123,7 @@ class Runner:
         self.ledger: RankLedger | None = None
         self._own_ledger: RankLedger | None = None  # of a step that the tuner measures
         self._batch_bytes = 0
+        self._parts: Mapping[tuple[int, int], Completion] = MappingProxyType({})
         self._contents_compared = False
         self._limited = False
         self._boundaries: Callable[[int], Sequence[TensorMeta]] = lambda stage: ()
@@ -132,6 +136,7 @@ class Runner:
         known: dict[str, Any] = {
             "wiring": setup.stages.wiring,
             "early_weights": options.early_weights,
+            "reductions": self._held.replicas.measured,
         }
         if options.memory_limit is None:
             return Tuner(setup.schedule, self._groups, links=links, **known)
@@ -163,7 +168,9 @@ class Runner:
 
     def _host_link(self) -> Link:
         """The slowest rank's link to its store; collective."""
-        links = self._groups.gather(None if self._store is None else measure_store(self._store))
+        links = self._groups.everybody.gather(
+            None if self._store is None else measure_store(self._store)
+        )
         latency, bandwidth = zip(*(each for each in links if each is not None), strict=True)
         return Link(max(latency), min(bandwidth))
 
@@ -206,9 +213,21 @@ class Runner:
                 ledger.finish(losses.values())
             return losses
 
+        self._parts = {
+            (stage, part): completion_of(stage, part, self.stages[stage], self._held.modules[stage])
+            for stage, part in executor.completions
+        }
+        timed = recorder is not None and self._device.type == "cpu"
+        reduced = partial(self._held.reduced, tuple(self._parts.values()), timed=timed)
         with contextlib.nullcontext() if ledger is None else ledger.recording():
-            losses = self._run_again(run) if self._update.expects_more else self._run_once(run)
+            if self._update.expects_more:
+                losses = self._run_again(run, reduced)
+            else:
+                losses = self._run_once(run, reduced)
         self._settled()
+        self._held.replicas.equalise_buffers()
+        if recorder is not None:
+            recorder.note(self._held.replicas.spans)
         self.spans = recorder.spans() if recorder is not None else []
         self.ledger = ledger if record == MEMORY else None
         self._own_ledger = ledger
@@ -224,6 +243,7 @@ class Runner:
         with self._held.steady():
             losses = executor.run(inputs, targets)
         self._settled()
+        self._held.replicas.equalise_buffers()
         mode.announce_loss(losses)
         return self._agree(mode, losses, clipping=False)
 
@@ -237,13 +257,17 @@ class Runner:
             self._contents_compared = True
         return parts
 
-    def _run_once(self, run: Callable[[], dict[int, Tensor]]) -> dict[int, Tensor]:
-        with self._held.shared.summing():
+    def _run_once(
+        self, run: Callable[[], dict[int, Tensor]], reduced: _Reduced
+    ) -> dict[int, Tensor]:
+        with reduced():
             losses = run()
             self._publish()
         return losses
 
-    def _run_again(self, run: Callable[[], dict[int, Tensor]]) -> dict[int, Tensor]:
+    def _run_again(
+        self, run: Callable[[], dict[int, Tensor]], reduced: _Reduced
+    ) -> dict[int, Tensor]:
         """Run behind an optimizer step that may have been wrong, and again if it was."""
         before = ForwardState(self._held.modules.values(), self._device)
         losses = run()
@@ -251,7 +275,7 @@ class Runner:
             self._discard()
             before.restore()
             losses = run()
-        with self._held.shared.summing():
+        with reduced():
             self._publish()
         return losses
 
@@ -259,11 +283,11 @@ class Runner:
         for stage in self.stages.values():
             stage.publish()
 
-    def _finished(self, stage: int) -> None:
-        """What follows the last weight gradient of a stage that another rank holds too."""
-        if self._held.shared.open:
-            self.stages[stage].publish()
-            self._held.shared.complete(stage)
+    def _finished(self, stage: int, part: int) -> None:
+        """What follows the last weight gradients of a slice, of a stage that others hold too."""
+        if self._held.reducing:
+            last = publish_part(self.stages[stage], part)
+            self._held.complete(self._parts[stage, part], last=last)
 
     def _discard(self) -> None:
         """Forget the gradients of a run, which was on wrong weights."""
@@ -274,7 +298,8 @@ class Runner:
 
     def _make_mode(self, name: str, schedule: Schedule, order: Order, shape: str) -> Mode:
         # Sums beside other messages have run over Gloo only.
-        early = schedule.mirror is not None and self._device.type == "cpu"
+        several = schedule.mirror is not None or self._groups.layout.replicas > 1
+        early = several and self._device.type == "cpu"
         return Mode(
             f"{name} {shape}",
             schedule,
@@ -297,13 +322,13 @@ class Runner:
 
     def _adopt(self, schedule: Schedule) -> None:
         """Train under another schedule from now on."""
-        self.schedule = schedule
+        self.schedule = schedule = self._held.replicas.reducing_early(schedule)
         make = partial(self._make_mode, "train", schedule, self._order)
         self._train.reschedule(schedule, make)
 
     def _agree(self, mode: Mode, losses: Mapping[int, Tensor], *, clipping: bool) -> Agreement:
         """Start to make losses and gradient norm known to all."""
-        squares = self._held.squared_norm() if clipping else 0.0
+        squares = self._held.squares() if clipping else None
         return Agreement(
             self._groups,
             self._guard,

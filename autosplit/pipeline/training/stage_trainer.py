@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from autosplit.errors import PipelineError
+from autosplit.mesh.dimensions import RankLayout
 from autosplit.pipeline.engine.execution.evaluation import eval_mode
 from autosplit.pipeline.engine.execution.microbatch import Batch
 from autosplit.pipeline.engine.execution.stage_assembly import TrainableStage
@@ -56,6 +57,7 @@ class StageTrainer:
         optimizer: this process's optimizer; None where it has no parameters to train.
         shared_parameters: groups of (stage, name) that are one parameter.
         device: where this process's stages are.
+        mesh: as it was given; None: there is one pipeline.
 
     Raises:
         PipelineError: ranks that were told different things, or a bad stage.
@@ -73,9 +75,10 @@ class StageTrainer:
     ) -> None:
         self.shared_parameters = union_of_groups(setup.stages.shared, shared_parameters)
         self.record = record
-        self.device = choose_device(device, setup.processes)
+        self.device = choose_device(device, setup.layout)
         self._clipping = options.max_grad_norm is not None
-        self._connect(setup.processes, options)
+        self.mesh = options.mesh
+        self._connect(setup.layout, options)
         settled = partial(await_device, self.device, self._guard, options.timeout)
         order = choose_order(options.early_weights, setup.schedule, self.device)
         with self._guard("building the model"):
@@ -88,13 +91,14 @@ class StageTrainer:
                 self._groups,
                 self.device,
                 settled,
+                options.bucket_bytes,
             )
             self.modules = self._held.modules
             parameters = self._held.parameters
             self.optimizer = optimizer_fn(parameters) if parameters else None
             self._update.drive(parameters, self.optimizer)
             # Whoever gets here knows that every other rank did.
-            self._groups.meet()
+            self._groups.everybody.meet()
         self._runner = Runner(
             setup,
             options,
@@ -108,18 +112,19 @@ class StageTrainer:
             store,
         )
 
-    def _connect(self, processes: int, options: TrainerOptions) -> None:
+    def _connect(self, layout: RankLayout, options: TrainerOptions) -> None:
         """Connect the ranks, and have them watch over each other."""
-        self._groups = Groups(processes, self.device, options.timeout)
-        board = Board(self._groups.store) if processes > 1 else None
+        self._groups = Groups(layout, self.device, options.timeout)
+        everybody = self._groups.everybody
+        board = Board(everybody.store) if everybody.ranks > 1 else None
         self._update = OptimizerStep(
             max_norm=options.max_grad_norm, undo=options.undo_steps, device=self.device
         )
-        self._watch = watch_over(self._groups) if processes > 1 else None
+        self._watch = watch_over(self._groups) if everybody.ranks > 1 else None
         if self._watch is not None:
             dropped = weakref.finalize(self, self._watch.leave, "dropped its trainer")
             dropped.atexit = False  # how the process ends says more
-        self._guard = Guard(self.rank, board, self._end, self._groups.place, self._watch)
+        self._guard = Guard(everybody.rank, board, self._end, self._groups.place, self._watch)
 
     def _said(self, setup: TrainingSetup, options: TrainerOptions) -> dict[str, Any]:
         """What all ranks must be told alike."""
@@ -136,6 +141,8 @@ class StageTrainer:
             "shared_parameters": [*map(list, self.shared_parameters)],
             "wiring": setup.stages.wiring,
             "early_weights": options.early_weights,
+            "mesh": self._groups.layout.pipelines,
+            "bucket_cap_mb": options.bucket_bytes / 2**20,
             **factory_options(setup.factory),
         }
 
@@ -151,7 +158,7 @@ class StageTrainer:
 
     @property
     def rank(self) -> int:
-        """This process's rank."""
+        """This process's rank in its pipeline: its coordinate along "pp", if there is a mesh."""
         return self._groups.rank
 
     @property
@@ -178,20 +185,22 @@ class StageTrainer:
 
         Args:
             batch: (inputs, targets), each a tensor or a tuple of tensors with the samples along
-                dimension 0; inputs also a dictionary, for a model that was cut with named ones.
-                A rank uses the inputs that its stages take (in a chain, the first stage all of
-                them), and of the targets those on the last stage's rank. ``()`` are no targets.
+                dimension 0, of a replica of the pipeline its own share; inputs also a dictionary,
+                for a model that was cut with named ones. A rank uses the inputs that its stages
+                take (in a chain, the first stage all of them), and of the targets those on the
+                last stage's rank. ``()`` are no targets.
 
         Returns:
-            The loss of each microbatch, shape [M], on the CPU, the same on every rank. The loss
-            of the step, which the gradients belong to, is their mean.
+            The loss of each microbatch, shape [M], on the CPU, the same on every rank of the
+            pipeline. The loss of the step, which the gradients belong to, is their mean, and that
+            over replicas of the pipeline.
 
         Raises:
             PipelineError: a bad batch, an error on any rank, a lost peer, or a timeout.
         """
         losses = self.forward_backward(batch)
         with self._guard("the optimizer step"):
-            self._update.step(self.grad_norm, self._groups.meet)
+            self._update.step(self.grad_norm, self._groups.everybody.meet)
         return losses
 
     def step_async(self, batch: Batch | None) -> Agreement:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autosplit.errors import PipelineError
+from autosplit.mesh.reduction import ReductionQueue
 from autosplit.pipeline.engine.messages.gradient_buckets import Member, buckets_of
 from autosplit.pipeline.engine.messages.process_groups import Groups
 from autosplit.pipeline.schedule.schedule import Schedule
@@ -39,9 +40,6 @@ class SharedParameters:
         groups: the trainer's process groups.
         settled: waits until the device has done what it was given.
 
-    Attributes:
-        open: whether this is inside ``summing``.
-
     Raises:
         PipelineError: a stage or a parameter that is not there, one that is in two groups, copies
             of different shape or dtype or of which some are frozen, or, where ranks hold copies of
@@ -57,8 +55,7 @@ class SharedParameters:
         settled: Callable[[], None],
     ) -> None:
         _check_holders(shared, schedule.stages)
-        self._losing = groups.losing
-        self._settled = settled
+        self._groups = groups
         self._rank = groups.rank
         found = self._named = _find(shared, modules)
         _check_alike(shared, found, groups)
@@ -77,11 +74,13 @@ class SharedParameters:
             for member in members
             for copy in member.copies[1 if self._rank == member.owner else 0 :]
         }
+        self._held = {id(copy) for member in members for copy in member.copies}
         trained = [member for member in members if member.copies[0].requires_grad]
-        self._buckets = buckets_of(trained, groups.losing)
-        self._started = 0
-        self._complete: set[int] = set()
-        self.open = False
+        buckets = [bucket for bucket, _ in buckets_of(trained, groups.losing)]
+        self._queue = ReductionQueue(
+            [(bucket, () if bucket.stage is None else (bucket.stage,)) for bucket in buckets],
+            settled,
+        )
         for member in members:
             self._equalise(member.copies, member.owner, member.link)
         for stage in schedule.held(self._rank):
@@ -92,6 +91,10 @@ class SharedParameters:
     def is_duplicate(self, parameter: nn.Parameter) -> bool:
         """Whether another copy of ``parameter`` stands for it where the model is counted."""
         return id(parameter) in self._duplicates
+
+    def is_shared(self, parameter: nn.Parameter) -> bool:
+        """Whether this sums the gradient of ``parameter`` with those of other copies."""
+        return id(parameter) in self._held
 
     @contextlib.contextmanager
     def summing(self) -> Iterator[None]:
@@ -104,22 +107,9 @@ class SharedParameters:
             LostPeerError: a rank that holds a copy did not take part.
             PipelineError: a parameter of several stages has a hook.
         """
-        self._started, self._complete, self.open = 0, set(), True
         _refuse_hooks(self._named)
-        for bucket in self._buckets:
-            bucket.begin()
-        try:
+        with self._queue.reducing():
             yield
-        except BaseException:
-            for bucket in self._buckets:
-                bucket.give_back()
-            raise
-        finally:
-            self.open = False
-        for bucket in self._buckets[self._started :]:
-            bucket.start()
-        for bucket in self._buckets:
-            bucket.finish(self._settled)
 
     def complete(self, stage: int) -> None:
         """Start to add up the gradients of ``stage`` before the end of ``summing``: all are there.
@@ -127,21 +117,16 @@ class SharedParameters:
         Sums start in one order on all ranks, so those of a later stage that is not complete, and
         all that follow, wait for it.
         """
-        self._complete.add(stage)
-        while self._started < len(self._buckets):
-            bucket = self._buckets[self._started]
-            if bucket.stage not in self._complete:
-                break
-            bucket.start()
-            self._started += 1
+        self._queue.ready(stage)
 
     @torch.no_grad()
     def _equalise(self, copies: Sequence[Tensor], owner: int, link: _Link) -> None:
         values = copies[0].detach().clone(memory_format=torch.contiguous_format)
         if link is not None and values.numel():
-            with self._losing("a rank that shares a parameter"):
+            with self._groups.losing("a rank that shares a parameter"):
                 # As bytes, for not every backend knows every dtype.
-                dist.broadcast(values.view(-1).view(torch.uint8), src=owner, group=link)
+                source = self._groups.member(owner)
+                dist.broadcast(values.view(-1).view(torch.uint8), src=source, group=link)
         for copy in copies:
             copy.copy_(values)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autosplit.mesh.dimensions import RankLayout
 from autosplit.pipeline.engine.execution.stage_assembly import StageFactory
-from autosplit.pipeline.engine.messages.default_group import process_count
 from autosplit.pipeline.schedule.schedule import Schedule
 
 from .options import TrainerOptions
@@ -20,14 +20,14 @@ class TrainingSetup:
         stages: the stages, none of them built yet.
         loss_fn: what the last one ends with.
         schedule: who runs which of them when.
-        processes: how many take part.
+        layout: which ranks take part, in which pipeline.
         factory: makes a stage of a module.
     """
 
     stages: StageSource
     loss_fn: LossFunction
     schedule: Schedule
-    processes: int
+    layout: RankLayout
     factory: StageFactory
 
     @classmethod
@@ -50,8 +50,8 @@ class TrainingSetup:
             PipelineError: no process group, or options that do not fit the stages or each other.
             ScheduleError: an unknown schedule, or one that is not legal.
         """
-        processes = process_count(options.schedule.ranks, stages.count)
+        layout = options.layout(stages.count)
         if schedule is None:
-            schedule = options.schedule_for(stages.count, processes)
+            schedule = options.schedule_for(stages.count, len(layout.pipeline))
         factory = options.factory_for(cut=stages.cut)
-        return cls(stages, loss_fn, schedule, processes, factory)
+        return cls(stages, loss_fn, schedule, layout, factory)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -236,19 +236,32 @@ class PendingWeightGradients:
         except SplitError as error:
             raise SplitError(f"{self._owner}: {error}") from None
 
-    def publish(self) -> None:
+    def publish(self, names: Collection[str] | None = None) -> None:
         """Move the sums into the parameters' ``.grad``.
 
+        Args:
+            names: of the parameters whose sums to move; None for all.
+
         Raises:
-            SplitError: a microbatch waits for W.
+            SplitError: a microbatch waits for W, or for a slice that adds to one of these.
         """
-        if self.in_flight.waiting:
-            waiting = ", ".join(map(str, self.in_flight.waiting))
+        pending = [each for each in self.in_flight.waiting if self._adds(each, names)]
+        if pending:
+            waiting = ", ".join(map(str, pending))
             raise SplitError(
                 f"{self._owner}: weight gradients of microbatch {waiting} are pending; "
                 "call backward_weight() for each first"
             )
-        self.sums.publish()
+        self.sums.publish(names)
+
+    def _adds(self, microbatch: int, names: Collection[str] | None) -> bool:
+        """Whether what is left of a microbatch's W adds to some of these."""
+        if names is None:
+            return True
+        functions = self.in_flight.get(microbatch).functions
+        begun = self._begun.get(microbatch, 0)
+        left = functions.sliced(self.slices).parameter_names[begun:]
+        return any(name in names for each in left for name in each)
 
     def clear(self) -> None:
         """Forget everything."""

@@ -21,6 +21,7 @@ COUNTS = st.integers(min_value=0, max_value=10**6)
         ("12RECV_B34", Action(12, ActionKind.RECV_B, 34)),
         ("3EVICT2", Action(3, ActionKind.EVICT, 2)),
         ("0RECOMPUTE7", Action(0, ActionKind.RECOMPUTE, 7)),
+        ("2REDUCE_GRAD", Action(2, ActionKind.REDUCE_GRAD, 0)),
     ],
 )
 def test_text_of_an_action(text: str, action: Action) -> None:
@@ -31,12 +32,27 @@ def test_text_of_an_action(text: str, action: Action) -> None:
 @settings(deadline=None)
 @given(COUNTS, st.sampled_from(ActionKind), COUNTS)
 def test_every_action_survives_its_text(stage: int, kind: ActionKind, microbatch: int) -> None:
-    action = Action(stage, kind, microbatch)
+    action = Action(stage, kind, 0 if kind.is_whole else microbatch)
     assert Action.parse(str(action)) == action
 
 
 @pytest.mark.parametrize(
-    "text", ["", "F", "0F", "F1", "0X1", "0f1", "-1F0", "0F1 ", "0 F 1", "²F1", "00F1", "0F01"]
+    "text",
+    [
+        "",
+        "F",
+        "0F",
+        "F1",
+        "0X1",
+        "0f1",
+        "-1F0",
+        "0F1 ",
+        "0 F 1",
+        "²F1",
+        "00F1",
+        "0F01",
+        "0REDUCE_GRAD1",
+    ],
 )
 def test_bad_text_is_refused(text: str) -> None:
     with pytest.raises(ScheduleError) as caught:
@@ -44,7 +60,7 @@ def test_bad_text_is_refused(text: str) -> None:
     assert str(caught.value) == (
         "expected an action such as '0F1' (stage, kind, microbatch), numbers of at most 9 digits "
         f"without leading zeros, got {text!r}; known kinds: F, I, W, B, SEND_F, RECV_F, SEND_B, "
-        "RECV_B, EVICT, ACCEPT, LOAD, RETURN, OFFLOAD, RELOAD, RECOMPUTE"
+        "RECV_B, EVICT, ACCEPT, LOAD, RETURN, OFFLOAD, RELOAD, RECOMPUTE, REDUCE_GRAD"
     )
 
 

@@ -26,6 +26,10 @@ from tests.pipeline.tables import rows_of
 class OneProcess:
     """All that a tuner asks of its groups, where one process has run all ranks."""
 
+    @property
+    def everybody(self) -> OneProcess:
+        return self
+
     def gather(self, value: Any) -> list[Any]:
         return [value]
 

@@ -24,6 +24,7 @@ class Step:
         compute: the work.
         deliver: hands on the result.
         arrived: whether ``fetch`` would return at once.
+        adds: of its stage's weight gradients the slices that it adds to.
         calls: for several W that a stage may run together, the steps to run in place of this one:
             known only when it is their turn, by what their microbatches left.
     """
@@ -34,6 +35,7 @@ class Step:
     deliver: Callable[[Values], None]
     arrived: Callable[[], bool]
     calls: Callable[[], Sequence[Step]] | None = None
+    adds: tuple[int, ...] = ()
 
 
 def drop(values: Values) -> None:
@@ -105,6 +107,25 @@ def early_weights(steps: Sequence[Step]) -> Iterator[Step]:
             yield weights.popleft()
         yield step
         done.add(result_of(step.action))
+
+
+def slices_together(steps: Sequence[Step]) -> list[Step]:
+    """The same steps, but of each stage's last Ws that stand next to each other, the first slice of
+    all before the second: its gradients are complete, and may be reduced, while others are made.
+
+    Each slice's gradients are added up in the same order as before.
+    """
+    row = list(steps)
+    ends: dict[int, int] = {}
+    for place, step in enumerate(row):
+        if step.adds:
+            ends[step.action.stage] = place
+    for stage, end in ends.items():
+        start = end
+        while start >= 0 and _is_weight(row[start]) and row[start].action.stage == stage:
+            start -= 1
+        row[start + 1 : end + 1] = sorted(row[start + 1 : end + 1], key=lambda step: step.adds)
+    return row
 
 
 def _is_weight(step: Step) -> bool:

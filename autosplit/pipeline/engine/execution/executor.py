@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -26,7 +27,16 @@ from autosplit.pipeline.schedule.moves import recomputed
 from autosplit.pipeline.schedule.routes import parcels_for
 from autosplit.pipeline.schedule.schedule import Schedule
 
-from .action_order import Order, Step, Values, as_scheduled, at_once, behind, drop
+from .action_order import (
+    Order,
+    Step,
+    Values,
+    as_scheduled,
+    at_once,
+    behind,
+    drop,
+    slices_together,
+)
 from .joint_weights import JoiningStage, join_adjacent_weights, joined_step
 from .recorder import Recorder
 from .stage_protocols import BackwardStage, ForwardStage, RecomputingStage, SlicedStage
@@ -54,9 +64,13 @@ class Executor:
         loss_grad: the gradient of each microbatch's loss, a scalar tensor; None if the schedule
             only runs forward.
         order: in which order the rank takes up its actions.
-        finished: called with a stage when the last of its weight gradients of the step is there.
+        finished: called with a stage and the number of a slice when the last of that slice's weight
+            gradients of the step is there; a stage without slices has slice 0.
         place: is told what the rank is doing.
         moves: carries out the schedule's moves, where there are any.
+
+    Attributes:
+        completions: in which order stages and slices are ``finished``, as the schedule has it.
 
     Raises:
         PipelineError: the schedule gives this rank a stage that it does not hold, or a backward
@@ -72,7 +86,7 @@ class Executor:
         *,
         loss_grad: Tensor | None,
         order: Order = as_scheduled,
-        finished: Callable[[int], None] | None = None,
+        finished: Callable[[int, int], None] | None = None,
         place: RankActivity | None = None,
         moves: MicrobatchMoves | None = None,
     ) -> None:
@@ -87,13 +101,19 @@ class Executor:
         self._losses: dict[int, Tensor] = {}
         self._finished = finished
         self._place = RankActivity() if place is None else place
-        self._parts: Counter[int] = Counter()  # per stage, what makes weight gradients
-        self._left: Counter[int] = Counter()
+        self._left: Counter[tuple[int, int]] = Counter()
         self._moves = moves
         self._again = recomputed(schedule.ranks[rank])
         self._places = _places(schedule.ranks[rank])
         row = join_adjacent_weights(schedule.ranks[rank], stages)
-        self._steps = tuple(step for each in row for step in self._steps_of(each))
+        steps = [step for each in row for step in self._steps_of(each)]
+        if finished is not None and order is as_scheduled:
+            steps = slices_together(steps)
+        # Per stage and slice, what makes weight gradients.
+        self._parts = Counter((step.action.stage, part) for step in steps for part in step.adds)
+        added = ((step.action.stage, part) for step in reversed(steps) for part in step.adds)
+        self.completions = tuple(reversed(dict.fromkeys(added)))
+        self._steps = tuple(self._counted(step) for step in steps)
 
     @torch.no_grad()
     def run(
@@ -203,20 +223,19 @@ class Executor:
             yield Step(action, list, _without_values(again), drop, at_once)
             return
         if isinstance(action, JoinedWeights) and isinstance(stage, JoiningStage):
-            yield joined_step(action, stage, self._counted(action.stage, drop))
+            finish = self._counting(action.stage, (0,), drop)
+            yield replace(joined_step(action, stage, finish), adds=(0,))
             return
         if action.kind is ActionKind.BACKWARD_WEIGHT:
-            for call in _weight_calls(stage, microbatch):
-                deliver = self._counted(action.stage, drop)
-                yield Step(action, list, _without_values(call), deliver, at_once)
+            for part, call in enumerate(_weight_calls(stage, microbatch)):
+                yield Step(action, list, _without_values(call), drop, at_once, adds=(part,))
             return
         fused = action.kind is ActionKind.BACKWARD
         backward = partial(stage.backward if fused else stage.backward_input, microbatch)
         fetch, arrived = self._fetch_grads(action)
         deliver = self._transport.sender(result_of(action))
-        if fused:
-            deliver = self._counted(action.stage, deliver)
-        yield Step(action, fetch, backward, deliver, arrived)
+        adds = tuple(range(_slice_count(stage))) if fused else ()
+        yield Step(action, fetch, backward, deliver, arrived, adds=adds)
 
     def _recomputing(self, action: Action) -> RecomputingStage:
         stage = self._stages[action.stage]
@@ -227,18 +246,24 @@ class Executor:
             )
         return stage
 
-    def _counted(self, stage: int, deliver: Deliver) -> Deliver:
-        """``deliver``, and the news that the stage is finished when nothing of it is left."""
+    def _counted(self, step: Step) -> Step:
+        """The step, with the news of the slices that it finishes."""
+        if not step.adds or step.calls is not None:  # those calls count themselves
+            return step
+        return replace(step, deliver=self._counting(step.action.stage, step.adds, step.deliver))
+
+    def _counting(self, stage: int, parts: Sequence[int], deliver: Deliver) -> Deliver:
+        """``deliver``, and the news that slices of a stage are finished when nothing is left."""
         finished = self._finished
         if finished is None:
             return deliver
-        self._parts[stage] += 1
 
         def counted(values: Values) -> None:
             deliver(values)
-            self._left[stage] -= 1
-            if not self._left[stage]:
-                finished(stage)
+            for part in parts:
+                self._left[stage, part] -= 1
+                if not self._left[stage, part]:
+                    finished(stage, part)
 
         return counted
 
@@ -285,10 +310,14 @@ def _places(row: Sequence[Action]) -> dict[Action, deque[int]]:
     return found
 
 
+def _slice_count(stage: BackwardStage) -> int:
+    return len(stage.slices) if isinstance(stage, SlicedStage) else 1
+
+
 def _weight_calls(stage: BackwardStage, microbatch: int) -> list[Callable[[], None]]:
-    if not isinstance(stage, SlicedStage) or len(stage.slices) == 1:
+    count = _slice_count(stage)
+    if not isinstance(stage, SlicedStage) or count == 1:
         return [partial(stage.backward_weight, microbatch)]
-    count = len(stage.slices)
     return [partial(stage.backward_weight, microbatch, slice=index) for index in range(count)]
 
 

@@ -60,7 +60,7 @@ class Mode:
         check: Callable[[], None],
         device: torch.device,
         order: Order = as_scheduled,
-        finished: Callable[[int], None] | None = None,
+        finished: Callable[[int, int], None] | None = None,
         store: HostStore | None = None,
     ) -> None:
         self.schedule = schedule

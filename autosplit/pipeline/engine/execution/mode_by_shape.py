@@ -42,13 +42,13 @@ class Modes:
         """The mode for ``batch``; collective unless there is only one.
 
         Raises:
-            PipelineError: one shape more than the limit.
+            PipelineError: one shape more than the limit, or replicas were given different ones.
             LostPeerError: the first stage's rank did not say.
         """
         shape = ""
         if self._limit > 1:
             own = _shape(batch) if self._groups.rank == self._source else None
-            shape = self._groups.announce(own, self._source)
+            shape = self._agreed(own)
         if shape not in self._known:
             if len(self._known) == self._limit:
                 raise PipelineError(
@@ -57,6 +57,24 @@ class Modes:
                 )
             self._known[shape] = self._make(shape)
         return self._known[shape]
+
+    def _agreed(self, own: str | None) -> str:
+        """The shape that the first stage's rank says, and that of every replica of the pipeline."""
+        layout = self._groups.layout
+        if layout.replicas == 1:
+            return self._groups.announce(own, self._source)
+        heard = self._groups.everybody.gather(own)
+        sources = layout.columns[self._source]
+        first, shape = sources[0], heard[sources[0]] or ""
+        for rank in sources:
+            if heard[rank] != shape:
+                raise PipelineError(
+                    f"the replicas were given batches of different shapes: the inputs are {shape} "
+                    f"on rank {first} and {heard[rank]} on rank {rank}; give each replica as many "
+                    "samples of one shape, as a DistributedSampler and a DataLoader with "
+                    "drop_last=True do"
+                )
+        return shape
 
     def reschedule(self, schedule: Schedule, make: Callable[[str], Mode]) -> None:
         """Go on under another schedule, also with shapes to come, which ``make`` makes."""

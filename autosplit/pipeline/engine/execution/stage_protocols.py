@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Literal, Protocol, runtime_checkable
 
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class ForwardStage(Protocol):
@@ -49,6 +49,25 @@ class SlicedStage(BackwardStage, Protocol):
 
     def backward_weight(self, microbatch: int, slice: int | None = None) -> None:
         """Add one slice of the weight gradients; None for all of them."""
+        ...
+
+
+@runtime_checkable
+class PartlyPublishedStage(SlicedStage, Protocol):
+    """A stage whose gradients can be taken slice by slice."""
+
+    @property
+    def slices(self) -> Sequence[Sequence[str]]:
+        """For each slice the parameters, of ``module``, whose gradients it adds."""
+        ...
+
+    @property
+    def module(self) -> nn.Module:
+        """What it was made of."""
+        ...
+
+    def publish(self, names: Collection[str] | None = None) -> None:
+        """Add the gradients of these parameters to their ``.grad`` and forget them; None: all."""
         ...
 
 

@@ -286,14 +286,15 @@ def watch_over(groups: Groups) -> PeerWatch:
     cut = weakref.WeakMethod(groups.cut)
     world = dist.group.WORLD
     words = None if world is None else _another(world.get_group_store())
-    stores = (groups.store, _another(groups.store))
+    control = groups.everybody
+    stores = (control.store, _another(control.store))
 
     def cut_if_there() -> None:
         call = cut()
         if call is not None:
             call()
 
-    return PeerWatch(groups.rank, groups.ranks, stores, words, groups.place, cut_if_there)
+    return PeerWatch(control.rank, control.ranks, stores, words, groups.place, cut_if_there)
 
 
 def _another(store: Any) -> KeyValueStore:

@@ -46,8 +46,8 @@ class PartnerLink:
     """
 
     def __init__(self, groups: Groups, partner: int, device: torch.device) -> None:
-        self._partner = partner
-        self._number = int(partner > groups.rank)
+        self._name = groups.named(partner)
+        self._number = groups.number_in_pair(partner)
         self._timeout = groups.timeout
         self._device = device
         self._out = groups.between(groups.rank, partner, _LANE)
@@ -107,5 +107,5 @@ class PartnerLink:
                 work.wait()
             settle(self._device)
         except RuntimeError as error:
-            name = f"rank {self._partner}, the partner for {what}"
+            name = f"{self._name}, the partner for {what}"
             raise lost(name, perf_counter() - start, self._timeout, error) from error

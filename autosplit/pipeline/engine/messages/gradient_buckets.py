@@ -1,28 +1,28 @@
-"""Gradients of tied parameters, summed across ranks a bucket at a time."""
+"""Gradients of tied and of replicated parameters, summed across ranks a bucket at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .process_groups import Losing
+from autosplit.mesh.buckets import CAP, fill_buckets
 
-_MOST = 2**25
-"""Bytes of one message, but for a parameter that has more."""
+from .control import Losing
 
 
 @dataclass(frozen=True)
 class Member:
-    """This rank's copies of one tied parameter.
+    """This rank's copies of one parameter that other ranks hold too, or that is tied.
 
     Attributes:
         copies: what this rank holds of it, one or more.
-        owner: the rank whose values it starts with.
+        owner: the rank of the pipeline whose values it starts with.
         link: connects all ranks that hold a copy; None if no other does.
         stage: the stage that holds it on all of them; None where several do.
     """
@@ -37,6 +37,11 @@ class Member:
         """That of the gradients."""
         return getattr(self.copies[0], "grad_dtype", None) or self.copies[0].dtype
 
+    @property
+    def bytes(self) -> int:
+        """Those of the gradient."""
+        return self.copies[0].numel() * self.dtype.itemsize
+
 
 class Bucket:
     """Some members that are alike in link, stage and dtype; their gradients are one message.
@@ -47,11 +52,19 @@ class Bucket:
     Args:
         members: in the same order on all ranks.
         losing: waits for the others.
+        parts: by what to divide the sum, for a mean.
+
+    Attributes:
+        timed: whether to note when it starts and ends.
+        times: seconds of ``time.perf_counter``, of the last one that was timed.
     """
 
-    def __init__(self, members: Sequence[Member], losing: Losing) -> None:
+    def __init__(self, members: Sequence[Member], losing: Losing, parts: int = 1) -> None:
         self._members = members
         self._losing = losing
+        self._divisor = parts
+        self.timed = False
+        self.times: tuple[float, float] | None = None
         self._sizes = [member.copies[0].numel() for member in members]
         self._before: list[list[Tensor | None]] = []
         self._flat: Tensor | None = None
@@ -61,6 +74,11 @@ class Bucket:
     def stage(self) -> int | None:
         """See ``Member``."""
         return self._members[0].stage
+
+    @property
+    def bytes(self) -> int:
+        """Those of the gradients."""
+        return sum(member.bytes for member in self._members)
 
     def begin(self) -> None:
         """Put the gradients that are there aside."""
@@ -91,8 +109,11 @@ class Bucket:
                     flat[place - count] = 1
         self._flat = flat
         if first.link is not None:
+            start = time.perf_counter()
             with self._losing("a rank that shares a parameter"):
                 self._work = dist.all_reduce(flat, group=first.link, async_op=True)
+            if self.timed and self._work is not None:
+                self._work.get_future().add_done_callback(partial(self._note, start))
 
     def finish(self, settled: Callable[[], None]) -> None:
         """Give every copy the sum, added to what was put aside.
@@ -111,6 +132,8 @@ class Bucket:
         if flat is None:
             return
         given = flat[-len(self._members) :].tolist()
+        if self._divisor > 1:
+            flat.div_(self._divisor)
         rows = zip(self._members, self._parts(flat), given, self._before, strict=True)
         for member, part, there, before in rows:
             for number, (copy, earlier) in enumerate(zip(member.copies, before, strict=True)):
@@ -124,22 +147,27 @@ class Bucket:
                     copy.grad = total.clone() if number else total
         self._before = []
 
+    def _note(self, start: float, _: object) -> None:
+        self.times = start, time.perf_counter()
+
     def _parts(self, flat: Tensor) -> Iterator[Tensor]:
         return iter(flat.split([*self._sizes, len(self._members)])[:-1])
 
 
-def buckets_of(members: Iterable[Member], losing: Losing) -> list[Bucket]:
-    """Buckets of all members, in their order; neighbours that are alike share one."""
-    buckets = []
-    for _, alike in groupby(members, key=lambda m: (id(m.link), m.stage, m.dtype)):
-        part: list[Member] = []
-        size = 0
-        for member in alike:
-            more = member.copies[0].numel() * member.dtype.itemsize
-            if part and size + more > _MOST:
-                buckets.append(Bucket(part, losing))
-                part, size = [], 0
-            part.append(member)
-            size += more
-        buckets.append(Bucket(part, losing))
-    return buckets
+def buckets_of(
+    members: Sequence[Member], losing: Losing, *, parts: int = 1, cap: int = CAP
+) -> list[tuple[Bucket, tuple[int, ...]]]:
+    """Buckets of all members, each with the places of its members; only those that are alike share
+    one.
+
+    Args:
+        members: in the order in which their gradients are complete.
+        losing: waits for the others.
+        parts: by what to divide sums.
+        cap: bytes of a bucket, but for a parameter that has more.
+    """
+    sizes = [((id(m.link), m.stage, m.dtype), m.bytes) for m in members]
+    return [
+        (Bucket([members[place] for place in places], losing, parts), places)
+        for places in fill_buckets(sizes, cap)
+    ]

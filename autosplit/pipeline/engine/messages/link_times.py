@@ -6,6 +6,7 @@ import time
 from collections.abc import Collection
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from autosplit.pipeline.simulation.transfer import Link, Transfer
@@ -17,6 +18,7 @@ Pair = tuple[int, int]
 _LARGE = 2**23  # bytes
 _ROUNDS = 20
 _WARMUP = 3
+_SUMS = 5
 
 
 def ring(ranks: int) -> set[Pair]:
@@ -50,11 +52,38 @@ def measure_transfer(groups: Groups, device: torch.device, pairs: Collection[Pai
     links: dict[Pair, Link] = {}
     for at_once in _apart(pairs):
         mine = {pair: _link(groups, device, pair) for pair in at_once if groups.rank in pair}
-        for found in groups.gather(mine):
-            links = found | links  # of a pair's two ranks the lower one says
+        for found in groups.everybody.gather(mine):
+            links = found | links  # of a pair's two ranks the lower one says, of replicas the first
     latency = max(link.latency for link in links.values())
     bandwidth = min(link.bandwidth for link in links.values())
     return Transfer(latency, bandwidth, pairs=links)
+
+
+def measure_sum(groups: Groups, device: torch.device, link: dist.ProcessGroup) -> Link:
+    """How long the ranks of a group take to sum up tensors: the slowest of all such groups.
+
+    Collective over all ranks, each of which is in one of the groups; all get the same.
+
+    Raises:
+        LostPeerError: some rank did not take part.
+    """
+    small, large = (
+        _of_sum(groups, torch.zeros(size, device=device), link) for size in (1, _LARGE // 4)
+    )
+    heard: list[Link] = groups.everybody.gather(Link(small, _LARGE / max(large - small, 1e-9)))
+    return Link(max(each.latency for each in heard), min(each.bandwidth for each in heard))
+
+
+def _of_sum(groups: Groups, tensor: Tensor, link: dist.ProcessGroup) -> float:
+    seconds = []
+    for _ in range(_WARMUP + _SUMS):
+        start = time.perf_counter()
+        with groups.losing("the replicas"):
+            dist.all_reduce(tensor, group=link)
+        if tensor.is_cuda:
+            torch.cuda.synchronize(tensor.device)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds[_WARMUP:])
 
 
 def _apart(pairs: Collection[Pair]) -> list[list[Pair]]:
@@ -88,7 +117,7 @@ def _one_way(groups: Groups, pair: Pair, tensor: Tensor) -> float:
             send = groups.isend if groups.rank == sender else groups.irecv
             work = send(tensor, peer)
             if work is not None:
-                with groups.losing(f"rank {peer}"):
+                with groups.losing(groups.named(peer)):
                     work.wait()
         if tensor.is_cuda:
             torch.cuda.synchronize(tensor.device)

@@ -84,7 +84,7 @@ class Outbox:
         self._retired = 0
 
     def _lost(self, parcel: Parcel, start: float, error: RuntimeError) -> LostPeerError:
-        what = f"rank {self._peer}, which needs {parcel}"
+        what = f"{self._link.named(self._peer)}, which needs {parcel}"
         return lost(what, perf_counter() - start, self._timeout, error)
 
 
@@ -196,5 +196,5 @@ class Inbox:
         return found
 
     def _lost(self, parcel: Parcel, start: float, error: RuntimeError) -> LostPeerError:
-        what = f"rank {self._peer}, which makes {parcel}"
+        what = f"{self._link.named(self._peer)}, which makes {parcel}"
         return lost(what, perf_counter() - start, self._timeout, error)

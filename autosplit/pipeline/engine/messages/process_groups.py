@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Protocol, cast
 
@@ -20,17 +19,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autosplit.errors import PipelineError
+from autosplit.mesh.dimensions import RankLayout
 from autosplit.pipeline.engine.faults.first_error import KeyValueStore, LostPeerError
 from autosplit.pipeline.engine.faults.rank_activity import RankActivity
 
-from . import plain_messages
+from .control import OTHERS, Control, Sum
 from .nccl import abort, greet
 
 # Tags keep the closing receives apart from real messages: a message that met a buffer of another
 # size would end the whole process.
 _TAG, _CLOSING_TAG = 0, 2**31 - 1
 _AT_ONCE = timedelta(milliseconds=1)
-_OTHERS = "the other ranks"
 
 
 class PointToPoint(Protocol):
@@ -50,30 +49,9 @@ class PointToPoint(Protocol):
         """Start filling ``buffer``; None if there is nothing to wait for."""
         ...
 
-
-Losing = Callable[[str], AbstractContextManager[None]]
-"""Waits for what it is told, see ``Groups.losing``."""
-
-
-class Sum:
-    """A sum over all ranks that is under way."""
-
-    def __init__(self, tensor: Tensor, work: dist.Work | None, losing: Losing) -> None:
-        self._tensor = tensor
-        self._work = work
-        self._losing = losing
-
-    def wait(self) -> Tensor:
-        """The sum, once every rank has taken part.
-
-        Raises:
-            LostPeerError: some rank did not.
-        """
-        if self._work is not None:
-            with self._losing(_OTHERS):
-                self._work.wait()
-            self._work = None
-        return self._tensor
+    def named(self, peer: int) -> str:
+        """What the peer is called in errors."""
+        ...
 
 
 class Groups:
@@ -87,20 +65,34 @@ class Groups:
     carries messages to higher ranks, ``up``, and another to lower ones, ``down``. ``control`` is
     Gloo on every device: its few numbers are needed on the host.
 
-    ``place`` knows when this rank waits for others.
+    Where several pipelines train replicas of one model, ranks are numbered within the pipeline
+    (but for ``everybody``), and each pipeline has groups of its own. They are made here rather than
+    taken from a mesh: whoever fails must be able to end the waits of others.
 
     Creating one is collective: every rank of the default group must do so, in the same order.
-    With ``ranks`` = 1 there are no groups and nothing here communicates.
+    With one rank there are no groups and nothing here communicates.
 
     Args:
-        ranks: 1, or the size of the default process group.
+        ranks: 1, or the size of the default process group; or which ranks are in which pipeline.
         device: where the messages live; decides between Gloo and NCCL.
         timeout: seconds after which a wait fails.
+
+    Attributes:
+        layout: which ranks are in which pipeline.
+        ranks: how many this pipeline has.
+        rank: this rank within it.
+        place: knows when this rank waits for others.
+        pipeline: control of this pipeline's ranks.
+        everybody: control of all ranks, numbered as in the default process group.
     """
 
-    def __init__(self, ranks: int, device: torch.device, timeout: float) -> None:
-        self.ranks = ranks
-        self.rank = dist.get_rank() if ranks > 1 else 0
+    def __init__(self, ranks: int | RankLayout, device: torch.device, timeout: float) -> None:
+        layout = ranks if isinstance(ranks, RankLayout) else RankLayout.alone(ranks)
+        self.layout = layout
+        self.ranks = len(layout.pipeline)
+        grouped = len(layout.ranks) > 1
+        self._own = dist.get_rank() if grouped else 0
+        self.rank = layout.pipeline.index(self._own)
         self.timeout = timeout
         self.place = RankActivity()
         self._device = device
@@ -109,19 +101,32 @@ class Groups:
         self._connected: dict[str, set[tuple[int, int]]] = {}
         self._owned: list[dist.ProcessGroup] = []
         self._lanes: dict[str, dist.ProcessGroup] = {}
-        if ranks > 1:
-            for lane in ("control",) if self._pairwise else ("control", "up", "down"):
-                self._lanes[lane] = self._new(range(ranks), "gloo")
-
-    @property
-    def control(self) -> dist.ProcessGroup:
-        """The group for the few numbers that all ranks agree on."""
-        return self._lane("control")
+        # The members of a group are in the order of their numbers in the default one.
+        self._places = [sorted(layout.pipeline).index(each) for each in layout.pipeline]
+        lanes = () if self._pairwise else ("up", "down")
+        control = self._new_each(range(self.ranks), "gloo") if self.ranks > 1 else None
+        self.pipeline = Control(layout.pipeline, self._own, control, self.losing)
+        self.everybody = self.pipeline
+        if layout.replicas > 1:
+            world = self._new(layout.ranks, "gloo")
+            self.everybody = Control(layout.ranks, self._own, world, self.losing)
+        for lane in lanes if self.ranks > 1 else ():
+            group = self._new_each(range(self.ranks), "gloo")
+            if group is not None:
+                self._lanes[lane] = group
 
     @property
     def store(self) -> KeyValueStore:
-        """A key-value store that the ranks share and nobody else writes to."""
-        return self.control.get_group_store()
+        """A key-value store that the pipeline's ranks share and nobody else writes to."""
+        return self.pipeline.store
+
+    def member(self, rank: int) -> int:
+        """A rank of this pipeline as the default process group numbers it."""
+        return self.layout.pipeline[rank]
+
+    def named(self, peer: int) -> str:
+        """What a rank of this pipeline is called in errors."""
+        return f"rank {self.member(peer)}"
 
     def connect(self, pairs: Collection[tuple[int, int]], lanes: str = "") -> None:
         """Make ready for messages between these pairs of ranks, the lower one first.
@@ -139,11 +144,11 @@ class Groups:
         connected = self._connected.setdefault(lanes, set())
         new = sorted({*pairs} - connected) if self._pairwise or lanes else []
         connected.update(new)
-        with self.losing(_OTHERS):
+        with self.losing(OTHERS):
             for pair in new:
                 for source, target in (pair, pair[::-1]):
-                    group = self._new(pair, self._backend)
-                    if self.rank in pair:
+                    group = self._new_each(pair, self._backend)
+                    if group is not None:
                         self._lanes[_lane_of(source, target, lanes)] = group
             if not lanes:
                 greet(self, new, self._device)
@@ -163,9 +168,13 @@ class Groups:
         lane, number = self._towards(peer, self.rank), self._number(peer)
         return lane.recv([_bytes(buffer)], number, _TAG)
 
+    def number_in_pair(self, peer: int) -> int:
+        """A rank's number in a group of it and this rank."""
+        return int(self.member(peer) > self._own)
+
     def _number(self, peer: int) -> int:
         """A rank's number in the group that messages to and from it go over."""
-        return int(peer > self.rank) if self._pairwise else peer
+        return self.number_in_pair(peer) if self._pairwise else self._places[peer]
 
     def _towards(self, source: int, target: int) -> dist.ProcessGroup:
         """The group for messages from rank ``source`` to rank ``target``."""
@@ -180,68 +189,52 @@ class Groups:
         return group
 
     def among(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
-        """A new group of some ranks; collective over all of them. None if this rank is not in."""
-        group = self._new(ranks, self._backend)
-        return group if self.rank in ranks else None
+        """A new group of some ranks of this pipeline; collective over all ranks, of all pipelines.
+        None if this rank is not in.
+        """
+        return self._new_each(ranks, self._backend)
 
-    def _new(self, ranks: Sequence[int], backend: str) -> dist.ProcessGroup:
+    def replicas(self) -> dist.ProcessGroup | None:
+        """A new group of the ranks that hold replicas of this rank's stages; collective over all
+        ranks. None where there is one pipeline.
+        """
+        if self.layout.replicas == 1:
+            return None
+        groups = [self._new(column, self._backend) for column in self.layout.columns]
+        return groups[self.rank]
+
+    def _new_each(self, ranks: Sequence[int], backend: str) -> dist.ProcessGroup | None:
+        """A new group of these ranks in each pipeline: that of this one, if this rank is in it."""
+        groups = [
+            self._new([pipeline[rank] for rank in ranks], backend)
+            for pipeline in self.layout.pipelines
+        ]
+        return groups[self.layout.replica] if self.rank in ranks else None
+
+    def _new(self, members: Sequence[int], backend: str) -> dist.ProcessGroup:
         limit = timedelta(seconds=self.timeout)
         group = cast(
-            "dist.ProcessGroup", dist.new_group(list(ranks), timeout=limit, backend=backend)
+            "dist.ProcessGroup", dist.new_group(sorted(members), timeout=limit, backend=backend)
         )
-        if self.rank in ranks:
+        if self._own in members:
             self._owned.append(group)
         return group
 
-    def sum(self, tensor: Tensor) -> Tensor:
-        """Sum ``tensor`` (CPU) over all ranks, in place; it comes back only if all took part.
-
-        Raises:
-            LostPeerError: some rank did not.
-        """
-        return self.start_sum(tensor).wait()
-
     def meet(self) -> None:
-        """Wait until every rank is here.
-
-        Raises:
-            LostPeerError: some rank did not come.
-        """
-        self.sum(torch.zeros(1, device="cpu"))
+        """Wait until every rank of the pipeline is here; see ``Control``."""
+        self.pipeline.meet()
 
     def start_sum(self, tensor: Tensor) -> Sum:
-        """Start to sum ``tensor`` (CPU) over all ranks, in place.
-
-        Raises:
-            LostPeerError: a rank is known to be gone.
-        """
-        if self.ranks == 1:
-            return Sum(tensor, None, self.losing)
-        with self.losing(_OTHERS):
-            work = dist.all_reduce(tensor, group=self.control, async_op=True)
-        return Sum(tensor, work, self.losing)
+        """Start to sum over the ranks of the pipeline; see ``Control``."""
+        return self.pipeline.start_sum(tensor)
 
     def announce(self, value: str | None, source: int) -> str:
-        """``value`` of rank ``source``, on every rank.
-
-        Raises:
-            LostPeerError: some rank did not take part.
-        """
-        if self.ranks > 1:
-            with self.losing(f"rank {source}"):
-                value = plain_messages.tell_in(value, source, self.control)
-        return value or ""
+        """``value`` of a rank of the pipeline, on all of them; see ``Control``."""
+        return self.pipeline.announce(value, source)
 
     def gather(self, value: Any) -> list[Any]:
-        """``value`` of every rank, by rank; see ``plain`` for what it may be.
-
-        Raises:
-            LostPeerError: some rank did not take part.
-        """
-        if self.ranks == 1:
-            return [value]
-        with self.losing(_OTHERS):
-            return plain_messages.gather_in(value, self.control)
+        """``value`` of every rank of the pipeline, by rank; see ``Control``."""
+        return self.pipeline.gather(value)
 
     @contextlib.contextmanager
     def losing(self, what: str) -> Iterator[None]:
@@ -274,7 +267,7 @@ class Groups:
     def _disconnect(self, group: dist.ProcessGroup) -> None:
         if dist.get_backend(group) != "nccl":
             for peer in dist.get_process_group_ranks(group):
-                if peer != self.rank:
+                if peer != self._own:
                     disconnect(group, peer)
 
     def destroy(self) -> None:
@@ -286,6 +279,8 @@ class Groups:
         for group in self._release():
             dist.destroy_process_group(group)
         self._lanes.clear()
+        self.pipeline.close()
+        self.everybody.close()
 
     def _release(self) -> list[dist.ProcessGroup]:
         owned, self._owned = self._owned, []

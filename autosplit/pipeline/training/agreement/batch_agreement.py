@@ -14,12 +14,18 @@ Parts: TypeAlias = "Mapping[str, Sequence[TensorMeta | None]]"
 """What a rank was given: ``inputs`` and ``targets``, each if it was; None for a tensor left out."""
 
 _ADVICE = "give every rank the same batch, or leave out (None) what its stages do not take"
+_ADVICE_TO_REPLICAS = (
+    "give every rank of a replica the replica's share of the batch, and each replica as many "
+    "samples, as a DistributedSampler and a DataLoader with drop_last=True do"
+)
 
 
 def check_same_batch(parts: Parts, groups: Groups) -> None:
     """Hold what this rank was given against what the others were; collective.
 
-    Without it, a loss of 4 samples' outputs and 8 samples' targets may well broadcast.
+    Without it, a loss of 4 samples' outputs and 8 samples' targets may well broadcast. Replicas of
+    the pipeline have samples of their own, as many as each other: the mean of their gradients is
+    that of all samples.
 
     Args:
         parts: what this rank was given.
@@ -28,7 +34,8 @@ def check_same_batch(parts: Parts, groups: Groups) -> None:
     Raises:
         PipelineError: names two ranks and what they have.
     """
-    everywhere: list[Parts] = groups.gather(dict(parts))
+    everywhere: list[Parts] = groups.everybody.gather(dict(parts))
+    advice = _ADVICE if groups.layout.replicas == 1 else _ADVICE_TO_REPLICAS
     for name in ("inputs", "targets"):
         given = [(rank, parts[name]) for rank, parts in enumerate(everywhere) if parts.get(name)]
         for rank, part in given[1:]:
@@ -36,9 +43,9 @@ def check_same_batch(parts: Parts, groups: Groups) -> None:
             if not _agree(other, part):
                 raise PipelineError(
                     f"the ranks were given different batches: the {name} are {listed(other)} on "
-                    f"rank {first} and {listed(part)} on rank {rank}; {_ADVICE}"
+                    f"rank {first} and {listed(part)} on rank {rank}; {advice}"
                 )
-    _check_samples(everywhere)
+    _check_samples(everywhere, advice)
 
 
 def _agree(one: Sequence[TensorMeta | None], other: Sequence[TensorMeta | None]) -> bool:
@@ -49,7 +56,7 @@ def _agree(one: Sequence[TensorMeta | None], other: Sequence[TensorMeta | None])
     return all(a == b for a, b in pairs if a is not None and b is not None)
 
 
-def _check_samples(everywhere: Sequence[Parts]) -> None:
+def _check_samples(everywhere: Sequence[Parts], advice: str) -> None:
     """Where no rank was given all of the batch, at least the samples must be as many."""
     found = [_tensors(parts) for parts in everywhere]
     every = {place: (rank, meta) for rank, own in enumerate(found) for place, meta in own.items()}
@@ -61,7 +68,7 @@ def _check_samples(everywhere: Sequence[Parts]) -> None:
     }
     if len(counts) > 1:
         raise PipelineError(
-            f"the ranks were given different batches: {' and '.join(counts.values())}; {_ADVICE}, "
+            f"the ranks were given different batches: {' and '.join(counts.values())}; {advice}, "
             "or give one rank all of it if it is meant so"
         )
 

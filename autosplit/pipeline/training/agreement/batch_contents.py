@@ -17,7 +17,7 @@ _BYTES = 2**21
 
 
 def compare_contents(tensors: Mapping[str, Sequence[Tensor | None]], groups: Groups) -> None:
-    """Warn on every rank where ranks were given other values; collective.
+    """Warn on every rank where ranks of its pipeline were given other values; collective.
 
     No error: what a rank's stages do not take may be a stand-in.
 
@@ -36,7 +36,7 @@ def compare_contents(tensors: Mapping[str, Sequence[Tensor | None]], groups: Gro
     ranks_by: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, digests in enumerate(groups.gather(own)):
         for what, seen in digests.items():
-            ranks_by[what][seen].append(rank)
+            ranks_by[what][seen].append(groups.member(rank))
     differing = {what: list(by.values()) for what, by in ranks_by.items() if len(by) > 1}
     if differing:
         # The caller of ``step``, behind ``check_same_batch`` and the runner.

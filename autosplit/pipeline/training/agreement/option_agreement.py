@@ -27,7 +27,7 @@ def check_unanimous(said: Mapping[str, Any], groups: Groups) -> None:
     Raises:
         PipelineError: names the first difference and the ranks.
     """
-    heard = groups.gather({name: _text(value) for name, value in said.items()})
+    heard = groups.everybody.gather({name: _text(value) for name, value in said.items()})
     for name in said:
         first = heard[0][name]
         for rank, other in enumerate(part[name] for part in heard):

@@ -1,0 +1,1 @@
+"""Device meshes: which ranks run one pipeline, and which hold replicas of a stage."""

@@ -1,0 +1,247 @@
+"""Replicas of a pipeline: equal weights, and gradients that are means over them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autosplit.errors import PipelineError
+from autosplit.mesh.reduction import ReductionQueue
+from autosplit.pipeline.engine.messages.gradient_buckets import Bucket, Member, buckets_of
+from autosplit.pipeline.engine.messages.link_times import measure_sum
+from autosplit.pipeline.engine.messages.process_groups import Groups
+from autosplit.pipeline.schedule.action import Action, ActionKind
+from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.simulation.reductions import Reductions, last_weights_by_stage
+from autosplit.pipeline.simulation.timeline import Span
+from autosplit.torch_internals.storage import versions
+
+Completion = tuple[int, tuple[str, ...]]
+"""A stage, and those of its parameters whose gradients are complete at once."""
+
+_OTHERS = "the replicas of its stages"
+
+
+class ModelReplicas:
+    """What this rank's stages have to do with those of other replicas of the pipeline.
+
+    All start with the parameters and buffers of the first replica, and optimizers get the mean of
+    the gradients. Buffers that a forward writes become those of the first replica behind it, as
+    under DistributedDataParallel. With one pipeline nothing here communicates. Creating one is
+    collective over all ranks.
+
+    Args:
+        modules: this rank's stages by index.
+        groups: the trainer's process groups.
+        settled: waits until the device has done what it was given.
+        is_shared: whether a parameter's gradient is summed with others of the pipeline before.
+        cap: bytes of a bucket of gradients.
+
+    Raises:
+        PipelineError: a stage is not alike in all replicas.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[int, nn.Module],
+        groups: Groups,
+        settled: Callable[[], None],
+        is_shared: Callable[[nn.Parameter], bool],
+        cap: int,
+    ) -> None:
+        self._modules = modules
+        self._groups = groups
+        self._settled = settled
+        self._is_shared = is_shared
+        self._cap = cap
+        self._link = groups.replicas()
+        self._queues: dict[tuple[Completion, ...], tuple[ReductionQueue, list[Bucket]]] = {}
+        self._queue: ReductionQueue | None = None
+        self._buckets: list[Bucket] = []
+        self._marks: dict[tuple[int, str], tuple[int, int]] = {}
+        self._bytes: dict[int, int] = {}
+        if self._link is not None:
+            _check_alike(modules, groups)
+            self._adopt(_tensors(modules))
+            self._marks = self._buffer_marks()
+            for part in groups.gather({at: _trained_bytes(each) for at, each in modules.items()}):
+                self._bytes |= part
+
+    @contextlib.contextmanager
+    def averaging(self, completions: Sequence[Completion], *, timed: bool) -> Iterator[None]:
+        """Make the gradients that come inside means over the replicas, one reduction a bucket.
+
+        Args:
+            completions: in which order gradients are said to be complete; the same in all replicas.
+            timed: whether ``spans`` is asked for.
+
+        Raises:
+            LostPeerError: a rank that holds a replica did not take part.
+        """
+        if self._link is None:
+            yield
+            return
+        key = tuple(completions)
+        if key not in self._queues:
+            self._queues[key] = self._make_queue(key)
+        self._queue, self._buckets = self._queues[key]
+        for bucket in self._buckets:
+            bucket.timed, bucket.times = timed, None
+        with self._queue.reducing():
+            yield
+
+    def ready(self, completion: Completion) -> None:
+        """Start the reductions that wait for these gradients and for none before them."""
+        if self._queue is not None and self._queue.open:
+            self._queue.ready(completion)
+
+    def reducing_early(self, schedule: Schedule) -> Schedule:
+        """The schedule, whose last Ws come stage by stage where replicas reduce gradients."""
+        if not self._bytes:
+            return schedule
+        return replace(schedule, ranks=last_weights_by_stage(schedule.ranks, self._bytes))
+
+    def measured(self, slices: int) -> Reductions | None:
+        """What replicas reduce, and how long their links take for it; collective over all ranks.
+        None with one pipeline.
+
+        Args:
+            slices: into how many parts W is cut.
+        """
+        if self._link is None:
+            return None
+        device = next(iter(_tensors(self._modules)), torch.empty(0)).device
+        link = measure_sum(self._groups, device, self._link)
+        return Reductions([self._bytes[at] for at in sorted(self._bytes)], link, self._cap, slices)
+
+    @property
+    def spans(self) -> list[Span]:
+        """When the last reductions ran, where that was noted."""
+        rank = self._groups.rank
+        return [
+            Span(rank, Action(bucket.stage or 0, ActionKind.REDUCE_GRAD, 0), *bucket.times)
+            for bucket in self._buckets
+            if bucket.times is not None
+        ]
+
+    def equalise_buffers(self) -> None:
+        """Give all replicas the buffers of the first that were written since.
+
+        Raises:
+            LostPeerError: a rank that holds a replica did not take part.
+        """
+        if self._link is None:
+            return
+        marks = self._buffer_marks()
+        written = [at for at, mark in marks.items() if self._marks.get(at) != mark]
+        if written:
+            buffers = dict(_buffers(self._modules))
+            self._adopt([buffers[at] for at in written])
+            marks = self._buffer_marks()
+        self._marks = marks
+
+    def _make_queue(self, completions: Sequence[Completion]) -> tuple[ReductionQueue, list[Bucket]]:
+        """Buckets of all gradients, in the order in which they are complete."""
+        # A parameter of several completions, as of stages that share it, waits for the last.
+        last: dict[int, Completion] = {}
+        for completion in completions:
+            stage, names = completion
+            own = dict(self._modules[stage].named_parameters(remove_duplicate=False))
+            for parameter in (own[name] for name in names):
+                last.pop(id(parameter), None)
+                last[id(parameter)] = completion
+        known: dict[int, tuple[int, nn.Parameter]] = {}
+        for stage, module in self._modules.items():
+            for parameter in module.parameters():
+                if parameter.requires_grad:
+                    known.setdefault(id(parameter), (stage, parameter))
+        early = [at for at in last if at in known and not self._is_shared(known[at][1])]
+        late = [at for at in known if at not in early]
+        needs: list[tuple[Completion, ...]] = [
+            *((last[at],) for at in early),
+            *(() for _ in late),
+        ]
+        members = [Member([known[at][1]], 0, self._link, known[at][0]) for at in (*early, *late)]
+        # Those that wait for the end have buckets of their own.
+        found = self._buckets_of(members[: len(early)], needs)
+        found += self._buckets_of(members[len(early) :], needs[len(early) :])
+        return ReductionQueue(found, self._settled), [bucket for bucket, _ in found]
+
+    def _buckets_of(
+        self, members: Sequence[Member], needs: Sequence[tuple[Completion, ...]]
+    ) -> list[tuple[Bucket, set[Completion]]]:
+        made = buckets_of(
+            members, self._groups.losing, parts=self._groups.layout.replicas, cap=self._cap
+        )
+        return [(bucket, {each for at in places for each in needs[at]}) for bucket, places in made]
+
+    def _buffer_marks(self) -> dict[tuple[int, str], tuple[int, int]]:
+        buffers = dict(_buffers(self._modules))
+        marks = versions(buffers.values())
+        return {
+            at: (id(each), mark) for (at, each), mark in zip(buffers.items(), marks, strict=True)
+        }
+
+    @torch.no_grad()
+    def _adopt(self, tensors: Sequence[Tensor]) -> None:
+        """Take over the values of the first replica."""
+        source = self._groups.layout.columns[self._groups.rank][0]
+        for tensor in tensors:
+            if not tensor.numel():
+                continue
+            values = tensor.detach().clone(memory_format=torch.contiguous_format)
+            with self._groups.losing(_OTHERS):
+                # As bytes, for not every backend knows every dtype.
+                dist.broadcast(values.view(-1).view(torch.uint8), src=source, group=self._link)
+            tensor.copy_(values)
+
+
+def _buffers(modules: Mapping[int, nn.Module]) -> Iterator[tuple[tuple[int, str], Tensor]]:
+    for stage, module in modules.items():
+        for name, buffer in module.named_buffers():
+            yield (stage, name), buffer
+
+
+def _trained_bytes(module: nn.Module) -> int:
+    trained = (p for p in module.parameters() if p.requires_grad)
+    return sum(p.numel() * (getattr(p, "grad_dtype", None) or p.dtype).itemsize for p in trained)
+
+
+def _tensors(modules: Mapping[int, nn.Module]) -> list[Tensor]:
+    """Parameters and buffers, each once."""
+    found = {
+        id(tensor): tensor
+        for module in modules.values()
+        for tensor in (*module.parameters(), *module.buffers())
+    }
+    return list(found.values())
+
+
+def _check_alike(modules: Mapping[int, nn.Module], groups: Groups) -> None:
+    own = [
+        f"stage {stage}'s {name}: {_form(tensor)}"
+        for stage, module in modules.items()
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+    ]
+    everywhere = groups.everybody.gather(own)
+    for column in groups.layout.columns:
+        first, *others = column
+        for other in others:
+            expected, came = everywhere[first], everywhere[other]
+            if came != expected:
+                here = next((each for each in came if each not in expected), "nothing more")
+                there = next((each for each in expected if each not in came), "nothing more")
+                raise PipelineError(
+                    f"the ranks {first} and {other} hold replicas of the same stages, which must "
+                    f"be built alike: rank {first} has {there}, rank {other} has {here}"
+                )
+
+
+def _form(tensor: Tensor) -> str:
+    trains = ", trained" if tensor.requires_grad else ""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{trains}"

@@ -1,0 +1,233 @@
+"""Steps of meshes and schedules, held against plain autograd in one process."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from autosplit.pipeline import PipelineTrainer
+from autosplit.pipeline.engine.processes.launch import launch
+
+from ..results import Rows, table
+
+WIDTH, ROWS, MICROBATCHES, STEPS = 64, 16, 4, 2
+CAP_MB = 0.05  # so that a stage has several buckets
+
+MESHES: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
+    "pp 2 x dp_replicate 2": (("pp", "dp_replicate"), (2, 2)),
+    "dp_replicate 2 x pp 2": (("dp_replicate", "pp"), (2, 2)),
+    "dp_replicate 4": (("dp_replicate",), (4,)),
+    "pp 2 x dp_replicate 4": (("pp", "dp_replicate"), (2, 4)),
+    "pp 4 x dp_replicate 2": (("pp", "dp_replicate"), (4, 2)),
+}
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "1f1b": {},
+    "1f1b, fused": {"schedule": "1f1b", "split_backward": False},
+    "1f1b, early, 2 slices": {"schedule": "1f1b", "early_weights": True, "slices": 2},
+    "1f1b, 2 slices": {"schedule": "1f1b", "slices": 2},
+    "interleaved": {"schedule": "interleaved"},
+    "zb-v": {"schedule": "zb-v"},
+}
+MEMORY = ("fast", "balanced", "lean")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One mesh, schedule and memory setting."""
+
+    mesh: str
+    schedule: str
+    memory: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.mesh}, {self.schedule}, memory={self.memory}"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"memory": self.memory, **SCHEDULES[self.schedule]}
+
+    def stages(self, ranks: int) -> int:
+        """Two a rank where the schedule wants them, else one; at least two."""
+        chunks = 2 if self.schedule in ("interleaved", "zb-v") else 1
+        return max(2, chunks * ranks)
+
+
+class Block(nn.Module):
+    """A residual block with a norm and a bias: gradients of every kind."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        torch.manual_seed(index)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
+        return found
+
+
+def cases() -> Iterator[Case]:
+    for mesh, (names, _) in MESHES.items():
+        for schedule in SCHEDULES:
+            if schedule == "zb-v" and "pp" not in names:
+                continue
+            yield from (Case(mesh, schedule, memory) for memory in MEMORY)
+
+
+def measure(only: str = "") -> Iterator[dict[str, Any]]:
+    """A row for each case whose name has ``only`` in it."""
+    for mesh, (_, shape) in MESHES.items():
+        mine = [each for each in cases() if each.mesh == mesh and only in each.name]
+        if mine:
+            found = launch(on_rank, math.prod(shape), (mine,), timeout=900)
+            for number, case in enumerate(mine):
+                yield {"name": case.name, **dataclasses.asdict(case), **_worst(found, number)}
+
+
+def _worst(found: list[Rows], number: int) -> dict[str, Any]:
+    rows = [rank[number] for rank in found]
+    return {
+        "equal": all(row["equal"] for row in rows),
+        "difference": max(row["difference"] for row in rows),
+        "norm": all(row["norm"] for row in rows),
+        "norms": sorted({row["grad_norm"] for row in rows}),
+        "reductions": max(row["reductions"] for row in rows),
+        "buckets": max(row["buckets"] for row in rows),
+    }
+
+
+def on_rank(mine: list[Case]) -> Rows:
+    return [_run(case) for case in mine]
+
+
+def _run(case: Case) -> dict[str, Any]:
+    names, shape = MESHES[case.mesh]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    sizes: Mapping[str, int] = dict(zip(names, shape, strict=True))
+    stages, replicas = case.stages(sizes.get("pp", 1)), sizes["dp_replicate"]
+    reference, norm = _by_hand(stages, replicas)
+    counted: list[int] = []
+    with PipelineTrainer(
+        Block,
+        F.mse_loss,
+        lambda parameters: torch.optim.AdamW(parameters),
+        stages=stages,
+        microbatches=MICROBATCHES,
+        mesh=mesh,
+        max_grad_norm=1e9,
+        bucket_cap_mb=CAP_MB,
+        **case.options,
+    ) as trainer:
+        share = _share(mesh.get_local_rank("dp_replicate"))
+        trainer.forward_backward(share)
+        pairs = [
+            (gradient, reference[stage][name])
+            for stage, own in trainer.gradients().items()
+            for name, gradient in own.items()
+        ]
+        found = trainer.grad_norm
+        for module in trainer.modules.values():
+            module.zero_grad(set_to_none=True)
+        with _counting(counted):
+            for _ in range(STEPS):
+                trainer.step(share)
+    difference = max((mine - other).abs().max().item() for mine, other in pairs)
+    return {
+        "equal": all(torch.equal(mine, other) for mine, other in pairs),
+        "difference": difference,
+        "norm": found == norm,
+        "grad_norm": found,
+        "reductions": len(counted) / STEPS,
+        "buckets": _buckets([p for m in trainer.modules.values() for p in m.parameters()]),
+    }
+
+
+def _buckets(parameters: list[nn.Parameter]) -> int:
+    """At least so many messages carry these gradients."""
+    return math.ceil(sum(p.nbytes for p in parameters) / (CAP_MB * 2**20))
+
+
+class _counting:  # noqa: N801
+    """Notes the elements of every all-reduce of gradients inside."""
+
+    def __init__(self, found: list[int]) -> None:
+        self._found = found
+        self._reduce = dist.all_reduce
+
+    def __enter__(self) -> None:
+        def all_reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if tensor.dtype == torch.float32 and tensor.numel() > 1:
+                self._found.append(tensor.numel())
+            return self._reduce(tensor, *args, **kwargs)
+
+        dist.all_reduce = all_reduce  # type: ignore[assignment]
+
+    def __exit__(self, *_: object) -> None:
+        dist.all_reduce = self._reduce
+
+
+def _share(replica: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(replica)
+    return (
+        torch.randn(ROWS, WIDTH, generator=generator),
+        torch.randn(ROWS, WIDTH, generator=generator),
+    )
+
+
+def _by_hand(stages: int, replicas: int) -> tuple[list[dict[str, Tensor]], float]:
+    """Gradients by stage and name, each the mean over the replicas' shares, and their norm."""
+    modules = [Block(index) for index in range(stages)]
+    model = nn.Sequential(*modules)
+    sums: list[Tensor] = []
+    for replica in range(replicas):
+        model.zero_grad(set_to_none=True)
+        inputs, targets = (part.chunk(MICROBATCHES) for part in _share(replica))
+        for x, y in zip(inputs, targets, strict=True):
+            (F.mse_loss(model(x), y) / MICROBATCHES).backward()
+        own = [p.grad for p in model.parameters() if p.grad is not None]
+        sums = [a + b for a, b in zip(sums, own, strict=True)] if sums else own
+    means = [each / replicas for each in sums]
+    for parameter, mean in zip(model.parameters(), means, strict=True):
+        parameter.grad = mean
+    squares = [torch.linalg.vector_norm(g, dtype=torch.float64).item() ** 2 for g in means]
+    found = [
+        {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+        for module in modules
+    ]
+    return found, math.sqrt(math.fsum(squares))
+
+
+def render(rows: Rows) -> str:
+    """A line for each mesh and schedule, over the memory settings."""
+    cells = []
+    for mesh, schedule in dict.fromkeys((row["mesh"], row["schedule"]) for row in rows):
+        mine = [row for row in rows if (row["mesh"], row["schedule"]) == (mesh, schedule)]
+        norms = {norm for row in mine for norm in row["norms"]}
+        cells.append(
+            [
+                mesh,
+                schedule,
+                ", ".join(row["memory"] for row in mine),
+                "yes" if all(row["equal"] for row in mine) else "no",
+                f"{max(row['difference'] for row in mine):.2g}",
+                "yes" if all(row["norm"] for row in mine) else "no",
+                str(len(norms)),
+                f"{max(row['reductions'] for row in mine):g}",
+                f"{max(row['buckets'] for row in mine):g}",
+            ]
+        )
+    headers = [
+        *("mesh", "schedule", "memory", "bit for bit", "largest difference"),
+        *("norm bit for bit", "norms seen", "reductions a step", "buckets, at least"),
+    ]
+    return table(headers, cells)

@@ -1,0 +1,60 @@
+"""The page of this benchmark."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ..part import Part, fill
+from ..results import Results
+from . import exactness, hidden
+
+_PAGE = """\
+# Meshes: pipelines with replicas
+
+Written by `python -m benchmarks.mesh`. {environment}
+{sections}
+## Again
+
+```sh
+{commands}
+```
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How much to measure: timed steps of each case, and only cases with this in their name."""
+
+    steps: int
+    only: str
+
+
+PARTS: dict[str, Part[Settings]] = {
+    "exactness": Part(
+        "Gradients of meshes against one process",
+        "Each replica of a pipeline takes its own share of the batch; gradients are held against "
+        "those of plain autograd in one process, which adds up the shares' gradients one after "
+        "another and divides by their number. With two replicas the order of the sum is the same, "
+        "and so are the bits; with four, Gloo adds in another order. The norm is that of one "
+        "process, and one number over all schedules and memory settings of a model with the same "
+        "stages. A reduction is an all-reduce of gradients; each bucket is reduced once a step, "
+        "and a stage's buckets are at most 0.05 MiB, or one parameter.",
+        lambda settings: exactness.measure(settings.only),
+        exactness.render,
+    ),
+    "hidden": Part(
+        "Reductions behind W",
+        "Two replicas of two ranks, stages that sleep for F, I and W alike, and a link between "
+        "replicas on which the reduction of all of a rank's gradients takes 0.5 or 1 times as long "
+        "as W of a microbatch. Hidden is the share of that time until the last rank of the "
+        "pipeline stops computing: the rest lengthens the step. The goal is 80 % where W lasts "
+        "longer, and steps within 3 % of the simulated ones; what misses it is bold.",
+        lambda settings: hidden.measure(settings.steps, settings.only),
+        hidden.render,
+    ),
+}
+
+
+def write(results: Results) -> None:
+    """``README.md`` beside the results."""
+    (results.path.parent / "README.md").write_text(fill(_PAGE, PARTS, results))

@@ -1,0 +1,85 @@
+"""Pipelines with replicas, over real Gloo processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autosplit.errors import PipelineError
+from tests.mesh import workers
+from tests.ranks import Ranks
+
+Results = list[dict[str, Any]]
+
+KNOWN = "'pp' (the stages of one pipeline), 'dp_replicate' (replicas of it, each with its own share"
+SAID = {
+    "ep": f"mesh dimension 'ep' is not supported; those that are: {KNOWN}",
+    "nameless": "the dimensions of the mesh of (2, 2) ranks have no names: init_device_mesh(",
+    "tp": "mesh dimension 'tp' of 2 ranks: PipelineTrainer does nothing along it; stages of",
+    "half": "the mesh (pp=2) is of 2 ranks, [0, 1], and the process group has 4, 0 to 3",
+    "no mesh": "mesh is a DeviceMesh of torch.distributed.device_mesh; got a str",
+    "ranks": "ranks=2 has no effect beside mesh, which says who takes part",
+    "long": "the mesh has 4 ranks along 'pp' for 2 stages: each needs at least one stage",
+    "cuda": "the mesh is one of 'cpu' devices, but the stages go to meta: init_device_mesh('meta'",
+    "cap": "bucket_cap_mb is a positive number of MiB",
+    "shapes": "the inputs are float32[8, 6] on rank 0 and float32[4, 6] on rank 1; give every rank",
+    "one of two shapes": "batches of different shapes: the inputs are float32[8, 6] on rank 0 and",
+    "built differently": "the ranks 2 and 3 hold replicas of the same stages, which must be built",
+    "failing": "rank 3 failed in 1F1: ValueError: bad weather",
+    "nan": "nan True",
+}
+
+
+@pytest.fixture(scope="module")
+def four(on_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    folder: Path = tmp_path_factory.mktemp("mesh")
+    return on_ranks(workers.four_ranks, 4, (folder,), timeout=200)
+
+
+@pytest.mark.parametrize("case", [*workers.EXACT, "no pipeline"])
+def test_losses_gradients_and_norm(four: Results, case: str) -> None:
+    """Bit for bit those of autograd in one process, which averages the shares of two."""
+    for found in four:
+        assert found[case] == dict.fromkeys(found[case], True)
+
+
+@pytest.mark.parametrize("case", ["reductions", "training", "saved"])
+def test_what_all_ranks_find_right(four: Results, case: str) -> None:
+    """Each bucket is reduced once a step; clipped training is that of one process; a checkpoint is
+    taken up by the same mesh bit for bit, and by other ones.
+    """
+    for found in four:
+        assert found[case] == dict.fromkeys(found[case], True)
+
+
+def test_a_slice_is_reduced_while_the_next_is_computed(four: Results) -> None:
+    for found in four:
+        order = found["under way"]
+        last = order.index("W1.1") if "W1.1" in order else -1
+        assert order.index("W0.0") < order.index("W1.0") < order.index("reduction") < last
+
+
+def test_what_replicas_share(four: Results) -> None:
+    """They start with one model, keep its buffers, and each has its own losses; parameters without
+    a gradient stay without, steps accumulate, and all find one schedule.
+    """
+    for found in four:
+        also = dict(found["also"])
+        assert also.pop("timeline") == ["0REDUCE_GRAD", "1REDUCE_GRAD"]
+        assert also == dict.fromkeys(also, True)
+
+
+@pytest.mark.parametrize("case", SAID)
+def test_what_is_refused(four: Results, case: str) -> None:
+    for found in four:
+        assert SAID[case] in found["refused"][case]
+
+
+def test_a_killed_rank_ends_all_replicas(on_ranks: Ranks, tmp_path: Path) -> None:
+    with pytest.raises(PipelineError):
+        on_ranks(workers.with_a_death, 4, (tmp_path,), timeout=60)
+    said = [(tmp_path / f"{rank}.txt").read_text() for rank in range(3)]
+    how = ("rank 3 was killed by SIGKILL", "rank 3 ended without a word")  # once it is reaped
+    assert all(each.startswith(how) for each in said)

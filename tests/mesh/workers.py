@@ -1,0 +1,472 @@
+"""What ranks of a mesh run in tests, and the models they train."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import math
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from autosplit.checkpoint import load_checkpoint, save_checkpoint
+from autosplit.errors import AutosplitError
+from autosplit.pipeline import PipelineTrainer
+from autosplit.pipeline.engine.messages.gradient_buckets import Bucket
+from autosplit.pipeline.schedule.action import ActionKind
+from autosplit.stage import Stage
+from tests.pipeline.reference_stage import ReferenceStage
+
+WIDTH, ROWS, M = 6, 8, 4
+
+
+def block(index: int) -> nn.Module:
+    """Stage ``index``, the same on every call."""
+    torch.manual_seed(index)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+
+def share(replica: int, step: int = 0) -> tuple[Tensor, Tensor]:
+    """A replica's share of the batch."""
+    generator = torch.Generator().manual_seed(10 * step + replica)
+    return (
+        torch.randn(ROWS, WIDTH, generator=generator),
+        torch.randn(ROWS, WIDTH, generator=generator),
+    )
+
+
+def adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.1)
+
+
+def trainer(
+    mesh: DeviceMesh | None = None, build: Any = block, stages: int | None = 2, **options: Any
+) -> PipelineTrainer:
+    options = {"microbatches": M, "timeout": 60.0, **options}
+    loss_fn = options.pop("loss_fn", F.mse_loss)
+    return PipelineTrainer(
+        build, loss_fn, options.pop("optimizer_fn", adam), stages=stages, mesh=mesh, **options
+    )
+
+
+def replica_of(mesh: DeviceMesh) -> int:
+    names = mesh.mesh_dim_names or ()
+    return mesh.get_local_rank("dp_replicate") if "dp_replicate" in names else 0
+
+
+def by_hand(
+    build: Callable[[int], nn.Module], stages: int, replicas: int, steps: int = 1, **kwargs: Any
+) -> tuple[nn.Sequential, list[list[float]], float]:
+    """Plain autograd in one process: the mean of what each replica's share gives.
+
+    Returns:
+        The model with the gradients of the last step in ``.grad``, the losses of that step by
+        replica, and the norm of those gradients.
+    """
+    model = nn.Sequential(*(build(index) for index in range(stages)))
+    optimizer = kwargs.get("optimizer_fn", adam)(list(model.parameters()))
+    losses: list[list[float]] = []
+    norm = 0.0
+    for step in range(steps):
+        sums: list[list[Tensor | None]] = []
+        losses = []
+        for replica in range(replicas):
+            inputs, targets = share(replica, step)
+            model.zero_grad(set_to_none=True)
+            losses.append([])
+            for x, y in zip(inputs.chunk(M), targets.chunk(M), strict=True):
+                loss = F.mse_loss(model(x), y)
+                (loss / M).backward()
+                losses[-1].append(loss.item())
+            sums.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
+        for parameter, *parts in zip(model.parameters(), *sums, strict=True):
+            there = [part for part in parts if part is not None]
+            parameter.grad = None if not there else sum(there[1:], there[0]) / replicas
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        squares = [torch.linalg.vector_norm(g, dtype=torch.float64).item() ** 2 for g in grads]
+        norm = math.sqrt(math.fsum(squares))
+        if step + 1 < steps:
+            optimizer.step()
+    return model, losses, norm
+
+
+def agrees(made: PipelineTrainer, model: nn.Sequential) -> bool:
+    """Whether this rank's gradients are those of the model, bit for bit."""
+    for stage, found in made.gradients().items():
+        expected = dict(model[stage].named_parameters())
+        if found.keys() != {name for name, p in expected.items() if p.grad is not None}:
+            return False
+        if not all(torch.equal(found[name], expected[name].grad) for name in found):
+            return False
+    return True
+
+
+@contextlib.contextmanager
+def counted_reductions() -> Iterator[list[int]]:
+    """The bytes of each all-reduce of gradients that starts inside."""
+    found: list[int] = []
+    original = dist.all_reduce
+
+    def all_reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if tensor.dtype != torch.float64 and tensor.numel() > 1:  # not losses, norms, meetings
+            found.append(tensor.nbytes)
+        return original(tensor, *args, **kwargs)
+
+    dist.all_reduce = all_reduce  # type: ignore[assignment]
+    try:
+        yield found
+    finally:
+        dist.all_reduce = original
+
+
+def refusal(act: Callable[[], Any]) -> str:
+    """What is said to what cannot be."""
+    try:
+        act()
+    except AutosplitError as error:
+        return str(error)
+    return "accepted"
+
+
+# --- cases of four ranks --------------------------------------------------------------------------
+
+
+def exactness(mesh: DeviceMesh, stages: int, **options: Any) -> dict[str, bool]:
+    """A step's losses, gradients and norm, held against autograd in one process."""
+    replicas = mesh.size() // (
+        mesh.size(mesh.mesh_dim_names.index("pp")) if "pp" in (mesh.mesh_dim_names or ()) else 1
+    )
+    model, losses, norm = by_hand(block, stages, replicas)
+    with trainer(mesh, stages=stages, max_grad_norm=1e9, **options) as made:
+        seen = made.forward_backward(share(replica_of(mesh)))
+        return {
+            "losses": seen.tolist() == losses[replica_of(mesh)],
+            "gradients": agrees(made, model),
+            "norm": made.grad_norm == norm,
+        }
+
+
+REFERENCE = {"stage_factory": ReferenceStage}
+EXACT: dict[str, tuple[int, dict[str, Any]]] = {
+    "slices": (2, {"slices": 2}),
+    "early": (2, {"early_weights": True, "slices": 2, "memory": "lean"}),
+    "1f1b": (2, REFERENCE),
+    "fused": (2, {"split_backward": False, **REFERENCE}),
+    "interleaved": (4, {"schedule": "interleaved", **REFERENCE}),
+    "zb-v": (4, {"schedule": "zb-v", "bucket_cap_mb": 1e-4, **REFERENCE}),
+}
+
+
+class Late(nn.Module):
+    """A block that fails in microbatch 1 of the forward where ``fails``."""
+
+    def __init__(self, index: int, fails: bool) -> None:
+        super().__init__()
+        self.block = block(index)
+        self._calls = itertools.count(-1)  # -1, because building the stage runs the module once
+        self._fails = fails
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Late:
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self._fails and next(self._calls) == 1:
+            raise ValueError("bad weather")
+        found: Tensor = self.block(x)
+        return found
+
+
+class Counting(nn.Module):
+    """A block with a buffer that each forward writes."""
+
+    seen: Tensor
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.block = block(index)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.block(x)
+        self.seen.copy_(found.detach().sum())
+        return found
+
+
+class Partly(nn.Module):
+    """A block with a parameter that gets no gradient."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.block = block(index)
+        self.unused = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.block(x)
+        return found
+
+
+def once_each(mesh: DeviceMesh) -> dict[str, Any]:
+    """The all-reduces of steps, by where they came from."""
+    found: dict[str, Any] = {}
+    own = share(replica_of(mesh))
+    bytes_of = 4 * (2 * WIDTH * WIDTH + 2 * WIDTH)
+    # Beside the gradients goes a number for each parameter.
+    cases = {
+        "one bucket": (25.0, [bytes_of + 16]),
+        "one each": (1e-5, sorted([4 * WIDTH * WIDTH + 4, 4 * WIDTH + 4] * 2)),
+    }
+    for name, (cap, expected) in cases.items():
+        with trainer(mesh, bucket_cap_mb=cap, **REFERENCE) as made:
+            made.step(own)
+            with counted_reductions() as reductions:
+                made.step(own)
+                made.step(own)
+        found[name] = sorted(reductions) == sorted([*expected, *expected])
+    return found
+
+
+def under_way(mesh: DeviceMesh) -> list[str]:
+    """Which W ran and which reductions started, in order, of a stage with slices."""
+    found: list[str] = []
+    run, start = Stage.backward_weight, Bucket.start
+
+    def ran(self: Any, microbatch: Any, slice: Any = None) -> None:
+        found.append(f"W{microbatch}.{slice}")
+        run(self, microbatch, slice)
+
+    def started(self: Any) -> None:
+        found.append("reduction")
+        start(self)
+
+    Stage.backward_weight, Bucket.start = ran, started  # type: ignore[method-assign]
+    try:
+        options = {"schedule": "gpipe", "weights": "2bp", "slices": 2, "bucket_cap_mb": 1e-4}
+        with trainer(mesh, microbatches=2, **options) as made:
+            made.step(share(replica_of(mesh)))
+    finally:
+        Stage.backward_weight, Bucket.start = run, start  # type: ignore[method-assign]
+    return found
+
+
+def training(mesh: DeviceMesh, **options: Any) -> dict[str, bool]:
+    """Three steps that clip, held against one process."""
+
+    def clipped(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.5)
+
+    replicas = 2
+    model = nn.Sequential(block(0), block(1))
+    optimizer = clipped(list(model.parameters()))
+    for step in range(3):
+        reference, _, norm = by_hand(lambda i: copy.deepcopy(model[i]), 2, replicas, 1 + 0 * step)
+        for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            mine.grad = theirs.grad
+        total = torch.tensor(norm)
+        torch.nn.utils.clip_grads_with_norm_(list(model.parameters()), 0.05, total)
+        optimizer.step()
+    own = share(replica_of(mesh))
+    with trainer(mesh, optimizer_fn=clipped, max_grad_norm=0.05, **REFERENCE, **options) as made:
+        for _ in range(3):
+            made.step(own)
+        made_norm = made.grad_norm
+        state = made.state_dict()
+    return {
+        "norm": made_norm == norm,
+        "weights": all(
+            torch.equal(value, model[stage].state_dict()[name])
+            for stage, own_state in state.items()
+            for name, value in own_state.items()
+        ),
+    }
+
+
+def also(mesh: DeviceMesh) -> dict[str, Any]:
+    """What else a replica shares, or does not, with the others."""
+    replica = replica_of(mesh)
+    own = share(replica)
+    found: dict[str, Any] = {}
+
+    def differing(index: int) -> nn.Module:
+        torch.manual_seed(100 * replica + index)
+        return Counting(index) if replica == 0 else Counting(index + 10)
+
+    with trainer(mesh, differing, **REFERENCE) as made:
+        made.step(own)
+        values = [*made.state_dict().values()]
+        evaluated = made.evaluate(own).tolist()
+        found["public"] = made.mesh is mesh and made.rank == mesh.get_local_rank("pp")
+    flat = torch.cat([each.flatten() for each in values[0].values()])
+    rows = [torch.zeros_like(flat) for _ in range(4)]
+    dist.all_gather(rows, flat)
+    ranks = mesh.mesh.tolist()
+    pp = mesh.get_local_rank("pp")
+    found["equal weights and buffers"] = torch.equal(rows[ranks[pp][0]], rows[ranks[pp][1]])
+    losses: list[Any] = [None] * 4
+    dist.all_gather_object(losses, evaluated)
+    found["own losses"] = losses[ranks[0][0]] != losses[ranks[0][1]]
+    found["same in a pipeline"] = all(losses[a] == losses[b] for a, b in zip(*ranks, strict=True))
+
+    model, _, _ = by_hand(Partly, 2, 2)
+    with trainer(mesh, Partly, **REFERENCE) as made:
+        made.forward_backward(own)
+        found["unused"] = agrees(made, model)
+        made.forward_backward(own)
+        twice = made.gradients()
+        found["accumulated"] = all(
+            torch.equal(grad, 2 * dict(model[stage].named_parameters())[name].grad)
+            for stage, grads in twice.items()
+            for name, grad in grads.items()
+        )
+    with trainer(mesh, schedule="auto", **REFERENCE) as made:
+        for _ in range(4):
+            made.step(own)
+        schedules: list[Any] = [None] * 4
+        dist.all_gather_object(schedules, made.schedule.ranks)
+        found["auto"] = all(each == schedules[0] for each in schedules)
+    with trainer(mesh, shapes=2, **REFERENCE) as made:
+        made.step(own)
+        made.step(tuple(each[:4] for each in own))
+        found["shapes"] = True
+    with trainer(mesh, record=True, **REFERENCE) as made:
+        made.step(own)
+        spans = made.timeline().spans
+        reduced = [each for each in spans if each.action.kind is ActionKind.REDUCE_GRAD]
+        found["timeline"] = sorted(str(each.action) for each in reduced)
+    return found
+
+
+def refused(mesh: DeviceMesh) -> dict[str, str]:
+    """What is said to bad meshes and bad batches, on this rank."""
+    replica = replica_of(mesh)
+    own = share(replica)
+
+    def built(made: DeviceMesh, **options: Any) -> str:
+        return refusal(lambda: trainer(made, **{**REFERENCE, **options}))
+
+    def ran(batch: Any, build: Any = block, **options: Any) -> str:
+        def act() -> None:
+            with trainer(mesh, build, **{**REFERENCE, **options}) as made:
+                made.step(own if options.get("shapes") else batch)
+                made.step(batch)
+
+        return refusal(act)
+
+    half = tuple(each[:4] for each in own) if replica else own
+    nan = (own[0] * float("nan"), own[1]) if replica else own
+    found = {
+        "ep": built(init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep"))),
+        "nameless": built(init_device_mesh("cpu", (2, 2))),
+        "tp": built(init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))),
+        "half": built(DeviceMesh("cpu", [0, 1], mesh_dim_names=("pp",))),
+        "no mesh": built("pp=2"),  # type: ignore[arg-type]
+        "ranks": built(mesh, ranks=2),
+        "long": built(init_device_mesh("cpu", (4,), mesh_dim_names=("pp",))),
+        "cuda": built(mesh, device="meta"),
+        "cap": built(mesh, bucket_cap_mb=0),
+        "shapes": ran(half),
+        "one of two shapes": ran(half, shapes=2),
+        "built differently": ran(
+            own, lambda index: nn.Linear(WIDTH, WIDTH, bias=dist.get_rank() != 3)
+        ),
+        "failing": ran(own, lambda index: Late(index, dist.get_rank() == 3)),
+    }
+    with trainer(mesh, max_grad_norm=1.0, **REFERENCE) as made:
+        made.forward_backward(nan)
+        grads = made.gradients()
+        all_nan = all(g.isnan().any() for each in grads.values() for g in each.values())
+        found["nan"] = f"{made.grad_norm} {bool(all_nan)}"
+    return found
+
+
+def saved(mesh: DeviceMesh, folder: Path) -> dict[str, Any]:
+    """Train on 2 x 2, save, and go on: on 2 x 2, on a pipeline of 4, and in one process."""
+    replica = replica_of(mesh)
+
+    def scheduler(made: PipelineTrainer) -> Any:
+        return torch.optim.lr_scheduler.StepLR(made.optimizer, 1, 0.5)
+
+    def weights(made: PipelineTrainer) -> dict[str, Tensor]:
+        return {
+            f"{at}.{k}": v.clone()
+            for at, each in made.state_dict().items()
+            for k, v in each.items()
+        }
+
+    found: dict[str, Any] = {}
+    names = {"names": lambda stage, name: f"{stage}.{name}"}
+    with trainer(mesh, stages=4, schedule="interleaved", **REFERENCE) as made:
+        rates = scheduler(made)
+        made.step(share(replica))
+        rates.step()
+        save_checkpoint(made, folder / "it", scheduler=rates, step=7, **names)
+        draws = torch.rand(2).tolist()
+        made.step(share(replica, 1))
+        expected = weights(made)
+    with trainer(mesh, stages=4, schedule="interleaved", **REFERENCE) as made:
+        rates = scheduler(made)
+        loaded = load_checkpoint(made, folder / "it", scheduler=rates, **names)
+        found["generators"] = loaded.generators == "continued" and torch.rand(2).tolist() == draws
+        found["step"] = loaded.step == 7 and rates.get_last_lr() == [0.05]
+        made.step(share(replica, 1))
+        found["2 x 2"] = all(torch.equal(v, expected[k]) for k, v in weights(made).items())
+    whole: list[Any] = [None] * 4
+    dist.all_gather_object(whole, expected)
+    after = {k: v for each in whole for k, v in each.items()}
+    # Both shares in one batch: the same but for the order in which microbatches are added up.
+    both = tuple(torch.cat(each) for each in zip(share(0, 1), share(1, 1), strict=True))
+    four = init_device_mesh("cpu", (4,), mesh_dim_names=("pp",))
+    for name, options in {"4": {"mesh": four}, "1": {"mesh": None, "ranks": 1}}.items():
+        with trainer(stages=4, microbatches=2 * M, **options, **REFERENCE) as made:
+            rates = scheduler(made)
+            loaded = load_checkpoint(made, folder / "it", scheduler=rates, **names)
+            made.step(both)
+            close = [torch.allclose(v, after[k], atol=1e-5) for k, v in weights(made).items()]
+            found[name] = all(close) and loaded.generators == "seeded"
+    return found
+
+
+def four_ranks(folder: Path) -> dict[str, Any]:
+    """Cases on pp 2 x dp_replicate 2, and the other order."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp_replicate"))
+    turned = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "pp"))
+    flat = init_device_mesh("cpu", (4,), mesh_dim_names=("dp_replicate",))
+    found: dict[str, Any] = {
+        name: exactness(turned if name == "early" else mesh, stages, **options)
+        for name, (stages, options) in EXACT.items()
+    }
+    alone = exactness(flat, 2, **REFERENCE)
+    found["no pipeline"] = {"losses": alone["losses"]}  # four numbers are added in some order
+    found["reductions"] = once_each(mesh)
+    found["under way"] = under_way(mesh)
+    found["training"] = training(mesh)
+    found["also"] = also(mesh)
+    found["refused"] = refused(mesh)
+    found["saved"] = saved(mesh, folder)
+    return found
+
+
+def with_a_death(folder: Path) -> None:
+    """Rank 3 is killed in a step; the others leave what they saw in a folder."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp_replicate"))
+
+    def build(index: int) -> nn.Module:
+        module = block(index)
+        if dist.get_rank() == 3:
+            module.register_forward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        return module
+
+    try:
+        with trainer(mesh, build, **REFERENCE) as made:
+            made.step(share(replica_of(mesh)))
+    except AutosplitError as error:
+        (folder / f"{dist.get_rank()}.txt").write_text(str(error))
+        raise

@@ -1,0 +1,87 @@
+"""Reductions over replicas in simulated steps, and the order of last Ws that lets them start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from autosplit.errors import ScheduleError
+from autosplit.pipeline.builders.build import build
+from autosplit.pipeline.schedule.action import Action, ActionKind
+from autosplit.pipeline.simulation.reductions import Reductions, last_weights_by_stage
+from autosplit.pipeline.simulation.simulate import simulate
+from autosplit.pipeline.simulation.timeline import Span, Timeline
+from autosplit.pipeline.simulation.transfer import Link
+
+LINK = Link(0.5, 10.0)
+
+
+def reduced(timeline: Timeline) -> list[tuple[int, str, float, float]]:
+    return [
+        (span.rank, str(span.action), span.start, span.end)
+        for span in timeline.spans
+        if span.action.kind is ActionKind.REDUCE_GRAD
+    ]
+
+
+def test_a_stage_is_reduced_behind_its_last_w() -> None:
+    """10 bytes take half a second and one more."""
+    schedule = build("naive", 2, 1)
+    found = simulate(schedule, lambda action: 1.0, reductions=Reductions([10.0, 20.0], LINK))
+    alone = simulate(schedule, lambda action: 1.0)
+    ends = {s.action.stage: s.end for s in alone.spans if s.action.kind is not ActionKind.FORWARD}
+    assert sorted(reduced(found)) == [
+        (0, "0REDUCE_GRAD", ends[0], ends[0] + 1.5),
+        (1, "1REDUCE_GRAD", ends[1], ends[1] + 2.5),
+    ]
+    assert found.makespan == max(ends[0] + 1.5, ends[1] + 2.5)
+    assert alone.reduction_hidden is None
+    assert found.bubble_ratio() > alone.bubble_ratio()
+
+
+def test_buckets_follow_each_other_on_a_link_and_slices_leave_early() -> None:
+    schedule = build("gpipe", 1, 2, weights="2bp")
+    parts = Reductions([40.0], Link(0.0, 10.0), cap=15.0, slices=2)
+    found = simulate(schedule, lambda action: 3.0, reductions=parts)
+    # F F I I until 12, then W W until 18: the first slice of both until 15.
+    assert [(start, end) for _, _, start, end in reduced(found)] == [
+        (15.0, 16.5),
+        (16.5, 17.0),
+        (18.0, 19.5),
+        (19.5, 20.0),
+    ]
+    assert found.reduction_hidden == pytest.approx(0.5)
+
+
+def test_overlapping_reductions_of_a_rank_count_once() -> None:
+    weights = Action(0, ActionKind.BACKWARD_WEIGHT, 0)
+    reduction = Action(0, ActionKind.REDUCE_GRAD, 0)
+    spans = (Span(0, weights, 0.0, 4.0), Span(0, reduction, 1.0, 5.0), Span(0, reduction, 2.0, 3.0))
+    assert Timeline(1, spans).reduction_hidden == pytest.approx(0.75)
+
+
+def test_last_weights_come_stage_by_stage_the_largest_first() -> None:
+    row = [Action.parse(text) for text in ("0F0", "2F0", "2I0", "2W0", "0I0", "0W0", "2W1", "0W1")]
+    (found,) = last_weights_by_stage([row], {0: 1.0, 2: 8.0})
+    assert list(map(str, found)) == ["0F0", "2F0", "2I0", "2W0", "0I0", "2W1", "0W0", "0W1"]
+    (other,) = last_weights_by_stage([row], {0: 8.0, 2: 1.0})
+    assert list(map(str, other))[-3:] == ["0W0", "0W1", "2W1"]
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"bytes": [-1.0]}, "the bytes of gradients are 0 or more, got"),
+        ({"bytes": [1.0], "cap": 0.0}, "a bucket has more than 0 bytes and W 1 slice or more"),
+        ({"bytes": [1.0], "slices": 0}, "a bucket has more than 0 bytes and W 1 slice or more"),
+    ],
+)
+def test_what_cannot_be_is_refused(bad: dict[str, Any], message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        Reductions(link=LINK, **bad)
+
+
+def test_a_stage_without_bytes_is_refused() -> None:
+    with pytest.raises(ScheduleError, match="stage 1 is run, but the bytes of 1 stages are given"):
+        simulate(build("gpipe", 2, 2), lambda action: 1.0, reductions=Reductions([1.0], LINK))
