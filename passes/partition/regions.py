@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection, Iterable
 from torch import fx
 
 from ..analysis.aliasing import is_free, producer, storage_bytes, storage_root
+from ..analysis.collectives import is_under_way
 from ..analysis.operator_cost import effort, is_cheap, recompute_cost
 from ..analysis.operators import checkpoint_region, is_random
 from ..analysis.symbolic_sizes import is_size
@@ -184,7 +185,7 @@ class Division:
         """
         if is_size(node):
             return Price(_SIZE_BYTES)
-        if tensor_of(node) is None:
+        if tensor_of(node) is None or is_under_way(node):
             return None
         root = storage_root(node)
         free = self._reach.is_kept(root) or root in self._releasable
