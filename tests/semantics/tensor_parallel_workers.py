@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -54,15 +54,13 @@ class Attention(nn.Module):
 
 
 class Language(nn.Module):
-    """Tokens to logits, with the output's weight that of the embedding where that is asked for."""
+    """Tokens to logits."""
 
-    def __init__(self, *, tied: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(32, 8)
         self.blocks = nn.Sequential(Attention(), Mlp())
         self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 32, bias=False)
-        if tied:
-            self.head.weight = self.embed.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.head(self.norm(self.blocks(self.embed(tokens))))
@@ -105,13 +103,12 @@ def prepared(mesh: DeviceMesh) -> nn.Module:
 
 
 def language(mesh: DeviceMesh, *, tied: bool = False) -> nn.Module:
-    """As torchtitan shards a language model; the logits stay sharded for the loss."""
+    """As torchtitan shards a language model; the logits stay sharded for the loss, and where that is
+    asked for, the output's weight is that of the embedding.
+    """
     plan: dict[str, Any] = {
         "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "blocks.0.norm": SequenceParallel(),
-        "blocks.0": PrepareModuleInput(
-            input_layouts=(Shard(1),), desired_input_layouts=(Shard(1),), use_local_output=False
-        ),
         "blocks.1.norm": SequenceParallel(),
         "blocks.1.up": ColwiseParallel(input_layouts=Shard(1)),
         "blocks.1.down": RowwiseParallel(output_layouts=Shard(1)),
@@ -122,8 +119,28 @@ def language(mesh: DeviceMesh, *, tied: bool = False) -> nn.Module:
     }
     plan |= {f"blocks.0.{n}": ColwiseParallel(input_layouts=Shard(1)) for n in "qkv"}
     plan["blocks.0.out"] = RowwiseParallel(output_layouts=Shard(1))
-    del plan["blocks.0"]
-    return parallelize_module(Language(tied=tied), mesh, plan)
+    model = parallelize_module(Language(), mesh, plan)
+    if tied:
+        model.head.weight = model.embed.weight
+    return model
+
+
+class Gathered(nn.Module):
+    """A product with a weight of which each rank keeps a part, and gathers the whole to use it, on
+    data of its own.
+    """
+
+    def __init__(self, mesh: DeviceMesh, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(distribute_tensor(torch.randn(width, width), mesh, [Shard(0)]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.redistribute(placements=[Replicate()])
+        return nn.functional.linear(x, weight.to_local(grad_placements=[Partial("avg")])).relu()
+
+
+def gathered(mesh: DeviceMesh) -> nn.Module:
+    return nn.Sequential(*(Gathered(mesh, 8) for _ in range(3)))
 
 
 MODELS: dict[str, Callable[[DeviceMesh], nn.Module]] = {
@@ -131,11 +148,13 @@ MODELS: dict[str, Callable[[DeviceMesh], nn.Module]] = {
     "sequence parallel": sequence_parallel,
     "prepared": prepared,
     "language, loss parallel": language,
+    "tied language": lambda mesh: language(mesh, tied=True),
+    "gathered": gathered,
 }
 
 
 def _batches(name: str) -> list[Tensor]:
-    torch.manual_seed(5 + (dist.get_rank() if name in ("sequence parallel", "prepared") else 0))
+    torch.manual_seed(5 + (dist.get_rank() if name in ("sequence parallel", "prepared", "gathered") else 0))
     if "language" in name:
         return [torch.randint(32, (2, 5)) for _ in range(MICROBATCHES)]
     length = 2 if name in ("sequence parallel", "prepared") else 4
@@ -211,4 +230,35 @@ def whole(settings: list[dict[str, Any]]) -> dict[str, Any]:
                 made = train(split, name, split.backward_weight)
             late = split.functions[-1].late_parameters
             found[f"{name} {setting}"] = same(expected, made), exchanges(split), len(late)
+    return found
+
+
+def stages(settings: list[dict[str, Any]]) -> dict[str, bool]:
+    """Whether a stage's gradients are those of eager, for each setting."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    found: dict[str, bool] = {}
+    for name in ("blocks", "sequence parallel", "gathered"):
+        torch.manual_seed(0)
+        model = MODELS[name](mesh)
+        batches = _batches(name)
+        outputs = [model(batch) for batch in batches]
+        for output in outputs:
+            output.square().mean().backward()
+        names = [n for n, _ in model.named_parameters()]
+        expected = _values([batch.grad for batch in batches])
+        expected += _values(parameter.grad for parameter in model.parameters())
+        for setting in settings:
+            model.zero_grad()
+            split, grads = autosplit.Stage(model, [batches[0].detach().requires_grad_()], **setting), []
+            for at, (batch, output) in enumerate(zip(batches, outputs, strict=True)):
+                split.forward(at, [batch.detach()])
+                leaf = output.detach().requires_grad_()
+                grads += split.backward_input(at, [*torch.autograd.grad(leaf.square().mean(), leaf)])
+            for at in range(MICROBATCHES):
+                for part in range(setting.get("slices", 1)):
+                    split.backward_weight(at, part if "slices" in setting else None)
+            split.publish()
+            parameters = dict(model.named_parameters())
+            made = _values(grads) + _values(parameters[n].grad for n in names)
+            found[f"{name} {setting}"] = same(expected, made)
     return found
