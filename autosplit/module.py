@@ -110,12 +110,13 @@ class SplitModule(ModuleProxy):
         backend: str = "eager",
         memory: str | int = "balanced",
         accumulation: str = "exact",
+        overlap: str = "collectives",
         fullgraph: bool = False,
         dynamic: bool = False,
         max_graphs: int = 64,
     ) -> None:
         super().__init__(model)
-        self.__dict__["_options"] = SplitOptions(backend, memory)
+        self.__dict__["_options"] = SplitOptions(backend, memory, overlap=overlap)
         if max_graphs < 1:
             raise SplitError(f"max_graphs must be at least 1, got {max_graphs}")
         if dynamic and (fullgraph or memory != "balanced"):

@@ -30,6 +30,7 @@ def split(
     backend: str = "eager",
     memory: str | int = "balanced",
     accumulation: str = "exact",
+    overlap: str = "collectives",
     fullgraph: bool = False,
     dynamic: bool = False,
     max_graphs: int = 64,
@@ -68,6 +69,11 @@ def split(
             hooked into one of them; where calls share a backward, or not all parameters take
             part in it; while ``torch.distributed`` is initialised, whose reducers may look on;
             under anomaly detection; and in a model that is split in parts.
+        overlap: what weight gradients hide. With ``"collectives"``, the default, I computes those
+            that fit, by estimated costs, into its waits for collectives of tensor parallelism, and
+            all graphs of the backward wait as late as they can; results are the same bit for bit,
+            and a graph holds at most the largest collective more. A model without collectives is
+            left as it is. ``"none"`` does without.
         fullgraph: refuse what one graph cannot hold. Otherwise such a model is split graph by
             graph under ``torch.compile``, and what no graph holds runs as ordinary autograd;
             ``report()`` says what and why.
@@ -81,7 +87,7 @@ def split(
         CaptureError: ``fullgraph`` and the model cannot be traced for the example inputs; names
             the line.
         SplitError: ``fullgraph`` and the graph cannot be split; the backend, the memory
-            setting or the accumulation is unknown; a memory budget cannot be met; ``dynamic``
+            setting, the accumulation or the overlap is unknown; a memory budget cannot be met; ``dynamic``
             comes with options that need whole graphs; or this is no module, no inputs.
         ShardedError: the model is sharded in a way that cannot be taken apart.
         FailingCallError: the forward fails for the example inputs, traced or not.
@@ -102,6 +108,7 @@ def split(
         backend=backend,
         memory=memory,
         accumulation=accumulation,
+        overlap=overlap,
         fullgraph=fullgraph,
         dynamic=dynamic,
         max_graphs=max_graphs,

@@ -55,6 +55,7 @@ class Stage:
         grad_dtype: torch.dtype | None = None,
         slices: int = 1,
         late_input: bool = False,
+        overlap: str = "collectives",
     ) -> None:
         """Trace ``module(*args)``; inputs with ``requires_grad`` get a gradient from I.
 
@@ -77,16 +78,17 @@ class Stage:
             late_input: for a stage whose I nobody waits for, the first of a pipeline: where no
                 input needs a gradient, I only passes on what it takes and W is the whole
                 backward. Without it I is the chain of derivatives down to the earliest parameters.
+            overlap: what weight gradients hide, see ``autosplit.split``.
 
         Raises:
             CaptureError: the module cannot be traced, or returns something besides tensors.
-            SplitError: the graph cannot be split, the backend or the memory setting is unknown,
-                or a memory budget cannot be met.
+            SplitError: the graph cannot be split, the backend, the memory setting or the overlap
+                is unknown, or a memory budget cannot be met.
         """
         self.index = index
         self.module = module
         owner, summed = f"stage {index}", Accumulation(accumulation, grad_dtype)
-        options = SplitOptions(backend, memory, late_input)
+        options = SplitOptions(backend, memory, late_input, overlap)
         self._graphs = StageSpecializations(owner, module, args, options, slices)
         self._outputs = self._graphs.outputs
         self._inputs: dict[int, KeptInputs] = {}

@@ -78,6 +78,7 @@ class Regions:
         released: weight gradients that I computes and returns.
         kept: parameters and buffers, which W reads from the module and nobody saves.
         price: of the minimum cut.
+        cuts: what crosses the boundary behind F, and that behind I, of all that could.
     """
 
     backward: Region
@@ -86,6 +87,7 @@ class Regions:
     released: set[fx.Node]
     kept: set[fx.Node]
     price: Price
+    cuts: tuple[set[fx.Node], set[fx.Node]]
 
     @property
     def saved(self) -> list[fx.Node]:

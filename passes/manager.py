@@ -13,6 +13,7 @@ from .errors import PassError
 from .graph import SplitGraphs, SplitProgram, calls
 from .loops.vectorize import vectorize_loops
 from .lowering import codegen
+from .lowering.overlap_collectives import overlap_collectives
 from .memory_policy import BALANCED, Memory, memory_setting
 from .partition.forward_backward import partition_forward_backward
 from .partition.split_backward import split_backward
@@ -41,6 +42,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("fold_transposes", fold_transposes),
     Pass("partition", partition_forward_backward),
     Pass("split_backward", split_backward),
+    Pass("overlap_collectives", overlap_collectives),
 )
 
 

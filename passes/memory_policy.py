@@ -29,6 +29,7 @@ class Memory:
     waiting: float = 1.0
     budget: int | None = None
     late_input: bool = False
+    overlap: bool = False
 
     @property
     def releases_weights(self) -> bool:
@@ -43,7 +44,13 @@ LEAN = Memory("lean", recompute=0.02, waiting=0.55)
 MEMORY: Mapping[str, Memory] = {each.name: each for each in (FAST, BALANCED, LEAN)}
 
 
-def memory_setting(memory: str | int, *, late_input: bool = False) -> Memory:
+OVERLAP = ("collectives", "none")
+"""What weight gradients may hide."""
+
+
+def memory_setting(
+    memory: str | int, *, late_input: bool = False, overlap: str = "none"
+) -> Memory:
     """The setting of that name; a number is a budget in bytes.
 
     A budget bounds the distinct storage that one microbatch holds between I and W, that is
@@ -53,12 +60,16 @@ def memory_setting(memory: str | int, *, late_input: bool = False) -> Memory:
     Raises:
         PassError: an unknown name (lists the known ones), or no number of bytes.
     """
+    if overlap not in OVERLAP:
+        known = ", ".join(map(repr, OVERLAP))
+        raise PassError(f"unknown overlap {overlap!r}; known ones: {known}")
+    hides = overlap == "collectives"
     if isinstance(memory, str):
         if memory in MEMORY:
-            return dataclasses.replace(MEMORY[memory], late_input=late_input)
+            return dataclasses.replace(MEMORY[memory], late_input=late_input, overlap=hides)
     elif isinstance(memory, int) and not isinstance(memory, bool) and memory >= 0:
         name = f"{memory} bytes"
-        return Memory(name, BALANCED.recompute, 0.0, memory, late_input)
+        return Memory(name, BALANCED.recompute, 0.0, memory, late_input, hides)
     known = ", ".join(map(repr, MEMORY))
     raise PassError(
         f"memory is one of {known}, or the bytes that one microbatch may hold between I and W; "

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import fx, nn
@@ -34,10 +34,12 @@ from autosplit.capture.workarounds.margin_losses import (
     trace_as_run,
 )
 from autosplit.capture.workarounds.recurrent_layers import divide_layers
-from autosplit.passes import SplitGraphs
+from autosplit.passes import Role, SplitGraphs
+from autosplit.torch_internals.dtensor import Sharding
 from autosplit.torch_internals.pytree import TreeSpec, flatten_named, tree_flatten, tree_unflatten
 
 from .diagnosis import ConstructionError, user_errors
+from .dtensor_roles import shardings
 from .export import Guards, export
 from .module_paths import name_modules
 from .pytree_objects import hold
@@ -69,6 +71,7 @@ class Capture:
         guards: whether the graph still fits the module, asked before every use.
         split: what was made of the joint graph before, where that was kept.
         entry: its place in the cache; None where nothing is looked up or kept.
+        shardings: role of what is a DTensor outside of the graph -> how it lies over ranks.
     """
 
     joint: fx.GraphModule
@@ -78,6 +81,7 @@ class Capture:
     guards: Guards
     split: SplitGraphs | None = None
     entry: CacheEntry | None = None
+    shardings: Mapping[Role, Sharding] = dataclasses.field(default_factory=dict)
 
 
 def capture(
@@ -129,10 +133,13 @@ def capture(
             joint = _joint(module, exported, args, kwargs, decompositions)
     if entry and foreseen and (foreseen.names, foreseen.spec) != (results.names, joint.out_spec):
         entry.give_up("tracing found other results than were predicted")
-    graph = with_roles(
-        joint.graph_module, ModuleRoles(canonical_names(module), inputs, results.names)
+    roles = ModuleRoles(canonical_names(module), inputs, results.names)
+    leaves = tree_flatten((args, kwargs))[0]
+    lying = {roles.of(desc): each for desc, each in shardings(joint, module, leaves).items()}
+    graph = with_roles(joint.graph_module, roles)
+    return Capture(
+        graph, inputs, results.names, joint.out_spec, guards, entry=entry, shardings=lying
     )
-    return Capture(graph, inputs, results.names, joint.out_spec, guards, entry=entry)
 
 
 def _look_up(

@@ -13,6 +13,7 @@ from torch._functorch._aot_autograd import descriptors as d
 from autosplit.errors import CaptureError
 from autosplit.passes.graph import Kind, Role, placeholders
 
+from .dtensor_roles import drop_meshes, whole
 from .node_origins import note_origins
 
 
@@ -44,13 +45,14 @@ class DescriptorRoles(Protocol):
         Raises:
             Exception: of type ``error``: it is of a kind that cannot be split.
         """
+        desc = whole(desc)
         if isinstance(desc, d.TangentAOTInput):
             return Role(Kind.TANGENT, self.tangent(desc.output))
         role = self.primal(desc)
         if role is None:
             raise self.error(
                 f"the traced graph takes {desc!r}, which autosplit does not know how to split "
-                "(tensor subclasses and effect tokens are such inputs)"
+                "(tensor subclasses other than DTensor, and effect tokens, are such inputs)"
             )
         return role
 
@@ -60,6 +62,7 @@ class DescriptorRoles(Protocol):
         Raises:
             Exception: of type ``error``: it is of a kind that cannot be split.
         """
+        desc = whole(desc)
         match desc:
             case d.InputMutationAOTOutput():
                 return Role(Kind.UPDATE, self.input(desc.mutated_input).name)
@@ -71,6 +74,15 @@ class DescriptorRoles(Protocol):
         if name is None:
             raise self.error(f"the traced graph returns {desc!r}, which autosplit cannot split")
         return Role(Kind.OUTPUT, name)
+
+
+    def of(self, desc: Any) -> Role:
+        """Role of an input or an output.
+
+        Raises:
+            Exception: as ``input`` and ``output``.
+        """
+        return self.input(desc) if isinstance(desc, d.AOTInput) else self.output(desc)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,16 +122,16 @@ class ModuleRoles(DescriptorRoles):
             CaptureError: also for a parameter that is written in place, or a buffer that requires
                 a gradient.
         """
-        match desc:
-            case d.InputMutationAOTOutput():
-                source = self.input(desc.mutated_input)
+        match whole(desc):
+            case d.InputMutationAOTOutput() as mutation:
+                source = self.input(mutation.mutated_input)
                 if source.kind is Kind.PARAMETER:
                     raise CaptureError(
                         f"forward writes into parameter {source.name!r} in place; "
                         "make it a buffer, or update it outside forward"
                     )
-            case d.GradAOTOutput():
-                source = self.input(desc.grad_of)
+            case d.GradAOTOutput() as gradient:
+                source = self.input(gradient.grad_of)
                 if source.kind is Kind.BUFFER:
                     raise CaptureError(
                         f"buffer {source.name!r} requires a gradient; make it a parameter"
@@ -132,11 +144,12 @@ def with_roles(module: fx.GraphModule, names: ModuleRoles) -> fx.GraphModule:
     tied parameter one input and one gradient.
     """
     graph = module.graph
+    drop_meshes(graph)
     seen: dict[Role, fx.Node] = {}
     for node in placeholders(graph):
         # An output that needs a gradient takes one, though all gradients may be the same whatever
         # it is (those of ``angle``, of ``sgn``).
-        if not node.users and not isinstance(node.meta["desc"], d.TangentAOTInput):
+        if not node.users and not isinstance(whole(node.meta["desc"]), d.TangentAOTInput):
             graph.erase_node(node)
             continue
         role = names.input(node.meta["desc"])
@@ -185,7 +198,7 @@ def _label_outputs(graph: fx.Graph, names: ModuleRoles) -> None:
     output = graph.output_node()
     pairs: dict[Role, Any] = {}
     for desc, value in zip(output.meta["desc"], output.args[0], strict=True):  # type: ignore[arg-type]
-        if desc is None or (value is None and isinstance(desc, d.GradAOTOutput)):
+        if desc is None or (value is None and isinstance(whole(desc), d.GradAOTOutput)):
             continue
         role = names.output(desc)
         _make_sizes_static(role, value)

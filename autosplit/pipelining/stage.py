@@ -78,6 +78,7 @@ class SplitPipelineStage(RuntimeStage):
         backend: str = "eager",
         memory: str | int = "balanced",
         accumulation: str = "exact",
+        overlap: str = "collectives",
     ) -> None:
         """The first seven arguments are those of torch's stage.
 
@@ -93,11 +94,13 @@ class SplitPipelineStage(RuntimeStage):
             memory: what one microbatch holds, see ``autosplit.split``.
             accumulation: how microbatches' gradients add up, see ``autosplit.split``. With
                 ``"concatenated"``, Ws of one stage that follow each other are one call.
+            overlap: what weight gradients hide, see ``autosplit.split``.
 
         Raises:
             PipelineError: the group does not fit the stages, an argument is not what torch's stage
                 takes, or torch drives stages in another way than the supported versions do.
-            SplitError: an unknown backend, memory setting or accumulation; lists the known ones.
+            SplitError: an unknown backend, memory setting, accumulation or overlap; lists the known
+                ones.
         """
         check_group(stage_index, num_stages, group)
         super().__init__(submodule, stage_index, num_stages, device, group)
@@ -105,7 +108,7 @@ class SplitPipelineStage(RuntimeStage):
         self._owner = f"stage {stage_index} ({type(self._module).__name__})"
         self._given = checked_examples(self._owner, "input_args", input_args)
         self._promised = checked_examples(self._owner, "output_args", output_args)
-        options = SplitOptions(backend, memory, late_input=True)
+        options = SplitOptions(backend, memory, late_input=True, overlap=overlap)
         self._weights = WeightGradients(Accumulation(accumulation))
         self._flatten = CallFlattening()
         self.sharding = StageSharding(self._module)

@@ -26,6 +26,7 @@ from autosplit.runtime.activations.saved_tensors import Constants, Residuals, St
 
 from .autocast_guard import AutocastGuard
 from .backward_graphs import BackwardGraphs
+from .dtensor_values import DTensorValues, local_tensors
 from .forward_graph import ForwardGraph
 from .gradient_accumulation import EXACT, Accumulation
 from .gradient_dependence import GradientDependence
@@ -72,6 +73,7 @@ class SplitFunctions:
     def __init__(self, traced: Capture, graphs: SplitGraphs, backend: Backend) -> None:
         self.capture = traced
         self.graphs = graphs
+        self._dtensors = DTensorValues(traced.shardings)
         self._backend = backend
         self._forward = ForwardGraph(graphs, traced.inputs, backend)
         self.output_names = self._forward.output_names
@@ -213,11 +215,22 @@ class SplitFunctions:
 
     def forward(self, state: State, leaves: list[Any]) -> ForwardResult:
         """F. ``leaves``: flattened ``(args, kwargs)``; emptied."""
+        dtensors = self._dtensors
+        if dtensors:
+            state = dtensors.local_state(state)
+            leaves[:] = dtensors.local(Kind.INPUT, self.capture.inputs, leaves)
         values = self._forward.run(state, leaves)
         read = tuple([state[role.name] for role in self._backward.read])
         constants, donated = self._backward.constants, self._forward.donated
         saved = Residuals(self._saved_names, values.saved, read, constants, donated)
-        return ForwardResult(values.outputs, values.updates, saved)
+        if not dtensors:
+            return ForwardResult(values.outputs, values.updates, saved)
+        results = len(self.output_names) - len(self.updated_inputs)
+        names, outputs = self.output_names, values.outputs
+        returned = dtensors.whole(Kind.OUTPUT, names[:results], outputs[:results])
+        written = dtensors.whole(Kind.UPDATE, names[results:], outputs[results:])
+        updates = dtensors.whole(Kind.UPDATE, self.updated_state, values.updates)
+        return ForwardResult([*returned, *written], updates, saved)
 
     def backward_input(
         self,
@@ -244,11 +257,13 @@ class SplitFunctions:
         """
         read, half = saved.state, self._backward.backward_input
         pool = self._backward_pool(saved, output_grads)
-        results, early = half.graph.run(pool, gradients, accumulation)
+        results, early = half.graph.run(pool, local_tensors(gradients), accumulation)
         deferred = results[half.inputs :]
         del results[half.inputs :]
         kept = tuple([read[at] for at in half.read_at])
-        return results, Residuals(half.names, deferred, kept, half.constants, late=True), early
+        residuals = Residuals(half.names, deferred, kept, half.constants, late=True)
+        found = self._made(self.early_parameters, early, gradients)
+        return self._dtensors.whole(Kind.INPUT_GRAD, self.capture.inputs, results), residuals, found
 
     def backward_weight(
         self,
@@ -271,8 +286,9 @@ class SplitFunctions:
         Raises:
             SplitError: a deferred tensor was written in place since I.
         """
-        _, found = self._backward.weight.run(deferred.take(), gradients, accumulation)
-        return found
+        given = local_tensors(gradients)
+        _, found = self._backward.weight.run(deferred.take(), given, accumulation)
+        return self._made(self.late_parameters, found, gradients)
 
     def backward_weight_together(
         self,
@@ -304,8 +320,8 @@ class SplitFunctions:
         for tensors in taken:
             pool += tensors
             tensors.clear()
-        _, found = graph.run(pool, gradients, accumulation)
-        return found
+        _, found = graph.run(pool, local_tensors(gradients), accumulation)
+        return self._made(self.late_parameters, found, gradients)
 
     def backward(
         self,
@@ -319,8 +335,11 @@ class SplitFunctions:
         Raises:
             SplitError: as ``backward_input``.
         """
-        graph = self._backward.unsplit
-        return graph.run(self._backward_pool(saved, output_grads), gradients, accumulation)
+        graph, given = self._backward.unsplit, local_tensors(gradients)
+        pool = self._backward_pool(saved, output_grads)
+        results, found = graph.run(pool, given, accumulation)
+        grads = self._dtensors.whole(Kind.INPUT_GRAD, self.capture.inputs, results)
+        return grads, self._made(self.parameter_names, found, gradients)
 
     def sliced(self, count: int) -> SlicedWeight:
         """W in slices; the same object for the same count.
@@ -330,8 +349,31 @@ class SplitFunctions:
         """
         return self._backward.sliced(count)
 
+    def weight_slice(
+        self,
+        count: int,
+        index: int,
+        deferred: Residuals,
+        gradients: Sequence[Tensor] | None = None,
+        accumulation: Accumulation = EXACT,
+    ) -> tuple[Sequence[Tensor], Residuals]:
+        """One slice of W; see ``SlicedWeight.run``."""
+        weight = self.sliced(count)
+        found, left = weight.run(index, deferred, local_tensors(gradients), accumulation)
+        return self._made(weight.parameter_names[index], found, gradients), left
+
+    def _made(
+        self, names: Sequence[str], found: Sequence[Tensor], into: Sequence[Tensor] | None
+    ) -> Sequence[Tensor]:
+        """Weight gradients as the user gets them: what they were added into, or as they are made."""
+        if into is not None:
+            return into
+        return self._dtensors.whole(Kind.PARAMETER_GRAD, names, found)
+
     def _backward_pool(self, saved: Residuals, output_grads: list[Tensor | None]) -> list[Any]:
         """Arguments of I or B in the only list that refers to them, so that they can die inside."""
+        if self._dtensors:
+            output_grads[:] = self._dtensors.local(Kind.TANGENT, self.output_names, output_grads)
         tangents = [self._tangent(name, output_grads[at]) for name, at in self._tangents]
         output_grads.clear()
         return [*tangents, *saved.take()]

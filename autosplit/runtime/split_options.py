@@ -18,23 +18,25 @@ class SplitOptions:
         memory: what one microbatch holds, a setting or a budget in bytes.
         late_input: whether W does the whole backward where no input needs a gradient, see
             ``autosplit.Stage``.
+        overlap: what weight gradients hide.
 
     Raises:
-        SplitError: an unknown backend or memory setting; lists the known ones.
+        SplitError: an unknown backend, memory setting or overlap; lists the known ones.
     """
 
     backend: str = "eager"
     memory: str | int = "balanced"
     late_input: bool = False
+    overlap: str = "collectives"
 
     def __post_init__(self) -> None:
         check_backend(self.backend)
         try:
-            memory_setting(self.memory)
+            memory_setting(self.memory, overlap=self.overlap)
         except PassError as error:
             raise SplitError(str(error)) from None
 
     @property
     def memory_policy(self) -> Memory:
         """The memory setting as the passes take it."""
-        return memory_setting(self.memory, late_input=self.late_input)
+        return memory_setting(self.memory, late_input=self.late_input, overlap=self.overlap)

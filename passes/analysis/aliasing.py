@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from ..graph import tensor_of
+from .collectives import is_wait
 from .operators import overload
 from .symbolic_sizes import concrete
 
@@ -41,7 +42,7 @@ def is_free(node: fx.Node) -> bool:
 
 def storage_root(node: fx.Node) -> fx.Node:
     """The node that allocated the storage this node's value lies in."""
-    while is_view(node):
+    while is_view(node) or is_wait(node):
         parent = node.args[0]
         if not isinstance(parent, fx.Node):
             break

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ..graph import calls, tensor_of
 from .aliasing import is_free, is_view
+from .collectives import is_exchange
 from .operators import is_effect, is_random, overload
 from .symbolic_sizes import concrete, is_size, with_concrete_sizes
 
@@ -54,6 +55,11 @@ _BALANCE_CPU = 10.0
 _BALANCE = 150.0
 
 _CALL = 20_000  # bytes moved in the time that calling an operator takes (1 to 10 us)
+
+# Links between devices are a tenth as fast as memory (NVLink beside HBM, loopback beside DRAM), and
+# an exchange takes tens of microseconds to begin.
+_LINK = 8.0
+_START = 10.0 * _CALL
 
 _TRANSCENDENTAL = frozenset(
     op
@@ -114,12 +120,21 @@ def value_bytes(value: Any) -> int:
 
 
 def duration(node: fx.Node) -> float:
-    """Estimated time of a node, in the time that moving one byte takes."""
-    moved = traffic(node)
+    """Estimated time of a node, in the time that moving one byte takes; of a collective, none that
+    the device is busy for.
+    """
+    moved = 0 if is_exchange(node) else traffic(node)
     if not moved:
         return 0.0
     passes = _SLOW if overload(node) in _TRANSCENDENTAL else 1
     return _CALL + moved * passes + flops(node) / _balance(node)
+
+
+def exchange_duration(node: fx.Node) -> float:
+    """Estimated time between the start of a collective and its end, as ``duration``."""
+    largest = max(value_bytes(each.meta.get("val")) for each in (node, *node.all_input_nodes))
+    reduces_and_spreads = "all_reduce" in str(node.target)
+    return _START + _LINK * largest * (2 if reduces_and_spreads else 1)
 
 
 def recompute_cost(node: fx.Node) -> float | None:

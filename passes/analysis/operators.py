@@ -13,6 +13,9 @@ from ..origin import origin_of
 
 OVERLOAD: Any = type(torch.ops.aten.mm.default)
 
+EXCHANGE = "_c10d_functional"
+"""Namespace of collectives."""
+
 
 def overload(node: fx.Node) -> Any | None:
     """The ``torch.ops`` overload that a node calls, or None for anything else."""
@@ -83,8 +86,13 @@ else: they run wherever that one runs.
 
 
 def is_effect(node: fx.Node) -> bool:
-    """Whether the node does more than return a value; drawing random numbers is not meant."""
+    """Whether the node does more than return a value; drawing random numbers is not meant, nor
+    waiting for a collective, which torch takes for an effect.
+    """
     if node.op != "call_function":
+        return False
+    op = overload(node)
+    if op is not None and op.namespace == EXCHANGE:
         return False
     return node.target in CHECKS or node.is_impure(impure_random=False)
 

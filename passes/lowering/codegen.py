@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..analysis.collectives import is_wait, read_until
 from ..analysis.operators import OVERLOAD, overload
 from ..errors import PassError
 from ..graph import outputs, placeholders, role_of, source_line
@@ -104,7 +105,8 @@ def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
         if node.op != "placeholder" and node not in seen:
             last.setdefault(node, []).append(node)  # its value is never read
             seen.add(node)
-        for operand in node.all_input_nodes:
+        held = read_until(node) if is_wait(node) else []
+        for operand in (*node.all_input_nodes, *held):
             if operand not in seen:
                 seen.add(operand)
                 last.setdefault(node, []).append(operand)

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from ..analysis.aliasing import storage_root
+from ..analysis.collectives import is_wait, read_until
 from ..analysis.operators import is_effect, overload
 from ..analysis.symbolic_sizes import is_fixed
 from ..graph import tensor_of
@@ -87,7 +88,11 @@ def reusable_operands(graph: fx.Graph) -> dict[fx.Node, int]:
 
 def _last_reads(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     """The last reader of each storage, by the node that allocates it."""
-    return {storage_root(each): node for node in graph.nodes for each in node.all_input_nodes}
+    last: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        held = read_until(node) if is_wait(node) else []
+        last |= dict.fromkeys(map(storage_root, (*node.all_input_nodes, *held)), node)
+    return last
 
 
 def _is_free_for(node: fx.Node, position: int, last_read: Mapping[fx.Node, fx.Node]) -> bool:

@@ -31,6 +31,7 @@ from ..graph import (
 )
 from ..origin import origin_of
 from .extract import extract
+from .hide_collectives import hide_collectives
 from .multiplier_search import best_division
 from .reachability import Reachability
 from .tensor_names import name_boundaries
@@ -76,7 +77,10 @@ def _refuse_draws_in_backward(graph: fx.Graph) -> None:
 def _fill_backward(program: SplitProgram, reach: Reachability) -> list[tuple[Role, fx.Node]]:
     """Divide the graph and fill in ``backward``; returns what forward must save for it."""
     graph = program.joint.graph
-    regions = program.regions = best_division(graph, reach, program.memory)
+    regions = best_division(graph, reach, program.memory)
+    if program.memory.overlap:
+        regions = hide_collectives(graph, reach, regions)
+    program.regions = regions
     name_boundaries(graph, regions, reach)
     saved = {node: Role(Kind.SAVED, node.name) for node in regions.saved}
     program.backward = extract(

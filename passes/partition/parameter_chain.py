@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from ..analysis.aliasing import is_free, is_view, storage_root
+from ..analysis.collectives import is_exchange
 from ..analysis.operator_cost import flops, is_cheap
 from ..graph import Kind, ancestors, calls, descendants, inputs
 
@@ -86,7 +87,7 @@ def _is_of_activations(
     node: fx.Node, varying: Collection[fx.Node], weights: Collection[fx.Node]
 ) -> bool:
     """Whether a heavy operator computes the gradient of an activation, not of a weight."""
-    if any(part in str(node.target) for part in _OF_ACTIVATIONS):
+    if any(part in str(node.target) for part in _OF_ACTIVATIONS) or is_exchange(node):
         return True
     if node.target is aten.convolution_backward.default:
         mask = node.args[_MASK]

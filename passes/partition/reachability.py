@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import cached_property
 
 from torch import fx
 
+from ..analysis.aliasing import storage_root
+from ..analysis.collectives import is_exchange
 from ..analysis.operators import CHECKS, checkpoint_region, is_effect, is_random
 from ..errors import PassError
 from ..graph import FORWARD_OUTPUT, Kind, ancestors, calls, descendants, inputs, is_state, outputs
@@ -70,6 +73,16 @@ class Reachability:
             input_grads=input_grads,
             weight_grads=weight_grads,
         )
+
+    @cached_property
+    def releasable(self) -> set[fx.Node]:
+        """What allocates the weight gradients that I may compute. Those that ranks reduce are not
+        among them: which half of the backward runs a collective must not hang on what is estimated
+        for one rank.
+        """
+        reduced = descendants([n for n in self.gradient - self.urgent if is_exchange(n)])
+        made = {storage_root(node) for node in self.weight_grads if node not in reduced}
+        return {node for node in made if node.op == "call_function"} & self.gradient
 
     def is_kept(self, node: fx.Node) -> bool:
         """Whether the module keeps the value until W anyway: a parameter, or a buffer that the

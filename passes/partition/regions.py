@@ -17,11 +17,12 @@ reduction, after Chen et al., arXiv 1604.06174, for one boundary.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from torch import fx
 
 from ..analysis.aliasing import is_free, producer, storage_bytes, storage_root
+from ..analysis.collectives import is_under_way
 from ..analysis.operator_cost import effort, is_cheap, recompute_cost
 from ..analysis.operators import checkpoint_region, is_random
 from ..analysis.symbolic_sizes import is_size
@@ -54,8 +55,7 @@ class Division:
         self._reach = reach
         self._recompute = recompute
         self._order = {node: index for index, node in enumerate(graph.nodes)}
-        made = {storage_root(node) for node in reach.weight_grads} if release else set()
-        self._releasable = {node for node in made if node.op == "call_function"} & reach.gradient
+        self._releasable = reach.releasable if release else set()
         self._network = Network()
         self._in_first: set[fx.Node] = set()
         self._add_needs_of_backward()
@@ -77,20 +77,7 @@ class Division:
         waiting, _ = _walk(reach.weight_grads, second)
         made = self._releasable - waiting
         released = {node for node in reach.weight_grads if storage_root(node) in made}
-        weight = self._region([n for n in reach.weight_grads if n not in released], second)
-        handed = [node for node in weight.takes if not reach.is_kept(node)]
-        return Regions(
-            backward=self._region([*reach.input_grads, *reach.weight_grads], first),
-            input=self._region([*reach.input_grads, *released, *handed], first),
-            weight=weight,
-            released=released,
-            price=price,
-            kept={node for node in self._order if reach.is_kept(node)},
-        )
-
-    def _region(self, wanted: Iterable[fx.Node], carried: set[fx.Node]) -> Region:
-        runs, takes = _walk(wanted, carried)
-        return Region(runs, sorted(takes, key=self._order.__getitem__))
+        return _regions(self._order, reach, (first, second), released, price)
 
     def _cut_nodes(self, early: Collection[int], layer: Callable[[int], int]) -> set[fx.Node]:
         halves = ((node, layer(index)) for node, index in self._order.items())
@@ -184,7 +171,7 @@ class Division:
         """
         if is_size(node):
             return Price(_SIZE_BYTES)
-        if tensor_of(node) is None:
+        if tensor_of(node) is None or is_under_way(node):
             return None
         root = storage_root(node)
         free = self._reach.is_kept(root) or root in self._releasable
@@ -206,6 +193,40 @@ class Division:
             return None  # what leaves a checkpointed region is what recomputing others starts from
         time = recompute_cost(node) if self._recompute else None
         return None if time is None or is_random(node) else Price(time=self._spread(node, time))
+
+
+def with_released(
+    graph: fx.Graph, reach: Reachability, regions: Regions, more: Collection[fx.Node]
+) -> Regions:
+    """The same cut, with more weight gradients that I computes and returns."""
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    return _regions(order, reach, regions.cuts, regions.released.union(more), regions.price)
+
+
+def _regions(
+    order: Mapping[fx.Node, int],
+    reach: Reachability,
+    cuts: tuple[set[fx.Node], set[fx.Node]],
+    released: set[fx.Node],
+    price: Price,
+) -> Regions:
+    def region(wanted: Iterable[fx.Node], carried: set[fx.Node]) -> Region:
+        runs, takes = _walk(wanted, carried)
+        return Region(runs, sorted(takes, key=order.__getitem__))
+
+    first, second = cuts
+    weight = region([n for n in reach.weight_grads if n not in released], second)
+    handed = [node for node in weight.takes if not reach.is_kept(node)]
+    early = [node for node in reach.weight_grads if node in released]
+    return Regions(
+        backward=region([*reach.input_grads, *reach.weight_grads], first),
+        input=region([*reach.input_grads, *early, *handed], first),
+        weight=weight,
+        released=released,
+        price=price,
+        kept={node for node in order if reach.is_kept(node)},
+        cuts=cuts,
+    )
 
 
 def _first(index: int) -> int:

@@ -36,6 +36,7 @@ def test_passes_run_in_their_order() -> None:
         "fold_transposes",
         "partition",
         "split_backward",
+        "overlap_collectives",
     ]
 
 

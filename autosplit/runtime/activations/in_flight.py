@@ -216,7 +216,8 @@ class PendingWeightGradients:
         weight = functions.sliced(self.slices)
         names = weight.parameter_names[index]
         sums = self.into(names, state)
-        gradients, left = weight.run(index, deferred, sums, self.sums.accumulation)
+        accumulation = self.sums.accumulation
+        gradients, left = functions.weight_slice(self.slices, index, deferred, sums, accumulation)
         if sums is None:
             self.sums.add(names, gradients, weight.borrowed(index))
         if index + 1 == self.slices:

@@ -1,0 +1,88 @@
+"""DTensors, the tensors that ``parallelize_module`` makes of parameters: what a rank has of them, and
+gradients put together again.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+
+
+def is_dtensor(value: object) -> TypeGuard[Any]:
+    """Whether a value is a DTensor; imports nothing distributed."""
+    kind = type(value)
+    if kind is Tensor:
+        return False
+    library = sys.modules.get("torch.distributed.tensor")  # without it there is none
+    return library is not None and issubclass(kind, library.DTensor)
+
+
+def any_dtensor(values: Iterable[object]) -> bool:
+    """Whether one of them is a DTensor."""
+    return any(map(is_dtensor, values))
+
+
+def local_tensor(tensor: Any) -> Tensor:
+    """What this rank has of a DTensor: the very tensor, whichever is asked for how often; any other
+    tensor is its own.
+    """
+    if not is_dtensor(tensor):
+        own: Tensor = tensor
+        return own
+    local: Any = tensor._local_tensor
+    wait = getattr(local, "trigger_wait", None)  # of a redistribution that is under way
+    found: Tensor = local if wait is None else wait()
+    return found
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a DTensor lies over ranks.
+
+    Attributes:
+        mesh: the ranks.
+        placements: one for each dimension of the mesh.
+        shape: of the whole tensor.
+        stride: likewise.
+    """
+
+    mesh: Any
+    placements: tuple[Any, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Any) -> Sharding:
+        """That of a DTensor; one that was traced has a stand-in of its mesh, which is looked behind."""
+        mesh = tensor.device_mesh
+        mesh = getattr(mesh, "real_obj", mesh)
+        return cls(mesh, tuple(tensor.placements), tensor.shape, tensor.stride())
+
+    def whole(self, local: Tensor) -> Tensor:
+        """The DTensor of which this rank has ``local``, without autograd's history."""
+        from torch.distributed.tensor import DTensor
+
+        with torch.no_grad():
+            found: Tensor = DTensor.from_local(
+                local, self.mesh, self.placements, shape=self.shape, stride=self.stride
+            )
+        return found
+
+    def local(self, tensor: Any) -> Tensor:
+        """What this rank has of a DTensor of this shape when it lies so; redistributed, which all
+        ranks take part in, where it lies otherwise.
+        """
+        if tuple(tensor.placements) != self.placements:
+            with torch.no_grad():
+                tensor = tensor.redistribute(self.mesh, self.placements)
+        return local_tensor(tensor)
+
+    def __str__(self) -> str:
+        names = getattr(self.mesh, "mesh_dim_names", None) or range(len(self.placements))
+        pairs = zip(names, self.placements, strict=True)
+        return ", ".join(f"{name}: {placement}" for name, placement in pairs)

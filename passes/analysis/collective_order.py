@@ -1,0 +1,268 @@
+"""List scheduling of operators around collectives: what does not depend on one runs while it is
+under way.
+
+Two resources: the device runs operators one after another, the link collectives, in the order in
+which they begin. An operator is urgent where a later collective depends on it; everything else
+fills windows, from the start of a collective to the first urgent reader of its result. The order of
+urgent operators follows from the graph alone, never from costs, so that all ranks begin their
+collectives in one order whatever each estimates.
+"""
+
+from __future__ import annotations
+
+import heapq
+import operator
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from .aliasing import is_free
+from .collectives import is_start, is_wait, start_of
+from .operator_cost import duration, exchange_duration
+from .symbolic_sizes import is_size
+
+_ROUNDING = 0.5  # an operator fills a window of which it leaves less than so much of itself outside
+
+
+@dataclass
+class CollectiveOrder:
+    """Operators in a new order.
+
+    Attributes:
+        nodes: all of them.
+        hidden_in: operator that fills a window -> the wait that it is before.
+    """
+
+    nodes: list[fx.Node] = field(default_factory=list)
+    hidden_in: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+
+def exposed_time(order: Iterable[fx.Node], scale: float = 1.0) -> float:
+    """Time that the device waits for collectives, where these take ``scale`` times their estimate."""
+    clock = link = exposed = 0.0
+    ends: dict[fx.Node, float] = {}
+    for node in order:
+        if is_start(node):
+            link = ends[node] = max(clock, link) + scale * exchange_duration(node)
+        elif is_wait(node):
+            stall = max(0.0, ends.get(start_of(node), 0.0) - clock)
+            clock, exposed = clock + stall, exposed + stall
+        else:
+            clock += duration(node)
+    return exposed
+
+
+class CollectiveScheduler:
+    """Orders a graph's operators.
+
+    Args:
+        nodes: the operators to order, as they run now; what they read besides is there.
+    """
+
+    def __init__(self, nodes: Sequence[fx.Node]) -> None:
+        self._index = {node: at for at, node in enumerate(nodes)}
+        self._heavy = [node for node in nodes if not _is_light(node)]
+        self._reads: dict[fx.Node, set[fx.Node]] = {}
+        for node in nodes:
+            found: set[fx.Node] = set()
+            for each in node.all_input_nodes:
+                if each in self._index:
+                    found |= self._reads[each] if _is_light(each) else {each}
+            self._reads[node] = found
+        self._urgent = self._before(node for node in nodes if is_start(node))
+
+    @property
+    def urgent(self) -> Collection[fx.Node]:
+        """Operators that a collective depends on, and collectives."""
+        return self._urgent
+
+    def order(self, fill: float, *, hold: bool) -> CollectiveOrder:
+        """An order.
+
+        Args:
+            fill: how much of a collective's estimated time to fill.
+            hold: whether what finds no room in one window may wait for a later one. Without, it
+                runs behind the first.
+        """
+        held = self._schedule(fill, frozenset(), hold=hold)
+        if not hold:
+            return held
+        # What no window has room for need not be waited with, and keeps its operands alive.
+        left = {n for n in self._heavy if n not in self._urgent and n not in held.hidden_in}
+        return self._schedule(fill, left, hold=True)
+
+    def _before(self, nodes: Iterable[fx.Node]) -> set[fx.Node]:
+        found: set[fx.Node] = set()
+        stack = list(nodes)
+        while stack:
+            node = stack.pop()
+            if node not in found:
+                found.add(node)
+                stack.extend(self._reads[node])
+        return found
+
+    def _schedule(
+        self, fill: float, in_place: Collection[fx.Node], *, hold: bool
+    ) -> CollectiveOrder:
+        run = _Run(self._index, self._heavy, self._reads, self._urgent, fill)
+        while run.left:
+            for each in run.over():
+                run.emit(each)
+            node = run.next_urgent()
+            if node is not None:
+                for each in run.fillers_before(node, in_place):
+                    run.emit(each)
+                run.emit(node)
+                continue
+            wait = run.next_wait(urgent=True)
+            if wait is not None:
+                run.fill_window(wait)
+                run.emit(wait)
+                for each in () if hold else run.all_fillers():
+                    run.emit(each)
+                continue
+            last = run.next_filler()
+            if last is not None:
+                run.note_hidden(last)
+            else:
+                last = run.next_wait(urgent=False)
+            if last is None:
+                break
+            run.emit(last)
+        run.rest()
+        return run.order
+
+
+class _Run:
+    """One pass of list scheduling."""
+
+    def __init__(
+        self,
+        index: dict[fx.Node, int],
+        heavy: Sequence[fx.Node],
+        reads: dict[fx.Node, set[fx.Node]],
+        urgent: Collection[fx.Node],
+        fill: float,
+    ) -> None:
+        self.order = CollectiveOrder()
+        self.left = len(heavy)
+        self._index, self._urgent, self._fill = index, urgent, fill
+        self._done: set[fx.Node] = set()
+        self._clock = self._link = 0.0
+        self._ends: dict[fx.Node, float] = {}
+        self._missing = {node: len(reads[node]) for node in heavy}
+        self._readers: dict[fx.Node, list[fx.Node]] = {node: [] for node in heavy}
+        for node in heavy:
+            for each in reads[node]:
+                self._readers[each].append(node)
+        # Ready operators by their place: urgent ones, fillers, urgent waits and other waits.
+        self._ready: dict[tuple[bool, bool], list[tuple[int, fx.Node]]] = {
+            (urgent, wait): [] for urgent in (True, False) for wait in (True, False)
+        }
+        for node in heavy:
+            if not self._missing[node]:
+                self._arrive(node)
+
+    def next_urgent(self) -> fx.Node | None:
+        return self._first(True, False)
+
+    def next_filler(self) -> fx.Node | None:
+        return self._first(False, False)
+
+    def next_wait(self, *, urgent: bool) -> fx.Node | None:
+        return self._first(urgent, True)
+
+    def fillers_before(self, node: fx.Node, wanted: Collection[fx.Node]) -> list[fx.Node]:
+        """Ready fillers among these whose place is before an operator's."""
+        ready = sorted(self._ready[False, False])
+        return [each for at, each in ready if at < self._index[node] and each in wanted]
+
+    def all_fillers(self) -> list[fx.Node]:
+        return [each for _, each in sorted(self._ready[False, False])]
+
+    def over(self) -> list[fx.Node]:
+        """Waits that nothing urgent reads, for what is over by now: its operands may go."""
+        return [w for _, w in sorted(self._ready[False, True]) if self._end(w) <= self._clock]
+
+    def fill_window(self, wait: fx.Node) -> None:
+        """Run fillers until the collective is over."""
+        end = self._end(wait)
+        tried: set[fx.Node] = set()
+        while self._clock < end:
+            ready = [pair for pair in self._ready[False, False] if pair[1] not in tried]
+            if not ready:
+                return
+            _, node = min(ready)
+            tried.add(node)
+            if (1 - _ROUNDING) * duration(node) <= end - self._clock:
+                self.order.hidden_in[node] = wait
+                self.emit(node)
+
+    def note_hidden(self, node: fx.Node) -> None:
+        """Note whether a filler would run while a collective is under way that nobody urgent reads."""
+        waits = self._ready[False, True]
+        wait = max((each for _, each in waits), key=self._end, default=None)
+        if wait is not None and (1 - _ROUNDING) * duration(node) <= self._end(wait) - self._clock:
+            self.order.hidden_in[node] = wait
+
+    def _end(self, wait: fx.Node) -> float:
+        return self._ends.get(start_of(wait), 0.0)
+
+    def emit(self, node: fx.Node) -> None:
+        """Run an operator, and the views before it."""
+        self._views_of(node)
+        ready = self._ready[node in self._urgent, is_wait(node)]
+        ready.remove((self._index[node], node))
+        heapq.heapify(ready)
+        self._append(node)
+        self.left -= 1
+        if is_start(node):
+            self._link = max(self._clock, self._link) + self._fill * exchange_duration(node)
+            self._ends[node] = self._link
+        elif is_wait(node):
+            self._clock = max(self._clock, self._end(node))
+        else:
+            self._clock += duration(node)
+        for reader in self._readers[node]:
+            self._missing[reader] -= 1
+            if not self._missing[reader]:
+                self._arrive(reader)
+
+    def rest(self) -> None:
+        """Views that nobody here reads."""
+        for node in self._index:
+            if node not in self._done:
+                self._views_of(node)
+                self._append(node)
+
+    def _append(self, node: fx.Node) -> None:
+        self._done.add(node)
+        self.order.nodes.append(node)
+
+    def _views_of(self, node: fx.Node) -> None:
+        stack = [each for each in node.all_input_nodes if self._is_missing(each)]
+        while stack:
+            missing = [each for each in stack[-1].all_input_nodes if self._is_missing(each)]
+            if missing:
+                stack += missing
+                continue
+            view = stack.pop()
+            if self._is_missing(view):
+                self._append(view)
+
+    def _is_missing(self, node: fx.Node) -> bool:
+        return node in self._index and node not in self._done
+
+    def _arrive(self, node: fx.Node) -> None:
+        ready = self._ready[node in self._urgent, is_wait(node)]
+        heapq.heappush(ready, (self._index[node], node))
+
+    def _first(self, urgent: bool, wait: bool) -> fx.Node | None:
+        ready = self._ready[urgent, wait]
+        return ready[0][1] if ready else None
+
+
+def _is_light(node: fx.Node) -> bool:
+    """Whether the node takes no time and runs just before its first reader."""
+    return is_free(node) or node.target is operator.getitem or is_size(node)

@@ -1,0 +1,264 @@
+"""What one rank does in test_tensor_parallel.py."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+
+import autosplit
+from autosplit.passes import Kind
+from autosplit.passes.analysis.collectives import is_start
+from autosplit.passes.graph import calls
+
+MICROBATCHES, STEPS = 3, 3
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int = 8, hidden: int = 16) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int = 8, heads: int = 4) -> None:
+        super().__init__()
+        self.norm, self.size = nn.LayerNorm(width), width // heads
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        q, k, v = (f(h).unflatten(-1, (-1, self.size)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class Language(nn.Module):
+    """Tokens to logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, 8)
+        self.blocks = nn.Sequential(Attention(), Mlp())
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 32, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.norm(self.blocks(self.embed(tokens))))
+
+
+def blocks(mesh: DeviceMesh) -> nn.Module:
+    model = nn.Sequential(Attention(), Mlp(), Mlp())
+    plan = {"0." + name: ColwiseParallel() for name in "qkv"} | {"0.out": RowwiseParallel()}
+    for at in "12":
+        plan |= {f"{at}.up": ColwiseParallel(), f"{at}.down": RowwiseParallel()}
+    return parallelize_module(model, mesh, plan)
+
+
+def sequence_parallel(mesh: DeviceMesh) -> nn.Module:
+    """Activations between the products are sharded along the sequence."""
+    model = nn.Sequential(Mlp(), Mlp())
+    plan: dict[str, Any] = {}
+    for at in "01":
+        plan |= {
+            f"{at}.norm": SequenceParallel(),
+            f"{at}.up": ColwiseParallel(input_layouts=Shard(1)),
+            f"{at}.down": RowwiseParallel(output_layouts=Shard(1)),
+        }
+    return parallelize_module(model, mesh, plan)
+
+
+def prepared(mesh: DeviceMesh) -> nn.Module:
+    """Inputs and outputs of whole blocks are laid out by torch's hooks."""
+    plan = {
+        "0": PrepareModuleInput(
+            input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),), use_local_output=True
+        ),
+        "0.up": ColwiseParallel(),
+        "0.down": RowwiseParallel(),
+        "1": PrepareModuleOutput(output_layouts=(Replicate(),), desired_output_layouts=(Shard(1),)),
+        "1.up": ColwiseParallel(),
+        "1.down": RowwiseParallel(),
+    }
+    return parallelize_module(nn.Sequential(Mlp(), Mlp()), mesh, plan)
+
+
+def language(mesh: DeviceMesh, *, tied: bool = False) -> nn.Module:
+    """As torchtitan shards a language model; the logits stay sharded for the loss, and where that is
+    asked for, the output's weight is that of the embedding.
+    """
+    plan: dict[str, Any] = {
+        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "blocks.0.norm": SequenceParallel(),
+        "blocks.1.norm": SequenceParallel(),
+        "blocks.1.up": ColwiseParallel(input_layouts=Shard(1)),
+        "blocks.1.down": RowwiseParallel(output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(
+            input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
+        ),
+    }
+    plan |= {f"blocks.0.{n}": ColwiseParallel(input_layouts=Shard(1)) for n in "qkv"}
+    plan["blocks.0.out"] = RowwiseParallel(output_layouts=Shard(1))
+    model = parallelize_module(Language(), mesh, plan)
+    if tied:
+        model.head.weight = model.embed.weight
+    return model
+
+
+class Gathered(nn.Module):
+    """A product with a weight of which each rank keeps a part, and gathers the whole to use it, on
+    data of its own.
+    """
+
+    def __init__(self, mesh: DeviceMesh, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(distribute_tensor(torch.randn(width, width), mesh, [Shard(0)]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.redistribute(placements=[Replicate()])
+        return nn.functional.linear(x, weight.to_local(grad_placements=[Partial("avg")])).relu()
+
+
+def gathered(mesh: DeviceMesh) -> nn.Module:
+    return nn.Sequential(*(Gathered(mesh, 8) for _ in range(3)))
+
+
+MODELS: dict[str, Callable[[DeviceMesh], nn.Module]] = {
+    "blocks": blocks,
+    "sequence parallel": sequence_parallel,
+    "prepared": prepared,
+    "language, loss parallel": language,
+    "tied language": lambda mesh: language(mesh, tied=True),
+    "gathered": gathered,
+}
+
+
+def _batches(name: str) -> list[Tensor]:
+    torch.manual_seed(5 + (dist.get_rank() if name in ("sequence parallel", "prepared", "gathered") else 0))
+    if "language" in name:
+        return [torch.randint(32, (2, 5)) for _ in range(MICROBATCHES)]
+    length = 2 if name in ("sequence parallel", "prepared") else 4
+    return [torch.randn(2, length, 8, requires_grad=True) for _ in range(MICROBATCHES)]
+
+
+def _loss(output: Tensor, batch: Tensor) -> Tensor:
+    if batch.is_floating_point():
+        return output.square().mean()
+    return nn.functional.cross_entropy(output.flatten(0, 1), batch[:, :4].flatten())
+
+
+def _values(tensors: Iterable[Any]) -> list[Any]:
+    """Placements and this rank's values."""
+    return [
+        (str(each.placements), each._local_tensor.clone())
+        if isinstance(each, DTensor)
+        else each if each is None else each.detach().clone()
+        for each in tensors
+    ]
+
+
+def train(model: nn.Module, name: str, weights: Callable[[], None] = lambda: None) -> list[Any]:
+    """Losses, gradients of inputs and parameters, and parameters, of a few steps."""
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    found: list[Any] = []
+    for _ in range(STEPS):
+        for batch in _batches(name):
+            fed = batch if batch.is_floating_point() else batch[:, :4]
+            with loss_parallel():
+                loss = _loss(model(fed), batch)
+                loss.backward()
+            found += _values([loss, batch.grad])
+        weights()
+        found += _values(parameter.grad for parameter in model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+        found += _values(model.parameters())
+    return found
+
+
+def same(one: Any, other: Any) -> bool:
+    """Bit for bit."""
+    if isinstance(one, Tensor):
+        return isinstance(other, Tensor) and torch.equal(one, other)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def exchanges(split: autosplit.SplitModule) -> dict[str, int]:
+    """How many collectives each graph begins."""
+    graphs = split.functions[-1].graphs.graphs()
+    return {name: sum(map(is_start, calls(each.graph))) for name, each in graphs.items()}
+
+
+def whole(settings: list[dict[str, Any]]) -> dict[str, Any]:
+    """For each model and setting: whether all is as in eager; collectives of its graphs."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    found: dict[str, Any] = {}
+    for name, make in MODELS.items():
+        torch.manual_seed(0)
+        eager = make(mesh)
+        start = {k: v.clone() for k, v in eager.state_dict().items()}
+        expected = train(eager, name)
+        for setting in settings:
+            torch.manual_seed(0)
+            model = make(mesh)
+            model.load_state_dict(start)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", autosplit.errors.DeferralWarning)
+                split = autosplit.split(model, fullgraph=True, **setting)
+                made = train(split, name, split.backward_weight)
+            late = split.functions[-1].late_parameters
+            found[f"{name} {setting}"] = same(expected, made), exchanges(split), len(late)
+    return found
+
+
+def stages(settings: list[dict[str, Any]]) -> dict[str, bool]:
+    """Whether a stage's gradients are those of eager, for each setting."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    found: dict[str, bool] = {}
+    for name in ("blocks", "sequence parallel", "gathered"):
+        torch.manual_seed(0)
+        model = MODELS[name](mesh)
+        batches = _batches(name)
+        outputs = [model(batch) for batch in batches]
+        for output in outputs:
+            output.square().mean().backward()
+        names = [n for n, _ in model.named_parameters()]
+        expected = _values([batch.grad for batch in batches])
+        expected += _values(parameter.grad for parameter in model.parameters())
+        for setting in settings:
+            model.zero_grad()
+            split, grads = autosplit.Stage(model, [batches[0].detach().requires_grad_()], **setting), []
+            for at, (batch, output) in enumerate(zip(batches, outputs, strict=True)):
+                split.forward(at, [batch.detach()])
+                leaf = output.detach().requires_grad_()
+                grads += split.backward_input(at, [*torch.autograd.grad(leaf.square().mean(), leaf)])
+            for at in range(MICROBATCHES):
+                for part in range(setting.get("slices", 1)):
+                    split.backward_weight(at, part if "slices" in setting else None)
+            split.publish()
+            parameters = dict(model.named_parameters())
+            made = _values(grads) + _values(parameters[n].grad for n in names)
+            found[f"{name} {setting}"] = same(expected, made)
+    return found
