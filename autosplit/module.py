@@ -95,7 +95,7 @@ class SplitModule(ModuleProxy):
     _accumulation: Accumulation
     _max_graphs: int
     _fullgraph: bool
-    _dynamic: bool
+    _dynamic: bool | None
     _graphs: Specializations
     _fallback: Fallback
     _queue: PendingQueue[DeferredBackward]
@@ -112,17 +112,19 @@ class SplitModule(ModuleProxy):
         accumulation: str = "exact",
         overlap: str = "collectives",
         fullgraph: bool = False,
-        dynamic: bool = False,
+        dynamic: bool | None = None,
         max_graphs: int = 64,
     ) -> None:
         super().__init__(model)
         self.__dict__["_options"] = SplitOptions(backend, memory, overlap=overlap)
         if max_graphs < 1:
             raise SplitError(f"max_graphs must be at least 1, got {max_graphs}")
-        if dynamic and (fullgraph or memory != "balanced"):
+        options = self.__dict__["_options"]
+        if dynamic and not options.holds_open_sizes and (fullgraph or memory != "balanced"):
             raise SplitError(
-                "dynamic=True splits graph by graph, as torch.compile finds them; it goes with "
-                "neither fullgraph=True nor a memory setting of your own"
+                f"dynamic=True with backend={backend!r} splits graph by graph, as torch.compile "
+                "finds them; it goes with neither fullgraph=True nor a memory setting of your own. "
+                "backend='eager' has whole graphs for all sizes"
             )
         self.__dict__["_accumulation"] = Accumulation(accumulation)
         self.__dict__["_fullgraph"] = fullgraph
@@ -145,9 +147,13 @@ class SplitModule(ModuleProxy):
 
             deliver, view = ShardedDelivery(own["_accumulation"], sharded), sharded.plain
             own["_queue"], insist = ShardedQueue(deliver), True
-        own["_fallback"] = Fallback(self.model, options, insist, dynamic=own["_dynamic"])
+        dynamic = own["_dynamic"]
+        by_graphs = bool(dynamic) and not options.holds_open_sizes
+        own["_fallback"] = Fallback(self.model, options, insist, dynamic=by_graphs)
         limit, hidden = own["_max_graphs"], own["_queue"].hidden
-        own["_graphs"] = Specializations(self.model, options, limit, insist, hidden, view=view)
+        own["_graphs"] = Specializations(
+            self.model, options, limit, insist, hidden, view=view, dynamic=dynamic
+        )
         own["_anchor"] = WeightAnchor(own["_queue"], deliver, sharded)
         # Parameters hold what is pending for them, also when this is gone, and may go with it only
         # if no node of autograd's holds them.
@@ -361,7 +367,7 @@ class SplitModule(ModuleProxy):
         self._attach()
 
 
-def _sharded(model: nn.Module, options: SplitOptions, *, dynamic: bool) -> ShardedModule | None:
+def _sharded(model: nn.Module, options: SplitOptions, *, dynamic: bool | None) -> ShardedModule | None:
     """The model as ``fully_shard`` has sharded it, or a part of it.
 
     Raises:

@@ -32,7 +32,7 @@ def split(
     accumulation: str = "exact",
     overlap: str = "collectives",
     fullgraph: bool = False,
-    dynamic: bool = False,
+    dynamic: bool | None = None,
     max_graphs: int = 64,
 ) -> SplitModule:
     """Split a model's backward into input gradients and weight gradients.
@@ -113,7 +113,7 @@ def split(
         dynamic=dynamic,
         max_graphs=max_graphs,
     )
-    if (args or kwargs) and not dynamic:
+    if (args or kwargs) and module._fallback.takes_over is None:
         try:
             materialise_lazy_parameters(model, args, dict(kwargs or {}))
             module._capture(args, dict(kwargs or {}))

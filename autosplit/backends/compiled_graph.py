@@ -28,6 +28,7 @@ __all__ = [
     "check_backend",
     "compile_graph",
     "hand_over",
+    "holds_open_sizes",
     "positions",
     "prepare_joint",
 ]
@@ -128,6 +129,11 @@ def check_backend(name: str) -> None:
         raise SplitError(f"unknown backend {name!r}; known backends: {known}")
 
 
+def holds_open_sizes(name: str) -> bool:
+    """Whether graphs of this backend may have symbolic sizes of inputs."""
+    return name in _OPEN_SIZES
+
+
 def backend_named(name: str) -> Backend:
     """A backend of ``BACKENDS``, for one traced module.
 
@@ -149,3 +155,7 @@ BACKENDS: Mapping[str, Callable[[], Backend]] = {
     "inductor": _inductor,
     "cudagraphs": CudaGraphs,
 }
+
+# Inductor assumes more about sizes while it compiles, W and later variants behind the guards; a
+# CUDA graph replays the addresses and sizes that it recorded.
+_OPEN_SIZES = frozenset({"eager"})

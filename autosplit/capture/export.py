@@ -35,6 +35,7 @@ from autosplit.torch_internals.version import TORCH
 
 from .argument_binding import Binding
 from .diagnosis import definition
+from .input_sizes import is_open
 
 _DYNAMO = {
     # Dynamo remembers shapes by code object: a second nn.Sequential would get symbolic sizes.
@@ -78,13 +79,34 @@ class Guards:
         self.module = module
         self._function, _ = get_traced_fn(module)
         self._binding = Binding(self._function)
-        self._manager = output.build_guards(self._function.__code__).guard_manager
+        self._unsettled: CaptureOutput | None = captured
+        self._manager: Any = None
+        if not is_open(args, kwargs):
+            self.settle()
         # When this code is collected, Dynamo removes globals that the guards read.
         self._code = output.bytecode
         tensors = [g.name for g in output.output_graph.guards if g.create_fn_name() == _TENSOR]
         self._constants = self._find_constants(tensors, args, kwargs)
         self._answers = tuple(answers)
         self.setters: list[Setter] = []
+
+    def settle(self) -> None:
+        """Take up what was assumed about sizes so far. Where sizes are open, tracing and passes
+        assume more after Dynamo's capture, so this comes behind them; what would be assumed later
+        is refused.
+        """
+        if self._unsettled is None:
+            return
+        output, self._unsettled = self._unsettled.graph_capture_output, None
+        with (
+            get_metrics_context(),
+            dynamo_timed("build_guards"),
+            torch._dynamo.config.patch(_DYNAMO),
+        ):
+            self._manager = output.build_guards(self._function.__code__).guard_manager
+        sizes = output.output_graph.shape_env
+        if sizes is not None:
+            sizes._error_on_new_guards = True
 
     def hold(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the graph may run for these inputs, with the module as it is now."""

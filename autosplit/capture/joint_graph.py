@@ -41,6 +41,7 @@ from autosplit.torch_internals.pytree import TreeSpec, flatten_named, tree_flatt
 from .diagnosis import ConstructionError, user_errors
 from .dtensor_roles import shardings
 from .export import Guards, export
+from .input_sizes import InputSizes, is_open
 from .module_paths import name_modules
 from .pytree_objects import hold
 from .roles import ModuleRoles, canonical_names, with_roles
@@ -72,6 +73,7 @@ class Capture:
         split: what was made of the joint graph before, where that was kept.
         entry: its place in the cache; None where nothing is looked up or kept.
         shardings: role of what is a DTensor outside of the graph -> how it lies over ranks.
+        sizes: where the inputs say the sizes that the graph leaves open; None where it leaves none.
     """
 
     joint: fx.GraphModule
@@ -82,6 +84,7 @@ class Capture:
     split: SplitGraphs | None = None
     entry: CacheEntry | None = None
     shardings: Mapping[Role, Sharding] = dataclasses.field(default_factory=dict)
+    sizes: InputSizes | None = None
 
 
 def capture(
@@ -96,7 +99,8 @@ def capture(
     """Trace ``module(*args, **kwargs)`` without running it on real data.
 
     Shapes, dtypes, devices, ``requires_grad`` of parameters and inputs, train/eval mode,
-    grad mode and autocast are those in force now. Outputs that alias an input or each other
+    grad mode and autocast are those in force now. Sizes that ``leave_open`` was told of may become
+    symbols; then ``guards.settle()`` is for the caller, once the graph was rewritten. Outputs that alias an input or each other
     become copies, so that every output has a gradient of its own.
 
     Args:
@@ -117,8 +121,10 @@ def capture(
         name_modules(exported, module)
         inputs = tuple(_input_name(name) for name, _ in flatten_named("", (args, kwargs)))
         foreseen, entry = _look_up(cache, module, exported, inputs, (args, kwargs), decompositions)
+        open_sizes = InputSizes(exported, args, kwargs) if is_open(args, kwargs) else None
         split = entry.find(exported.meta["fake_mode"]) if entry else None
         if split and foreseen:
+            guards.settle()
             return Capture(split.joint, inputs, foreseen.names, foreseen.spec, guards, split, entry)
         trace_as_run(exported)
         results = _Results(exported)
@@ -138,7 +144,14 @@ def capture(
     lying = {roles.of(desc): each for desc, each in shardings(joint, module, leaves).items()}
     graph = with_roles(joint.graph_module, roles)
     return Capture(
-        graph, inputs, results.names, joint.out_spec, guards, entry=entry, shardings=lying
+        graph,
+        inputs,
+        results.names,
+        joint.out_spec,
+        guards,
+        entry=entry,
+        shardings=lying,
+        sizes=open_sizes or None,
     )
 
 

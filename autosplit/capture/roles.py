@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx, nn
 from torch._functorch._aot_autograd import descriptors as d
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from autosplit.errors import CaptureError
 from autosplit.passes.graph import Kind, Role, placeholders
@@ -175,8 +176,8 @@ def _rename(node: fx.Node, role: Role) -> None:
 
 
 def _make_sizes_static(role: Role, value: Any) -> None:
-    """Turn symbolic sizes of an input or output into integers: those of a view whose offset depends
-    on data are symbols, though the symbols may cancel out.
+    """Turn sizes of an input or output that depend on data into integers: those of a view whose
+    offset depends on data are symbols, though the symbols may cancel out.
 
     Raises:
         CaptureError: a size depends on the data.
@@ -185,6 +186,8 @@ def _make_sizes_static(role: Role, value: Any) -> None:
     if not isinstance(tensor, torch.Tensor) or all(type(size) is int for size in tensor.shape):
         return
     shape: tuple[Any, ...] = tensor.shape
+    if not any(free_unbacked_symbols(each) for each in shape):
+        return
     sizes = [each if type(each) is int else each.node.maybe_as_int() for each in shape]
     if None in sizes:
         raise CaptureError(

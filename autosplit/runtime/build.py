@@ -24,6 +24,7 @@ from autosplit.text.writing import check_folder, writing
 from autosplit.torch_internals.ddp_reducer import refuse_sharded
 
 from .functions import SplitFunctions
+from .open_sizes import Dimensions
 from .split_options import SplitOptions
 
 if TYPE_CHECKING:
@@ -83,10 +84,12 @@ def trace(
         cache = None if dump else _graph_cache(options.backend, setting)
         traced = _capture(module, args, kwargs, compiler, cache, called, insist, by_value)
         try:
-            return SplitFunctions(traced, _split(traced, compiler, setting, dump), compiler)
+            functions = SplitFunctions(traced, _split(traced, compiler, setting, dump), compiler)
         except PassError as error:
             name = type(module).__name__
             raise SplitError(f"{name} was captured but cannot be split: {error}") from error
+        traced.guards.settle()
+        return functions
 
 
 def _graph_cache(backend: str, memory: Memory) -> SplitGraphCache | None:
@@ -183,7 +186,9 @@ def _undrawn() -> Iterator[None]:
             numpy.random.set_state(before[1])
 
 
-def without_history(leaves: Sequence[Any], *, computed: bool = False) -> list[Any]:
+def without_history(
+    leaves: Sequence[Any], *, computed: bool = False, varying: Dimensions | None = None
+) -> list[Any]:
     """Leaves for tracing: same shapes and ``requires_grad``, no autograd history. One tensor given
     twice stays one: a graph is specialised on which inputs are the same.
 
@@ -191,6 +196,7 @@ def without_history(leaves: Sequence[Any], *, computed: bool = False) -> list[An
         leaves: the inputs' leaves; tensors may have no memory.
         computed: whether they stand for what an earlier module hands over: those with a gradient
             are then no leaves of autograd's graph, and each is a tensor of its own.
+        varying: dimensions whose sizes tracing is to leave open.
 
     Raises:
         CaptureError: a tensor is not strided (sparse, for example).
@@ -204,6 +210,10 @@ def without_history(leaves: Sequence[Any], *, computed: bool = False) -> list[An
             if key not in made:
                 made[key] = _detached(leaf, computed)
             leaf = made[key]
+            if varying and at in varying:
+                from autosplit.capture.input_sizes import leave_open
+
+                leave_open(leaf, varying[at])
         found.append(leaf)
     return found
 

@@ -69,6 +69,11 @@ class CallSignature(NamedTuple):
     def of(cls, leaves: list[Any], structure: Any) -> CallSignature:
         return cls(structure, tuple(map(_leaf, leaves)), _modes())
 
+    @property
+    def of_any_size(self) -> CallSignature:
+        """The same without sizes and strides: what calls have in common that one graph may hold."""
+        return self._replace(leaves=tuple(map(_without_sizes, self.leaves)))
+
 
 def _leaf(leaf: Any) -> Hashable:
     if isinstance(leaf, Tensor):
@@ -78,6 +83,14 @@ def _leaf(leaf: Any) -> Hashable:
     # 1, 1.0 and True are equal but trace to different graphs, and so do 0.0 and -0.0.
     value = repr(leaf) if isinstance(leaf, (float, complex)) else leaf
     return (kind, value) if isinstance(leaf, _VALUES) else kind
+
+
+def _without_sizes(leaf: Any) -> Hashable:
+    if isinstance(leaf, tuple) and isinstance(leaf[0], torch.Size):
+        shape, _, *rest = leaf
+        return (len(shape), *rest)
+    found: Hashable = leaf
+    return found
 
 
 def _modes() -> tuple[Hashable, ...]:

@@ -7,8 +7,9 @@ references.
 
 from __future__ import annotations
 
+import copy
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from autosplit.backends.compiled_graph import Backend
 from autosplit.errors import SplitError
 from autosplit.passes import Kind, SplitGraphs
-from autosplit.passes.analysis.symbolic_sizes import is_size
+from autosplit.passes.analysis.symbolic_sizes import concrete, is_size
 from autosplit.passes.graph import inputs, outputs
 from autosplit.passes.lowering.lent_memory import lent
 from autosplit.passes.lowering.live_bytes import LiveBytes
@@ -63,6 +64,7 @@ class SplitFunctions:
         forward_state: names of the parameters and buffers that F reads.
         parameter_names: names of all gradients of parameters, in the order in which B returns
             them.
+        base: what was captured: itself, unless it was made by ``at``.
         early_parameters: those that I returns, under a memory setting that lets it.
         late_parameters: those that W returns, in order.
         tangent_specs: output path -> the gradient that the backward expects for it; outputs
@@ -74,16 +76,16 @@ class SplitFunctions:
         self.capture = traced
         self.graphs = graphs
         self._dtensors = DTensorValues(traced.shardings)
+        self.base = self
         self._backend = backend
+        self._size: Callable[[Any], int] = concrete
         self._forward = ForwardGraph(graphs, traced.inputs, backend)
         self.output_names = self._forward.output_names
         self.updated_inputs = self._forward.updated_inputs
         self.updated_state = self._forward.updated_state
         self.forward_state = self._forward.read
-        self.tangent_specs = {
-            role.name: TensorSpec.of(node.meta["val"])
-            for role, node in inputs(graphs.joint.graph, Kind.TANGENT).items()
-        }
+        tangents = inputs(graphs.joint.graph, Kind.TANGENT)
+        self.tangent_specs = self._specs({r.name: n.meta["val"] for r, n in tangents.items()})
         self._tangents = [(n, self.output_names.index(n)) for n in self.tangent_specs]
         self.dependence = GradientDependence(graphs, traced.inputs, self._tangents)
         self._backward = BackwardGraphs(
@@ -99,6 +101,33 @@ class SplitFunctions:
         self.parameter_names = self._backward.parameter_names
         self.early_parameters = self._backward.early_parameters
         self.late_parameters = self._backward.late_parameters
+
+    def at(self, leaves: Sequence[Any]) -> SplitFunctions:
+        """The same graphs, for a call with other sizes of inputs.
+
+        Args:
+            leaves: of the call; the guards hold for it.
+        """
+        sizes = self.capture.sizes
+        if sizes is None:
+            return self
+        twin = copy.copy(self)
+        twin._size = sizes.value(leaves)
+        twin.__dict__.pop("output_specs", None)
+        tangents = inputs(self.graphs.joint.graph, Kind.TANGENT)
+        twin.tangent_specs = twin._specs({r.name: n.meta["val"] for r, n in tangents.items()})
+        return twin
+
+    def fits_budget(self, leaves: Sequence[Any]) -> bool:
+        """Whether the graphs keep the budget that they were made for in a call with these input
+        leaves: it was met for the sizes that were traced.
+        """
+        sizes = self.capture.sizes
+        return sizes is None or self.graphs.memory.budget is None or not sizes.larger(leaves)
+
+    def _specs(self, traced: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
+        """Specs of traced tensors with the sizes that they have in a call."""
+        return {name: TensorSpec.of(value).at(self._size) for name, value in traced.items()}
 
     @cached_property
     def autocast_guard(self) -> AutocastGuard:
@@ -159,8 +188,8 @@ class SplitFunctions:
 
     @cached_property
     def defers_numbers(self) -> bool:
-        """Whether W takes numbers read from data: its sizes then differ between microbatches, of
-        which one graph cannot hold several.
+        """Whether W takes numbers: read from data, they differ between microbatches, of which one
+        graph cannot hold several; so with sizes that the graph leaves open.
         """
         weight = self.graphs.backward_weight
         taken = [] if weight is None else inputs(weight.graph, Kind.DEFERRED).values()
@@ -187,7 +216,7 @@ class SplitFunctions:
         """Output path -> spec, for outputs that are tensors."""
         pairs = outputs(self.graphs.forward.graph, Kind.OUTPUT, Kind.UPDATE)
         values = {role.name: getattr(value, "meta", {}).get("val") for role, value in pairs}
-        return {name: TensorSpec.of(v) for name, v in values.items() if isinstance(v, Tensor)}
+        return self._specs({name: v for name, v in values.items() if isinstance(v, Tensor)})
 
     @cached_property
     def lent(self) -> list[tuple[int, int | None]]:

@@ -12,6 +12,7 @@ from torch import Tensor, fx
 
 from autosplit.passes import Kind, Role, SplitGraphs
 from autosplit.passes.analysis.aliasing import fills_storage, producer, storage_root
+from autosplit.passes.analysis.symbolic_sizes import concrete
 from autosplit.passes.graph import ancestors, descendants, inputs, outputs
 from autosplit.runtime.activations.saved_tensors import TensorSpec
 
@@ -137,7 +138,8 @@ class GradientDependence:
         """Parameter name -> its gradient, where that is an ordinary tensor."""
         pairs = outputs(self._graphs.joint.graph, Kind.PARAMETER_GRAD)
         values = {role.name: value.meta["val"] for role, value in pairs}
-        return {k: TensorSpec.of(v) for k, v in values.items() if v.layout is torch.strided}
+        dense = {k: v for k, v in values.items() if v.layout is torch.strided}
+        return {k: TensorSpec.of(v).at(concrete) for k, v in dense.items()}
 
     @cached_property
     def _parameter_sources(self) -> dict[str, frozenset[str]]:

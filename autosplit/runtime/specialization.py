@@ -14,6 +14,7 @@ from autosplit.errors import (
     DeferralWarning,
     FirstCallError,
     RecursiveCallError,
+    ShardedError,
     SplitError,
 )
 from autosplit.text.names import few
@@ -23,6 +24,7 @@ from autosplit.torch_internals.pytree import tree_unflatten
 from .build import trace, without_history
 from .call_signature import CallSignature, CallStructure
 from .functions import SplitFunctions
+from .open_sizes import Dimensions, OpenSizes
 from .specialization_cache import SpecializationCache
 from .split_options import SplitOptions
 
@@ -40,6 +42,7 @@ class Specializations:
         traced: what is around a capture, given the parameters.
         computed: whether inputs are what an earlier module hands over, see ``without_history``.
         view: what the model is looked at in, to be captured and whenever guards are asked.
+        dynamic: which sizes captures leave open, see ``OpenSizes``.
 
     Attributes:
         state: reads the model's parameters and buffers, those of its latest capture.
@@ -55,6 +58,7 @@ class Specializations:
         *,
         computed: bool = False,
         view: Callable[[], AbstractContextManager[None]] = nullcontext,
+        dynamic: bool | None = None,
     ) -> None:
         self._model = model
         self._computed = computed
@@ -63,6 +67,7 @@ class Specializations:
         self._insist = insist
         self._traced = traced
         self._view = view
+        self._sizes = OpenSizes(dynamic)
         self._first: set[CallSignature] = set()
         self._capturing = threading.RLock()
         self._busy = False
@@ -73,6 +78,11 @@ class Specializations:
     def captured(self) -> tuple[SplitFunctions, ...]:
         """All that are kept, oldest first."""
         return self._graphs.captured
+
+    @property
+    def static_because(self) -> tuple[str, ...]:
+        """Why graphs for any size could not be captured where sizes vary."""
+        return self._sizes.refusals
 
     @property
     def latest(self) -> SplitFunctions:
@@ -120,27 +130,56 @@ class Specializations:
             args, kwargs = tree_unflatten(without_history(leaves), structure.spec)
 
         def fits(functions: SplitFunctions) -> bool:
-            return functions.capture.guards.hold(args, kwargs)
+            return functions.fits_budget(leaves) and functions.capture.guards.hold(args, kwargs)
 
         with self._capturing, self._view():
-            found = self._graphs.find(signature, fits)
+            found = self._graphs.find(signature, fits, leaves)
             if found is None:
-                found = self._capture(signature, leaves, structure, called)
-                if not fits(found):
-                    raise CaptureError(
-                        f"the graph of {type(self._model).__name__} does not fit the very call it "
-                        "was captured for: its forward reads something that is different at "
-                        "every call. Pass that as a tensor or a number"
-                    )
+                found = self._capture_fitting(signature, leaves, structure, called, fits)
                 self._graphs.add(signature, found)
         return found
 
-    def _capture(
-        self, signature: CallSignature, leaves: list[Any], structure: CallStructure, called: bool
+    def _capture_fitting(
+        self,
+        signature: CallSignature,
+        leaves: list[Any],
+        structure: CallStructure,
+        called: bool,
+        fits: Callable[[SplitFunctions], bool],
     ) -> SplitFunctions:
+        """A graph for the call; where its sizes vary, one for other sizes, too, if there is one."""
         if self._busy:  # only the thread that captures comes here meanwhile
             raise calls_itself(self._model)
-        examples = without_history(leaves, computed=self._computed)
+        varying = self._sizes.of(structure, leaves) if self._split.holds_open_sizes else {}
+        if varying:
+            try:
+                found = self._capture(signature, leaves, structure, called, varying)
+            except (FirstCallError, ShardedError):
+                raise
+            except Exception as error:  # a graph for these sizes may well be there
+                self._sizes.refuse(structure, f"{type(error).__name__}: {error}")
+            else:
+                if fits(found):
+                    return found
+                self._sizes.refuse(structure, "the graph does not fit the call it was captured for")
+        found = self._capture(signature, leaves, structure, called, {})
+        if not fits(found):
+            raise CaptureError(
+                f"the graph of {type(self._model).__name__} does not fit the very call it "
+                "was captured for: its forward reads something that is different at "
+                "every call. Pass that as a tensor or a number"
+            )
+        return found
+
+    def _capture(
+        self,
+        signature: CallSignature,
+        leaves: list[Any],
+        structure: CallStructure,
+        called: bool,
+        varying: Dimensions,
+    ) -> SplitFunctions:
+        examples = without_history(leaves, computed=self._computed, varying=varying)
         args, kwargs = tree_unflatten(examples, structure.spec)
         self._busy = True
         try:

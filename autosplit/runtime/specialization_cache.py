@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from .call_signature import CallSignature
 from .functions import SplitFunctions
 
 
+_MAX_SIZES = 1024  # combinations of sizes whose calls find their graph at once
+
+
 class SpecializationCache:
-    """Captured graphs by signature; several may share one, and their guards tell them apart.
+    """Captured graphs by signature; several may share one, and their guards tell them apart. Those
+    that leave sizes open are found for other sizes, too.
 
     Args:
         owner: whose graphs, for the warning.
@@ -23,6 +28,8 @@ class SpecializationCache:
         self._known: dict[CallSignature, list[SplitFunctions]] = {}
         self._last_use: dict[SplitFunctions, CallSignature] = {}  # longest unused first
         self._captured: list[SplitFunctions] = []
+        self._open: dict[CallSignature, list[SplitFunctions]] = {}
+        self._resized: dict[SplitFunctions, CallSignature] = {}  # oldest first
         self._warned = False
 
     @property
@@ -31,14 +38,45 @@ class SpecializationCache:
         return tuple(self._captured)
 
     def find(
-        self, signature: CallSignature, fits: Callable[[SplitFunctions], bool]
+        self,
+        signature: CallSignature,
+        fits: Callable[[SplitFunctions], bool],
+        leaves: Sequence[Any],
     ) -> SplitFunctions | None:
-        """A graph of this signature that fits."""
+        """A graph of this signature that fits, for the sizes of these input leaves."""
         for functions in self._known.get(signature, ()):
             if fits(functions):
-                self._last_use[functions] = self._last_use.pop(functions)
+                self._use(functions)
                 return functions
+        if self._open:
+            for functions in self._open.get(signature.of_any_size, ()):
+                if fits(functions):
+                    self._use(functions)
+                    return self._resize(signature, functions, leaves)
         return None
+
+    def _use(self, functions: SplitFunctions) -> None:
+        base = functions.base
+        self._last_use[base] = self._last_use.pop(base)
+
+    def _resize(
+        self, signature: CallSignature, functions: SplitFunctions, leaves: Sequence[Any]
+    ) -> SplitFunctions:
+        """Keep a graph under other sizes, too."""
+        resized = functions.at(leaves)
+        if len(self._resized) >= _MAX_SIZES:
+            self._forget(next(iter(self._resized)))
+        self._known.setdefault(signature, []).insert(0, resized)
+        self._resized[resized] = signature
+        return resized
+
+    def _forget(self, resized: SplitFunctions) -> None:
+        self._remove(self._resized.pop(resized), resized)
+
+    def _remove(self, signature: CallSignature, functions: SplitFunctions) -> None:
+        self._known[signature].remove(functions)
+        if not self._known[signature]:
+            del self._known[signature]
 
     def add(self, signature: CallSignature, functions: SplitFunctions) -> None:
         """Keep a graph, and drop another where there are too many."""
@@ -48,12 +86,16 @@ class SpecializationCache:
         self._known.setdefault(signature, []).insert(0, functions)
         self._last_use[functions] = signature
         self._captured.append(functions)
+        if functions.capture.sizes is not None:
+            self._open.setdefault(signature.of_any_size, []).insert(0, functions)
 
     def _drop(self, functions: SplitFunctions) -> None:
         signature = self._last_use.pop(functions)
-        self._known[signature].remove(functions)
-        if not self._known[signature]:
-            del self._known[signature]
+        self._remove(signature, functions)
+        for resized in [each for each in self._resized if each.base is functions]:
+            self._forget(resized)
+        if functions.capture.sizes is not None:
+            self._open[signature.of_any_size].remove(functions)
         self._captured.remove(functions)
         if not self._warned:
             self._warned = True

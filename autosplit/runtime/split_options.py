@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autosplit.backends.compiled_graph import check_backend
+from autosplit.backends.compiled_graph import check_backend, holds_open_sizes
 from autosplit.errors import SplitError
 from autosplit.passes import Memory, PassError, memory_setting
 
@@ -35,6 +35,11 @@ class SplitOptions:
             memory_setting(self.memory, overlap=self.overlap)
         except PassError as error:
             raise SplitError(str(error)) from None
+
+    @property
+    def holds_open_sizes(self) -> bool:
+        """Whether one graph may hold for many sizes of inputs."""
+        return holds_open_sizes(self.backend)
 
     @property
     def memory_policy(self) -> Memory:

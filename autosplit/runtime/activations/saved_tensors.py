@@ -41,6 +41,11 @@ class TensorSpec:
     def of(cls, tensor: Tensor) -> TensorSpec:
         return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
+    def at(self, value: Callable[[Any], int]) -> TensorSpec:
+        """The spec with what ``value`` gives for each of its sizes and strides."""
+        shape, stride = map(value, self.shape), map(value, self.stride)
+        return TensorSpec(torch.Size(shape), tuple(stride), self.dtype, self.device)
+
     def zeros(self) -> Tensor:
         return self._empty().zero_()
 
