@@ -6,10 +6,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from autosplit.autograd.function import run_forward
-from autosplit.passes.lowering.live_bytes import LiveBytes
 from autosplit.runtime.activations.held_storages import HeldStorages, lent_storages
 from autosplit.runtime.activations.in_flight import (
     InFlightMicrobatch,
@@ -311,8 +310,8 @@ class Stage:
                 sums.add(names, gradients, functions.dependence.borrowed)
         return grads
 
-    def live_bytes(self, call: str, *, microbatches: int = 1, adds: bool = False) -> LiveBytes:
-        """What is alive while a call runs, as the graphs say.
+    def source(self, call: str, *, microbatches: int = 1, adds: bool = False) -> fx.GraphModule:
+        """The graph behind a call, as it is given to the backend.
 
         Args:
             call: the name of one of this class's methods; W counts as run whole.
@@ -320,9 +319,7 @@ class Stage:
             adds: whether it adds to gradients that are there, rather than make them.
         """
         sums = self._weights.sums
-        return self.functions.live_bytes(
-            call, sums.accumulation, microbatches=microbatches, adds=adds
-        )
+        return self.functions.source(call, sums.accumulation, microbatches=microbatches, adds=adds)
 
     def compile(self, calls: Iterable[Call] = ("backward_input", "backward_weight") * 2) -> None:
         """Compile the graphs of these calls ahead of their first run, and no others.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, fx
 
 from autosplit.backends.compiled_graph import Backend
 from autosplit.errors import SplitError
@@ -21,7 +21,6 @@ from autosplit.passes import Kind, SplitGraphs
 from autosplit.passes.analysis.symbolic_sizes import concrete, is_size
 from autosplit.passes.graph import inputs, outputs
 from autosplit.passes.lowering.lent_memory import lent
-from autosplit.passes.lowering.live_bytes import LiveBytes
 from autosplit.runtime.activations.last_uses import last_uses
 from autosplit.runtime.activations.saved_tensors import Constants, Residuals, State, TensorSpec
 
@@ -161,15 +160,15 @@ class SplitFunctions:
         """
         self._backward.compile(calls, accumulation, slices)
 
-    def live_bytes(
+    def source(
         self,
         call: str,
         accumulation: Accumulation = EXACT,
         *,
         microbatches: int = 1,
         adds: bool = False,
-    ) -> LiveBytes:
-        """What is alive while a call runs, by the graph behind it.
+    ) -> fx.GraphModule:
+        """The graph behind a call, as it is given to the backend.
 
         Args:
             call: the name of a method.
@@ -178,9 +177,8 @@ class SplitFunctions:
             adds: whether it adds into gradients that are there.
         """
         if call == "forward":
-            return LiveBytes(self.graphs.forward)
-        variant = CalledVariant(call, microbatches, adds)
-        return LiveBytes(self._backward.source(variant, accumulation))
+            return self.graphs.forward
+        return self._backward.source(CalledVariant(call, microbatches, adds), accumulation)
 
     @property
     def has_backward(self) -> bool:

@@ -42,6 +42,11 @@ def countable(device: torch.device) -> bool:
     return device.type != "cpu" or not torch._C._autograd._profiler_enabled()
 
 
+def allocations_on(device: torch.device) -> HostAllocations | DeviceAllocations:
+    """Counts what a device's allocator gives."""
+    return HostAllocations() if device.type == "cpu" else DeviceAllocations(device)
+
+
 class HostAllocations:
     """Counts what torch's allocator for the CPU gives this thread, and takes back from it.
 

@@ -1,7 +1,7 @@
 """Liveness in bytes: what is alive while the code that is generated from a graph runs.
 
 Counted in distinct storage: a tensor's memory dies with the last of its views. What a kernel takes
-for itself and gives back before it returns is not known here.
+for itself and gives back before it returns is not in the graph, and known only where it is told.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from torch import fx
 
@@ -39,22 +40,31 @@ class Result:
 class LiveBytes:
     """One graph's allocations and releases.
 
+    Args:
+        module: the graph.
+        workspace: bytes that kernels take beyond their results, by node.
+
     Attributes:
+        takes: the roles of its inputs.
         results: what it returns, in order.
     """
 
-    def __init__(self, module: fx.GraphModule) -> None:
+    def __init__(
+        self, module: fx.GraphModule, workspace: Mapping[fx.Node, int] = MappingProxyType({})
+    ) -> None:
         graph = module.graph
         homes = _homes(graph)
         roles = {node: role_of(node) for node in placeholders(graph)}
-        # Per statement the bytes that it allocates, and what is gone after it: an input's role, or
-        # the bytes of what was made here.
+        self.takes = {*roles.values()}
+        # Per statement the bytes that it allocates, those that it gives back itself, and what is
+        # gone after it: an input's role, or the bytes of what was made here.
         self._order = [
             (
                 sum(map(storage_bytes, made)),
+                0 if node is None else workspace.get(node, 0),
                 [roles[home] if home in roles else storage_bytes(home) for home in dead],
             )
-            for made, dead in _lifetimes(graph, homes)
+            for node, made, dead in _lifetimes(graph, homes)
         ]
         numbers: dict[fx.Node, int] = {}
         self.results = [
@@ -71,9 +81,9 @@ class LiveBytes:
         groups = [({*roles}, size) for roles, size in released]
         group_of = {role: group for group in groups for role in group[0]}
         level = highest = 0
-        for made, dead in self._order:
+        for made, workspace, dead in self._order:
             level += made
-            highest = max(highest, level)
+            highest = max(highest, level + workspace)
             for each in dead:
                 if isinstance(each, int):
                     level -= each
@@ -132,8 +142,10 @@ def _written_argument(node: fx.Node) -> int | None:
 
 def _lifetimes(
     graph: fx.Graph, homes: Mapping[fx.Node, fx.Node]
-) -> Iterator[tuple[list[fx.Node], list[fx.Node]]]:
-    """For each statement the storages that it makes, and those that are gone after it."""
+) -> Iterator[tuple[fx.Node | None, list[fx.Node], list[fx.Node]]]:
+    """Each statement with the storages that it makes, and those that are gone after it; before
+    them, what nobody reads.
+    """
     kept = {homes[value] for _, value in outputs(graph) if isinstance(value, fx.Node)}
     names: dict[fx.Node, int] = defaultdict(int)
     for node in graph.nodes:
@@ -141,27 +153,27 @@ def _lifetimes(
             names[homes[node]] += 1
     dying = last_uses(graph)
     unused = [node for node in placeholders(graph) if not node.users and node not in kept]
-    yield [], unused
+    yield None, [], unused
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
-        made = [home for home in _made(node) if homes[home] is home]
+        made = [home for home in allocated(node) if homes[home] is home]
         dead = []
         for each in dying.get(node, ()):
             for home in _ended(each, homes):
                 names[home] -= 1
                 if not names[home] and home not in kept:
                     dead.append(home)
-        yield made, dead
+        yield node, made, dead
 
 
 def _is_tensor(node: fx.Node) -> bool:
     return tensor_of(node) is not None and node.op != "get_attr"
 
 
-def _made(node: fx.Node) -> list[fx.Node]:
-    """The nodes whose memory a statement allocates: its own, or those of the results picked from
-    its tuple.
+def allocated(node: fx.Node) -> list[fx.Node]:
+    """The nodes whose memory a statement allocates, unless it writes into an argument: its own, or
+    those of the results picked from its tuple.
     """
     if node.op == "get_attr" or node.target is operator.getitem:
         return []

@@ -1,14 +1,13 @@
 """Predicted peak of a rank: its row of the schedule played with storages instead of tensors.
 
 What each call takes, makes and lets go of is in its graph; what messages hold, in the order of the
-row. What a kernel takes for itself and gives back is not known.
+row.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 
 from autosplit.passes import Kind, Role
 from autosplit.passes.lowering.concatenate_microbatches import microbatch_role
@@ -22,6 +21,7 @@ from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
 from autosplit.stage import Stage
 
+from .call_memory import CallMemory
 from .message_replay import MessageReplay
 from .storages import Level, Storage
 
@@ -53,6 +53,7 @@ class RankReplay:
         feeds: who feeds whom.
         stages: this rank's stages.
         boundaries: gives what a stage puts out, of this rank's stages and those that it hears of.
+        calls: knows what stages' calls hold.
     """
 
     def __init__(
@@ -62,14 +63,15 @@ class RankReplay:
         feeds: Feeds,
         stages: Mapping[int, Stage],
         boundaries: Callable[[int], Sequence[TensorMeta]],
+        calls: CallMemory,
     ) -> None:
         self._stages = stages
+        self._calls = calls
         self._row = [*join_adjacent_weights(schedule.ranks[rank], stages)]
         self._again = recomputed(schedule.ranks[rank])
         self._moved = schedule.moved
         self._level = Level()
         self._messages = MessageReplay(schedule, rank, feeds, boundaries, self._level)
-        self._live = cache(self._live_bytes)
         self._saved: dict[tuple[int, int], Held] = {}
         self._deferred: dict[tuple[int, int], Held] = {}
         self._inputs: dict[tuple[int, int], Held] = {}
@@ -212,8 +214,13 @@ class RankReplay:
         Gradients that it makes are fixed from here on, see ``Band``.
         """
         call = _CALLS[action.kind]
-        adds = self._adds(action.stage, call)
-        live = self._live(action.stage, call, len(action.microbatches), adds)
+        live = self._calls.of(
+            self._stages[action.stage],
+            call,
+            microbatches=len(action.microbatches),
+            adds=self._adds(action.stage, call),
+        )
+        taken = self._named(action, taken, live)
         dying = [(roles, storage.bytes) for roles, storage in _alone(taken)]
         self._level.note(live.peak(dying) - _gradients(live))
         made: Held = {}
@@ -229,6 +236,16 @@ class RankReplay:
         self._level.swap(taken.values(), made.values())
         return made
 
+    def _named(self, action: Action, taken: Held, live: LiveBytes) -> Held:
+        """What a call takes under the names of its graph. Where I passes on what it takes, B runs
+        the graph of W.
+        """
+        if action.kind is not ActionKind.BACKWARD or live.takes.issuperset(taken):
+            return taken
+        passed = self._calls.of(self._stages[action.stage], "backward_input").results
+        names = {each.memory: each.role for each in passed}
+        return {names.get(role, role): storage for role, storage in taken.items()}
+
     def _adds(self, stage: int, call: str) -> bool:
         """Whether there are sums of all gradients of a call; there are behind it."""
         functions, summed = self._stages[stage].functions, self._summed[stage]
@@ -240,9 +257,6 @@ class RankReplay:
         adds = bool(names) and summed.issuperset(names)
         summed.update(names)
         return adds
-
-    def _live_bytes(self, stage: int, call: str, count: int, adds: bool) -> LiveBytes:
-        return self._stages[stage].live_bytes(call, microbatches=count, adds=adds)
 
 
 def _alone(taken: Held) -> list[tuple[set[Role], Storage]]:

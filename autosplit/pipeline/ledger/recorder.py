@@ -14,7 +14,7 @@ from torch import Tensor
 from autosplit.pipeline.engine.execution.recorder import Recorder
 from autosplit.pipeline.schedule.action import Action
 from autosplit.pipeline.simulation.timeline import Span
-from autosplit.torch_internals.allocations import DeviceAllocations, HostAllocations, Stretch
+from autosplit.torch_internals.allocations import Stretch, allocations_on
 from autosplit.torch_internals.storage import distinct_storage_bytes
 
 from .bands import FIXED, OWNERS, Band
@@ -49,8 +49,7 @@ class MemoryRecorder:
         self._by_holders = not alone and device.type == "cpu"
         self._times = times
         self._holdings = holdings
-        on_host = device.type == "cpu"
-        self._allocations = HostAllocations() if on_host else DeviceAllocations(device)
+        self._allocations = allocations_on(device)
         self._moments: list[_Moment] = []
         self._first = 0
         self._results = 0

@@ -13,6 +13,7 @@ from autosplit.errors import PipelineError
 from autosplit.pipeline.engine.execution.mode import Mode
 from autosplit.pipeline.engine.execution.recorder import Recorder
 from autosplit.pipeline.ledger.bands import Band
+from autosplit.pipeline.ledger.call_memory import CallMemory
 from autosplit.pipeline.ledger.holdings import Holdings, state_of
 from autosplit.pipeline.ledger.prediction import Evicted, RankReplay
 from autosplit.pipeline.ledger.recorder import MemoryRecorder
@@ -50,6 +51,7 @@ class RankLedger:
         batch: those of the batch, None for what the rank does not take.
         times: records when what ran.
         device: where the stages run.
+        calls: knows what stages' calls hold.
 
     Attributes:
         recorder: for the executor.
@@ -64,8 +66,10 @@ class RankLedger:
         batch: Sequence[Tensor | None],
         times: Recorder,
         device: torch.device,
+        calls: CallMemory,
     ) -> None:
         self._mode = mode
+        self._calls = calls
         self._stages = {i: each for i, each in mode.stages.items() if isinstance(each, Stage)}
         self._batch = batch
         self.batch_bytes = distinct_storage_bytes(batch)
@@ -144,5 +148,5 @@ class RankLedger:
             return None
         mode = self._mode
         return RankReplay(
-            mode.schedule, mode.rank, mode.feeds, self._stages, mode.negotiation.learn
+            mode.schedule, mode.rank, mode.feeds, self._stages, mode.negotiation.learn, self._calls
         )

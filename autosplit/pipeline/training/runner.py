@@ -25,6 +25,7 @@ from autosplit.pipeline.engine.messages.link_times import measure_transfer
 from autosplit.pipeline.engine.messages.process_groups import Groups
 from autosplit.pipeline.engine.messages.shape_negotiation import TensorMeta
 from autosplit.pipeline.engine.messages.step_results import Agreement
+from autosplit.pipeline.ledger.call_memory import CallMemory
 from autosplit.pipeline.ledger.holdings import state_of
 from autosplit.pipeline.ledger.prediction import RankReplay
 from autosplit.pipeline.schedule.routes import pairs_of
@@ -95,6 +96,7 @@ class Runner:
         self._settled = settled
         self._store = store
         self._recorder = recorder_on(groups.rank, device)
+        self._calls = CallMemory(device)
         self._groups = groups
         self._guard = guard
         self._update = update
@@ -164,7 +166,7 @@ class Runner:
         if len(stages) < len(self.stages):
             return None
         rank, learn = self._groups.rank, self._boundaries
-        return RankReplay(schedule, rank, self._feeds, stages, learn)
+        return RankReplay(schedule, rank, self._feeds, stages, learn, self._calls)
 
     def _host_link(self) -> Link:
         """The slowest rank's link to its store; collective."""
@@ -202,7 +204,13 @@ class Runner:
         weighs = isinstance(self._tuner, LimitTuner) and countable(self._device)
         if record == MEMORY or weighs:
             ledger = RankLedger(
-                mode, self._held, self._update.state, parts, self._recorder, self._device
+                mode,
+                self._held,
+                self._update.state,
+                parts,
+                self._recorder,
+                self._device,
+                self._calls,
             )
             recorder = ledger.recorder
 

@@ -16,6 +16,7 @@ from tests.pipeline.reference_stage import ReferenceStage
 
 LOSSES = 4 * workers.MICROBATCHES  # bytes, of which graphs know nothing once they are with the user
 FLOAT = 4
+SCALARS = 64  # bytes: losses, and what lives a few operators longer than its last use
 
 
 @pytest.mark.parametrize(
@@ -27,6 +28,7 @@ FLOAT = 4
         {"schedule": "zb-v", "stages": 4},
         {"memory": "lean"},
         {"accumulation": "concatenated", "schedule": "gpipe", "weights": "2bp"},
+        {"block": workers.Convolutions},
     ],
     ids=str,
 )
@@ -36,6 +38,13 @@ def test_on_one_rank_the_peak_is_predicted_to_the_byte(options: dict[str, object
     assert predicted is not None
     assert abs(measured - predicted) <= LOSSES
     assert found.left(0) == {}
+
+
+@pytest.mark.parametrize("block", [workers.Block, workers.Convolutions])
+@pytest.mark.parametrize("split", [True, False])
+def test_every_action_is_predicted(block: type, split: bool) -> None:
+    for action, measured, predicted in workers.levels(block=block, split_backward=split):
+        assert abs(measured - predicted) <= SCALARS, action
 
 
 def test_bands_have_their_owners() -> None:
@@ -127,3 +136,9 @@ def test_on_a_gpu_the_allocator_tells() -> None:
     (measured,), (predicted,) = found.peak_activations, found.predicted
     assert predicted is not None
     assert predicted <= measured <= 1.5 * predicted  # pieces of 512 bytes
+
+
+def test_losses_keep_no_more_memory_than_their_own() -> None:
+    found = workers.recorded(ranks=1, loss_fn=torch.nn.functional.mse_loss)
+    waits = [band for band in found.bands[0] if not band.during]
+    assert waits[-2].held["working"] <= LOSSES

@@ -29,6 +29,20 @@ class Block(nn.Module):
         return y
 
 
+class Convolutions(nn.Module):
+    """Kernels that take memory of their own: for convolutions, and operands of another dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(2, 2, 3, padding=1)
+        self.norm = nn.BatchNorm2d(2)
+        self.scale = nn.Parameter(torch.ones(2, 1, 1, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.convolution(x.reshape(-1, 2, 4, WIDTH // 8))) * self.scale
+        return x + torch.softmax(y.reshape(x.shape).float(), 0)
+
+
 def mean_square(output: Tensor, target: Tensor) -> Tensor:
     """As ``mse_loss``, whose kernel puts the scalar into memory as large as the output."""
     return (output - target).square().mean()
@@ -41,11 +55,16 @@ def batch() -> tuple[Tensor, Tensor]:
     return one.clone(), other.clone()
 
 
-def trainer(stages: int = 2, **options: Any) -> PipelineTrainer:
+def trainer(
+    stages: int = 2,
+    block: Callable[[], nn.Module] = Block,
+    loss_fn: Callable[[Tensor, Tensor], Tensor] = mean_square,
+    **options: Any,
+) -> PipelineTrainer:
     torch.manual_seed(0)
     return PipelineTrainer(
-        lambda index: Block(),
-        mean_square,
+        lambda index: block(),
+        loss_fn,
         torch.optim.AdamW,
         stages=stages,
         microbatches=MICROBATCHES,
@@ -77,6 +96,21 @@ def recorded(**options: Any) -> StepMemory:
         finally:
             gc.enable()
         return engine.memory()
+
+
+def levels(**options: Any) -> list[tuple[str, int, int]]:
+    """Each action with what a step like any other was measured to hold in it, and predicted to."""
+    with trainer(ranks=1, **options) as engine:
+        engine.step(batch())
+        engine.record = "memory"
+        gc.collect()
+        engine.step(batch())
+        runner = engine._runner
+        replay = runner._replay(engine.schedule)
+        if runner.ledger is None or replay is None:
+            raise AssertionError("expected a recorded step of stages of autosplit.Stage")
+        measured = runner.ledger.measured()
+        return [(str(a), measured[str(a)], level) for a, level in replay.levels({})]
 
 
 def early_and_late(steps: int) -> tuple[StepMemory, StepMemory]:
