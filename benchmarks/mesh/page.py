@@ -35,10 +35,10 @@ PARTS: dict[str, Part[Settings]] = {
         "Each replica of a pipeline takes its own share of the batch; gradients are held against "
         "those of plain autograd in one process, which adds up the shares' gradients one after "
         "another and divides by their number. With two replicas the order of the sum is the same, "
-        "and so are the bits; with four, Gloo adds in another order. The norm is that of one "
-        "process, and one number over all schedules and memory settings of a model with the same "
-        "stages. A reduction is an all-reduce of gradients; each bucket is reduced once a step, "
-        "and a stage's buckets are at most 0.05 MiB, or one parameter.",
+        "and so are the bits; with four, Gloo adds in another order. The model is one of eight "
+        "blocks, cut into 2, 4 or 8 stages; the norm is held against that of one process. A "
+        "reduction is an all-reduce of gradients; each bucket is reduced once a step, and a "
+        "stage's buckets are at most 0.05 MiB, or one parameter.",
         lambda settings: exactness.measure(settings.only),
         exactness.render,
     ),

@@ -21,6 +21,7 @@ SAID = {
     "half": "the mesh (pp=2) is of 2 ranks, [0, 1], and the process group has 4, 0 to 3",
     "no mesh": "mesh is a DeviceMesh of torch.distributed.device_mesh; got a str",
     "ranks": "ranks=2 has no effect beside mesh, which says who takes part",
+    "two meshes": "every rank must be given the same mesh, but its pipelines are ((0, 2), (1, 3))",
     "long": "the mesh has 4 ranks along 'pp' for 2 stages: each needs at least one stage",
     "cuda": "the mesh is one of 'cpu' devices, but the stages go to meta: init_device_mesh('meta'",
     "cap": "bucket_cap_mb is a positive number of MiB",
@@ -52,6 +53,10 @@ def test_what_all_ranks_find_right(four: Results, case: str) -> None:
     """
     for found in four:
         assert found[case] == dict.fromkeys(found[case], True)
+
+
+def test_a_whole_model_is_cut_for_the_pipeline(four: Results) -> None:
+    assert [found["whole"] for found in four] == [True] * 4
 
 
 def test_a_slice_is_reduced_while_the_next_is_computed(four: Results) -> None:

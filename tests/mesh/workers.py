@@ -336,11 +336,69 @@ def also(mesh: DeviceMesh) -> dict[str, Any]:
         made.step(own)
         made.step(tuple(each[:4] for each in own))
         found["shapes"] = True
+    found |= copies(mesh)
     with trainer(mesh, record=True, **REFERENCE) as made:
         made.step(own)
         spans = made.timeline().spans
         reduced = [each for each in spans if each.action.kind is ActionKind.REDUCE_GRAD]
         found["timeline"] = sorted(str(each.action) for each in reduced)
+    return found
+
+
+class Tied(nn.Module):
+    """A block with the parameter that all stages share."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.block = block(index)
+        torch.manual_seed(7)
+        self.tied = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.block(x) * self.tied
+        return found
+
+
+def copies(mesh: DeviceMesh) -> dict[str, bool]:
+    """Copies of parameters within a pipeline, and a model that is cut: near one process, and the
+    same bits wherever a parameter is.
+    """
+    own = share(replica_of(mesh))
+    found: dict[str, bool] = {}
+    tied = {"shared_parameters": [((0, "tied"), (1, "tied"))]}
+    for name, build, stages, options in (
+        ("tied", Tied, 2, {**tied, **REFERENCE}),
+        ("chimera", block, 2, {"schedule": "chimera", **REFERENCE}),
+        ("tied chimera", Tied, 2, {**tied, "schedule": "chimera", **REFERENCE}),
+    ):
+        model, _, norm = by_hand(build, stages, 2)
+        named = [dict(module.named_parameters()) for module in model]
+        if build is Tied:
+            total = named[0]["tied"].grad + named[1]["tied"].grad
+            named[0]["tied"].grad = named[1]["tied"].grad = total
+            grads = [p.grad for n in named for key, p in n.items() if key != "tied"]
+            norm = math.sqrt(sum(g.double().square().sum().item() for g in [*grads, total]))
+        with trainer(mesh, build, stages, max_grad_norm=1e9, **options) as made:
+            made.forward_backward(own)
+            mine = {
+                f"{stage}.{key}": grad
+                for stage, grads in made.gradients().items()
+                for key, grad in grads.items()
+            }
+            close = [
+                torch.allclose(grad, named[int(key[0])][key[2:]].grad, atol=1e-6)
+                for key, grad in mine.items()
+            ]
+            everywhere: list[Any] = [None] * 4
+            dist.all_gather_object(everywhere, mine)
+            same = [
+                torch.equal(grad, mine[key])
+                for part in everywhere
+                for key, grad in part.items()
+                if key in mine
+            ]
+            near = math.isclose(made.grad_norm or 0.0, norm, rel_tol=1e-6)
+            found[name] = all(close) and all(same) and near
     return found
 
 
@@ -360,6 +418,7 @@ def refused(mesh: DeviceMesh) -> dict[str, str]:
 
         return refusal(act)
 
+    turned = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "pp"))
     half = tuple(each[:4] for each in own) if replica else own
     nan = (own[0] * float("nan"), own[1]) if replica else own
     found = {
@@ -369,6 +428,7 @@ def refused(mesh: DeviceMesh) -> dict[str, str]:
         "half": built(DeviceMesh("cpu", [0, 1], mesh_dim_names=("pp",))),
         "no mesh": built("pp=2"),  # type: ignore[arg-type]
         "ranks": built(mesh, ranks=2),
+        "two meshes": built(mesh if dist.get_rank() < 2 else turned),
         "long": built(init_device_mesh("cpu", (4,), mesh_dim_names=("pp",))),
         "cuda": built(mesh, device="meta"),
         "cap": built(mesh, bucket_cap_mb=0),
@@ -444,6 +504,12 @@ def four_ranks(folder: Path) -> dict[str, Any]:
         for name, (stages, options) in EXACT.items()
     }
     alone = exactness(flat, 2, **REFERENCE)
+    whole = nn.Sequential(*(block(index) for index in range(2)))
+    planning = {"costs": "estimate"}
+    options = {"example": torch.zeros(ROWS // M, WIDTH), "planning": planning}
+    with trainer(mesh, whole, **options) as made:
+        seen = made.forward_backward(share(replica_of(mesh)))
+    found["whole"] = seen.tolist() == by_hand(block, 2, 2)[1][replica_of(mesh)]
     found["no pipeline"] = {"losses": alone["losses"]}  # four numbers are added in some order
     found["reductions"] = once_each(mesh)
     found["under way"] = under_way(mesh)

@@ -131,7 +131,7 @@ def _ended() -> tuple[bool, str]:
     """Whether the groups are gone once they are let go of, and what a later use says."""
     groups = Groups(2, CPU, 30.0)
     groups.meet()
-    group = weakref.ref(groups.control)
+    group = weakref.ref(groups.pipeline.group)
     dist.barrier()
     groups.destroy()
     try:

@@ -138,12 +138,21 @@ class ModelReplicas:
         if self._link is None:
             return
         marks = self._buffer_marks()
-        written = [at for at, mark in marks.items() if self._marks.get(at) != mark]
-        if written:
-            buffers = dict(_buffers(self._modules))
-            self._adopt([buffers[at] for at in written])
-            marks = self._buffer_marks()
-        self._marks = marks
+        if not marks:
+            return
+        buffers = dict(_buffers(self._modules))
+        # A forward may write where another replica's does not.
+        written = torch.tensor(
+            [self._marks.get(at) != mark for at, mark in marks.items()],
+            dtype=torch.int32,
+            device=next(iter(buffers.values())).device,
+        )
+        with self._groups.losing(_OTHERS):
+            dist.all_reduce(written, dist.ReduceOp.MAX, group=self._link)
+        flags = written.tolist()
+        found = [buffer for buffer, flag in zip(buffers.values(), flags, strict=True) if flag]
+        self._adopt(found)
+        self._marks = self._buffer_marks() if found else marks
 
     def _make_queue(self, completions: Sequence[Completion]) -> tuple[ReductionQueue, list[Bucket]]:
         """Buckets of all gradients, in the order in which they are complete."""

@@ -25,7 +25,11 @@ from autosplit.pipeline.engine.messages.step_results import Agreement
 from autosplit.pipeline.ledger.bands import StepMemory
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.timeline import Timeline
-from autosplit.pipeline.training.agreement.option_agreement import check_unanimous, factory_options
+from autosplit.pipeline.training.agreement.option_agreement import (
+    check_layout,
+    check_unanimous,
+    factory_options,
+)
 
 from .optimizer_step import OptimizerStep
 from .options import TrainerOptions, choose_device, choose_order, store_for
@@ -78,6 +82,8 @@ class StageTrainer:
         self.device = choose_device(device, setup.layout)
         self._clipping = options.max_grad_norm is not None
         self.mesh = options.mesh
+        if options.mesh is not None:
+            check_layout(setup.layout)
         self._connect(setup.layout, options)
         settled = partial(await_device, self.device, self._guard, options.timeout)
         order = choose_order(options.early_weights, setup.schedule, self.device)

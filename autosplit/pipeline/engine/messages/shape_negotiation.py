@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from autosplit.errors import PipelineError
-from autosplit.pipeline.engine.faults.first_error import LostPeerError
+from autosplit.pipeline.engine.faults.first_error import KeyValueStore, LostPeerError
 
 from .process_groups import Groups
 
@@ -95,20 +95,27 @@ class Negotiation:
         return self.known[boundary]
 
     def start(self) -> None:
-        """Say that this rank's stages are compiled, and wait until all are: a step's clock starts
-        for all ranks together.
+        """Say that this rank's stages are compiled, and wait until all are, of replicas of the
+        pipeline too: a step's clock starts for all ranks together.
 
         Raises:
             LostPeerError: as ``learn``.
         """
-        if self._groups.ranks == 1:
+        everybody = self._groups.everybody
+        if everybody.ranks == 1:
             return
-        self._groups.store.set(self._key(self._groups.rank, "compiled"), "")
-        for rank in range(self._groups.ranks):
-            self._await(rank, "compiled", "the stages of rank")
+        everybody.store.set(self._key(everybody.rank, "compiled"), "")
+        for rank in range(everybody.ranks):
+            self._await(rank, "compiled", "the stages of rank", everybody.store)
 
-    def _await(self, number: int, what: str = "built", whose: str = "stage") -> bytes:
-        store, key = self._groups.store, self._key(number, what)
+    def _await(
+        self,
+        number: int,
+        what: str = "built",
+        whose: str = "stage",
+        store: KeyValueStore | None = None,
+    ) -> bytes:
+        store, key = store or self._groups.store, self._key(number, what)
         deadline = time.monotonic() + self._groups.timeout
         with self._groups.place.waits():
             while not store.check([key]):

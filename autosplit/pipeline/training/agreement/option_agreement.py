@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from autosplit.errors import PipelineError
+from autosplit.mesh.dimensions import RankLayout
 from autosplit.pipeline.engine.execution.stage_assembly import SplitStage, StageFactory
+from autosplit.pipeline.engine.messages.default_group import gather
 from autosplit.pipeline.engine.messages.process_groups import Groups
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Wiring
@@ -36,6 +38,21 @@ def check_unanimous(said: Mapping[str, Any], groups: Groups) -> None:
                     f"every rank must build the same trainer, but {name} is {first} on rank 0 and "
                     f"{other} on rank {rank}"
                 )
+
+
+def check_layout(layout: RankLayout) -> None:
+    """Refuse meshes that differ, over the default process group: the trainer's are made by them.
+
+    Raises:
+        PipelineError: names two ranks and what they were given.
+    """
+    heard = gather(layout.pipelines)
+    for rank, other in enumerate(heard):
+        if other != heard[0]:
+            raise PipelineError(
+                f"every rank must be given the same mesh, but its pipelines are {heard[0]} on "
+                f"rank 0 and {other} on rank {rank}"
+            )
 
 
 def _text(value: object) -> str:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from autosplit.mesh.dimensions import RankLayout
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.engine.faults.first_error import Board, Fault, Guard, LostPeerError
 from autosplit.pipeline.engine.messages.default_group import device_of_group
@@ -73,9 +74,10 @@ def test_a_group_with_nccl_is_on_the_gpu(monkeypatch: pytest.MonkeyPatch, config
 
 def test_a_gpu_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    assert choose_device("cuda", 1) == CUDA
-    assert choose_device("cuda:3", 1).index == 3
-    assert choose_device("meta", 1) == torch.device("meta")
+    layout = RankLayout.alone(1)
+    assert choose_device("cuda", layout) == CUDA
+    assert choose_device("cuda:3", layout).index == 3
+    assert choose_device("meta", layout) == torch.device("meta")
 
 
 def test_control_stays_on_the_cpu_under_another_default_device(on_ranks: Ranks) -> None:
