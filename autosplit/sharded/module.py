@@ -14,6 +14,7 @@ from autosplit.torch_internals.fsdp.groups import (
     ParameterGroup,
     finish_backward,
     make_ready,
+    managed_from_outside,
     root_states,
 )
 from autosplit.torch_internals.fsdp.plain_view import PlainView, is_managed
@@ -43,7 +44,7 @@ class ShardedModule:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        if is_wrapped_by_fsdp(module):
+        if is_wrapped_by_fsdp(module) or managed_from_outside(module):
             refuse_sharded(module)
         self._roots = root_states(module)
         self.groups = ParameterGroup.within(module)

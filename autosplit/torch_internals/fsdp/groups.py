@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
+from autosplit.torch_internals.distributed import is_fsdp_managed
+
 
 def state_of(module: nn.Module) -> Any:
     """What ``fully_shard`` keeps of one of its modules."""
@@ -20,6 +22,16 @@ def root_states(module: nn.Module) -> list[Any]:
     """States of the topmost modules that ``fully_shard`` was called with."""
     found = {id(state): state for state in map(state_of, _topmost(module))}
     return list(found.values())
+
+
+def managed_from_outside(module: nn.Module) -> bool:
+    """Whether FSDP manages parameters of a module by what is around it, or is none of the module's
+    own: ``FullyShardedDataParallel``, or ``fully_shard`` of a module that this one is a part of.
+    """
+    inside = {id(part) for root in _topmost(module) for part in root.modules()}
+    return any(
+        is_fsdp_managed(part) and id(part) not in inside for part in module.modules()
+    ) or any(state._is_root is False for state in root_states(module))
 
 
 def _topmost(module: nn.Module) -> Iterator[nn.Module]:
