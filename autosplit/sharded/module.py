@@ -149,9 +149,11 @@ class ShardedModule:
         """
         if writes == self.writes():
             return
-        counts = iter(writes)
+        left = list(writes)
         for group in self.groups:
-            if any([count != next(counts) for count in group.writes]):
+            now = group.writes
+            before, left = left[: len(now)], left[len(now) :]
+            if before != now:
                 raise SplitError(
                     f"sharded parameters of {group.name} were written between the forward and its "
                     "backward (an optimizer's step, load_state_dict): the backward would read the "

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -183,9 +182,9 @@ SCHEDULES: dict[str, tuple[int, dict[str, Any]]] = {
     "ScheduleDualPipeV": (4, {"scale": False}),
 }
 for _kind, (_stages, _more) in SCHEDULES.items():
-    CASES[_kind] = lambda kind=_kind, stages=_stages, more=_more: (
-        Pipelines(kind, stages, **more).train()
-    )
+    CASES[_kind] = lambda kind=_kind, stages=_stages, more=_more: Pipelines(
+        kind, stages, **more
+    ).train()
 
 
 @case

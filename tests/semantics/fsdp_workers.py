@@ -94,7 +94,6 @@ WAYS: dict[str, Way] = {
     "sharded later, in parts": lambda shard: _sharded_later(shard, dynamic=True),
     "in parts": lambda shard: autosplit.split(shard(Model()), dynamic=True),
     "CUDA graphs": lambda shard: autosplit.split(shard(Model()), backend="cudagraphs"),
-    "shard the split": _shard_the_split,
     "Stage": lambda shard: autosplit.Stage(shard(Model()), [_x()]),
     "compile": lambda shard: _train(torch.compile(shard(Model()), backend="autosplit")),
     "partition": lambda shard: autosplit.partition(
@@ -102,6 +101,7 @@ WAYS: dict[str, Way] = {
     ),
 }
 FSDP1: dict[str, Way] = {
+    "shard the split": _shard_the_split,
     "split": lambda shard: autosplit.split(shard(Model())),
     "sharded later": _sharded_later,
 }
@@ -129,6 +129,7 @@ def _broken(model: nn.Module) -> nn.Module:
 
 
 OTHERS: dict[str, Way] = {
+    "around the split": lambda _: _shard_the_split(SHARDINGS["both"]),
     "offloaded": lambda _: autosplit.split(_offloaded(Model())),
     "tensor parallel": lambda _: autosplit.split(_parallel(Model())),
     "of a part": lambda _: autosplit.split(fully_shard(Model()).block)(_x()),

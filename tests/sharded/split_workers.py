@@ -187,7 +187,6 @@ def raised(run: Callable[[], Any]) -> str:
 
 
 SHARDINGS: dict[str, Shard] = {
-    "root": fully_shard,  # type: ignore[dict-item]
     "blocks and root": sharded,
     "blocks only": blocks_only,
     "a group of two modules": last_together,
@@ -243,7 +242,7 @@ def the_users_own_order_of_w_and_of_reductions() -> list[str]:
                     pair.split.backward_weight(1)
             between = len(seen)
             pair.split.backward_weight()
-        found += [] if (between, len(seen)) == (0, 3) else [f"{between}, {len(seen)} reductions"]
+        found += [] if (between, len(seen)) == (0, 2) else [f"{between}, {len(seen)} reductions"]
         found += pair.step()
     return found
 

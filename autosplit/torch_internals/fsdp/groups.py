@@ -168,8 +168,8 @@ class ParameterGroup:
         )
 
     def start_reduce(self) -> None:
-        """Reduce what was accumulated: one reduce-scatter, whose result is added to ``.grad`` of the
-        sharded parameters; and free the gathered parameters, where FSDP does after a backward.
+        """Reduce what was accumulated: one reduce-scatter, whose result is added to ``.grad`` of
+        the sharded parameters; and free the gathered ones, where FSDP does after a backward.
         """
         with torch.no_grad():
             self._group.post_backward()
