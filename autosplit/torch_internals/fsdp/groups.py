@@ -13,9 +13,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from autosplit.torch_internals.distributed import is_fsdp_managed
 
 
-def state_of(module: nn.Module) -> Any:
+def state_of(module: Any) -> Any:
     """What ``fully_shard`` keeps of one of its modules."""
-    return module._get_fsdp_state()  # type: ignore[operator]
+    return module._get_fsdp_state()
 
 
 def root_states(module: nn.Module) -> list[Any]:
@@ -116,6 +116,12 @@ class ParameterGroup:
             each.sharded_param._version + each._sharded_local_tensor._version
             for each in self._group.fsdp_params
         ]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the gathered parameters are."""
+        device: torch.device = self._group.device
+        return device
 
     @property
     def is_unsharded(self) -> bool:
