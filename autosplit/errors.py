@@ -44,7 +44,9 @@ class SplitError(AutosplitError):
 
 
 class ShardedError(SplitError):
-    """A model is sharded in a way that takes weight gradients in ``backward()``: FSDP."""
+    """A model is sharded (FSDP) where whole parameters are needed, or in a way that cannot be taken
+    apart.
+    """
 
 
 class BackendError(SplitError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -139,8 +140,9 @@ class SplitModule(ModuleProxy):
         own["_sharded"] = sharded = _sharded(self.model, options, dynamic=own["_dynamic"])
         own["_flatten"] = CallFlattening()
         deliver: Delivery
+        view: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         if sharded is None:
-            deliver, view = Delivery(own["_accumulation"]), contextlib.nullcontext
+            deliver = Delivery(own["_accumulation"])
             own["_queue"] = PendingQueue(deliver.all)
         else:  # FSDP's hooks do not run inside of parts
             from autosplit.autograd.sharded_delivery import ShardedDelivery, ShardedQueue

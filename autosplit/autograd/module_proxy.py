@@ -127,8 +127,8 @@ class ModuleProxy(nn.Module):
                 f"a {type(self).__name__} cannot become a {value.__name__}: what takes modules "
                 "over in this way (torch.distributed's fully_shard, for example) expects the "
                 "weights' gradients in backward(). It may have changed the model already: build "
-                "the model anew. To train on several devices, wrap the split module in "
-                "DistributedDataParallel, or cut the model for a PipelineTrainer"
+                "the model anew, and split what fully_shard returns, autosplit.split("
+                "fully_shard(model)), or wrap the split module in DistributedDataParallel"
             )
         if name in self.__dict__ or "model" not in self.__dict__ or self._is_own(name, value):
             super().__setattr__(name, value)

@@ -8,8 +8,16 @@ from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+
+from autosplit.errors import SplitError
+from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.gradient_accumulation import Accumulation
-from autosplit.torch_internals.accumulate_grad import Leaves
+from autosplit.runtime.weight_slices import SlicedWeight
+from autosplit.sharded.overlap import OverlappedReduction
+from autosplit.torch_internals.accumulate_grad import Leaves, add_gradients, has_accumulate_hooks
+from autosplit.torch_internals.backward_task import without_autocast
 
 from .deferred_backward import DeferredBackward
 from .delivery import Delivery
@@ -56,10 +64,57 @@ class ShardedDelivery(Delivery):
         self.queue: weakref.ref[ShardedQueue] | None = None
 
     def all(self, microbatches: Iterable[Sequence[DeferredBackward]]) -> None:
-        super().all(microbatches)
+        given = list(microbatches)
         queue = self.queue() if self.queue is not None else None
-        if queue is not None and not queue.pending:
+        ends = queue is not None and not queue.pending
+        last = given.pop() if ends and given and self._overlaps(given[-1]) else None
+        super().all(given)
+        if last is not None:
+            self._reduce_beside(last[0])
+        elif ends:
             self.sharded.reduce()
+
+    def _overlaps(self, works: Sequence[DeferredBackward]) -> bool:
+        """Whether gradients can be reduced while W of this microbatch computes others."""
+        work = works[0]
+        return (
+            self._accumulation.exact
+            and len(works) == 1
+            and len(self.sharded.reduced_groups) > 1
+            and not self._reads_parameters(work)
+            and self._added_directly(works) is not None
+            # They are called where a group is reduced, which may be another thread.
+            and not has_accumulate_hooks(self.sharded.parameters)
+        )
+
+    def _reduce_beside(self, work: DeferredBackward) -> None:
+        """The last microbatch: W in slices, and behind each the reduction of what is complete."""
+        functions, state = work.functions, work.state
+        names = functions.parameter_names
+        weight = _slices(functions, len(self.sharded.reduced_groups))
+        with (
+            torch.set_grad_enabled(False),
+            without_autocast(),
+            OverlappedReduction(self.sharded, [state[name] for name in names]) as reduction,
+        ):
+            early, borrowed = functions.early_parameters, functions.dependence.borrowed
+            self._arrived(work, early, work.early, borrowed, reduction)
+            deferred = work.deferred
+            for index, late in enumerate(weight.parameter_names):
+                found, deferred = weight.run(index, deferred, None, self._accumulation)
+                self._arrived(work, late, found, weight.borrowed(index), reduction)
+
+    def _arrived(
+        self,
+        work: DeferredBackward,
+        names: Sequence[str],
+        gradients: Sequence[Tensor],
+        borrowed: Collection[str],
+        reduction: OverlappedReduction,
+    ) -> None:
+        parameters = [work.state[name] for name in names]
+        add_gradients(parameters, gradients, [name in borrowed for name in names])
+        reduction.arrived(parameters)
 
     def _deliver_through_engine(self, works: Sequence[DeferredBackward]) -> None:
         with self._gathered(works):
@@ -74,6 +129,18 @@ class ShardedDelivery(Delivery):
     def _gathered(self, works: Sequence[DeferredBackward]) -> AbstractContextManager[None]:
         """Parameters gathered where W reads some; as a rule it reads none."""
         for work in works:
-            if work.deferred.state:
+            if self._reads_parameters(work):
                 return self.sharded.backward(work.writes)
         return contextlib.nullcontext()
+
+    def _reads_parameters(self, work: DeferredBackward) -> bool:
+        deferred = work.deferred
+        return bool(deferred.state) or self.sharded.lies_in_parameters(deferred.tensors)
+
+
+def _slices(functions: SplitFunctions, count: int) -> SlicedWeight:
+    """W in so many slices, or in as many as it can be cut into."""
+    for fewer in range(count, 1, -1):
+        with contextlib.suppress(SplitError):
+            return functions.sliced(fewer)
+    return functions.sliced(1)

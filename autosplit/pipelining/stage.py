@@ -57,8 +57,8 @@ class SplitPipelineStage(RuntimeStage):
     A stage may return a tensor, a tuple, or any structure of tensors (a dictionary): the next
     stage gets a tuple as its arguments, and anything else as its one argument.
 
-    Where ``fully_shard`` has sharded the module, the stage is in torch's schedules as torch's own is:
-    parameters are gathered and freed where the schedule says, and gradients are reduced once a step.
+    Where ``fully_shard`` has sharded the module, parameters are gathered and freed where torch's
+    schedule says, and gradients are reduced once a step.
 
     Attributes:
         functions: the graphs and their callables, those of the latest forward.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from torch import Tensor, nn
 
@@ -14,6 +14,7 @@ from autosplit.torch_internals.fsdp.groups import (
     ParameterGroup,
     finish_backward,
     make_ready,
+    managed_from_outside,
     root_states,
 )
 from autosplit.torch_internals.fsdp.plain_view import PlainView, is_managed
@@ -43,7 +44,7 @@ class ShardedModule:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        if is_wrapped_by_fsdp(module):
+        if is_wrapped_by_fsdp(module) or managed_from_outside(module):
             refuse_sharded(module)
         self._roots = root_states(module)
         self.groups = ParameterGroup.within(module)
@@ -148,9 +149,11 @@ class ShardedModule:
         """
         if writes == self.writes():
             return
-        counts = iter(writes)
+        left = list(writes)
         for group in self.groups:
-            if any([count != next(counts) for count in group.writes]):
+            now = group.writes
+            before, left = left[: len(now)], left[len(now) :]
+            if before != now:
                 raise SplitError(
                     f"sharded parameters of {group.name} were written between the forward and its "
                     "backward (an optimizer's step, load_state_dict): the backward would read the "
@@ -167,14 +170,33 @@ class ShardedModule:
         has gradients, in the same order on every rank; none where ``set_requires_gradient_sync``
         is off.
         """
-        groups = [group for group in self.groups if group.reduces]
-        if not any(group.unreduced for group in groups):
-            return
-        # The last modules' gradients are there first.
-        for group in reversed(groups):
+        groups = [group for group in self.reduced_groups if group.unreduced]
+        for group in groups:
             group.start_reduce()
+        if groups:
+            self.finish_reduce()
+
+    @property
+    def reduced_groups(self) -> list[ParameterGroup]:
+        """Those that are to be reduced, in the order of it: the last modules' gradients are there
+        first.
+        """
+        return [group for group in reversed(self.groups) if group.reduces]
+
+    @property
+    def blocks(self) -> bool:
+        """Whether whoever starts a reduction waits for the other ranks."""
+        return any(group.device.type == "cpu" for group in self.groups)
+
+    def finish_reduce(self) -> None:
+        """Wait for reductions that were started."""
         for root in self._roots:
             finish_backward(root)
+
+    def lies_in_parameters(self, tensors: Iterable[Tensor | None]) -> bool:
+        """Whether one of these is in the memory of a gathered parameter, which comes and goes."""
+        memory = {p.untyped_storage()._cdata for g in self.groups for _, p in g.pairs}
+        return any(t is not None and t.untyped_storage()._cdata in memory for t in tensors)
 
     def forget(self, parameters: Collection[int]) -> None:
         """Drop what was accumulated for some of the sharded parameters (their ``id``)."""

@@ -13,8 +13,7 @@ from .distributed import data_parallel, fsdp_part
 
 
 def refuse_sharded(module: nn.Module) -> None:
-    """FSDP reduces and frees weight gradients in ``backward()``; later ones would be left over
-    for the next step.
+    """FSDP gathers parameters, and reduces and frees weight gradients, in hooks that no graph has.
 
     Raises:
         ShardedError: FSDP manages the module or a part of it.
@@ -24,10 +23,11 @@ def refuse_sharded(module: nn.Module) -> None:
         name, kind = found
         where = f"{name} ({kind})" if name else kind
         raise ShardedError(
-            f"FSDP (fully_shard or FullyShardedDataParallel) manages {where}: it reduces weight "
-            "gradients in backward(), where those of a split model are not there yet. Build the "
-            "model without FSDP, and wrap the split module in DistributedDataParallel; where no "
-            "rank has room for the whole model, cut it with autosplit.partition or PipelineTrainer"
+            f"FSDP (fully_shard or FullyShardedDataParallel) manages {where}, whose parameters are "
+            "not whole here. A whole module that fully_shard was called with goes into "
+            "autosplit.split, and into autosplit.pipelining.SplitPipelineStage for torch's "
+            "schedules; elsewhere build the model without FSDP, and wrap a split module in "
+            "DistributedDataParallel"
         )
 
 

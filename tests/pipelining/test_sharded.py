@@ -1,4 +1,4 @@
-"""Stages that fully_shard has sharded under torch's schedules, on four Gloo ranks of pp 2 x dp 2."""
+"""Stages that fully_shard has sharded, under torch's schedules: four Gloo ranks, pp 2 x dp 2."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ def ranks(on_ranks: Ranks) -> list[dict[str, list[str]]]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_gradients_are_those_of_one_process(
-    ranks: list[dict[str, list[str]]], case: str
-) -> None:
+def test_gradients_are_those_of_one_process(ranks: list[dict[str, list[str]]], case: str) -> None:
     for rank, found in enumerate(ranks):
         assert found[case] == [], f"rank {rank}: {found[case]}"

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import autosplit
@@ -41,21 +41,14 @@ def _nested(model: nn.Module) -> nn.Module:
     return model
 
 
-def _hybrid(model: nn.Module) -> nn.Module:
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-    return fully_shard(model, mesh=mesh)
-
-
 def _fsdp1(model: nn.Module, *, original: bool) -> nn.Module:
     cpu = torch.device("cpu")
     return FullyShardedDataParallel(model, use_orig_params=original, device_id=cpu)
 
 
 SHARDINGS: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "root": fully_shard,
-    "nested": _nested,
     "both": lambda model: fully_shard(_nested(model)),
-    "hybrid": _hybrid,
+    "nested": _nested,
     "FSDP1": lambda model: _fsdp1(model, original=False),
     "FSDP1, original parameters": lambda model: _fsdp1(model, original=True),
 }
@@ -95,16 +88,53 @@ def _pipeline(shard: Callable[[nn.Module], nn.Module]) -> None:
         trainer.step((torch.ones(4, 4), torch.ones(4)))
 
 
-WAYS: dict[str, Callable[[Callable[[nn.Module], nn.Module]], object]] = {
-    "split": lambda shard: autosplit.split(shard(Model())),
-    "sharded later": _sharded_later,
+Way = Callable[[Callable[[nn.Module], nn.Module]], object]
+
+WAYS: dict[str, Way] = {
     "sharded later, in parts": lambda shard: _sharded_later(shard, dynamic=True),
-    "shard the split": _shard_the_split,
+    "in parts": lambda shard: autosplit.split(shard(Model()), dynamic=True),
+    "CUDA graphs": lambda shard: autosplit.split(shard(Model()), backend="cudagraphs"),
     "Stage": lambda shard: autosplit.Stage(shard(Model()), [_x()]),
     "compile": lambda shard: _train(torch.compile(shard(Model()), backend="autosplit")),
     "partition": lambda shard: autosplit.partition(
         shard(Model()), (_x(),), stages=2, microbatches=2, costs="estimate"
     ),
+}
+FSDP1: dict[str, Way] = {
+    "shard the split": _shard_the_split,
+    "split": lambda shard: autosplit.split(shard(Model())),
+    "sharded later": _sharded_later,
+}
+
+
+def _offloaded(model: nn.Module) -> nn.Module:
+    return fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+
+def _parallel(model: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    parallelize_module(model, mesh["tp"], {"last": ColwiseParallel()})
+    return fully_shard(model, mesh=mesh["dp"])
+
+
+def _part_that_has_run() -> None:
+    model = fully_shard(_nested(Model()))
+    model(_x()).sum().backward()
+    autosplit.split(model.block)(_x())
+
+
+def _broken(model: nn.Module) -> nn.Module:
+    model.forward = lambda x: model.last(model.block(x if x.sum() > 0 else -x))  # type: ignore
+    return fully_shard(model)
+
+
+OTHERS: dict[str, Way] = {
+    "around the split": lambda _: _shard_the_split(SHARDINGS["both"]),
+    "offloaded": lambda _: autosplit.split(_offloaded(Model())),
+    "tensor parallel": lambda _: autosplit.split(_parallel(Model())),
+    "of a part": lambda _: autosplit.split(fully_shard(Model()).block)(_x()),
+    "of a part that has run": lambda _: _part_that_has_run(),
+    "graph breaks": lambda _: autosplit.split(_broken(Model()))(_x()),
 }
 
 
@@ -116,13 +146,21 @@ def findings() -> tuple[dict[tuple[str, str], str], float, str]:
 def _refusals() -> dict[tuple[str, str], str]:
     """Sharding and way -> what was raised."""
     found = {}
-    for (sharding, shard), (way, use) in itertools.product(SHARDINGS.items(), WAYS.items()):
+    for sharding, way, use in cases():
         torch._dynamo.reset()
         try:
-            use(shard)
+            use(SHARDINGS.get(sharding, _x))
         except Exception as error:
             found[sharding, way] = f"{type(error).__name__}: {error}"
     return found
+
+
+def cases() -> Iterator[tuple[str, str, Way]]:
+    for sharding in SHARDINGS:
+        for way, use in (WAYS | FSDP1 if "FSDP1" in sharding else WAYS).items():
+            yield sharding, way, use
+    for way, use in OTHERS.items():
+        yield "", way, use
 
 
 def _refused_by_the_trainer() -> str:

@@ -1,15 +1,31 @@
-"""FSDP in, under or around a split module: refused wherever it is met, with advice that works."""
+"""FSDP where parameters must be whole, or in a way that cannot be taken apart: refused, with advice
+that works.
+"""
 
 from __future__ import annotations
 
 from tests.ranks import Ranks
-from tests.semantics.fsdp_workers import SHARDINGS, WAYS, findings
+from tests.semantics.fsdp_workers import cases, findings
+
+_SAID = {
+    "offloaded": "called for Model with an offload policy",
+    "tensor parallel": "called for Model after they had become DTensors",
+    "graph breaks": "fsdp_workers.py",
+    "in parts": "dynamic=True does not go with parameters that fully_shard has sharded",
+    "sharded later, in parts": "dynamic=True does not go with",
+    "CUDA graphs": "backend='cudagraphs' does not go with",
+}
 
 
 def test_refused_by_name_with_advice_that_works(on_ranks: Ranks) -> None:
     for refusals, advised, trainer in on_ranks(findings, 2, timeout=100):
-        assert len(refusals) == len(SHARDINGS) * len(WAYS)
-        for case, text in refusals.items():
-            assert "ShardedError: FSDP (fully_shard or FullyShardedDataParallel) man" in text, case
+        assert len(refusals) == len([*cases()])
+        for (sharding, way), text in refusals.items():
+            said = "FSDP (fully_shard or FullyShardedDataParallel) manages"
+            if "FSDP1" not in sharding:
+                said = _SAID.get(way, said)
+            assert said in text, (sharding, way, text)
+            kind = "CaptureError" if way == "graph breaks" else "ShardedError"
+            assert text.startswith(kind) or way == "compile", (sharding, way, text)
         assert "FSDP (fully_shard or FullyShardedDataParallel) manages" in trainer
         assert advised < 1e-6

@@ -33,7 +33,7 @@ class Model(nn.Module):
     def __init__(self, *, tied: bool = False) -> None:
         super().__init__()
         self.embed = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList([Block(), Block()])
+        self.blocks = nn.ModuleList([Block()])
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         if tied:
@@ -86,5 +86,3 @@ def half_inside(model: Any) -> nn.Module:
 def half_frozen(model: Any) -> nn.Module:
     model.blocks[0].requires_grad_(False)
     return sharded(model)
-
-

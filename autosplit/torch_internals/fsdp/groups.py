@@ -10,16 +10,28 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
+from autosplit.torch_internals.distributed import is_fsdp_managed
 
-def state_of(module: nn.Module) -> Any:
+
+def state_of(module: Any) -> Any:
     """What ``fully_shard`` keeps of one of its modules."""
-    return module._get_fsdp_state()  # type: ignore[operator]
+    return module._get_fsdp_state()
 
 
 def root_states(module: nn.Module) -> list[Any]:
     """States of the topmost modules that ``fully_shard`` was called with."""
     found = {id(state): state for state in map(state_of, _topmost(module))}
     return list(found.values())
+
+
+def managed_from_outside(module: nn.Module) -> bool:
+    """Whether FSDP manages parameters of a module by what is around it, or is none of the module's
+    own: ``FullyShardedDataParallel``, or ``fully_shard`` of a module that this one is a part of.
+    """
+    inside = {id(part) for root in _topmost(module) for part in root.modules()}
+    return any(
+        is_fsdp_managed(part) and id(part) not in inside for part in module.modules()
+    ) or any(state._is_root is False for state in root_states(module))
 
 
 def _topmost(module: nn.Module) -> Iterator[nn.Module]:
@@ -106,6 +118,12 @@ class ParameterGroup:
         ]
 
     @property
+    def device(self) -> torch.device:
+        """Where the gathered parameters are."""
+        device: torch.device = self._group.device
+        return device
+
+    @property
     def is_unsharded(self) -> bool:
         return bool(self._group.is_unsharded)
 
@@ -156,8 +174,8 @@ class ParameterGroup:
         )
 
     def start_reduce(self) -> None:
-        """Reduce what was accumulated: one reduce-scatter, whose result is added to ``.grad`` of the
-        sharded parameters; and free the gathered parameters, where FSDP does after a backward.
+        """Reduce what was accumulated: one reduce-scatter, whose result is added to ``.grad`` of
+        the sharded parameters; and free the gathered ones, where FSDP does after a backward.
         """
         with torch.no_grad():
             self._group.post_backward()
