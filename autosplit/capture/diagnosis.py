@@ -60,7 +60,7 @@ def user_errors(module: nn.Module) -> Iterator[None]:
 
 
 def is_raised_by_forward(error: CaptureError) -> bool:
-    """Whether capture came to where the forward itself raises, rather than to what no graph holds."""
+    """Whether capture came to where the forward itself raises, not to what no graph holds."""
     return "Observed exception" in str(error.__cause__).partition(chr(10))[0]
 
 

@@ -17,7 +17,6 @@ from autosplit.module import SplitModule
 
 from .results import described
 
-
 _NOT_TAKEN = {
     "dw_builder": "the stage runs W itself. Leave it out; or keep torch's PipelineStage around "
     "module = autosplit.split(submodule), with dw_builder=autosplit.pipelining.dw_builder(module)",

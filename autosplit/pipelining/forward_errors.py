@@ -6,7 +6,6 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from autosplit.capture.diagnosis import is_raised_by_forward
@@ -51,7 +50,10 @@ def refused_capture(
         why = str(error) if own is None else f"{type(own).__name__}: {own} {line_of(own)}".rstrip()
         tensors = described([each.detach() for each in leaves if isinstance(each, Tensor)])
         tensors = tensors.replace(" without gradient", "")
-        source, advice = f"stage {stage_index - 1} hands on", "Let the one return what the other takes"
+        source, advice = (
+            f"stage {stage_index - 1} hands on",
+            "Let the one return what the other takes",
+        )
         if not stage_index:
             source, advice = "step() was given", "Give it what the module's forward takes"
         made = PipelineError(

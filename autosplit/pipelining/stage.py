@@ -246,12 +246,12 @@ class SplitPipelineStage(RuntimeStage):
         fused = not whole and self._step.fuses(chunk)
         with torch.no_grad(), without_autocast():
             if whole or fused:
-                run = self._weights.whole
-                found = self._called("B", chunk, run, flight, arrived, skipped)
+                found = self._called("B", chunk, self._weights.whole, flight, arrived, skipped)
                 self._done.add(chunk)
             else:
-                run = self._weights.input
-                found, deferred = self._called("I", chunk, run, flight, arrived, skipped)
+                found, deferred = self._called(
+                    "I", chunk, self._weights.input, flight, arrived, skipped
+                )
                 self._deferred[chunk] = deferred
         for at in idle:  # autograd knows no gradient from a gradient of zeros
             found[at] = None
