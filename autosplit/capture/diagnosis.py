@@ -59,6 +59,11 @@ def user_errors(module: nn.Module) -> Iterator[None]:
         ) from error
 
 
+def is_raised_by_forward(error: CaptureError) -> bool:
+    """Whether capture came to where the forward itself raises, not to what no graph holds."""
+    return "Observed exception" in str(error.__cause__).partition(chr(10))[0]
+
+
 def _is_calling(error: Exception) -> bool:
     """Whether the error was in ``Module.__call__``, hooks included, rather than in a forward."""
     stack: list[Any] = [*(getattr(error, "real_stack", None) or ())]

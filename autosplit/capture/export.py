@@ -232,8 +232,7 @@ def _export(
                 captured = fullgraph_capture(module, args, kwargs)
             guards = Guards(module, args, kwargs, captured, answers)
         _return_something(captured)
-        graph = captured.backend_input and captured.backend_input.graph_module
-        with graph_put_aside(module, graph):
+        with graph_put_aside(module, captured.backend_input):
             exported = create_fx_graph_from_captured_output(captured, module, args, kwargs)
         refuse_absent_gradients(exported, captured.graph_capture_output.traced_code)
     _find_class_tensors(module, exported)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,31 @@ from autosplit.errors import PipelineError
 from autosplit.module import SplitModule
 
 from .results import described
+
+_NOT_TAKEN = {
+    "dw_builder": "the stage runs W itself. Leave it out; or keep torch's PipelineStage around "
+    "module = autosplit.split(submodule), with dw_builder=autosplit.pipelining.dw_builder(module)",
+    "input_grads": "stages agree on gradients before the first microbatch. Leave it out",
+    "output_grads": "stages agree on gradients before the first microbatch. Leave it out",
+    "get_mesh": "distributed tensors do not cross its ends. Leave it out",
+}
+"""Arguments of torch's stage that a split one does not take, and why."""
+
+
+def refuse_arguments(given: Mapping[str, Any]) -> None:
+    """Refuse arguments that are torch's, or nobody's.
+
+    Raises:
+        PipelineError: torch's stage takes it.
+        TypeError: nor does torch's stage.
+    """
+    for name, value in given.items():
+        if name not in _NOT_TAKEN:
+            raise TypeError(
+                f"SplitPipelineStage.__init__() got an unexpected keyword argument {name!r}"
+            )
+        if value is not None:
+            raise PipelineError(f"SplitPipelineStage takes no {name}: {_NOT_TAKEN[name]}")
 
 
 def check_group(stage_index: int, num_stages: int, group: Any) -> None:
@@ -108,13 +133,21 @@ def refuse_unfit_call(
     Raises:
         PipelineError: says which, and where they come from.
     """
+    signature = inspect.signature(module.forward)
     try:
-        inspect.signature(module.forward).bind(*args, **kwargs)
+        signature.bind(*args, **kwargs)
     except TypeError as error:
+        if first and not args and not kwargs:
+            raise PipelineError(
+                f"step() was given no inputs on the rank of {owner}, whose forward takes "
+                f"{signature}: on this rank call schedule.step(batch, ...) with the whole batch; "
+                "ranks without the first stage give none"
+            ) from error
         source = "step() was given" if first else "the stage before hands on"
+        by_name = f", by name {', '.join(sorted(kwargs))}" if kwargs else ", and nothing by name"
         raise PipelineError(
-            f"{owner} takes {inspect.signature(module.forward)}: {error}; {source} {len(args)} "
-            f"positional argument(s), and step() the keyword arguments {sorted(kwargs)}"
+            f"{owner} takes {signature}: {error}; {source} {len(args)} positional "
+            f"argument(s){by_name}"
         ) from error
 
 

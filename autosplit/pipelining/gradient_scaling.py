@@ -38,9 +38,7 @@ class StepGradients:
             if self._users[key] <= 0:
                 self._finish(parameter, self._earlier.pop(key, None), factor)
 
-    def _finish(
-        self, parameter: Tensor, aside: tuple[Tensor, Tensor] | None, factor: int
-    ) -> None:
+    def _finish(self, parameter: Tensor, aside: tuple[Tensor, Tensor] | None, factor: int) -> None:
         grad = parameter.grad
         if aside is None or grad is None or not _is_exact(grad, factor):
             if grad is not None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from autosplit.autograd.function import run_forward
-from autosplit.errors import CaptureError, FailingCallError, PipelineError, SplitError
+from autosplit.errors import CaptureError, SplitError
 from autosplit.runtime.activations.in_flight import InFlightMicrobatch
 from autosplit.runtime.call_signature import CallFlattening, CallStructure
 from autosplit.runtime.functions import SplitFunctions
@@ -26,16 +26,20 @@ from .arguments import (
     check_group,
     checked_examples,
     no_context,
+    refuse_arguments,
     refuse_difference,
     refuse_unfit_call,
     unwrapped,
 )
+from .forward_errors import failed_call, refused_capture
 from .gradient_scaling import StepGradients
 from .loss_boundary import LossBoundary
-from .results import Results, as_received, described
+from .results import Results, as_received
 from .sharding import StageSharding
 from .step import StageStep
 from .weight_gradients import DeferredWeights, WeightGradients
+
+T = TypeVar("T")
 
 _MAX_GRAPHS = 64
 
@@ -79,6 +83,7 @@ class SplitPipelineStage(RuntimeStage):
         memory: str | int = "balanced",
         accumulation: str = "exact",
         overlap: str = "collectives",
+        **others: Any,
     ) -> None:
         """The first seven arguments are those of torch's stage.
 
@@ -95,6 +100,7 @@ class SplitPipelineStage(RuntimeStage):
             accumulation: how microbatches' gradients add up, see ``autosplit.split``. With
                 ``"concatenated"``, Ws of one stage that follow each other are one call.
             overlap: what weight gradients hide, see ``autosplit.split``.
+            others: what torch's stage takes besides is refused.
 
         Raises:
             PipelineError: the group does not fit the stages, an argument is not what torch's stage
@@ -102,6 +108,7 @@ class SplitPipelineStage(RuntimeStage):
             SplitError: an unknown backend, memory setting, accumulation or overlap; lists the known
                 ones.
         """
+        refuse_arguments(others)
         check_group(stage_index, num_stages, group)
         super().__init__(submodule, stage_index, num_stages, device, group)
         self._module = unwrapped(submodule, stage_index)
@@ -202,7 +209,7 @@ class SplitPipelineStage(RuntimeStage):
             refuse_overlap(functions, leaves, state)
         kept = self._kept_roots(chunk, functions, leaves, kwargs)
         with torch.no_grad():
-            result = run_forward(functions, state, leaves)
+            result = self._called("F", chunk, run_forward, functions, state, leaves)
             written = result.outputs[made.count :]
             for name, value in zip(functions.updated_inputs, written, strict=True):
                 if name in kept:
@@ -254,10 +261,12 @@ class SplitPipelineStage(RuntimeStage):
         self.sharding.gather()
         with torch.no_grad(), without_autocast():
             if whole or fused:
-                found = self._weights.whole(flight, arrived, skipped)
+                found = self._called("B", chunk, self._weights.whole, flight, arrived, skipped)
                 self._done.add(chunk)
             else:
-                found, deferred = self._weights.input(flight, arrived, skipped)
+                found, deferred = self._called(
+                    "I", chunk, self._weights.input, flight, arrived, skipped
+                )
                 self._deferred[chunk] = deferred
         self.sharding.accumulate()
         for at in idle:  # autograd knows no gradient from a gradient of zeros
@@ -283,7 +292,7 @@ class SplitPipelineStage(RuntimeStage):
             self._waiting.clear()
             self.sharding.gather()
             with torch.no_grad(), without_autocast():
-                self._weights.deferred(works)
+                self._called("W", chunk, self._weights.deferred, works)
             self.sharding.accumulate()
         if last:
             self._step.end()
@@ -297,6 +306,14 @@ class SplitPipelineStage(RuntimeStage):
     def scale_grads(self, grad_scale_factor: int) -> None:
         """Divide what this step added to the gradients."""
         self._step.scale(grad_scale_factor)
+
+    def _called(self, kind: str, chunk: int, run: Callable[..., T], *args: Any) -> T:
+        """Run a graph; what it raises says where."""
+        try:
+            return run(*args)
+        except Exception as error:
+            failed = failed_call(f"{kind} of microbatch {chunk} of {self._owner}", error)
+        raise failed
 
     def _sent_back(
         self, metas: Sequence[Any], found: Sequence[Tensor | None]
@@ -346,25 +363,18 @@ class SplitPipelineStage(RuntimeStage):
 
         Raises:
             CaptureError: there is no such graph; names the line and what to do.
+            PipelineError: an operator refuses the inputs.
+            Exception: as the forward itself raises it.
         """
         with torch.set_grad_enabled(self.has_backward and torch.is_grad_enabled()):
             try:
                 return self._graphs.fitting(args, kwargs, leaves, structure)
-            except FailingCallError as error:
-                if self.is_first:
-                    raise
-                raise PipelineError(
-                    f"{self._owner} cannot be called with what stage {self.stage_index - 1} hands "
-                    f"on, {described([t for t in leaves if isinstance(t, Tensor)])}, keyword "
-                    f"arguments last. Let the one return what the other takes. {error}"
-                ) from error
             except CaptureError as error:
-                raise CaptureError(
-                    f"{self._owner} must be one graph: {error}\nOr keep torch's PipelineStage "
-                    "around module = autosplit.split(submodule), which may have graph breaks, with "
-                    "dw_builder=autosplit.pipelining.dw_builder(module)",
-                    because=error.because,
-                ) from error
+                refused = error
+        # Here, so that the user's own error comes alone.
+        raise refused_capture(
+            self._owner, self.stage_index, self._module, args, kwargs, leaves, refused
+        )
 
     def _results_of(self, functions: SplitFunctions) -> Results:
         if functions not in self._results:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -16,10 +17,12 @@ from autosplit.torch_internals.pipelining.schedules import (
     RunningSchedule,
     action_lists,
     described,
+    run_microbatches_by,
     running_schedule,
 )
 
 from .action_plan import ActionPlan
+from .first_failure import FirstFailure
 from .gradient_scaling import StepGradients
 
 if TYPE_CHECKING:
@@ -154,3 +157,15 @@ class StageStep:
             self._running = described(schedule)
             self._check_placement()
             self._plan = ActionPlan.of(self._running, self._of.group_rank)
+            failure = FirstFailure(self._running.name, self._of.group, self._neighbours())
+            run_microbatches_by(schedule, failure.run)
+
+    def _neighbours(self) -> Iterator[int]:
+        """Global ranks that have a stage next to one of this rank."""
+        running, group = self._running, self._of.group or dist.group.WORLD
+        if running is None or group is None:
+            return
+        for stage in running.stages:
+            for at in (stage.stage_index - 1, stage.stage_index + 1):
+                if at in running.placement:
+                    yield dist.get_global_rank(group, running.placement[at])

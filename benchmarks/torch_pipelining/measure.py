@@ -34,6 +34,7 @@ from ..results import Rows
 from .activations import activation_peak
 from .contenders import CONTENDERS, Contender
 from .gradients import Gradients, difference, gradients_of, reference
+from .ideal import Ideal
 from .schedules import ENTRIES, Entry
 from .task import Step, Task
 
@@ -59,6 +60,7 @@ class Row(Rounds):
             that is more.
         difference: of its gradients from those of plain autograd, see ``gradients.difference``.
         error: why it did not run.
+        ideal: what the schedule's order leaves to gain; None where it is not split.
     """
 
     name: str
@@ -70,6 +72,7 @@ class Row(Rounds):
     peak: int = 0
     difference: float = 0.0
     error: str = ""
+    ideal: Ideal | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,7 +180,9 @@ class Field:
             torch._dynamo.reset()
             closing.callback(torch._dynamo.reset)
         turn = attempt(build, group, WARM_UP, lambda: _forget(modules), _verbatim)
-        return turn if isinstance(turn, str) else _Made(turn, made[0], modules)
+        if isinstance(turn, str):
+            return turn
+        return _Made(turn, made[0], modules, Ideal.of(task.order()) if entry.split else None)
 
     def _row(
         self, name: str, entry: Entry, count: int, made: _Made | str, seconds: list[float]
@@ -193,7 +198,13 @@ class Field:
         _forget(made.modules)
         peaks = gather(activation_peak(made.step, made.modules.values()))
         _forget(made.modules)
-        return dataclasses.replace(row, rounds=slower, peak=max(peaks), difference=max(differences))
+        return dataclasses.replace(
+            row,
+            rounds=slower,
+            peak=max(peaks),
+            difference=max(differences),
+            ideal=made.ideal,
+        )
 
     def _module(self, contender: str, total: int, index: int) -> nn.Module:
         key = (contender, total, index)
@@ -216,11 +227,14 @@ class Field:
 
 @dataclasses.dataclass(frozen=True)
 class _Made:
-    """A contender that has run: its turn, one step of it, and its modules by stage."""
+    """A contender that has run: its turn, one step of it, its modules by stage, and what its order
+    leaves to gain.
+    """
 
     turn: Turn
     step: Step
     modules: Mapping[int, nn.Module]
+    ideal: Ideal | None
 
 
 def _settled(contender: Contender, task: Task) -> Step:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -11,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleZBVZeroBubble
 
 import autosplit
-from autosplit.errors import PipelineError
 from autosplit.pipeline import build
 from autosplit.pipelining import SplitPipelineStage, dw_builder, torch_schedule
 
@@ -153,15 +153,93 @@ def stages_of_another_rank() -> None:
     torch_schedule(build("zb-v", 4, 4), program.stages, mean_square)
 
 
-def a_batch_of_another_size() -> None:
+def a_step_without_a_target() -> None:
     program = _program(block(), block())
+    program.schedule.step(*(program.args if 0 in program.mine else ()))
+
+
+def inputs_that_an_operator_refuses() -> None:
+    _program(block(), block(), args=[torch.randn(8, 5)]).step()
+
+
+class Choosy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.told = block(), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.told:
+            raise ValueError("it is told to")
+        made: Tensor = self.inner(x)
+        return made
+
+
+class Picky(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] == 4:
+            raise ValueError(f"four features, got {x.shape[1]}")
+        return x
+
+
+def a_forward_that_raises() -> None:
+    _program(block(), nn.Sequential(block(), Picky())).step()
+
+
+def a_builder_of_runners() -> None:
+    SplitPipelineStage(block(), 0, 2, CPU, dw_builder=lambda: None)
+
+
+def an_unknown_argument() -> None:
+    SplitPipelineStage(block(), 0, 2, CPU, chunks=4)
+
+
+def a_stage_without_a_schedule() -> None:
+    SplitPipelineStage(block(), 0, 2, CPU).forward_one_chunk(0, (torch.randn(2, 4),))
+
+
+def integers_for_a_linear_layer() -> None:
+    batch = torch.ones(8, 4, dtype=torch.int32)
+    Schedule1F1B(_alone(), 4, loss_fn=mean_square).step(batch, target=torch.randn(8, 4))
+
+
+def _connected(*parts: nn.Module, **more: Any) -> Program:
+    """With connections of its own, which are closed when a step fails."""
+    group = dist.new_group(timeout=timedelta(seconds=60))
+    return _program(*parts, options={"group": group}, **more)
+
+
+def a_batch_of_another_size() -> None:
+    program = _connected(block(), block())
     program.step()
     program.args, program.target = [torch.randn(12, 4)], torch.randn(12, 4)
-    if 0 in program.mine:  # it would be sent to a rank that expects another size
-        program.step()
-    raise PipelineError("not sent")
+    program.step()
 
 
+def a_loss_that_raises_later() -> None:
+    losses = iter(range(3))
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        if next(losses) == 2:
+            raise ValueError("loss 2")
+        return mean_square(output, target)
+
+    ENDED.append(_connected(block(), block(), loss=loss))
+    ENDED[-1].step()
+
+
+def a_step_after_that() -> None:
+    ENDED.pop().step()
+
+
+def a_forward_that_raises_later() -> None:
+    program = _connected(block(), Choosy())
+    program.step()
+    for part in program.parts[1:]:
+        part.told = True  # type: ignore[assignment]
+    program.step()
+
+
+ENDED: list[Program] = []
 CASES: dict[str, Callable[[], None]] = {
     each.__name__: each
     for each in (
@@ -170,7 +248,11 @@ CASES: dict[str, Callable[[], None]] = {
         outputs_unlike_the_examples, inputs_unlike_the_examples, graph_breaks,
         a_number_for_the_next_stage, complex_numbers_for_the_next_stage, a_compiled_module,
         losses_of_samples, a_step_without_inputs,
-        two_copies_of_the_stages, stages_of_another_rank, a_batch_of_another_size,
+        two_copies_of_the_stages, stages_of_another_rank, a_step_without_a_target,
+        inputs_that_an_operator_refuses, a_forward_that_raises, a_builder_of_runners,
+        an_unknown_argument, a_stage_without_a_schedule, integers_for_a_linear_layer,
+        a_batch_of_another_size, a_loss_that_raises_later, a_step_after_that,
+        a_forward_that_raises_later,
     )
 }  # fmt: skip
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import Schedule1F1B
+from torch.distributed.pipelining import Schedule1F1B, SplitPoint, pipeline
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.nn.parallel import DistributedDataParallel
@@ -479,6 +480,37 @@ def a_schedule_of_ours() -> list[str]:
 def a_searched_schedule() -> list[str]:
     costs = Costs([(1.0, 1.1, 0.9)] * 4, [StageMemory(1.0, 1.0)] * 4)
     return _ours(search(costs, 4, ranks=2)).run(2)
+
+
+class Whole(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.Sequential(*(block() for _ in range(4)))
+        self.register_buffer("scale", torch.full((4,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.parts(x * self.scale)
+        return made
+
+
+@case
+def stages_that_torchs_pipeline_function_cuts() -> list[str]:
+    """They are graphs of torch.fx."""
+    cuts = {f"parts.{at}": SplitPoint.BEGINNING for at in range(1, 4)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pipe = pipeline(Whole(), (torch.randn(2, 4),), split_spec=cuts)
+    parts = [pipe.get_stage_module(at) for at in range(4)]
+    data = {"args": [torch.randn(8, 4)], "target": torch.randn(8, 4)}
+    return Program(parts, "ScheduleZBVZeroBubble", **data).run(2)
+
+
+@case
+def earlier_gradients_and_an_odd_number_of_microbatches() -> list[str]:
+    """A quotient by three is not a product with a third."""
+    program = of_blocks(2, microbatches=3)
+    program.args, program.target = [torch.randn(9, 4)], torch.randn(9, 4)
+    return program.run(3)
 
 
 @case

@@ -26,11 +26,16 @@ ON_BOTH = {
     "losses_of_samples": "PipelineError: stage 0 is the last one: .* a tensor of shape .2.; take",
     "two_copies_of_the_stages": "ScheduleError: 'dualpipe' runs two copies of its stages, and",
     "stages_of_another_rank": "ScheduleError: 'zb-v' has stages .* on rank .*, which was given",
+    "a_builder_of_runners": "PipelineError: SplitPipelineStage takes no dw_builder: the stage runs",
+    "an_unknown_argument": r"TypeError: SplitPipelineStage.__init__\(\) got an unexpected keyword",
+    "a_stage_without_a_schedule": "PipelineError: stage 0 knows no microbatch 0: it has agreed on",
+    "integers_for_a_linear_layer": "PipelineError: F of microbatch 0 of stage 0 .Seq.* failed:",
 }
 ON_ONE = {
     "outputs_that_do_not_fit": (
         1, "PipelineError: stage 1 .Sequential. cannot be called with what stage 0 hands on, "
-        "float32.2, 4., keyword arguments last",
+        "float32.2, 4.: RuntimeError: a and b must have same reduction dim, but got .2, 4. X "
+        ".5, 5.. Let the one return what the other takes",
     ),
     "outputs_unlike_the_examples": (
         1, "PipelineError: stage 1 .Sequential.: output_args says float32.2, 5., but the module "
@@ -47,14 +52,29 @@ ON_ONE = {
         0, r"CaptureError: stage 0 .Number. returns output.1., which is not a tensor",
     ),
     "a_step_without_inputs": (
-        0, r"PipelineError: stage 0 .Sequential. takes \(input\): missing a required argument: "
-        r"'input'; step\(\) was given 0 positional",
+        0, r"PipelineError: step\(\) was given no inputs on the rank of stage 0 .Sequential., "
+        r"whose forward takes \(input\): on this rank call schedule.step\(batch, ...\)",
     ),
+    "a_step_without_a_target": (
+        1, r"PipelineError: step\(\) was given no target on the rank of stage 1, the last one",
+    ),
+    "inputs_that_an_operator_refuses": (
+        0, "PipelineError: stage 0 .Sequential. cannot be called with what step.. was given, "
+        "float32.2, 5.: RuntimeError: .*Give it what the module's forward takes",
+    ),
+    "a_forward_that_raises": (1, "ValueError: four features, got 4$"),
     "complex_numbers_for_the_next_stage": (
         0, r"CaptureError: stage 0 .Spectrum. returns output, a complex tensor that needs a grad",
     ),
 }  # fmt: skip
 
+FAILURES = {
+    "a_batch_of_another_size": (
+        0, "PipelineError: stage 0 .Sequential.: microbatch 0 has the outputs float32.3, 4., but",
+    ),
+    "a_loss_that_raises_later": (1, "ValueError: loss 2$"),
+    "a_forward_that_raises_later": (1, "ValueError: it is told to$"),
+}  # fmt: skip
 
 pytestmark = pytest.mark.skipif(
     version.TORCH not in versions.SUPPORTED, reason="another torch.distributed.pipelining"
@@ -80,10 +100,22 @@ def test_one_rank_finds_it_and_the_other_is_told(ranks: Refusals, case: str) -> 
     assert other == ("NeighbourError", f"stage {rank} failed: {': '.join(mine)}")
 
 
-def test_a_batch_of_another_size(ranks: Refusals) -> None:
-    kind, text = ranks[0]["a_batch_of_another_size"]
-    assert kind == "PipelineError"
-    assert "microbatch 0 has the outputs float32[3, 4], but the next stage was told to" in text
+@pytest.mark.parametrize("case", FAILURES)
+def test_a_rank_that_fails_in_a_step_ends_it_on_every_rank(ranks: Refusals, case: str) -> None:
+    """Its neighbours are waiting for it then; torch's own stage leaves them there."""
+    rank, text = FAILURES[case]
+    mine, other = ranks[rank][case], ranks[1 - rank][case]
+    assert re.match(text, ": ".join(mine))
+    assert other[0] == "RankError"
+    assert other[1].startswith(f"rank {rank} failed in a step of Schedule1F1B: {': '.join(mine)}\n")
+    assert "Traceback (most recent call last)" in other[1]
+
+
+def test_a_schedule_that_has_ended_says_why(ranks: Refusals) -> None:
+    for found in ranks:
+        kind, text = found["a_step_after_that"]
+        assert kind == "PipelineError"
+        assert text.startswith("Schedule1F1B has ended, as rank 1 failed in a step of Schedule1F1B")
 
 
 def test_the_advice_about_graph_breaks_works(ranks: Refusals) -> None:

@@ -119,6 +119,24 @@ def first_call_differs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
     return before.differs
 
 
+def error_of_call(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Exception | None:
+    """What the forward raises for such inputs, with its traceback. Tried on a copy without data;
+    None where that raises nothing, or has no copies.
+    """
+    try:
+        twin, mode = _without_data(module)
+    except Exception:
+        return None
+    try:
+        with told_once():
+            _run(twin, args, kwargs, mode)
+    except Exception as error:
+        return error
+    return None
+
+
 class _WrittenObjects:
     """The objects that a forward writes to, by the names that Dynamo has for them."""
 

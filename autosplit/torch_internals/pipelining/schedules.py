@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch.distributed.pipelining import schedules
@@ -48,6 +49,34 @@ def running_schedule() -> Any:
     return None
 
 
+def run_microbatches_by(
+    schedule: Any, run: Callable[[Callable[[], Any], Callable[[], bool]], Any]
+) -> None:
+    """Have all steps of a schedule from now on, that which calls this included, run what they do
+    with their microbatches by ``run(microbatches, is_told)``, see ``FirstFailure.run``. Once only:
+    a schedule that has it keeps it.
+    """
+    if "_step_microbatches" in vars(schedule):
+        return
+    inner, owner = type(schedule)._step_microbatches, weakref.ref(schedule)
+
+    def step_microbatches(*args: Any, **kwargs: Any) -> Any:
+        mine = owner()
+
+        def is_told() -> bool:
+            return any(getattr(stage, "agreeing", False) for stage in stages_of(mine))
+
+        return run(lambda: inner(mine, *args, **kwargs), is_told)
+
+    schedule._step_microbatches = step_microbatches
+
+
+def stages_of(schedule: Any) -> list[Any]:
+    """This rank's stages."""
+    single = isinstance(schedule, schedules.PipelineScheduleSingle)
+    return [schedule._stage] if single else list(schedule._stages)
+
+
 def given_microbatches() -> tuple[Sequence[Any], Sequence[Any]]:
     """Positional and keyword arguments of the microbatches of the step that calls this."""
     frame = sys._getframe(1)
@@ -68,7 +97,7 @@ def action_lists(schedule: Any) -> Any:
 def described(schedule: Any) -> RunningSchedule:
     """What there is to know of a schedule of torch's."""
     single = isinstance(schedule, schedules.PipelineScheduleSingle)
-    held = [schedule._stage] if single else list(schedule._stages)
+    held = stages_of(schedule)
     order = {} if single else schedule.pipeline_order
     listed = getattr(schedule, "pipeline_order_with_comms", None)
     reduces = frozenset(stage.stage_index for stage in held)

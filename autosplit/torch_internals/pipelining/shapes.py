@@ -59,8 +59,13 @@ class NeighbourError(PipelineError):
 
 
 def _send_within(seconds: float, send: Callable[[], None]) -> None:
-    """Send to a rank that may not be waiting for it."""
-    thread = threading.Thread(target=send, daemon=True)
+    """Send to a rank that may not be waiting for it, or be gone."""
+
+    def try_to() -> None:
+        with contextlib.suppress(RuntimeError):
+            send()
+
+    thread = threading.Thread(target=try_to, daemon=True)
     thread.start()
     thread.join(seconds)
 
@@ -69,6 +74,9 @@ class ShapeAgreement(PipelineStage):
     """Stage that agrees on shapes as torch's own does, by what its subclass traces: nothing of the
     user's runs meanwhile. Ours tell each other more: structures of results, microbatches of other
     shapes than the first one's, and failures.
+
+    Attributes:
+        agreeing: whether it agrees on shapes, or failed while it did in this step.
     """
 
     def __init__(
@@ -85,6 +93,12 @@ class ShapeAgreement(PipelineStage):
         self._argument_structure: TreeSpec | None = None
         self._other_inputs: Mapping[int, Sequence[Any]] = {}
         self._other_outputs: dict[int, Sequence[Any]] = {}
+        self.agreeing = False
+
+    def clear_runtime_states(self) -> None:
+        """Begin a step."""
+        super().clear_runtime_states()
+        self.agreeing = False
 
     @abstractmethod
     def trace(
@@ -184,13 +198,21 @@ class ShapeAgreement(PipelineStage):
         # The loss would be computed of outputs that are not there; nothing here depends on it.
         blank = None if loss_fn is None else _no_loss
         with self._telling_neighbours():
+            if self.is_last and target is None:
+                raise PipelineError(
+                    f"step() was given no target on the rank of stage {self.stage_index}, the last "
+                    "one, where loss_fn(output, target) needs it: call "
+                    "schedule.step(..., target=...) there"
+                )
             return super()._backward_metadata_inference(blank, target, received_grad_meta, None)
 
     @contextlib.contextmanager
     def _telling_neighbours(self) -> Iterator[None]:
         """Have the ranks of the neighbouring stages, which wait for shapes, raise too."""
+        self.agreeing = True
         try:
             yield
+            self.agreeing = False
         except Exception as error:
             told = error.ranks if isinstance(error, NeighbourError) else ()
             text = str(error)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -48,12 +48,12 @@ class RuntimeStage(ShapeAgreement):
     # Receives and sends.
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        self._make_room(self.args_recv_info[fwd_chunk_id])
+        self._make_room(self._infos(self.args_recv_info, fwd_chunk_id))
         return _as_they_lie(super().get_fwd_recv_ops(fwd_chunk_id))
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if self.has_backward and not self.is_last:
-            self._make_room(self.grad_recv_info[bwd_chunk_id])
+            self._make_room(self._infos(self.grad_recv_info, bwd_chunk_id))
         return _as_they_lie(super().get_bwd_recv_ops(bwd_chunk_id))
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
@@ -83,6 +83,19 @@ class RuntimeStage(ShapeAgreement):
             if info.tensor_meta is not None and not info.is_root_arg:
                 info.buffer = _utils._make_tensor_from_meta(info.tensor_meta, self.device)
 
+    def _infos(self, table: Mapping[int, Sequence[Any]], chunk: int) -> Sequence[Any]:
+        """What is received for a microbatch."""
+        if chunk not in table:
+            self._refuse(chunk)
+        return table[chunk]
+
+    def _refuse(self, chunk: int) -> NoReturn:
+        raise PipelineError(
+            f"stage {self.stage_index} knows no microbatch {chunk}: it has agreed on the shapes of "
+            f"{len(self.args_recv_info)} with its neighbours. Let a schedule's step() or eval() "
+            "drive the stage: it has the stages agree, and then calls each of them"
+        )
+
     def _received(self, infos: Sequence[Any]) -> list[Tensor | None]:
         """What was received; nothing else holds it from now on."""
         found = [info.buffer for info in infos]
@@ -99,6 +112,8 @@ class RuntimeStage(ShapeAgreement):
         kwargs: dict[str, Any] | None = None,
         save_forward_output: bool = True,
     ) -> Any:
+        if fwd_chunk_id not in self.args_recv_info:
+            self._refuse(fwd_chunk_id)
         # What was received is held by nobody but F.
         output, sent = self.run_forward(
             fwd_chunk_id,
@@ -113,7 +128,7 @@ class RuntimeStage(ShapeAgreement):
         return output
 
     def _received_arguments(self, chunk: int) -> tuple[Any, ...]:
-        infos = self.args_recv_info[chunk]
+        infos = self._infos(self.args_recv_info, chunk)
         found = self._received(infos)
         trains = self.has_backward and torch.is_grad_enabled()
         for info, tensor in zip(infos, found, strict=True):
@@ -139,7 +154,7 @@ class RuntimeStage(ShapeAgreement):
         if self.is_last:
             grads = self.run_loss(bwd_chunk_id, loss)
         else:
-            grads = self._received(self.grad_recv_info[bwd_chunk_id])
+            grads = self._received(self._infos(self.grad_recv_info, bwd_chunk_id))
         made = self.run_backward(bwd_chunk_id, grads, whole=full_backward, last=last_backward)
         self.bwd_cache[bwd_chunk_id] = made
 
