@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -11,7 +11,8 @@ from typing import Any
 
 from autosplit.errors import AutosplitError
 from autosplit.pipeline.ledger.bands import StepMemory, owners_of
-from autosplit.pipeline.simulation.timeline import Timeline
+from autosplit.pipeline.schedule.action import DEPARTURES
+from autosplit.pipeline.simulation.timeline import Span, Timeline
 from autosplit.text.writing import write_text
 
 from .idle_gaps import Gap, gaps
@@ -43,7 +44,8 @@ class Panel:
 def write_page(panels: Sequence[Panel], path: str | Path, *, title: str = "Timeline") -> None:
     """Write a self-contained page: the panels under each other, on one time scale.
 
-    On the page: pointing at an action tells its times and what it waited for; a click follows
+    What moves microbatches' state between ranks or to the host is drawn below the actions of its
+    rank. On the page: pointing at an action tells its times and what it waited for; a click follows
     its microbatch through all stages; pointing at an idle gap tells which action on which rank
     ended it; the wheel zooms.
 
@@ -81,24 +83,44 @@ def _panel(panel: Panel) -> dict[str, Any]:
         "overlappingStep": _milliseconds(timeline.step_time) if timeline.crosses_step else None,
         "bubble": [timeline.bubble_ratio(rank) for rank in range(timeline.ranks)],
         "meanBubble": timeline.bubble_ratio(),
-        "spans": [
-            {
-                "rank": span.rank,
-                "text": str(span.action),
-                "kind": span.action.kind.value,
-                "stage": span.action.stage,
-                "microbatches": span.action.microbatches,
-                "start": _milliseconds(span.start - origin),
-                "end": _milliseconds(span.end - origin),
-            }
-            for span in spans
-        ],
+        "spans": [_span(span, origin) for span in spans],
+        "moves": [_span(span, origin) | {"lane": lane} for span, lane in _lanes(timeline)],
         "gaps": [_gap(gap, origin) for gap in gaps(timeline)],
         "memory": [
             [[_milliseconds(at - origin), held] for at, held in curve] for curve in panel.memory
         ],
         **({} if panel.bands is None else _bands(panel.bands, origin)),
     }
+
+
+def _span(span: Span, origin: float) -> dict[str, Any]:
+    return {
+        "rank": span.rank,
+        "text": str(span.action),
+        "kind": span.action.kind.value,
+        "stage": span.action.stage,
+        "microbatches": span.action.microbatches,
+        "start": _milliseconds(span.start - origin),
+        "end": _milliseconds(span.end - origin),
+    }
+
+
+def _lanes(timeline: Timeline) -> Iterator[tuple[Span, int]]:
+    """What moves microbatches' state, each in a lane of its rank that is free by then: what leaves
+    above what arrives.
+    """
+    moves = [span for span in timeline.spans if span.action.kind.is_move]
+    for rank in {span.rank for span in moves}:
+        first = 0
+        for leaves in (True, False):
+            ends: list[float] = []
+            mine = (s for s in moves if s.rank == rank and (s.action.kind in DEPARTURES) is leaves)
+            for span in sorted(mine, key=lambda each: each.start):
+                free = (lane for lane, end in enumerate(ends) if end <= span.start)
+                lane = next(free, len(ends))
+                ends[lane : lane + 1] = [span.end]
+                yield span, first + lane
+            first += len(ends)
 
 
 def _bands(memory: StepMemory, origin: float) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import subprocess
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from autosplit.pipeline.schedule.action import Action, JoinedWeights
 from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.pipeline.simulation.timeline import Span, Timeline
 from autosplit.report.timeline_page import Panel, write_page
+from tests.pipeline.moving import SAVED, evicting
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
@@ -74,6 +76,27 @@ def test_a_call_for_several_w_is_one_bar_of_all_its_microbatches(tmp_path: Path)
     (panel,) = _data(path)["panels"]  # type: ignore[misc]
     (bar,) = panel["spans"]
     assert (bar["text"], bar["microbatches"]) == ("0W0-2", [0, 1, 2])
+
+
+def test_what_moves_is_below_its_rank_in_lanes_in_which_nothing_covers_another(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "page.html"
+    schedule = evicting(build("gpipe", 2, 4), away=[SAVED])
+    timeline = simulate(schedule, lambda action: 0.25 if action.kind.is_compute else 0.6)
+    write_page([Panel("evicted", timeline)], path)
+    (panel,) = _data(path)["panels"]  # type: ignore[misc]
+    moves = [span for span in timeline.spans if span.action.kind.is_move]
+    assert sorted(each["text"] for each in panel["moves"]) == sorted(str(s.action) for s in moves)
+    assert not {span["kind"] for span in panel["spans"]} & {"EVICT", "ACCEPT", "LOAD", "RETURN"}
+    lanes: dict[tuple[int, int], list[tuple[float, float, str]]] = {}
+    for each in panel["moves"]:
+        lane = lanes.setdefault((each["rank"], each["lane"]), [])
+        lane.append((each["start"], each["end"], each["kind"]))
+    for lane in lanes.values():
+        lane.sort()
+        assert all(end <= start for (_, end, _), (start, _, _) in pairwise(lane))
+        assert {kind for *_, kind in lane} in ({"EVICT"}, {"LOAD"}, {"ACCEPT"}, {"RETURN"})
 
 
 @pytest.mark.skipif(not BROWSER, reason="needs chromium")

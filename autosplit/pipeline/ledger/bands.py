@@ -58,11 +58,11 @@ class StepMemory:
 
     Attributes:
         peak_activations: the most that all but the fixed owners held at any time, what operators
-            took for themselves included.
+            took for themselves included. Empty for a step that has not run.
         predicted: the same, as graphs, messages and schedule have it; None on a rank with a stage
             of whose memory nothing is known.
         fixed: parameters, buffers, gradients and optimizer state.
-        bands: the rank's bands, in order of time.
+        bands: the rank's bands, in order of time; empty likewise.
     """
 
     peak_activations: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Records one rank's memory in a step of a trainer, and predicts it."""
+"""Records one rank's memory in a step of a trainer."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ from autosplit.errors import PipelineError
 from autosplit.pipeline.engine.execution.mode import Mode
 from autosplit.pipeline.engine.execution.recorder import Recorder
 from autosplit.pipeline.ledger.bands import Band
-from autosplit.pipeline.ledger.call_memory import CallMemory
 from autosplit.pipeline.ledger.holdings import Holdings, state_of
-from autosplit.pipeline.ledger.prediction import Evicted, RankReplay
 from autosplit.pipeline.ledger.recorder import MemoryRecorder
 from autosplit.stage import Stage
-from autosplit.torch_internals.storage import distinct_storage_bytes
 
+from .rank_prediction import RankPrediction
 from .rank_state import RankState
 
 MEMORY = "memory"
@@ -51,11 +49,11 @@ class RankLedger:
         batch: those of the batch, None for what the rank does not take.
         times: records when what ran.
         device: where the stages run.
-        calls: knows what stages' calls hold.
+        prediction: of the same step.
 
     Attributes:
         recorder: for the executor.
-        batch_bytes: of the batch.
+        prediction: of the same step.
     """
 
     def __init__(
@@ -66,14 +64,10 @@ class RankLedger:
         batch: Sequence[Tensor | None],
         times: Recorder,
         device: torch.device,
-        calls: CallMemory,
+        prediction: RankPrediction,
     ) -> None:
-        self._mode = mode
-        self._calls = calls
-        self._stages = {i: each for i, each in mode.stages.items() if isinstance(each, Stage)}
-        self._batch = batch
-        self.batch_bytes = distinct_storage_bytes(batch)
-        stages = self._stages.values()
+        self.prediction = prediction
+        stages = [each for each in mode.stages.values() if isinstance(each, Stage)]
         holdings = Holdings(
             {
                 "parameters": lambda: state_of(held.modules.values()),
@@ -109,25 +103,6 @@ class RankLedger:
         """What was recorded, once the device has done what it was given."""
         return self.recorder.bands()
 
-    def evicted(self) -> Evicted:
-        """What this rank sends its partner, as predicted."""
-        replay = self._replay()
-        if replay is None or self._mode.moves is None:
-            return {}
-        replay.peak({})
-        return replay.evicted
-
-    def predicted(self, guests: Evicted) -> int | None:
-        """The peak beside fixed owners; None where nothing is known of a stage.
-
-        Args:
-            guests: what every rank evicts.
-        """
-        replay = self._replay()
-        if replay is None:
-            return None
-        return replay.peak(guests) + self.batch_bytes
-
     def measured(self) -> dict[str, int]:
         """By action, the most that was held beside fixed owners and the batch since the end of the
         one before it.
@@ -135,18 +110,10 @@ class RankLedger:
         found: dict[str, int] = {}
         before = 0
         for band in self.bands():
-            level = band.activations - self.batch_bytes
+            level = band.activations - self.prediction.batch_bytes
             if not band.during:
                 before = max(before, level)
                 continue
             found[band.during] = max(found.get(band.during, 0), level, before)
             before = 0
         return found
-
-    def _replay(self) -> RankReplay | None:
-        if len(self._stages) < len(self._mode.stages):
-            return None
-        mode = self._mode
-        return RankReplay(
-            mode.schedule, mode.rank, mode.feeds, self._stages, mode.negotiation.learn, self._calls
-        )

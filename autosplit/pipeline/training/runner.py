@@ -7,13 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from autosplit.pipeline.engine.execution.action_order import Order, as_scheduled
 from autosplit.pipeline.engine.execution.evaluation import forward_only
+from autosplit.pipeline.engine.execution.executor import Executor
 from autosplit.pipeline.engine.execution.microbatch import Batch, Microbatches
 from autosplit.pipeline.engine.execution.mode import Mode
 from autosplit.pipeline.engine.execution.mode_by_shape import Modes
@@ -47,12 +48,20 @@ from .model_replicas import Completion
 from .optimizer_step import OptimizerStep
 from .options import TrainerOptions
 from .rank_ledger import MEMORY, RankLedger, Record
+from .rank_prediction import RankPrediction
 from .rank_state import RankState
 from .snapshot import ForwardState
 from .stage_builder import StageBuilder
 from .training_setup import TrainingSetup
 
 _Reduced = Callable[[], contextlib.AbstractContextManager[None]]
+
+
+class _Ready(NamedTuple):
+    mode: Mode
+    executor: Executor
+    inputs: Microbatches
+    targets: Microbatches
 
 
 class Runner:
@@ -188,17 +197,8 @@ class Runner:
         Returns:
             Losses and norm on their way.
         """
-        self._held.check()
-        mode = self._train.of(batch)
-        inputs, targets = self._split(mode, batch)
-        executor = mode.executor or self._builder.train(mode, batch, inputs, targets)
-        self.stages, self._boundaries = mode.stages, mode.negotiation.learn
-        parts = [each for part in (*inputs, *targets) for each in part]
-        if isinstance(self._tuner, LimitTuner) and not self._limited:
-            self._limited = True
-            self._batch_bytes = distinct_storage_bytes(parts)
-            self._adopt(self._tuner.before_step(self.stages))
-            executor = mode.executor or executor
+        mode, executor, inputs, targets = self._ready(batch)
+        parts = _tensors(inputs, targets)
         recorder: Recorder | None = self._recorder if record or self._tuner is not None else None
         ledger = None
         weighs = isinstance(self._tuner, LimitTuner) and countable(self._device)
@@ -210,7 +210,7 @@ class Runner:
                 parts,
                 self._recorder,
                 self._device,
-                self._calls,
+                RankPrediction(mode, parts, self._calls),
             )
             recorder = ledger.recorder
 
@@ -242,6 +242,28 @@ class Runner:
         if self._tuner is not None:
             self._tune(self._tuner)
         return self._agree(mode, losses, clipping=clipping)
+
+    def predict(self, batch: Batch | None) -> tuple[RankPrediction, int]:
+        """What a step will hold on this rank, and the bytes of its fixed owners; its stages are
+        built and its schedule chosen, as for that step, but nothing is run.
+        """
+        mode, _, inputs, targets = self._ready(batch)
+        prediction = RankPrediction(mode, _tensors(inputs, targets), self._calls)
+        return prediction, self._fixed_bytes() - self._batch_bytes
+
+    def _ready(self, batch: Batch | None) -> _Ready:
+        """A batch cut into microbatches, with what is to run it in training."""
+        self._held.check()
+        mode = self._train.of(batch)
+        inputs, targets = self._split(mode, batch)
+        executor = mode.executor or self._builder.train(mode, batch, inputs, targets)
+        self.stages, self._boundaries = mode.stages, mode.negotiation.learn
+        if isinstance(self._tuner, LimitTuner) and not self._limited:
+            self._limited = True
+            self._batch_bytes = distinct_storage_bytes(_tensors(inputs, targets))
+            self._adopt(self._tuner.before_step(self.stages))
+            executor = mode.executor or executor
+        return _Ready(mode, executor, inputs, targets)
 
     def evaluate(self, batch: Batch | None) -> Agreement:
         """Run the forwards only, on the modules as they are; the losses on their way."""
@@ -345,3 +367,7 @@ class Runner:
             squares=squares,
             dtype=mode.loss_dtype,
         )
+
+
+def _tensors(inputs: Microbatches, targets: Microbatches) -> list[Tensor | None]:
+    return [each for part in (*inputs, *targets) for each in part]

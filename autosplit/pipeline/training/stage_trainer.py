@@ -34,6 +34,7 @@ from autosplit.pipeline.training.agreement.option_agreement import (
 from .optimizer_step import OptimizerStep
 from .options import TrainerOptions, choose_device, choose_order, store_for
 from .rank_ledger import Record, check_record
+from .rank_prediction import RankPrediction
 from .rank_state import RankState
 from .runner import Runner
 from .tied_parameters import Holder, union_of_groups
@@ -307,15 +308,35 @@ class StageTrainer:
             if ledger is None:
                 raise PipelineError(
                     "the memory of the last step was not recorded: set record='memory' before a "
-                    "step, then ask"
+                    "step, then ask; predict_memory(batch) tells what a step will hold"
                 )
-            guests = {
-                name: sizes
-                for part in self._groups.gather(ledger.evicted())
-                for name, sizes in part.items()
-            }
-            rows = self._groups.gather((ledger.bands(), ledger.predicted(guests)))
+            predicted = self._peak(ledger.prediction)
+            rows = self._groups.gather((ledger.bands(), predicted))
         return StepMemory.of(rows)
+
+    def predict_memory(self, batch: Batch | None) -> StepMemory:
+        """What all ranks will hold in a step with this batch, before it runs. Call on all ranks.
+
+        Stages are built for the batch, as the first step with it would, and kept; of the model
+        nothing is run. Nothing is measured: ``peak_activations`` and ``bands`` are empty.
+
+        Args:
+            batch: as for ``step``.
+
+        Raises:
+            PipelineError: as for ``step``.
+        """
+        self._settle()
+        with self._guard("predicting the memory"):
+            prediction, fixed = self._runner.predict(batch)
+            rows = self._groups.gather((self._peak(prediction), fixed))
+        peaks, fixed_by_rank = zip(*rows, strict=True)
+        return StepMemory((), peaks, fixed_by_rank, ())
+
+    def _peak(self, prediction: RankPrediction) -> int | None:
+        """This rank's predicted peak; collective."""
+        parts = self._groups.gather(prediction.evicted())
+        return prediction.peak({name: sizes for part in parts for name, sizes in part.items()})
 
     @contextlib.contextmanager
     def together(self, where: str) -> Iterator[Groups]:

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.ledger.bands import StepMemory
 from autosplit.pipeline.trainer import PipelineTrainer
 from autosplit.stage import Stage
+from tests.pipeline.moving import SAVED, evicting, offloading
 
 WIDTH, ROWS, MICROBATCHES = 32, 16, 4
 
@@ -85,8 +87,13 @@ def leaking(kept: list[Tensor], size: int) -> Callable[..., Stage]:
 
 
 def recorded(**options: Any) -> StepMemory:
-    """The memory of a step like any other: the first one makes state and buffers."""
+    """The memory of a step like any other: the first one makes state and buffers. Before any it was
+    predicted to be the same.
+    """
     with trainer(**options) as engine:
+        early = engine.predict_memory(batch())
+        if engine.record or early.peak_activations or early.bands:
+            raise AssertionError("expected a prediction before anything was measured")
         engine.step(batch())
         engine.record = "memory"
         gc.collect()  # of what was before: its end is not the step's
@@ -95,7 +102,11 @@ def recorded(**options: Any) -> StepMemory:
             engine.step(batch())
         finally:
             gc.enable()
-        return engine.memory()
+        found = engine.memory()
+        same = (early.predicted, early.fixed) == (found.predicted, found.fixed)
+        if not (same or None in found.predicted):
+            raise AssertionError(f"predicted {early}, later {found.predicted} beside {found.fixed}")
+        return found
 
 
 def levels(**options: Any) -> list[tuple[str, int, int]]:
@@ -127,3 +138,15 @@ def early_and_late(steps: int) -> tuple[StepMemory, StepMemory]:
             if engine.record:
                 found.append(engine.memory())
         return found[0], found[1]
+
+
+def stayed_evicted_offloaded(folder: str) -> tuple[StepMemory, StepMemory, StepMemory]:
+    """A step as it is; with the first rank's microbatches at its partner; with those of both in a
+    file.
+    """
+    plain = build("gpipe", 2, MICROBATCHES)
+    return (
+        recorded(schedule=plain),
+        recorded(schedule=evicting(plain, away=[SAVED])),
+        recorded(schedule=offloading(plain, away=[SAVED]), store=folder),
+    )

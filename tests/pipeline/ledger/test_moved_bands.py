@@ -1,0 +1,60 @@
+"""What moves goes from one band to another, and comes back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autosplit.pipeline.ledger.bands import StepMemory
+from tests.pipeline.ledger import workers
+from tests.ranks import Ranks
+
+Steps = tuple[StepMemory, StepMemory, StepMemory]
+MOVING = ("saved", "deferred", "evicted here", "in transit")
+
+
+@pytest.fixture(scope="module")
+def steps(on_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Steps:
+    folder: Path = tmp_path_factory.mktemp("store")
+    found, other = on_ranks(workers.stayed_evicted_offloaded, 2, (str(folder),), timeout=100.0)
+    assert found == other
+    steps: Steps = found
+    return steps
+
+
+def _most(step: StepMemory, rank: int, owner: str) -> int:
+    return max(band.held[owner] for band in step.bands[rank])
+
+
+def test_all_bands_come_back_to_nothing(steps: Steps) -> None:
+    for step in steps:
+        for rank, bands in enumerate(step.bands):
+            assert step.left(rank) == {}
+            for owner in MOVING[:3]:
+                assert bands[0].held[owner] == bands[-1].held[owner] == 0
+
+
+def test_what_one_rank_evicts_is_evicted_here_on_the_other_and_not_saved_there(
+    steps: Steps,
+) -> None:
+    plain, evicted, _ = steps
+    one = _most(plain, 0, "saved") / workers.MICROBATCHES
+    gone = _most(plain, 0, "saved") - _most(evicted, 0, "saved")
+    assert gone >= one
+    assert gone <= _most(evicted, 1, "evicted here") + _most(evicted, 0, "in transit")
+    assert _most(evicted, 1, "evicted here") % one == 0
+    assert _most(plain, 1, "evicted here") == _most(evicted, 0, "evicted here") == 0
+    assert _most(evicted, 1, "saved") == _most(plain, 1, "saved")
+
+
+def test_on_its_way_it_is_in_transit(steps: Steps) -> None:
+    plain, *moved = steps
+    for step in moved:
+        assert _most(step, 0, "in transit") > _most(plain, 0, "in transit")
+
+
+def test_what_is_offloaded_is_in_no_band(steps: Steps) -> None:
+    plain, _, offloaded = steps
+    for rank in range(2):
+        assert _most(offloaded, rank, "saved") < _most(plain, rank, "saved")
