@@ -74,7 +74,7 @@ def _size(text: str) -> float:
     help="Memory settings of the split to try: balanced, fast, lean. Default: all.",
 )
 @click.option("--setting", callback=_setting, expose_value=False, hidden=True, is_eager=True)
-@click.option("--limit", callback=_limit, help="Memory of each device, such as 80GiB.")
+@click.option("--limit", callback=_limit, help="Most that a device may hold, such as 80GiB.")
 @click.option("--stages", type=click.IntRange(min=1), help="Default: as the schedules want.")
 @click.option("--schedule", "schedules", callback=names, help="Default: try all.")
 @click.option("--microbatches", callback=counts, help="Default: about 1, 2 and 4 a device.")
@@ -122,6 +122,7 @@ def plan(
     from autosplit.report.plan_tables import (
         check_picture,
         draw_plan,
+        measures_table,
         plan_table,
         refused_table,
         search_table,
@@ -145,6 +146,8 @@ def plan(
     if refused:
         click.echo("\n" + refused)
     click.echo("\n" + plan_table(found.plan))
+    if found.plan.measures:
+        click.echo("\n" + measures_table(found.plan))
     click.echo(
         "\n" + source_line(found.plan, rehearsed=found.rehearsed, estimated=options["estimate"])
     )
@@ -190,7 +193,7 @@ def _request(
         devices,
         batch,
         SearchSpace(stages, microbatches, schedules or None, memory or None),
-        Limits(limit, optimizer_state, links),
+        Limits(limit, optimizer_state, links, measures=math.isfinite(limit)),
         estimate,
         seconds,
         backend,

@@ -19,7 +19,7 @@ from autosplit.errors import AutosplitError
 from autosplit.pipeline.engine.processes.launch import launch
 from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.planner.costs.links import measure_links, profile_transfer
-from autosplit.planner.cuts.rank_measurement import grouped
+from autosplit.planner.cuts.rank_measurement import grouped, with_host
 from autosplit.planner.cuts.solve import CapError
 from autosplit.planner.meta_init.meta_model import meta_model
 from autosplit.planner.plan.alternatives import Configuration
@@ -114,6 +114,8 @@ def _plan(build: Callable[[], Any], name: str, request: PlanRequest) -> PlanResu
     if not request.estimated and limits.links == Transfer():
         links = measure_links() if grouped() else profile_transfer()
         limits = replace(limits, links=links)
+    if not request.estimated and limits.measures:
+        limits = replace(limits, links=with_host(limits.links))
     source = KnownCosts(model, args, kwargs, request, batch)
     found = search_plans(
         source,
@@ -156,6 +158,10 @@ def summary(plan: Plan) -> dict[str, Any]:
         "cuts": list(plan.cuts),
         "bubble": plan.bubble,
         "peak_memory": list(plan.peak_memory),
+        "measures": [
+            {"measure": name, "seconds": seconds, "bytes_saved": list(saved)}
+            for name, seconds, saved in plan.measures
+        ],
     }
 
 

@@ -88,6 +88,17 @@ def plan_table(plan: Plan) -> str:
     return tabulate(rows, headers, colalign=align, disable_numparse=True)
 
 
+def measures_table(plan: Plan) -> str:
+    """A row a measure of memory that the plan takes: what it costs, and saves on every rank."""
+    rows = [
+        [name, f"+{milliseconds(seconds)}", *(size_text(round(size)) for size in saved)]
+        for name, seconds, saved in plan.measures
+    ]
+    headers = ["measure", "step ms", *(f"rank {rank} less" for rank in range(plan.ranks))]
+    align = ("left", *["right"] * (1 + plan.ranks))
+    return tabulate(rows, headers, colalign=align, disable_numparse=True)
+
+
 def source_line(plan: Plan, *, rehearsed: bool, estimated: bool) -> str:
     """The plan's step in words, and what its times are made of: after a rehearsal others than in
     the table of the search.
@@ -244,8 +255,9 @@ def _title(plan: Plan) -> str:
 
 def _cells(one: Configuration) -> list[str]:
     found: Any = one.solution
+    taken = ", ".join(effect.measure for effect in found.effects)
     return [
-        one.schedule,
+        f"{one.schedule} with {taken}" if taken else one.schedule,
         "fused" if one.fused else "split",
         str(one.stages),
         str(one.microbatches),

@@ -44,8 +44,8 @@ Evicted = dict[str, list[int]]
 class RankReplay:
     """Plays steps of one rank.
 
-    What leaves a rank counts until the next action that computes has ended, and what comes from its
-    own place on, as in ``schedule/moves.py``.
+    What leaves a rank counts until the next action that computes has ended, or until its AWAIT, and
+    what comes from its own place on, as in ``schedule/moves.py``.
 
     Args:
         schedule: what is run.
@@ -76,7 +76,7 @@ class RankReplay:
         self._deferred: dict[tuple[int, int], Held] = {}
         self._inputs: dict[tuple[int, int], Held] = {}
         self._away: dict[tuple[int, int], list[Storage]] = {}
-        self._leaving = 0
+        self._leaving: dict[tuple[int, int], int] = defaultdict(int)
         self._summed: dict[int, set[str]] = defaultdict(set)  # per stage, parameters
         self.evicted: Evicted = {}
 
@@ -112,15 +112,15 @@ class RankReplay:
                 staying[name] = visits[name].pop(0) if visits.get(name) else 0
                 self._level.change(staying[name])
             elif action.kind is ActionKind.RETURN:
-                self._leaving += staying.pop(name)
+                self._leaving[action.stage, action.microbatch] += staying.pop(name)
+            elif action.kind is ActionKind.AWAIT:
+                self._level.change(-self._leaving.pop((action.stage, action.microbatch), 0))
             else:
                 self._compute(action)
-                self._level.change(-self._leaving)
-                self._leaving = 0
+                self._leave()
             found.append((action, self._level.highest))
             self._level.begin()
-        self._level.change(-self._leaving)
-        self._leaving = 0
+        self._leave()
         self._messages.finish()
         return found
 
@@ -146,9 +146,14 @@ class RankReplay:
                 total += storage.bytes
                 storage.own = False  # counted as leaving
         self._away[key] = gone
-        self._leaving += total
+        self._leaving[key] += total
         if action.kind is ActionKind.EVICT:
             self.evicted.setdefault(f"{key[0]} {key[1]}", []).append(total)
+
+    def _leave(self) -> None:
+        """What was sent away has left."""
+        self._level.change(-sum(self._leaving.values()))
+        self._leaving.clear()
 
     def _bring_back(self, action: Action) -> None:
         for storage in self._away.pop((action.stage, action.microbatch)):

@@ -21,6 +21,7 @@ from .occupancy import Held, Occupancy
 from .trips import choose_trips, to_host
 
 _LEADS = (0, 1, 2, 4)
+_WAYS = ((False, False), (True, False), (False, True))  # smooth, strict: see choose_trips
 _FREE = 1.002  # of a step: what is no slower than that costs nothing
 _HALVINGS = 7
 
@@ -68,7 +69,7 @@ def _offloaded(
         return there.starts[held.used] - there.ends[held.made]
 
     piece = max(size(held) / costs.memory[held.stage].tensors for held in there.held)
-    for lead, smooth in product(_LEADS, (False, True)):
+    for lead, (smooth, strict) in product(_LEADS, _WAYS):
         trips, _ = choose_trips(
             there,
             bound - (piece if smooth else 0.0),
@@ -77,6 +78,7 @@ def _offloaded(
             lead=lead,
             prefer=life,
             smooth=smooth,
+            strict=strict,
         )
         yield to_host(schedule, there, trips)
 

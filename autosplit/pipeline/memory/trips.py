@@ -24,12 +24,15 @@ class Trip:
         out: the slot that the departure stands before.
         back: the slot that the arrival stands before.
         took: seconds of one way.
+        awaited: the slot before which the rank waits until it has left; None: it has by then, by
+            the order of the row alone, or need not.
     """
 
     what: Held
     out: int
     back: int
     took: float
+    awaited: int | None = None
 
 
 Size = Callable[[Held], float]
@@ -45,6 +48,7 @@ def choose_trips(
     lead: int,
     prefer: Callable[[Held], float],
     smooth: bool = False,
+    strict: bool = False,
 ) -> tuple[list[Trip], float]:
     """Send away what a rank holds beyond a bound, as late as can be, and have it back in time.
 
@@ -56,6 +60,7 @@ def choose_trips(
         lead: so many compute actions before it is used, at least, what was away starts back.
         prefer: of all that could go the one with the largest number goes.
         smooth: count on what leaves while another arrives to make room for it, tensor by tensor.
+        strict: have the rank wait wherever something would otherwise not have left in time.
 
     Returns:
         The trips, and by how much the rank still exceeds the bound.
@@ -67,12 +72,20 @@ def choose_trips(
     excess = 0.0
     for slot in range(len(begin)):
         while max(begin[slot], end[slot]) > most:
+            longer = _longer(trips, slot) if strict else None
+            if longer is not None:
+                at, trip = longer
+                for each in range(trips[at].back, trip.back):
+                    begin[each] -= size(trip.what)
+                    end[each] -= size(trip.what)
+                trips[at] = trip
+                continue
             gone_by = slot if begin[slot] > most else slot + 1
             able = [
                 trip
                 for each in left
                 if each.made < gone_by and each.used > slot
-                for trip in (_trip(there, each, gone_by, took(each), lead),)
+                for trip in (_trip(there, each, gone_by, took(each), lead, strict=strict),)
                 if each.made < trip.out and trip.back > slot and _is_gone(there, trip, gone_by)
             ]
             if not able:
@@ -85,13 +98,26 @@ def choose_trips(
     return trips, excess
 
 
+def _longer(trips: Sequence[Trip], slot: int) -> tuple[int, Trip] | None:
+    """Of trips that end too early for a slot the one that is needed last, ended behind it."""
+    early = [
+        (trip.what.used, at) for at, trip in enumerate(trips) if trip.back <= slot < trip.what.used
+    ]
+    if not early:
+        return None
+    _, at = max(early)
+    return at, replace(trips[at], back=slot + 1)
+
+
 def _is_gone(there: Occupancy, trip: Trip, slot: int) -> bool:
     """Whether a trip has left when a slot begins: at the latest a compute action after it began."""
-    return trip.out < slot or _gone(there, trip) <= slot
+    return trip.awaited == slot or trip.out < slot or _gone(there, trip) <= slot
 
 
 def _gone(there: Occupancy, trip: Trip) -> int:
     """The first slot that starts after a trip has left."""
+    if trip.awaited is not None:
+        return trip.awaited
     left = there.reached[trip.out] + trip.took
     return max(trip.out, bisect_left(there.starts, left - _ROUNDING * left))
 
@@ -117,20 +143,27 @@ def _send(
             begin[trip.back] -= size
 
 
-def _trip(there: Occupancy, what: Held, slot: int, took: float, lead: int) -> Trip:
+def _trip(there: Occupancy, what: Held, slot: int, took: float, lead: int, *, strict: bool) -> Trip:
     """The shortest trip on which it is away when a slot begins."""
     out = max(there.before(slot, took, min(slot, what.used - 1)), what.made + 1)
-    return Trip(what, out, there.before(what.used, took, what.used - lead), took)
+    back = there.before(what.used, took, what.used - lead)
+    if not strict:
+        return Trip(what, out, back, took)
+    # By order what leaves just before the slot does so beside it.
+    return Trip(what, out, min(max(back, slot + 1), what.used), took, None if out < slot else slot)
 
 
 def to_host(schedule: Schedule, there: Occupancy, trips: Sequence[Trip]) -> Schedule:
     """The schedule in which these trips of a rank go to its host's store."""
-    new: list[tuple[int, Action]] = []
+    new: list[tuple[int, int, Action]] = []
     for trip in trips:
-        new.append((trip.out, _move(trip, ActionKind.OFFLOAD)))
-        new.append((trip.back, _move(trip, ActionKind.RELOAD)))
-    new.sort(key=lambda each: each[0])
-    return replace(schedule, ranks=_inserted(schedule, {there.rank: (there, new)}))
+        new.append((trip.out, 0, _move(trip, ActionKind.OFFLOAD)))
+        new.append((trip.back, 2, _move(trip, ActionKind.RELOAD)))
+        if trip.awaited is not None:
+            new.append((trip.awaited, 1, _move(trip, ActionKind.AWAIT)))
+    new.sort(key=lambda each: each[:2])
+    moves = [(slot, action) for slot, _, action in new]
+    return replace(schedule, ranks=_inserted(schedule, {there.rank: (there, moves)}))
 
 
 def to_partner(
@@ -156,6 +189,8 @@ def to_partner(
             slot = _giving(there, partner, slot, moment, trip)
         else:
             own.append((trip.out, _move(trip, ActionKind.EVICT)))
+            if trip.awaited is not None:
+                own.append((trip.awaited, _move(trip, ActionKind.AWAIT)))
         latest = max(latest, slot)
         kind = ActionKind.RETURN if back else ActionKind.ACCEPT
         others.append((latest, _move(trip, kind)))

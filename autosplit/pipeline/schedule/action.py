@@ -28,6 +28,7 @@ class ActionKind(enum.Enum):
     RETURN = "RETURN"
     OFFLOAD = "OFFLOAD"
     RELOAD = "RELOAD"
+    AWAIT = "AWAIT"
     RECOMPUTE = "RECOMPUTE"
     REDUCE_GRAD = "REDUCE_GRAD"
 
@@ -42,13 +43,14 @@ class ActionKind(enum.Enum):
     @property
     def is_memory(self) -> bool:
         """True for the kinds that change where a microbatch's state lies: EVICT, ACCEPT, LOAD and
-        RETURN (at a partner rank), OFFLOAD and RELOAD (in the host's store), and RECOMPUTE.
+        RETURN (at a partner rank), OFFLOAD and RELOAD (in the host's store), AWAIT (which waits
+        until what was sent away has left), and RECOMPUTE.
         """
         return self in _MEMORY
 
     @property
     def is_move(self) -> bool:
-        """True for those of them that run beside computation: all but RECOMPUTE."""
+        """True for those of them that run beside computation: all but AWAIT and RECOMPUTE."""
         return self in DEPARTURES or self in ARRIVALS
 
     @property
@@ -80,7 +82,7 @@ _COMPUTE = frozenset(
         ActionKind.RECOMPUTE,
     }
 )
-_MEMORY = DEPARTURES | ARRIVALS | {ActionKind.RECOMPUTE}
+_MEMORY = DEPARTURES | ARRIVALS | {ActionKind.AWAIT, ActionKind.RECOMPUTE}
 _WHOLE = frozenset({ActionKind.REDUCE_GRAD})
 _KINDS = {kind.value: kind for kind in ActionKind}
 _TEXT = re.compile(r"(0|[1-9][0-9]{0,8})([A-Z_]+)(0|[1-9][0-9]{0,8})?")

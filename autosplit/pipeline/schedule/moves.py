@@ -6,13 +6,16 @@ it back, and ``LOAD`` where the owner takes that in. ``OFFLOAD`` and ``RELOAD`` 
 the rank's own store on the host. A microbatch may be away twice: while it is saved, from F to the
 backward, and while it is deferred, from I to W.
 
-None of them keeps its rank from going on. What must wait, and for what:
+None of these keeps its rank from going on. What must wait, and for what:
 
 - I, B or W of a microbatch that is away, until it is all there again;
 - a rank that is to hold more (F and RECOMPUTE by computing, ACCEPT, LOAD and RELOAD by their
   buffers), until all has left that its row sends away before the compute action before. A transfer
   so has at least one compute action to hide behind, and what a rank holds is bounded by the order
-  of its row alone.
+  of its row alone;
+- the rank itself at an ``AWAIT``, until what its row sent away of that microbatch has left: where
+  there is no room for what comes next beside it, at the price of a transfer that hides behind
+  nothing.
 """
 
 from __future__ import annotations
@@ -80,7 +83,10 @@ def journeys_of(schedule: Schedule) -> tuple[Journey, ...]:
     """
     if not has_moves(schedule):
         return ()
-    places = [_places(row) for row in schedule.ranks]
+    moving = {
+        (a.stage, a.microbatch) for row in schedule.ranks for a in row if a.kind in DEPARTURES
+    }
+    places = [_places(row, moving) for row in schedule.ranks]
     found = [
         journey
         for rank in range(len(schedule.ranks))
@@ -89,10 +95,12 @@ def journeys_of(schedule: Schedule) -> tuple[Journey, ...]:
     return tuple(sorted(found, key=lambda each: (each.rank, each.leaves)))
 
 
-def _places(row: Sequence[Action]) -> dict[Action, list[int]]:
+def _places(row: Sequence[Action], moving: set[tuple[int, int]]) -> dict[Action, list[int]]:
+    """Where each action on what moves stands."""
     places: dict[Action, list[int]] = defaultdict(list)
     for place, action in enumerate(row):
-        places[action].append(place)
+        if (action.stage, action.microbatch) in moving:
+            places[action].append(place)
     return dict(places)
 
 
@@ -141,13 +149,21 @@ def _of(action: Action, kind: ActionKind) -> Action:
 
 
 def waited_departures(row: Sequence[Action]) -> Iterator[tuple[int, list[int]]]:
-    """Of every action of a row that is to hold more, its place, and those of what has to have left.
+    """Of every action of a row that is to hold more, its place, and those of what has to have left;
+    and of every AWAIT, with that of what it waits for.
 
-    What an F or a RECOMPUTE has waited for is not told again.
+    What an F, a RECOMPUTE or an AWAIT has waited for is not told again.
     """
     fresh: list[int] = []
     passed: list[int] = []
     for place, action in enumerate(row):
+        if action.kind is ActionKind.AWAIT:
+            awaited = [each for each in (*passed, *fresh) if awaits(action, row[each])]
+            passed = [each for each in passed if each not in awaited]
+            fresh = [each for each in fresh if each not in awaited]
+            if awaited:
+                yield place, awaited
+            continue
         if action.kind in TAKERS and passed:
             yield place, [*passed]
             if action.kind.is_compute:
@@ -157,6 +173,12 @@ def waited_departures(row: Sequence[Action]) -> Iterator[tuple[int, list[int]]]:
             fresh.clear()
         elif action.kind in DEPARTURES:
             fresh.append(place)
+
+
+def awaits(action: Action, departure: Action) -> bool:
+    """Whether an AWAIT is for a departure before it in its row."""
+    same = (action.stage, action.microbatch) == (departure.stage, departure.microbatch)
+    return same and departure.kind in (ActionKind.EVICT, ActionKind.OFFLOAD)
 
 
 def recomputed(row: Sequence[Action]) -> frozenset[tuple[int, int]]:

@@ -43,6 +43,7 @@ def search(
     ranks: int | None = None,
     placement: Sequence[int] | None = None,
     cap: float | Sequence[float] = math.inf,
+    work: int = _WORK,
 ) -> Schedule:
     """The schedule with the shortest step that was found; deterministic.
 
@@ -60,6 +61,7 @@ def search(
             among the placements of the named schedules.
         cap: the most a rank may keep of its microbatches, in the unit of ``costs.memory``: one
             number, or one for each rank.
+        work: actions that may be played through in all.
 
     Returns:
         A schedule named ``"auto"``. Ranks wait for each other between steps.
@@ -76,7 +78,6 @@ def search(
     named = _placed(costs, microbatches, ranks, placement)
     problems = _problems(costs, microbatches, caps, named)
     known = _known(problems, named)
-    work = _WORK
     easy = replace(costs, transfer=Transfer(), early_weights=False, slices=1)
     if easy != costs:  # where messages take no time good orders are easier to find
         work //= 2

@@ -15,7 +15,8 @@ from itertools import permutations
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.memory import balance, offload, recompute
 from autosplit.pipeline.schedule.schedule import Schedule
-from autosplit.pipeline.simulation.activation_memory import ROUNDING
+from autosplit.pipeline.simulation.activation_memory import ROUNDING, peak_memory
+from autosplit.pipeline.simulation.counted_costs import CountedCosts
 from autosplit.pipeline.simulation.step_costs import Costs
 from autosplit.pipeline.simulation.timeline import Timeline
 from autosplit.text.names import few
@@ -31,8 +32,12 @@ MEASURES: Mapping[str, Callable[[Schedule, Costs, Sequence[float]], Schedule]] =
 }
 """What can be done to a schedule that holds too much, by name."""
 
-_BASES = 6  # schedules without measures that several are tried on, the shortest first
-_STARTS = 2  # of them, those that other orders are looked for from
+_WORK = 240_000
+"""Actions simulated for one setting: a second or two. What ``search`` plays is beside that."""
+
+_ORDERS = 60_000  # actions that each search for an order without measures plays
+_STARTS = 3  # schedules that other orders are looked for from
+_BASES = 3  # schedules without measures that several are tried on, the shortest first
 _PARTWAY = (0.0, 0.5)  # of the excess, what the first of several measures leaves to the next
 _SAME = 1 + 1e-6  # of a step
 
@@ -53,11 +58,13 @@ class WithinMemory:
     Attributes:
         schedule: named ``"auto"``.
         timeline: its step.
-        peaks: per rank, the most that it holds of its microbatches.
+        peaks: per rank, the most that it holds of its microbatches: by the order of its row, so
+            whatever transfers take.
         setting: the memory setting of the split that it is for.
         base: the schedule that the measures were taken on.
         effects: what they did, one after another.
         unlimited: seconds of the shortest step that was found without a limit.
+        simulated: how many actions the search played to find it.
     """
 
     schedule: Schedule
@@ -67,6 +74,30 @@ class WithinMemory:
     base: str
     effects: tuple[MeasureEffect, ...]
     unlimited: float
+    simulated: int = 0
+
+
+class LimitError(ScheduleError):
+    """Nothing was found within a limit.
+
+    Attributes:
+        least: the least limit that something was found for; infinite if nothing was.
+        bound: what no schedule can do with less than.
+        schedule: what keeps ``least``.
+    """
+
+    # Defaults, because an error on its way to another process is made from its message alone.
+    def __init__(
+        self,
+        message: str,
+        least: float = math.inf,
+        bound: float = 0.0,
+        schedule: Schedule | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.least = least
+        self.bound = bound
+        self.schedule = schedule
 
 
 def search_within(
@@ -81,8 +112,9 @@ def search_within(
 ) -> WithinMemory:
     """The shortest step that was found in which no rank holds more than a limit; deterministic.
 
-    It is never longer than the shortest that any single measure gives on a named schedule or on
-    one that ``search`` finds.
+    What a rank holds is counted by the order of its row (``peak_memory``), which the engine keeps
+    whatever transfers take. The step is never longer than the shortest that any single measure
+    gives on a named schedule or on one that ``search`` finds. How much is simulated is bounded.
 
     Args:
         costs: of every stage; or by memory setting of the split, of which the best is taken.
@@ -95,73 +127,79 @@ def search_within(
         measures: of ``MEASURES``, those that may be taken.
 
     Raises:
-        ScheduleError: an unknown measure, a bad count, a limit below what is fixed, or one that no
-            measures keep; says the least that would do and what dominates there.
+        LimitError: a limit below what is fixed, or one that no measures keep; says the least for
+            which something was found, what nothing can do with less than, and what dominates there.
+        ScheduleError: an unknown measure, or a bad count.
     """
     unknown = [measure for measure in measures if measure not in MEASURES]
     if unknown:
         raise ScheduleError(f"unknown measure {unknown[0]!r}; known: {few(list(MEASURES), 9)}")
     settings = {"saved": costs} if isinstance(costs, Costs) else dict(costs)
     count = ranks or len(next(iter(settings.values())).times)
-    caps = _caps(limit, fixed, count)
+    limits = caps_of(limit, count)
+    rests = [*fixed] if fixed else [0.0] * count
+    if len(rests) != count:
+        raise ScheduleError(f"expected what is fixed on each of {count} ranks, got {len(rests)}")
+    caps = [most - rest for most, rest in zip(limits, rests, strict=True)]
     found: list[WithinMemory] = []
-    least: list[tuple[float, str]] = []
-    unlimited = math.inf
+    nearest: list[tuple[float, str, Schedule]] = []
+    unlimited, simulated, bounds = math.inf, 0, []
     for setting, each in settings.items():
         one = _Search(each, microbatches, count, placement, caps, measures, setting)
-        unlimited = min(unlimited, one.unlimited)
-        best = one.run(min((f.timeline.step_time for f in found), default=math.inf))
-        if best is not None:
-            found.append(best)
-        least += one.nearest
+        bounds.append(one.bound)
+        if max(one.bound) <= 0.0:  # no rank but has room for what every schedule needs
+            unlimited = min(unlimited, one.unlimited)
+            best = one.run(min((f.timeline.step_time for f in found), default=math.inf))
+            found += [] if best is None else [best]
+        nearest.append(one.frugal())
+        simulated += one.simulated
     if not found:
-        raise ScheduleError(_refusal(limit, fixed, caps, least))
+        raise _refusal(limits, rests, bounds, nearest)
     best = min(found, key=lambda each: each.timeline.step_time)
-    return replace(best, unlimited=unlimited)
-
-
-def _caps(limit: float | Sequence[float], fixed: Sequence[float], ranks: int) -> tuple[float, ...]:
-    limits = caps_of(limit, ranks)
-    if not fixed:
-        return limits
-    if len(fixed) != ranks:
-        raise ScheduleError(f"expected what is fixed on each of {ranks} ranks, got {len(fixed)}")
-    for rank, (most, rests) in enumerate(zip(limits, fixed, strict=True)):
-        if rests >= most:
-            raise ScheduleError(
-                f"a limit of {most:,.0f} bytes leaves no room for activations on rank {rank}: "
-                f"parameters, gradients and optimizer state alone take {rests:,.0f} there; use "
-                "more ranks, or an optimizer that keeps less"
-            )
-    return tuple(most - rests for most, rests in zip(limits, fixed, strict=True))
+    return replace(best, unlimited=unlimited, simulated=simulated)
 
 
 def _refusal(
-    limit: float | Sequence[float],
-    fixed: Sequence[float],
-    caps: Sequence[float],
-    least: Sequence[tuple[float, str]],
-) -> str:
-    """What is said of a limit that nothing keeps."""
-    excess, what = min(least, default=(math.inf, "no schedule"))
-    text = f"no schedule within the limit {limit} was found"
-    if math.isfinite(excess):
-        rests = max(fixed, default=0.0)
-        most = max(cap + rest for cap, rest in zip(caps, fixed or [0.0] * len(caps), strict=True))
-        dominates = "activations" if rests < most / 2 else "parameters and optimizer state"
-        text += (
-            f"; the least that was comes {excess:,.0f} above it ({what}), and {dominates} take "
-            f"most of that: use a limit of {most + excess:,.0f}"
-        )
-    return f"{text}, or cut the batch into more and smaller microbatches"
+    limits: Sequence[float],
+    rests: Sequence[float],
+    bounds: Sequence[Sequence[float]],
+    nearest: Sequence[tuple[float, str, Schedule]],
+) -> LimitError:
+    """What is said of a limit that nothing keeps.
+
+    Args:
+        limits: by rank.
+        rests: by rank, what is fixed.
+        bounds: by setting and rank, by how much what every schedule holds exceeds the limit.
+        nearest: by setting, by how much what comes nearest to the limit exceeds it.
+    """
+    over = min(bounds, key=max)
+    rank = over.index(max(over))
+    bound, rest = limits[rank] + over[rank], rests[rank]
+    excess, what, schedule = min(nearest, key=lambda each: each[0])
+    least = max(limits) + excess
+    dominates, advice = "activations", "cut the batch into more and smaller microbatches"
+    if rest > bound - rest:
+        dominates = "parameters, gradients and optimizer state"
+        advice = "use more ranks, or an optimizer that keeps less"
+    less = "" if least <= bound * ROUNDING else f" than {bound:,.0f}"
+    return LimitError(
+        f"no schedule within a limit of {min(limits):,.0f} was found: the least that was needs "
+        f"{least:,.0f} ({what}), and none can do with less{less}. Rank {rank} holds {rest:,.0f} of "
+        f"parameters, gradients and optimizer state, and at least {bound - rest:,.0f} of one "
+        f"microbatch: {dominates} dominate. Use a limit of {math.ceil(least):,}, or {advice}",
+        least,
+        bound,
+        schedule,
+    )
 
 
 class _Search:
     """One setting's search.
 
     Attributes:
+        bound: per rank, by how much what every schedule holds exceeds the limit.
         unlimited: seconds of the shortest step without a limit.
-        nearest: by how much schedules that do not keep the limit exceed it, with what they are.
     """
 
     def __init__(
@@ -174,14 +212,34 @@ class _Search:
         measures: Sequence[str],
         setting: str | int,
     ) -> None:
-        self._costs = costs
+        self._costs = CountedCosts.of(costs)
         self._caps = caps
         self._measures = measures
         self._setting = setting
-        self.nearest: list[tuple[float, str]] = []
         self._best: WithinMemory | None = None
+        self._nearest: tuple[float, str, Schedule] | None = None
+        self._fitting: dict[str, tuple[float, Schedule]] = {}
+        """By base, the shortest step that keeps the limit."""
         self._bases = self._found(microbatches, ranks, placement)
+        self.bound = self._bound(ranks)
         self.unlimited = min((each.step_time for _, each in self._bases), default=math.inf)
+
+    @property
+    def simulated(self) -> int:
+        """Actions played so far."""
+        return self._costs.tally.actions
+
+    def _bound(self, ranks: int) -> list[float]:
+        """A rank must hold what one microbatch holds on any of its stages; of all placements the
+        one that exceeds the limit least counts.
+        """
+        found = []
+        for place in {base.placement for base, _ in self._bases}:
+            least = [0.0] * ranks
+            for stage, rank in enumerate(place):
+                least[rank] = max(least[rank], self._costs.memory[stage].least)
+            found.append([a - cap * ROUNDING for a, cap in zip(least, self._caps, strict=True)])
+        return min(found, key=max)
 
     def _found(
         self, microbatches: int, ranks: int, placement: Sequence[int] | None
@@ -194,13 +252,18 @@ class _Search:
             for each in named_schedules(costs.times, microbatches, ranks)
             if each.placement in places
         ]
-        for cap in (math.inf, self._caps):
+        roomy = [max(cap, 1.0) for cap in self._caps]
+        for cap in (math.inf, roomy):
             try:
-                one = search(costs, microbatches, ranks=ranks, placement=placement, cap=cap)
+                one = search(
+                    costs, microbatches, ranks=ranks, placement=placement, cap=cap, work=_ORDERS
+                )
             except ScheduleError:
                 continue
             named.append(one)
-        rows = {each.ranks: (each, costs.timeline(each)) for each in named}
+        # Whether steps overlap is not for a row to say.
+        plain = [replace(each, crosses_step=False) for each in named]
+        rows = {each.ranks: (each, costs.timeline(each)) for each in plain}
         return sorted(rows.values(), key=lambda each: each[1].step_time)
 
     def run(self, shortest: float) -> WithinMemory | None:
@@ -209,24 +272,46 @@ class _Search:
             best = shortest if self._best is None else self._best.timeline.step_time
             if timeline.step_time >= best:
                 break
-            several = tried < _BASES or self._best is None
-            self._measured(base, timeline, len(self._measures) if several else 1)
+            self._measured(base, timeline, len(self._measures) if tried < _BASES else 1)
         self._rearranged()
         return self._best
+
+    def frugal(self) -> tuple[float, str, Schedule]:
+        """What comes nearest to the limit: by how much it exceeds it, what it is, and itself."""
+        if self._nearest is None or self._nearest[0] > max(self.bound):
+            least = [max(cap + over, 1.0) for cap, over in zip(self._caps, self.bound, strict=True)]
+            for base, timeline in self._bases:
+                self._keep(base, timeline, base, ())
+            found = min(self._bases, key=lambda each: self._excess(each[0]))
+            for measure in self._measures:
+                changed = MEASURES[measure](found[0], self._costs, least)
+                self._keep(changed, self._costs.timeline(changed), found[0], (measure,))
+        if self._nearest is None:  # there is a base, or the counts were refused
+            raise ScheduleError("no schedule was found")
+        return self._nearest
 
     def _rearranged(self) -> None:
         """What the best becomes with other orders, and what shorter ones without measures do."""
         best = self._best
         least = self._bases[0][1].step_time if self._bases else 0.0
-        if not self._measures or (best is not None and best.timeline.step_time <= least * _SAME):
+        if best is not None and best.timeline.step_time <= least * _SAME:
             return
-        starts = [base for base, _ in self._bases[:_STARTS]]
-        if best is not None:
-            starts.insert(0, best.schedule)
-        for start in starts:
-            found = rearrange(start, self._costs, self._caps, self._measures, len(starts))
+        starts = [each for _, each in sorted(self._fitting.values(), key=lambda each: each[0])]
+        if self._nearest is not None and not starts:
+            starts.append(self._nearest[2])
+        starts = [*starts[: _STARTS - 1], self._bases[0][0]]
+        for place, start in enumerate(starts):
+            left = max(0, _WORK - self.simulated)
+            found = rearrange(
+                start,
+                self._costs,
+                self._caps,
+                self._measures,
+                left // (len(starts) - place),
+                least=least,
+            )
             if found is not None:
-                effects = best.effects if best is not None and start is best.schedule else ()
+                effects = () if best is None or place else best.effects
                 self._keep(found, self._costs.timeline(found), start, effects)
 
     def _measured(self, base: Schedule, timeline: Timeline, most: int) -> None:
@@ -234,6 +319,8 @@ class _Search:
         if self._keep(base, timeline, base, ()):
             return
         for chain in self._chains(most):
+            if len(chain) > 1 and self.simulated > _WORK // 2:
+                return
             for partway in _PARTWAY if len(chain) > 1 else (0.0,):
                 made = self._applied(base, timeline, chain, partway)
                 if made is None:
@@ -255,7 +342,7 @@ class _Search:
     ) -> tuple[Schedule, Timeline, tuple[MeasureEffect, ...]] | None:
         """The base with the measures of a chain; None where one of them has nothing to do."""
         schedule, ran = base, timeline
-        peaks = self._costs.peaks(base, timeline)
+        peaks = peak_memory(base, self._costs.memory)
         effects: list[MeasureEffect] = []
         for place, measure in enumerate(chain):
             last = place == len(chain) - 1
@@ -268,34 +355,43 @@ class _Search:
             if changed is schedule or changed.ranks == schedule.ranks:
                 return None
             now = self._costs.timeline(changed)
-            held = self._costs.peaks(changed, now)
+            held = peak_memory(changed, self._costs.memory)
             saved = tuple(a - b for a, b in zip(peaks, held, strict=True))
             effects.append(MeasureEffect(measure, now.step_time - ran.step_time, saved))
             schedule, ran, peaks = changed, now, held
         return schedule, ran, tuple(effects)
+
+    def _excess(self, schedule: Schedule) -> float:
+        """By how much a rank exceeds the limit."""
+        peaks = peak_memory(schedule, self._costs.memory)
+        return max(peak - cap * ROUNDING for peak, cap in zip(peaks, self._caps, strict=True))
 
     def _keep(
         self,
         schedule: Schedule,
         timeline: Timeline,
         base: Schedule,
-        effects: tuple[MeasureEffect, ...],
+        effects: tuple[MeasureEffect | str, ...],
     ) -> bool:
         """Note a schedule; whether it keeps the limit."""
-        peaks = self._costs.peaks(schedule, timeline)
-        excess = max(peak - cap * ROUNDING for peak, cap in zip(peaks, self._caps, strict=True))
+        excess = self._excess(schedule)
+        taken = ", ".join(str(getattr(each, "measure", each)) for each in effects)
+        if self._nearest is None or excess < self._nearest[0]:
+            text = f"{base.name} with {taken or 'no measure'}"
+            self._nearest = excess, text, schedule
         if excess > 0.0:
-            taken = ", ".join(effect.measure for effect in effects) or "no measure"
-            self.nearest.append((excess, f"{base.name} with {taken}"))
             return False
+        step, known = timeline.step_time, self._fitting.get(base.name)
+        if known is None or step < known[0]:
+            self._fitting[base.name] = step, schedule
         if self._best is None or timeline.step_time < self._best.timeline.step_time:
             self._best = WithinMemory(
                 replace(schedule, name="auto"),
                 timeline,
-                tuple(peaks),
+                tuple(peak_memory(schedule, self._costs.memory)),
                 self._setting,
                 base.name,
-                effects,
+                tuple(each for each in effects if isinstance(each, MeasureEffect)),
                 math.inf,
             )
         return True

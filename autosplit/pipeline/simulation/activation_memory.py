@@ -9,13 +9,22 @@ from typing import NamedTuple
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.schedule.action import ARRIVALS, DEPARTURES, Action, ActionKind
-from autosplit.pipeline.schedule.moves import TAKERS, journeys_of, recomputed
+from autosplit.pipeline.schedule.moves import TAKERS, awaits, journeys_of, recomputed
 from autosplit.pipeline.schedule.schedule import Schedule
 
 from .timeline import Span, Timeline
 
 ROUNDING = 1 + 1e-9
 """Of a cap: by so much sums of what is kept may exceed it."""
+
+
+_WORKSPACES = {
+    ActionKind.FORWARD: 0,
+    ActionKind.RECOMPUTE: 0,
+    ActionKind.BACKWARD_INPUT: 1,
+    ActionKind.BACKWARD_WEIGHT: 2,
+    ActionKind.BACKWARD: 3,
+}
 
 
 class Change(NamedTuple):
@@ -36,6 +45,7 @@ class StageMemory:
             again.
         tensors: how many there are, of about one size. A transfer takes them one after another:
             each is let go as soon as it has left, and has its place from when its turn comes.
+        workspace: what F, I, W and B hold beside that while they run, messages with it.
 
     Raises:
         ScheduleError: a number that is negative or not finite, or no tensor.
@@ -45,39 +55,60 @@ class StageMemory:
     deferred: float
     inputs: float = 0.0
     tensors: int = field(default=1, kw_only=True)
+    workspace: tuple[float, float, float, float] = field(default=(0.0,) * 4, kw_only=True)
 
     def __post_init__(self) -> None:
-        sizes = ("saved", self.saved), ("deferred", self.deferred), ("inputs", self.inputs)
+        sizes = [("saved", self.saved), ("deferred", self.deferred), ("inputs", self.inputs)]
+        sizes += [("workspace", size) for size in self.workspace]
         for what, size in sizes:
             if not (math.isfinite(size) and size >= 0.0):
                 raise ScheduleError(f"{what} must be a finite number >= 0, got {size!r}")
         if self.tensors < 1:
             raise ScheduleError(f"tensors is a count, 1 or more; got {self.tensors}")
 
+    def beside(self, kind: ActionKind) -> float:
+        """What an action holds only while it runs."""
+        return self.workspace[_WORKSPACES[kind]] if kind in _WORKSPACES else 0.0
+
     def before(self, kind: ActionKind) -> float:
         """How much more there is as soon as an action starts, where nothing is run again."""
+        beside = self.beside(kind)
         if kind is ActionKind.FORWARD:
-            return self.saved
+            return self.saved + beside
         if kind is ActionKind.BACKWARD_INPUT:
-            return max(self.deferred - self.saved, 0.0)
-        return 0.0
+            return max(self.deferred - self.saved, 0.0) + beside
+        return beside
 
     def after(self, kind: ActionKind) -> float:
         """How much less there is once it has ended."""
+        beside = self.beside(kind)
         if kind is ActionKind.BACKWARD_INPUT:
-            return max(self.saved - self.deferred, 0.0)
+            return max(self.saved - self.deferred, 0.0) + beside
         if kind is ActionKind.BACKWARD_WEIGHT:
-            return self.deferred
-        return self.saved if kind is ActionKind.BACKWARD else 0.0
+            return self.deferred + beside
+        return (self.saved if kind is ActionKind.BACKWARD else 0.0) + beside
 
     def change(self, kind: ActionKind, *, again: bool) -> Change:
         """Both, of a compute action; ``again``: of a microbatch whose F is run again."""
+        beside = self.beside(kind)
         if again and kind is ActionKind.FORWARD:
             most = max(self.saved, self.inputs)
-            return Change(most, most - self.inputs)
+            return Change(most + beside, most - self.inputs + beside)
         if kind is ActionKind.RECOMPUTE:
-            return Change(max(self.saved - self.inputs, 0.0), max(self.inputs - self.saved, 0.0))
+            return Change(
+                max(self.saved - self.inputs, 0.0) + beside,
+                max(self.inputs - self.saved, 0.0) + beside,
+            )
         return Change(self.before(kind), self.after(kind))
+
+    @property
+    def least(self) -> float:
+        """What a rank holds at least at some moment of the microbatch, wherever the rest is."""
+        split = max(
+            max(self.saved, self.deferred) + self.workspace[1], self.deferred + self.workspace[2]
+        )
+        whole = self.saved + self.workspace[3]
+        return max(self.saved + self.workspace[0], min(split, whole))
 
 
 def moved_bytes(
@@ -119,19 +150,25 @@ def levels(row: Sequence[Action], changes: Sequence[Change]) -> Iterator[float]:
     """What a rank keeps at most while it runs each action of its row.
 
     What it sends away counts until something is to be taken in behind the compute action that
-    follows: that waits for it (see ``moves``). What it takes in counts from its place in the row.
+    follows, or until its AWAIT: they wait for it (see ``moves``). What it takes in counts from its
+    place in the row.
     """
     now = 0.0
-    fresh: list[float] = []
-    passed: list[float] = []
+    fresh: list[tuple[Action, float]] = []
+    passed: list[tuple[Action, float]] = []
     for action, change in zip(row, changes, strict=True):
         if action.kind in TAKERS:
-            now -= sum(passed)
+            now -= sum(size for _, size in passed)
             passed.clear()
+        if action.kind is ActionKind.AWAIT:
+            for waiting in (fresh, passed):
+                for gone in [each for each in waiting if awaits(action, each[0])]:
+                    waiting.remove(gone)
+                    now -= gone[1]
         now += change.before
         yield now
         if action.kind in DEPARTURES:
-            fresh.append(change.after)
+            fresh.append((action, change.after))
             continue
         now -= change.after
         if action.kind.is_compute:

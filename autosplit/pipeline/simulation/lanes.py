@@ -83,7 +83,9 @@ def ways(schedule: Schedule, transfer: Transfer, memory: Sequence[StageMemory] |
     return way
 
 
-def add_lanes(graph: StepGraph, schedule: Schedule, rows: Sequence[range], way: Way) -> Lanes:
+def add_lanes(
+    graph: StepGraph, schedule: Schedule, rows: Sequence[Sequence[int]], way: Way
+) -> Lanes:
     """Add the transfers of a schedule to its own step graph, with all that waits for them.
 
     Args:
@@ -111,10 +113,12 @@ class _Builder:
         self._queues: dict[int, list[tuple[int, int]]] = defaultdict(list)
         self._leaving: dict[tuple[int, int], int] = {}
         """By rank and place, the transfer of a departure."""
+        self._parcels: dict[tuple[int, int, float], int] = {}
+        """By an action and the row that waits for it, and for how long after it."""
         self._starting: dict[tuple[int, int], int] = {}
         """By rank and place, the transfer of an arrival."""
 
-    def add(self, journey: Journey, rows: Sequence[range], way: Way) -> None:
+    def add(self, journey: Journey, rows: Sequence[Sequence[int]], way: Way) -> None:
         """The two transfers of a journey, and who starts and awaits them."""
         owner, partner = journey.rank, journey.partner
         row = rows[owner]
@@ -139,11 +143,13 @@ class _Builder:
         self._edge(out, back, self.lanes.latency[out])
         self._edge(back, use, self.lanes.latency[back])
 
-    def close(self, schedule: Schedule, rows: Sequence[range]) -> None:
+    def close(self, schedule: Schedule, rows: Sequence[Sequence[int]]) -> None:
         """Put the lanes in order, and let ranks wait for what has to have left."""
         self.lanes.rows = [
             [number for _, number in sorted(self._queues[lane])] for lane in sorted(self._queues)
         ]
+        # What one transfer of a lane waits for, those behind it need not.
+        told: set[tuple[int, int]] = set()
         for rank, row in enumerate(schedule.ranks):
             for place, departures in waited_departures(row):
                 number = rows[rank][place]
@@ -153,18 +159,17 @@ class _Builder:
                         continue
                     number = found
                 for each in departures:
-                    if (rank, each) in self._leaving:
-                        self._edge(self._leaving[rank, each], number)
+                    departure = self._leaving.get((rank, each))
+                    if departure is None or (self._graph.ranks[number], departure) in told:
+                        continue
+                    told.add((self._graph.ranks[number], departure))
+                    self._edge(departure, number)
 
     def _transfer(
         self, starter: int, lane: tuple[int, int | str], place: int, took: tuple[float, float]
     ) -> int:
         graph, row = self._graph, self._numbers.setdefault(lane, len(self._numbers))
-        number = len(graph.actions)
-        graph.actions.append(graph.actions[starter])
-        graph.ranks.append(self._ranks + row)
-        graph.needs.append(())
-        graph.makes.append(())
+        number = graph.add(self._ranks + row, graph.actions[starter])
         self._queues[row].append((place, number))
         self.lanes.took[number], self.lanes.latency[number] = took
         self._edge(starter, number)
@@ -175,7 +180,13 @@ class _Builder:
 
     def _edge(self, maker: int, taker: int, latency: float = 0.0) -> None:
         """``taker`` waits for the end of ``maker``, and ``latency`` after that."""
-        graph, parcel = self._graph, len(self._graph.parcels)
+        graph = self._graph
+        known = self._parcels.get((maker, graph.ranks[taker], latency))
+        if known is not None:
+            graph.needs[taker] += (known,)
+            return
+        parcel = len(graph.parcels)
+        self._parcels[maker, graph.ranks[taker], latency] = parcel
         graph.parcels.append(Parcel(graph.actions[maker], graph.actions[taker].stage))
         graph.takers.append(graph.ranks[taker])
         graph.makers.append(maker)

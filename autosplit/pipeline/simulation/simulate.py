@@ -81,6 +81,26 @@ def simulate(
     graph, rows = StepGraph(schedule, feeds=feeds, transfer=transfer), rows_of(schedule)
     lanes = add_lanes(graph, schedule, rows, ways(schedule, transfer, memory))
     seconds = _Seconds(graph, duration, lanes)
+    return run_step(
+        schedule, graph, rows, lanes, seconds, early_weights=early_weights, slices=slices
+    )
+
+
+def run_step(
+    schedule: Schedule,
+    graph: StepGraph,
+    rows: Sequence[Sequence[int]],
+    lanes: Lanes,
+    seconds: dict[int, float] | list[float],
+    *,
+    early_weights: bool,
+    slices: Slices,
+) -> Timeline:
+    """The timeline of a step whose graph is made; changes ``seconds``.
+
+    Raises:
+        ScheduleError: it deadlocks.
+    """
     played = [*rows, *lanes.rows]
     run = play(graph, played, seconds)
     waits = waits_of(graph, played, run, len(rows))
@@ -109,7 +129,7 @@ def _early(
     graph: StepGraph,
     schedule: Schedule,
     rows: Sequence[Sequence[int]],
-    seconds: dict[int, float],
+    seconds: dict[int, float] | list[float],
     slices: Slices,
 ) -> list[EarlyWeights]:
     """The Ws of every rank in slices; in their places they take no ``seconds`` any more."""
@@ -141,7 +161,7 @@ class _Seconds(dict[int, float]):
 
     def __missing__(self, number: int) -> float:
         action, duration = self._actions[number], self._duration
-        if action.kind.is_move:
+        if not action.kind.is_compute:
             return 0.0
         if isinstance(duration, Mapping):
             key = (action.stage, action.kind)

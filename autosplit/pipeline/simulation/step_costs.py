@@ -79,7 +79,11 @@ class Costs:
         times = [(f / chunks, i / chunks, w / chunks) for f, i, w in self.times]
         memory = [
             StageMemory(
-                m.saved / chunks, m.deferred / chunks, m.inputs, tensors=max(m.tensors // chunks, 1)
+                m.saved / chunks,
+                m.deferred / chunks,
+                m.inputs,
+                tensors=max(m.tensors // chunks, 1),
+                workspace=m.workspace,
             )
             for m in self.memory
         ]

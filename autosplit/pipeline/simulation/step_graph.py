@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from copy import copy
 from typing import NamedTuple
 
 from autosplit.pipeline.schedule.action import Action, ActionKind
@@ -101,6 +102,24 @@ class StepGraph:
             for message in messages:
                 if self.makers[message.parcel] < 0:
                     self.makers[message.parcel] = number
+
+    def copy(self) -> StepGraph:
+        """The same, to be added to."""
+        found = copy(self)
+        found.actions, found.ranks = [*self.actions], [*self.ranks]
+        found.needs, found.makes = [*self.needs], [*self.makes]
+        found.parcels, found.takers = [*self.parcels], [*self.takers]
+        found.makers = [*self.makers]
+        return found
+
+    def add(self, rank: int, action: Action) -> int:
+        """One more action, which needs and makes nothing yet; its number."""
+        number = len(self.actions)
+        self.actions.append(action)
+        self.ranks.append(rank)
+        self.needs.append(())
+        self.makes.append(())
+        return number
 
     def _number(self, result: Action, stage: int, rank: int) -> int:
         """The number of a result on its way to a stage on a rank."""

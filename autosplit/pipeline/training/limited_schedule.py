@@ -9,15 +9,15 @@ from dataclasses import replace
 from operator import itemgetter
 from typing import NoReturn
 
-from autosplit.errors import PipelineError, ScheduleError
+from autosplit.errors import PipelineError
 from autosplit.pipeline.engine.execution.stage_assembly import TrainableStage
 from autosplit.pipeline.engine.messages.process_groups import Groups
 from autosplit.pipeline.ledger.prediction import Evicted, RankReplay
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Wiring
-from autosplit.pipeline.search.within_memory import search_within
-from autosplit.pipeline.simulation.activation_memory import peak_memory
+from autosplit.pipeline.search.within_memory import LimitError, search_within
+from autosplit.pipeline.simulation.activation_memory import StageMemory, changes_of, levels
 from autosplit.pipeline.simulation.reductions import Reductions
 from autosplit.pipeline.simulation.step_costs import Costs
 from autosplit.pipeline.simulation.timeline import Span
@@ -25,10 +25,19 @@ from autosplit.pipeline.simulation.transfer import Transfer
 
 from .auto_schedule import MEASURED, Tuner
 
-_TRIES = 3  # searches, each with less room where the one before found too little
-_HALVINGS = 2  # of the range in which the least limit is looked for
+_TRIES = 3  # searches, each with what the schedule before it turned out to hold beside
 _CORRECTIONS = 3  # schedules that held more than was known of them, before it is given up
 _SETTLED = 2  # steps of a new schedule, of which the first makes its buffers
+
+_KINDS = (
+    ActionKind.FORWARD,
+    ActionKind.BACKWARD_INPUT,
+    ActionKind.BACKWARD_WEIGHT,
+    ActionKind.BACKWARD,
+)
+
+Beside = dict[tuple[int, ActionKind], int]
+"""Bytes by stage and kind of action."""
 
 
 class LimitTuner(Tuner):
@@ -36,8 +45,9 @@ class LimitTuner(Tuner):
     measured by their times and with what operators took for themselves; and again should a step of
     what was found hold more.
 
-    A search knows microbatches by their sizes. What it finds is played with all storages, and
-    where that is more than the limit the next search has so much less.
+    A search knows microbatches by their sizes, and what actions hold beside them while they run:
+    by playing schedules with all storages, and by what was measured above that. Where what it finds
+    turns out to hold more than the limit, the next search knows of that, too.
 
     Args:
         schedule: whose placement and number of microbatches are kept.
@@ -81,8 +91,11 @@ class LimitTuner(Tuner):
         self._levels = measured
         self._running = schedule
         self._fixed_by_rank: list[int] = []
-        # What operators take for themselves: bytes by stage and kind of action, of this rank.
-        self._operators: dict[tuple[int, ActionKind], int] = {}
+        self._sizes: Sequence[StageMemory] = ()
+        # Of this rank: what operators take for themselves, and what graphs and messages hold
+        # beside what microbatches do.
+        self._operators: Beside = {}
+        self._graphs: Beside = {}
         self._found_first = False
         self._since = 0
         self._corrections = 0
@@ -120,7 +133,7 @@ class LimitTuner(Tuner):
             return None
         self._corrections += 1
         if self._corrections > _CORRECTIONS:
-            self._refuse(self._costs(stages))
+            self._refuse(max(self._held(self._running)), self._running)
         return self._shortest(self._costs(stages))
 
     # --- what ranks hold --------------------------------------------------------------------------
@@ -129,10 +142,22 @@ class LimitTuner(Tuner):
         """Note what the last step held above what is known of it; its peak with all there is."""
         measured = self._levels()
         for action, level in self._played(self._running):
-            key = action.stage, action.kind
-            more = measured.get(str(action), 0) - level
-            self._operators[key] = max(self._operators.get(key, 0), more)
+            _raise(self._operators, action, measured.get(str(action), 0) - level)
         return self._fixed() + max(measured.values(), default=0)
+
+    def _note_graphs(self, schedule: Schedule) -> None:
+        """Note what this rank's actions hold beside microbatches under a schedule; collective."""
+        place, known = 0, self._by_size(schedule)
+        for action, level in self._played(schedule):
+            count = len(action.microbatches)
+            _raise(self._graphs, action, level - max(known[place : place + count]))
+            place += count
+
+    def _by_size(self, schedule: Schedule) -> list[int]:
+        """What this rank's microbatches hold during each action of its row."""
+        rank = self._groups.rank
+        changes = changes_of(schedule, self._sizes)[rank]
+        return [math.ceil(level) for level in levels(schedule.ranks[rank], changes)]
 
     def _played(self, schedule: Schedule) -> list[tuple[Action, int]]:
         """This rank's actions with what it holds then beside the fixed; collective."""
@@ -142,90 +167,94 @@ class LimitTuner(Tuner):
         guests: Evicted = {}
         for part in self._groups.everybody.gather({} if replay is None else replay.evicted):
             guests |= part
-        return [] if replay is None else replay.levels(guests)
+        if replay is not None:
+            return replay.levels(guests)
+        row = schedule.ranks[self._groups.rank]
+        return list(zip(row, self._by_size(schedule), strict=True))
 
-    def _held(self, schedule: Schedule, costs: Costs) -> list[float]:
+    def _held(self, schedule: Schedule) -> list[float]:
         """Per rank, the most that it will hold; collective."""
         most: dict[int, int] = defaultdict(int)
         for (stage, _), size in self._operators.items():
             most[stage] = max(most[stage], size)
-        played = self._played(schedule)
-        levels = [level + self._more(action, most[action.stage]) for action, level in played]
-        own = max(levels) if levels else None
-        by_size = peak_memory(schedule, costs.memory)
-        return [
-            fixed + (known if most is None else most)
-            for fixed, most, known in zip(
-                self._fixed_by_rank, self._most(own), by_size, strict=True
-            )
+        levels = [
+            level + (self._operators.get(_key(action), most[action.stage]))
+            if action.kind.is_compute
+            else level
+            for action, level in self._played(schedule)
         ]
+        held = zip(self._fixed_by_rank, self._most(max(levels, default=0)), strict=True)
+        return [float(fixed + most) for fixed, most in held]
 
-    def _most(self, own: int | None) -> list[int | None]:
-        """Per rank of the pipeline the greatest number of all replicas, None where none is known;
-        collective.
-        """
+    def _most(self, own: int) -> list[int]:
+        """Per rank of the pipeline the greatest number of all replicas; collective."""
         heard = self._groups.everybody.gather(own)
-        columns = self._groups.layout.columns
-        known = [[heard[at] for at in ranks if heard[at] is not None] for ranks in columns]
-        return [max(each, default=None) for each in known]
+        return [max(heard[at] for at in ranks) for ranks in self._groups.layout.columns]
 
-    def _more(self, action: Action, most: int) -> int:
-        """What operators of an action take; ``most`` where its kind was not measured."""
-        kind = ActionKind.FORWARD if action.kind is ActionKind.RECOMPUTE else action.kind
-        return self._operators.get((action.stage, kind), most) if kind.is_compute else 0
+    def _weighed(self, costs: Costs) -> Costs:
+        """Costs with what actions hold beside microbatches; collective."""
+        own = {key: size + self._operators.get(key, 0) for key, size in self._graphs.items()}
+        beside: Beside = {}
+        for each in self._groups.everybody.gather(own):
+            beside |= {key: max(size, beside.get(key, 0)) for key, size in each.items()}
+        found = []
+        for stage, size in enumerate(self._sizes):
+            most = max((more for (s, _), more in beside.items() if s == stage), default=0)
+            forward, *others = (float(beside.get((stage, kind), most)) for kind in _KINDS)
+            found.append(replace(size, workspace=(forward, *others)))
+        return replace(costs, memory=found)
 
     # --- searching --------------------------------------------------------------------------------
 
     def _shortest(self, costs: Costs) -> Schedule:
-        self._fixed_by_rank = [size or 0 for size in self._most(self._fixed())]
-        found = self._within(costs, self._limit)
-        if found is None:
-            self._refuse(costs)
+        """The shortest step that is found within the limit; collective."""
+        self._fixed_by_rank = self._most(self._fixed())
+        self._sizes = costs.memory
+        self._note_graphs(self._running)
+        nearest: list[tuple[float, Schedule]] = []
+        weighed = self._weighed(costs)
+        for _ in range(_TRIES):
+            try:
+                found = search_within(
+                    weighed,
+                    self._schedule.microbatches,
+                    self._limit,
+                    ranks=len(self._schedule.ranks),
+                    placement=self._schedule.placement,
+                    fixed=self._fixed_by_rank,
+                ).schedule
+            except LimitError as error:
+                if error.schedule is None:
+                    break
+                found = error.schedule
+            found = replace(found, crosses_step=False)
+            nearest.append((max(self._held(found)), found))
+            if nearest[-1][0] <= self._limit:
+                self._running = found
+                return found
+            known = weighed
+            self._note_graphs(found)
+            weighed = self._weighed(costs)
+            if weighed == known:
+                break
+        # The search may miss what is known to fit.
+        nearest += [(max(self._held(each)), each) for each in (self._running, self._schedule)]
+        least, found = min(nearest, key=itemgetter(0))
+        if least > self._limit:
+            self._refuse(least, found)
         self._running = found
         return found
 
-    def _within(self, costs: Costs, limit: float) -> Schedule | None:
-        """The shortest step that is found within a limit; collective."""
-        taken: list[float] = [*self._fixed_by_rank]
-        for _ in range(_TRIES):
-            try:
-                made = search_within(
-                    costs,
-                    self._schedule.microbatches,
-                    limit,
-                    ranks=len(self._schedule.ranks),
-                    placement=self._schedule.placement,
-                    fixed=taken,
-                )
-            except ScheduleError:
-                break
-            found = replace(made.schedule, crosses_step=False)
-            over = [held - limit for held in self._held(found, costs)]
-            if max(over) <= 0:
-                return found
-            taken = [size + max(0.0, more) for size, more in zip(taken, over, strict=True)]
-        # The search may miss what is known to fit.
-        known = (self._running, self._schedule)
-        return next((each for each in known if max(self._held(each, costs)) <= limit), None)
-
-    def _refuse(self, costs: Costs) -> NoReturn:
-        """Say the least limit for which something is found."""
-        known = (self._running, self._schedule)
-        most, best = min(
-            ((max(self._held(each, costs)), each) for each in known), key=itemgetter(0)
-        )
-        low = float(max(self._limit, *self._fixed_by_rank))
-        for _ in range(_HALVINGS):
-            middle = float(int((low + most) / 2))
-            found = self._within(costs, middle)
-            if found is None:
-                low = middle
-            else:
-                best, most = found, max(self._held(found, costs))
-        held = self._held(best, costs)
+    def _refuse(self, least: float, found: Schedule) -> NoReturn:
+        """Say the least limit for which something is found, and what nothing can do without."""
+        held = self._held(found)
         rank = held.index(max(held))
         fixed = self._fixed_by_rank[rank]
         kept = held[rank] - fixed
+        bound = max(
+            each + max(self._sizes[stage].least for stage in self._schedule.held(rank))
+            for rank, each in enumerate(self._fixed_by_rank)
+        )
         advice = (
             "use more ranks, or an optimizer that keeps less"
             if fixed > kept
@@ -234,7 +263,20 @@ class LimitTuner(Tuner):
         yet = "" if self._found_first else "; what operators take for themselves may come on top"
         raise PipelineError(
             f"memory_limit: nothing was found that keeps {self._limit:,} bytes; the least that was "
-            f"needs memory_limit={math.ceil(most)}, where rank {rank} holds {fixed:,} bytes of "
+            f"needs memory_limit={math.ceil(least)}, where rank {rank} holds {fixed:,} bytes of "
             "parameters, gradients, optimizer state and batch, and "
-            f"{kept:,.0f} of microbatches and messages{yet}. Use that limit, or {advice}"
+            f"{kept:,.0f} of microbatches and messages{yet}; no schedule can do with less than "
+            f"{bound:,.0f}. Use that limit, or {advice}"
         )
+
+
+def _key(action: Action) -> tuple[int, ActionKind]:
+    """Stage and kind; what is run again takes what its F takes."""
+    again = action.kind is ActionKind.RECOMPUTE
+    return action.stage, ActionKind.FORWARD if again else action.kind
+
+
+def _raise(beside: Beside, action: Action, size: int) -> None:
+    """Note what an action holds, if it is one that computes."""
+    if action.kind.is_compute:
+        beside[_key(action)] = max(beside.get(_key(action), 0), size)

@@ -85,6 +85,9 @@ def _owner_faults(
             elif state != "held":
                 yield f"{action} sends away what is {state}", ((rank, place),)
             away = place, kind
+        elif kind is ActionKind.AWAIT:
+            if away is None:
+                yield f"{action} waits for what no EVICT or OFFLOAD sent away", ((rank, place),)
         elif kind in _BACK:
             if away is None or away[1] is not _BACK[kind]:
                 yield (

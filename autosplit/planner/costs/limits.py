@@ -18,6 +18,8 @@ class Limits:
         optimizer_state: bytes for each byte of parameters; 2 for Adam, 0 for plain SGD.
         links: latency and bandwidth between ranks; its message bytes are not looked at, those of
             the cuts count.
+        measures: whether what a schedule holds beyond the cap may go to the host's store (where
+            ``links.host`` is known) or be made again.
 
     Raises:
         PlanError: numbers that cannot be.
@@ -26,6 +28,7 @@ class Limits:
     cap: float = math.inf
     optimizer_state: float = 2.0
     links: Transfer = field(default_factory=Transfer)
+    measures: bool = False
 
     def __post_init__(self) -> None:
         if not self.cap > 0.0:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autosplit.pipeline.builders.schedule_request import ScheduleRequest
 from autosplit.planner.costs.block_costs import ModelCosts
@@ -11,6 +12,7 @@ from autosplit.planner.costs.limits import Limits
 
 from .rank_measurement import agreed
 from .solve import CapError, Solution, solve, weigh
+from .within_limit import within_limit
 
 
 @dataclass(frozen=True)
@@ -44,10 +46,20 @@ class CutRequest:
         return self._find(costs) if self.alone else agreed(lambda: self._find(costs))
 
     def _find(self, costs: ModelCosts) -> Solution:
+        if self.limits.measures:
+            try:
+                return self._find_by_order(costs, self.limits)
+            except CapError:
+                found = self._find_by_order(costs, replace(self.limits, cap=math.inf))
+                return within_limit(found, self.limits)
+        return self._find_by_order(costs, self.limits)
+
+    def _find_by_order(self, costs: ModelCosts, limits: Limits) -> Solution:
+        """With what the schedule holds, and no measures."""
         if self.firsts is None:
-            return solve(costs, self.stages, self.schedule, limits=self.limits)
+            return solve(costs, self.stages, self.schedule, limits=limits)
         cuts = [first - 1 for first in self.firsts]
-        return _fitting(weigh(costs, cuts, self.schedule, self.limits), self.limits)
+        return _fitting(weigh(costs, cuts, self.schedule, limits), limits)
 
 
 def _fitting(found: Solution, limits: Limits) -> Solution:

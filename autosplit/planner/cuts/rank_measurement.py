@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from autosplit.errors import AutosplitError, PlanError
+from autosplit.pipeline.engine.memory.host_store import measure_store, open_store
 from autosplit.pipeline.engine.messages.default_group import device_of_group, gather, tell
 from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.planner.costs.block_costs import ModelCosts, average
 from autosplit.planner.costs.profile import profile
 from autosplit.planner.costs.trial_run import TrialRun, can_run_trial, run_trial
@@ -140,6 +143,16 @@ def device_of_trainer(*, alone: bool) -> torch.device | None:
     """
     device = None if alone or not grouped() else device_of_group()
     return None if device is None or device.type == "cpu" else device
+
+
+def with_host(links: Transfer) -> Transfer:
+    """The links, that of each rank to its host's store measured where it is not known; collective
+    over the default process group.
+    """
+    if links.host is not None:
+        return links
+    device = device_of_trainer(alone=False) or torch.device("cpu")
+    return replace(links, host=agreed(lambda: measure_store(open_store(device, None))))
 
 
 def _cannot(schedule: Schedule) -> PlanError:

@@ -11,6 +11,7 @@ import torch
 from autosplit.errors import PlanError
 from autosplit.pipeline.builders.schedule_request import ScheduleRequest
 from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.search.within_memory import MeasureEffect
 from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.pipeline.simulation.step_costs import Costs
 from autosplit.pipeline.simulation.transfer import Transfer
@@ -42,6 +43,7 @@ class Solution:
         bubble: idle time over total time of all ranks.
         peaks: per rank, the most bytes it holds: parameters, gradients, optimizer state, and what
             is kept of the microbatches.
+        effects: what each measure of memory that was taken costs and saves.
     """
 
     cuts: tuple[int, ...]
@@ -51,6 +53,7 @@ class Solution:
     step: float
     bubble: float
     peaks: tuple[float, ...]
+    effects: tuple[MeasureEffect, ...] = ()
 
     @property
     def uneven(self) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from autosplit.errors import PlanError
 from autosplit.planner.costs.limits import Limits
 
@@ -51,4 +53,9 @@ def make_plan(
         peak_memory=found.peaks,
         resting_memory=tuple(resting),
         made_for=made_for,
+        memory_limit=int(limits.cap) if limits.measures and math.isfinite(limits.cap) else None,
+        measures=tuple(
+            (each.measure, max(0.0, each.seconds), tuple(max(0.0, size) for size in each.saved))
+            for each in found.effects
+        ),
     )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from autosplit.errors import PlanError
 from autosplit.pipeline.builders.schedule_request import ScheduleRequest
 from autosplit.pipeline.engine.execution.microbatch import Part
 from autosplit.pipeline.schedule.schedule import Schedule
@@ -15,8 +18,10 @@ from autosplit.pipeline.training.stage_modules import LossFunction
 from autosplit.planner.costs.block_costs import ModelCosts
 from autosplit.planner.costs.limits import Limits
 from autosplit.planner.cuts.cut_model import CutModel, Planning, cut_model, stage_count
+from autosplit.planner.cuts.rank_measurement import with_host
 from autosplit.planner.model.captured_model import WholeModel
 from autosplit.runtime.split_options import SplitOptions
+from autosplit.text.byte_sizes import parse_size
 from autosplit.torch_internals.pytree import tree_flatten
 
 from .alternatives import Configuration
@@ -45,6 +50,7 @@ def partition(
     seconds: float = 10.0,
     rehearse: bool | None = None,
     limits: Limits | None = None,
+    memory_limit: int | str | None = None,
 ) -> Plan:
     """Cut a model into stages, so that a step of a schedule is short.
 
@@ -82,6 +88,10 @@ def partition(
         rehearse: False plans from costs alone; True insists, also for costs that are not measured
             here. None: with ``"profile"``, where it can be done.
         limits: memory of a rank and links; None: any, and none that takes time.
+        memory_limit: bytes, or text such as ``"12GiB"``, that no rank may hold more than. Where the
+            schedule alone does, another is searched, in which microbatches' state is kept in the
+            host's store or made again; the plan's ``measures`` say what that costs and saves. Its
+            ``trainer`` is given the limit, and keeps it as measured.
 
     Returns:
         The plan, bound to the model: a trainer takes it in place of stages.
@@ -94,6 +104,8 @@ def partition(
         ScheduleError: an unknown schedule, or one that refuses the counts.
     """
     count = stage_count(stages, cut_at)
+    if memory_limit is not None:
+        limits = _limited(limits or Limits(), memory_limit, split_backward=split_backward)
     planning = Planning(costs, seconds, rehearse, targets, limits, cut_at)
     found = cut_model(
         model,
@@ -113,6 +125,22 @@ def partition(
         loss_fn=loss_fn,
     )
     return _plan(found)
+
+
+def _limited(limits: Limits, memory_limit: int | str, *, split_backward: bool) -> Limits:
+    """The limits with a cap for which measures are taken, and the link to the host's store."""
+    if math.isfinite(limits.cap):
+        raise PlanError(
+            f"memory_limit={memory_limit!r} and limits with cap={limits.cap:,.0f} both say what a "
+            "rank may hold: leave one of the two out"
+        )
+    if not split_backward:
+        raise PlanError(
+            "memory_limit searches a schedule of I and W: leave split_backward=False out"
+        )
+    links = with_host(limits.links)
+    cap = float(parse_size(memory_limit, "memory_limit", PlanError))
+    return replace(limits, cap=cap, links=links, measures=True)
 
 
 def _plan(found: CutModel) -> Plan:

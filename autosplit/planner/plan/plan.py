@@ -53,6 +53,10 @@ class Plan:
         peak_memory: per rank, the most bytes that it holds.
         resting_memory: per rank, of these, parameters, gradients and optimizer state.
         made_for: the model and its inputs.
+        memory_limit: bytes that no rank is to hold more than, for which a trainer searches again
+            once it has measured; None: any.
+        measures: per measure of memory that is taken, its name, the seconds by which the step is
+            longer for it, and the bytes that each rank holds less.
         partition: the stages, of a plan that is bound to a model.
 
     Raises:
@@ -77,6 +81,8 @@ class Plan:
     peak_memory: tuple[float, ...]
     resting_memory: tuple[float, ...]
     made_for: PlanSignature
+    memory_limit: int | None = None
+    measures: tuple[tuple[str, float, tuple[float, ...]], ...] = ()
     partition: Partition | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -194,9 +200,13 @@ class Plan:
                 f"--nproc-per-node {self.ranks}' inside autosplit.pipeline.process_group(), or "
                 f"through autosplit.pipeline.launch; or partition the model with ranks={world}"
             )
+        schedule = self.built_schedule()
+        if self.memory_limit is not None:
+            schedule = _without_memory(schedule)
+            options = {"memory_limit": self.memory_limit, **options}
         given = {
             "microbatches": self.microbatches,
-            "schedule": self.built_schedule(),
+            "schedule": schedule,
             "ranks": self.ranks,
             "memory": self.memory,
             "backend": self.backend,
@@ -223,6 +233,12 @@ class Plan:
         plan = read_plan(cls, path)
         plan.built_schedule()
         return plan
+
+
+def _without_memory(schedule: Schedule) -> Schedule:
+    """The order alone: a trainer within a limit finds measures by what it measures."""
+    rows = (tuple(a for a in row if not a.kind.is_memory) for row in schedule.ranks)
+    return replace(schedule, ranks=tuple(rows))
 
 
 def made_for(whole: WholeModel) -> PlanSignature:

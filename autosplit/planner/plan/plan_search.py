@@ -16,6 +16,7 @@ from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.planner.costs.block_costs import ModelCosts
 from autosplit.planner.costs.limits import Limits
 from autosplit.planner.cuts.solve import CapError, solve
+from autosplit.planner.cuts.within_limit import within_limit
 from autosplit.text.byte_sizes import size_text
 from autosplit.text.names import few
 
@@ -128,6 +129,35 @@ def _filled(
     return replace(blank, solution=solution)
 
 
+def _with_measures(
+    found: list[Configuration], costs_of: CostsOf, limits: Limits
+) -> list[Configuration]:
+    """Of configurations that are over the cap those that would be shortest, kept under it by
+    measures of memory where that can be.
+    """
+    over = [each for each in found if each.least is not None and not each.fused]
+    if not limits.measures or not over:
+        return found
+    roomy = replace(limits, cap=math.inf)
+    free = {
+        at: _filled(each, costs_of(each.microbatch_size, each.memory), roomy, refine=False)
+        for at, each in enumerate(found)
+        if each in over
+    }
+    kept = [*found]
+    for at in sorted(free, key=lambda at: free[at].key)[:_SEARCHED]:
+        solution = free[at].solution
+        if solution is None:
+            continue
+        try:
+            kept[at] = replace(
+                free[at], solution=within_limit(solution, limits), least=None, lost=""
+            )
+        except CapError as error:
+            kept[at] = replace(found[at], least=error.least)
+    return kept
+
+
 def _searched(one: Configuration, limits: Limits) -> Configuration | None:
     """The same stages under a schedule of their own, if one is found."""
     solution = one.solution
@@ -232,6 +262,7 @@ def _refined(
     names = space.schedules
     if names is not None and AUTO not in names:
         return best + rest
+    rest = _with_measures(rest, costs_of, limits)
     own = [_searched(each, limits) for each in sorted(best, key=lambda each: each.key)[:_SEARCHED]]
     made = [each for each in own if each is not None]
     if names is not None and set(names) == {AUTO} and made:

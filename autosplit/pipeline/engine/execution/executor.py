@@ -153,7 +153,7 @@ class Executor:
                     place.fetch(action)
                     values = call.fetch()
                     place.compute()
-                    if recorder is None or call.action.kind.is_move:
+                    if recorder is None or not call.action.kind.is_compute:
                         call.deliver(call.compute(values))
                     else:
                         compute = partial(call.compute, values)
@@ -187,7 +187,10 @@ class Executor:
             return
         single = (Action(action.stage, action.kind, each) for each in action.microbatches)
         places = [self._places[each].popleft() for each in single]
-        steps = self._prepare(action)
+        if action.kind is ActionKind.AWAIT:
+            steps = iter([Step(action, list, lambda values: values, drop, at_once)])
+        else:
+            steps = self._prepare(action)
         if moves is not None:
             needs = [need for place in places if (need := moves.needed(place)) is not None]
             if needs:

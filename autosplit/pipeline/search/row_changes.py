@@ -1,0 +1,299 @@
+"""Changes of a schedule's rows that keep it legal: what local search within a limit steps by."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from autosplit.pipeline.schedule.action import Action, ActionKind
+from autosplit.pipeline.schedule.moves import Journey, journeys_of
+from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.simulation.step_costs import Costs
+from autosplit.pipeline.simulation.timeline import Timeline
+
+Row = tuple[Action, ...]
+Change = Callable[[Schedule, Timeline, random.Random], Schedule | None]
+"""The schedule changed at one place by chance, given how it runs; None where that cannot be."""
+
+_REACH = 6  # places that an action is shifted by, mostly
+_TRANSFERS = (ActionKind.EVICT, ActionKind.LOAD, ActionKind.ACCEPT, ActionKind.RETURN)
+_BACKWARDS = (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD)
+
+
+def changes_for(measures: Sequence[str], costs: Costs) -> list[Change]:
+    """The changes by which these measures come and go; one that is to be tried often, often."""
+    taken: list[Change] = []
+    if "offload" in measures:
+        taken += [_offloaded, _strictly_offloaded]
+    if "recompute" in measures:
+        taken.append(_recomputed)
+    if "balance" in measures and len(set(_ranks(costs))) > 1:
+        taken.append(_evicted)
+    found: list[Change] = [_shifted] * 4
+    if taken:
+        found += [*taken, _dropped, *(_instead(each) for each in taken)]
+        found += [_awaited] * ("offload" in measures or "balance" in measures)
+    if any(size.deferred > size.saved for size in costs.memory) or costs.full is not None:
+        found.append(_fused_or_split)
+    return found
+
+
+def _ranks(costs: Costs) -> range:
+    return range(len(costs.times))
+
+
+def _instead(take: Change) -> Change:
+    """One measure less, and another in its place."""
+
+    def change(schedule: Schedule, timeline: Timeline, chance: random.Random) -> Schedule | None:
+        dropped = _dropped(schedule, timeline, chance)
+        return None if dropped is None else take(dropped, timeline, chance)
+
+    return change
+
+
+def _shifted(schedule: Schedule, timeline: Timeline, chance: random.Random) -> Schedule | None:
+    """An action goes elsewhere, as far as what it must not pass."""
+    rank = chance.randrange(len(schedule.ranks))
+    row = schedule.ranks[rank]
+    source = chance.randrange(len(row))
+    step = chance.choice((-1, 1))
+    most = chance.randint(1, _REACH if chance.random() < 0.8 else len(row))
+    target = source
+    while (
+        0 <= target + step < len(row)
+        and abs(target - source) < most
+        and not _tied(row[source], row[target + step])
+    ):
+        target += step
+    if target == source:
+        return None
+    left = [*row[:source], *row[source + 1 :]]
+    return _with(schedule, rank, (*left[:target], row[source], *left[target:]))
+
+
+def _tied(one: Action, other: Action) -> bool:
+    """Whether two actions of a rank must keep their order."""
+    if one.kind in _TRANSFERS and other.kind in _TRANSFERS:
+        return True
+    if one.stage != other.stage:
+        return False
+    kinds = {ActionKind.BACKWARD_INPUT if a.kind in _BACKWARDS else a.kind for a in (one, other)}
+    fifo = len(kinds) == 1 and kinds <= {ActionKind.FORWARD, ActionKind.BACKWARD_INPUT}
+    return fifo or one.microbatch == other.microbatch
+
+
+def _dropped(schedule: Schedule, timeline: Timeline, chance: random.Random) -> Schedule | None:
+    """A measure less."""
+    again = [
+        (rank, place)
+        for rank, row in enumerate(schedule.ranks)
+        for place, action in enumerate(row)
+        if action.kind is ActionKind.RECOMPUTE
+    ]
+    journeys = journeys_of(schedule)
+    if not again and not journeys:
+        return None
+    chosen = chance.randrange(len(again) + len(journeys))
+    if chosen < len(again):
+        rank, place = again[chosen]
+        return _without(schedule, {rank: {place}})
+    journey = journeys[chosen - len(again)]
+    gone = {journey.rank: {journey.leaves, journey.comes, *_awaits(schedule, journey)}}
+    if journey.partner is not None:
+        gone[journey.partner] = {journey.accepted, journey.returned}
+    return _without(schedule, gone)
+
+
+def _awaits(schedule: Schedule, journey: Journey) -> Iterator[int]:
+    """Places of what waits for a journey's departure."""
+    row = schedule.ranks[journey.rank]
+    for place in range(journey.leaves + 1, journey.comes):
+        action = row[place]
+        if action == Action(journey.stage, ActionKind.AWAIT, journey.microbatch):
+            yield place
+
+
+def _awaited(schedule: Schedule, timeline: Timeline, chance: random.Random) -> Schedule | None:
+    """A rank that waits for one more departure, or for one less."""
+    journeys = journeys_of(schedule)
+    if not journeys:
+        return None
+    journey = chance.choice(journeys)
+    waiting = set(_awaits(schedule, journey))
+    if waiting:
+        return _without(schedule, {journey.rank: waiting})
+    row = schedule.ranks[journey.rank]
+    place = chance.randint(journey.leaves + 1, min(journey.leaves + 2, journey.comes))
+    action = Action(journey.stage, ActionKind.AWAIT, journey.microbatch)
+    return _with(schedule, journey.rank, (*row[:place], action, *row[place:]))
+
+
+def _offloaded(schedule: Schedule, timeline: Timeline, chance: random.Random) -> Schedule | None:
+    """Something more goes to the host, beside computation."""
+    found = _journey(schedule, chance)
+    if found is None:
+        return None
+    rank, leaves, comes, what = found
+    row = schedule.ranks[rank]
+    return _with(
+        schedule,
+        rank,
+        (
+            *row[:leaves],
+            replace(what, kind=ActionKind.OFFLOAD),
+            *row[leaves:comes],
+            replace(what, kind=ActionKind.RELOAD),
+            *row[comes:],
+        ),
+    )
+
+
+def _strictly_offloaded(
+    schedule: Schedule, timeline: Timeline, chance: random.Random
+) -> Schedule | None:
+    """Something more goes to the host, and the rank waits until it has left."""
+    found = _journey(schedule, chance)
+    if found is None:
+        return None
+    rank, leaves, comes, what = found
+    row = schedule.ranks[rank]
+    wait = chance.randint(leaves, min(leaves + 1, comes))
+    return _with(
+        schedule,
+        rank,
+        (
+            *row[:leaves],
+            replace(what, kind=ActionKind.OFFLOAD),
+            *row[leaves:wait],
+            replace(what, kind=ActionKind.AWAIT),
+            *row[wait:comes],
+            replace(what, kind=ActionKind.RELOAD),
+            *row[comes:],
+        ),
+    )
+
+
+def _journey(schedule: Schedule, chance: random.Random) -> tuple[int, int, int, Action] | None:
+    """Rank, and places before which something that stays there could leave and come back."""
+    rank = chance.randrange(len(schedule.ranks))
+    able = [each for each in _held(schedule.ranks[rank]) if each[1] > each[0] + 1]
+    if not able:
+        return None
+    made, used = chance.choice(able)
+    leaves = chance.randint(made + 1, min(made + 3, used))
+    comes = chance.randint(max(leaves, used - 4), used)
+    return rank, leaves, comes, schedule.ranks[rank][used]
+
+
+def _evicted(schedule: Schedule, timeline: Timeline, chance: random.Random) -> Schedule | None:
+    """Something more goes to the partner, which takes it in about when it leaves."""
+    count = len(schedule.ranks)
+    partners = schedule.partners or tuple(range(count - 1, -1, -1))
+    found = _journey(schedule, chance)
+    if found is None or partners[found[0]] == found[0]:
+        return None
+    rank, leaves, comes, what = found
+    row, partner = schedule.ranks[rank], partners[found[0]]
+    theirs = list(schedule.ranks[partner])
+    starts = {span.action: span.start for span in timeline.spans if span.action.kind.is_compute}
+    clock = [starts.get(action, -1.0) for action in row]
+    changed = list(row)
+    # The later end first, so that the places of the earlier one hold.
+    for place, kind, other in (
+        (comes, ActionKind.LOAD, ActionKind.RETURN),
+        (leaves, ActionKind.EVICT, ActionKind.ACCEPT),
+    ):
+        moment = max(clock[:place], default=0.0)
+        before = sum(action.kind in _TRANSFERS for action in row[:place])
+        at = _place_by(theirs, moment, before, starts)
+        changed.insert(place, replace(what, kind=kind))
+        theirs.insert(at, replace(what, kind=other))
+    rows = list(schedule.ranks)
+    rows[rank], rows[partner] = tuple(changed), tuple(theirs)
+    return replace(schedule, ranks=tuple(rows), partners=partners)
+
+
+def _place_by(
+    row: Sequence[Action], moment: float, before: int, starts: dict[Action, float]
+) -> int:
+    """The place in a row that is reached by a moment, behind so many of its transfers."""
+    transfers = [place for place, action in enumerate(row) if action.kind in _TRANSFERS]
+    first = transfers[before - 1] + 1 if before else 0
+    last = transfers[before] if before < len(transfers) else len(row)
+    place = first
+    while place < last and starts.get(row[place], -1.0) <= moment:
+        place += 1
+    return place
+
+
+def _recomputed(schedule: Schedule, timeline: Timeline, chance: random.Random) -> Schedule | None:
+    """Something more is made again."""
+    rank = chance.randrange(len(schedule.ranks))
+    row = schedule.ranks[rank]
+    able = [
+        (made, used)
+        for made, used in _held(row)
+        if row[made].kind is ActionKind.FORWARD and row[used].kind in _BACKWARDS
+    ]
+    if not able:
+        return None
+    made, used = chance.choice(able)
+    place = chance.randint(max(made + 1, used - 3), used)
+    again = replace(row[used], kind=ActionKind.RECOMPUTE)
+    return _with(schedule, rank, (*row[:place], again, *row[place:]))
+
+
+def _fused_or_split(
+    schedule: Schedule, timeline: Timeline, chance: random.Random
+) -> Schedule | None:
+    """An I and its W become a B, or a B becomes them."""
+    rank = chance.randrange(len(schedule.ranks))
+    row = schedule.ranks[rank]
+    able = [place for place, action in enumerate(row) if action.kind in _BACKWARDS]
+    place = chance.choice(able)
+    action = row[place]
+    inputs = replace(action, kind=ActionKind.BACKWARD_INPUT)
+    weights = replace(action, kind=ActionKind.BACKWARD_WEIGHT)
+    if action.kind is ActionKind.BACKWARD:
+        return _with(schedule, rank, (*row[:place], inputs, weights, *row[place + 1 :]))
+    own = [at for at in range(place + 1, len(row)) if _same(row[at], action)]
+    if [row[at] for at in own] != [weights]:
+        return None
+    whole = replace(action, kind=ActionKind.BACKWARD)
+    return _with(
+        schedule, rank, (*row[:place], whole, *row[place + 1 : own[0]], *row[own[0] + 1 :])
+    )
+
+
+def _same(one: Action, other: Action) -> bool:
+    return (one.stage, one.microbatch) == (other.stage, other.microbatch)
+
+
+def _held(row: Row) -> Iterator[tuple[int, int]]:
+    """Places of what makes and of what uses something that stays here meanwhile."""
+    latest: dict[tuple[int, int], int] = {}
+    for place, action in enumerate(row):
+        if action.kind in (ActionKind.ACCEPT, ActionKind.RETURN):
+            continue
+        key = action.stage, action.microbatch
+        made = latest.get(key)
+        if made is not None and row[made].kind.is_compute and not action.kind.is_memory:
+            yield made, place
+        latest[key] = place
+
+
+def _with(schedule: Schedule, rank: int, row: Row) -> Schedule:
+    ranks = (*schedule.ranks[:rank], row, *schedule.ranks[rank + 1 :])
+    return replace(schedule, ranks=ranks)
+
+
+def _without(schedule: Schedule, gone: dict[int, set[int]]) -> Schedule:
+    rows = (
+        tuple(action for place, action in enumerate(row) if place not in gone[rank])
+        if rank in gone
+        else row
+        for rank, row in enumerate(schedule.ranks)
+    )
+    return replace(schedule, ranks=tuple(rows))

@@ -1,0 +1,93 @@
+"""Costs for a search: steps are played on frames that are made once, and what is played counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import NamedTuple
+
+from autosplit.errors import ScheduleError
+from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.schedule.wiring import Feeds
+
+from .activation_memory import peak_memory
+from .lanes import add_lanes, ways
+from .simulate import run_step
+from .step_costs import Costs
+from .step_frame import StepFrame
+from .timeline import Timeline
+
+
+class _Place(NamedTuple):
+    """What frames differ by."""
+
+    placement: tuple[int, ...]
+    mirror: tuple[int, ...] | None
+    microbatches: int
+    ranks: int
+
+
+@dataclass
+class Tally:
+    """How much was played: schedules, and actions in them."""
+
+    plays: int = 0
+    actions: int = 0
+
+
+@dataclass(frozen=True)
+class CountedCosts(Costs):
+    """The same costs, for many plays.
+
+    Attributes:
+        tally: what was played so far.
+    """
+
+    tally: Tally = field(default_factory=Tally, compare=False)
+    _frames: dict[_Place, StepFrame] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    @classmethod
+    def of(cls, costs: Costs) -> CountedCosts:
+        """These costs, nothing played yet."""
+        return cls(**{each.name: getattr(costs, each.name) for each in fields(Costs)})
+
+    def timeline(self, schedule: Schedule) -> Timeline:
+        """As ``Costs.timeline``."""
+        self.tally.plays += 1
+        self.tally.actions += sum(map(len, schedule.ranks))
+        laid = self._frame(schedule).lay(schedule)
+        if laid is None:
+            return super().timeline(schedule)
+        graph, rows, seconds = laid
+        lanes = add_lanes(graph, schedule, rows, ways(schedule, self.transfer, self.memory))
+        seconds += [lanes.took[number] for number in range(len(seconds), len(graph.actions))]
+        return run_step(
+            schedule,
+            graph,
+            rows,
+            lanes,
+            seconds,
+            early_weights=self.early_weights,
+            slices=self.slices,
+        )
+
+    def peaks(self, schedule: Schedule, timeline: Timeline) -> list[float]:
+        """Per rank, the most that it keeps by the order of its row, whatever transfers take."""
+        return peak_memory(schedule, self.memory)
+
+    def _frame(self, schedule: Schedule) -> StepFrame:
+        place = _Place(
+            schedule.placement, schedule.mirror, schedule.microbatches, len(schedule.ranks)
+        )
+        if place not in self._frames:
+            if schedule.stages != len(self.times):
+                raise ScheduleError(
+                    f"schedule {schedule.name!r} has {schedule.stages} stages, but the costs are "
+                    f"of {len(self.times)}"
+                )
+            feeds = None if self.wiring is None else Feeds(schedule.stages, self.wiring)
+            self._frames[place] = StepFrame(
+                schedule, self.seconds, feeds=feeds, transfer=self.transfer
+            )
+        return self._frames[place]
