@@ -82,7 +82,14 @@ def simulate(
     lanes = add_lanes(graph, schedule, rows, ways(schedule, transfer, memory))
     seconds = _Seconds(graph, duration, lanes)
     return run_step(
-        schedule, graph, rows, lanes, seconds, early_weights=early_weights, slices=slices
+        schedule,
+        graph,
+        rows,
+        lanes,
+        seconds,
+        early_weights=early_weights,
+        slices=slices,
+        reductions=reductions,
     )
 
 
@@ -95,6 +102,7 @@ def run_step(
     *,
     early_weights: bool,
     slices: Slices,
+    reductions: Reductions | None = None,
 ) -> Timeline:
     """The timeline of a step whose graph is made; changes ``seconds``.
 

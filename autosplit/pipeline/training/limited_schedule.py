@@ -200,8 +200,8 @@ class LimitTuner(Tuner):
         found = []
         for stage, size in enumerate(self._sizes):
             most = max((more for (s, _), more in beside.items() if s == stage), default=0)
-            forward, *others = (float(beside.get((stage, kind), most)) for kind in _KINDS)
-            found.append(replace(size, workspace=(forward, *others)))
+            f, i, w, b = (float(beside.get((stage, kind), most)) for kind in _KINDS)
+            found.append(replace(size, workspace=(f, i, w, b)))
         return replace(costs, memory=found)
 
     # --- searching --------------------------------------------------------------------------------
