@@ -177,7 +177,7 @@ class PipelineTrainer(StageTrainer):
             timeout=timeout,
             store=store,
             mesh=mesh,
-            bucket_bytes=int(bucket_cap_mb * 2**20),
+            bucket_cap_mb=bucket_cap_mb,
             memory_limit=(
                 None
                 if memory_limit is None

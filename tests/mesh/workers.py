@@ -337,8 +337,9 @@ def also(mesh: DeviceMesh) -> dict[str, Any]:
         made.step(tuple(each[:4] for each in own))
         found["shapes"] = True
     found |= copies(mesh)
-    with trainer(mesh, record=True, **REFERENCE) as made:
+    with trainer(mesh, record="memory", **REFERENCE) as made:
         made.step(own)
+        found["memory"] = len(made.memory().bands) == 2
         spans = made.timeline().spans
         reduced = [each for each in spans if each.action.kind is ActionKind.REDUCE_GRAD]
         found["timeline"] = sorted(str(each.action) for each in reduced)
@@ -407,7 +408,7 @@ def refused(mesh: DeviceMesh) -> dict[str, str]:
     replica = replica_of(mesh)
     own = share(replica)
 
-    def built(made: DeviceMesh, **options: Any) -> str:
+    def built(made: DeviceMesh | None, **options: Any) -> str:
         return refusal(lambda: trainer(made, **{**REFERENCE, **options}))
 
     def ran(batch: Any, build: Any = block, **options: Any) -> str:
@@ -432,6 +433,8 @@ def refused(mesh: DeviceMesh) -> dict[str, str]:
         "long": built(init_device_mesh("cpu", (4,), mesh_dim_names=("pp",))),
         "cuda": built(mesh, device="meta"),
         "cap": built(mesh, bucket_cap_mb=0),
+        "no cap": built(mesh, bucket_cap_mb=float("nan")),
+        "cap alone": built(None, ranks=1, bucket_cap_mb=1.0),
         "shapes": ran(half),
         "one of two shapes": ran(half, shapes=2),
         "built differently": ran(

@@ -100,7 +100,13 @@ def _step(pattern: str, module: nn.Module, batches: list[Tensor], split: Any) ->
     split.backward_weight()
 
 
-OPTIONS = ("", "find_unused_parameters", "static_graph", "gradient_as_bucket_view")
+OPTIONS = (
+    "",
+    "find_unused_parameters",
+    "static_graph",
+    "static_graph, then no_sync",
+    "gradient_as_bucket_view",
+)
 
 
 def all_options() -> dict[str, list[float]]:
@@ -112,7 +118,7 @@ def differences(option: str) -> list[float]:
     ``backward_weight()``. One rank alone looks at gradients before all of them meet elsewhere.
     """
     model, plain = models(Sometimes)
-    options = {option: True} if option else {}
+    options = {option.partition(",")[0]: True} if option else {}
     torch.manual_seed(10 + dist.get_rank())
     batches = [torch.randn(3, 4) for _ in range(3)]
     trained = []
@@ -122,7 +128,8 @@ def differences(option: str) -> list[float]:
         for step in range(3):
             optimizer.zero_grad()
             last = option != "find_unused_parameters" or step == 1
-            if option != "static_graph":
+            # The first step of a static graph is the one that torch records.
+            if not option.startswith("static_graph") or ("no_sync" in option and step):
                 with wrapped.no_sync():
                     wrapped(batches[0], last).square().mean().backward()
             loss = wrapped(batches[step], last).square().mean()

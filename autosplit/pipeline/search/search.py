@@ -78,14 +78,16 @@ def search(
     named = _placed(costs, microbatches, ranks, placement)
     problems = _problems(costs, microbatches, caps, named)
     known = _known(problems, named)
-    easy = replace(costs, transfer=Transfer(), early_weights=False, slices=1)
+    easy = replace(costs, transfer=Transfer(), early_weights=False, slices=1, reductions=None)
     if easy != costs:  # where messages take no time good orders are easier to find
         work //= 2
         found = _improved(_starts(_problems(easy, microbatches, caps, named), known), work)
         known = _known(problems, [*known, *([] if found is None else [found[1]])])
     found = _improved(_starts(problems, known), work)
-    if known and (found is None or found[0] >= costs.timeline(known[0]).makespan):
-        return replace(known[0], name="auto")
+    if known:
+        step, placed = _with_reductions(costs.timeline(known[0]).makespan, known[0], costs)
+        if found is None or found[0] >= step:
+            return replace(placed, name="auto")
     if found is None:
         least = min((max(peak_memory(each, costs.memory)) for each in named), default=math.inf)
         raise ScheduleError(
@@ -222,12 +224,25 @@ def _improved(starts: Sequence[Start], work: int) -> tuple[float, Schedule] | No
     for _, problem, rows in starts:
         share = work // (len(problem.actions) * len(starts))
         found = improve(problem, rows, max(_FEWEST, min(_MOST, share)))
-        if found is None or (best is not None and found.makespan >= best[0]):
+        if found is None:
             continue
-        schedule = problem.schedule("auto", found.rows)
+        step, schedule = _with_reductions(
+            found.makespan, problem.schedule("auto", found.rows), problem.costs
+        )
+        if best is not None and step >= best[0]:
+            continue
         if _runs_as_chain(schedule, problem.costs):
-            best = found.makespan, schedule
+            best = step, schedule
     return best
+
+
+def _with_reductions(step: float, schedule: Schedule, costs: Costs) -> tuple[float, Schedule]:
+    """A step of so many seconds, with its last Ws placed for what replicas reduce behind them."""
+    if costs.reductions is None:
+        return step, schedule
+    rows = costs.reductions.placed(schedule.ranks, costs.seconds)
+    placed = replace(schedule, ranks=rows)
+    return costs.timeline(placed).makespan, placed
 
 
 def _runs_as_chain(schedule: Schedule, costs: Costs) -> bool:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
+from typing import Any, TypeAlias
 
 from autosplit.errors import ScheduleError
 from autosplit.mesh.buckets import CAP
@@ -14,6 +15,9 @@ from autosplit.pipeline.schedule.action import Action, ActionKind
 
 from .timeline import Span
 from .transfer import Link
+
+Rows: TypeAlias = tuple[tuple[Action, ...], ...]
+"""Per rank, its actions in order."""
 
 _MAKERS = (ActionKind.BACKWARD_WEIGHT, ActionKind.BACKWARD)
 
@@ -65,6 +69,21 @@ class Reductions:
             found.append(Span(rank, Action(stage, ActionKind.REDUCE_GRAD, 0), start, end))
         return found
 
+    def placed(self, rows: Sequence[Sequence[Action]], seconds: Callable[[Action], float]) -> Rows:
+        """As ``last_weights_by_stage``, in the order after which a rank's last reduction ends
+        soonest: Ws, then their reduction, are a flow shop of two machines (Johnson 1954).
+
+        Args:
+            rows: per rank, its actions.
+            seconds: of an action.
+        """
+
+        def rank_of(stage: int, late: Sequence[Action]) -> tuple[bool, float]:
+            works, sends = sum(map(seconds, late)), self.bytes[stage] / self.link.bandwidth
+            return (False, works) if works < sends else (True, -sends)
+
+        return _regrouped(rows, rank_of)
+
     def _ready(
         self, rank: int, made: Mapping[int, Sequence[Span]]
     ) -> Iterator[tuple[float, int, int, float]]:
@@ -85,23 +104,34 @@ class Reductions:
 
 def last_weights_by_stage(
     rows: Sequence[Sequence[Action]], size: Sequence[float] | Mapping[int, float]
-) -> tuple[tuple[Action, ...], ...]:
+) -> Rows:
     """The rows of a schedule, in which the Ws at the end of each come stage by stage.
 
-    A stage's reduction can start when its last W is done; that of the most bytes leaves first.
-    Gradients are added up in the same order as before, and Ws only free what they need.
+    A stage's reduction can start when its last W is done; that of the most bytes leaves first, of
+    equal ones that of the fewest Ws. Gradients are added up in the same order as before, and Ws
+    only free what they need.
 
     Args:
         rows: per rank, its actions.
         size: per stage, the bytes of its gradients.
     """
+    return _regrouped(rows, lambda stage, late: (-size[stage], len(late), -stage))
+
+
+def _regrouped(
+    rows: Sequence[Sequence[Action]], rank_of: Callable[[int, Sequence[Action]], Any]
+) -> Rows:
+    """The last Ws of each row by stage, in the order of what is said of a stage and its Ws."""
     found = []
     for row in rows:
         cut = len(row)
         while cut and row[cut - 1].kind is ActionKind.BACKWARD_WEIGHT:
             cut -= 1
-        late = sorted(row[cut:], key=lambda action: (-size[action.stage], action.stage))
-        found.append((*row[:cut], *late))
+        by_stage: dict[int, list[Action]] = defaultdict(list)
+        for action in row[cut:]:
+            by_stage[action.stage].append(action)
+        order = sorted(by_stage, key=lambda stage: rank_of(stage, by_stage[stage]))
+        found.append((*row[:cut], *(action for stage in order for action in by_stage[stage])))
     return tuple(found)
 
 

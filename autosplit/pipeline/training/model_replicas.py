@@ -170,7 +170,8 @@ class ModelReplicas:
                 if parameter.requires_grad:
                     known.setdefault(id(parameter), (stage, parameter))
         early = [at for at in last if at in known and not self._is_shared(known[at][1])]
-        late = [at for at in known if at not in early]
+        found_early = {*early}
+        late = [at for at in known if at not in found_early]
         needs: list[tuple[Completion, ...]] = [
             *((last[at],) for at in early),
             *(() for _ in late),

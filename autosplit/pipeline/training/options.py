@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -46,7 +47,7 @@ class TrainerOptions:
     store: str | os.PathLike[str] | None = None
     memory_limit: int | None = None
     mesh: DeviceMesh | None = None
-    bucket_bytes: int = CAP
+    bucket_cap_mb: float = CAP / 2**20
 
     def __post_init__(self) -> None:
         norm = self.max_grad_norm
@@ -70,10 +71,12 @@ class TrainerOptions:
             raise PipelineError(
                 f"ranks={self.schedule.ranks} has no effect beside mesh, which says who takes part"
             )
+        if not 0 < self.bucket_cap_mb < math.inf:
+            raise PipelineError(
+                f"bucket_cap_mb is a positive number of MiB; got {self.bucket_cap_mb}"
+            )
         if self.bucket_bytes != CAP and self.replicas == 1:
             raise PipelineError("bucket_cap_mb has no effect without a mesh with 'dp_replicate'")
-        if not self.bucket_bytes > 0:
-            raise PipelineError("bucket_cap_mb is a positive number of MiB")
         if self.memory_limit is not None and self.shapes > 1:
             raise PipelineError(
                 f"memory_limit is for batches of one shape, and shapes={self.shapes} of them may "
@@ -83,6 +86,11 @@ class TrainerOptions:
     @cached_property
     def _layout(self) -> RankLayout | None:
         return None if self.mesh is None else RankLayout.of(self.mesh)
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Bytes of a bucket of gradients that replicas reduce at once."""
+        return max(1, int(self.bucket_cap_mb * 2**20))
 
     @property
     def replicas(self) -> int:

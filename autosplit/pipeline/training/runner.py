@@ -352,7 +352,7 @@ class Runner:
 
     def _adopt(self, schedule: Schedule) -> None:
         """Train under another schedule from now on."""
-        self.schedule = schedule = self._held.replicas.reducing_early(schedule)
+        self.schedule = schedule
         make = partial(self._make_mode, "train", schedule, self._order)
         self._train.reschedule(schedule, make)
 

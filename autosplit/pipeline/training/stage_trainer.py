@@ -149,7 +149,7 @@ class StageTrainer:
             "wiring": setup.stages.wiring,
             "early_weights": options.early_weights,
             "mesh": self._groups.layout.pipelines,
-            "bucket_cap_mb": options.bucket_bytes / 2**20,
+            "bucket_cap_mb": options.bucket_cap_mb,
             **factory_options(setup.factory),
         }
 

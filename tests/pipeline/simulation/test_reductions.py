@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,8 +10,11 @@ import pytest
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.schedule.action import Action, ActionKind
+from autosplit.pipeline.search.search import search
+from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.pipeline.simulation.reductions import Reductions, last_weights_by_stage
 from autosplit.pipeline.simulation.simulate import simulate
+from autosplit.pipeline.simulation.step_costs import Costs
 from autosplit.pipeline.simulation.timeline import Span, Timeline
 from autosplit.pipeline.simulation.transfer import Link
 
@@ -67,6 +71,17 @@ def test_last_weights_come_stage_by_stage_the_largest_first() -> None:
     assert list(map(str, found)) == ["0F0", "2F0", "2I0", "2W0", "0I0", "2W1", "0W0", "0W1"]
     (other,) = last_weights_by_stage([row], {0: 8.0, 2: 1.0})
     assert list(map(str, other))[-3:] == ["0W0", "0W1", "2W1"]
+
+
+def test_a_search_places_last_weights_for_what_is_reduced() -> None:
+    """A stage that is reduced for long is done first, one with much left to compute last."""
+    plain = Costs([(1.0, 1.0, 2.0)] * 4, [StageMemory(1.0, 1.0)] * 4)
+    for size, least in (([1.0, 6.0, 6.0, 1.0], 22.0), ([4.0] * 4, 21.0)):
+        costs = replace(plain, reductions=Reductions(size, Link(0.0, 1.0)))
+        unaware = search(plain, 2, ranks=2, placement=(0, 1, 0, 1))
+        aware = search(costs, 2, ranks=2, placement=(0, 1, 0, 1))
+        found = costs.timeline(aware).makespan
+        assert found <= min(least, costs.timeline(unaware).makespan)
 
 
 @pytest.mark.parametrize(

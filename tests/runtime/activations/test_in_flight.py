@@ -66,6 +66,34 @@ def test_slices_free_what_they_read_last() -> None:
     assert all(ref() is None for ref in deferred)
 
 
+def test_gradients_of_a_slice_are_published_before_the_next_has_run() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    stage = Stage(model, [torch.randn(4, 3, requires_grad=True)], slices=2)
+    batches, grads = torch.randn(2, 4, 3), torch.randn(2, 4, 2)
+    for m in range(2):
+        stage.forward(m, [batches[m].clone()])
+        stage.backward_input(m, [grads[m].clone()])
+    first, second = stage.slices
+    stage.backward_weight(0, slice=0)
+    with pytest.raises(SplitError, match="weight gradients of microbatch 1 are pending"):
+        stage.publish(first)
+    stage.backward_weight(1, slice=0)
+    stage.publish(first)
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert {name for name, grad in found.items() if grad is not None} == {*first}
+    with pytest.raises(SplitError, match="weight gradients of microbatch 0, 1 are pending"):
+        stage.publish(second)
+    for m in range(2):
+        stage.backward_weight(m, slice=1)
+    stage.publish()
+    twin = copy.deepcopy(model)
+    twin.zero_grad(set_to_none=True)
+    for m in range(2):
+        twin(batches[m]).backward(grads[m])
+    pairs = zip(model.parameters(), twin.parameters(), strict=True)
+    assert all(torch.equal(mine.grad, theirs.grad) for mine, theirs in pairs)
+
+
 def test_slices_out_of_turn() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
     stage = Stage(model, [torch.randn(4, 3, requires_grad=True)], slices=2)

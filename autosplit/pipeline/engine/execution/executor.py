@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -40,6 +40,7 @@ from .action_order import (
 from .joint_weights import JoiningStage, join_adjacent_weights, joined_step
 from .recorder import Recorder
 from .stage_protocols import BackwardStage, ForwardStage, RecomputingStage, SlicedStage
+from .weight_completions import Finished, WeightCompletions
 
 __all__ = ["BackwardStage", "Executor", "ForwardStage"]
 
@@ -86,7 +87,7 @@ class Executor:
         *,
         loss_grad: Tensor | None,
         order: Order = as_scheduled,
-        finished: Callable[[int, int], None] | None = None,
+        finished: Finished | None = None,
         place: RankActivity | None = None,
         moves: MicrobatchMoves | None = None,
     ) -> None:
@@ -99,9 +100,8 @@ class Executor:
         self._inputs: Sequence[Sequence[Tensor]] = ()
         self._targets: Sequence[Sequence[Tensor]] = ()
         self._losses: dict[int, Tensor] = {}
-        self._finished = finished
         self._place = RankActivity() if place is None else place
-        self._left: Counter[tuple[int, int]] = Counter()
+        self._completions = WeightCompletions(finished)
         self._moves = moves
         self._again = recomputed(schedule.ranks[rank])
         self._places = _places(schedule.ranks[rank])
@@ -109,11 +109,8 @@ class Executor:
         steps = [step for each in row for step in self._steps_of(each)]
         if finished is not None and order is as_scheduled:
             steps = slices_together(steps)
-        # Per stage and slice, what makes weight gradients.
-        self._parts = Counter((step.action.stage, part) for step in steps for part in step.adds)
-        added = ((step.action.stage, part) for step in reversed(steps) for part in step.adds)
-        self.completions = tuple(reversed(dict.fromkeys(added)))
-        self._steps = tuple(self._counted(step) for step in steps)
+        self._steps = self._completions.counted(steps)
+        self.completions = self._completions.order
 
     @torch.no_grad()
     def run(
@@ -137,7 +134,7 @@ class Executor:
             LostPeerError: a peer died or did not answer in time.
         """
         self._inputs, self._targets, self._losses = inputs, targets, {}
-        self._left = self._parts.copy()
+        self._completions.begin()
         action: Action | None = None
         place = self._place
         try:
@@ -226,7 +223,7 @@ class Executor:
             yield Step(action, list, _without_values(again), drop, at_once)
             return
         if isinstance(action, JoinedWeights) and isinstance(stage, JoiningStage):
-            finish = self._counting(action.stage, (0,), drop)
+            finish = self._completions.counting(action.stage, (0,), drop)
             yield replace(joined_step(action, stage, finish), adds=(0,))
             return
         if action.kind is ActionKind.BACKWARD_WEIGHT:
@@ -248,27 +245,6 @@ class Executor:
                 "forward again: its class has no recompute(), see autosplit.Stage"
             )
         return stage
-
-    def _counted(self, step: Step) -> Step:
-        """The step, with the news of the slices that it finishes."""
-        if not step.adds or step.calls is not None:  # those calls count themselves
-            return step
-        return replace(step, deliver=self._counting(step.action.stage, step.adds, step.deliver))
-
-    def _counting(self, stage: int, parts: Sequence[int], deliver: Deliver) -> Deliver:
-        """``deliver``, and the news that slices of a stage are finished when nothing is left."""
-        finished = self._finished
-        if finished is None:
-            return deliver
-
-        def counted(values: Values) -> None:
-            deliver(values)
-            for part in parts:
-                self._left[stage, part] -= 1
-                if not self._left[stage, part]:
-                    finished(stage, part)
-
-        return counted
 
     def _fetch_inputs(self, action: Action) -> tuple[Fetch, Probe]:
         microbatch = action.microbatch

@@ -27,6 +27,7 @@ from .action_order import Order, as_scheduled
 from .executor import Executor, ForwardStage
 from .microbatch import BatchSplitter
 from .stage_assembly import TrainableStage, compile_stages
+from .weight_completions import Finished
 
 
 class Mode:
@@ -60,7 +61,7 @@ class Mode:
         check: Callable[[], None],
         device: torch.device,
         order: Order = as_scheduled,
-        finished: Callable[[int, int], None] | None = None,
+        finished: Finished | None = None,
         store: HostStore | None = None,
     ) -> None:
         self.schedule = schedule

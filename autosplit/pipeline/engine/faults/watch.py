@@ -187,9 +187,11 @@ class PeerWatch:
             if process is not None:
                 self._met.add(rank)
                 opened = process.opened()
-                if opened is not None:
-                    stack.callback(os.close, opened)
-                    selector.register(opened, selectors.EVENT_READ)
+                if opened is None:  # of another machine, or gone before anybody met it
+                    self._look()
+                    continue
+                stack.callback(os.close, opened)
+                selector.register(opened, selectors.EVENT_READ)
 
     def _look(self) -> None:
         """Note who has ended. One that left may have done all it should; a death is posted."""

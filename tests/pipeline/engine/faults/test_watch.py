@@ -109,6 +109,20 @@ def test_a_death_is_posted_at_once_and_ends_waits(
         raise CLOSED
 
 
+def test_a_rank_that_was_gone_before_anybody_met_it(
+    ranks: Ranks, child: subprocess.Popen[bytes]
+) -> None:
+    """Where its parent has asked how it ended, there is nothing left to wait for."""
+    ranks.pretend(Process.of(child.pid))
+    child.kill()
+    child.wait()
+    ranks.watch(0)
+    _until(ranks.cuts)
+    fault = ranks.board.first()
+    assert fault is not None
+    assert fault.headline == "rank 1 ended without a word"
+
+
 @pytest.mark.parametrize("words", ["raised ValueError: bad weather", RETURNED, ""])
 def test_last_words_say_more_than_the_exit(
     ranks: Ranks, child: subprocess.Popen[bytes], words: str
