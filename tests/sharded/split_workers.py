@@ -267,6 +267,14 @@ def forwards_without_a_backward() -> list[str]:
 
 
 @case
+def run_by_fsdp_before() -> list[str]:
+    pair = Pair(fully_shard)  # type: ignore[arg-type]
+    with torch.no_grad():
+        pair.mine(pair.words()[0])  # a root stays gathered
+    return pair.train(1)
+
+
+@case
 def nan_on_one_rank() -> list[str]:
     pair, found = Pair(sharded), []
     batches = pair.words()
