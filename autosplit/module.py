@@ -379,10 +379,11 @@ def _sharded(model: nn.Module, options: SplitOptions, *, dynamic: bool | None) -
         return None
     from autosplit.sharded.module import ShardedModule
 
+    sharded = ShardedModule(model)
     if dynamic or options.backend == "cudagraphs":
         asked = "dynamic=True" if dynamic else "backend='cudagraphs'"
         raise ShardedError(
             f"{asked} does not go with parameters that fully_shard has sharded: they are gathered "
             "for whole graphs, into other memory each time. Leave it out"
         )
-    return ShardedModule(model)
+    return sharded

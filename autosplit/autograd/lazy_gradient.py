@@ -92,7 +92,9 @@ class LazyGradient(Tensor):
         if self._real is None:
             raise SplitError(
                 "a gradient that was taken from .grad while a part of it was pending was used "
-                "while that part is being computed, by a hook, say; read .grad in the hook instead"
+                "while that part is being computed, by a hook, say; read .grad in the hook "
+                "instead. Those of a module of fully_shard are not there before they are reduced, "
+                "which set_requires_gradient_sync(False) puts off"
             )
         return self._real
 

@@ -62,6 +62,8 @@ class ShardedDelivery(Delivery):
         super().__init__(accumulation)
         self.sharded = sharded
         self.queue: weakref.ref[ShardedQueue] | None = None
+        self._counts: weakref.WeakKeyDictionary[SplitFunctions, int]
+        self._counts = weakref.WeakKeyDictionary()
 
     def all(self, microbatches: Iterable[Sequence[DeferredBackward]]) -> None:
         given = list(microbatches)
@@ -91,7 +93,7 @@ class ShardedDelivery(Delivery):
         """The last microbatch: W in slices, and behind each the reduction of what is complete."""
         functions, state = work.functions, work.state
         names = functions.parameter_names
-        weight = _slices(functions, len(self.sharded.reduced_groups))
+        weight = self._sliced(functions)
         with (
             torch.set_grad_enabled(False),
             without_autocast(),
@@ -113,7 +115,8 @@ class ShardedDelivery(Delivery):
         reduction: OverlappedReduction,
     ) -> None:
         parameters = [work.state[name] for name in names]
-        add_gradients(parameters, gradients, [name in borrowed for name in names])
+        if parameters:
+            add_gradients(parameters, gradients, [name in borrowed for name in names])
         reduction.arrived(parameters)
 
     def _deliver_through_engine(self, works: Sequence[DeferredBackward]) -> None:
@@ -137,10 +140,13 @@ class ShardedDelivery(Delivery):
         deferred = work.deferred
         return bool(deferred.state) or self.sharded.lies_in_parameters(deferred.tensors)
 
-
-def _slices(functions: SplitFunctions, count: int) -> SlicedWeight:
-    """W in so many slices, or in as many as it can be cut into."""
-    for fewer in range(count, 1, -1):
-        with contextlib.suppress(SplitError):
-            return functions.sliced(fewer)
-    return functions.sliced(1)
+    def _sliced(self, functions: SplitFunctions) -> SlicedWeight:
+        """W in two slices a group, which do not end where groups do, or in as many as there are."""
+        count = self._counts.get(functions, 2 * len(self.sharded.reduced_groups))
+        while count > 1:
+            with contextlib.suppress(SplitError):
+                weight = functions.sliced(count)
+                self._counts[functions] = count
+                return weight
+            count -= 1
+        return functions.sliced(1)

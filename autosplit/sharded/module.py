@@ -110,18 +110,18 @@ class ShardedModule:
 
     def unshard(self) -> None:
         """Gather all parameters: one all-gather a group, all under way at once."""
-        if not self._owners:  # a first time, when parameters have left the meta device
-            for root in self._roots:
-                make_ready(root)
         waiting = [group for group in self.groups if not group.is_unsharded]
+        if not waiting and self._owners:
+            return
+        for root in self._roots:  # not before parameters have left the meta device
+            make_ready(root)
         for group in waiting:
             group.start_unshard()
         for group in waiting:
             group.finish_unshard()
-        if len(self._owners) < sum(len(group.writes) for group in self.groups):
-            pairs = [pair for group in self.groups for pair in group.pairs]
-            self._owners = {id(whole): sharded for sharded, whole in pairs}
-            allow_other_memory(whole for _, whole in pairs)
+        pairs = [pair for group in self.groups for pair in group.pairs]
+        self._owners = {id(whole): sharded for sharded, whole in pairs}
+        allow_other_memory(whole for _, whole in pairs)
 
     def reshard(self) -> None:
         """Free all gathered parameters."""

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import importlib
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -19,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
 import autosplit
+from autosplit.runtime.weight_slices import SlicedWeight
 
 from .models import (
     HALF,
@@ -83,11 +85,14 @@ class Pair:
     Args:
         shard: shards it.
         tied: whether embedding and head are one.
+        model: another one than ``Model``.
         options: of ``split``.
     """
 
-    def __init__(self, shard: Shard, *, tied: bool = False, **options: Any) -> None:
-        model = Model(tied=tied)
+    def __init__(
+        self, shard: Shard, *, tied: bool = False, model: nn.Module | None = None, **options: Any
+    ) -> None:
+        model = model or Model(tied=tied)
         self.plain, self.mine = shard(copy.deepcopy(model)), shard(copy.deepcopy(model))
         self.split = autosplit.split(self.mine, **options)
         both = self.plain, self.split
@@ -262,6 +267,14 @@ def forwards_without_a_backward() -> list[str]:
 
 
 @case
+def run_by_fsdp_before() -> list[str]:
+    pair = Pair(fully_shard)  # type: ignore[arg-type]
+    with torch.no_grad():
+        pair.mine(pair.words()[0])  # a root stays gathered
+    return pair.train(1)
+
+
+@case
 def nan_on_one_rank() -> list[str]:
     pair, found = Pair(sharded), []
     batches = pair.words()
@@ -276,6 +289,58 @@ def nan_on_one_rank() -> list[str]:
         same = torch.equal(local(a.grad).isnan(), local(b.grad).isnan())
         found += [] if same and local(a.grad).isnan().any() else ["NaN did not arrive"]
     return found
+
+
+class Products(nn.Module):
+    """Its W reads parameters, and views of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.randn(3, 4)) for _ in range(2))
+        self.first = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.first(x) @ (self.a.T @ self.b).relu() @ self.b.T
+        return made * 1
+
+
+@case
+def weights_of_weights() -> list[str]:
+    shard = partial(fully_shard, reshard_after_forward=True)
+    pair, found = Pair(shard, model=Products()), []
+    for _ in range(2):
+        batches = [torch.randn(2, 4) for _ in range(2)]
+        for at, x in enumerate(batches):
+            set_sync(pair.plain, at == 1)
+            pair.plain(x).square().sum().backward()
+            pair.split(x).square().sum().backward()
+        pair.split.backward_weight()
+        found += pair.step()
+    return found
+
+
+@case
+def groups_are_reduced_while_w_runs() -> list[str]:
+    pair, seen = Pair(sharded, model=Model(blocks=2)), []
+    with reductions() as reduced:
+        for words in pair.words():
+            loss_of(pair.split, words).backward()
+        run = SlicedWeight.run
+
+        def noted(weight: SlicedWeight, index: int, *args: Any) -> Any:
+            until = time.monotonic() + 10
+            ends = index + 1 == len(weight.parameter_names)
+            while ends and not reduced and time.monotonic() < until:
+                time.sleep(0.001)  # what is not under way by now never ends this
+            seen.append(len(reduced))
+            return run(weight, index, *args)
+
+        SlicedWeight.run = noted  # type: ignore[method-assign]
+        try:
+            pair.split.backward_weight()
+        finally:
+            SlicedWeight.run = run  # type: ignore[method-assign]
+    return [] if seen[-1:] == [1] and len(reduced) == 3 else [f"{seen}, then {reduced}"]
 
 
 @case
