@@ -18,6 +18,7 @@ from autosplit.pipelining import SplitPipelineStage
 from autosplit.torch_internals.pipelining.versions import SUPPORTED
 from autosplit.torch_internals.version import TORCH
 
+from .checks import large_values, lookup, seven_rows
 from .programs import CPU, mean_square
 
 pytestmark = pytest.mark.skipif(
@@ -34,18 +35,6 @@ class Checked(nn.Module):
         self.check(x)
         made: Tensor = self.inner(x)
         return made
-
-
-def lookup(x: Tensor) -> None:
-    {"rows": 3}["columns"]
-
-
-def seven_rows(x: Tensor) -> None:
-    assert x.shape[0] == 7, "seven rows"
-
-
-def large_values(x: Tensor) -> None:
-    assert x.sum() > 1e9, "large values"
 
 
 @pytest.fixture(scope="module")
