@@ -60,8 +60,11 @@ def user_errors(module: nn.Module) -> Iterator[None]:
 
 
 def is_raised_by_forward(error: CaptureError) -> bool:
-    """Whether capture came to where the forward itself raises, not to what no graph holds."""
-    return "Observed exception" in str(error.__cause__).partition(chr(10))[0]
+    """Whether capture came to where the forward itself raises, not to what no graph holds; an
+    assertion may also be one about values, which no graph holds.
+    """
+    first = str(error.__cause__).partition("\n")[0]
+    return first.startswith(("Observed exception", "Data-dependent assertion failed"))
 
 
 def _is_calling(error: Exception) -> bool:

@@ -13,6 +13,7 @@ from autosplit.capture.effects.module_hooks import is_torch_file
 from autosplit.capture.effects.side_effects import error_of_call
 from autosplit.errors import CaptureError, FailingCallError, PipelineError
 
+from .arguments import refuse_unfit_call
 from .results import described
 
 
@@ -36,10 +37,14 @@ def refused_capture(
         leaves: all of them.
         error: that of the capture.
 
+    Raises:
+        PipelineError: there are others than the forward takes.
+
     Returns:
         The forward's own exception where it raises one; a PipelineError where an operator refuses
         its inputs; a CaptureError where they do not make one graph.
     """
+    refuse_unfit_call(owner, module, args, kwargs, first=stage_index == 0)
     failing = isinstance(error, FailingCallError)
     own = error_of_call(module, args, kwargs) if failing or is_raised_by_forward(error) else None
     if own is not None and not failing:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch._dynamo.convert_frame import get_traced_fn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from autosplit.capture.diagnosis import definition, told_once
 from autosplit.errors import CaptureError
@@ -123,7 +123,7 @@ def error_of_call(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Exception | None:
     """What the forward raises for such inputs, with its traceback. Tried on a copy without data;
-    None where that raises nothing, or has no copies.
+    None where that raises nothing, asks for values, or has no copies.
     """
     try:
         twin, mode = _without_data(module)
@@ -132,6 +132,8 @@ def error_of_call(
     try:
         with told_once():
             _run(twin, args, kwargs, mode)
+    except DataDependentOutputException:
+        return None
     except Exception as error:
         return error
     return None
