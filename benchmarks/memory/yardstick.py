@@ -14,13 +14,15 @@ from autosplit.pipeline.simulation.step_costs import Costs
 from autosplit.pipeline.simulation.transfer import Link, Transfer
 
 from ..results import Rows, table
+from .settings import Settings
 
 TARGET = 1.02
 CASES = range(20)
 
 
-def measure_all(seconds: float = 30.0) -> Iterator[dict[str, Any]]:
+def measure_all(settings: Settings) -> Iterator[dict[str, Any]]:
     """One row for each case of two or three stages, one a rank, in small whole numbers."""
+    seconds = 2.0 if settings.size == "tiny" else 15.0
     for seed in CASES:
         costs, microbatches, limit = _case(seed)
         placement = tuple(range(len(costs.times)))
