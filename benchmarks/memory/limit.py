@@ -75,7 +75,11 @@ def _compare(
 
     with trainer() as plain:
         plain.forward_backward(batch)
-        gradients = plain.gradients()
+        gradients = {
+            stage: {name: gradient.clone() for name, gradient in found.items()}
+            for stage, found in plain.gradients().items()
+        }
+        plain.optimizer.zero_grad()  # type: ignore[union-attr]
         plain.record = "memory"
         plain.forward_backward(batch)
         before = plain.memory()

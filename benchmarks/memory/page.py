@@ -96,8 +96,8 @@ is moved.""",
 {critics.RANKS} ranks and {critics.SAMPLES} samples, on the CPU's kernels. Within a cap (of what
 plain 1F1B holds with one sample in a microbatch) the best way without moving anything, and the best
 that balances. A *fast* link takes {critics.LINKS["fast"]} of an F for what it saves, a *slow* one
-{critics.LINKS["slow"]}. As arXiv 2401.02088 found, it pays only where what it frees is used: for a larger microbatch whose
-kernels run faster a sample, or in place of recomputation.""",
+{critics.LINKS["slow"]}. As arXiv 2401.02088 found, it pays only where what it frees is used: for a
+larger microbatch whose kernels run faster a sample, or in place of recomputation.""",
         critics.measure_all,
         critics.render,
     ),
