@@ -166,6 +166,27 @@ def _levels(changes: Sequence[_Change], marks: Sequence[int]) -> list[Stretch]:
 
 
 @contextlib.contextmanager
+def sizes_known() -> Iterator[None]:
+    """Around what another thread than the counting one allocates on the CPU: that one then sees how
+    much goes where it releases some of it. Only a thread with a profiler notes sizes.
+    """
+    config = torch.autograd.ProfilerConfig(
+        torch.autograd.ProfilerState.CPU,
+        False,  # shapes
+        True,  # memory
+        False,  # stacks
+        False,  # FLOPs
+        False,  # modules
+        torch._C._profiler._ExperimentalConfig(),
+    )
+    torch._C._autograd._enable_profiler_legacy(config)
+    try:
+        yield
+    finally:
+        torch._C._autograd._disable_profiler_legacy()
+
+
+@contextlib.contextmanager
 def quiet_stderr() -> Iterator[None]:
     """The profiler prints on the file descriptor itself when it starts and stops."""
     saved = os.dup(2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..part import Part, fill
 from ..results import Results, Rows
-from . import balance, budgets, lean, offload, prediction, standin
+from . import balance, budgets, critics, lean, limit, offload, prediction, standin, yardstick
 from .settings import Settings
 
 TEMPLATE = """\
@@ -76,6 +76,38 @@ memory-mapped file; the limit is as low as the schedule can keep it by its own t
 bandwidth, which is measured first. Losses are the same, bit for bit.""",
         offload.measure_all,
         offload.render,
+    ),
+    "limit": Part(
+        "A limit",
+        f"""\
+`memory_limit=` of what the plain schedule's fixed bytes and {limit.SHARE:.0%} of its activations
+take, the families in two stages on two ranks with one thread each, once it has settled on a
+schedule: the most that a rank holds, as measured; the prediction for that schedule; the step beside
+the simulated one, which goes by the measured times of its actions, links and store. Two ranks are
+the hardest case: with one microbatch running and one arriving, 1F1B's first rank holds two whatever
+is moved.""",
+        limit.measure,
+        limit.render,
+    ),
+    "critics": Part(
+        "What balancing buys",
+        f"""\
+**Projected**, from the times and bytes of one measured layer of Llama a rank: fused 1F1B over
+{critics.RANKS} ranks and {critics.SAMPLES} samples, on the CPU's kernels. Within a cap (of what
+plain 1F1B holds with one sample in a microbatch) the best way without moving anything, and the best
+that balances. A *fast* link takes {critics.LINKS["fast"]} of an F for what it saves, a *slow* one
+{critics.LINKS["slow"]}. As arXiv 2401.02088 found, it pays only where what it frees is used: for a
+larger microbatch whose kernels run faster a sample, or in place of recomputation.""",
+        critics.measure_all,
+        critics.render,
+    ),
+    "exact": Part(
+        "The search beside an exact solver",
+        """\
+`search_within` on small random cases beside the best of its single measures, and beside what an
+exact solver proves.""",
+        yardstick.measure_all,
+        yardstick.render,
     ),
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.memory import budgets, lean, prediction
+from benchmarks.memory import budgets, critics, lean, limit, prediction, yardstick
 from benchmarks.memory.page import PARTS, page
 from benchmarks.memory.settings import Settings
 from benchmarks.results import Results
@@ -52,3 +52,43 @@ def test_the_page_judges_what_was_found(tmp_path: Path) -> None:
     results.update("lean", rows, "the command", "the environment")
     assert PARTS["lean"].title in page(results)
     assert "the command" in page(results)
+
+
+def test_what_balancing_buys_is_projected_from_one_layer() -> None:
+    rows = [*critics.measure_all(TINY)]
+    assert len(rows) == len(critics.ATTENTION) * len(critics.LINKS) * len(critics.CAPS)
+    roomy = [row for row in rows if "cap 1.3" in row["name"]]
+    assert all(row["without"] for row in roomy)
+    text = critics.render(rows)
+    assert "It buys something in" in text
+    assert "balanced: " in text
+
+
+def test_a_limit_is_judged_by_what_was_held_and_a_refusal_is_shown() -> None:
+    base = {"plain": [90, 100], "fixed": [20, 20], "limit": 2**20}
+    found = {
+        "kinds": ["FORWARD", "RECOMPUTE"],
+        "measured": [2**20, 2**21],
+        "activations": [100, 100],
+        "predicted": [100, 110],
+        "same": True,
+        "seconds": [0.1],
+        "simulated": 0.1,
+    }
+    text = limit.render(
+        [
+            base | found | {"name": "one"},
+            base | {"name": "other", "error": "nothing was found"},
+        ]
+    )
+    assert "missed by one (2.000)" in text
+    assert "recompute" in text
+    assert "nothing was found" in text
+    assert "missed by one (10.0%)" in text
+
+
+def test_the_search_is_judged_beside_solver_and_single_measures() -> None:
+    row = {"stages": 2, "microbatches": 4, "limit": 10.0, "measures": "", "unlimited": 90.0}
+    text = yardstick.render([row | {"name": "0", "step": 104.0, "single": None, "least": 100.0}])
+    assert "missed by 0 (1.040)" in text
+    assert "order only" in text

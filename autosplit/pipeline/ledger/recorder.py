@@ -38,9 +38,9 @@ class MemoryRecorder:
         holdings: who holds what at a moment.
         device: where the stages run. On an accelerator the peak statistics of its allocator are
             reset at every action.
-        alone: whether no other thread allocates or releases tensors. Those of moves do, which is
-            not seen on the CPU: what they have then counts as its holders say, and only what comes
-            and goes within a stretch as the allocator does.
+        alone: whether no other thread allocates or releases tensors. Those of moves do, which on
+            the CPU is not seen in this one: what there is at a mark then counts as its holders say,
+            and only what comes and goes behind it as the allocator does.
     """
 
     def __init__(

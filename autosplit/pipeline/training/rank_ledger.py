@@ -67,6 +67,7 @@ class RankLedger:
         prediction: RankPrediction,
     ) -> None:
         self.prediction = prediction
+        self._moves = mode.moves
         stages = [each for each in mode.stages.values() if isinstance(each, Stage)]
         holdings = Holdings(
             {
@@ -92,7 +93,8 @@ class RankLedger:
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Around the step, and whatever may be run again of it."""
-        with self.recorder.recording():
+        moves = contextlib.nullcontext() if self._moves is None else self._moves.counted()
+        with self.recorder.recording(), moves:
             yield
 
     def finish(self, losses: Iterable[Tensor]) -> None:

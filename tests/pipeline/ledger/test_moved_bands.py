@@ -58,3 +58,9 @@ def test_what_is_offloaded_is_in_no_band(steps: Steps) -> None:
     plain, _, offloaded = steps
     for rank in range(2):
         assert _most(offloaded, rank, "saved") < _most(plain, rank, "saved")
+
+
+def test_what_came_back_in_another_thread_is_seen_to_go(steps: Steps) -> None:
+    for step in steps:
+        for bands in step.bands:
+            assert bands[-2].held["working"] <= 64  # losses

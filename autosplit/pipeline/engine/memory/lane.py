@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from time import perf_counter
@@ -12,6 +13,7 @@ import torch
 from autosplit.device import OwnStream, done_so_far
 from autosplit.pipeline.schedule.action import Action
 from autosplit.pipeline.simulation.timeline import Span
+from autosplit.torch_internals.allocations import sizes_known
 
 
 class RunningMove:
@@ -69,19 +71,25 @@ class Lane:
     Args:
         name: of the thread.
         device: where what it carries lies.
+
+    Attributes:
+        counted: whether another thread counts what this process allocates.
     """
 
     def __init__(self, name: str, device: torch.device) -> None:
         self._pool = ThreadPoolExecutor(1, name)
         self._device = device
         self._stream = OwnStream(device)
+        self.counted = False
 
     def carry(self, transfer: RunningMove, work: Callable[[], Any]) -> RunningMove:
         """Do ``work`` when all before it is done, and behind what the device was given so far."""
         given = done_so_far(self._device)
+        noting = self.counted and self._device.type == "cpu"
 
         def run() -> None:
-            with self._stream.behind(given), torch.inference_mode(False):
+            sizes = sizes_known() if noting else contextlib.nullcontext()
+            with self._stream.behind(given), torch.inference_mode(False), sizes:
                 transfer.run(work)
 
         self._pool.submit(run)

@@ -111,6 +111,17 @@ class MicrobatchMoves:
         """Storages that are here for the partner."""
         return [tensor for each in [*self._guests.values()] for tensor in [*each]]
 
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """Around steps whose thread counts what this process allocates."""
+        for lane in self._lanes.values():
+            lane.counted = True
+        try:
+            yield
+        finally:
+            for lane in self._lanes.values():
+                lane.counted = False
+
     def begin(self, kept: Callable[[int], Iterable[Tensor]]) -> None:
         """Start a step; ``kept`` are tensors of a microbatch that others hold besides stages."""
         for each in (self._begun, self._moving, self._guests):
