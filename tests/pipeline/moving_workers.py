@@ -18,7 +18,7 @@ from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.engine.memory.host_store import HostFileStore
 from autosplit.pipeline.engine.memory.partner_link import PartnerLink
 from autosplit.pipeline.schedule.schedule import Schedule
-from tests.pipeline.moving import SAVED, evicting, offloading, recomputing
+from tests.pipeline.moving import SAVED, awaiting, evicting, offloading, recomputing
 from tests.pipeline.parameter_workers import Tied
 from tests.pipeline.workers import WIDTH, data, equal, outcomes, trainer
 
@@ -142,7 +142,9 @@ def two_ranks() -> dict[str, Any]:
     interleaved = build("interleaved", 4, 4, ranks=2)
     return {
         "offload": same(gpipe, offloading),
+        "offload awaited": same(gpipe, lambda schedule: awaiting(offloading(schedule))),
         "evict": same(gpipe, evicting),
+        "evict awaited": same(late, lambda schedule: awaiting(evicting(schedule))),
         "evict both ways": same(late, _both),
         "evict in part": same(gpipe, _part),
         "recompute": same(gpipe, recomputing),

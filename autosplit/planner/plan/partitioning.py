@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autosplit.errors import PlanError
-from autosplit.pipeline.builders.schedule_request import ScheduleRequest
+from autosplit.pipeline.builders.schedule_request import AUTO, ScheduleRequest
 from autosplit.pipeline.engine.execution.microbatch import Part
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.training.stage_modules import LossFunction
@@ -151,7 +151,7 @@ def _plan(found: CutModel) -> Plan:
         len(solution.schedule.ranks),
         request.schedule.microbatches,
         _samples(found.whole),
-        request.schedule.name,
+        AUTO if solution.schedule.name == AUTO else request.schedule.name,
         not solution.schedule.split_backward,
         found.split.memory,
         solution,

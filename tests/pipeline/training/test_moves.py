@@ -28,7 +28,9 @@ def two() -> Results:
 
 CASES = (
     "offload",
+    "offload awaited",
     "evict",
+    "evict awaited",
     "evict both ways",
     "evict in part",
     "recompute",
