@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 
 from autosplit.errors import ScheduleError
+from autosplit.pipeline.search.limit_search import MEASURES
 from autosplit.pipeline.search.memory_model import least_step
 from autosplit.pipeline.search.named import named_schedules
-from autosplit.pipeline.search.within_memory import MEASURES, LimitError, search_within
+from autosplit.pipeline.search.within_memory import LimitError, search_within
 from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
 from autosplit.pipeline.simulation.step_costs import Costs
 from autosplit.pipeline.simulation.transfer import Link, Transfer
@@ -80,9 +81,7 @@ def test_the_better_setting_of_the_split_is_taken() -> None:
 def test_what_is_fixed_counts() -> None:
     costs, microbatches, _ = small(0)
     ranks = len(costs.times)
-    with pytest.raises(
-        LimitError, match=r"Rank 0 holds 10 of parameters.* and optimizer state dom"
-    ):
+    with pytest.raises(LimitError, match=r"Rank 0 holds 10 of param.* and optimizer state dom"):
         search_within(costs, microbatches, 10.0, fixed=[10.0] * ranks)
     free = search_within(costs, microbatches, 100.0)
     fits = search_within(costs, microbatches, 110.0, fixed=[10.0] * ranks)
