@@ -17,6 +17,7 @@ from autosplit.pipeline.simulation.timeline import Timeline
 
 from .named import named_schedules
 from .rearrange import rearrange
+from .row_changes import without
 from .search import placements, search
 
 MEASURES: Mapping[str, Callable[[Schedule, Costs, Sequence[float]], Schedule]] = {
@@ -38,7 +39,9 @@ _SAME = 1 + 1e-6  # of a step
 
 @dataclass(frozen=True)
 class MeasureEffect:
-    """What one measure did: seconds that the step is longer for it, and by rank what is saved."""
+    """What one measure does beside the others: seconds that the step is longer than without it, and
+    by how much each rank's peak is less.
+    """
 
     measure: str
     seconds: float
@@ -56,7 +59,7 @@ class WithinMemory:
             whatever transfers take.
         setting: the memory setting of the split that it is for.
         base: the schedule that the measures were taken on.
-        effects: what they did, one after another.
+        effects: per measure, what it did.
         unlimited: seconds of the shortest step that was found without a limit.
         simulated: how many actions the search played to find it.
     """
@@ -151,21 +154,36 @@ class LimitSearch:
                 break
             self._measured(base, timeline, len(self._measures) if tried < _BASES else 1)
         self._rearranged()
-        return self._best
+        if self._best is None:
+            return None
+        return replace(self._best, effects=tuple(self._effects(self._best)))
 
     def frugal(self) -> tuple[float, str, Schedule]:
         """What comes nearest to the limit: by how much it exceeds it, what it is, and itself."""
         if self._nearest is None or self._nearest[0] > max(self.bound):
             least = [max(cap + over, 1.0) for cap, over in zip(self._caps, self.bound, strict=True)]
             for base, timeline in self._bases:
-                self._keep(base, timeline, base, ())
-            found = min(self._bases, key=lambda each: self._excess(each[0]))
+                self._keep(base, timeline, base)
+            base, _ = min(self._bases, key=lambda each: self._excess(each[0]))
             for measure in self._measures:
-                changed = MEASURES[measure](found[0], self._costs, least)
-                self._keep(changed, self._costs.timeline(changed), found[0], (measure,))
+                changed = MEASURES[measure](base, self._costs, least)
+                self._keep(changed, self._costs.timeline(changed), base)
         if self._nearest is None:  # there is a base, or the counts were refused
             raise ScheduleError("no schedule was found")
-        return self._nearest
+        excess, base_name, schedule = self._nearest
+        taken = " and ".join(name for name in MEASURES if without(schedule, name) != schedule)
+        return excess, f"{base_name} with {taken or 'no measure'}", schedule
+
+    def _effects(self, found: WithinMemory) -> Iterator[MeasureEffect]:
+        """Of each measure that is taken, what the step would be, and ranks hold, without it."""
+        for measure in MEASURES:
+            less = without(found.schedule, measure)
+            if less == found.schedule:
+                continue
+            timeline, peaks = self._costs.played(less)
+            saved = tuple(max(0.0, a - b) for a, b in zip(peaks, found.peaks, strict=True))
+            longer = found.timeline.step_time - timeline.step_time
+            yield MeasureEffect(measure, max(0.0, longer), saved)
 
     def _rearranged(self) -> None:
         """What the best becomes with other orders, and what shorter ones without measures do."""
@@ -188,23 +206,21 @@ class LimitSearch:
                 least=least,
             )
             if found is not None:
-                effects = () if best is None or place else best.effects
-                self._keep(found, self._costs.timeline(found), start, effects)
+                self._keep(found, self._costs.timeline(found), start)
 
     def _measured(self, base: Schedule, timeline: Timeline, most: int) -> None:
         """The base with every chain of so many measures, until one of them costs nothing."""
-        if self._keep(base, timeline, base, ()):
+        if self._keep(base, timeline, base):
             return
         for chain in self._chains(most):
             if len(chain) > 1 and self.simulated > _WORK // 2:
                 return
             for partway in _PARTWAY if len(chain) > 1 else (0.0,):
-                made = self._applied(base, timeline, chain, partway)
+                made = self._applied(base, chain, partway)
                 if made is None:
                     continue
-                schedule, ran, effects = made
-                kept = self._keep(schedule, ran, base, effects)
-                if kept and ran.step_time <= timeline.step_time * _SAME:
+                ran = self._costs.timeline(made)
+                if self._keep(made, ran, base) and ran.step_time <= timeline.step_time * _SAME:
                     return
 
     def _chains(self, most: int) -> Iterator[tuple[str, ...]]:
@@ -214,29 +230,21 @@ class LimitSearch:
                 if "balance" not in chain[1:]:
                     yield chain
 
-    def _applied(
-        self, base: Schedule, timeline: Timeline, chain: Sequence[str], partway: float
-    ) -> tuple[Schedule, Timeline, tuple[MeasureEffect, ...]] | None:
+    def _applied(self, base: Schedule, chain: Sequence[str], partway: float) -> Schedule | None:
         """The base with the measures of a chain; None where one of them has nothing to do."""
-        schedule, ran = base, timeline
-        peaks = peak_memory(base, self._costs.memory)
-        effects: list[MeasureEffect] = []
+        schedule = base
         for place, measure in enumerate(chain):
-            last = place == len(chain) - 1
-            part = 0.0 if last else partway
+            part = 0.0 if place == len(chain) - 1 else partway
+            peaks = peak_memory(schedule, self._costs.memory)
             bounds = [
                 cap + part * max(0.0, peak - cap)
                 for cap, peak in zip(self._caps, peaks, strict=True)
             ]
             changed = MEASURES[measure](schedule, self._costs, bounds)
-            if changed is schedule or changed.ranks == schedule.ranks:
+            if changed.ranks == schedule.ranks:
                 return None
-            now = self._costs.timeline(changed)
-            held = peak_memory(changed, self._costs.memory)
-            saved = tuple(a - b for a, b in zip(peaks, held, strict=True))
-            effects.append(MeasureEffect(measure, now.step_time - ran.step_time, saved))
-            schedule, ran, peaks = changed, now, held
-        return schedule, ran, tuple(effects)
+            schedule = changed
+        return schedule
 
     def _excess(self, schedule: Schedule) -> float:
         """By how much a rank exceeds the limit."""
@@ -248,14 +256,11 @@ class LimitSearch:
         schedule: Schedule,
         timeline: Timeline,
         base: Schedule,
-        effects: tuple[MeasureEffect | str, ...],
     ) -> bool:
         """Note a schedule; whether it keeps the limit."""
         excess = self._excess(schedule)
-        taken = ", ".join(str(getattr(each, "measure", each)) for each in effects)
         if self._nearest is None or excess < self._nearest[0]:
-            text = f"{base.name} with {taken or 'no measure'}"
-            self._nearest = excess, text, schedule
+            self._nearest = excess, base.name, schedule
         if excess > 0.0:
             return False
         step, known = timeline.step_time, self._fitting.get(base.name)
@@ -268,7 +273,7 @@ class LimitSearch:
                 tuple(peak_memory(schedule, self._costs.memory)),
                 self._setting,
                 base.name,
-                tuple(each for each in effects if isinstance(each, MeasureEffect)),
+                (),
                 math.inf,
             )
         return True
