@@ -17,7 +17,7 @@ from autosplit.pipeline.simulation.timeline import Timeline
 
 from .named import named_schedules
 from .rearrange import rearrange
-from .row_changes import without
+from .row_changes import adds_in_order, without
 from .search import placements, search
 
 MEASURES: Mapping[str, Callable[[Schedule, Costs, Sequence[float]], Schedule]] = {
@@ -142,7 +142,7 @@ class LimitSearch:
                 continue
             named.append(one)
         # Whether steps overlap is not for a row to say.
-        plain = [replace(each, crosses_step=False) for each in named]
+        plain = [replace(each, crosses_step=False) for each in named if adds_in_order(each)]
         rows = {each.ranks: (each, costs.timeline(each)) for each in plain}
         return sorted(rows.values(), key=lambda each: each[1].step_time)
 

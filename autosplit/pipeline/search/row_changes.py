@@ -286,6 +286,20 @@ def _held(row: Row) -> Iterator[tuple[int, int]]:
         latest[key] = place
 
 
+def adds_in_order(schedule: Schedule) -> bool:
+    """Whether every stage adds gradients up in the order of its microbatches, with the rounding of
+    any other schedule that does. Changes keep that.
+    """
+    last: dict[int, int] = {}
+    for row in schedule.ranks:
+        for action in row:
+            if action.kind in _WEIGHTS:
+                if last.get(action.stage, -1) > action.microbatch:
+                    return False
+                last[action.stage] = action.microbatch
+    return True
+
+
 def without(schedule: Schedule, measure: str) -> Schedule:
     """The schedule with one measure less: the same where it is not taken."""
     gone: dict[int, set[int]] = defaultdict(set)

@@ -105,7 +105,9 @@ def partition(
     """
     count = stage_count(stages, cut_at)
     if memory_limit is not None:
-        limits = _limited(limits or Limits(), memory_limit, split_backward=split_backward)
+        limits = _limited(
+            limits or Limits(), memory_limit, split_backward=split_backward, alone=ranks == 1
+        )
     planning = Planning(costs, seconds, rehearse, targets, limits, cut_at)
     found = cut_model(
         model,
@@ -127,7 +129,9 @@ def partition(
     return _plan(found)
 
 
-def _limited(limits: Limits, memory_limit: int | str, *, split_backward: bool) -> Limits:
+def _limited(
+    limits: Limits, memory_limit: int | str, *, split_backward: bool, alone: bool
+) -> Limits:
     """The limits with a cap for which measures are taken, and the link to the host's store."""
     if math.isfinite(limits.cap):
         raise PlanError(
@@ -138,7 +142,7 @@ def _limited(limits: Limits, memory_limit: int | str, *, split_backward: bool) -
         raise PlanError(
             "memory_limit searches a schedule of I and W: leave split_backward=False out"
         )
-    links = with_host(limits.links)
+    links = with_host(limits.links, alone=alone)
     cap = float(parse_size(memory_limit, "memory_limit", PlanError))
     return replace(limits, cap=cap, links=links, measures=True)
 

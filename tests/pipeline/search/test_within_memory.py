@@ -103,6 +103,17 @@ def test_a_limit_too_low_says_the_least_that_would_do_and_it_does(chunks: int) -
     assert max(peak_memory(found.schedule, memory)) <= error.least
 
 
+@pytest.mark.parametrize("limit", [13.0, 25.0])
+def test_gradients_add_up_in_the_order_of_microbatches(limit: float) -> None:
+    """Though what I leaves for W is more than what F does, so that a B keeps less."""
+    memory = [StageMemory(6.0, 9.0, 1.0, tensors=4)] * 2
+    costs = Costs([(2.0, 3.0, 2.0)] * 2, memory, Transfer(0.0, 16.0, host=Link(0.0, 8.0)))
+    found = search_within(costs, 4, limit, placement=(0, 1))
+    for row in found.schedule.ranks:
+        added = [action.microbatch for action in row if action.kind.value in "WB"]
+        assert added == sorted(added)
+
+
 def test_unknown_measures_are_refused() -> None:
     costs, microbatches, _ = small(0)
     with pytest.raises(ScheduleError, match="unknown measure 'prune'; known: balance, offload"):
