@@ -141,8 +141,9 @@ class LimitSearch:
             except ScheduleError:
                 continue
             named.append(one)
+        in_order = [each for each in named if adds_in_order(each)]
         # Whether steps overlap is not for a row to say.
-        plain = [replace(each, crosses_step=False) for each in named if adds_in_order(each)]
+        plain = [replace(each, crosses_step=False) for each in in_order or named]
         rows = {each.ranks: (each, costs.timeline(each)) for each in plain}
         return sorted(rows.values(), key=lambda each: each[1].step_time)
 
