@@ -115,7 +115,7 @@ def _plan(build: Callable[[], Any], name: str, request: PlanRequest) -> PlanResu
         links = measure_links() if grouped() else profile_transfer()
         limits = replace(limits, links=links)
     if not request.estimated and limits.measures:
-        limits = replace(limits, links=with_host(limits.links))
+        limits = replace(limits, links=with_host(limits.links, alone=not grouped()))
     source = KnownCosts(model, args, kwargs, request, batch)
     found = search_plans(
         source,

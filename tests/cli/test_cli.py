@@ -192,6 +192,22 @@ def test_plan(tmp_path: pathlib.Path) -> None:
     assert max(later["peak_memory"]) < max(other["peak_memory"])
 
 
+def test_plan_says_what_a_limit_costs_and_saves(tmp_path: pathlib.Path) -> None:
+    one = [*PLAN, "--schedule", "gpipe", "--microbatches", "4", "--memory", "balanced"]
+    files = ["--json", str(tmp_path / "p.json"), "--output", str(tmp_path / "plan.json")]
+    assert run(*one, *files).exit_code == 0
+    most = max(json.loads((tmp_path / "p.json").read_text())["peak_memory"])
+    limit = int(most) - 100
+    result = run(*one, *files, "--limit", str(limit))
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "p.json").read_text())
+    assert max(found["peak_memory"]) <= limit
+    assert [each["measure"] for each in found["measures"]] == ["recompute"]
+    assert "gpipe with recompute" in result.output
+    assert "rank 0 less" in result.output
+    assert json.loads((tmp_path / "plan.json").read_text())["memory_limit"] == limit
+
+
 def test_options_of_plan_that_have_other_names_now(tmp_path: pathlib.Path) -> None:
     """What ``--memory`` and ``--setting`` were is still taken, and said to have moved."""
     one = [*PLAN, "--schedule", "1f1b", "--microbatches", "2", "--json", str(tmp_path / "p.json")]

@@ -50,6 +50,19 @@ def evicting(
     return _legal(replace(schedule, name=name, ranks=tuple(rows), partners=partners))
 
 
+def awaiting(schedule: Schedule) -> Schedule:
+    """Whoever sends something away waits until it has left."""
+    rows = []
+    for row in schedule.ranks:
+        awaited: list[Action] = []
+        for action in row:
+            awaited.append(action)
+            if action.kind in (ActionKind.OFFLOAD, ActionKind.EVICT):
+                awaited.append(replace(action, kind=ActionKind.AWAIT))
+        rows.append(tuple(awaited))
+    return _legal(replace(schedule, name=f"{schedule.name}, awaited", ranks=tuple(rows)))
+
+
 def recomputing(schedule: Schedule) -> Schedule:
     """Every forward is run again just before its backward."""
     rows = []

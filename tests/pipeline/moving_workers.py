@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -14,11 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from autosplit.checkpoint import load_checkpoint, save_checkpoint
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.engine.memory.host_store import HostFileStore
 from autosplit.pipeline.engine.memory.partner_link import PartnerLink
 from autosplit.pipeline.schedule.schedule import Schedule
-from tests.pipeline.moving import SAVED, evicting, offloading, recomputing
+from autosplit.pipeline.training import limited_schedule
+from tests.pipeline.moving import SAVED, awaiting, evicting, offloading, recomputing
 from tests.pipeline.parameter_workers import Tied
 from tests.pipeline.workers import WIDTH, data, equal, outcomes, trainer
 
@@ -142,7 +148,9 @@ def two_ranks() -> dict[str, Any]:
     interleaved = build("interleaved", 4, 4, ranks=2)
     return {
         "offload": same(gpipe, offloading),
+        "offload awaited": same(gpipe, lambda schedule: awaiting(offloading(schedule))),
         "evict": same(gpipe, evicting),
+        "evict awaited": same(late, lambda schedule: awaiting(evicting(schedule))),
         "evict both ways": same(late, _both),
         "evict in part": same(gpipe, _part),
         "recompute": same(gpipe, recomputing),
@@ -268,6 +276,91 @@ def faults(folder: Path) -> dict[str, tuple[str, str]]:
     )
 
 
+# --- what goes wrong within a limit, and the run that goes on from its checkpoint -----------------
+
+_STEPS = 5
+_BAD = 2  # the step in which it goes wrong
+
+
+def _within(change: Callable[[Schedule], Schedule]) -> Any:
+    """A search that finds this, whatever the limit."""
+    found = SimpleNamespace(schedule=change(build("gpipe", 2, 4)))
+    return mock.patch.object(limited_schedule, "search_within", return_value=found)
+
+
+def _limited_steps(
+    folder: Path, first: int, wrong: Callable[[], Any] = contextlib.nullcontext
+) -> list[Tensor]:
+    """Steps from one on; a checkpoint is made before the one in which something goes wrong."""
+    torch.manual_seed(5 + dist.get_rank())
+    batches = [data(16, seed=step) for step in range(_STEPS)]
+    options: dict[str, Any] = {"stage_factory": None, "memory_limit": "1GiB", "schedule": "gpipe"}
+    with trainer(layers, 2, 4, timeout=20.0, **options) as engine:
+        losses = []
+        if first:
+            load_checkpoint(engine, folder, names=_names)
+        for step in range(first, _STEPS):
+            bad = step == _BAD and wrong is not contextlib.nullcontext
+            if bad:
+                save_checkpoint(engine, folder, names=_names)
+            with wrong() if bad else contextlib.nullcontext():
+                losses.append(engine.step(batches[step]))
+        return losses
+
+
+def _names(stage: int, name: str) -> str:
+    return f"{stage}.{name}"
+
+
+def _failing(call: str, number: int) -> Callable[[], Any]:
+    """A disk of which rank 0's calls fail."""
+    real = getattr(os, call)
+
+    def fail(*args: Any) -> Any:
+        if dist.get_rank() == 0:
+            raise OSError(number, os.strerror(number))
+        return real(*args)
+
+    return lambda: mock.patch.object(os, call, fail)
+
+
+def _slow() -> Any:
+    real = os.pwrite
+
+    def late(*args: Any) -> int:
+        time.sleep(0.005)
+        return real(*args)
+
+    return mock.patch.object(os, "pwrite", late)
+
+
+def restarted(folder: Path) -> dict[str, Any]:
+    """Per fault of the store, what this rank heard, and whether the run went on as without it."""
+    plain = _limited_steps(folder, 0)
+    found: dict[str, Any] = {}
+    with _within(offloading):
+        for name, wrong in (
+            ("full", _failing("pwrite", errno.ENOSPC)),
+            ("read-only", _failing("pwrite", errno.EROFS)),
+            ("lost", _failing("preadv", errno.EIO)),
+            ("slow", _slow),
+        ):
+            checkpoint = folder / name
+            try:
+                losses = _limited_steps(checkpoint, 0, wrong)
+                heard = "nothing"
+            except Exception as error:
+                heard, losses = str(error), [*plain[:_BAD], *_limited_steps(checkpoint, _BAD)]
+            found[name] = heard, all(map(torch.equal, plain, losses))
+    return found
+
+
+def resumed(folder: Path) -> bool:
+    """Whether a run goes on from where its partner died as one to which nothing happened."""
+    plain = _limited_steps(folder, 0)
+    return all(map(torch.equal, plain[_BAD:], _limited_steps(folder / "last", _BAD)))
+
+
 def partner_dies(folder: Path) -> None:
     """Rank 1 is killed while it holds what rank 0 evicted; rank 0 writes down what it hears."""
     receive = PartnerLink.receive
@@ -277,9 +370,12 @@ def partner_dies(folder: Path) -> None:
         if "ACCEPT" in what:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    with mock.patch.object(PartnerLink, "receive", receive_and_die):
+    def dying() -> Any:
+        return mock.patch.object(PartnerLink, "receive", receive_and_die)
+
+    with _within(evicting):
         try:
-            _run(evicting)
+            _limited_steps(folder / "last", 0, dying)
         except Exception as error:
             (folder / "heard").write_text(f"{type(error).__name__} {error}")
             raise

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.schedule.schedule import Schedule
-from autosplit.pipeline.simulation.activation_memory import ROUNDING, peak_memory
+from autosplit.pipeline.simulation.activation_memory import ROUNDING
 from autosplit.pipeline.simulation.counted_costs import CountedCosts
 from autosplit.pipeline.simulation.timeline import Timeline
 
@@ -98,10 +98,9 @@ def _annealed(
 def _try(schedule: Schedule, costs: CountedCosts, caps: Sequence[float]) -> _Tried | None:
     """What a schedule costs; None if it cannot run."""
     try:
-        timeline = costs.timeline(schedule)
+        timeline, peaks = costs.played(schedule)
     except ScheduleError:
         return None
-    peaks = peak_memory(schedule, costs.memory)
     over = sum(
         max(0.0, peak / cap - ROUNDING) for peak, cap in zip(peaks, caps, strict=True) if cap > 0
     )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from autosplit.pipeline.schedule.action import Action, ActionKind
@@ -19,6 +20,8 @@ Change = Callable[[Schedule, Timeline, random.Random], Schedule | None]
 _REACH = 6  # places that an action is shifted by, mostly
 _TRANSFERS = (ActionKind.EVICT, ActionKind.LOAD, ActionKind.ACCEPT, ActionKind.RETURN)
 _BACKWARDS = (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD)
+_WEIGHTS = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
+_IN_ORDER = ((ActionKind.FORWARD,), _BACKWARDS, _WEIGHTS)
 
 
 def changes_for(measures: Sequence[str], costs: Costs) -> list[Change]:
@@ -79,8 +82,8 @@ def _tied(one: Action, other: Action) -> bool:
         return True
     if one.stage != other.stage:
         return False
-    kinds = {ActionKind.BACKWARD_INPUT if a.kind in _BACKWARDS else a.kind for a in (one, other)}
-    fifo = len(kinds) == 1 and kinds <= {ActionKind.FORWARD, ActionKind.BACKWARD_INPUT}
+    # Channels are first in, first out, and gradients add up in one order, with one rounding.
+    fifo = any(one.kind in kinds and other.kind in kinds for kinds in _IN_ORDER)
     return fifo or one.microbatch == other.microbatch
 
 
@@ -100,10 +103,7 @@ def _dropped(schedule: Schedule, timeline: Timeline, chance: random.Random) -> S
         rank, place = again[chosen]
         return _without(schedule, {rank: {place}})
     journey = journeys[chosen - len(again)]
-    gone = {journey.rank: {journey.leaves, journey.comes, *_awaits(schedule, journey)}}
-    if journey.partner is not None:
-        gone[journey.partner] = {journey.accepted, journey.returned}
-    return _without(schedule, gone)
+    return _without(schedule, _places(schedule, journey))
 
 
 def _awaits(schedule: Schedule, journey: Journey) -> Iterator[int]:
@@ -259,7 +259,9 @@ def _fused_or_split(
     if action.kind is ActionKind.BACKWARD:
         return _with(schedule, rank, (*row[:place], inputs, weights, *row[place + 1 :]))
     own = [at for at in range(place + 1, len(row)) if _same(row[at], action)]
-    if [row[at] for at in own] != [weights]:
+    if [row[at] for at in own] != [weights] or any(
+        each.stage == action.stage and each.kind in _WEIGHTS for each in row[place : own[0]]
+    ):
         return None
     whole = replace(action, kind=ActionKind.BACKWARD)
     return _with(
@@ -284,12 +286,49 @@ def _held(row: Row) -> Iterator[tuple[int, int]]:
         latest[key] = place
 
 
+def adds_in_order(schedule: Schedule) -> bool:
+    """Whether every stage adds gradients up in the order of its microbatches, with the rounding of
+    any other schedule that does. Changes keep that.
+    """
+    last: dict[int, int] = {}
+    for row in schedule.ranks:
+        for action in row:
+            if action.kind in _WEIGHTS:
+                if last.get(action.stage, -1) > action.microbatch:
+                    return False
+                last[action.stage] = action.microbatch
+    return True
+
+
+def without(schedule: Schedule, measure: str) -> Schedule:
+    """The schedule with one measure less: the same where it is not taken."""
+    gone: dict[int, set[int]] = defaultdict(set)
+    if measure == "recompute":
+        for rank, row in enumerate(schedule.ranks):
+            again = (at for at, each in enumerate(row) if each.kind is ActionKind.RECOMPUTE)
+            gone[rank].update(again)
+    else:
+        for journey in journeys_of(schedule):
+            if (journey.partner is None) is (measure == "offload"):
+                for rank, places in _places(schedule, journey).items():
+                    gone[rank] |= places
+    return _without(schedule, gone) if any(gone.values()) else schedule
+
+
+def _places(schedule: Schedule, journey: Journey) -> dict[int, set[int]]:
+    """By rank, the places of all that a journey is made of."""
+    found = {journey.rank: {journey.leaves, journey.comes, *_awaits(schedule, journey)}}
+    if journey.partner is not None:
+        found[journey.partner] = {journey.accepted, journey.returned}
+    return found
+
+
 def _with(schedule: Schedule, rank: int, row: Row) -> Schedule:
     ranks = (*schedule.ranks[:rank], row, *schedule.ranks[rank + 1 :])
     return replace(schedule, ranks=ranks)
 
 
-def _without(schedule: Schedule, gone: dict[int, set[int]]) -> Schedule:
+def _without(schedule: Schedule, gone: Mapping[int, set[int]]) -> Schedule:
     rows = (
         tuple(action for place, action in enumerate(row) if place not in gone[rank])
         if rank in gone

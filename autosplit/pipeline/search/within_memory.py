@@ -8,73 +8,17 @@ simulated step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import permutations
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.memory import balance, offload, recompute
 from autosplit.pipeline.schedule.schedule import Schedule
-from autosplit.pipeline.simulation.activation_memory import ROUNDING, peak_memory
-from autosplit.pipeline.simulation.counted_costs import CountedCosts
+from autosplit.pipeline.simulation.activation_memory import ROUNDING
 from autosplit.pipeline.simulation.step_costs import Costs
-from autosplit.pipeline.simulation.timeline import Timeline
 from autosplit.text.names import few
 
-from .named import named_schedules
-from .rearrange import rearrange
-from .search import caps_of, placements, search
-
-MEASURES: Mapping[str, Callable[[Schedule, Costs, Sequence[float]], Schedule]] = {
-    "balance": balance.nearest,
-    "offload": offload.nearest,
-    "recompute": recompute.nearest,
-}
-"""What can be done to a schedule that holds too much, by name."""
-
-_WORK = 240_000
-"""Actions simulated for one setting: a second or two. What ``search`` plays is beside that."""
-
-_ORDERS = 60_000  # actions that each search for an order without measures plays
-_STARTS = 3  # schedules that other orders are looked for from
-_BASES = 3  # schedules without measures that several are tried on, the shortest first
-_PARTWAY = (0.0, 0.5)  # of the excess, what the first of several measures leaves to the next
-_SAME = 1 + 1e-6  # of a step
-
-
-@dataclass(frozen=True)
-class MeasureEffect:
-    """What one measure did: seconds that the step is longer for it, and by rank what is saved."""
-
-    measure: str
-    seconds: float
-    saved: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class WithinMemory:
-    """A schedule within a limit, and how it came to be.
-
-    Attributes:
-        schedule: named ``"auto"``.
-        timeline: its step.
-        peaks: per rank, the most that it holds of its microbatches: by the order of its row, so
-            whatever transfers take.
-        setting: the memory setting of the split that it is for.
-        base: the schedule that the measures were taken on.
-        effects: what they did, one after another.
-        unlimited: seconds of the shortest step that was found without a limit.
-        simulated: how many actions the search played to find it.
-    """
-
-    schedule: Schedule
-    timeline: Timeline
-    peaks: tuple[float, ...]
-    setting: str | int
-    base: str
-    effects: tuple[MeasureEffect, ...]
-    unlimited: float
-    simulated: int = 0
+from .limit_search import MEASURES, LimitSearch, WithinMemory
+from .search import caps_of
 
 
 class LimitError(ScheduleError):
@@ -145,7 +89,7 @@ def search_within(
     nearest: list[tuple[float, str, Schedule]] = []
     unlimited, simulated, bounds = math.inf, 0, []
     for setting, each in settings.items():
-        one = _Search(each, microbatches, count, placement, caps, measures, setting)
+        one = LimitSearch(each, microbatches, count, placement, caps, measures, setting)
         bounds.append(one.bound)
         if max(one.bound) <= 0.0:  # no rank but has room for what every schedule needs
             unlimited = min(unlimited, one.unlimited)
@@ -192,206 +136,3 @@ def _refusal(
         bound,
         schedule,
     )
-
-
-class _Search:
-    """One setting's search.
-
-    Attributes:
-        bound: per rank, by how much what every schedule holds exceeds the limit.
-        unlimited: seconds of the shortest step without a limit.
-    """
-
-    def __init__(
-        self,
-        costs: Costs,
-        microbatches: int,
-        ranks: int,
-        placement: Sequence[int] | None,
-        caps: Sequence[float],
-        measures: Sequence[str],
-        setting: str | int,
-    ) -> None:
-        self._costs = CountedCosts.of(costs)
-        self._caps = caps
-        self._measures = measures
-        self._setting = setting
-        self._best: WithinMemory | None = None
-        self._nearest: tuple[float, str, Schedule] | None = None
-        self._fitting: dict[str, tuple[float, Schedule]] = {}
-        """By base, the shortest step that keeps the limit."""
-        self._bases = self._found(microbatches, ranks, placement)
-        self.bound = self._bound(ranks)
-        self.unlimited = min((each.step_time for _, each in self._bases), default=math.inf)
-
-    @property
-    def simulated(self) -> int:
-        """Actions played so far."""
-        return self._costs.tally.actions
-
-    def _bound(self, ranks: int) -> list[float]:
-        """A rank must hold what one microbatch holds on any of its stages; of all placements the
-        one that exceeds the limit least counts.
-        """
-        found = []
-        for place in {base.placement for base, _ in self._bases}:
-            least = [0.0] * ranks
-            for stage, rank in enumerate(place):
-                least[rank] = max(least[rank], self._costs.memory[stage].least)
-            found.append([a - cap * ROUNDING for a, cap in zip(least, self._caps, strict=True)])
-        return min(found, key=max)
-
-    def _found(
-        self, microbatches: int, ranks: int, placement: Sequence[int] | None
-    ) -> list[tuple[Schedule, Timeline]]:
-        """Schedules without measures, the shortest first; the best within the limit among them."""
-        costs = self._costs
-        places = set(placements(costs, microbatches, ranks, placement))
-        named = [
-            each
-            for each in named_schedules(costs.times, microbatches, ranks)
-            if each.placement in places
-        ]
-        roomy = [max(cap, 1.0) for cap in self._caps]
-        for cap in (math.inf, roomy):
-            try:
-                one = search(
-                    costs, microbatches, ranks=ranks, placement=placement, cap=cap, work=_ORDERS
-                )
-            except ScheduleError:
-                continue
-            named.append(one)
-        # Whether steps overlap is not for a row to say.
-        plain = [replace(each, crosses_step=False) for each in named]
-        rows = {each.ranks: (each, costs.timeline(each)) for each in plain}
-        return sorted(rows.values(), key=lambda each: each[1].step_time)
-
-    def run(self, shortest: float) -> WithinMemory | None:
-        """The best; None if nothing keeps the limit, or is shorter than what is known."""
-        for tried, (base, timeline) in enumerate(self._bases):
-            best = shortest if self._best is None else self._best.timeline.step_time
-            if timeline.step_time >= best:
-                break
-            self._measured(base, timeline, len(self._measures) if tried < _BASES else 1)
-        self._rearranged()
-        return self._best
-
-    def frugal(self) -> tuple[float, str, Schedule]:
-        """What comes nearest to the limit: by how much it exceeds it, what it is, and itself."""
-        if self._nearest is None or self._nearest[0] > max(self.bound):
-            least = [max(cap + over, 1.0) for cap, over in zip(self._caps, self.bound, strict=True)]
-            for base, timeline in self._bases:
-                self._keep(base, timeline, base, ())
-            found = min(self._bases, key=lambda each: self._excess(each[0]))
-            for measure in self._measures:
-                changed = MEASURES[measure](found[0], self._costs, least)
-                self._keep(changed, self._costs.timeline(changed), found[0], (measure,))
-        if self._nearest is None:  # there is a base, or the counts were refused
-            raise ScheduleError("no schedule was found")
-        return self._nearest
-
-    def _rearranged(self) -> None:
-        """What the best becomes with other orders, and what shorter ones without measures do."""
-        best = self._best
-        least = self._bases[0][1].step_time if self._bases else 0.0
-        if best is not None and best.timeline.step_time <= least * _SAME:
-            return
-        starts = [each for _, each in sorted(self._fitting.values(), key=lambda each: each[0])]
-        if self._nearest is not None and not starts:
-            starts.append(self._nearest[2])
-        starts = [*starts[: _STARTS - 1], self._bases[0][0]]
-        for place, start in enumerate(starts):
-            left = max(0, _WORK - self.simulated)
-            found = rearrange(
-                start,
-                self._costs,
-                self._caps,
-                self._measures,
-                left // (len(starts) - place),
-                least=least,
-            )
-            if found is not None:
-                effects = () if best is None or place else best.effects
-                self._keep(found, self._costs.timeline(found), start, effects)
-
-    def _measured(self, base: Schedule, timeline: Timeline, most: int) -> None:
-        """The base with every chain of so many measures, until one of them costs nothing."""
-        if self._keep(base, timeline, base, ()):
-            return
-        for chain in self._chains(most):
-            if len(chain) > 1 and self.simulated > _WORK // 2:
-                return
-            for partway in _PARTWAY if len(chain) > 1 else (0.0,):
-                made = self._applied(base, timeline, chain, partway)
-                if made is None:
-                    continue
-                schedule, ran, effects = made
-                kept = self._keep(schedule, ran, base, effects)
-                if kept and ran.step_time <= timeline.step_time * _SAME:
-                    return
-
-    def _chains(self, most: int) -> Iterator[tuple[str, ...]]:
-        for length in range(1, most + 1):
-            for chain in permutations(self._measures, length):
-                # What was run again or sent to the host is not there for a partner to take.
-                if "balance" not in chain[1:]:
-                    yield chain
-
-    def _applied(
-        self, base: Schedule, timeline: Timeline, chain: Sequence[str], partway: float
-    ) -> tuple[Schedule, Timeline, tuple[MeasureEffect, ...]] | None:
-        """The base with the measures of a chain; None where one of them has nothing to do."""
-        schedule, ran = base, timeline
-        peaks = peak_memory(base, self._costs.memory)
-        effects: list[MeasureEffect] = []
-        for place, measure in enumerate(chain):
-            last = place == len(chain) - 1
-            part = 0.0 if last else partway
-            bounds = [
-                cap + part * max(0.0, peak - cap)
-                for cap, peak in zip(self._caps, peaks, strict=True)
-            ]
-            changed = MEASURES[measure](schedule, self._costs, bounds)
-            if changed is schedule or changed.ranks == schedule.ranks:
-                return None
-            now = self._costs.timeline(changed)
-            held = peak_memory(changed, self._costs.memory)
-            saved = tuple(a - b for a, b in zip(peaks, held, strict=True))
-            effects.append(MeasureEffect(measure, now.step_time - ran.step_time, saved))
-            schedule, ran, peaks = changed, now, held
-        return schedule, ran, tuple(effects)
-
-    def _excess(self, schedule: Schedule) -> float:
-        """By how much a rank exceeds the limit."""
-        peaks = peak_memory(schedule, self._costs.memory)
-        return max(peak - cap * ROUNDING for peak, cap in zip(peaks, self._caps, strict=True))
-
-    def _keep(
-        self,
-        schedule: Schedule,
-        timeline: Timeline,
-        base: Schedule,
-        effects: tuple[MeasureEffect | str, ...],
-    ) -> bool:
-        """Note a schedule; whether it keeps the limit."""
-        excess = self._excess(schedule)
-        taken = ", ".join(str(getattr(each, "measure", each)) for each in effects)
-        if self._nearest is None or excess < self._nearest[0]:
-            text = f"{base.name} with {taken or 'no measure'}"
-            self._nearest = excess, text, schedule
-        if excess > 0.0:
-            return False
-        step, known = timeline.step_time, self._fitting.get(base.name)
-        if known is None or step < known[0]:
-            self._fitting[base.name] = step, schedule
-        if self._best is None or timeline.step_time < self._best.timeline.step_time:
-            self._best = WithinMemory(
-                replace(schedule, name="auto"),
-                timeline,
-                tuple(peak_memory(schedule, self._costs.memory)),
-                self._setting,
-                base.name,
-                tuple(each for each in effects if isinstance(each, MeasureEffect)),
-                math.inf,
-            )
-        return True

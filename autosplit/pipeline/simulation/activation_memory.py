@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.schedule.action import ARRIVALS, DEPARTURES, Action, ActionKind
-from autosplit.pipeline.schedule.moves import TAKERS, awaits, journeys_of, recomputed
+from autosplit.pipeline.schedule.moves import TAKERS, Journey, awaits, journeys_of, recomputed
 from autosplit.pipeline.schedule.schedule import Schedule
 
 from .timeline import Span, Timeline
@@ -32,6 +32,9 @@ class Change(NamedTuple):
 
     before: float
     after: float
+
+
+_NONE = Change(0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -119,22 +122,31 @@ def moved_bytes(
     return min(there, moved.get(stage, there))
 
 
-def changes_of(schedule: Schedule, sizes: Sequence[StageMemory]) -> list[list[Change]]:
-    """Per rank, what each action of its row changes, as if moves took no time."""
+def changes_of(
+    schedule: Schedule,
+    sizes: Sequence[StageMemory],
+    journeys: Sequence[Journey] | None = None,
+) -> list[list[Change]]:
+    """Per rank, what each action of its row changes, as if moves took no time; ``journeys`` are
+    those of the schedule, where they are known.
+    """
+    known: dict[tuple[int, ActionKind, bool], Change] = {}
     found = []
     for row in schedule.ranks:
         again = recomputed(row)
-        found.append(
-            [
-                sizes[action.stage].change(
-                    action.kind, again=(action.stage, action.microbatch) in again
-                )
-                if action.kind.is_compute
-                else Change(0.0, 0.0)
-                for action in row
-            ]
-        )
-    for journey in journeys_of(schedule):
+        changes = []
+        for action in row:
+            stage, kind = action.stage, action.kind
+            key = stage, kind, bool(again) and (stage, action.microbatch) in again
+            change = known.get(key)
+            if change is None:
+                change = _NONE
+                if kind.is_compute:
+                    change = sizes[stage].change(kind, again=key[2])
+                known[key] = change
+            changes.append(change)
+        found.append(changes)
+    for journey in journeys_of(schedule) if journeys is None else journeys:
         size = moved_bytes(
             schedule.moved, journey.stage, sizes[journey.stage], deferred=journey.deferred
         )
@@ -176,7 +188,11 @@ def levels(row: Sequence[Action], changes: Sequence[Change]) -> Iterator[float]:
             fresh.clear()
 
 
-def peak_memory(schedule: Schedule, sizes: Sequence[StageMemory]) -> list[float]:
+def peak_memory(
+    schedule: Schedule,
+    sizes: Sequence[StageMemory],
+    journeys: Sequence[Journey] | None = None,
+) -> list[float]:
     """Per rank, the most it keeps at once: a matter of order, not of time.
 
     Of what moves this is a bound: it counts where its row starts to take it in, and where its row
@@ -186,7 +202,7 @@ def peak_memory(schedule: Schedule, sizes: Sequence[StageMemory]) -> list[float]
         ScheduleError: not one size for each stage.
     """
     _check_count(schedule.stages, sizes)
-    changes = changes_of(schedule, sizes)
+    changes = changes_of(schedule, sizes, journeys)
     return [
         max(levels(row, each), default=0.0)
         for row, each in zip(schedule.ranks, changes, strict=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
 from autosplit.errors import ScheduleError
+from autosplit.pipeline.schedule.moves import Journey, journeys_of
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
 
@@ -54,13 +56,24 @@ class CountedCosts(Costs):
 
     def timeline(self, schedule: Schedule) -> Timeline:
         """As ``Costs.timeline``."""
+        return self._timeline(schedule, None)
+
+    def played(self, schedule: Schedule) -> tuple[Timeline, list[float]]:
+        """Both ``timeline`` and ``peaks``. Raises what ``timeline`` does."""
+        journeys = journeys_of(schedule)
+        timeline = self._timeline(schedule, journeys)
+        return timeline, peak_memory(schedule, self.memory, journeys)
+
+    def _timeline(self, schedule: Schedule, journeys: Sequence[Journey] | None) -> Timeline:
         self.tally.plays += 1
         self.tally.actions += sum(map(len, schedule.ranks))
         laid = self._frame(schedule).lay(schedule)
         if laid is None:
             return super().timeline(schedule)
         graph, rows, seconds = laid
-        lanes = add_lanes(graph, schedule, rows, ways(schedule, self.transfer, self.memory))
+        lanes = add_lanes(
+            graph, schedule, rows, ways(schedule, self.transfer, self.memory), journeys
+        )
         seconds += [lanes.took[number] for number in range(len(seconds), len(graph.actions))]
         return run_step(
             schedule,

@@ -84,7 +84,11 @@ def ways(schedule: Schedule, transfer: Transfer, memory: Sequence[StageMemory] |
 
 
 def add_lanes(
-    graph: StepGraph, schedule: Schedule, rows: Sequence[Sequence[int]], way: Way
+    graph: StepGraph,
+    schedule: Schedule,
+    rows: Sequence[Sequence[int]],
+    way: Way,
+    journeys: Sequence[Journey] | None = None,
 ) -> Lanes:
     """Add the transfers of a schedule to its own step graph, with all that waits for them.
 
@@ -93,8 +97,9 @@ def add_lanes(
         schedule: whose moves.
         rows: per rank, the numbers of its actions.
         way: the seconds of each transfer.
+        journeys: those of the schedule, where they are known.
     """
-    journeys = journeys_of(schedule)
+    journeys = journeys_of(schedule) if journeys is None else journeys
     if not journeys:
         return Lanes()
     builder = _Builder(graph, len(schedule.ranks))

@@ -200,8 +200,10 @@ class LimitTuner(Tuner):
         found = []
         for stage, size in enumerate(self._sizes):
             most = max((more for (s, _), more in beside.items() if s == stage), default=0)
-            f, i, w, b = (float(beside.get((stage, kind), most)) for kind in _KINDS)
-            found.append(replace(size, workspace=(f, i, w, b)))
+            forward, inputs, weights, whole = (
+                float(beside.get((stage, kind), most)) for kind in _KINDS
+            )
+            found.append(replace(size, workspace=(forward, inputs, weights, whole)))
         return replace(costs, memory=found)
 
     # --- searching --------------------------------------------------------------------------------

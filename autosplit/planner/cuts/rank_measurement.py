@@ -13,7 +13,7 @@ from autosplit.errors import AutosplitError, PlanError
 from autosplit.pipeline.engine.memory.host_store import measure_store, open_store
 from autosplit.pipeline.engine.messages.default_group import device_of_group, gather, tell
 from autosplit.pipeline.schedule.schedule import Schedule
-from autosplit.pipeline.simulation.transfer import Transfer
+from autosplit.pipeline.simulation.transfer import Link, Transfer
 from autosplit.planner.costs.block_costs import ModelCosts, average
 from autosplit.planner.costs.profile import profile
 from autosplit.planner.costs.trial_run import TrialRun, can_run_trial, run_trial
@@ -145,14 +145,18 @@ def device_of_trainer(*, alone: bool) -> torch.device | None:
     return None if device is None or device.type == "cpu" else device
 
 
-def with_host(links: Transfer) -> Transfer:
+def with_host(links: Transfer, *, alone: bool) -> Transfer:
     """The links, that of each rank to its host's store measured where it is not known; collective
-    over the default process group.
+    over the default process group, but for what is ``alone``.
     """
     if links.host is not None:
         return links
-    device = device_of_trainer(alone=False) or torch.device("cpu")
-    return replace(links, host=agreed(lambda: measure_store(open_store(device, None))))
+    device = device_of_trainer(alone=alone) or torch.device("cpu")
+
+    def measured() -> Link:
+        return measure_store(open_store(device, None))
+
+    return replace(links, host=measured() if alone else agreed(measured))
 
 
 def _cannot(schedule: Schedule) -> PlanError:

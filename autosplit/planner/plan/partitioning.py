@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autosplit.errors import PlanError
-from autosplit.pipeline.builders.schedule_request import ScheduleRequest
+from autosplit.pipeline.builders.schedule_request import AUTO, ScheduleRequest
 from autosplit.pipeline.engine.execution.microbatch import Part
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.training.stage_modules import LossFunction
@@ -105,7 +105,9 @@ def partition(
     """
     count = stage_count(stages, cut_at)
     if memory_limit is not None:
-        limits = _limited(limits or Limits(), memory_limit, split_backward=split_backward)
+        limits = _limited(
+            limits or Limits(), memory_limit, split_backward=split_backward, alone=ranks == 1
+        )
     planning = Planning(costs, seconds, rehearse, targets, limits, cut_at)
     found = cut_model(
         model,
@@ -127,7 +129,9 @@ def partition(
     return _plan(found)
 
 
-def _limited(limits: Limits, memory_limit: int | str, *, split_backward: bool) -> Limits:
+def _limited(
+    limits: Limits, memory_limit: int | str, *, split_backward: bool, alone: bool
+) -> Limits:
     """The limits with a cap for which measures are taken, and the link to the host's store."""
     if math.isfinite(limits.cap):
         raise PlanError(
@@ -138,7 +142,7 @@ def _limited(limits: Limits, memory_limit: int | str, *, split_backward: bool) -
         raise PlanError(
             "memory_limit searches a schedule of I and W: leave split_backward=False out"
         )
-    links = with_host(limits.links)
+    links = with_host(limits.links, alone=alone)
     cap = float(parse_size(memory_limit, "memory_limit", PlanError))
     return replace(limits, cap=cap, links=links, measures=True)
 
@@ -151,7 +155,7 @@ def _plan(found: CutModel) -> Plan:
         len(solution.schedule.ranks),
         request.schedule.microbatches,
         _samples(found.whole),
-        request.schedule.name,
+        AUTO if solution.schedule.name == AUTO else request.schedule.name,
         not solution.schedule.split_backward,
         found.split.memory,
         solution,

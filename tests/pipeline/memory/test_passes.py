@@ -72,6 +72,17 @@ def test_half_is_offloaded_for_nothing_where_bandwidth_allows() -> None:
     assert max(slow.peaks(stuck, slow.timeline(stuck))) > 0.9 * max(slow.peaks(plain, before))
 
 
+def test_half_of_1f1b_is_offloaded_though_it_holds_two_microbatches() -> None:
+    """A rank that holds two has to wait until one has left before it makes another."""
+    plain, costs = build("1f1b", 2, 4), costs_of(2, took=0.05)
+    before = costs.timeline(plain)
+    most = max(peak_memory(plain, costs.memory))
+    found = offload.offload(plain, costs, 0.55 * most)
+    validate(found)
+    assert max(peak_memory(found, costs.memory)) <= 0.55 * most
+    assert costs.timeline(found).step_time <= 1.1 * before.step_time
+
+
 def test_what_lives_longest_is_offloaded_first() -> None:
     plain, costs = build("gpipe", 2, 6, split_backward=False), costs_of(2)
     found = offload.offload(plain, costs, 5.1e6)

@@ -81,6 +81,25 @@ def test_who_is_to_hold_more_waits_for_what_was_sent_away_before_the_last_action
     assert peak_memory(schedule, SIZES[:1]) == [3.0]
 
 
+def test_a_rank_waits_at_once_for_what_it_awaits() -> None:
+    """So that what comes next has its place: half of what it would hold otherwise."""
+    schedule = schedule_of(
+        "0F0 0OFFLOAD0 0AWAIT0 0F1 0OFFLOAD1 0AWAIT1 0RELOAD0 0B0 0RELOAD1 0B1",
+        stages=1,
+        microbatches=2,
+    )
+    schedule = replace(schedule, split_backward=False)
+    costs = Costs([(1, 1, 1)], SIZES[:1], Transfer(host=Link(0.0, 0.5)))
+    timeline = costs.timeline(schedule)
+    times = spans(timeline)
+    assert times["0OFFLOAD0"] == (1.0, 3.0)
+    assert times["0F1"] == (3.0, 4.0)
+    assert times["0RELOAD0"] == (6.0, 8.0)
+    assert times["0B0"] == (8.0, 10.0)
+    assert peak_memory(schedule, SIZES[:1]) == [1.0]
+    assert costs.peaks(schedule, timeline) == [1.0]
+
+
 def test_recomputation_keeps_inputs_only_and_takes_as_long_as_a_forward() -> None:
     schedule = schedule_of("0F0 0F1 0RECOMPUTE0 0B0 0B1", stages=1, microbatches=2)
     schedule = replace(schedule, split_backward=False)

@@ -28,7 +28,9 @@ def two() -> Results:
 
 CASES = (
     "offload",
+    "offload awaited",
     "evict",
+    "evict awaited",
     "evict both ways",
     "evict in part",
     "recompute",
@@ -148,6 +150,23 @@ def test_a_partner_that_dies_with_what_it_holds(tmp_path: Path) -> None:
         launch(moving_workers.partner_dies, 2, (tmp_path,), timeout=60)
     heard = (tmp_path / "heard").read_text()
     assert heard.startswith("RankError rank 1 was killed by SIGKILL")
+    assert launch(moving_workers.resumed, 2, (tmp_path,), timeout=60) == [True, True]
+
+
+def test_a_store_that_fails_within_a_limit_loses_nothing(tmp_path: Path) -> None:
+    """Every rank ends with the cause, and a run from the last checkpoint goes on, bit for bit."""
+    causes = {
+        "full": r"rank 0 failed in 0OFFLOAD\d: .* cannot be offloaded .* No space left on",
+        "read-only": r"rank 0 failed in 0OFFLOAD\d: .* cannot be offloaded .* Read-only file",
+        "lost": r"rank 0 failed in 0RELOAD\d: .* offloaded to a file .* is lost: Input/output",
+        "slow": "nothing",
+    }
+    for found in launch(moving_workers.restarted, 2, (tmp_path,), timeout=120):
+        assert list(found) == list(causes)
+        for name, (heard, same) in found.items():
+            with pytest.raises(PipelineError, match=causes[name]):
+                raise PipelineError(heard)
+            assert same, name
 
 
 @pytest.mark.parametrize(

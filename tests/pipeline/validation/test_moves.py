@@ -26,6 +26,7 @@ def paired(first: str, second: str = "1F0 1B0 1F1 1B1") -> Schedule:
 def test_a_journey_to_the_partner_and_one_to_the_host_are_legal() -> None:
     validate(paired(OWNER, HOLDER))
     validate(paired("0F0 0OFFLOAD0 0F1 0RELOAD0 0B0 0RECOMPUTE1 0B1"))
+    validate(paired("0F0 0OFFLOAD0 0AWAIT0 0F1 0RELOAD0 0B0 0RECOMPUTE1 0B1"))
 
 
 @pytest.mark.parametrize(
@@ -44,6 +45,12 @@ def test_a_journey_to_the_partner_and_one_to_the_host_are_legal() -> None:
             "0F0 0EVICT0 0OFFLOAD0 0F1 0RELOAD0 0LOAD0 0B0 0B1",
             HOLDER,
             "0OFFLOAD0 sends away what is away already",
+        ),
+        ("0F0 0AWAIT0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1", "0AWAIT0 waits for what no EVICT or OFFL"),
+        (
+            "0F0 0EVICT0 0AWAIT0 0F1 0LOAD0 0B0 0B1",
+            "1F0 0ACCEPT0 0RETURN0 1B0 1F1 1F1 1B1",
+            "1F1 runs 2 times",
         ),
         (OWNER, "0ACCEPT0 1F0 1B0 1F1 1B1", "0LOAD0 1 times, but its partner, rank 1, lists"),
         (OWNER, "0RETURN0 0ACCEPT0 1F0 1B0 1F1 1B1", "0RETURN0 gives back what rank 1 has not"),

@@ -47,6 +47,58 @@ def test_a_plan_says_what_it_holds(plan: Plan) -> None:
     assert [sorted(group) for group in plan.shared] == [[(0, "embed.weight"), (1, "head.weight")]]
 
 
+def test_a_limit_of_memory_is_kept_by_measures(tmp_path: Path) -> None:
+    """Which the plan tells the costs of, in its file, too; its trainer is given the limit."""
+    model = net()
+
+    def planned(limit: int | str | None) -> Plan:
+        return partition(
+            model,
+            tokens(),
+            stages=2,
+            microbatches=4,
+            schedule="gpipe",
+            costs=costs(model),
+            memory_limit=limit,
+        )
+
+    plain = planned(None)
+    assert (plain.memory_limit, plain.measures) == (None, ())
+    rest, most = max(plain.resting_memory), max(plain.peak_memory)
+    limit = int(rest + 0.4 * (most - rest))
+    found = planned(f"{limit} B")
+    assert max(found.peak_memory) <= limit < most
+    assert found.memory_limit == limit
+    assert {name for name, *_ in found.measures} <= {"offload", "recompute"}
+    for _, seconds, saved in found.measures:
+        assert seconds >= 0.0
+        assert max(saved) > 0.0
+    found.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert loaded == found
+    assert loaded.built_schedule() == found.built_schedule()
+    with pytest.raises(CapError, match=r"dominate\. Use a limit of [\d,]+, or ") as caught:
+        planned(int(rest))
+    assert max(planned(int(caught.value.least) + 1).peak_memory) <= caught.value.least + 1
+    for bad in ("12 GiBs", "lots", 0, 1.5, True):
+        with pytest.raises(PlanError, match=r"expected memory_limit such as 80GiB.* units: B"):
+            planned(bad)  # type: ignore[arg-type]
+
+
+def test_a_plan_within_a_limit_trains(tmp_path: Path) -> None:
+    """In one process, which holds both stages."""
+    model = net()
+    options: dict[str, Any] = {"stages": 1, "ranks": 1, "microbatches": 4, "schedule": "gpipe"}
+    plain = partition(model, tokens(), costs=costs(model), **options)
+    rest, most = max(plain.resting_memory), max(plain.peak_memory)
+    found = partition(
+        model, tokens(), costs=costs(model), memory_limit=int((rest + most) / 2), **options
+    )
+    with found.trainer(loss, sgd, memory_limit="1GiB", store=tmp_path) as trainer:
+        losses = trainer.step((tokens(8), tokens(8)))
+    assert losses.isfinite().all()
+
+
 def test_a_file_gives_the_plan_back(plan: Plan, tmp_path: Path) -> None:
     plan.save(tmp_path / "plan.json")
     loaded = Plan.load(tmp_path / "plan.json")
@@ -184,6 +236,16 @@ def test_options_of_partition_have_effects() -> None:
             CapError,
             r"stages that cut_at gives do not fit under a cap of 10 bytes a rank; the least .* is",
         ),
+        (
+            {"stages": 2, "memory_limit": "1GiB", "limits": Limits(cap=10.0)},
+            PlanError,
+            "memory_limit='1GiB' and limits with cap=10 both say",
+        ),
+        (
+            {"stages": 2, "memory_limit": "1GiB", "split_backward": False},
+            PlanError,
+            "memory_limit searches a schedule of I and W",
+        ),
     ],
     ids=str,
 )
@@ -209,8 +271,10 @@ def test_a_file_that_is_no_plan(
 ) -> None:
     path = tmp_path / "plan.json"
     plan.save(path)
-    data = json.loads(path.read_text()) | change
-    path.write_text(json.dumps({name: each for name, each in data.items() if each is not None}))
+    data = json.loads(path.read_text())
+    kept = {name: each for name, each in data.items() if change.get(name, each) is each}
+    lost = {name for name, each in change.items() if each is None}
+    path.write_text(json.dumps({**kept, **change} if not lost else kept))
     with pytest.raises(PlanError, match=message):
         Plan.load(path)
 
