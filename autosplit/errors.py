@@ -44,7 +44,9 @@ class SplitError(AutosplitError):
 
 
 class ShardedError(SplitError):
-    """A model is sharded in a way that takes weight gradients in ``backward()``: FSDP."""
+    """A model is sharded in a way that takes weight gradients in ``backward()``: FSDP; or its
+    parameters are DTensors that cannot be trained.
+    """
 
 
 class BackendError(SplitError):

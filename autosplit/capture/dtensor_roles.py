@@ -32,16 +32,17 @@ def drop_meshes(graph: fx.Graph) -> None:
     """
     output = graph.output_node()
     descs, values = output.meta["desc"], output.args[0]
-    kept = [at for at, desc in enumerate(descs) if not _is_mesh(desc)]
+    kept = [at for at, desc in enumerate(descs) if not is_mesh(desc)]
     if len(kept) < len(descs):
         output.args = ([values[at] for at in kept],)  # type: ignore[index,union-attr]
         output.meta["desc"] = [descs[at] for at in kept]
     for node in placeholders(graph):
-        if _is_mesh(node.meta["desc"]) and not node.users:
+        if is_mesh(node.meta["desc"]) and not node.users:
             graph.erase_node(node)
 
 
-def _is_mesh(desc: Any) -> bool:
+def is_mesh(desc: Any) -> bool:
+    """Whether a descriptor is about the mesh of a DTensor."""
     return isinstance(desc, _OF_SUBCLASS) and desc.attr == _MESH
 
 

@@ -82,7 +82,10 @@ class Sharding:
                 tensor = tensor.redistribute(self.mesh, self.placements)
         return local_tensor(tensor)
 
-    def __str__(self) -> str:
+    def by_dimension(self) -> list[tuple[str, Any]]:
+        """Name of each dimension of the mesh, its number where it has none, and the placement."""
         names = getattr(self.mesh, "mesh_dim_names", None) or range(len(self.placements))
-        pairs = zip(names, self.placements, strict=True)
-        return ", ".join(f"{name}: {placement}" for name, placement in pairs)
+        return list(zip(map(str, names), self.placements, strict=True))
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}: {placement}" for name, placement in self.by_dimension())
