@@ -88,8 +88,9 @@ def split(
         CaptureError: ``fullgraph`` and the model cannot be traced for the example inputs; names
             the line.
         SplitError: ``fullgraph`` and the graph cannot be split; the backend, the memory
-            setting, the accumulation or the overlap is unknown; a memory budget cannot be met; ``dynamic``
-            comes with options that need whole graphs; or this is no module, no inputs.
+            setting, the accumulation or the overlap is unknown; a memory budget cannot be met;
+            ``dynamic`` comes with options that need whole graphs; or this is no module,
+            no inputs.
         ShardedError: FSDP manages the model or a part of it, or a parameter is a DTensor that
             cannot be trained.
         FailingCallError: the forward fails for the example inputs, traced or not.

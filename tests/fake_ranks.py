@@ -11,7 +11,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
 @contextlib.contextmanager
-def fake_mesh(shape: tuple[int, ...] = (2,), names: tuple[str, ...] = ("tp",)) -> Iterator[DeviceMesh]:
+def fake_mesh(
+    shape: tuple[int, ...] = (2,), names: tuple[str, ...] = ("tp",)
+) -> Iterator[DeviceMesh]:
     """A mesh of which this process is the first rank; nothing is exchanged."""
     size = 1
     for each in shape:

@@ -72,7 +72,7 @@ class LazyGradient(Tensor):
         return func(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """What only the real gradient has: that of a DTensor has placements, a mesh, a local part."""
+        """What only the gradient of a DTensor has: placements, a mesh, a local part."""
         if name.startswith("__") or name == "_slot":
             raise AttributeError(name)
         found = pending(self)

@@ -1,7 +1,7 @@
 """How the DTensors among what a graph takes and returns lie over ranks, by role.
 
-AOTAutograd traces the local tensors of DTensors: descriptors of their inputs and outputs are wrapped
-in one that names the attribute of the DTensor.
+AOTAutograd traces the local tensors of DTensors: descriptors of their inputs and outputs are
+wrapped in one that names the attribute of the DTensor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LOCAL, _MESH = "_local_tensor", "device_mesh"
 
 
 def whole(desc: Any) -> Any:
-    """The descriptor of the DTensor whose local tensor a descriptor is about; others as they are."""
+    """The descriptor of the DTensor whose local tensor one is about; others as they are."""
     local = isinstance(desc, _OF_SUBCLASS) and desc.attr == _LOCAL
     return desc.base if local else desc
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -12,7 +12,11 @@ from autosplit.errors import ShardedError
 
 from .dtensor import Sharding, is_dtensor
 
-_PIPELINE = "pp"
+_WHOLE = {
+    "pp": "the stages of the pipeline, of which each has parameters of its own",
+    "dp_replicate": "replicas, each of which has all parameters",
+}
+"""Dimensions of meshes over which no parameter is sharded, by the ecosystem's names for them."""
 
 
 def refuse_lost_shardings(module: nn.Module) -> None:
@@ -37,36 +41,15 @@ def refuse_lost_shardings(module: nn.Module) -> None:
             )
         _refuse_uneven(name, sharding)
         for dimension, placement in sharding.by_dimension():
-            if dimension == _PIPELINE and placement.is_shard():
+            if dimension in _WHOLE and placement.is_shard():
                 raise ShardedError(
-                    f"{name} is sharded over {dimension!r} ({sharding}), the stages of the "
-                    "pipeline, of which each has parameters of its own; give parallelize_module "
-                    "the dimension of tensor parallelism, mesh['tp']"
-                )
-
-
-def refuse_dimensions(module: nn.Module, allowed: Collection[str]) -> None:
-    """Check which dimensions of a mesh a stage's parameters lie over.
-
-    Args:
-        module: the stage's.
-        allowed: names of dimensions.
-
-    Raises:
-        ShardedError: a parameter lies over another one; names both.
-    """
-    for name, tensor in _dtensors(module):
-        for dimension, placement in Sharding.of(tensor).by_dimension():
-            if dimension not in allowed:
-                known = ", ".join(map(repr, allowed)) or "none"
-                raise ShardedError(
-                    f"{name} lies over the mesh's dimension {dimension!r} ({placement}); those that "
-                    f"a stage's parameters may lie over are: {known}"
+                    f"{name} is sharded over {dimension!r} ({sharding}), {_WHOLE[dimension]}; give "
+                    "parallelize_module the dimension of tensor parallelism, mesh['tp']"
                 )
 
 
 def _refuse_uneven(name: str, sharding: Sharding) -> None:
-    """Every rank sees it, though only some have less: those alone would fail, and others wait."""
+    """All ranks see it, though only some have less: those alone would fail, and others wait."""
     parts: Counter[int] = Counter()
     for at, placement in enumerate(sharding.placements):
         if placement.is_shard():
@@ -74,9 +57,9 @@ def _refuse_uneven(name: str, sharding: Sharding) -> None:
     for dim, count in parts.items():
         if sharding.shape[dim] % count:
             raise ShardedError(
-                f"{name} has {sharding.shape[dim]} elements in dimension {dim}, which {count} ranks "
-                f"cannot share evenly ({sharding}); make it a multiple of {count}, or leave this "
-                "layer out of the plan of parallelize_module"
+                f"{name} has {sharding.shape[dim]} elements in dimension {dim}, which {count} "
+                f"ranks cannot share evenly ({sharding}); make it a multiple of {count}, or leave "
+                "this layer out of the plan of parallelize_module"
             )
 
 

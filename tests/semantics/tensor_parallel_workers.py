@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -49,7 +48,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(x)
-        q, k, v = (f(h).unflatten(-1, (-1, self.size)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        q, k, v = (
+            f(h).unflatten(-1, (-1, self.size)).transpose(1, 2) for f in (self.q, self.k, self.v)
+        )
         mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return x + self.out(mixed.transpose(1, 2).flatten(2))
 
@@ -104,7 +105,7 @@ def prepared(mesh: DeviceMesh) -> nn.Module:
 
 
 def language(mesh: DeviceMesh, *, tied: bool = False) -> nn.Module:
-    """As torchtitan shards a language model; the logits stay sharded for the loss, and where that is
+    """As torchtitan shards a language model. The logits stay sharded for the loss; where that is
     asked for, the output's weight is that of the embedding.
     """
     plan: dict[str, Any] = {
@@ -155,7 +156,9 @@ MODELS: dict[str, Callable[[DeviceMesh], nn.Module]] = {
 
 
 def _batches(name: str) -> list[Tensor]:
-    torch.manual_seed(5 + (dist.get_rank() if name in ("sequence parallel", "prepared", "gathered") else 0))
+    torch.manual_seed(
+        5 + (dist.get_rank() if name in ("sequence parallel", "prepared", "gathered") else 0)
+    )
     if "language" in name:
         return [torch.randint(32, (2, 5)) for _ in range(MICROBATCHES)]
     length = 2 if name in ("sequence parallel", "prepared") else 4
@@ -173,7 +176,9 @@ def _values(tensors: Iterable[Any]) -> list[Any]:
     return [
         (str(each.placements), each._local_tensor.clone())
         if isinstance(each, DTensor)
-        else each if each is None else each.detach().clone()
+        else each
+        if each is None
+        else each.detach().clone()
         for each in tensors
     ]
 
@@ -250,12 +255,12 @@ def compiled(mesh: DeviceMesh, name: str) -> bool:
 
 def read_before_weights(mesh: DeviceMesh) -> list[Any]:
     """What the gradient of a sharded parameter says of itself while it is pending; norms."""
-    eager, model = _twins(mesh, "blocks")
-    split, (batch, *_) = autosplit.split(model), _batches("blocks")
+    eager, model = _twins(mesh, "gathered")
+    split, (batch, *_) = autosplit.split(model), _batches("gathered")
     found = []
     for each in (eager, split):
         each(batch).square().mean().backward()
-        weight = dict(each.named_parameters())["2.up.weight"]
+        weight = dict(each.named_parameters())["2.weight"]
         found.append((str(weight.grad.placements), weight.grad.to_local().sum().item()))
         norm = nn.utils.clip_grad_norm_(each.parameters(), 1e-3)
         found.append(norm.full_tensor().item() if isinstance(norm, DTensor) else norm.item())

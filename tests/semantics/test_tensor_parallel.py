@@ -1,4 +1,4 @@
-"""Models whose parameters ``parallelize_module`` has made DTensors train as in eager, bit for bit."""
+"""Models of which ``parallelize_module`` has made DTensors train as in eager, bit for bit."""
 
 from __future__ import annotations
 

@@ -96,7 +96,8 @@ def test_ranks_begin_collectives_in_one_order(graphs: tuple[SplitGraphs, SplitGr
 
 def test_memory_grows_by_one_collective_at_most(graphs: tuple[SplitGraphs, SplitGraphs]) -> None:
     plain, moved = graphs
-    assert plain.backward is not None and moved.backward is not None
+    assert plain.backward is not None
+    assert moved.backward is not None
     begun = [node for node in calls(plain.backward.graph) if is_start(node)]
     largest = max(
         sum(value_bytes(each.meta["val"]) for each in (node, *node.all_input_nodes))

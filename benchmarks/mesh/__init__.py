@@ -1,0 +1,1 @@
+"""Pipelines with replicas: gradients held against one process, and reductions hidden behind W."""
