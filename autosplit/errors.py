@@ -45,7 +45,7 @@ class SplitError(AutosplitError):
 
 class ShardedError(SplitError):
     """A model is sharded (FSDP) where whole parameters are needed, or in a way that cannot be taken
-    apart.
+    apart; or its parameters are DTensors that cannot be trained.
     """
 
 

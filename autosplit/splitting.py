@@ -87,9 +87,11 @@ def split(
         CaptureError: ``fullgraph`` and the model cannot be traced for the example inputs; names
             the line.
         SplitError: ``fullgraph`` and the graph cannot be split; the backend, the memory
-            setting, the accumulation or the overlap is unknown; a memory budget cannot be met; ``dynamic``
-            comes with options that need whole graphs; or this is no module, no inputs.
-        ShardedError: the model is sharded in a way that cannot be taken apart.
+            setting, the accumulation or the overlap is unknown; a memory budget cannot be met;
+            ``dynamic`` comes with options that need whole graphs; or this is no module,
+            no inputs.
+        ShardedError: the model is sharded in a way that cannot be taken apart, or a parameter is a
+            DTensor that cannot be trained.
         FailingCallError: the forward fails for the example inputs, traced or not.
         BackendError: the backend cannot compile a graph.
     """

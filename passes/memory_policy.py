@@ -48,9 +48,7 @@ OVERLAP = ("collectives", "none")
 """What weight gradients may hide."""
 
 
-def memory_setting(
-    memory: str | int, *, late_input: bool = False, overlap: str = "none"
-) -> Memory:
+def memory_setting(memory: str | int, *, late_input: bool = False, overlap: str = "none") -> Memory:
     """The setting of that name; a number is a budget in bytes.
 
     A budget bounds the distinct storage that one microbatch holds between I and W, that is

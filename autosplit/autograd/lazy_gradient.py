@@ -18,6 +18,7 @@ from autosplit.torch_internals.accumulate_grad import (
     outside_dispatch,
     without_torch_function,
 )
+from autosplit.torch_internals.dtensor import is_dtensor
 from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten
 
 if TYPE_CHECKING:
@@ -69,6 +70,16 @@ class LazyGradient(Tensor):
         with outside_dispatch():
             args, kwargs = _computed((args, kwargs))
         return func(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """What only the gradient of a DTensor has: placements, a mesh, a local part."""
+        if name.startswith("__") or name == "_slot":
+            raise AttributeError(name)
+        found = pending(self)
+        stands_for = self._real if found is None else found[1]
+        if not is_dtensor(stands_for):
+            raise AttributeError(f"{type(stands_for).__name__!r} object has no attribute {name!r}")
+        return getattr(self.value(), name)
 
     def value(self) -> Tensor:
         """The gradient itself, computed if need be.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 from torch._functorch._aot_autograd import descriptors as d
 
-from autosplit.passes import Kind, PassError, Role, SplitGraphs, run
+from autosplit.passes import Kind, PassError, Role, SplitGraphs, memory_setting, run
 from autosplit.passes.analysis.aliasing import storage_root
 from autosplit.passes.graph import (
     FORWARD_OUTPUT,
@@ -26,6 +26,7 @@ from autosplit.passes.graph import (
     set_outputs,
 )
 
+from .dtensor_roles import is_mesh, whole
 from .node_origins import note_origins
 from .roles import DescriptorRoles
 
@@ -46,6 +47,8 @@ class AotGraphs:
             of outputs; returns ``slots`` gradients (None where there is none), then what I
             defers.
         slots: one for each input of the joint graph.
+        meshes: slots of the meshes of DTensors' gradients, which no graph makes: index of the slot
+            -> index of the graph's input whose gradient it is.
         results: names of the outputs of the joint graph's forward, as tangents have them.
         parameters: index of the graph's input -> name, for parameters whose gradient W makes.
     """
@@ -54,6 +57,7 @@ class AotGraphs:
     forward: fx.GraphModule
     backward_input: fx.GraphModule
     slots: int
+    meshes: dict[int, int]
     results: tuple[str, ...]
     parameters: dict[int, str]
 
@@ -78,6 +82,8 @@ class GraphRoles(DescriptorRoles):
     def primal(self, desc: Any) -> Role | None:
         if desc in self._changed:
             return self._changed[desc]
+        if is_mesh(desc):
+            return Role(Kind.TANGENT if desc.is_tangent() else Kind.INPUT, desc.expr())
         match desc:
             case d.PlainAOTInput():
                 return self._roles[desc.idx]
@@ -86,6 +92,8 @@ class GraphRoles(DescriptorRoles):
         return None
 
     def result(self, desc: Any) -> str | None:
+        if is_mesh(desc):
+            return str(desc.expr())
         known = isinstance(desc, d.PlainAOTOutput | d.IntermediateBaseAOTOutput)
         return desc.expr() if known else None
 
@@ -103,7 +111,7 @@ def label(graph: fx.Graph, roles: list[Role], num_forward: int, static: set[int]
     known = GraphRoles(roles)
     parameters: dict[int, str] = {}
     for position, node in enumerate(placeholders(graph)):
-        desc = node.meta["desc"]
+        desc = whole(node.meta["desc"])
         role = known.input(desc)
         if role.kind is Kind.PARAMETER and (desc in kept or desc not in with_gradient):
             known.change(desc, Kind.INPUT)
@@ -117,8 +125,10 @@ def label(graph: fx.Graph, roles: list[Role], num_forward: int, static: set[int]
     for position, (desc, value) in enumerate(gradients):
         # An input without a gradient has no descriptor here; only its position is known.
         absent = Role(Kind.INPUT_GRAD, f"nothing[{position}]")
-        labels.append(absent if value is None else known.output(desc))
-    output.args = ([value for _, value in descs],)
+        labels.append(absent if value is None or is_mesh(desc) else known.output(desc))
+    # A mesh that comes with a gradient is put in when all graphs have run.
+    made = [None if is_mesh(desc) else value for desc, value in gradients]
+    output.args = ([*(value for _, value in results), *made],)
     output.meta["roles"] = tuple(labels)
     note_origins(graph)
     return parameters
@@ -128,15 +138,17 @@ def _kept_whole(results: list[tuple[Any, Any]]) -> set[Any]:
     """Inputs that the graph returns (views of), or writes into: AOTAutograd makes such outputs
     from the input itself, outside the graph, and autograd must find the input there.
     """
-    mutations = [desc for desc, _ in results if isinstance(desc, d.InputMutationAOTOutput)]
+    written = [whole(desc) for desc, _ in results]
+    mutations = [desc for desc in written if isinstance(desc, d.InputMutationAOTOutput)]
     roots = [storage_root(value) for _, value in results if isinstance(value, fx.Node)]
-    returned = {root.meta["desc"] for root in roots if root.op == "placeholder"}
+    returned = {whole(root.meta["desc"]) for root in roots if root.op == "placeholder"}
     return returned | {desc.mutated_input for desc in mutations}
 
 
 def _grad_of(desc: Any) -> Any:
-    if isinstance(desc, d.GradAOTOutput):
-        return desc.grad_of
+    gradient = desc.base if is_mesh(desc) else whole(desc)
+    if isinstance(gradient, d.GradAOTOutput):
+        return gradient.grad_of
     raise PassError(f"the traced backward returns {desc!r}, which autosplit cannot split")
 
 
@@ -147,8 +159,11 @@ def assemble(labelled: fx.GraphModule, num_forward: int, parameters: dict[int, s
     """
     joint_inputs = placeholders(labelled.graph)
     gradients = outputs(labelled.graph)[num_forward:]
-    descs = labelled.graph.output_node().meta["desc"][:num_forward]
-    graphs = run(labelled)
+    descs = labelled.graph.output_node().meta["desc"]
+    results_of = [whole(desc) for desc in descs[:num_forward] if not is_mesh(desc)]
+    behind = enumerate(descs[num_forward:])
+    meshes = {at: _grad_of(desc).idx for at, desc in behind if is_mesh(desc)}
+    graphs = run(labelled, memory=memory_setting("balanced", overlap="collectives"))
     if graphs.backward is None or graphs.backward_input is None:
         raise PassError("nothing in the graph has a gradient")
     primals = [node for node in joint_inputs if role_of(node).kind is not Kind.TANGENT]
@@ -169,7 +184,8 @@ def assemble(labelled: fx.GraphModule, num_forward: int, parameters: dict[int, s
         _rebuild(graphs.forward, "forward", primals, [*results, *returned]),
         _rebuild(graphs.backward_input, "backward_input", incoming, [*slots, *carried]),
         len(slots),
-        tuple(desc.expr() for desc in descs),
+        meshes,
+        tuple(desc.expr() for desc in results_of),
         parameters,
     )
 

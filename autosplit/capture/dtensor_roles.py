@@ -1,7 +1,7 @@
 """How the DTensors among what a graph takes and returns lie over ranks, by role.
 
-AOTAutograd traces the local tensors of DTensors: descriptors of their inputs and outputs are wrapped
-in one that names the attribute of the DTensor.
+AOTAutograd traces the local tensors of DTensors: descriptors of their inputs and outputs are
+wrapped in one that names the attribute of the DTensor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LOCAL, _MESH = "_local_tensor", "device_mesh"
 
 
 def whole(desc: Any) -> Any:
-    """The descriptor of the DTensor whose local tensor a descriptor is about; others as they are."""
+    """The descriptor of the DTensor whose local tensor one is about; others as they are."""
     local = isinstance(desc, _OF_SUBCLASS) and desc.attr == _LOCAL
     return desc.base if local else desc
 
@@ -32,16 +32,17 @@ def drop_meshes(graph: fx.Graph) -> None:
     """
     output = graph.output_node()
     descs, values = output.meta["desc"], output.args[0]
-    kept = [at for at, desc in enumerate(descs) if not _is_mesh(desc)]
+    kept = [at for at, desc in enumerate(descs) if not is_mesh(desc)]
     if len(kept) < len(descs):
         output.args = ([values[at] for at in kept],)  # type: ignore[index,union-attr]
         output.meta["desc"] = [descs[at] for at in kept]
     for node in placeholders(graph):
-        if _is_mesh(node.meta["desc"]) and not node.users:
+        if is_mesh(node.meta["desc"]) and not node.users:
             graph.erase_node(node)
 
 
-def _is_mesh(desc: Any) -> bool:
+def is_mesh(desc: Any) -> bool:
+    """Whether a descriptor is about the mesh of a DTensor."""
     return isinstance(desc, _OF_SUBCLASS) and desc.attr == _MESH
 
 

@@ -76,7 +76,6 @@ class DescriptorRoles(Protocol):
             raise self.error(f"the traced graph returns {desc!r}, which autosplit cannot split")
         return Role(Kind.OUTPUT, name)
 
-
     def of(self, desc: Any) -> Role:
         """Role of an input or an output.
 

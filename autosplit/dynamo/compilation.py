@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,9 +24,10 @@ from autosplit.capture.aot_session import (
     input_sources,
     refuse_thawed,
 )
-from autosplit.passes import Kind
+from autosplit.passes import Kind, Role
 from autosplit.torch_internals.accumulate_grad import has_gradient_hooks
 from autosplit.torch_internals.distributed import data_parallel
+from autosplit.torch_internals.dtensor import is_dtensor
 from autosplit.torch_internals.running_backward import compiled_node, linked_leaves
 
 from .compiled_backward import DeferredGraphOwner, SplitBackward
@@ -64,6 +65,16 @@ class Compilation:
             infer=self._infer,
             decompositions=self._backend.decompositions,
         )
+        self._meshes = {
+            at: value.device_mesh for at, value in enumerate(example_inputs) if is_dtensor(value)
+        }
+        if self._meshes:
+            # AOTAutograd puts every gradient of a DTensor together when the backward returns.
+            self._part.give_up(
+                "AOTAutograd wants the gradients of DTensors from the backward; weight gradients "
+                "run there while collectives are under way"
+            )
+            roles = [Role(Kind.INPUT, role.name) for role in roles]
         self._run = compile_dynamo_graph(module, example_inputs, roles, splitter)
         owner.compiled(self._part)
 
@@ -106,7 +117,21 @@ class Compilation:
             weight = WeightGraph(aot.graphs.backward_weight, self._backend)
             self._split = SplitBackward(aot, backward, weight, self._owner, self._names)
             backward = self._split
-        return forward.call, backward
+        return forward.call, self._with_meshes(backward, aot.meshes)
+
+    def _with_meshes(self, backward: Boxed, slots: Mapping[int, int]) -> Boxed:
+        """A backward that also returns the meshes of DTensors' gradients."""
+        if not slots:
+            return backward
+        meshes = {slot: self._meshes[index] for slot, index in slots.items()}
+
+        def run(args: list[Any]) -> list[Any]:
+            results = backward(args)
+            for slot, mesh in meshes.items():
+                results[slot] = mesh
+            return results
+
+        return run
 
     def _infer(self, module: fx.GraphModule) -> Boxed:
         prepare_joint(module, self._backend)

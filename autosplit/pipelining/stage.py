@@ -18,6 +18,7 @@ from autosplit.runtime.gradient_accumulation import Accumulation
 from autosplit.runtime.input_overlap import refuse_overlap
 from autosplit.runtime.specialization import Specializations
 from autosplit.runtime.split_options import SplitOptions
+from autosplit.runtime.stage_specializations import refuse_dtensors
 from autosplit.torch_internals.backward_task import without_autocast
 from autosplit.torch_internals.pipelining.stage import RuntimeStage
 from autosplit.torch_internals.pytree import TreeSpec, tree_unflatten
@@ -181,6 +182,7 @@ class SplitPipelineStage(RuntimeStage):
             functions = self._fitting(args, kwargs, *self._flatten(args, kwargs))
         made = self._agreed[chunk] = self._results_of(functions)
         if not self.is_last:
+            refuse_dtensors(self._owner, self._module, functions)
             made.refuse_objects(self._owner)
         examples = made.examples()
         if chunk == 0:

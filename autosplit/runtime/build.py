@@ -22,6 +22,7 @@ from autosplit.errors import CaptureError, FailingCallError, FirstCallError, Spl
 from autosplit.passes import Memory, PassError, SplitGraphs, run
 from autosplit.text.writing import check_folder, writing
 from autosplit.torch_internals.ddp_reducer import refuse_sharded
+from autosplit.torch_internals.dtensor_checks import refuse_lost_shardings
 
 from .functions import SplitFunctions
 from .open_sizes import Dimensions
@@ -73,11 +74,13 @@ def trace(
         CaptureError: the module cannot be traced.
         FirstCallError: ``called``, and the call is to be run without a graph.
         SplitError: the graph cannot be split, or a memory budget cannot be met.
-        ShardedError: FSDP manages the module or a part of it.
+        ShardedError: FSDP manages the module or a part of it, or a parameter is a DTensor that
+            cannot be trained.
         BackendError: the backend cannot compile the graph.
         OutputError: the folder that ``AUTOSPLIT_DUMP`` names cannot be written.
     """
     refuse_sharded(module)
+    refuse_lost_shardings(module)
     compiler, setting = backend_named(options.backend), options.memory_policy
     with _TRACING, _undrawn(), collecting_new_objects_only():
         dump = _dump_folder(module)

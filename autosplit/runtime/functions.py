@@ -392,7 +392,7 @@ class SplitFunctions:
     def _made(
         self, names: Sequence[str], found: Sequence[Tensor], into: Sequence[Tensor] | None
     ) -> Sequence[Tensor]:
-        """Weight gradients as the user gets them: what they were added into, or as they are made."""
+        """Weight gradients as the user gets them: what they were added into, or new ones."""
         if into is not None:
             return into
         return self._dtensors.whole(Kind.PARAMETER_GRAD, names, found)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from autosplit.errors import CaptureError, SplitError
+from autosplit.passes import Kind
 from autosplit.passes.analysis.aliasing import overlaps_itself
 from autosplit.runtime.activations.saved_tensors import TensorSpec
 from autosplit.torch_internals.module_state import StateReader
@@ -62,6 +63,7 @@ class StageSpecializations:
         self._latest = self._trace(without_history(args, computed=True))
         self._keep(self._latest)
         self.outputs = self._latest.capture.outputs
+        refuse_dtensors(name, module, self._latest)
         missing = [path for path in self.outputs if path not in self._latest.output_specs]
         if missing:
             raise CaptureError(
@@ -140,6 +142,22 @@ class StageSpecializations:
             "reads was changed, such as parameters, their dtype or whether they are trained, "
             "or autocast; build a new Stage, or a new trainer"
         )
+
+
+def refuse_dtensors(name: str, module: nn.Module, functions: SplitFunctions) -> None:
+    """Check that what a stage takes from others and hands to others is no DTensor.
+
+    Raises:
+        CaptureError: one is; says how it lies over ranks.
+    """
+    for role, lies in functions.capture.shardings.items():
+        if role.kind in (Kind.INPUT, Kind.OUTPUT):
+            verb = "takes" if role.kind is Kind.INPUT else "returns"
+            raise CaptureError(
+                f"{name} ({type(module).__name__}) {verb} {role.name}, a DTensor ({lies}); stages "
+                "hand each other local tensors. Pass local ones, and leave use_local_output=True "
+                "in the plan of parallelize_module"
+            )
 
 
 def _output_specs(functions: SplitFunctions, names: Sequence[str]) -> list[OutputSpec]:

@@ -1,11 +1,10 @@
-"""DTensors, the tensors that ``parallelize_module`` makes of parameters: what a rank has of them, and
-gradients put together again.
+"""DTensors, the tensors that ``parallelize_module`` makes of parameters: what a rank has of them,
+and gradients put together again.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -20,11 +19,6 @@ def is_dtensor(value: object) -> TypeGuard[Any]:
         return False
     library = sys.modules.get("torch.distributed.tensor")  # without it there is none
     return library is not None and issubclass(kind, library.DTensor)
-
-
-def any_dtensor(values: Iterable[object]) -> bool:
-    """Whether one of them is a DTensor."""
-    return any(map(is_dtensor, values))
 
 
 def local_tensor(tensor: Any) -> Tensor:
@@ -58,7 +52,7 @@ class Sharding:
 
     @classmethod
     def of(cls, tensor: Any) -> Sharding:
-        """That of a DTensor; one that was traced has a stand-in of its mesh, which is looked behind."""
+        """That of a DTensor; one that was traced has a stand-in for its mesh."""
         mesh = tensor.device_mesh
         mesh = getattr(mesh, "real_obj", mesh)
         return cls(mesh, tuple(tensor.placements), tensor.shape, tensor.stride())
@@ -82,7 +76,10 @@ class Sharding:
                 tensor = tensor.redistribute(self.mesh, self.placements)
         return local_tensor(tensor)
 
-    def __str__(self) -> str:
+    def by_dimension(self) -> list[tuple[str, Any]]:
+        """Name of each dimension of the mesh, its number where it has none, and the placement."""
         names = getattr(self.mesh, "mesh_dim_names", None) or range(len(self.placements))
-        pairs = zip(names, self.placements, strict=True)
-        return ", ".join(f"{name}: {placement}" for name, placement in pairs)
+        return list(zip(map(str, names), self.placements, strict=True))
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}: {placement}" for name, placement in self.by_dimension())

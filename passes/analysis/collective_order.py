@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 import operator
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -23,6 +23,22 @@ from .operator_cost import duration, exchange_duration
 from .symbolic_sizes import is_size
 
 _ROUNDING = 0.5  # an operator fills a window of which it leaves less than so much of itself outside
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Times of operators and of collectives, in one unit.
+
+    Attributes:
+        operator: how long the device is busy with one.
+        exchange: from the start of a collective to its end.
+    """
+
+    operator: Callable[[fx.Node], float] = duration
+    exchange: Callable[[fx.Node], float] = exchange_duration
+
+
+ESTIMATED = Costs()
 
 
 @dataclass
@@ -38,18 +54,18 @@ class CollectiveOrder:
     hidden_in: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
 
-def exposed_time(order: Iterable[fx.Node], scale: float = 1.0) -> float:
-    """Time that the device waits for collectives, where these take ``scale`` times their estimate."""
+def exposed_time(order: Iterable[fx.Node], scale: float = 1.0, costs: Costs = ESTIMATED) -> float:
+    """Time that the device waits for collectives, where these take ``scale`` times their cost."""
     clock = link = exposed = 0.0
     ends: dict[fx.Node, float] = {}
     for node in order:
         if is_start(node):
-            link = ends[node] = max(clock, link) + scale * exchange_duration(node)
+            link = ends[node] = max(clock, link) + scale * costs.exchange(node)
         elif is_wait(node):
             stall = max(0.0, ends.get(start_of(node), 0.0) - clock)
             clock, exposed = clock + stall, exposed + stall
         else:
-            clock += duration(node)
+            clock += costs.operator(node)
     return exposed
 
 
@@ -58,9 +74,11 @@ class CollectiveScheduler:
 
     Args:
         nodes: the operators to order, as they run now; what they read besides is there.
+        costs: of operators and collectives.
     """
 
-    def __init__(self, nodes: Sequence[fx.Node]) -> None:
+    def __init__(self, nodes: Sequence[fx.Node], costs: Costs = ESTIMATED) -> None:
+        self._costs = costs
         self._index = {node: at for at, node in enumerate(nodes)}
         self._heavy = [node for node in nodes if not _is_light(node)]
         self._reads: dict[fx.Node, set[fx.Node]] = {}
@@ -71,11 +89,6 @@ class CollectiveScheduler:
                     found |= self._reads[each] if _is_light(each) else {each}
             self._reads[node] = found
         self._urgent = self._before(node for node in nodes if is_start(node))
-
-    @property
-    def urgent(self) -> Collection[fx.Node]:
-        """Operators that a collective depends on, and collectives."""
-        return self._urgent
 
     def order(self, fill: float, *, hold: bool) -> CollectiveOrder:
         """An order.
@@ -105,7 +118,7 @@ class CollectiveScheduler:
     def _schedule(
         self, fill: float, in_place: Collection[fx.Node], *, hold: bool
     ) -> CollectiveOrder:
-        run = _Run(self._index, self._heavy, self._reads, self._urgent, fill)
+        run = _Run(self._index, self._heavy, self._reads, self._urgent, self._costs, fill)
         while run.left:
             for each in run.over():
                 run.emit(each)
@@ -143,11 +156,12 @@ class _Run:
         heavy: Sequence[fx.Node],
         reads: dict[fx.Node, set[fx.Node]],
         urgent: Collection[fx.Node],
+        costs: Costs,
         fill: float,
     ) -> None:
         self.order = CollectiveOrder()
         self.left = len(heavy)
-        self._index, self._urgent, self._fill = index, urgent, fill
+        self._index, self._urgent, self._costs, self._fill = index, urgent, costs, fill
         self._done: set[fx.Node] = set()
         self._clock = self._link = 0.0
         self._ends: dict[fx.Node, float] = {}
@@ -195,15 +209,18 @@ class _Run:
                 return
             _, node = min(ready)
             tried.add(node)
-            if (1 - _ROUNDING) * duration(node) <= end - self._clock:
+            if (1 - _ROUNDING) * self._costs.operator(node) <= end - self._clock:
                 self.order.hidden_in[node] = wait
                 self.emit(node)
 
     def note_hidden(self, node: fx.Node) -> None:
-        """Note whether a filler would run while a collective is under way that nobody urgent reads."""
+        """Note whether a filler would run beside a collective whose result is not urgent."""
         waits = self._ready[False, True]
         wait = max((each for _, each in waits), key=self._end, default=None)
-        if wait is not None and (1 - _ROUNDING) * duration(node) <= self._end(wait) - self._clock:
+        if (
+            wait is not None
+            and (1 - _ROUNDING) * self._costs.operator(node) <= self._end(wait) - self._clock
+        ):
             self.order.hidden_in[node] = wait
 
     def _end(self, wait: fx.Node) -> float:
@@ -218,12 +235,12 @@ class _Run:
         self._append(node)
         self.left -= 1
         if is_start(node):
-            self._link = max(self._clock, self._link) + self._fill * exchange_duration(node)
+            self._link = max(self._clock, self._link) + self._fill * self._costs.exchange(node)
             self._ends[node] = self._link
         elif is_wait(node):
             self._clock = max(self._clock, self._end(node))
         else:
-            self._clock += duration(node)
+            self._clock += self._costs.operator(node)
         for reader in self._readers[node]:
             self._missing[reader] -= 1
             if not self._missing[reader]:

@@ -31,7 +31,8 @@ def overlap_collectives(program: SplitProgram) -> bool:
     if not program.memory.overlap:
         return False
     backwards = [m for name, m in program.graphs().items() if name.startswith("backward")]
-    return any([overlap_in_graph(module) for module in backwards])
+    moved = [overlap_in_graph(module) for module in backwards]
+    return any(moved)
 
 
 def overlap_in_graph(module: fx.GraphModule) -> bool:

@@ -23,7 +23,7 @@ _MOST = 0.5  # of a weight gradient's work that fits into waits
 
 
 def hide_collectives(graph: fx.Graph, reach: Reachability, regions: Regions) -> Regions:
-    """The division with weight gradients in I that fill its waits; itself where nothing is gained."""
+    """The division with weight gradients in I that fill its waits; itself where there are none."""
     if not any(map(is_start, regions.input.runs)):
         return regions
     nodes = [n for n in graph.nodes if n in regions.backward.runs and n.op == "call_function"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -23,11 +22,12 @@ from torch.distributed.tensor.parallel import (
 )
 
 import autosplit
-from autosplit.passes import Kind
+from autosplit.dynamo.backend import SplittingBackend
+from autosplit.errors import DeferralWarning
 from autosplit.passes.analysis.collectives import is_start
 from autosplit.passes.graph import calls
 
-MICROBATCHES, STEPS = 3, 3
+MICROBATCHES, STEPS = 2, 2
 
 
 class Mlp(nn.Module):
@@ -48,7 +48,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(x)
-        q, k, v = (f(h).unflatten(-1, (-1, self.size)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        q, k, v = (
+            f(h).unflatten(-1, (-1, self.size)).transpose(1, 2) for f in (self.q, self.k, self.v)
+        )
         mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return x + self.out(mixed.transpose(1, 2).flatten(2))
 
@@ -103,7 +105,7 @@ def prepared(mesh: DeviceMesh) -> nn.Module:
 
 
 def language(mesh: DeviceMesh, *, tied: bool = False) -> nn.Module:
-    """As torchtitan shards a language model; the logits stay sharded for the loss, and where that is
+    """As torchtitan shards a language model. The logits stay sharded for the loss; where that is
     asked for, the output's weight is that of the embedding.
     """
     plan: dict[str, Any] = {
@@ -147,14 +149,16 @@ MODELS: dict[str, Callable[[DeviceMesh], nn.Module]] = {
     "blocks": blocks,
     "sequence parallel": sequence_parallel,
     "prepared": prepared,
-    "language, loss parallel": language,
+    "language": language,
     "tied language": lambda mesh: language(mesh, tied=True),
     "gathered": gathered,
 }
 
 
 def _batches(name: str) -> list[Tensor]:
-    torch.manual_seed(5 + (dist.get_rank() if name in ("sequence parallel", "prepared", "gathered") else 0))
+    torch.manual_seed(
+        5 + (dist.get_rank() if name in ("sequence parallel", "prepared", "gathered") else 0)
+    )
     if "language" in name:
         return [torch.randint(32, (2, 5)) for _ in range(MICROBATCHES)]
     length = 2 if name in ("sequence parallel", "prepared") else 4
@@ -172,7 +176,9 @@ def _values(tensors: Iterable[Any]) -> list[Any]:
     return [
         (str(each.placements), each._local_tensor.clone())
         if isinstance(each, DTensor)
-        else each if each is None else each.detach().clone()
+        else each
+        if each is None
+        else each.detach().clone()
         for each in tensors
     ]
 
@@ -205,60 +211,83 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def exchanges(split: autosplit.SplitModule) -> dict[str, int]:
-    """How many collectives each graph begins."""
+def stage(mesh: DeviceMesh, name: str, setting: dict[str, Any]) -> bool:
+    """Whether a stage's gradients are those of eager."""
+    torch.manual_seed(0)
+    model = MODELS[name](mesh)
+    batches = _batches(name)
+    outputs = [model(batch) for batch in batches]
+    for output in outputs:
+        output.square().mean().backward()
+    expected = _values([batch.grad for batch in batches])
+    expected += _values(parameter.grad for parameter in model.parameters())
+    model.zero_grad()
+    split = autosplit.Stage(model, [batches[0].detach().requires_grad_()], **setting)
+    made: list[Any] = []
+    for at, (batch, output) in enumerate(zip(batches, outputs, strict=True)):
+        split.forward(at, [batch.detach()])
+        leaf = output.detach().requires_grad_()
+        made += split.backward_input(at, [*torch.autograd.grad(leaf.square().mean(), leaf)])
+    for at in range(MICROBATCHES):
+        for part in range(setting["slices"]) if "slices" in setting else [None]:
+            split.backward_weight(at, part)
+    split.publish()
+    return same(expected, _values(made) + _values(each.grad for each in model.parameters()))
+
+
+def whole(mesh: DeviceMesh, name: str, setting: dict[str, Any]) -> tuple[bool, dict[str, int]]:
+    """Whether a split model trains as in eager, and how many collectives its graphs begin."""
+    eager, model = _twins(mesh, name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DeferralWarning)
+        split = autosplit.split(model, fullgraph=True, **setting)
+        made = train(split, name, split.backward_weight)
     graphs = split.functions[-1].graphs.graphs()
-    return {name: sum(map(is_start, calls(each.graph))) for name, each in graphs.items()}
+    counts = {key: sum(map(is_start, calls(each.graph))) for key, each in graphs.items()}
+    return same(train(eager, name), made), counts
 
 
-def whole(settings: list[dict[str, Any]]) -> dict[str, Any]:
-    """For each model and setting: whether all is as in eager; collectives of its graphs."""
+def compiled(mesh: DeviceMesh, name: str) -> bool:
+    """Whether a model under ``torch.compile(backend="autosplit")`` trains as in eager."""
+    eager, model = _twins(mesh, name)
+    return same(train(eager, name), train(torch.compile(model, backend=SplittingBackend()), name))
+
+
+def read_before_weights(mesh: DeviceMesh) -> list[Any]:
+    """What the gradient of a sharded parameter says of itself while it is pending; norms."""
+    eager, model = _twins(mesh, "gathered")
+    split, (batch, *_) = autosplit.split(model), _batches("gathered")
+    found = []
+    for each in (eager, split):
+        each(batch).square().mean().backward()
+        weight = dict(each.named_parameters())["2.weight"]
+        found.append((str(weight.grad.placements), weight.grad.to_local().sum().item()))
+        norm = nn.utils.clip_grad_norm_(each.parameters(), 1e-3)
+        found.append(norm.full_tensor().item() if isinstance(norm, DTensor) else norm.item())
+    return [found[:2] == found[2:], found[0]]
+
+
+def _twins(mesh: DeviceMesh, name: str) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    eager, model = MODELS[name](mesh), MODELS[name](mesh)
+    model.load_state_dict(eager.state_dict())
+    return eager, model
+
+
+WHOLE: list[tuple[str, dict[str, Any]]] = [
+    ("blocks", {}),
+    ("prepared", {"memory": "lean", "overlap": "none"}),
+    ("tied language", {}),
+    ("gathered", {"memory": "fast"}),
+]
+
+
+def findings() -> dict[str, Any]:
+    """All of the above."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    found: dict[str, Any] = {}
-    for name, make in MODELS.items():
-        torch.manual_seed(0)
-        eager = make(mesh)
-        start = {k: v.clone() for k, v in eager.state_dict().items()}
-        expected = train(eager, name)
-        for setting in settings:
-            torch.manual_seed(0)
-            model = make(mesh)
-            model.load_state_dict(start)
-            with warnings.catch_warnings():
-                warnings.simplefilter("error", autosplit.errors.DeferralWarning)
-                split = autosplit.split(model, fullgraph=True, **setting)
-                made = train(split, name, split.backward_weight)
-            late = split.functions[-1].late_parameters
-            found[f"{name} {setting}"] = same(expected, made), exchanges(split), len(late)
-    return found
-
-
-def stages(settings: list[dict[str, Any]]) -> dict[str, bool]:
-    """Whether a stage's gradients are those of eager, for each setting."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    found: dict[str, bool] = {}
-    for name in ("blocks", "sequence parallel", "gathered"):
-        torch.manual_seed(0)
-        model = MODELS[name](mesh)
-        batches = _batches(name)
-        outputs = [model(batch) for batch in batches]
-        for output in outputs:
-            output.square().mean().backward()
-        names = [n for n, _ in model.named_parameters()]
-        expected = _values([batch.grad for batch in batches])
-        expected += _values(parameter.grad for parameter in model.parameters())
-        for setting in settings:
-            model.zero_grad()
-            split, grads = autosplit.Stage(model, [batches[0].detach().requires_grad_()], **setting), []
-            for at, (batch, output) in enumerate(zip(batches, outputs, strict=True)):
-                split.forward(at, [batch.detach()])
-                leaf = output.detach().requires_grad_()
-                grads += split.backward_input(at, [*torch.autograd.grad(leaf.square().mean(), leaf)])
-            for at in range(MICROBATCHES):
-                for part in range(setting.get("slices", 1)):
-                    split.backward_weight(at, part if "slices" in setting else None)
-            split.publish()
-            parameters = dict(model.named_parameters())
-            made = _values(grads) + _values(parameters[n].grad for n in names)
-            found[f"{name} {setting}"] = same(expected, made)
-    return found
+    return {
+        "whole": {name: whole(mesh, name, setting) for name, setting in WHOLE},
+        "stages": [stage(mesh, "blocks", {"slices": 2, "overlap": "none"})],
+        "compiled": [compiled(mesh, "sequence parallel")],
+        "read": read_before_weights(mesh),
+    }

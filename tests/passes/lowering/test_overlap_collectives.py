@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import autosplit
+from autosplit.passes import Kind, SplitGraphs, memory_setting, run
+from autosplit.passes.analysis.collective_order import exposed_time
+from autosplit.passes.analysis.collectives import is_start, is_wait, start_of
+from autosplit.passes.analysis.operator_cost import flops, value_bytes
+from autosplit.passes.graph import calls, outputs
+from autosplit.passes.lowering.inplace_reuse import reusable_operands
+from autosplit.passes.lowering.live_bytes import LiveBytes
+from tests.fake_ranks import fake_mesh
+from tests.passes.graphs import joint_of
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+@pytest.fixture(scope="module")
+def graphs() -> Iterator[tuple[SplitGraphs, SplitGraphs]]:
+    """A sequence-parallel model of three blocks, split without overlap and with it."""
+    with fake_mesh() as mesh:
+        joints = [joint_of(model(mesh), torch.randn(4, 32, 64, requires_grad=True)) for _ in "12"]
+        yield tuple(
+            run(joint, memory=memory_setting("balanced", overlap=overlap))
+            for joint, overlap in zip(joints, ("none", "collectives"), strict=True)
+        )
+
+
+def model(mesh: DeviceMesh) -> nn.Module:
+    plan: dict[str, object] = {}
+    for at in "012":
+        plan |= {
+            f"{at}.norm": SequenceParallel(),
+            f"{at}.up": ColwiseParallel(input_layouts=Shard(1)),
+            f"{at}.down": RowwiseParallel(output_layouts=Shard(1)),
+        }
+    return parallelize_module(nn.Sequential(*(Mlp(64, 256) for _ in range(3))), mesh, plan)
+
+
+def starts(module: fx.GraphModule | None) -> list[str]:
+    assert module is not None
+    return [node.name for node in calls(module.graph) if is_start(node)]
+
+
+def products_under_way(module: fx.GraphModule | None) -> int:
+    """How many matrix products run between a collective's start and its wait."""
+    assert module is not None
+    under_way, found = 0, 0
+    for node in calls(module.graph):
+        under_way += is_start(node) - is_wait(node)
+        found += bool(flops(node)) and under_way > 0
+    return found
+
+
+def test_weight_gradients_run_while_collectives_are_under_way(
+    graphs: tuple[SplitGraphs, SplitGraphs],
+) -> None:
+    plain, moved = graphs
+    assert products_under_way(plain.backward) == products_under_way(plain.backward_input) == 0
+    # All but the first collective, which every weight gradient waits for, have one.
+    assert products_under_way(moved.backward) >= 5
+    assert products_under_way(moved.backward_input) >= 5
+    assert outputs(plain.backward_input.graph, Kind.PARAMETER_GRAD) == []
+    early = [role.name for role, _ in outputs(moved.backward_input.graph, Kind.PARAMETER_GRAD)]
+    assert "1.up.weight" in early
+    for name in ("backward", "backward_input"):
+        before, after = getattr(plain, name), getattr(moved, name)
+        assert exposed_time(calls(after.graph)) < exposed_time(calls(before.graph)) / 2
+
+
+def test_ranks_begin_collectives_in_one_order(graphs: tuple[SplitGraphs, SplitGraphs]) -> None:
+    plain, moved = graphs
+    assert starts(plain.backward) == starts(moved.backward) == starts(moved.backward_input)
+
+
+def test_memory_grows_by_one_collective_at_most(graphs: tuple[SplitGraphs, SplitGraphs]) -> None:
+    plain, moved = graphs
+    assert plain.backward is not None
+    assert moved.backward is not None
+    begun = [node for node in calls(plain.backward.graph) if is_start(node)]
+    largest = max(
+        sum(value_bytes(each.meta["val"]) for each in (node, *node.all_input_nodes))
+        for node in begun
+    )
+    limit = LiveBytes(plain.backward).peak() + largest
+    assert LiveBytes(moved.backward).peak() <= limit
+    assert LiveBytes(moved.backward_input).peak() <= limit
+
+
+def test_model_without_collectives_is_left_alone() -> None:
+    module, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(2, 4)
+    plain, moved = (autosplit.split(module, x, overlap=each) for each in ("none", "collectives"))
+    for name, graph in plain.functions[0].graphs.graphs().items():
+        other = moved.functions[0].graphs.graphs()[name]
+        assert [node.name for node in graph.graph.nodes] == [n.name for n in other.graph.nodes]
+
+
+def test_operand_of_a_collective_is_not_written_over_before_its_wait() -> None:
+    ops = torch.ops._c10d_functional
+    graph = fx.Graph()
+    value = torch.empty(4)
+    x = graph.placeholder("x")
+    made = graph.call_function(torch.ops.aten.add.Tensor, (x, x))
+    begun = graph.call_function(ops.all_gather_into_tensor.default, (made, 2, "0"))
+    risky = graph.call_function(torch.ops.aten.mul.Tensor, (made, x))
+    waited = graph.call_function(ops.wait_tensor.default, (begun,))
+    graph.output([risky, waited])
+    for node in (x, made, risky):
+        node.meta["val"] = value
+    begun.meta["val"] = waited.meta["val"] = torch.empty(8)
+    assert start_of(waited) is begun
+    assert risky not in reusable_operands(graph)
+    risky.append(waited)
+    waited.append(risky)  # behind the wait it may
+    assert risky in reusable_operands(graph)
