@@ -15,7 +15,6 @@ from autosplit.planner.costs.limits import Limits
 from autosplit.planner.cuts.rank_measurement import check_seconds
 from autosplit.planner.plan.plan_search import SearchSpace
 
-
 _CALL = 5e-6  # seconds that an operator takes at least
 
 

@@ -163,9 +163,7 @@ def test_dropped_graphs_take_their_lengths_along() -> None:
         split(torch.randn(2, length, 16))
     with pytest.warns(UserWarning, match="more than 2 graphs"):
         split(torch.randn(1, 8, 16))
-        split(torch.randn(2, 3, 8, 16)[0])
-        split(torch.randn(1, 6, 16))
-        split(torch.randn(2, 7, 16, dtype=torch.float64).float())
+    split(torch.randn(1, 6, 16))
     x = torch.randn(2, 7, 16)
     assert torch.equal(split(x), split.model(x))
     assert len(split.functions) == 2

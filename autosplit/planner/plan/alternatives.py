@@ -10,7 +10,6 @@ from autosplit.errors import PlanError
 from autosplit.planner.cuts.solve import CapError, Solution
 from autosplit.text.byte_sizes import size_text
 
-
 _NEAR = 0.01  # of the shortest step
 
 

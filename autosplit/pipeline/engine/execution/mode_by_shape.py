@@ -14,7 +14,6 @@ from autosplit.pipeline.schedule.schedule import Schedule
 from .microbatch import Batch
 from .mode import Mode
 
-
 _KEPT = 64  # modes: each has buffers of its own for messages
 
 
