@@ -26,7 +26,7 @@ def main() -> None:
         "--layers",
         nargs="+",
         type=int,
-        help="2 8 32 80 by default, with Inductor 2 8, of lengths 2 8 32",
+        help="2 8 32 80, with Inductor 2 8, of lengths 2 8 32",
     )
     parser.add_argument("--turns", type=int, default=3, help="processes of each kind")
     parser.add_argument("--output", type=pathlib.Path, default=HERE, help="folder to write to")

@@ -24,7 +24,7 @@ def test_what_is_known_of_a_device(name: str) -> None:
 def test_what_is_not() -> None:
     with pytest.raises(PlanError, match=r"unknown device 'z1'; known: a100, h100.*give its rates"):
         device_named("z1")
-    with pytest.raises(PlanError, match="no figure for torch.float64, only for floats of 16 bits"):
+    with pytest.raises(PlanError, match=r"no figure for torch.float64, only for floats of 16 bits"):
         device_named("h100").speed(torch.float64)
     for efficiency in (0.0, 1.5):
         with pytest.raises(PlanError, match="efficiency is a share above 0"):
@@ -35,5 +35,5 @@ def test_links() -> None:
     assert link_named("ib-ndr").bandwidth == LINKS["ib-ndr"] == 50e9
     assert link_named("12.5").bandwidth == 12.5e9
     for text in ("string", "0", "nan"):
-        with pytest.raises(PlanError, match="unknown link .*known: pcie4"):
+        with pytest.raises(PlanError, match=r"unknown link .*known: pcie4"):
             link_named(text)
