@@ -28,7 +28,7 @@ def leave_open(example: Tensor, dimensions: Iterable[int]) -> None:
     0 and 1 never are, nor those that the forward's Python decides by.
     """
     for dimension in dimensions:
-        torch._dynamo.maybe_mark_dynamic(example, dimension)  # type: ignore[no-untyped-call]
+        torch._dynamo.maybe_mark_dynamic(example, dimension)
 
 
 def is_open(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
