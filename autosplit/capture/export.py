@@ -106,7 +106,7 @@ class Guards:
             self._manager = output.build_guards(self._function.__code__).guard_manager
         sizes = output.output_graph.shape_env
         if self._open and sizes is not None:
-            sizes._error_on_new_guards = True
+            vars(sizes)["_error_on_new_guards"] = True
 
     def hold(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the graph may run for these inputs, with the module as it is now."""
