@@ -335,7 +335,11 @@ class SplitModule(ModuleProxy):
             return "\n\n".join(unsplit)
         hooks = hooks_text(self.model.named_parameters())
         tables = report(self._graphs.latest, type(self.model).__name__)
-        return "\n\n".join([tables, *hooks, *unsplit])
+        static = [
+            f"A graph is captured for each combination of input sizes: {reason}"
+            for reason in self._graphs.static_because
+        ]
+        return "\n\n".join([tables, *static, *hooks, *unsplit])
 
     def dump(self, folder: str | os.PathLike[str]) -> None:
         """Write the latest graphs as readable, runnable code, with boundary and drawing.

@@ -77,10 +77,11 @@ def split(
         fullgraph: refuse what one graph cannot hold. Otherwise such a model is split graph by
             graph under ``torch.compile``, and what no graph holds runs as ordinary autograd;
             ``report()`` says what and why.
-        dynamic: for sizes that vary a lot (sequence lengths, say). Otherwise a graph is captured
-            for each combination of them, which takes seconds every time; with this the model is
-            split graph by graph at once, and from the second size on the graphs hold for all
-            sizes, where torch.compile finds such graphs.
+        dynamic: which sizes of inputs captures leave open, so that one graph holds for all. None:
+            those that differ from an earlier capture's, so that sequence lengths cost two captures;
+            True: all at once; False: none, a graph is captured for each combination. Sizes that
+            the model branches on, 0 and 1 get graphs of their own. Other backends than ``"eager"``
+            need all sizes: there True splits graph by graph, as torch.compile finds them.
         max_graphs: how many graphs to keep (see ``SplitModule``).
 
     Raises:
@@ -88,8 +89,8 @@ def split(
             the line.
         SplitError: ``fullgraph`` and the graph cannot be split; the backend, the memory
             setting, the accumulation or the overlap is unknown; a memory budget cannot be met;
-            ``dynamic`` comes with options that need whole graphs; or this is no module,
-            no inputs.
+            ``dynamic`` comes with options and a backend that it does not go with; or this is no
+            module, no inputs.
         ShardedError: the model is sharded in a way that cannot be taken apart, or a parameter is a
             DTensor that cannot be trained.
         FailingCallError: the forward fails for the example inputs, traced or not.

@@ -28,12 +28,15 @@ from .errors import SplitError
 
 
 class Stage:
-    """One pipeline stage: a module split for one shape of microbatch.
+    """One pipeline stage: a module split for microbatches of any size.
 
     Microbatches are keys; any number may be between F and I, and between I and W. Lists of
     tensors are handed over: a call empties the list it is given, so that tensors die at
     their last use inside the stage.
 
+    Inputs of other sizes than those before are traced for again, the second time with the sizes
+    that vary left open, so that no more is needed; sizes that the module branches on, 0 and 1
+    take graphs of their own, and with another backend than "eager" each combination does.
     Where the module has changed since it was traced, in anything that its forward reads, the
     next forward traces it again, which takes seconds; its outputs must stay as they were.
 
@@ -101,6 +104,11 @@ class Stage:
         return self._graphs.latest
 
     @property
+    def captured(self) -> tuple[SplitFunctions, ...]:
+        """All graphs that are kept, oldest first."""
+        return self._graphs.captured
+
+    @property
     def gradients(self) -> Mapping[str, Tensor]:
         """Parameter name -> gradient added up over microbatches, in the order in which W (or B)
         ran. W of a later microbatch adds into these tensors in place.
@@ -138,6 +146,24 @@ class Stage:
         """Bytes of distinct storage held between I and W."""
         return self._weights.in_flight.bytes
 
+    def prepare(self, args: Sequence[Tensor]) -> None:
+        """Have graphs for inputs of these sizes now, rather than at their first forward; what this
+        stage says of its outputs and graphs is of these then.
+
+        Args:
+            args: example inputs, unlike those it was made with in their sizes at most.
+
+        Raises:
+            SplitError: they are unlike in something else, or the outputs would be.
+            CaptureError: the module cannot be traced for them.
+        """
+        self._graphs.check_inputs(list(args))
+        self._graphs.fitting()
+
+    def takes(self, args: Sequence[Tensor]) -> bool:
+        """Whether these are inputs for this stage, whatever their sizes."""
+        return self._graphs.takes(args)
+
     def forward(
         self, microbatch: int, inputs: list[Tensor], keep: Literal["saved", "inputs"] = "saved"
     ) -> list[Tensor]:
@@ -150,8 +176,9 @@ class Stage:
                 which ``recompute`` makes it before the backward.
 
         Raises:
-            SplitError: this microbatch is already between F and its backward; an input is not
-                as the stage was traced with it; or the module changed so that its outputs did.
+            SplitError: this microbatch is already between F and its backward; an input has another
+                dtype, device or number of dimensions than the stage was made with; or the module
+                changed so that its outputs did.
             CaptureError: the module changed and cannot be traced any more.
         """
         if microbatch in self._saved or microbatch in self._inputs:

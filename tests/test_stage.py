@@ -14,7 +14,7 @@ from autosplit import CaptureError, SplitError, Stage
 from autosplit.pipeline.engine.execution.stage_assembly import footprint
 from autosplit.runtime import gradient_graphs
 from tests.microbatches import reference
-from tests.zoo import CASES, Counter, PlainParameters, SwiGLU
+from tests.zoo import CASES, Attention, Counter, PlainParameters, SwiGLU
 
 # Stages hand tensors to each other: one tensor in, one tensor out.
 NAMES = [name for name in CASES if name != "several"]
@@ -326,3 +326,45 @@ def test_misfitting_gradient() -> None:
 def test_output_that_is_no_tensor() -> None:
     with pytest.raises(CaptureError, match=r"stage 3 \(Several\) returns output\['none'\]"):
         Stage(CASES["several"].build(), [torch.randn(3, 4)], index=3)
+
+
+@pytest.mark.parametrize("options", [{}, {"memory": "lean"}, {"slices": 2}], ids=str)
+def test_microbatches_of_any_size(options: dict[str, Any]) -> None:
+    """All in flight at once; the second size is the last that is captured for."""
+    torch.manual_seed(0)
+    model = Attention()
+    plain = copy.deepcopy(model)
+    batches = [torch.randn(2, length, 16) for length in (8, 5, 7, 5, 9)]
+    stage = Stage(model, [batches[0].clone().requires_grad_()], **options)
+    outputs = [
+        stage.forward(at, [x], keep="inputs" if at == 2 else "saved")[0]
+        for at, x in enumerate(batches)
+    ]
+    stage.recompute(2)
+    expected = []
+    for x in batches:
+        leaf = x.clone().requires_grad_()
+        plain(leaf).square().sum().backward()
+        expected.append(leaf.grad)
+    for at, output in enumerate(outputs):
+        (grad,) = stage.backward_input(at, [2 * output])
+        assert grad is not None
+        assert torch.equal(grad, expected[at])
+    stage.backward_weight(range(len(batches)))
+    stage.publish()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+    assert len(stage.captured) == 2
+    assert stage.output_specs[0][0] == (2, 9, 16)
+    for wrong in (batches[0].double(), batches[0][0]):
+        with pytest.raises(SplitError, match=r"input 0 must be torch.float32 like \[2, 8, 16\]"):
+            stage.forward(0, [wrong])
+
+
+def test_sizes_are_prepared_for() -> None:
+    stage = Stage(nn.Linear(4, 2), [torch.randn(3, 4)])
+    stage.prepare([torch.randn(6, 4)])
+    assert stage.output_specs == [((6, 2), torch.float32, True)]
+    assert stage.takes([torch.randn(9, 4)])
+    assert not stage.takes([torch.randn(9, 4, requires_grad=True)])
+    assert len(stage.captured) == 2

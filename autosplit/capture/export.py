@@ -81,7 +81,8 @@ class Guards:
         self._binding = Binding(self._function)
         self._unsettled: CaptureOutput | None = captured
         self._manager: Any = None
-        if not is_open(args, kwargs):
+        self._open = is_open(args, kwargs)
+        if not self._open:
             self.settle()
         # When this code is collected, Dynamo removes globals that the guards read.
         self._code = output.bytecode
@@ -105,8 +106,8 @@ class Guards:
         ):
             self._manager = output.build_guards(self._function.__code__).guard_manager
         sizes = output.output_graph.shape_env
-        if sizes is not None:
-            sizes._error_on_new_guards = True
+        if self._open and sizes is not None:
+            vars(sizes)["_error_on_new_guards"] = True
 
     def hold(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the graph may run for these inputs, with the module as it is now."""

@@ -28,7 +28,7 @@ def leave_open(example: Tensor, dimensions: Iterable[int]) -> None:
     0 and 1 never are, nor those that the forward's Python decides by.
     """
     for dimension in dimensions:
-        torch._dynamo.maybe_mark_dynamic(example, dimension)  # type: ignore[no-untyped-call]
+        torch._dynamo.maybe_mark_dynamic(example, dimension)
 
 
 def is_open(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -68,6 +68,15 @@ class InputSizes:
         """Whether any size is open, by what is known now: tracing on may settle some."""
         return any(self._env.replace(symbol).free_symbols for symbol in self._found)
 
+    @property
+    def dimensions(self) -> dict[int, list[int]]:
+        """Place of an input leaf -> its dimensions whose sizes are open."""
+        found: dict[int, list[int]] = {}
+        for symbol, (leaf, kind, at) in self._found.items():
+            if kind == "size" and self._env.replace(symbol).free_symbols:
+                found.setdefault(leaf, []).append(at)
+        return found
+
     def value(self, leaves: Sequence[Any]) -> Value:
         """What any size of the graph is in the call with these inputs, which it fits."""
         values = {
@@ -80,9 +89,7 @@ class InputSizes:
                 return size
             expression = self._env.replace(size.node.expr).xreplace(values)
             if expression.free_symbols:
-                raise CaptureError(
-                    f"the size {size} does not follow from the sizes of the inputs"
-                )
+                raise CaptureError(f"the size {size} does not follow from the sizes of the inputs")
             return int(expression)
 
         return value

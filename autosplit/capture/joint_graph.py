@@ -100,8 +100,9 @@ def capture(
 
     Shapes, dtypes, devices, ``requires_grad`` of parameters and inputs, train/eval mode,
     grad mode and autocast are those in force now. Sizes that ``leave_open`` was told of may become
-    symbols; then ``guards.settle()`` is for the caller, once the graph was rewritten. Outputs that alias an input or each other
-    become copies, so that every output has a gradient of its own.
+    symbols; then ``guards.settle()`` is for the caller, once the graph was rewritten.
+    Outputs that alias an input or each other become copies, so that every output has a gradient
+    of its own.
 
     Args:
         module: what to trace.

@@ -10,6 +10,8 @@ import click
 
 from .options import backend, counts, file_to_write, json_option, names, setting, typed_errors
 
+_ELSEWHERE = ("device", "flops", "bandwidth_memory", "link", "efficiency")
+
 # Where the deprecated options leave their values for those that took their place.
 _LIMIT, _MEMORY = f"{__name__}.limit", f"{__name__}.memory"
 
@@ -79,6 +81,11 @@ def _size(text: str) -> float:
 @click.option("--schedule", "schedules", callback=names, help="Default: try all.")
 @click.option("--microbatches", callback=counts, help="Default: about 1, 2 and 4 a device.")
 @click.option("--estimate", is_flag=True, help="From FLOPs and bytes; measure nothing.")
+@click.option("--device", help="Plan for this device, such as h100, by its data sheet.")
+@click.option("--flops", type=float, help="Of the device, teraflops in the model's dtype.")
+@click.option("--bandwidth-memory", type=float, help="Of its memory, gigabytes a second.")
+@click.option("--link", help="Between devices: gigabytes a second, or a name such as ib-ndr.")
+@click.option("--efficiency", type=float, help="Share of these rates that is reached; 0.5.")
 @click.option("--seconds", default=60.0, show_default=True, help="To measure blocks for, in all.")
 @click.option(
     "--rehearse/--no-rehearse",
@@ -134,6 +141,8 @@ def plan(
     if picture:
         check_picture(picture)
     build = prepared(factory, overrides)
+    if any(options[name] is not None for name in _ELSEWHERE):
+        options["estimate"] = True  # nothing of it can be measured here
     if not options["estimate"]:
         click.echo(
             f"capturing and measuring {factory}: about {options['seconds']:g} s of measurement, "
@@ -176,6 +185,11 @@ def _request(
     microbatches: tuple[int, ...] | None,
     memory: tuple[str, ...],
     estimate: bool,
+    device: str | None,
+    flops: float | None,
+    bandwidth_memory: float | None,
+    link: str | None,
+    efficiency: float | None,
     seconds: float,
     rehearse: bool,
     latency: float | None,
@@ -186,7 +200,7 @@ def _request(
     from autosplit.planner.costs.limits import Limits
     from autosplit.planner.plan.plan_search import SearchSpace
 
-    from .plan_request import PlanRequest
+    from .plan_request import PlanRequest, machine_of
 
     links = Transfer((latency or 0.0) / 1e3, math.inf if bandwidth is None else 1e9 * bandwidth)
     return PlanRequest(
@@ -198,4 +212,5 @@ def _request(
         seconds,
         backend,
         rehearse,
+        machine_of(device, flops, bandwidth_memory, link, efficiency),
     )

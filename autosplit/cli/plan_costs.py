@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Any
 
+import torch
 from torch import nn
 
 from autosplit.pipeline.builders.build import SCHEDULES
@@ -87,6 +89,11 @@ class KnownCosts:
         device = device_of_trainer(alone=False)
         return StageOptions(SplitOptions(self._request.backend, memory), device=device)
 
+    def _speed(self) -> DeviceSpeed:
+        if self._request.machine is None:
+            return measure_device()
+        return self._request.machine.speed(_computes_in(self._model))
+
     def _whole(self, size: int) -> WholeModel:
         if size not in self._wholes:
             args, kwargs = resized((self._args, self._kwargs), size)
@@ -98,8 +105,16 @@ class KnownCosts:
         options = self._conditions(memory)
         if not self._request.estimated:
             return profile_together(whole, options, self._share, alone=not grouped())
-        self._device = self._device or measure_device()
+        self._device = self._device or self._speed()
         return estimate(whole, options, device=self._device)
+
+
+def _computes_in(model: nn.Module) -> torch.dtype:
+    """The dtype of most parameters' elements."""
+    counts: Counter[torch.dtype] = Counter()
+    for parameter in model.parameters():
+        counts[parameter.dtype] += parameter.numel()
+    return counts.most_common(1)[0][0] if counts else torch.float32
 
 
 def _needs(best: Configuration, limits: Limits) -> float:

@@ -108,6 +108,8 @@ def _value(outcome: PlanResult | AutosplitError) -> PlanResult:
 def _plan(build: Callable[[], Any], name: str, request: PlanRequest) -> PlanResult:
     """The plan, measured by this process or by all of its group at once."""
     model, args, kwargs = example_of(meta_model(build), name)
+    if request.machine is not None:
+        request = replace(request, limits=request.machine.limits(request.limits))
     _check_hope(model, request)
     batch = samples_of((args, kwargs)) if request.batch is None else request.batch
     limits = request.limits

@@ -33,7 +33,7 @@ def report(functions: SplitFunctions, title: str) -> str:
     parts = [
         f"{title}: {', '.join(functions.capture.inputs)} -> {', '.join(functions.capture.outputs)}"
     ]
-    parts += [graph_table(functions), cache_text(functions)]
+    parts += [graph_table(functions), cache_text(functions), *sizes_text(functions)]
     if graphs.backward is None or graphs.backward_input is None or graphs.backward_weight is None:
         parts.append("Captured without gradients: there is no backward and nothing is saved.")
         return "\n\n".join(parts)
@@ -55,6 +55,18 @@ def cache_text(functions: SplitFunctions) -> str:
     """What the graph cache had of these graphs, and why not where they can never be in it."""
     entry = functions.capture.entry
     return f"Graph cache: {'off' if entry is None else entry.outcome}."
+
+
+def sizes_text(functions: SplitFunctions) -> list[str]:
+    """For which sizes the graphs hold, where that is more than those of one call."""
+    sizes, names = functions.capture.sizes, functions.capture.inputs
+    if sizes is None:
+        return []
+    found = [
+        f"{names[at]} along dimension {' and '.join(map(str, sorted(dimensions)))}"
+        for at, dimensions in sorted(sizes.dimensions.items())
+    ]
+    return [f"Captured for any size of {', '.join(found)}; figures are for the first that varied."]
 
 
 def graph_table(functions: SplitFunctions, style: str = "simple") -> str:

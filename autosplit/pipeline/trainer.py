@@ -78,7 +78,9 @@ class PipelineTrainer(StageTrainer):
             ``early_weights`` so that it fits a wait shorter than the whole, with replicas so that
             the first gradients are reduced while others are made.
         shapes: how many shapes the batches may have, such as a shorter last batch or several
-            sequence lengths. Each has its own graphs, built when it first comes.
+            sequence lengths; None for any number. From the second on the graphs of stages hold for
+            any size, see ``autosplit.Stage``. A whole model is cut for one shape, and
+            ``memory_limit`` is for one. With 1, ranks need not tell each other the shape.
         autocast: ``torch.bfloat16`` runs modules and loss under autocast.
         max_grad_norm: clips the norm of the whole model's gradient to this.
         undo_steps: if an optimizer fails in ``step``, take the step back on every rank. Keeps a
@@ -139,7 +141,7 @@ class PipelineTrainer(StageTrainer):
         weights: str | None = None,
         early_weights: bool = False,
         slices: int | None = None,
-        shapes: int = 1,
+        shapes: int | None = None,
         autocast: torch.dtype | None = None,
         max_grad_norm: float | None = None,
         undo_steps: bool = False,
@@ -236,7 +238,7 @@ def _cut(
     how = Planning.of(planning or {})
     request = options.schedule
     built = options.schedule_for(count, len(options.layout(count).pipeline))
-    if options.shapes > 1:
+    if options.shapes is not None and options.shapes > 1:
         raise PipelineError(
             f"shapes={options.shapes} has no effect on a whole model, which is cut for batches of "
             "one shape: pad the others to it, or give stages"

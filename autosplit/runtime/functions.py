@@ -186,9 +186,11 @@ class SplitFunctions:
 
     @cached_property
     def defers_numbers(self) -> bool:
-        """Whether W takes numbers: read from data, they differ between microbatches, of which one
-        graph cannot hold several; so with sizes that the graph leaves open.
+        """Whether W takes numbers read from data, or sizes that are left open: these differ between
+        microbatches, of which one graph cannot hold several.
         """
+        if self.capture.sizes is not None:
+            return True
         weight = self.graphs.backward_weight
         taken = [] if weight is None else inputs(weight.graph, Kind.DEFERRED).values()
         return any(map(is_size, taken))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,7 +15,6 @@ from autosplit.errors import (
     DeferralWarning,
     FirstCallError,
     RecursiveCallError,
-    ShardedError,
     SplitError,
 )
 from autosplit.text.names import few
@@ -67,7 +67,7 @@ class Specializations:
         self._insist = insist
         self._traced = traced
         self._view = view
-        self._sizes = OpenSizes(dynamic)
+        self._sizes = OpenSizes(split, dynamic)
         self._first: set[CallSignature] = set()
         self._capturing = threading.RLock()
         self._busy = False
@@ -147,22 +147,10 @@ class Specializations:
         called: bool,
         fits: Callable[[SplitFunctions], bool],
     ) -> SplitFunctions:
-        """A graph for the call; where its sizes vary, one for other sizes, too, if there is one."""
         if self._busy:  # only the thread that captures comes here meanwhile
             raise calls_itself(self._model)
-        varying = self._sizes.of(structure, leaves) if self._split.holds_open_sizes else {}
-        if varying:
-            try:
-                found = self._capture(signature, leaves, structure, called, varying)
-            except (FirstCallError, ShardedError):
-                raise
-            except Exception as error:  # a graph for these sizes may well be there
-                self._sizes.refuse(structure, f"{type(error).__name__}: {error}")
-            else:
-                if fits(found):
-                    return found
-                self._sizes.refuse(structure, "the graph does not fit the call it was captured for")
-        found = self._capture(signature, leaves, structure, called, {})
+        make = partial(self._capture, signature, leaves, structure, called)
+        found = self._sizes.capture(structure, leaves, make, fits)
         if not fits(found):
             raise CaptureError(
                 f"the graph of {type(self._model).__name__} does not fit the very call it "

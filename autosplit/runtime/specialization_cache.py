@@ -9,7 +9,6 @@ from typing import Any
 from .call_signature import CallSignature
 from .functions import SplitFunctions
 
-
 _MAX_SIZES = 1024  # combinations of sizes whose calls find their graph at once
 
 

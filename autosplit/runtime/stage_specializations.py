@@ -1,8 +1,10 @@
-"""Graphs of one pipeline stage, traced for one shape of microbatch; again if the module changes."""
+"""Graphs of one pipeline stage, for microbatches of any size; again if the module changes."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,16 +18,34 @@ from autosplit.torch_internals.module_state import StateReader
 from .build import trace, without_history
 from .call_signature import CallSignature
 from .functions import SplitFunctions
+from .open_sizes import Dimensions, OpenSizes
 from .specialization_cache import SpecializationCache
 from .split_options import SplitOptions
 
-_MAX_GRAPHS = 8
+_MAX_GRAPHS = 64
+_MAX_SIZES = 1024  # combinations of sizes whose inputs need no second look
 
 OutputSpec = tuple[torch.Size, torch.dtype, bool]
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Inputs:
+    """A stage's inputs of certain sizes.
+
+    Attributes:
+        specs: as its graphs are captured for them.
+        blanks: tensors like them without memory, as guards look only at an input's metadata.
+        outputs: what came of them first; empty before.
+    """
+
+    specs: tuple[TensorSpec, ...]
+    blanks: tuple[Tensor, ...]
+    outputs: list[OutputSpec] = dataclasses.field(default_factory=list)
+
+
 class StageSpecializations:
-    """Traces a stage's module, and again where anything that its forward reads has changed.
+    """Traces a stage's module: for other sizes of inputs, and again where anything that its forward
+    reads has changed.
 
     Args:
         name: of the stage, for messages.
@@ -56,11 +76,14 @@ class StageSpecializations:
         self._options = options
         self._slices = slices
         args = tuple(map(_without_overlap, args))
-        self._specs = [TensorSpec.of(example) for example in args]
-        self._blanks = tuple(map(_memoryless, args))
+        self._first = _Inputs(tuple(map(TensorSpec.of, args)), tuple(map(_memoryless, args)))
+        self._known = {tuple(spec.shape for spec in self._first.specs): self._first}
+        self._now = self._first
         self._grad_mode = torch.is_grad_enabled()
         self._cache = SpecializationCache(name, _MAX_GRAPHS)
+        self._sizes = OpenSizes(options)
         self._latest = self._trace(without_history(args, computed=True))
+        self._sizes.of(None, args)
         self._keep(self._latest)
         self.outputs = self._latest.capture.outputs
         refuse_dtensors(name, module, self._latest)
@@ -70,6 +93,12 @@ class StageSpecializations:
                 f"{name} ({type(module).__name__}) returns {missing[0]}, which is not a "
                 "tensor; a stage hands only tensors to the next"
             )
+        self._first.outputs.extend(self.output_specs)
+
+    @property
+    def captured(self) -> tuple[SplitFunctions, ...]:
+        """All graphs that are kept, oldest first."""
+        return self._cache.captured
 
     @property
     def latest(self) -> SplitFunctions:
@@ -82,41 +111,86 @@ class StageSpecializations:
         return _output_specs(self._latest, self.outputs)
 
     def fitting(self) -> SplitFunctions:
-        """The graphs of the module as it is now.
+        """The graphs for the inputs that were checked last and the module as it is now.
 
         Raises:
-            CaptureError: the module changed and cannot be traced any more.
+            CaptureError: the module cannot be traced for these sizes, or not any more.
             SplitError: it changed so that its outputs did.
         """
+        blanks = self._now.blanks
+
+        def fits(functions: SplitFunctions) -> bool:
+            return functions.fits_budget(blanks) and functions.capture.guards.hold(blanks, {})
+
         with torch.set_grad_enabled(self._grad_mode):
-            found = self._cache.find(self._key(), lambda f: f.capture.guards.hold(self._blanks, {}))
+            found = self._cache.find(self._key(), fits, blanks)
+            new = found is None
             if found is None:
-                examples = [
-                    spec.zeros().requires_grad_(blank.requires_grad)
-                    for spec, blank in zip(self._specs, self._blanks, strict=True)
-                ]
-                found = self._trace(without_history(examples, computed=True))
+                found = self._sizes.capture(None, blanks, self._capture, fits)
+            if new or not self._now.outputs:
                 self._check_outputs(found)
+            if new:
                 self._keep(found)
         self._latest = found
         return found
 
     def check_inputs(self, inputs: list[Tensor]) -> None:
-        """Check shapes, dtypes and devices; lay inputs out as the examples were.
+        """Check dtypes, devices and numbers of dimensions; lay inputs out as the examples were.
 
         Raises:
             SplitError: an input is not as the stage was traced with it.
         """
-        if len(inputs) != len(self._specs):
-            raise SplitError(f"{self._name} takes {len(self._specs)} inputs, got {len(inputs)}")
-        for position, (given, spec) in enumerate(zip(inputs, self._specs, strict=True)):
-            if (given.shape, given.dtype, given.device) != (spec.shape, spec.dtype, spec.device):
-                raise SplitError(
-                    f"{self._name}: input {position} must be {spec.dtype} "
-                    f"{list(spec.shape)} on {spec.device}, got {given.dtype} "
-                    f"{list(given.shape)} on {given.device}"
-                )
+        known = self._known.get(tuple([given.shape for given in inputs]))
+        if known is None:
+            known = self._resized(inputs)
+        for position, (given, spec) in enumerate(zip(inputs, known.specs, strict=True)):
+            if (given.dtype, given.device) != (spec.dtype, spec.device):
+                raise self._unlike(position, given, spec)
             inputs[position] = spec.conform(given)
+        self._now = known
+
+    def takes(self, args: Sequence[Tensor]) -> bool:
+        """Whether these are inputs like the first ones, whatever their sizes."""
+        first = self._first
+        return len(args) == len(first.specs) and all(
+            _kind(given, TensorSpec.of(given)) == _kind(blank, spec)
+            for given, blank, spec in zip(args, first.blanks, first.specs, strict=True)
+        )
+
+    def _resized(self, inputs: Sequence[Tensor]) -> _Inputs:
+        """Inputs like the first ones, of other sizes."""
+        first = self._first
+        if len(inputs) != len(first.specs):
+            raise SplitError(f"{self._name} takes {len(first.specs)} inputs, got {len(inputs)}")
+        for position, (given, spec) in enumerate(zip(inputs, first.specs, strict=True)):
+            if (given.dim(), given.dtype, given.device) != (
+                len(spec.shape),
+                spec.dtype,
+                spec.device,
+            ):
+                raise self._unlike(position, given, spec)
+        specs = tuple(s.resized(given.shape) for s, given in zip(first.specs, inputs, strict=True))
+        blanks = [spec.memoryless() for spec in specs]
+        for blank, example in zip(blanks, first.blanks, strict=True):
+            blank.requires_grad_(example.requires_grad)
+        if len(self._known) >= _MAX_SIZES:
+            del self._known[next(iter(self._known))]
+        return self._known.setdefault(tuple(s.shape for s in specs), _Inputs(specs, tuple(blanks)))
+
+    def _unlike(self, position: int, given: Tensor, spec: TensorSpec) -> SplitError:
+        return SplitError(
+            f"{self._name}: input {position} must be {spec.dtype} like {list(spec.shape)} (any "
+            f"sizes of {len(spec.shape)} dimensions) on {spec.device}, got {given.dtype} "
+            f"{list(given.shape)} on {given.device}"
+        )
+
+    def _capture(self, varying: Dimensions) -> SplitFunctions:
+        """Graphs for the inputs that were checked last."""
+        examples = [
+            spec.zeros().requires_grad_(blank.requires_grad)
+            for spec, blank in zip(self._now.specs, self._now.blanks, strict=True)
+        ]
+        return self._trace(without_history(examples, computed=True, varying=varying))
 
     def _trace(self, args: list[Tensor]) -> SplitFunctions:
         functions = trace(self._module, tuple(args), {}, self._options)
@@ -129,15 +203,23 @@ class StageSpecializations:
         self.state = StateReader(self._module)
 
     def _key(self) -> CallSignature:
-        return CallSignature.of(list(self._blanks), None)
+        return CallSignature.of(list(self._now.blanks), None)
 
     def _check_outputs(self, found: SplitFunctions) -> None:
-        before, now = self.output_specs, _output_specs(found, list(found.output_specs))
+        """Hold the outputs against those that came before of inputs of these sizes; of other sizes,
+        all but their sizes.
+        """
+        before, now = self._now.outputs, _output_specs(found, list(found.output_specs))
         same = found.capture.outputs == self.outputs
-        if same and _output_specs(found, self.outputs) == before:
-            return
+        if same:
+            now = _output_specs(found, self.outputs)
+            first = self._first.outputs
+            if before == now or (not before and [*map(_any_size, now)] == [*map(_any_size, first)]):
+                before[:] = now
+                return
         raise SplitError(
-            f"{self._name} ({type(self._module).__name__}) returned {_described(before)} "
+            f"{self._name} ({type(self._module).__name__}) returned "
+            f"{_described(before or self._first.outputs)} "
             f"when it was set up, and would now return {_described(now)}: what its forward "
             "reads was changed, such as parameters, their dtype or whether they are trained, "
             "or autocast; build a new Stage, or a new trainer"
@@ -158,6 +240,15 @@ def refuse_dtensors(name: str, module: nn.Module, functions: SplitFunctions) -> 
                 "hand each other local tensors. Pass local ones, and leave use_local_output=True "
                 "in the plan of parallelize_module"
             )
+
+
+def _kind(tensor: Tensor, spec: TensorSpec) -> tuple[Any, ...]:
+    return len(spec.shape), spec.dtype, spec.device, tensor.requires_grad
+
+
+def _any_size(spec: OutputSpec) -> tuple[int, torch.dtype, bool]:
+    shape, dtype, trained = spec
+    return len(shape), dtype, trained
 
 
 def _output_specs(functions: SplitFunctions, names: Sequence[str]) -> list[OutputSpec]:
@@ -181,8 +272,4 @@ def _without_overlap(example: Tensor) -> Tensor:
 
 
 def _memoryless(example: Tensor) -> Tensor:
-    """A tensor like the example, without memory: guards look only at an input's metadata."""
-    spec = TensorSpec.of(example)
-    blank = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
-    blank.untyped_storage().resize_(0)
-    return blank.requires_grad_(example.requires_grad)
+    return TensorSpec.of(example).memoryless().requires_grad_(example.requires_grad)

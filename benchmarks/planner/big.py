@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from autosplit.pipeline.builders.schedule_request import ScheduleRequest
-from autosplit.planner.costs.device_speed import DeviceSpeed, device_named, measure_device
+from autosplit.planner.costs.device_kinds import device_named
+from autosplit.planner.costs.device_speed import DeviceSpeed, measure_device
 from autosplit.planner.costs.estimate import estimate
 from autosplit.planner.cuts.solve import solve
 from autosplit.planner.meta_init.meta_model import meta_model
@@ -53,7 +54,7 @@ def plan(device: str, *, tiny: bool) -> dict[str, Any]:
     whole = WholeModel.capture(model, family.example())
     captured = time.perf_counter()
     here = device == "this CPU"
-    rates: DeviceSpeed = measure_device() if here else device_named(device)
+    rates: DeviceSpeed = measure_device() if here else device_named(device).speed(efficiency=1.0)
     options = StageOptions(
         loss_fn=family.loss_fn,
         targets=family.example()[0],

@@ -16,14 +16,17 @@ from .models import MODELS
 from .page import PARTS, page
 
 HERE = pathlib.Path(__file__).parent
-LAYERS = {"eager": (2, 8, 32, 80), "inductor": (2, 8)}
+LAYERS = {"eager": (2, 8, 32, 80), "inductor": (2, 8), "lengths": (2, 8, 32)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=[*MODELS], choices=MODELS)
     parser.add_argument(
-        "--layers", nargs="+", type=int, help="2 8 32 80 by default, with Inductor 2 8"
+        "--layers",
+        nargs="+",
+        type=int,
+        help="2 8 32 80, with Inductor 2 8, of lengths 2 8 32",
     )
     parser.add_argument("--turns", type=int, default=3, help="processes of each kind")
     parser.add_argument("--output", type=pathlib.Path, default=HERE, help="folder to write to")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..part import Part, fill
 from ..results import Results
+from . import lengths
 from .measure import Settings, measure, render
 
 TEMPLATE = """\
@@ -41,6 +42,13 @@ PARTS: dict[str, Part[Settings]] = {
         'Beside `torch.compile`. Ours is `split(backend="inductor")`.',
         lambda settings: measure(settings, "autosplit inductor", "inductor"),
         render,
+    ),
+    "lengths": Part(
+        "Eight sequence lengths",
+        f"One step of each of {', '.join(map(str, lengths.LENGTHS))} tokens, in this order, with "
+        'empty caches, beside `torch.compile(backend="aot_eager")` and beside the model itself.',
+        lengths.measure,
+        lengths.render,
     ),
 }
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.results import Results
+from benchmarks.startup import lengths
 from benchmarks.startup.first_step import WAYS, first_step
 from benchmarks.startup.measure import render
 from benchmarks.startup.models import MODELS
@@ -52,3 +53,11 @@ def test_figures_that_miss_their_target_are_bold(tmp_path: Path) -> None:
     results.update("eager", bad, "the command", "the environment")
     assert "the command" in page(results)
     assert {"autosplit", "aot_eager", "autosplit inductor", "inductor"} == {*WAYS}
+
+
+def test_lengths_are_counted(monkeypatch: Any) -> None:
+    monkeypatch.setattr(lengths, "LENGTHS", (32, 24, 40))
+    found = {way: [lengths.lengths("llama", 1, way)] for way in lengths.WAYS}
+    assert [found[way][0]["captures"] for way in ("autosplit", "aot_eager", "eager")] == [2, 2, 0]
+    row = {"name": "llama 1", "model": "llama", "layers": 1, **found}
+    assert "captures \u2264 2: met everywhere." in lengths.render([row])

@@ -208,6 +208,32 @@ def test_plan_says_what_a_limit_costs_and_saves(tmp_path: pathlib.Path) -> None:
     assert json.loads((tmp_path / "plan.json").read_text())["memory_limit"] == limit
 
 
+def test_plan_for_a_machine_that_is_not_here(tmp_path: pathlib.Path) -> None:
+    """By its data sheet or its rates; what is planned then is not measured."""
+    figures = tmp_path / "out.json"
+    command = ["plan", "tests.planner.planned_models:factory", "--devices", "2", "--batch", "8"]
+    command += ["--memory", "balanced", "--microbatches", "2", "--schedule", "1f1b"]
+
+    def step(*options: str) -> float:
+        result = run(*command, *options, "--json", str(figures))
+        assert result.exit_code == 0, result.output
+        assert "measuring" not in result.output
+        return float(json.loads(figures.read_text())["predicted_step_s"])
+
+    rates = ("--flops", "1e-3", "--bandwidth-memory", "1", "--efficiency", "1")
+    assert step("--device", "h100") < step(*rates) < step(*rates, "--link", "1e-6")
+    assert step("--device", "h100", "--flops", "1e-3") > step("--device", "h100")
+    for options, text in (
+        (("--device", "h1000"), "unknown device 'h1000'; known: a100, h100"),
+        (("--flops", "1"), "give both its --flops and its --bandwidth-memory"),
+        (("--device", "h100", "--link", "string"), "unknown link 'string'; known: pcie4"),
+        (("--device", "h100", "--efficiency", "2"), "efficiency is a share above 0"),
+    ):
+        result = run(*command, *options)
+        assert result.exit_code == 1
+        assert text in result.output
+
+
 def test_options_of_plan_that_have_other_names_now(tmp_path: pathlib.Path) -> None:
     """What ``--memory`` and ``--setting`` were is still taken, and said to have moved."""
     one = [*PLAN, "--schedule", "1f1b", "--microbatches", "2", "--json", str(tmp_path / "p.json")]

@@ -114,8 +114,8 @@ def _evaluate() -> None:
         engine.evaluate(data(8))
 
 
-def _two_steps(first: int, second: int) -> None:
-    engine = trainer()
+def _two_steps(first: int, second: int, **options: Any) -> None:
+    engine = trainer(**options)
     engine.step(data(first))
     engine.step(data(second))
 
@@ -220,7 +220,7 @@ SCENARIOS: dict[str, Callable[[], None]] = {
         model=lambda index: Trip(1, ENDS["nap"]) if index == 1 else block(index),
         timeout=2.0,
     ),
-    "another shape": lambda: _two_steps(8, 12),
+    "another shape": lambda: _two_steps(8, 12, shapes=1),
     "loss": functools.partial(_step, loss_fn=lambda output, target: output - target),
     "loss is a number": functools.partial(
         _step, loss_fn=lambda output, target: 3.0, stage_factory=None

@@ -206,6 +206,24 @@ def several_shapes(limit: int) -> dict[str, Any]:
     return found
 
 
+def any_shape() -> dict[str, Any]:
+    """Batches of one shape after another: same as one process, and two captures a stage."""
+    found: dict[str, Any] = {"losses": True, "grads": True, "evaluated": True}
+    with trainer(stage_factory=None, microbatches=2) as engine:
+        for step, rows in enumerate((8, 4, 12, 16, 8, 20)):
+            inputs, targets = data(rows, seed=step)
+            model = whole(2)
+            expected = single_process(model, inputs, targets, 2)
+            batch = (inputs, targets) if engine.rank == 0 or step < 2 else (None, targets)
+            found["losses"] &= torch.equal(engine.forward_backward(batch), expected)
+            found["grads"] &= gradients_equal(engine.gradients(), model)
+            found["evaluated"] &= torch.equal(engine.evaluate(batch), expected)
+            for module in engine.modules.values():
+                module.zero_grad()
+        found["captures"] = [len(stage.captured) for stage in engine.stages.values()]
+    return found
+
+
 def one_rank_in_process() -> bool:
     """ranks=1 inside a larger process group talks to nobody."""
     inputs, targets = data(8)
@@ -270,6 +288,7 @@ def with_split_stage() -> dict[str, Any]:
         "auto": automatic(),
         "auto early": automatic(early_weights=True),
         "shapes": several_shapes(2),
+        "any shape": any_shape(),
         "sliced": early_weights(sliced_first),
     }
 

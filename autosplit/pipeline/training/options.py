@@ -39,7 +39,7 @@ class TrainerOptions:
     schedule: ScheduleRequest
     factory: StageFactory = field(default_factory=SplitStage)
     early_weights: bool = False
-    shapes: int = 1
+    shapes: int | None = None
     autocast: torch.dtype | None = None
     max_grad_norm: float | None = None
     undo_steps: bool = False
@@ -57,9 +57,10 @@ class TrainerOptions:
             raise PipelineError(f"max_grad_norm is a positive number or None; got {norm}")
         if not self.timeout > 0:
             raise PipelineError(f"timeout is a positive number of seconds; got {self.timeout}")
-        if self.shapes < 1:
+        if self.shapes is not None and self.shapes < 1:
             raise PipelineError(
-                f"shapes is how many shapes of batches may come, 1 or more: {self.shapes}"
+                f"shapes is how many shapes of batches may come, 1 or more: {self.shapes}; None "
+                "allows any number"
             )
         slices = self.factory.slices if isinstance(self.factory, SplitStage) else 1
         if slices > 1 and not self.early_weights and self.replicas == 1:
@@ -77,7 +78,7 @@ class TrainerOptions:
             )
         if self.bucket_bytes != CAP and self.replicas == 1:
             raise PipelineError("bucket_cap_mb has no effect without a mesh with 'dp_replicate'")
-        if self.memory_limit is not None and self.shapes > 1:
+        if self.memory_limit is not None and (self.shapes or 1) > 1:
             raise PipelineError(
                 f"memory_limit is for batches of one shape, and shapes={self.shapes} of them may "
                 "come: what they hold differs. Leave one of the two out"
@@ -112,6 +113,14 @@ class TrainerOptions:
                 "one stage; take a shorter 'pp' or cut the model into more stages"
             )
         return self._layout
+
+    def shapes_of(self, *, cut: bool) -> int | None:
+        """How many shapes of batches may come; None for any number.
+
+        Args:
+            cut: whether the stages are those of a whole model, which is cut for one.
+        """
+        return 1 if cut or self.memory_limit is not None else self.shapes
 
     @property
     def tunes(self) -> bool:

@@ -117,9 +117,10 @@ class Runner:
         self.schedule: Schedule = held.replicas.reducing_early(first)
         source = self.schedule.placement[self._feeds.first_from_batch]
         make = partial(self._make_mode, "train", self.schedule, self._order)
-        self._train = Modes(options.shapes, groups, source, make)
+        shapes = options.shapes_of(cut=setup.stages.cut)
+        self._train = Modes(shapes, groups, source, make)
         make = partial(self._make_mode, "evaluate", forward_only(self.schedule), as_scheduled)
-        self._evaluate = Modes(options.shapes, groups, source, make)
+        self._evaluate = Modes(shapes, groups, source, make)
         self._builder = StageBuilder(
             held.modules,
             self.schedule,

@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from autosplit.pipeline.engine.execution.evaluation import ModuleStage
 from autosplit.pipeline.engine.execution.executor import Executor
 from autosplit.pipeline.engine.execution.microbatch import Batch, Microbatches
 from autosplit.pipeline.engine.execution.mode import Mode
-from autosplit.pipeline.engine.execution.stage_assembly import StageFactory, build_stages
+from autosplit.pipeline.engine.execution.stage_assembly import (
+    StageFactory,
+    TrainableStage,
+    build_stages,
+)
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
+from autosplit.stage import Stage
 
 from .stage_modules import LossFunction, complete
 
@@ -50,6 +55,7 @@ class StageBuilder:
         self._autocast = autocast
         self._device = device
         self._faces: dict[int, nn.Module] = {}
+        self._stages: dict[int, Stage] = {}
 
     def train(
         self, mode: Mode, batch: Batch | None, inputs: Microbatches, targets: Microbatches
@@ -61,7 +67,7 @@ class StageBuilder:
                 self._schedule.stages,
                 self._feeds,
                 mode.negotiation,
-                self._factory,
+                self._stage,
                 inputs=inputs[0] if inputs else (),
                 targets=targets[0] if targets else (),
                 device=self._device,
@@ -70,6 +76,19 @@ class StageBuilder:
         scale = 1.0 / self._schedule.microbatches
         loss_grad = torch.full((), scale, dtype=mode.loss_dtype, device=self._device)
         return mode.prepare(mode.stages, loss_grad)
+
+    def _stage(self, module: nn.Module, args: list[Tensor], *, index: int) -> TrainableStage:
+        """A stage for ``module(*args)``: that of another mode where it can take them, whose graphs
+        may hold for these sizes, too.
+        """
+        known = self._stages.get(index)
+        if known is not None and known.takes(args):
+            known.prepare(args)
+            return known
+        made = self._factory(module, args, index=index)
+        if isinstance(made, Stage):
+            self._stages[index] = made
+        return made
 
     def evaluate(self, mode: Mode, batch: Batch | None) -> Executor:
         """Put the modules themselves into an evaluating mode."""

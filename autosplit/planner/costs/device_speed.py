@@ -46,31 +46,6 @@ class DeviceSpeed:
         return max(self.call, flops / self.flops_per_second, moved / self.bytes_per_second)
 
 
-# Peak rates of the makers' data sheets, dense, in 16-bit floating point, with the bandwidth of
-# the device's memory. Models reach about half of both; what the estimate is for, how blocks
-# compare, depends on the ratio.
-DEVICES = {
-    "a100": DeviceSpeed(312e12, 2.0e12, 5e-6),
-    "h100": DeviceSpeed(989e12, 3.35e12, 5e-6),
-    "h200": DeviceSpeed(989e12, 4.8e12, 5e-6),
-    "b200": DeviceSpeed(2250e12, 8.0e12, 5e-6),
-    "mi300x": DeviceSpeed(1307e12, 5.3e12, 5e-6),
-}
-
-
-def device_named(name: str) -> DeviceSpeed:
-    """One of ``DEVICES``.
-
-    Raises:
-        PlanError: there is none of this name (lists the known ones).
-    """
-    if name not in DEVICES:
-        raise PlanError(
-            f"unknown device {name!r}; known: {', '.join(DEVICES)}, or give a DeviceSpeed"
-        )
-    return DEVICES[name]
-
-
 def measure_device(
     device: torch.device | None = None, dtype: torch.dtype = torch.float32
 ) -> DeviceSpeed:

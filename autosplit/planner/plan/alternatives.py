@@ -10,6 +10,8 @@ from autosplit.errors import PlanError
 from autosplit.planner.cuts.solve import CapError, Solution
 from autosplit.text.byte_sizes import size_text
 
+_NEAR = 0.01  # of the shortest step
+
 
 @dataclass(frozen=True)
 class Configuration:
@@ -48,17 +50,21 @@ class Configuration:
 
 
 def ranked(found: Sequence[Configuration]) -> list[Configuration]:
-    """The best first, each with why it lost.
+    """The best first, each with why it lost: of those whose steps are within a hundredth of the
+    shortest, which is less than a prediction is worth, the one that holds least.
 
     Raises:
         CapError: none fits under the cap; says the least cap that would do.
         PlanError: none can run.
     """
     ordered = sorted(found, key=lambda each: each.key)
-    best = ordered[0].solution
-    if best is None:
+    shortest, _ = ordered[0].key
+    if math.isinf(shortest):
         raise _nothing(ordered)
-    return [ordered[0], *(_with_reason(each, best) for each in ordered[1:])]
+    near = (each for each in ordered if each.key[0] <= (1.0 + _NEAR) * shortest)
+    first = min(near, key=lambda each: each.key[::-1])
+    others = (each for each in ordered if each is not first)
+    return [first, *(_with_reason(each, first.solution) for each in others)]
 
 
 def _nothing(ordered: Sequence[Configuration]) -> PlanError:
@@ -80,13 +86,16 @@ def _nothing(ordered: Sequence[Configuration]) -> PlanError:
     return PlanError("nothing can run: " + "; ".join(reasons))
 
 
-def _with_reason(one: Configuration, best: Solution) -> Configuration:
-    if one.solution is None:
+def _with_reason(one: Configuration, best: Solution | None) -> Configuration:
+    if one.solution is None or best is None:
         return one
     slower = one.solution.step / best.step - 1.0
     if slower >= 0.0005:
         return replace(one, lost=f"slower by {slower:.1%}")
     more = max(one.solution.peaks) - max(best.peaks)
+    if slower <= -0.0005:
+        lost = f"faster by {-slower:.1%}, but holds {size_text(math.ceil(more))} more"
+        return replace(one, lost=lost)
     return replace(
         one, lost=f"as fast, but holds {size_text(math.ceil(more))} more" if more > 0 else "as fast"
     )

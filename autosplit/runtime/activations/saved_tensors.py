@@ -46,6 +46,21 @@ class TensorSpec:
         shape, stride = map(value, self.shape), map(value, self.stride)
         return TensorSpec(torch.Size(shape), tuple(stride), self.dtype, self.device)
 
+    def resized(self, shape: torch.Size) -> TensorSpec:
+        """The spec for other sizes, the dimensions in the same order in memory, without gaps."""
+        if shape == self.shape:
+            return self
+        stride, step = [0] * len(shape), 1
+        for at in sorted(range(len(shape)), key=lambda at: (self.stride[at], -at)):
+            stride[at], step = step, step * max(shape[at], 1)
+        return TensorSpec(shape, tuple(stride), self.dtype, self.device)
+
+    def memoryless(self) -> Tensor:
+        """A tensor like this, without memory."""
+        blank = self._empty()
+        blank.untyped_storage().resize_(0)
+        return blank
+
     def zeros(self) -> Tensor:
         return self._empty().zero_()
 

@@ -179,6 +179,13 @@ def test_batches_of_several_shapes(split: Results) -> None:
         assert "(float32[8, 6]; float32[4, 6])" in error
 
 
+def test_batches_of_any_shape(split: Results) -> None:
+    """A rank that takes none of the batch's inputs need not be given them."""
+    for found in split:
+        assert found["any shape"].pop("captures") == [2]
+        assert found["any shape"] == {"losses": True, "grads": True, "evaluated": True}
+
+
 def test_one_rank_of_many_can_hold_all_stages(reference: Results) -> None:
     assert reference[0]["one rank"]
 

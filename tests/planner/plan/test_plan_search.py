@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +15,9 @@ from autosplit.pipeline.validation.validate import validate
 from autosplit.planner.costs.block_costs import ModelCosts
 from autosplit.planner.costs.limits import Limits
 from autosplit.planner.cuts.solve import CapError
-from autosplit.planner.plan.alternatives import Configuration
+from autosplit.planner.plan.alternatives import Configuration, ranked
 from autosplit.planner.plan.plan_search import SearchSpace, search_plans
+from autosplit.text.byte_sizes import size_text
 from tests.planner.planned import even
 
 
@@ -48,8 +50,9 @@ def test_the_best_comes_first_and_the_others_say_why_not() -> None:
     assert {each.memory for each in found} == {"balanced", "fast"}
     assert {each.microbatches for each in found} == {4, 8, 16}
     assert {each.microbatch_size for each in found} == {8, 4, 2}
-    steps = [each.solution.step for each in found if each.solution]
+    steps = [each.solution.step for each in found[1:] if each.solution]
     assert steps == sorted(steps)
+    assert best.solution.step <= 1.01 * steps[0]
     slow = named(found, schedule="naive", memory="fast", microbatches=8, fused=True)[0]
     assert slow.solution is not None
     assert slow.lost == f"slower by {slow.solution.step / best.solution.step - 1:.1%}"
@@ -60,6 +63,25 @@ def test_the_best_comes_first_and_the_others_say_why_not() -> None:
     for each in named(found, schedule="auto"):
         assert each.solution is not None
         validate(each.solution.schedule)
+
+
+def test_of_steps_that_are_about_as_long_the_one_that_holds_least_is_best() -> None:
+    space = SearchSpace(microbatches=[8], schedules=["1f1b"], memory=["fast"])
+    (one, *_) = search_plans(costs_of, 4, 32, space=space)
+    assert one.solution is not None
+    step, peaks = one.solution.step, one.solution.peaks
+
+    def like(longer: float, part: float) -> Configuration:
+        changed = tuple(part * peak for peak in peaks)
+        return replace(one, solution=replace(one.solution, step=longer * step, peaks=changed))
+
+    full, light, late = like(1.0, 1.0), like(1.008, 0.5), like(1.02, 0.1)
+    first, *others = ranked([full, late, light])
+    assert first is light
+    assert [each.lost for each in others] == [
+        f"faster by 0.8%, but holds {size_text(math.ceil(max(peaks) / 2))} more",
+        "slower by 1.2%",
+    ]
 
 
 def test_a_cap_makes_others_win() -> None:

@@ -14,6 +14,8 @@ from autosplit.pipeline.schedule.schedule import Schedule
 from .microbatch import Batch
 from .mode import Mode
 
+_KEPT = 64  # modes: each has buffers of its own for messages
+
 
 class Modes:
     """Finds the mode that fits a batch, on every rank the same.
@@ -22,15 +24,15 @@ class Modes:
     any of the batch tells the others its shape.
 
     Args:
-        limit: how many shapes the first stage's inputs may have, 1 or more. Each has stages of
-            its own, which take time to build and memory for their graphs.
+        limit: how many shapes the first stage's inputs may have, 1 or more; None for any number,
+            of which those that were used last are kept.
         groups: the trainer's process groups.
         source: the rank of the first stage that takes inputs of the batch; passes all of them.
         make: makes the mode of a name that tells it apart.
     """
 
     def __init__(
-        self, limit: int, groups: Groups, source: int, make: Callable[[str], Mode]
+        self, limit: int | None, groups: Groups, source: int, make: Callable[[str], Mode]
     ) -> None:
         self._limit = limit
         self._groups = groups
@@ -46,10 +48,14 @@ class Modes:
             LostPeerError: the first stage's rank did not say.
         """
         shape = ""
-        if self._limit > 1:
+        if self._limit != 1:
             own = _shape(batch) if self._groups.rank == self._source else None
             shape = self._agreed(own)
-        if shape not in self._known:
+        if shape in self._known:
+            self._known[shape] = self._known.pop(shape)  # used last
+        else:
+            if self._limit is None and len(self._known) == _KEPT:  # all ranks drop the same
+                del self._known[next(iter(self._known))]
             if len(self._known) == self._limit:
                 raise PipelineError(
                     f"the batch's inputs are {shape}: another shape than the {self._limit} of "

@@ -1,0 +1,213 @@
+"""Inputs whose sizes vary: one graph holds for them, and what it assumes of sizes is checked."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autosplit
+from tests.semantics.against_autograd import assert_equals_autograd, both_modes
+from tests.zoo import Attention, convolutions
+
+transformers = pytest.importorskip("transformers")
+
+LENGTHS = (8, 5, 7, 6, 9, 33, 2, 12)
+
+
+def batches(*lengths: int) -> list[tuple[Tensor]]:
+    return [(torch.randn(3, length, 16).requires_grad_(),) for length in lengths]
+
+
+@both_modes
+@pytest.mark.parametrize("memory", ["fast", "balanced", "lean"])
+def test_the_second_length_is_the_last_to_be_captured(training: bool, memory: str) -> None:
+    model = Attention().train(training)
+    split = assert_equals_autograd(model, batches(*LENGTHS), memory=memory)
+    assert len(split.functions) == 2
+    assert "Captured for any size of args[0] along dimension 1;" in split.report()
+
+
+def test_a_budget_holds_up_to_the_sizes_it_was_met_for() -> None:
+    budget = 9000
+    split = assert_equals_autograd(Attention(), batches(8, 5, 7, 6, 9, 4, 8), memory=budget)
+    assert len(split.functions) == 4
+    for length in (9, 4, 6):
+        split(torch.randn(3, length, 16).requires_grad_()).sum().backward()
+        assert 0 < split.pending_bytes <= budget
+        split.backward_weight()
+
+
+@pytest.mark.parametrize("accumulation", ["fused", "concatenated"])
+def test_gradients_are_added_microbatch_by_microbatch(accumulation: str) -> None:
+    split = assert_equals_autograd(
+        Attention(),
+        batches(8, 5, 7, 7, 6, 6),
+        compare=lambda what, mine, theirs: torch.testing.assert_close(mine, theirs, msg=what),
+        accumulation=accumulation,
+    )
+    assert len(split.functions) == 2
+
+
+def test_channels_and_images() -> None:
+    shapes = [(2, 3, 8, 8), (2, 3, 9, 9), (2, 3, 12, 10), (2, 3, 7, 9)]
+    split = assert_equals_autograd(
+        convolutions(), [(torch.randn(shape).requires_grad_(),) for shape in shapes]
+    )
+    assert len(split.functions) == 2
+
+
+class Branches(nn.Module):
+    """What it does depends on whether the number of rows is divisible by four, and a power."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.even, self.all = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = len(x)
+        if rows % 4 == 0:
+            x = self.even(x)
+        if rows & (rows - 1) == 0:
+            x = x * 2
+        return self.all(x) * rows**-0.5
+
+
+def test_sizes_that_a_model_branches_on_have_graphs_of_their_own() -> None:
+    rows = [(torch.randn(count, 4).requires_grad_(),) for count in (3, 5, 8, 12, 7, 6, 20, 16, 1)]
+    split = assert_equals_autograd(Branches(), rows)
+    assert 3 <= len(split.functions) < len(rows)
+
+
+class Pair(nn.Module):
+    """Broadcasts, where the second input has one row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.linear(x) * y if len(x) == len(y) or len(y) == 1 else self.linear(x).sum() + y
+
+
+def test_sizes_that_were_equal_need_not_stay_so() -> None:
+    sizes = [(3, 3), (5, 5), (7, 7), (6, 1), (4, 7), (9, 8), (2, 2)]
+    split = assert_equals_autograd(
+        Pair(), [(torch.randn(a, 4).requires_grad_(), torch.randn(b, 4)) for a, b in sizes]
+    )
+    assert len(split.functions) < len(sizes)
+
+
+def test_other_layouts_of_an_input() -> None:
+    given = [torch.randn(3, length, 16) for length in (8, 5, 7)]
+    turned = [torch.randn(16, length, 3).permute(2, 1, 0) for length in (6, 4)]
+    assert_equals_autograd(Attention(), [(x,) for x in given + turned])
+
+
+@torch.library.custom_op("autosplit_tests::doubled_rows", mutates_args=())
+def doubled(x: Tensor) -> Tensor:
+    return torch.cat([x, x])
+
+
+@doubled.register_fake
+def _(x: Tensor) -> Tensor:
+    rows, columns = x.shape
+    if type(rows) is not int:
+        raise TypeError("rows are to be a number")
+    return x.new_empty(2 * rows, columns)
+
+
+doubled.register_autograd(lambda ctx, grad: sum(grad.chunk(2)))
+
+
+class Doubled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(doubled(x))
+
+
+def test_what_cannot_be_traced_for_any_size_is_traced_for_each() -> None:
+    rows = [(torch.randn(count, 4).requires_grad_(),) for count in (3, 5, 8, 5)]
+    split = assert_equals_autograd(Doubled(), rows)
+    assert len(split.functions) == 3
+    assert "A graph is captured for each combination of input sizes:" in split.report()
+    assert "rows are to be a number" in split.report()
+
+
+def test_evaluation_at_other_lengths_makes_one_graph_more() -> None:
+    split = autosplit.split(Attention())
+    split(torch.randn(2, 8, 16)).sum().backward()
+    with torch.no_grad():
+        for length in (5, 7, 9):
+            x = torch.randn(2, length, 16)
+            assert torch.equal(split(x), split.model(x))
+    assert len(split.functions) == 2
+
+
+def test_a_changed_model_is_captured_again_for_any_length() -> None:
+    split = assert_equals_autograd(Attention(), batches(8, 5, 7))
+    split.out.weight.requires_grad_(False)
+    for length in (6, 9, 4):
+        split(torch.randn(3, length, 16)).sum().backward()
+    split.backward_weight()
+    assert len(split.functions) == 3
+
+
+def test_dropped_graphs_take_their_lengths_along() -> None:
+    split = autosplit.split(Attention(), max_graphs=2)
+    for length in (8, 5, 7):
+        split(torch.randn(2, length, 16))
+    with pytest.warns(UserWarning, match="more than 2 graphs"):
+        split(torch.randn(1, 8, 16))
+    split(torch.randn(1, 6, 16))
+    x = torch.randn(2, 7, 16)
+    assert torch.equal(split(x), split.model(x))
+    assert len(split.functions) == 2
+
+
+def _llama() -> nn.Module:
+    config = transformers.LlamaConfig(
+        vocab_size=31,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        use_cache=False,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def test_a_language_model_called_as_people_call_it() -> None:
+    torch.manual_seed(0)
+    tokens = [torch.randint(0, 31, (2, length)) for length in LENGTHS]
+    split = assert_equals_autograd(
+        _llama(),
+        [{"input_ids": each, "labels": each} for each in tokens],
+        loss=lambda output: output.loss,
+    )
+    assert len(split.functions) == 2
+
+
+class Positions(nn.Module):
+    """Adds the first positions of a table, whose gradient is as long as the table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.table = nn.Embedding(11, 8), nn.Parameter(torch.randn(64, 8))
+        self.head = nn.Linear(8, 11)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) + self.table[: tokens.shape[1]]
+        scores = self.head(x - x.mean(1, keepdim=True))
+        return F.cross_entropy(scores.flatten(0, 1), tokens.flatten())
+
+
+def test_tables_of_positions() -> None:
+    tokens = [torch.randint(0, 11, shape) for shape in ((2, 5), (2, 7), (2, 64), (3, 4), (5, 9))]
+    split = assert_equals_autograd(Positions(), [(each,) for each in tokens])
+    assert len(split.functions) == 3
