@@ -23,7 +23,7 @@ types: $(VENV)/installed
 	$(BIN)/mypy
 
 unit: $(VENV)/installed
-	$(BIN)/pytest --numprocesses 2 --dist loadfile
+	$(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 docs: $(VENV)/installed
 	$(BIN)/sphinx-build -q -W -b html docs build/site

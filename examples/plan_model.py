@@ -21,10 +21,12 @@ SIZE = 2  # samples in a microbatch
 CONFIG = LlamaConfig(dim=64, layers=4, heads=4, kv_heads=4, hidden=128, seq=64)
 
 
-def train(steps: int) -> list[float]:
+def train(steps: int, seconds: float) -> list[float]:
     """One rank's work; every rank runs the same lines."""
     inputs, _ = batch(0, SIZE, CONFIG.seq)
-    plan = partition(Decoder(CONFIG), inputs, stages=STAGES, microbatches=MICROBATCHES, seconds=3.0)
+    plan = partition(
+        Decoder(CONFIG), inputs, stages=STAGES, microbatches=MICROBATCHES, seconds=seconds
+    )
     losses = []
     with plan.trainer(
         next_byte_loss, lambda parameters: torch.optim.AdamW(parameters, lr=3e-3)
@@ -38,12 +40,12 @@ def train(steps: int) -> list[float]:
     return losses
 
 
-def main(steps: int = 10) -> list[float]:
+def main(steps: int = 10, seconds: float = 3.0) -> list[float]:
     if "RANK" in os.environ:  # torchrun started this process as one of its ranks
         torch.set_num_threads(1)
         with process_group():
-            return train(steps)
-    return launch(train, STAGES, (steps,), timeout=120.0)[0]
+            return train(steps, seconds)
+    return launch(train, STAGES, (steps, seconds), timeout=120.0)[0]
 
 
 if __name__ == "__main__":

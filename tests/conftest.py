@@ -6,18 +6,21 @@ import inspect
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from autosplit.pipeline.engine.processes.launch import launch
-from tests.ranks import Ranks, collect_rarely
+from tests.ranks import Ranks, collect_rarely, trace_cheaply
 
-# Tests replace parts of what a split is made by; none may find what another has made.
+# Tests of how a split is made replace parts of that; none of them may find what another has made.
 os.environ.setdefault("AUTOSPLIT_CACHE", "0")
 # Inductor's pool of processes takes longer to start than all that tests compile.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 collect_rarely()
+
+_RUN_GRAPHS = ("checkpoint", "cli", "compare", "examples", "pipeline", "pipelining", "planner")
 
 
 @pytest.fixture(autouse=True)
@@ -26,6 +29,7 @@ def _one_thread_and_seed() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    trace_cheaply()
     yield
     torch.set_num_threads(before)
 
@@ -41,9 +45,23 @@ def _own_recompilations() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def on_ranks() -> Iterator[Ranks]:
+def _folder_of_graphs(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("graphs"))
+
+
+@pytest.fixture(autouse=True)
+def _graphs_that_are_kept(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, _folder_of_graphs: str
+) -> None:
+    """The tests of what runs split graphs find those that have been made."""
+    if request.path.relative_to(Path(__file__).parent).parts[0] in _RUN_GRAPHS:
+        monkeypatch.setenv("AUTOSPLIT_CACHE", _folder_of_graphs)
+
+
+@pytest.fixture(scope="session")
+def on_ranks(_folder_of_graphs: str) -> Iterator[Ranks]:
     """``launch``, in processes that stay for the next test."""
-    ranks = Ranks()
+    ranks = Ranks(_folder_of_graphs)
     yield ranks
     ranks.end()
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
+import os
 import pickle
 import random
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing import connection, get_context
+from multiprocessing import connection
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
@@ -20,6 +21,7 @@ from autosplit.errors import PipelineError
 from autosplit.pipeline.engine.processes.loopback import serve_store
 from autosplit.pipeline.engine.processes.outcome import Failure, Success, first_cause
 from autosplit.pipeline.engine.processes.worker import Job, work
+from tests.interpreters import interpreters
 
 T = TypeVar("T")
 
@@ -48,15 +50,25 @@ def collect_rarely() -> None:
     gc.set_threshold(10_000, 10, 100)
 
 
+def trace_cheaply() -> None:
+    """Dynamo times every guard that it makes behind a flush of the processor's caches, for 20 ms a
+    capture and a line in its logs. Does nothing before Dynamo is imported.
+    """
+    if guards := sys.modules.get("torch._dynamo.guards"):
+        guards.profile_guard_manager = lambda *args: 0.0  # type: ignore[attr-defined]
+
+
 class Ranks:
     """Calls functions as ``launch`` does: as its ranks, in a process group of their own.
 
     What starts a process, imports torch and captures for the first time is paid once. Where a
-    rank fails or hangs, all are ended; the next call has new ones.
+    rank fails or hangs, all are ended; the next call has new ones. Split graphs are kept in a
+    folder, also for those.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, folder: str) -> None:
         self._ranks: list[_Rank] = []
+        self._folder = folder
 
     def __call__(
         self,
@@ -75,7 +87,7 @@ class Ranks:
         store = serve_store(timeout)
         job = Job(pickle.dumps((fn, tuple(args))), nprocs, store.port, timeout, threads)
         while len(self._ranks) < nprocs:
-            self._ranks.append(_started(len(self._ranks)))
+            self._ranks.append(_started(len(self._ranks), self._folder))
         ranks = self._ranks[:nprocs]
         for rank in ranks:
             rank.pipe.send(job)
@@ -96,10 +108,10 @@ class Ranks:
         self._ranks.clear()
 
 
-def _started(number: int) -> _Rank:
-    context = get_context("spawn")
+def _started(number: int, folder: str) -> _Rank:
+    context = interpreters()
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(number, theirs), name=f"rank {number}")
+    process = context.Process(target=_serve, args=(number, theirs, folder), name=f"rank {number}")
     process.start()
     theirs.close()
     return _Rank(number, process, ours)
@@ -118,9 +130,11 @@ def _outcomes(ranks: Sequence[_Rank], deadline: float) -> dict[int, Any]:
     return found
 
 
-def _serve(number: int, pipe: Connection) -> None:
+def _serve(number: int, pipe: Connection, folder: str) -> None:
     """Run one call after another, each as in a process that is new, until the pipe closes."""
+    os.environ["AUTOSPLIT_CACHE"] = folder
     collect_rarely()
+    trace_cheaply()
     while True:
         try:
             job = pipe.recv()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,13 +30,15 @@ OFF = Target("predicted - measured", at_most=0.05, style=".1%")
 def measure(settings: Settings) -> Iterator[dict[str, Any]]:
     """A row for each family and case."""
     for family in settings.families:
-        args = (family, settings.size, settings.microbatches[-1])
+        args = (family, settings.size, settings.microbatches[-1], CASES)
         yield from launch(_on_rank, RANKS, args, timeout=1200.0)[0]
 
 
-def _on_rank(family: str, size: str, microbatches: int) -> list[dict[str, Any]]:
+def _on_rank(
+    family: str, size: str, microbatches: int, cases: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
-    return [_run(family, size, microbatches, case) for case in CASES]
+    return [_run(family, size, microbatches, case) for case in cases]
 
 
 def _run(family: str, size: str, microbatches: int, case: dict[str, Any]) -> dict[str, Any]:

@@ -4,26 +4,34 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from benchmarks.memory import budgets, critics, lean, limit, prediction, yardstick
 from benchmarks.memory.page import PARTS, page
 from benchmarks.memory.settings import Settings
 from benchmarks.results import Results
 
-TINY = Settings("tiny", ("llama",), (2,), 1, 1, (4,))
+TINY = Settings("tiny", ("bert",), (2,), 1, 1, (4,))
 
 
-def test_budgets_are_measured_on_one_stage() -> None:
+def test_budgets_are_measured_on_one_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budgets, "SHARES", (0.8, 0.1))
     rows = [*budgets.measure(TINY)]
     names = [row["budget"] for row in rows]
     assert names[:4] == ["autograd", "fast", "balanced", "lean"]
+    assert "80%" in names
     held = {row["budget"]: row["deferred"] for row in rows}
     assert held["lean"] <= held["balanced"]
     text = budgets.render(rows)
-    assert "| llama" in text
+    assert "| bert" in text
     assert "balanced" in text
 
 
-def test_predictions_are_held_against_what_was_measured() -> None:
+@pytest.mark.usefixtures("launched_on_ranks")
+def test_predictions_are_held_against_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the cases the first, which is not split, and the one that recomputes."""
+    fused, *_, lean, _ = prediction.CASES
+    monkeypatch.setattr(prediction, "CASES", (fused, lean))
     rows = [*prediction.measure(TINY)]
     assert len(rows) == len(prediction.CASES)
     assert all(len(row["predicted"]) == len(row["measured"]) == 2 for row in rows)

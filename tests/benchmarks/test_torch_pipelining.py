@@ -37,6 +37,7 @@ def row(contender: str, *rounds: float, microbatches: int = 4, **more: Any) -> d
     return {**dataclasses.asdict(found), "settings": "tiny"}
 
 
+@pytest.mark.usefixtures("launched_on_ranks")
 def test_contenders_take_turns_and_what_a_schedule_refuses_is_said(tmp_path: Path) -> None:
     results = Results.read(tmp_path / "results.json")
     settings = Settings(

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+import autosplit.cli.planning
+import autosplit.compare.run  # noqa: F401  # both launch ranks, and are imported late otherwise
 from autosplit.cli import main
 
 pytestmark = pytest.mark.usefixtures("launched_on_ranks")

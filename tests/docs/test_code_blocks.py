@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import multiprocessing
 import os
 import pathlib
 import re
@@ -15,6 +14,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 
 import pytest
+
+from tests.interpreters import interpreters
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -31,28 +32,18 @@ def test_the_pages_that_show_code_are_found() -> None:
     assert {"README.md", "splitting.md", "pipelines.md"} <= {page.name for page in PAGES}
 
 
-@pytest.fixture(scope="module")
-def interpreters() -> ForkServerContext:
-    """Processes that begin with torch imported, and nothing of autosplit."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch._dynamo", "torch._functorch.aot_autograd"])
-    return context
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_blocks_of_a_page_run(
-    page: pathlib.Path, interpreters: ForkServerContext, tmp_path: pathlib.Path
-) -> None:
+def test_the_blocks_of_a_page_run(page: pathlib.Path, tmp_path: pathlib.Path) -> None:
     for index, block in enumerate(blocks_of(page)):
         script = tmp_path / f"block_{index}.py"
         script.write_text(block)
-        assert outcome(interpreters, script) == "", f"block {index} of {page.name}"
+        assert outcome(interpreters(), script) == "", f"block {index} of {page.name}"
 
 
-def outcome(interpreters: ForkServerContext, script: pathlib.Path) -> str:
+def outcome(context: ForkServerContext, script: pathlib.Path) -> str:
     """The error that a script ends with."""
-    ours, theirs = interpreters.Pipe(duplex=False)
-    process = interpreters.Process(target=run, args=(script, theirs))
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=run, args=(script, theirs))
     process.start()
     theirs.close()
     try:

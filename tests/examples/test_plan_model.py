@@ -10,6 +10,6 @@ pytestmark = pytest.mark.usefixtures("launched_on_ranks")
 
 
 def test_the_loss_of_a_planned_model_falls() -> None:
-    losses = plan_model.main(steps=6)
+    losses = plan_model.main(steps=6, seconds=0.3)
     assert len(losses) == 6
     assert losses[-1] < losses[0]

@@ -8,14 +8,14 @@ from torch import nn
 
 import autosplit
 from autosplit.errors import PipelineError
-from autosplit.pipeline import launch
 from autosplit.pipelining import dw_builder
 from tests.pipelining.dw_builder_workers import both
+from tests.ranks import Ranks
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[list[dict[str, list[str]]]]:
-    return launch(both, 2, timeout=120)
+def ranks(on_ranks: Ranks) -> list[list[dict[str, list[str]]]]:
+    return on_ranks(both, 2, timeout=120)
 
 
 @pytest.mark.parametrize("told", [True, False])

@@ -8,11 +8,11 @@ import pytest
 from torch.distributed.pipelining import PipelineStage
 
 from autosplit.errors import PipelineError
-from autosplit.pipeline import launch
 from autosplit.pipelining import SplitPipelineStage
 from autosplit.torch_internals import version
 from autosplit.torch_internals.pipelining import versions
 from tests.pipelining.refusal_workers import all_refusals
+from tests.ranks import Ranks
 
 Refusals = list[dict[str, tuple[str, str]]]
 
@@ -82,8 +82,8 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Refusals:
-    return launch(all_refusals, 2, timeout=120)
+def ranks(on_ranks: Ranks) -> Refusals:
+    return on_ranks(all_refusals, 2, timeout=120)
 
 
 @pytest.mark.parametrize("case", ON_BOTH)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from autosplit.pipeline import launch
 from autosplit.torch_internals.pipelining.versions import SUPPORTED
 from autosplit.torch_internals.version import TORCH
 from tests.pipelining import stage_workers
+from tests.ranks import Ranks
 
 pytestmark = pytest.mark.skipif(
     TORCH not in SUPPORTED, reason="another torch.distributed.pipelining"
@@ -15,8 +15,8 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[dict[str, list[str]]]:
-    return launch(stage_workers.all_cases, 2, timeout=150)
+def ranks(on_ranks: Ranks) -> list[dict[str, list[str]]]:
+    return on_ranks(stage_workers.all_cases, 2, timeout=150)
 
 
 @pytest.mark.parametrize("case", stage_workers.CASES)

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from autosplit.errors import PipelineError
-from autosplit.pipeline.engine.processes.launch import launch
 from autosplit.pipeline.ledger.bands import OWNERS
 from autosplit.torch_internals.allocations import HostAllocations
 from tests.pipeline.ledger import workers
 from tests.pipeline.reference_stage import ReferenceStage
+from tests.ranks import Ranks
 
 LOSSES = 4 * workers.MICROBATCHES  # bytes, of which graphs know nothing once they are with the user
 FLOAT = 4
@@ -71,8 +71,8 @@ def test_bands_have_their_owners() -> None:
     assert [band.start for band in bands] == sorted(band.start for band in bands)
 
 
-def test_two_ranks_hear_the_same_and_hold_what_was_predicted() -> None:
-    found, other = launch(workers.recorded, 2, timeout=120.0)
+def test_two_ranks_hear_the_same_and_hold_what_was_predicted(on_ranks: Ranks) -> None:
+    found, other = on_ranks(workers.recorded, 2, timeout=120.0)
     assert found == other
     assert len(found.bands) == len(found.fixed) == 2
     for measured, predicted in zip(found.peak_activations, found.predicted, strict=True):
@@ -84,8 +84,8 @@ def test_two_ranks_hear_the_same_and_hold_what_was_predicted() -> None:
     assert max(band.held["saved"] for band in found.bands[0]) > 0
 
 
-def test_after_500_steps_every_band_is_as_it_was() -> None:
-    early, late = launch(workers.early_and_late, 2, (500,), timeout=120.0)[0]
+def test_after_500_steps_every_band_is_as_it_was(on_ranks: Ranks) -> None:
+    early, late = on_ranks(workers.early_and_late, 2, (500,), timeout=120.0)[0]
     for rank in range(2):
         for ours, theirs in zip(early.bands[rank], late.bands[rank], strict=True):
             assert (ours.during, ours.held) == (theirs.during, theirs.held)

@@ -17,13 +17,14 @@ from tests.pipeline import moving_workers
 from tests.pipeline.moving import evicting, offloading, recomputing
 from tests.pipeline.reference_stage import ReferenceStage
 from tests.pipeline.workers import data, trainer
+from tests.ranks import Ranks
 
 Results = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def two() -> Results:
-    return launch(moving_workers.two_ranks, 2, timeout=120)
+def two(on_ranks: Ranks) -> Results:
+    return on_ranks(moving_workers.two_ranks, 2, timeout=120)
 
 
 CASES = (
@@ -50,8 +51,8 @@ def test_the_same_bit_for_bit(two: Results, case: str) -> None:
     assert [found[case] for found in two] == ["the same"] * 2
 
 
-def test_four_ranks() -> None:
-    for found in launch(moving_workers.four_ranks, 4, timeout=90):
+def test_four_ranks(on_ranks: Ranks) -> None:
+    for found in on_ranks(moving_workers.four_ranks, 4, timeout=90):
         assert found == dict.fromkeys(found, "the same")
 
 
@@ -83,8 +84,8 @@ def test_all_in_one_process() -> None:
         assert moving_workers.same(schedule, offloading, ranks=1) == "the same"
 
 
-def test_a_limit_of_memory_changes_no_result_and_one_of_no_use_is_refused() -> None:
-    one, other = launch(moving_workers.limited, 2, timeout=120)
+def test_a_limit_of_memory_changes_no_result_and_one_of_no_use_is_refused(on_ranks: Ranks) -> None:
+    one, other = on_ranks(moving_workers.limited, 2, timeout=120)
     assert one == other
     found = one["layers"]
     assert found["same"]
@@ -96,9 +97,11 @@ def test_a_limit_of_memory_changes_no_result_and_one_of_no_use_is_refused() -> N
 
 
 @pytest.fixture(scope="module")
-def faults(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, tuple[str, str]]]:
+def faults(
+    on_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, tuple[str, str]]]:
     folder = tmp_path_factory.mktemp("store")
-    return launch(moving_workers.faults, 2, (folder,), timeout=90)
+    return on_ranks(moving_workers.faults, 2, (folder,), timeout=90)
 
 
 @pytest.mark.parametrize(

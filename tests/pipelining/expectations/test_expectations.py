@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from autosplit.pipeline import launch
+from tests.ranks import Ranks
 
 from .bench import CASES
 from .runs import run_all
 
 
 @pytest.fixture(scope="module")
-def found(request: pytest.FixtureRequest) -> dict[str, str]:
+def found(request: pytest.FixtureRequest, on_ranks: Ranks) -> dict[str, str]:
     """Of the cases that were asked for."""
     names = [
         item.callspec.params["name"]
         for item in request.session.items
         if isinstance(item, pytest.Function) and item.module is request.module
     ]
-    return launch(run_all, 2, (names,), timeout=240.0)[0]
+    return on_ranks(run_all, 2, (names,), timeout=240.0)[0]
 
 
 @pytest.mark.parametrize("name", CASES)

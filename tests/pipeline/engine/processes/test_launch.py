@@ -19,7 +19,7 @@ from autosplit.pipeline.engine.processes import launch as launching
 from autosplit.pipeline.engine.processes.launch import launch
 from autosplit.pipeline.engine.processes.outcome import Failure, first_cause
 from autosplit.pipeline.engine.processes.worker import process_group
-from tests.pipeline import workers
+from tests.pipeline import sockets, workers
 from tests.pipeline.processes import alive, assert_gone, pids_in
 
 PARENT = """
@@ -92,6 +92,20 @@ def test_ranks_end_with_their_parent(
         parent.wait()
     _wait(lambda: not any(alive(pid) for pid in pids_in(tmp_path)))
     assert len(pids_in(tmp_path)) == 2
+
+
+def test_launch_listens_on_loopback_only(launched: list[dict[str, Any]]) -> None:
+    for own in (*(rank["rank"] for rank in launched), launched[0]["parent"]):
+        assert own
+        assert all(map(sockets.loopback, own)), own
+
+
+def test_ranks_of_one_machine_under_torchrun_listen_on_loopback_only(
+    under_torchrun: list[dict[str, Any]],
+) -> None:
+    for rank in under_torchrun:
+        assert rank["rank"]
+        assert all(map(sockets.loopback, rank["rank"])), rank
 
 
 def test_what_cannot_be_sent_is_refused_before_anything_starts() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import pytest
 
@@ -15,20 +14,6 @@ def test_a_socket_that_other_hosts_reach_is_seen() -> None:
     assert [*map(sockets.loopback, ["127.0.0.1:1", "0.0.0.0:1", "10.1.2.3:1"])] == [True] + [
         False
     ] * 2
-
-
-def test_launch_listens_on_loopback_only(launched: list[dict[str, Any]]) -> None:
-    for own in (*(rank["rank"] for rank in launched), launched[0]["parent"]):
-        assert own
-        assert all(map(sockets.loopback, own)), own
-
-
-def test_ranks_of_one_machine_under_torchrun_listen_on_loopback_only(
-    under_torchrun: list[dict[str, Any]],
-) -> None:
-    for rank in under_torchrun:
-        assert rank["rank"]
-        assert all(map(sockets.loopback, rank["rank"])), rank
 
 
 def test_an_interface_that_the_user_named_stays(monkeypatch: pytest.MonkeyPatch) -> None:
