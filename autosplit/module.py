@@ -373,7 +373,9 @@ class SplitModule(ModuleProxy):
         self._attach()
 
 
-def _sharded(model: nn.Module, options: SplitOptions, *, dynamic: bool | None) -> ShardedModule | None:
+def _sharded(
+    model: nn.Module, options: SplitOptions, *, dynamic: bool | None
+) -> ShardedModule | None:
     """The model as ``fully_shard`` has sharded it, or a part of it.
 
     Raises:
