@@ -39,6 +39,7 @@ def main() -> None:
         options.steps,
         options.rounds,
         tuple(options.ranks),
+        options.output,
     )
     for name in options.parts or PARTS:
         words = ["python", "-m", "benchmarks.memory", name]

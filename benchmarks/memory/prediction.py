@@ -9,7 +9,9 @@ import torch
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline.engine.processes.launch import launch
+from autosplit.pipeline.ledger.bands import StepMemory
 from autosplit.pipeline.trainer import PipelineTrainer
+from autosplit.report.memory_picture import draw_memory
 from examples.families import FAMILIES
 
 from ..paper.settings import SIZES
@@ -18,30 +20,41 @@ from ..split.targets import Target, verdicts
 from .settings import Settings
 
 RANKS = 2
+PICTURE = "bands.png"
 CASES: tuple[dict[str, Any], ...] = (
     {"schedule": "1f1b", "split_backward": False},
     {"schedule": "1f1b"},
     {"schedule": "zb-h1", "memory": "lean"},
     {"schedule": "gpipe"},
 )
+DRAWN = CASES[2]
 OFF = Target("predicted - measured", at_most=0.05, style=".1%")
 
 
 def measure(settings: Settings) -> Iterator[dict[str, Any]]:
-    """A row for each family and case."""
+    """A row for each family and case; draws the bands of one."""
     for family in settings.families:
         args = (family, settings.size, settings.microbatches[-1], CASES)
-        yield from launch(_on_rank, RANKS, args, timeout=1200.0)[0]
+        for row, memory in launch(_on_rank, RANKS, args, timeout=1200.0)[0]:
+            if settings.folder and row["name"] == _named(settings.families[0], DRAWN):
+                draw_memory(memory, settings.folder / PICTURE, title=row["name"])
+            yield row
+
+
+def _named(family: str, case: dict[str, Any]) -> str:
+    return f"{family}, {', '.join(map(str, case.values()))}"
 
 
 def _on_rank(
     family: str, size: str, microbatches: int, cases: Sequence[dict[str, Any]]
-) -> list[dict[str, Any]]:
+) -> list[tuple[dict[str, Any], StepMemory]]:
     torch.set_num_threads(1)
     return [_run(family, size, microbatches, case) for case in cases]
 
 
-def _run(family: str, size: str, microbatches: int, case: dict[str, Any]) -> dict[str, Any]:
+def _run(
+    family: str, size: str, microbatches: int, case: dict[str, Any]
+) -> tuple[dict[str, Any], StepMemory]:
     subject = FAMILIES[family](**SIZES[size][family])
     batch = subject.batch_fn(0, microbatches * subject.microbatch_size)
     with PipelineTrainer(
@@ -55,19 +68,21 @@ def _run(family: str, size: str, microbatches: int, case: dict[str, Any]) -> dic
         timeout=300.0,
         **case,
     ) as trainer:
+        early = trainer.predict_memory(batch).predicted
         trainer.step(batch)
         trainer.record = "memory"
         trainer.step(batch)
         found = trainer.memory()
     highest = [max(bands, key=lambda each: each.activations) for bands in found.bands]
-    return {
-        "name": f"{family}, {', '.join(map(str, case.values()))}",
+    row = {
+        "name": _named(family, case),
         "measured": found.peak_activations,
-        "predicted": [_known(each) for each in found.predicted],
+        "predicted": [_known(each) for each in early],
         "fixed": found.fixed,
         "during": [band.during for band in highest],
         "working": [band.held["working"] for band in highest],
     }
+    return row, found
 
 
 def _known(predicted: int | None) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,6 +15,7 @@ class Settings:
     steps: timed steps of each contender.
     rounds: timed microbatches of a stage by itself.
     ranks: numbers of ranks of stand-in stages.
+    folder: for pictures; None for none.
     """
 
     size: str
@@ -22,3 +24,4 @@ class Settings:
     steps: int
     rounds: int
     ranks: tuple[int, ...]
+    folder: pathlib.Path | None = None
