@@ -34,7 +34,7 @@ def drop_meshes(graph: fx.Graph) -> None:
     descs, values = output.meta["desc"], output.args[0]
     kept = [at for at, desc in enumerate(descs) if not is_mesh(desc)]
     if len(kept) < len(descs):
-        output.args = ([values[at] for at in kept],)  # type: ignore[index,union-attr]
+        output.args = ([values[at] for at in kept],)  # type: ignore[index]
         output.meta["desc"] = [descs[at] for at in kept]
     for node in placeholders(graph):
         if is_mesh(node.meta["desc"]) and not node.users:
@@ -56,7 +56,7 @@ def shardings(joint: Any, module: nn.Module, inputs: Sequence[Any]) -> dict[Any,
     """
     state = dict(module.named_parameters(remove_duplicate=False))
     state |= dict(module.named_buffers(remove_duplicate=False))  # type: ignore[arg-type]
-    named = [(d.ParamAOTInput(name), each) for name, each in state.items()]
+    named: list[tuple[Any, Any]] = [(d.ParamAOTInput(name), each) for name, each in state.items()]
     named += [(d.BufferAOTInput(name), each) for name, each in state.items()]
     named += [(d.PlainAOTInput(at), each) for at, each in enumerate(inputs)]
     found = {desc: Sharding.of(each) for desc, each in named if is_dtensor(each)}

@@ -50,7 +50,8 @@ class Attention(nn.Module):
         size = WIDTH // HEADS
         heads = self.qkv(self.norm(x)).unflatten(-1, (-1, 3, size)).permute(3, 0, 2, 1, 4)
         mixed = nn.functional.scaled_dot_product_attention(heads[0], heads[1], heads[2])
-        return x + self.out(mixed.transpose(1, 2).flatten(2))
+        result: Tensor = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return result
 
 
 class Mlp(nn.Module):
@@ -60,7 +61,8 @@ class Mlp(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+        result: Tensor = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return result
 
 
 class SlowLink:
