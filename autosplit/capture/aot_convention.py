@@ -163,7 +163,9 @@ def assemble(labelled: fx.GraphModule, num_forward: int, parameters: dict[int, s
     results_of = [whole(desc) for desc in descs[:num_forward] if not is_mesh(desc)]
     behind = enumerate(descs[num_forward:])
     meshes = {at: _grad_of(desc).idx for at, desc in behind if is_mesh(desc)}
-    graphs = run(labelled, memory=memory_setting("balanced", overlap="collectives"))
+    # What I computes of a parameter's gradient AOTAutograd would not take from it.
+    overlap = "none" if parameters else "collectives"
+    graphs = run(labelled, memory=memory_setting("balanced", overlap=overlap))
     if graphs.backward is None or graphs.backward_input is None:
         raise PassError("nothing in the graph has a gradient")
     primals = [node for node in joint_inputs if role_of(node).kind is not Kind.TANGENT]

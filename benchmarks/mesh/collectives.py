@@ -50,8 +50,8 @@ class Attention(nn.Module):
         size = WIDTH // HEADS
         heads = self.qkv(self.norm(x)).unflatten(-1, (-1, 3, size)).permute(3, 0, 2, 1, 4)
         mixed = nn.functional.scaled_dot_product_attention(heads[0], heads[1], heads[2])
-        added: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
-        return x + added
+        result: Tensor = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return result
 
 
 class Mlp(nn.Module):
@@ -61,18 +61,22 @@ class Mlp(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        added: Tensor = self.down(nn.functional.gelu(self.up(self.norm(x))))
-        return x + added
+        result: Tensor = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return result
 
 
 class SlowLink:
     """Collectives of a process that end ``seconds`` after they begin, one after another, at least.
 
     Their kernels for the CPU are replaced: Gloo does the work, and the wait sleeps.
+
+    Attributes:
+        seconds: how long.
+        exposed: seconds that waits have taken.
     """
 
     def __init__(self) -> None:
-        self.seconds = self._free = 0.0
+        self.seconds = self.exposed = self._free = 0.0
         self._under_way: dict[int, tuple[Any, float]] = {}
         self._library = torch.library.Library("_c10d_functional", "IMPL")
         with warnings.catch_warnings():
@@ -93,8 +97,10 @@ class SlowLink:
     def _wait(self, tensor: Tensor) -> Tensor:
         work, end = self._under_way.pop(tensor.untyped_storage().data_ptr(), (None, 0.0))
         if work is not None:
+            begun = time.perf_counter()
             work.wait()
             time.sleep(max(0.0, end - time.perf_counter()))
+            self.exposed += time.perf_counter() - begun
         return tensor
 
 
@@ -119,9 +125,8 @@ def _made(way: str, model: nn.Module) -> tuple[Callable[[Tensor], Tensor], Calla
     return compiled, lambda: None
 
 
-def _backward(forward: Callable[[Tensor], Tensor], weights: Callable[[], None], x: Tensor) -> float:
+def _backward(loss: Tensor, weights: Callable[[], None]) -> float:
     """Seconds from the loss to all gradients."""
-    loss = forward(x).square().mean()
     dist.barrier()
     start = time.perf_counter()
     loss.backward()
@@ -188,7 +193,8 @@ def _rank(ways: tuple[str, ...], steps: int) -> list[dict[str, Any]]:
         reorders = way == "Inductor, reordering"
         with torch._inductor.config.patch(reorder_for_compute_comm_overlap=reorders):
             for _ in range(2):
-                _backward(*made[way], x)
+                forward, weights = made[way]
+                _backward(forward(x).square().mean(), weights)
     product = _seconds(lambda: torch.mm(torch.randn(2 * WIDTH, 512), torch.randn(512, WIDTH)))
     shared = torch.tensor([product])
     dist.broadcast(shared, 0)
@@ -198,17 +204,24 @@ def _rank(ways: tuple[str, ...], steps: int) -> list[dict[str, Any]]:
     rows = []
     gradients: dict[str, list[Tensor]] = {}
     fastest: dict[tuple[str, float], float] = {}
+    idle: dict[str, float] = {}
     for at, delay in enumerate(delays):
         taken: dict[str, list[float]] = {way: [] for way in ways}
+        waited: dict[str, list[float]] = {way: [] for way in ways}
         link.seconds = delay
         for _ in range(steps):
             for way in ways:
                 models[way].zero_grad()
-                taken[way].append(_backward(*made[way], x))
+                forward, weights = made[way]
+                loss = forward(x).square().mean()
+                link.exposed = 0.0
+                taken[way].append(_backward(loss, weights))
+                waited[way].append(link.exposed)
         for way in ways:
             seconds = fastest[way, delay] = statistics.median(taken[way])
             gradients[way] = [_local(p.grad) for p in models[way].parameters()]
-            hidden = count * delay - (seconds - fastest[way, 0.0])
+            exposed = statistics.median(waited[way])
+            hidden = count * delay - (exposed - idle.setdefault(way, exposed))
             rows.append(
                 {
                     "name": f"{way}, {DELAYS[at]:g}",

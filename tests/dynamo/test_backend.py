@@ -292,7 +292,7 @@ def test_graph_that_cannot_be_split_gets_an_ordinary_backward(
     from autosplit.capture import aot_convention
     from autosplit.passes import PassError
 
-    def fail(_: object) -> None:
+    def fail(_: object, **__: object) -> None:
         raise PassError("no pass likes this graph")
 
     monkeypatch.setattr(aot_convention, "run", fail)

@@ -275,7 +275,6 @@ def _twins(mesh: DeviceMesh, name: str) -> tuple[nn.Module, nn.Module]:
 
 
 WHOLE: list[tuple[str, dict[str, Any]]] = [
-    ("blocks", {}),
     ("prepared", {"memory": "lean", "overlap": "none"}),
     ("tied language", {}),
     ("gathered", {"memory": "fast"}),

@@ -14,8 +14,8 @@ def test_trains_as_in_eager(on_ranks: Ranks) -> None:
         assert found["compiled"] == [True]
         counts = {name: counts for name, (_, counts) in found["whole"].items()}
         # Reductions of input gradients are I's, those of weight gradients W's.
-        assert counts["blocks"]["backward_input"] == counts["blocks"]["backward"] == 5
-        assert counts["blocks"]["backward_weight"] == 0
+        assert counts["prepared"]["backward_input"] == counts["prepared"]["backward"] == 3
+        assert counts["prepared"]["backward_weight"] == 0
         assert counts["gathered"]["backward_input"] == 0
         assert counts["gathered"]["backward_weight"] == counts["gathered"]["backward"] == 3
         assert found["read"][0], found["read"]
