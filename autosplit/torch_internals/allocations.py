@@ -170,8 +170,8 @@ def sizes_known() -> Iterator[None]:
     """Around what another thread than the counting one allocates on the CPU: that one then sees how
     much goes where it releases some of it. Only a thread with a profiler notes sizes.
     """
-    config = torch.autograd.ProfilerConfig(
-        torch.autograd.ProfilerState.CPU,
+    config = torch._C._profiler.ProfilerConfig(
+        torch._C._profiler.ProfilerState.CPU,
         False,  # shapes
         True,  # memory
         False,  # stacks

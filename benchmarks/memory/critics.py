@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from autosplit.pipeline.builders.build import build as build_schedule
 from autosplit.pipeline.engine.execution.stage_assembly import stage_memory
 from autosplit.pipeline.memory.balance import balance
 from autosplit.pipeline.memory.recompute import recompute
+from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.step_costs import Costs
 from autosplit.pipeline.simulation.transfer import Transfer
 from examples.families.settings import LlamaSettings
@@ -37,7 +38,7 @@ LINKS = {"fast": 0.1, "slow": 2.0}
 """How long what F saves is on its way to the partner, in F."""
 CAPS = (1.3, 1.0, 0.7)
 """Of what plain 1F1B holds on its first rank with one sample in a microbatch."""
-_WIDE = {"layers": 1, "width": 384, "hidden": 1056, "heads": 6}
+_WIDE: dict[str, Any] = {"layers": 1, "width": 384, "hidden": 1056, "heads": 6}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +74,8 @@ def measure_all(settings: Settings) -> Iterator[dict[str, Any]]:
 def _layer(attention: str, samples: int, settings: Settings) -> Measured:
     seq = 32 if settings.size == "tiny" else 256
     subject = build("llama", LlamaSettings(**_WIDE, seq=seq, microbatch_size=samples))
-    subject.module.model.config._attn_implementation = attention  # type: ignore[union-attr]
+    module: Any = subject.module
+    module.model.config.update({"_attn_implementation": attention})
     ms = interleave({"ours": eager(subject)["autosplit"]()}, subject, settings.rounds)["ours"]
     medians = ms.medians()
     times = (medians["F"] / 1e3, medians["I"] / 1e3, medians["W"] / 1e3)
@@ -96,7 +98,7 @@ def _ways(size: int, layer: Measured, cap: float) -> Iterator[tuple[str, float, 
     """Those that keep the cap: name, seconds of a step, and whether microbatches move."""
     costs = layer.costs
     plain = build_schedule("1f1b", RANKS, SAMPLES // size, split_backward=False)
-    makers = {
+    makers: dict[str, Callable[[], Schedule]] = {
         "plain": lambda: plain,
         "recomputed": lambda: recompute(plain, costs, cap),
         "balanced": lambda: balance(plain, cap, costs=costs),
