@@ -73,8 +73,9 @@ def measure_all(settings: Settings) -> Iterator[dict[str, Any]]:
 
 def _layer(attention: str, samples: int, settings: Settings) -> Measured:
     seq = 32 if settings.size == "tiny" else 256
-    subject = build("llama", LlamaSettings(seq=seq, microbatch_size=samples, **_WIDE))
-    subject.module.model.config._attn_implementation = attention  # type: ignore[union-attr]
+    subject = build("llama", LlamaSettings(**_WIDE, seq=seq, microbatch_size=samples))
+    module: Any = subject.module
+    module.model.config.update({"_attn_implementation": attention})
     ms = interleave({"ours": eager(subject)["autosplit"]()}, subject, settings.rounds)["ours"]
     medians = ms.medians()
     times = (medians["F"] / 1e3, medians["I"] / 1e3, medians["W"] / 1e3)

@@ -27,7 +27,7 @@ SAID = {
     "cap": "bucket_cap_mb is a positive number of MiB; got 0",
     "no cap": "bucket_cap_mb is a positive number of MiB; got nan",
     "cap alone": "bucket_cap_mb has no effect without a mesh with 'dp_replicate'",
-    "shapes": "the inputs are float32[8, 6] on rank 0 and float32[4, 6] on rank 1; give every rank",
+    "shapes": "the inputs are float32[8, 6] on rank 0 and float32[4, 6] on rank 1; give each",
     "one of two shapes": "batches of different shapes: the inputs are float32[8, 6] on rank 0 and",
     "built differently": "the ranks 2 and 3 hold replicas of the same stages, which must be built",
     "failing": "rank 3 failed in 1F1: ValueError: bad weather",
