@@ -414,7 +414,7 @@ def refused(mesh: DeviceMesh) -> dict[str, str]:
     def ran(batch: Any, build: Any = block, **options: Any) -> str:
         def act() -> None:
             with trainer(mesh, build, **{**REFERENCE, **options}) as made:
-                made.step(own if options.get("shapes") else batch)
+                made.step(own if options.get("shapes") == 2 else batch)
                 made.step(batch)
 
         return refusal(act)
@@ -435,7 +435,8 @@ def refused(mesh: DeviceMesh) -> dict[str, str]:
         "cap": built(mesh, bucket_cap_mb=0),
         "no cap": built(mesh, bucket_cap_mb=float("nan")),
         "cap alone": built(None, ranks=1, bucket_cap_mb=1.0),
-        "shapes": ran(half),
+        "shapes": ran(half, shapes=1),
+        "any shape": ran(half),
         "one of two shapes": ran(half, shapes=2),
         "built differently": ran(
             own, lambda index: nn.Linear(WIDTH, WIDTH, bias=dist.get_rank() != 3)

@@ -11,7 +11,6 @@ from tests.pipeline.ledger import workers
 from tests.ranks import Ranks
 
 Steps = tuple[StepMemory, StepMemory, StepMemory]
-MESSAGES = workers.MICROBATCHES * workers.ROWS * workers.WIDTH * 4  # that may not have left yet
 MOVING = ("saved", "deferred", "evicted here", "in transit")
 
 
@@ -62,6 +61,7 @@ def test_what_is_offloaded_is_in_no_band(steps: Steps) -> None:
 
 
 def test_what_came_back_in_another_thread_is_seen_to_go(steps: Steps) -> None:
+    """At the end of the step: until then a partner may hold what it has sent back already."""
     for step in steps:
         for bands in step.bands:
-            assert bands[-2].held["working"] <= MESSAGES + 64  # losses
+            assert bands[-1].held["working"] <= 64
