@@ -25,7 +25,7 @@ from autosplit.pipeline.simulation.transfer import Transfer
 
 from .auto_schedule import MEASURED, Tuner
 
-_TRIES = 3  # searches, each with what the schedule before it turned out to hold beside
+_TRIES = 6  # searches, each with what the schedule before it turned out to hold beside
 _CORRECTIONS = 3  # schedules that held more than was known of them, before it is given up
 _SETTLED = 2  # steps of a new schedule, of which the first makes its buffers
 
@@ -47,7 +47,7 @@ class LimitTuner(Tuner):
 
     A search knows microbatches by their sizes, and what actions hold beside them while they run:
     by playing schedules with all storages, and by what was measured above that. Where what it finds
-    turns out to hold more than the limit, the next search knows of that, too.
+    turns out to hold more than the limit, the next search knows of that, too, or aims lower.
 
     Args:
         schedule: whose placement and number of microbatches are kept.
@@ -214,13 +214,13 @@ class LimitTuner(Tuner):
         self._sizes = costs.memory
         self._note_graphs(self._running)
         nearest: list[tuple[float, Schedule]] = []
-        weighed = self._weighed(costs)
+        weighed, aim = self._weighed(costs), float(self._limit)
         for _ in range(_TRIES):
             try:
                 found = search_within(
                     weighed,
                     self._schedule.microbatches,
-                    self._limit,
+                    aim,
                     ranks=len(self._schedule.ranks),
                     placement=self._schedule.placement,
                     fixed=self._fixed_by_rank,
@@ -230,15 +230,16 @@ class LimitTuner(Tuner):
                     break
                 found = error.schedule
             found = replace(found, crosses_step=False)
-            nearest.append((max(self._held(found)), found))
-            if nearest[-1][0] <= self._limit:
+            most = max(self._held(found))
+            nearest.append((most, found))
+            if most <= self._limit:
                 self._running = found
                 return found
             known = weighed
             self._note_graphs(found)
             weighed = self._weighed(costs)
-            if weighed == known:
-                break
+            if weighed == known:  # there is no more to tell the search, but how far it was off
+                aim -= most - self._limit
         # The search may miss what is known to fit.
         nearest += [(max(self._held(each)), each) for each in (self._running, self._schedule)]
         least, found = min(nearest, key=itemgetter(0))
