@@ -106,16 +106,17 @@ class RankLedger:
         return self.recorder.bands()
 
     def measured(self) -> dict[str, int]:
-        """By action, the most that was held beside fixed owners and the batch since the end of the
-        one before it.
+        """By action, the most that was held beside fixed owners and the batch: while it ran, or
+        since the end of the one before it. What there was at that end counts for that one alone, as
+        it may have left since then.
         """
         found: dict[str, int] = {}
-        before = 0
+        between = last = 0
         for band in self.bands():
             level = band.activations - self.prediction.batch_bytes
-            if not band.during:
-                before = max(before, level)
-                continue
-            found[band.during] = max(found.get(band.during, 0), level, before)
-            before = 0
+            if band.during:
+                found[band.during] = max(found.get(band.during, 0), level, between)
+                between, last = 0, level
+            elif level > last:
+                between = max(between, level)
         return found
