@@ -21,11 +21,11 @@ SIZE = 2  # samples in a microbatch
 CONFIG = LlamaConfig(dim=64, layers=4, heads=4, kv_heads=4, hidden=128, seq=64)
 
 
-def train(steps: int, seconds: float) -> list[float]:
+def train(steps: int, seconds: float, config: LlamaConfig) -> list[float]:
     """One rank's work; every rank runs the same lines."""
-    inputs, _ = batch(0, SIZE, CONFIG.seq)
+    inputs, _ = batch(0, SIZE, config.seq)
     plan = partition(
-        Decoder(CONFIG), inputs, stages=STAGES, microbatches=MICROBATCHES, seconds=seconds
+        Decoder(config), inputs, stages=STAGES, microbatches=MICROBATCHES, seconds=seconds
     )
     losses = []
     with plan.trainer(
@@ -34,18 +34,18 @@ def train(steps: int, seconds: float) -> list[float]:
         if trainer.rank == 0:
             print(f"cut at {', '.join(plan.cuts)}; {1e3 * plan.predicted_step:.1f} ms foretold")
         for step in range(steps):
-            losses.append(trainer.step(batch(step, plan.batch, CONFIG.seq)).mean().item())
+            losses.append(trainer.step(batch(step, plan.batch, config.seq)).mean().item())
             if trainer.rank == 0:
                 print(f"step {step}: loss {losses[-1]:.3f}", flush=True)
     return losses
 
 
-def main(steps: int = 10, seconds: float = 3.0) -> list[float]:
+def main(steps: int = 10, seconds: float = 3.0, config: LlamaConfig = CONFIG) -> list[float]:
     if "RANK" in os.environ:  # torchrun started this process as one of its ranks
         torch.set_num_threads(1)
         with process_group():
-            return train(steps, seconds)
-    return launch(train, STAGES, (steps, seconds), timeout=120.0)[0]
+            return train(steps, seconds, config)
+    return launch(train, STAGES, (steps, seconds, config), timeout=120.0)[0]
 
 
 if __name__ == "__main__":

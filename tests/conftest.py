@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from autosplit.pipeline.engine.processes.launch import launch
-from tests.ranks import Ranks, collect_rarely, trace_cheaply
+from tests.ranks import Ranks, collect_rarely, measure_cheaply, trace_cheaply
 
 # Tests of how a split is made replace parts of that; none of them may find what another has made.
 os.environ.setdefault("AUTOSPLIT_CACHE", "0")
@@ -30,6 +30,7 @@ def _one_thread_and_seed() -> Iterator[None]:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     trace_cheaply()
+    measure_cheaply()
     yield
     torch.set_num_threads(before)
 
@@ -69,10 +70,15 @@ def on_ranks(_folder_of_graphs: str) -> Iterator[Ranks]:
 @pytest.fixture
 def launched_on_ranks(on_ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """What has imported ``launch`` calls ``on_ranks`` instead; who imports it later does not."""
-    for name, module in list(sys.modules.items()):
-        found = getattr(module, "__dict__", {}).get("launch")
-        if found is launch and not name.startswith("autosplit.pipeline"):
-            monkeypatch.setattr(module, "launch", on_ranks)
+    names = [
+        name
+        for name, module in list(sys.modules.items())
+        if getattr(module, "__dict__", {}).get("launch") is launch
+        and not name.startswith(("autosplit.pipeline", __name__))
+    ]
+    assert names, "nobody has imported launch"
+    for name in names:
+        monkeypatch.setattr(sys.modules[name], "launch", on_ranks)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

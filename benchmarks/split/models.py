@@ -137,8 +137,8 @@ SMALL: dict[str, Settings] = {
 """50 to 500 ms a step on one core or two."""
 
 TINY: dict[str, Settings] = {
-    "llama": LlamaSettings(width=128, hidden=352, layers=2, heads=2, seq=8),
-    "bert": BertSettings(width=128, hidden=512, layers=2, heads=2, seq=8),
+    "llama": LlamaSettings(width=128, hidden=352, layers=1, heads=2, seq=8),
+    "bert": BertSettings(width=128, hidden=512, layers=1, heads=2, seq=8),
     "mamba": MambaSettings(width=16, layers=1, seq=4, microbatch_size=2),
     "resnet": ResNetSettings(depths="1,1", width=8, image=32, microbatch_size=2),
 }

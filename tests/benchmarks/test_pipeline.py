@@ -87,7 +87,7 @@ def test_peers_say_who_is_ahead_in_the_same_rounds_and_what_fails() -> None:
     assert "- c: ValueError: no" in text
 
 
-TINY = {"dim": "16", "heads": "2", "kv_heads": "2", "hidden": "16", "layers": "4", "seq": "8"}
+TINY = {"dim": "16", "heads": "2", "kv_heads": "2", "hidden": "16", "layers": "2", "seq": "8"}
 
 
 def fails_on_the_last_rank(stage: Any, microbatches: int, loss_fn: Any) -> Schedule1F1B:

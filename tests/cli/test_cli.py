@@ -260,13 +260,14 @@ def test_options_of_plan_that_have_other_names_now(tmp_path: pathlib.Path) -> No
 
 
 def test_plan_of_ranks_that_measure_and_rehearse(tmp_path: pathlib.Path) -> None:
-    output = ["--output", str(tmp_path / "plan.json"), "--seconds", "0.3"]
+    output = ["--output", str(tmp_path / "plan.json"), "--seconds", "0.1"]
     one = ["--schedule", "1f1b", "--memory", "balanced", "--microbatches", "2"]
     words = ["plan", "tests.planner.planned_models:factory", "--batch", "8", *one, *output]
-    result = run(*words, "--devices", "2")
+    small = ["--set", "layers=1"]
+    result = run(*words, *small, "--devices", "2")
     assert result.exit_code == 0, result.output
     assert " ms; rehearsed: run in whole steps" in result.output
-    alone = run(*words, "--devices", "1", "--stages", "2", "--no-rehearse")
+    alone = run(*words, *small, "--devices", "1", "--stages", "2", "--no-rehearse")
     assert alone.exit_code == 0, alone.output
     assert " ms; measured block by block" in alone.output
     refused = run(*words, "--devices", "2", "--stages", "9")
@@ -369,7 +370,10 @@ def test_inspect_a_stage() -> None:
         ([*PIPELINE, "--message", "1"], "bandwidth and message have a meaning only together"),
         ([*PIPELINE, "--schedule", "zigzag"], "no simulated schedule 'zigzag'; simulated: naive,"),
         ([*PLAN, "--limit", "80 lots"], "expected a size such as 80GiB, '800 MB' or a"),
-        ([*PLAN, "--limit", "36KiB"], "nothing fits: the least cap is"),
+        (
+            [*PLAN, "--limit", "36KiB", "--microbatches", "2,4", "--memory", "lean"],
+            "nothing fits: the least cap is",
+        ),
         ([*PLAN, "--limit", "1KiB"], "2 devices of 1.00 KiB cannot hold the model: its trained"),
         ([*PLAN, "--microbatches", "3"], "a batch of 8 cannot be cut into 3 equal microbatches"),
         ([*PLAN, "--stages", "9"], "9 stages are more than the model has blocks, 6"),

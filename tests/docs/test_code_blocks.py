@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import os
 import pathlib
 import re
@@ -15,7 +16,7 @@ from multiprocessing.context import ForkServerContext
 
 import pytest
 
-from tests.interpreters import interpreters
+from tests.interpreters import Server, interpreters
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -43,7 +44,7 @@ def test_the_blocks_of_a_page_run(page: pathlib.Path, tmp_path: pathlib.Path) ->
 def outcome(context: ForkServerContext, script: pathlib.Path) -> str:
     """The error that a script ends with."""
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=run, args=(script, theirs))
+    process = context.Process(target=run, args=(script, theirs, Server.running()))
     process.start()
     theirs.close()
     try:
@@ -57,8 +58,13 @@ def outcome(context: ForkServerContext, script: pathlib.Path) -> str:
     return found or ("" if process.exitcode == 0 else f"it left with {process.exitcode}")
 
 
-def run(script: pathlib.Path, pipe: Connection) -> None:
-    """As ``python script.py`` in the folder of the script would."""
+def run(script: pathlib.Path, pipe: Connection, server: Server) -> None:
+    """As ``python script.py`` in the folder of the script would; the ranks that it launches begin
+    as it does.
+    """
+    server.join()
+    context = interpreters()
+    multiprocessing.get_context = lambda method=None: context
     os.chdir(script.parent)
     sys.path.insert(0, str(script.parent))
     os.environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

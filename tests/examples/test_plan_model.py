@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from examples import plan_model
@@ -10,6 +12,7 @@ pytestmark = pytest.mark.usefixtures("launched_on_ranks")
 
 
 def test_the_loss_of_a_planned_model_falls() -> None:
-    losses = plan_model.main(steps=6, seconds=0.3)
+    two_layers = dataclasses.replace(plan_model.CONFIG, layers=2, seq=32)
+    losses = plan_model.main(steps=6, seconds=0.1, config=two_layers)
     assert len(losses) == 6
     assert losses[-1] < losses[0]

@@ -6,8 +6,6 @@ import os
 import pathlib
 import pickle
 import shutil
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 
@@ -22,6 +20,7 @@ from autosplit.capture.cache.archive import NoArchiveError, unpack_graphs
 from autosplit.capture.cache.split_graph_cache import VARIABLE
 from autosplit.passes.lowering import codegen
 from autosplit.runtime.build import DUMP_VARIABLE
+from tests.capture.cache.programs import run_forked, run_spawned
 
 
 class Model(nn.Module):
@@ -107,13 +106,7 @@ print(found["graph_hit"], found["graph_miss"], model[0].weight.grad.sum().item()
 
 
 def test_a_second_process_finds_what_the_first_made() -> None:
-    def run() -> list[str]:
-        done = subprocess.run(
-            [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True
-        )
-        return done.stdout.split()
-
-    (*first, made), (*second, read) = run(), run()
+    (*first, made), (*second, read) = (run(PROGRAM).split() for run in (run_forked, run_spawned))
     assert (first, second) == (["0", "1"], ["1", "0"])
     assert made == read
 

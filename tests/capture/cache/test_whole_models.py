@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import pathlib
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +16,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import autosplit
 from autosplit.capture import joint_graph
 from autosplit.capture.cache.split_graph_cache import VARIABLE
+from tests.capture.cache.programs import run_forked, run_spawned
 
 transformers = pytest.importorskip("transformers")
 
@@ -210,11 +209,8 @@ print(sum(p.grad.double().sum().item() for p in model.parameters()))
 def test_a_second_process_finds_a_model_of_transformers() -> None:
     sizes = {**SIZES, "num_hidden_layers": 1}
 
-    def run() -> list[str]:
-        command = [sys.executable, "-c", PROGRAM, repr(sizes)]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        return done.stdout.splitlines()[-2:]
-
-    (first, made), (second, read) = run(), run()
+    (first, made), (second, read) = (
+        run(PROGRAM, repr(sizes)).splitlines()[-2:] for run in (run_forked, run_spawned)
+    )
     assert (first, second) == ("made and kept", "found")
     assert made == read

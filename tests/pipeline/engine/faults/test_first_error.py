@@ -17,9 +17,9 @@ from autosplit.pipeline.engine.faults.first_error import (
     LostPeerError,
     RankError,
 )
-from autosplit.pipeline.engine.processes.launch import launch
 from autosplit.pipeline.schedule.action import Action
 from tests.pipeline import failing_workers
+from tests.ranks import Ranks
 
 Texts = list[tuple[dict[str, tuple[str, str]], dict[str, Any]]]
 TIMEOUT = 120.0  # of the trainers in failing_workers it is 60
@@ -115,11 +115,12 @@ SAID: dict[str, tuple[int | None, str]] = {
 
 
 @pytest.fixture(scope="module")
-def texts() -> Texts:
+def texts(on_ranks: Ranks) -> Texts:
     started = time.monotonic()
-    found = launch(failing_workers.all_that_fails, 2, timeout=TIMEOUT)
+    found = on_ranks(failing_workers.all_that_fails, 2, timeout=TIMEOUT)
     # One rank waiting out its timeout in one scenario would take 60 s.
     assert time.monotonic() - started < 60
+    on_ranks.end()  # nobody else has ranks in which so much has failed
     return found
 
 
