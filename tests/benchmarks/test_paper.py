@@ -23,10 +23,10 @@ pytestmark = pytest.mark.usefixtures("launched_on_ranks")
 
 
 class Smallest(Settings):
-    """Of two layers."""
+    """Of one layer, which is the middle one of three stages."""
 
     def overrides(self, family: str) -> Mapping[str, object]:
-        return {**super().overrides(family), "layers": 2}
+        return {**super().overrides(family), "layers": 1}
 
 
 SMALLEST = Smallest(
