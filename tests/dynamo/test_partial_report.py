@@ -100,7 +100,7 @@ def test_recompilation_limit_is_reported() -> None:
 
 
 def test_graph_that_cannot_be_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_: object) -> None:
+    def fail(_: object, **options: object) -> None:
         raise PassError("no pass likes this graph")
 
     monkeypatch.setattr(aot_convention, "run", fail)

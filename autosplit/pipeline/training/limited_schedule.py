@@ -240,6 +240,8 @@ class LimitTuner(Tuner):
             weighed = self._weighed(costs)
             if weighed == known:  # there is no more to tell the search, but how far it was off
                 aim -= most - self._limit
+                if aim <= max(self._fixed_by_rank):
+                    break
         # The search may miss what is known to fit.
         nearest += [(max(self._held(each)), each) for each in (self._running, self._schedule)]
         least, found = min(nearest, key=itemgetter(0))

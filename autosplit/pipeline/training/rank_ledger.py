@@ -107,8 +107,8 @@ class RankLedger:
 
     def measured(self) -> dict[str, int]:
         """By action, the most that was held beside fixed owners and the batch: while it ran, or
-        since the end of the one before it. What there was at that end counts for that one alone, as
-        it may have left since then.
+        since the end of the one before it. Where there are moves, what there was at that end counts
+        for that one alone, as it may have left since then.
         """
         found: dict[str, int] = {}
         between = last = 0
@@ -116,7 +116,7 @@ class RankLedger:
             level = band.activations - self.prediction.batch_bytes
             if band.during:
                 found[band.during] = max(found.get(band.during, 0), level, between)
-                between, last = 0, level
+                between, last = 0, 0 if self._moves is None else level
             elif level > last:
                 between = max(between, level)
         return found
