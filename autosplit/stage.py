@@ -118,7 +118,10 @@ class Stage:
     @property
     def slices(self) -> tuple[tuple[str, ...], ...]:
         """For each slice of W the parameters whose gradients it adds."""
-        return self.functions.sliced(self._weights.slices).parameter_names
+        count = self._weights.slices
+        if count == 1:  # no graphs of slices need to be made for that
+            return (tuple(self.functions.late_parameters),)
+        return self.functions.sliced(count).parameter_names
 
     @property
     def output_specs(self) -> list[tuple[torch.Size, torch.dtype, bool]]:

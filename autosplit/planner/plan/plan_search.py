@@ -259,10 +259,10 @@ def _refined(
         )
         for each in ordered[:_REFINED]
     ]
+    rest = _with_measures(rest, costs_of, limits)
     names = space.schedules
     if names is not None and AUTO not in names:
         return best + rest
-    rest = _with_measures(rest, costs_of, limits)
     own = [_searched(each, limits) for each in sorted(best, key=lambda each: each.key)[:_SEARCHED]]
     made = [each for each in own if each is not None]
     if names is not None and set(names) == {AUTO} and made:
