@@ -62,7 +62,11 @@ def test_the_page_judges_what_was_found(tmp_path: Path) -> None:
     assert "the command" in page(results)
 
 
-def test_what_balancing_buys_is_projected_from_one_layer() -> None:
+def test_what_balancing_buys_is_projected_from_one_layer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(critics, "RANKS", 4)
+    monkeypatch.setattr(critics, "SAMPLES", 8)
     rows = [*critics.measure_all(TINY)]
     assert len(rows) == len(critics.ATTENTION) * len(critics.LINKS) * len(critics.CAPS)
     roomy = [row for row in rows if "cap 1.3" in row["name"]]
