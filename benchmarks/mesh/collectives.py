@@ -20,7 +20,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import autosplit
-from autosplit.passes.analysis.collective_order import CollectiveScheduler, Costs, exposed_time
+from autosplit.passes.analysis.collective_order import (
+    CollectiveScheduler,
+    OperatorTimes,
+    exposed_time,
+)
 from autosplit.passes.analysis.collectives import is_start
 from autosplit.passes.graph import calls
 from autosplit.pipeline.engine.processes.launch import launch
@@ -176,7 +180,7 @@ def _hideable(model: nn.Module, x: Tensor, delays: list[float]) -> list[float]:
     count = sum(map(is_start, nodes))
     found = []
     for delay in delays:
-        costs = Costs(lambda node: seconds[node], lambda node, delay=delay: delay)  # type: ignore[misc]
+        costs = OperatorTimes(lambda node: seconds[node], lambda node, delay=delay: delay)  # type: ignore[misc]
         scheduler = CollectiveScheduler(nodes, costs)
         orders = [scheduler.order(f, hold=h).nodes for f in (1.0, 2.0, 4.0) for h in (True, False)]
         found.append(count * delay - min(exposed_time(o, costs=costs) for o in orders))

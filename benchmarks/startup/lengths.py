@@ -6,16 +6,9 @@ and how many graphs were captured.
 
 from __future__ import annotations
 
-import argparse
-import json
-import logging
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,6 +20,7 @@ import autosplit
 
 from ..results import Rows, table
 from ..split.targets import Target, verdicts
+from .fresh_process import command, measured
 from .measure import Settings
 from .models import MODELS
 
@@ -103,27 +97,12 @@ def _seconds(turns: list[dict[str, Any]]) -> float:
 
 
 def _measured(model: str, layers: int, way: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", __name__, model, str(layers), way]
     with tempfile.TemporaryDirectory() as cache:
-        environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache, "XDG_CACHE_HOME": cache}
-        environment.pop("AUTOSPLIT_CACHE", None)
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+        return measured("benchmarks.startup.lengths", model, layers, way, cache)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", choices=MODELS)
-    parser.add_argument("layers", type=int)
-    parser.add_argument("way", choices=WAYS)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    print(json.dumps(lengths(options.model, options.layers, options.way)))
+    command(__doc__, WAYS, lengths)
 
 
 if __name__ == "__main__":

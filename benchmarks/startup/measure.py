@@ -10,12 +10,13 @@ from typing import Any
 
 from ..results import Rows, table
 from ..split.targets import Target, verdicts
-from .first_step import measured
+from .fresh_process import measured
 
 RATIO = Target("cold / theirs", at_most=0.35, style=".2f")
 WARM = Target("warm s", at_most=1.5, style=".1f")
 GROWTH = Target("s a layer", at_most=0.05, style=".3f")
 
+FIRST_STEP = "benchmarks.startup.first_step"
 DEPTH = 32  # the depth of the first two targets
 ENDS = (8, 80)  # the depths between which growth is counted
 
@@ -44,7 +45,7 @@ def measure(settings: Settings, ours: str, theirs: str) -> Iterator[dict[str, An
                 for way in (theirs, ours):
                     with tempfile.TemporaryDirectory() as cache:
                         for state in ("cold", "warm"):
-                            took = measured(model, layers, way, cache)
+                            took = measured(FIRST_STEP, model, layers, way, cache)
                             found.setdefault(way, {}).setdefault(state, []).append(took)
             row = {"name": f"{model} {layers}", "model": model, "layers": layers}
             yield {**row, "ours": found[ours], "theirs": found[theirs]}

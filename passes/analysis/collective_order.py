@@ -26,7 +26,7 @@ _ROUNDING = 0.5  # an operator fills a window of which it leaves less than so mu
 
 
 @dataclass(frozen=True)
-class Costs:
+class OperatorTimes:
     """Times of operators and of collectives, in one unit.
 
     Attributes:
@@ -38,7 +38,7 @@ class Costs:
     exchange: Callable[[fx.Node], float] = exchange_duration
 
 
-ESTIMATED = Costs()
+ESTIMATED = OperatorTimes()
 
 
 @dataclass
@@ -54,7 +54,9 @@ class CollectiveOrder:
     hidden_in: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
 
-def exposed_time(order: Iterable[fx.Node], scale: float = 1.0, costs: Costs = ESTIMATED) -> float:
+def exposed_time(
+    order: Iterable[fx.Node], scale: float = 1.0, costs: OperatorTimes = ESTIMATED
+) -> float:
     """Time that the device waits for collectives, where these take ``scale`` times their cost."""
     clock = link = exposed = 0.0
     ends: dict[fx.Node, float] = {}
@@ -77,7 +79,7 @@ class CollectiveScheduler:
         costs: of operators and collectives.
     """
 
-    def __init__(self, nodes: Sequence[fx.Node], costs: Costs = ESTIMATED) -> None:
+    def __init__(self, nodes: Sequence[fx.Node], costs: OperatorTimes = ESTIMATED) -> None:
         self._costs = costs
         self._index = {node: at for at, node in enumerate(nodes)}
         self._heavy = [node for node in nodes if not _is_light(node)]
@@ -156,7 +158,7 @@ class _Run:
         heavy: Sequence[fx.Node],
         reads: dict[fx.Node, set[fx.Node]],
         urgent: Collection[fx.Node],
-        costs: Costs,
+        costs: OperatorTimes,
         fill: float,
     ) -> None:
         self.order = CollectiveOrder()

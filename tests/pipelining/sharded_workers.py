@@ -15,19 +15,14 @@ from torch.distributed.pipelining import PipelineStage, schedules
 import autosplit
 from autosplit.pipeline import build
 from autosplit.pipelining import SplitPipelineStage, dw_builder, torch_schedule
+from tests.rank_cases import RankCases
 from tests.sharded.models import HALF
 from tests.sharded.split_workers import Pair, local, raised, reductions, sharded
 
 from .programs import CPU, V_SHAPED, mean_square
 
-Case = Callable[[], list[str]]
-CASES: dict[str, Case] = {}
-
-
-def case(run: Case) -> Case:
-    """Have every rank run this, under its name."""
-    CASES[run.__name__.replace("_", " ")] = run
-    return run
+CASES = RankCases()
+case = CASES.add
 
 
 class Part(nn.Module):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import traceback
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,31 +18,12 @@ from torch.utils.checkpoint import checkpoint
 
 from autosplit.pipeline import Costs, Schedule, StageMemory, build, search
 from autosplit.pipelining import SplitPipelineStage, torch_schedule
+from tests.rank_cases import RankCases
 
 from .programs import Program, block, mean_square
 
-Case = Callable[[], list[str]]
-CASES: dict[str, Case] = {}
-
-
-def case(run: Case) -> Case:
-    """Have every rank run this, under its name."""
-    CASES[run.__name__.replace("_", " ")] = run
-    return run
-
-
-def all_cases() -> dict[str, list[str]]:
-    """What is wrong in each case."""
-    found = {}
-    for name, run in CASES.items():
-        torch.manual_seed(0)
-        try:
-            found[name] = run()
-        except Exception:
-            found[name] = [traceback.format_exc()]
-            break  # ranks are not at one place any more
-        dist.barrier()
-    return found
+CASES = RankCases()
+case = CASES.add
 
 
 def of_blocks(stages: int, **more: Any) -> Program:

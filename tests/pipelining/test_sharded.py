@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.rank_cases import all_of
 from tests.ranks import Ranks
-from tests.sharded.split_workers import all_of
 
 from .sharded_workers import CASES
 

@@ -7,6 +7,7 @@ import pytest
 from autosplit.torch_internals.pipelining.versions import SUPPORTED
 from autosplit.torch_internals.version import TORCH
 from tests.pipelining import stage_workers
+from tests.rank_cases import all_of
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.skipif(
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def ranks(on_ranks: Ranks) -> list[dict[str, list[str]]]:
-    return on_ranks(stage_workers.all_cases, 2, timeout=150)
+    return on_ranks(all_of, 2, ("tests.pipelining.stage_workers",), timeout=150)
 
 
 @pytest.mark.parametrize("case", stage_workers.CASES)

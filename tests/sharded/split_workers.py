@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -21,6 +19,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
 import autosplit
 from autosplit.runtime.weight_slices import SlicedWeight
+from tests.rank_cases import RankCases
 
 from .models import (
     HALF,
@@ -34,28 +33,8 @@ from .models import (
     sharded,
 )
 
-Case = Callable[[], list[str]]
-CASES: dict[str, Case] = {}
-
-
-def case(run: Case) -> Case:
-    """Have every rank run this, under its name."""
-    CASES[run.__name__.replace("_", " ")] = run
-    return run
-
-
-def all_of(module: str) -> dict[str, list[str]]:
-    """What is wrong in each case of a module."""
-    found = {}
-    for name, run in importlib.import_module(module).CASES.items():
-        torch.manual_seed(0)
-        try:
-            found[name] = run()
-        except Exception:
-            found[name] = [traceback.format_exc()]
-            break  # ranks are not at one place any more
-        dist.barrier()
-    return found
+CASES = RankCases()
+case = CASES.add
 
 
 @contextlib.contextmanager

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from tests.rank_cases import all_of
 from tests.ranks import Ranks
 
-from .split_workers import CASES, all_of
+from .split_workers import CASES
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
 
 from autosplit.pipeline.engine.execution.stage_assembly import TrainableStage
@@ -20,8 +22,10 @@ def completion_of(index: int, part: int, stage: TrainableStage, module: nn.Modul
         stage: made of the module, or of the module and what the trainer adds to it.
         module: as the user knows it.
     """
-    slices = stage.slices if isinstance(stage, PartlyPublishedStage) else ((),)
-    face = dict(stage.module.named_parameters()) if isinstance(stage, PartlyPublishedStage) else {}
+    slices: Sequence[Sequence[str]] = ((),)
+    face: dict[str, nn.Parameter] = {}
+    if isinstance(stage, PartlyPublishedStage):
+        slices, face = stage.slices, dict(stage.module.named_parameters())
     made = [{id(face[name]) for name in names if name in face} for names in slices]
     own = [*module.named_parameters()]
     if part < len(slices) - 1:
@@ -32,9 +36,10 @@ def completion_of(index: int, part: int, stage: TrainableStage, module: nn.Modul
 
 def publish_part(stage: TrainableStage, part: int) -> bool:
     """Move the gradients of a slice into ``.grad``; whether those are the last of the stage."""
-    slices = stage.slices if isinstance(stage, PartlyPublishedStage) else ((),)
-    if part < len(slices) - 1 and isinstance(stage, PartlyPublishedStage):
-        stage.publish(slices[part])
-        return False
+    if isinstance(stage, PartlyPublishedStage):
+        slices = stage.slices
+        if part < len(slices) - 1:
+            stage.publish(slices[part])
+            return False
     stage.publish()
     return True

@@ -72,6 +72,11 @@ class ModelReplicas:
             for part in groups.gather({at: _trained_bytes(each) for at, each in modules.items()}):
                 self._bytes |= part
 
+    @property
+    def reduces(self) -> bool:
+        """Whether there are others, whose gradients this rank's are averaged with."""
+        return self._link is not None
+
     @contextlib.contextmanager
     def averaging(self, completions: Sequence[Completion], *, timed: bool) -> Iterator[None]:
         """Make the gradients that come inside means over the replicas, one reduction a bucket.

@@ -222,10 +222,7 @@ class Runner:
                 ledger.finish(losses.values())
             return losses
 
-        self._parts = {
-            (stage, part): completion_of(stage, part, self.stages[stage], self._held.modules[stage])
-            for stage, part in executor.completions
-        }
+        self._parts = {each: self._completion(*each) for each in executor.completions}
         timed = recorder is not None and self._device.type == "cpu"
         reduced = partial(self._held.reduced, tuple(self._parts.values()), timed=timed)
         with contextlib.nullcontext() if ledger is None else ledger.recording():
@@ -243,6 +240,12 @@ class Runner:
         if self._tuner is not None:
             self._tune(self._tuner)
         return self._agree(mode, losses, clipping=clipping)
+
+    def _completion(self, stage: int, part: int) -> Completion:
+        """What is complete with a slice of W; names are for replicas, which are rarely there."""
+        if not self._held.replicas.reduces:
+            return stage, ()
+        return completion_of(stage, part, self.stages[stage], self._held.modules[stage])
 
     def predict(self, batch: Batch | None) -> tuple[RankPrediction, int]:
         """What a step will hold on this rank, and the bytes of its fixed owners; its stages are
