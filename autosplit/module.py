@@ -20,13 +20,13 @@ from autosplit.autograd.pending_queue import PendingQueue, checked
 from autosplit.dump.dump import dump
 from autosplit.dump.tables import report
 from autosplit.dynamo.fallback import Fallback
-from autosplit.runtime.call_signature import CallFlattening
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.gradient_accumulation import Accumulation
 from autosplit.runtime.input_overlap import refuse_overlap
-from autosplit.runtime.specialization import Specializations
+from autosplit.runtime.specializations.call_signature import CallFlattening
+from autosplit.runtime.specializations.specialization import Specializations
 from autosplit.runtime.split_options import SplitOptions
-from autosplit.torch_internals.backward_task import in_transform
+from autosplit.torch_internals.autograd.backward_task import in_transform
 from autosplit.torch_internals.ddp_reducer import synchronises
 from autosplit.torch_internals.distributed import fsdp_part, is_fsdp_managed
 from autosplit.torch_internals.pytree import tree_unflatten

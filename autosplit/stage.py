@@ -19,9 +19,9 @@ from autosplit.runtime.activations.recomputation import KeptInputs
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.gradient_accumulation import Accumulation
 from autosplit.runtime.gradient_graphs import Call
+from autosplit.runtime.specializations.stage_specializations import StageSpecializations
 from autosplit.runtime.split_options import SplitOptions
-from autosplit.runtime.stage_specializations import StageSpecializations
-from autosplit.torch_internals.backward_task import without_autocast
+from autosplit.torch_internals.autograd.backward_task import without_autocast
 from autosplit.torch_internals.storage import distinct_storage_bytes
 
 from .errors import SplitError

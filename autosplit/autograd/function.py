@@ -15,8 +15,8 @@ from torch.autograd.graph import get_gradient_edge
 from autosplit.errors import SplitError
 from autosplit.runtime.activations.saved_tensors import Residuals, State
 from autosplit.runtime.functions import ForwardResult, SplitFunctions
-from autosplit.torch_internals.accumulate_grad import has_accumulate_hooks
-from autosplit.torch_internals.backward_task import (
+from autosplit.torch_internals.autograd.accumulate_grad import has_accumulate_hooks
+from autosplit.torch_internals.autograd.backward_task import (
     at_end_of_backward,
     current_backward,
     graph_is_kept,

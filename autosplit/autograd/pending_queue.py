@@ -10,12 +10,12 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from autosplit.autograd.lazy.gradient_slot import GradientSlot
+from autosplit.autograd.lazy.lazy_gradient_set import LazyGradients
 from autosplit.errors import SplitError
-from autosplit.torch_internals.backward_task import at_end_of_backward, current_backward
+from autosplit.torch_internals.autograd.backward_task import at_end_of_backward, current_backward
 from autosplit.torch_internals.storage import distinct_storage_bytes
 
-from .gradient_slot import GradientSlot
-from .lazy_gradient_set import LazyGradients
 from .pending_work import PendingWork
 from .step_guard import StepGuard
 

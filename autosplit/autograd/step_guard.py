@@ -9,9 +9,8 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from autosplit.autograd.lazy.lazy_gradient_set import LazyGradients
 from autosplit.torch_internals.tracing import untraced
-
-from .lazy_gradient_set import LazyGradients
 
 
 class PendingGradients(Protocol):

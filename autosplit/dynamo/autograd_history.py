@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from autosplit.torch_internals.running_backward import (
+from autosplit.torch_internals.autograd.running_backward import (
     is_link,
     is_transposed_convolution,
     leaf_of,

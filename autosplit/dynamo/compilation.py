@@ -25,10 +25,10 @@ from autosplit.capture.aot_session import (
     refuse_thawed,
 )
 from autosplit.passes import Kind, Role
-from autosplit.torch_internals.accumulate_grad import has_gradient_hooks
+from autosplit.torch_internals.autograd.accumulate_grad import has_gradient_hooks
+from autosplit.torch_internals.autograd.running_backward import compiled_node, linked_leaves
 from autosplit.torch_internals.distributed import data_parallel
 from autosplit.torch_internals.dtensor import is_dtensor
-from autosplit.torch_internals.running_backward import compiled_node, linked_leaves
 
 from .compiled_backward import DeferredGraphOwner, SplitBackward
 from .compiled_call import Call

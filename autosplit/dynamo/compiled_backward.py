@@ -20,8 +20,8 @@ from autosplit.passes.lowering.lent_memory import lent
 from autosplit.runtime.activations.saved_tensors import is_shared
 from autosplit.runtime.autocast_guard import AutocastGuard
 from autosplit.runtime.gradient_dependence import gradient_sources
-from autosplit.torch_internals.accumulate_grad import has_gradient_hooks
-from autosplit.torch_internals.running_backward import (
+from autosplit.torch_internals.autograd.accumulate_grad import has_gradient_hooks
+from autosplit.torch_internals.autograd.running_backward import (
     RunningBackward,
     running_backward,
     watch_gradients,

@@ -23,9 +23,9 @@ from autosplit.capture.aot_session import compile_model
 from autosplit.dump.tables import short_source
 from autosplit.errors import DeferralWarning, SplitError
 from autosplit.passes.lowering import codegen
-from autosplit.runtime.specialization import calls_itself
+from autosplit.runtime.specializations.specialization import calls_itself
 from autosplit.text.writing import writing
-from autosplit.torch_internals.accumulate_grad import has_gradient_hooks
+from autosplit.torch_internals.autograd.accumulate_grad import has_gradient_hooks
 from autosplit.torch_internals.ddp_reducer import synchronises
 from autosplit.torch_internals.graph_breaks import BreakReason, BreakWatch
 from autosplit.torch_internals.pytree import tree_flatten

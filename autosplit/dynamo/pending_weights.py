@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from autosplit.autograd.gradient_slot import GradientSlot
+from autosplit.autograd.lazy.gradient_slot import GradientSlot
 from autosplit.autograd.pending_queue import PendingQueue, checked
 from autosplit.errors import SplitError
-from autosplit.torch_internals.accumulate_grad import has_gradient_hooks
+from autosplit.torch_internals.autograd.accumulate_grad import has_gradient_hooks
 from autosplit.torch_internals.ddp_reducer import refuse_sharded, synchronises
 from autosplit.torch_internals.distributed import data_parallel
 from autosplit.torch_internals.storage import distinct_storage_bytes

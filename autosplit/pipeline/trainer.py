@@ -15,8 +15,8 @@ from autosplit.errors import PipelineError
 from autosplit.pipeline.builders.schedule_request import AUTO, ScheduleRequest
 from autosplit.pipeline.engine.execution.stage_assembly import SplitStage, StageFactory
 from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.training.memory.rank_ledger import Record
 from autosplit.pipeline.training.options import TrainerOptions, schedule_request, stage_factory_of
-from autosplit.pipeline.training.rank_ledger import Record
 from autosplit.pipeline.training.stage_modules import (
     LossFunction,
     Partitioned,
@@ -24,7 +24,7 @@ from autosplit.pipeline.training.stage_modules import (
     StageSource,
 )
 from autosplit.pipeline.training.stage_trainer import OptimizerFunction, StageTrainer
-from autosplit.pipeline.training.tied_parameters import Holder
+from autosplit.pipeline.training.state.tied_parameters import Holder
 from autosplit.pipeline.training.training_setup import TrainingSetup
 from autosplit.runtime.split_options import SplitOptions
 from autosplit.text.byte_sizes import parse_size

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from autosplit.autograd.function import run_forward
 from autosplit.errors import PipelineError
-from autosplit.runtime.call_signature import CallFlattening
 from autosplit.runtime.functions import SplitFunctions
-from autosplit.runtime.specialization import Specializations
+from autosplit.runtime.specializations.call_signature import CallFlattening
+from autosplit.runtime.specializations.specialization import Specializations
 from autosplit.runtime.split_options import SplitOptions
-from autosplit.torch_internals.backward_task import without_autocast
+from autosplit.torch_internals.autograd.backward_task import without_autocast
 from autosplit.torch_internals.ddp_reducer import refuse_sharded
 from autosplit.torch_internals.pytree import tree_unflatten
 

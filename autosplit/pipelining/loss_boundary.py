@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from autosplit.errors import PipelineError
-from autosplit.torch_internals.backward_task import without_autocast
+from autosplit.torch_internals.autograd.backward_task import without_autocast
 
 
 class LossBoundary:

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from autosplit.autograd.function import run_forward
 from autosplit.errors import CaptureError, SplitError
 from autosplit.runtime.activations.in_flight import InFlightMicrobatch
-from autosplit.runtime.call_signature import CallFlattening, CallStructure
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.gradient_accumulation import Accumulation
 from autosplit.runtime.input_overlap import refuse_overlap
-from autosplit.runtime.specialization import Specializations
+from autosplit.runtime.specializations.call_signature import CallFlattening, CallStructure
+from autosplit.runtime.specializations.specialization import Specializations
+from autosplit.runtime.specializations.stage_specializations import refuse_dtensors
 from autosplit.runtime.split_options import SplitOptions
-from autosplit.runtime.stage_specializations import refuse_dtensors
-from autosplit.torch_internals.backward_task import without_autocast
+from autosplit.torch_internals.autograd.backward_task import without_autocast
 from autosplit.torch_internals.pipelining.stage import RuntimeStage
 from autosplit.torch_internals.pytree import TreeSpec, tree_unflatten
 

@@ -20,12 +20,12 @@ from autosplit.backends.garbage_collection import collecting_new_objects_only
 from autosplit.capture.first_call import is_unshaped, materialise_lazy_parameters, warm_up
 from autosplit.errors import CaptureError, FailingCallError, FirstCallError, SplitError
 from autosplit.passes import Memory, PassError, SplitGraphs, run
+from autosplit.runtime.specializations.open_sizes import Dimensions
 from autosplit.text.writing import check_folder, writing
 from autosplit.torch_internals.ddp_reducer import refuse_sharded
 from autosplit.torch_internals.dtensor_checks import refuse_lost_shardings
 
 from .functions import SplitFunctions
-from .open_sizes import Dimensions
 from .split_options import SplitOptions
 
 if TYPE_CHECKING:

@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 from autosplit.errors import SplitError
-from autosplit.torch_internals.accumulate_grad import has_accumulate_hooks, has_tensor_hooks
+from autosplit.torch_internals.autograd.accumulate_grad import (
+    has_accumulate_hooks,
+    has_tensor_hooks,
+)
 
 FORMS = ("exact", "fused", "concatenated")
 

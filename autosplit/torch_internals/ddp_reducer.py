@@ -7,8 +7,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from autosplit.errors import ShardedError
+from autosplit.torch_internals.autograd.accumulate_grad import hooks_put_aside
 
-from .accumulate_grad import hooks_put_aside
 from .distributed import data_parallel, fsdp_part
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from autosplit.pipeline.builders.build import SCHEDULES
-from autosplit.pipeline.search.exact import exact
+from autosplit.pipeline.search.exact.shortest_step import exact
 from autosplit.pipeline.search.search import search
 from autosplit.pipeline.search.survey import survey
 from autosplit.pipeline.simulation.activation_memory import StageMemory

@@ -19,11 +19,11 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 import autosplit
 from autosplit import SplitError
-from autosplit.autograd import gradient_slot
-from autosplit.autograd.lazy_gradient import LazyGradient
+from autosplit.autograd.lazy import gradient_slot
+from autosplit.autograd.lazy.lazy_gradient import LazyGradient
 from autosplit.dynamo.partial_model import Partial
 from autosplit.dynamo.pending_weights import Deferral
-from autosplit.torch_internals.accumulate_grad import memoryless_tensor
+from autosplit.torch_internals.autograd.accumulate_grad import memoryless_tensor
 from tests.autograd.faces import FACES, Broken, Net, compiled, model_for
 from tests.pending import deferred_tensors
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autosplit.errors import PipelineError
-from tests.pipeline.parameter_workers import Tied
 from tests.pipeline.reference_stage import ReferenceStage
+from tests.pipeline.training.parameter_workers import Tied
 from tests.pipeline.workers import ENDS, WIDTH, block, data, outcomes, sgd, trainer
 
 

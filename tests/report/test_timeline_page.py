@@ -18,7 +18,7 @@ from autosplit.pipeline.schedule.action import Action, JoinedWeights
 from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.pipeline.simulation.timeline import Span, Timeline
 from autosplit.report.timeline_page import Panel, write_page
-from tests.pipeline.moving import SAVED, evicting
+from tests.pipeline.training.moving import SAVED, evicting
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""

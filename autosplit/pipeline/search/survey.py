@@ -11,11 +11,11 @@ from tqdm import tqdm
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.builders.build import SCHEDULES, build
 from autosplit.pipeline.schedule.schedule import Schedule, check_counts, check_size
+from autosplit.pipeline.search.exact.shortest_step import check_provable, exact
 from autosplit.pipeline.simulation.activation_memory import peak_memory
 from autosplit.pipeline.simulation.step_costs import Costs
 from autosplit.pipeline.simulation.timeline import Timeline
 
-from .exact import check_provable, exact
 from .search import caps_of, search
 
 MOST = 200_000

@@ -12,10 +12,16 @@ from torch import Tensor, nn
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline.engine.messages.step_results import Agreement
+from autosplit.pipeline.training.state.snapshot import (
+    OptimizerSnapshot,
+    Settings,
+    apply_settings,
+    changed,
+    group_settings,
+)
 from autosplit.torch_internals.storage import versions
 
 from .gradient_norm import clip_gradients, leaves_alone
-from .snapshot import OptimizerSnapshot, Settings, apply_settings, changed, group_settings
 
 
 @dataclass

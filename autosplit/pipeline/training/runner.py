@@ -36,21 +36,21 @@ from autosplit.pipeline.simulation.timeline import Span
 from autosplit.pipeline.simulation.transfer import Link
 from autosplit.pipeline.training.agreement.batch_agreement import check_same_batch
 from autosplit.pipeline.training.agreement.batch_contents import compare_contents
+from autosplit.pipeline.training.memory.limited_schedule import LimitTuner
+from autosplit.pipeline.training.memory.rank_ledger import MEMORY, RankLedger, Record
+from autosplit.pipeline.training.memory.rank_prediction import RankPrediction
+from autosplit.pipeline.training.replicas.gradient_completion import completion_of, publish_part
+from autosplit.pipeline.training.replicas.model_replicas import Completion
+from autosplit.pipeline.training.state.rank_state import RankState
+from autosplit.pipeline.training.state.snapshot import ForwardState
 from autosplit.stage import Stage
 from autosplit.torch_internals.allocations import countable
 from autosplit.torch_internals.optimizer_state import state_bytes
 from autosplit.torch_internals.storage import distinct_storage_bytes
 
 from .auto_schedule import Tuner
-from .gradient_completion import completion_of, publish_part
-from .limited_schedule import LimitTuner
-from .model_replicas import Completion
 from .optimizer_step import OptimizerStep
 from .options import TrainerOptions
-from .rank_ledger import MEMORY, RankLedger, Record
-from .rank_prediction import RankPrediction
-from .rank_state import RankState
-from .snapshot import ForwardState
 from .stage_builder import StageBuilder
 from .training_setup import TrainingSetup
 

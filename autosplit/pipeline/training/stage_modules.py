@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from autosplit.errors import PipelineError
 from autosplit.pipeline.engine.execution.microbatch import Part
 from autosplit.pipeline.schedule.wiring import Wiring
-
-from .tied_parameters import Holder
+from autosplit.pipeline.training.state.tied_parameters import Holder
 
 LossFunction: TypeAlias = Callable[[Any, Any], Tensor]
 _NUMBERS = (Number, torch.SymInt, torch.SymFloat, torch.SymBool)  # the latter in a capture

@@ -30,14 +30,14 @@ from autosplit.pipeline.training.agreement.option_agreement import (
     check_unanimous,
     factory_options,
 )
+from autosplit.pipeline.training.memory.rank_ledger import Record, check_record
+from autosplit.pipeline.training.memory.rank_prediction import RankPrediction
+from autosplit.pipeline.training.state.rank_state import RankState
+from autosplit.pipeline.training.state.tied_parameters import Holder, union_of_groups
 
 from .optimizer_step import OptimizerStep
 from .options import TrainerOptions, choose_device, choose_order, store_for
-from .rank_ledger import Record, check_record
-from .rank_prediction import RankPrediction
-from .rank_state import RankState
 from .runner import Runner
-from .tied_parameters import Holder, union_of_groups
 from .training_setup import TrainingSetup
 
 OptimizerFunction = Callable[[list[nn.Parameter]], torch.optim.Optimizer]

@@ -18,7 +18,7 @@ from autosplit.pipeline.schedule.wiring import Wiring
 from autosplit.pipeline.trainer import PipelineTrainer
 from autosplit.pipeline.training.stage_modules import LossFunction
 from autosplit.pipeline.training.stage_trainer import OptimizerFunction
-from autosplit.pipeline.training.tied_parameters import Holder
+from autosplit.pipeline.training.state.tied_parameters import Holder
 from autosplit.pipeline.validation.validate import validate
 from autosplit.planner.meta_init.initialise import Init
 from autosplit.planner.model.captured_model import WholeModel

@@ -10,7 +10,7 @@ from torch import Tensor
 from autosplit.errors import SplitError
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.gradient_accumulation import Accumulation, GradientSums
-from autosplit.torch_internals.accumulate_grad import has_tensor_hooks
+from autosplit.torch_internals.autograd.accumulate_grad import has_tensor_hooks
 from autosplit.torch_internals.storage import distinct_storage_bytes
 
 from .detached_storages import StorageKey

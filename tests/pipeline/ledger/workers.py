@@ -13,7 +13,7 @@ from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.ledger.bands import StepMemory
 from autosplit.pipeline.trainer import PipelineTrainer
 from autosplit.stage import Stage
-from tests.pipeline.moving import SAVED, evicting, offloading
+from tests.pipeline.training.moving import SAVED, evicting, offloading
 
 WIDTH, ROWS, MICROBATCHES = 32, 16, 4
 

@@ -22,8 +22,8 @@ from autosplit.pipeline.schedule.routes import pairs_of, routes_of
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
 from tests.pipeline import rendezvous
-from tests.pipeline.random_schedules import random_schedule
 from tests.pipeline.rendezvous import Port, Wire
+from tests.pipeline.schedule.random_schedules import random_schedule
 
 CPU = torch.device("cpu")
 META = TensorMeta(torch.Size([2]), torch.float32, True)

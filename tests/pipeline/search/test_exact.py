@@ -9,10 +9,10 @@ import pytest
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.builders.build import build
-from autosplit.pipeline.search.exact import exact
+from autosplit.pipeline.search.exact.shortest_step import exact
+from autosplit.pipeline.search.exact.units import Units
 from autosplit.pipeline.search.problem import Problem
 from autosplit.pipeline.search.search import search
-from autosplit.pipeline.search.units import Units
 from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
 from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.pipeline.simulation.step_costs import Costs

@@ -26,7 +26,7 @@ from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.pipeline.simulation.step_costs import Costs
 from autosplit.pipeline.simulation.transfer import Link, Transfer
 from autosplit.pipeline.validation.validate import validate
-from tests.pipeline.random_costs import costs_of
+from tests.pipeline.simulation.random_costs import costs_of
 from tests.pipeline.tables import chain_of, rows_of, seconds, small
 
 

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from autosplit.pipeline.builders.build import SCHEDULES
 from autosplit.pipeline.schedule.schedule import Schedule
-from tests.pipeline.random_costs import costs_of
-from tests.pipeline.random_schedules import random_schedule
+from tests.pipeline.schedule.random_schedules import random_schedule
+from tests.pipeline.simulation.random_costs import costs_of
 from tests.pipeline.simulation.reference import Reference
 from tests.pipeline.tables import small
 

@@ -12,8 +12,8 @@ from autosplit.pipeline.simulation.list_scheduling import ListScheduler
 from autosplit.pipeline.simulation.replay import rows_of
 from autosplit.pipeline.simulation.step_graph import StepGraph
 from autosplit.pipeline.simulation.transfer import Transfer
-from tests.pipeline.random_costs import costs_of
-from tests.pipeline.random_schedules import random_schedule
+from tests.pipeline.schedule.random_schedules import random_schedule
+from tests.pipeline.simulation.random_costs import costs_of
 from tests.pipeline.tables import schedule_of
 
 

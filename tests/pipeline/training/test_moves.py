@@ -13,9 +13,9 @@ from autosplit.errors import PipelineError
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.engine.memory.host_store import HostFileStore
 from autosplit.pipeline.engine.processes.launch import launch
-from tests.pipeline import moving_workers
-from tests.pipeline.moving import evicting, offloading, recomputing
 from tests.pipeline.reference_stage import ReferenceStage
+from tests.pipeline.training import moving_workers
+from tests.pipeline.training.moving import evicting, offloading, recomputing
 from tests.pipeline.workers import data, trainer
 from tests.ranks import Ranks
 

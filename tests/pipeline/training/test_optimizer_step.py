@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from autosplit.pipeline.training.gradient_norm import clip_gradients, leaves_alone
-from autosplit.pipeline.training.snapshot import OptimizerSnapshot
-from tests.pipeline import update_workers
+from autosplit.pipeline.training.state.snapshot import OptimizerSnapshot
+from tests.pipeline.training import update_workers
 from tests.ranks import Ranks
 
 CPU = torch.device("cpu")

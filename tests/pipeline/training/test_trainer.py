@@ -17,8 +17,9 @@ from autosplit.pipeline.schedule.action import Action
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.trainer import PipelineTrainer
 from autosplit.stage import Stage
-from tests.pipeline import training_workers, workers
+from tests.pipeline import workers
 from tests.pipeline.failing_workers import trip_stage
+from tests.pipeline.training import training_workers
 from tests.ranks import Ranks
 
 ROW = tuple(map(Action.parse, ["0F0", "1F0", "1I0", "1W0", "0I0", "0W0"]))

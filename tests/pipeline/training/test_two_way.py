@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.pipeline import two_way_workers
+from tests.pipeline.training import two_way_workers
 from tests.ranks import Ranks
 
 Results = list[dict[str, Any]]

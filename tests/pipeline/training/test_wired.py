@@ -22,11 +22,12 @@ from autosplit.pipeline.schedule.routes import routes_of
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds, Source, Wiring
 from autosplit.pipeline.trainer import PipelineTrainer
-from tests.pipeline import rendezvous, wired, wired_workers, workers
-from tests.pipeline.random_schedules import random_schedule
+from tests.pipeline import rendezvous, workers
 from tests.pipeline.reference_stage import ReferenceStage
 from tests.pipeline.rendezvous import Port, Wire
+from tests.pipeline.schedule.random_schedules import random_schedule
 from tests.pipeline.tables import chain_of
+from tests.pipeline.training import wired, wired_workers
 from tests.ranks import Ranks
 
 CPU = torch.device("cpu")

@@ -17,8 +17,8 @@ from autosplit.pipeline.validation import torch_csv
 from autosplit.pipeline.validation.torch_csv import FORMATS, TORCH_FORMATS, read_csv, write_csv
 from autosplit.text import reading
 from autosplit.torch_internals.version import TORCH
-from tests.pipeline.interchange_workers import step_with_torch
 from tests.pipeline.tables import rows_of, schedule_of, seconds
+from tests.pipeline.validation.interchange_workers import step_with_torch
 from tests.ranks import Ranks
 
 ONE_COPY = [name for name in SCHEDULES if name not in ("dualpipe", "chimera")]

@@ -24,8 +24,13 @@ from autosplit.pipeline.simulation.timeline import Span, Timeline, median_durati
 from autosplit.pipeline.trainer import PipelineTrainer
 from autosplit.runtime.backward_graphs import BackwardGraphs
 from autosplit.runtime.functions import SplitFunctions
-from tests.pipeline import joining_workers
-from tests.pipeline.joining_workers import differences, joined_row, mean_loss, trained
+from tests.pipeline.engine.execution import joining_workers
+from tests.pipeline.engine.execution.joining_workers import (
+    differences,
+    joined_row,
+    mean_loss,
+    trained,
+)
 from tests.ranks import Ranks
 
 W = ActionKind.BACKWARD_WEIGHT

@@ -15,7 +15,7 @@ from autosplit.pipeline.engine.messages.shape_negotiation import Negotiation, Te
 from autosplit.pipeline.engine.messages.transport import Transport
 from autosplit.pipeline.schedule.action import Action
 from autosplit.pipeline.schedule.routes import Parcel, routes_of
-from tests.pipeline import transport_workers
+from tests.pipeline.engine.messages import transport_workers
 from tests.ranks import Ranks
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from autosplit.pipeline.engine.processes.launch import launch
-from tests.pipeline.sockets import of_a_rank
+from tests.pipeline.engine.processes.sockets import of_a_rank
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -21,7 +21,7 @@ import json
 import sys
 from pathlib import Path
 from autosplit.pipeline.engine.processes.worker import process_group
-from tests.pipeline.sockets import of_a_rank
+from tests.pipeline.engine.processes.sockets import of_a_rank
 if __name__ == "__main__":
     with process_group(timeout=60):
         found = of_a_rank(3)

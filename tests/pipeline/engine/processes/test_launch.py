@@ -19,8 +19,9 @@ from autosplit.pipeline.engine.processes import launch as launching
 from autosplit.pipeline.engine.processes.launch import launch
 from autosplit.pipeline.engine.processes.outcome import Failure, first_cause
 from autosplit.pipeline.engine.processes.worker import process_group
-from tests.pipeline import sockets, workers
-from tests.pipeline.processes import alive, assert_gone, pids_in
+from tests.pipeline import workers
+from tests.pipeline.engine.processes import sockets
+from tests.pipeline.engine.processes.processes import alive, assert_gone, pids_in
 
 PARENT = """
 import sys

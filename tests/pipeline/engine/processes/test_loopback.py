@@ -7,7 +7,7 @@ import os
 import pytest
 
 from autosplit.pipeline.engine.processes.loopback import on_loopback
-from tests.pipeline import sockets
+from tests.pipeline.engine.processes import sockets
 
 
 def test_a_socket_that_other_hosts_reach_is_seen() -> None:

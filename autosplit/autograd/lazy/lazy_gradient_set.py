@@ -8,13 +8,13 @@ from sys import getrefcount
 
 from torch import Tensor
 
-from autosplit.torch_internals.accumulate_grad import tensor_users
-from autosplit.torch_internals.held_gradient import UNHELD, is_held
+from autosplit.autograd.parameter_lifetime import Keepers
+from autosplit.autograd.pending_work import GradientSource, PendingWork, PendingWorkOwner
+from autosplit.torch_internals.autograd.accumulate_grad import tensor_users
+from autosplit.torch_internals.autograd.held_gradient import UNHELD, is_held
 
 from .gradient_slot import ARMED, COMPUTING, IDLE, OURS, GradientSlot
 from .lazy_gradient import LazyGradient
-from .parameter_lifetime import Keepers
-from .pending_work import GradientSource, PendingWork, PendingWorkOwner
 
 _FEW = 64
 

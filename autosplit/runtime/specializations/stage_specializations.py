@@ -13,14 +13,14 @@ from autosplit.errors import CaptureError, SplitError
 from autosplit.passes import Kind
 from autosplit.passes.analysis.aliasing import overlaps_itself
 from autosplit.runtime.activations.saved_tensors import TensorSpec
+from autosplit.runtime.build import trace, without_history
+from autosplit.runtime.functions import SplitFunctions
+from autosplit.runtime.split_options import SplitOptions
 from autosplit.torch_internals.module_state import StateReader
 
-from .build import trace, without_history
 from .call_signature import CallSignature
-from .functions import SplitFunctions
 from .open_sizes import Dimensions, OpenSizes
 from .specialization_cache import SpecializationCache
-from .split_options import SplitOptions
 
 _MAX_GRAPHS = 64
 _MAX_SIZES = 1024  # combinations of sizes whose inputs need no second look

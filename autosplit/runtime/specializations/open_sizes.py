@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from autosplit.errors import FirstCallError, ShardedError
-
-from .functions import SplitFunctions
-from .split_options import SplitOptions
+from autosplit.runtime.functions import SplitFunctions
+from autosplit.runtime.split_options import SplitOptions
 
 Dimensions: TypeAlias = "dict[int, frozenset[int]]"
 """Place of an input leaf -> its dimensions whose sizes are left open."""

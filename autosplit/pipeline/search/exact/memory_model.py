@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from autosplit.pipeline.schedule.action import Action
+from autosplit.pipeline.search.problem import FORWARD, INPUT, Problem
+from autosplit.pipeline.search.search import caps_of
 from autosplit.pipeline.simulation.transfer import Link
 
 from .constraint_model import StepModel
-from .exact import check_provable, solved
-from .problem import FORWARD, INPUT, Problem
-from .search import caps_of
+from .shortest_step import check_provable, solved
 from .units import Units
 
 

@@ -15,9 +15,9 @@ from itertools import combinations
 from typing import Any, NamedTuple
 
 from autosplit.pipeline.schedule.action import Action
+from autosplit.pipeline.search.bound import lower_bound
+from autosplit.pipeline.search.problem import FORWARD, FULL, INPUT, KINDS, WEIGHT, Problem, Rows
 
-from .bound import lower_bound
-from .problem import FORWARD, FULL, INPUT, KINDS, WEIGHT, Problem, Rows
 from .units import Units
 
 _FINEST_MEMORY = 10**9  # bytes are whole numbers

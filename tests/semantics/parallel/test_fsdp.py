@@ -5,7 +5,7 @@ that works.
 from __future__ import annotations
 
 from tests.ranks import Ranks
-from tests.semantics.fsdp_workers import cases, findings
+from tests.semantics.parallel.fsdp_workers import cases, findings
 
 _SAID = {
     "offloaded": "called for FSDPModel with an offload policy",

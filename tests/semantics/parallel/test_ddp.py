@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.ranks import Ranks
-from tests.semantics.ddp_workers import OPTIONS, PATTERNS, WAYS, all_errors, all_options
+from tests.semantics.parallel.ddp_workers import OPTIONS, PATTERNS, WAYS, all_errors, all_options
 
 
 def test_same_as_without_splitting(on_ranks: Ranks) -> None:

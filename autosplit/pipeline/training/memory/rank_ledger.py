@@ -15,10 +15,10 @@ from autosplit.pipeline.engine.execution.recorder import Recorder
 from autosplit.pipeline.ledger.bands import Band
 from autosplit.pipeline.ledger.holdings import Holdings, state_of
 from autosplit.pipeline.ledger.recorder import MemoryRecorder
+from autosplit.pipeline.training.state.rank_state import RankState
 from autosplit.stage import Stage
 
 from .rank_prediction import RankPrediction
-from .rank_state import RankState
 
 MEMORY = "memory"
 

@@ -17,16 +17,16 @@ from autosplit.errors import (
     RecursiveCallError,
     SplitError,
 )
+from autosplit.runtime.build import trace, without_history
+from autosplit.runtime.functions import SplitFunctions
+from autosplit.runtime.split_options import SplitOptions
 from autosplit.text.names import few
 from autosplit.torch_internals.module_state import StateReader
 from autosplit.torch_internals.pytree import tree_unflatten
 
-from .build import trace, without_history
 from .call_signature import CallSignature, CallStructure
-from .functions import SplitFunctions
 from .open_sizes import Dimensions, OpenSizes
 from .specialization_cache import SpecializationCache
-from .split_options import SplitOptions
 
 
 class Specializations:

@@ -10,12 +10,12 @@ from typing import Any
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.schedule.schedule import Schedule, check_counts
+from autosplit.pipeline.search.problem import Problem, Rows
+from autosplit.pipeline.search.search import caps_of, placements, search
 from autosplit.pipeline.simulation.step_costs import Costs
 from autosplit.pipeline.validation.validate import validate
 
 from .constraint_model import StepModel
-from .problem import Problem, Rows
-from .search import caps_of, placements, search
 
 _LARGEST = 400
 """Actions of a step: beyond, nothing is proved in minutes."""

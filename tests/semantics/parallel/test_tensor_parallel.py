@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.ranks import Ranks
-from tests.semantics.tensor_parallel_workers import WHOLE, findings
+from tests.semantics.parallel.tensor_parallel_workers import WHOLE, findings
 
 
 def test_trains_as_in_eager(on_ranks: Ranks) -> None:

@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from autosplit.runtime.autocast_guard import autocast_state
 from autosplit.torch_internals.pytree import TreeSpec, tree_flatten
-
-from .autocast_guard import autocast_state
 
 _VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _LEAVES = {Tensor, nn.Parameter, *_VALUES}

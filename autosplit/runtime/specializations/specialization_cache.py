@@ -6,8 +6,9 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from autosplit.runtime.functions import SplitFunctions
+
 from .call_signature import CallSignature
-from .functions import SplitFunctions
 
 _MAX_SIZES = 1024  # combinations of sizes whose calls find their graph at once
 

@@ -23,9 +23,9 @@ from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.engine.memory.host_store import HostFileStore
 from autosplit.pipeline.engine.memory.partner_link import PartnerLink
 from autosplit.pipeline.schedule.schedule import Schedule
-from autosplit.pipeline.training import limited_schedule
-from tests.pipeline.moving import SAVED, awaiting, evicting, offloading, recomputing
-from tests.pipeline.parameter_workers import Tied
+from autosplit.pipeline.training.memory import limited_schedule
+from tests.pipeline.training.moving import SAVED, awaiting, evicting, offloading, recomputing
+from tests.pipeline.training.parameter_workers import Tied
 from tests.pipeline.workers import WIDTH, data, equal, outcomes, trainer
 
 LATE = {"weights": "2bp"}

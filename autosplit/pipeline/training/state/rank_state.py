@@ -13,11 +13,11 @@ from autosplit.errors import PipelineError
 from autosplit.pipeline.engine.messages.process_groups import Groups
 from autosplit.pipeline.engine.messages.step_results import Squares
 from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.training.gradient_norm import squared_norms
+from autosplit.pipeline.training.replicas.model_replicas import Completion, ModelReplicas
+from autosplit.pipeline.training.replicas.replicated_stages import ReplicatedStages
+from autosplit.pipeline.training.stage_modules import StageSource, own_modules
 
-from .gradient_norm import squared_norms
-from .model_replicas import Completion, ModelReplicas
-from .replicated_stages import ReplicatedStages
-from .stage_modules import StageSource, own_modules
 from .tied_parameters import Holder, SharedParameters
 
 

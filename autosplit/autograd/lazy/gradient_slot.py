@@ -13,14 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autosplit.autograd.pending_work import GradientSource
 from autosplit.errors import SplitError
-from autosplit.torch_internals.accumulate_grad import memoryless_tensor, own_gradient, tensor_users
-from autosplit.torch_internals.backward_task import in_transform
-from autosplit.torch_internals.held_gradient import exchanged
+from autosplit.torch_internals.autograd.accumulate_grad import (
+    memoryless_tensor,
+    own_gradient,
+    tensor_users,
+)
+from autosplit.torch_internals.autograd.backward_task import in_transform
+from autosplit.torch_internals.autograd.held_gradient import exchanged
 from autosplit.torch_internals.tracing import in_compiler
 
 from .lazy_gradient import LazyGradient, pending
-from .pending_work import GradientSource
 
 
 class SlotState(enum.Enum):

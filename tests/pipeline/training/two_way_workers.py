@@ -17,9 +17,9 @@ from autosplit.pipeline.engine.messages.gradient_buckets import Bucket
 from autosplit.pipeline.schedule.action import ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.trainer import PipelineTrainer
-from tests.pipeline.parameter_workers import Tied
 from tests.pipeline.reference_stage import ReferenceStage
-from tests.pipeline.two_way_endings import SCENARIOS, undone
+from tests.pipeline.training.parameter_workers import Tied
+from tests.pipeline.training.two_way_endings import SCENARIOS, undone
 from tests.pipeline.workers import (
     WIDTH,
     block,

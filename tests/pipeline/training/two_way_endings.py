@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from autosplit.errors import PipelineError
 from autosplit.pipeline.schedule.action import Action
 from autosplit.pipeline.schedule.schedule import Schedule
-from tests.pipeline.update_workers import Breaking
+from tests.pipeline.training.update_workers import Breaking
 from tests.pipeline.workers import WIDTH, block, data, equal, trainer
 
 

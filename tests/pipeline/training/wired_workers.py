@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from autosplit.pipeline.schedule.wiring import Source, Wiring
 from autosplit.pipeline.trainer import PipelineTrainer
-from tests.pipeline import wired, workers
+from tests.pipeline import workers
 from tests.pipeline.reference_stage import ReferenceStage
+from tests.pipeline.training import wired
 
 CASES: dict[str, dict[str, Any]] = {
     "1f1b": {"schedule": "1f1b"},

@@ -12,8 +12,13 @@ from torch import Tensor, nn
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline.schedule.action import ActionKind
-from tests.pipeline.overlap_workers import LateSecond, asynchronous, early_weights, sliced_first
-from tests.pipeline.parameter_workers import (
+from tests.pipeline.training.overlap_workers import (
+    LateSecond,
+    asynchronous,
+    early_weights,
+    sliced_first,
+)
+from tests.pipeline.training.parameter_workers import (
     frozen,
     hooked,
     shared,

@@ -22,8 +22,7 @@ from autosplit.pipeline.simulation.reductions import Reductions
 from autosplit.pipeline.simulation.step_costs import Costs
 from autosplit.pipeline.simulation.timeline import Span
 from autosplit.pipeline.simulation.transfer import Transfer
-
-from .auto_schedule import MEASURED, Tuner
+from autosplit.pipeline.training.auto_schedule import MEASURED, Tuner
 
 _TRIES = 6  # searches, each with what the schedule before it turned out to hold beside
 _CORRECTIONS = 3  # schedules that held more than was known of them, before it is given up

@@ -19,7 +19,7 @@ from autosplit.mesh.reduction import ReductionQueue
 from autosplit.pipeline.engine.messages.gradient_buckets import Member, buckets_of
 from autosplit.pipeline.engine.messages.process_groups import Groups
 from autosplit.pipeline.schedule.schedule import Schedule
-from autosplit.torch_internals.accumulate_grad import has_tensor_hooks
+from autosplit.torch_internals.autograd.accumulate_grad import has_tensor_hooks
 
 Holder: TypeAlias = "tuple[int, str]"
 """A stage and the name of the parameter within it."""

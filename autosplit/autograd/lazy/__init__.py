@@ -1,0 +1,1 @@
+"""Lazy gradients: tensors in ``.grad`` that run W when their values are first used."""

@@ -1,0 +1,1 @@
+"""Exact solvers: the yardsticks of both searches."""

@@ -1,0 +1,1 @@
+"""A trainer's memory: recorded, predicted, and kept within a limit."""

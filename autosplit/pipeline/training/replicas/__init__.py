@@ -1,0 +1,1 @@
+"""Data-parallel replicas of a pipeline, and two copies of the stages on one."""

@@ -1,0 +1,1 @@
+"""The model and optimizer state of one rank in training."""

@@ -1,0 +1,1 @@
+"""The graphs of one module or stage for each kind of call."""

@@ -1,0 +1,1 @@
+"""Private API of autograd's engine and of ``.grad``."""
