@@ -15,7 +15,7 @@ TINY = Settings("tiny", ("bert",), (2,), 1, 1, (4,))
 
 
 def test_budgets_are_measured_on_one_stage(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budgets, "SHARES", (0.8, 0.1))
+    monkeypatch.setattr(budgets, "SHARES", (0.8,))
     rows = [*budgets.measure(TINY)]
     names = [row["budget"] for row in rows]
     assert names[:4] == ["autograd", "fast", "balanced", "lean"]
@@ -67,6 +67,7 @@ def test_what_balancing_buys_is_projected_from_one_layer(
 ) -> None:
     monkeypatch.setattr(critics, "RANKS", 4)
     monkeypatch.setattr(critics, "SAMPLES", 8)
+    monkeypatch.setattr(critics, "ATTENTION", ("sdpa",))
     rows = [*critics.measure_all(TINY)]
     assert len(rows) == len(critics.ATTENTION) * len(critics.LINKS) * len(critics.CAPS)
     roomy = [row for row in rows if "cap 1.3" in row["name"]]

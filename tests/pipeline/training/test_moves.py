@@ -148,15 +148,15 @@ def test_a_store_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
         assert said in str(caught.value)
 
 
-def test_a_partner_that_dies_with_what_it_holds(tmp_path: Path) -> None:
+def test_a_partner_that_dies_with_what_it_holds(tmp_path: Path, on_ranks: Ranks) -> None:
     with pytest.raises(PipelineError, match="rank 1 was killed by SIGKILL"):
         launch(moving_workers.partner_dies, 2, (tmp_path,), timeout=60)
     heard = (tmp_path / "heard").read_text()
     assert heard.startswith("RankError rank 1 was killed by SIGKILL")
-    assert launch(moving_workers.resumed, 2, (tmp_path,), timeout=60) == [True, True]
+    assert on_ranks(moving_workers.resumed, 2, (tmp_path,), timeout=60) == [True, True]
 
 
-def test_a_store_that_fails_within_a_limit_loses_nothing(tmp_path: Path) -> None:
+def test_a_store_that_fails_within_a_limit_loses_nothing(tmp_path: Path, on_ranks: Ranks) -> None:
     """Every rank ends with the cause, and a run from the last checkpoint goes on, bit for bit."""
     causes = {
         "full": r"rank 0 failed in 0OFFLOAD\d: .* cannot be offloaded .* No space left on",
@@ -164,7 +164,7 @@ def test_a_store_that_fails_within_a_limit_loses_nothing(tmp_path: Path) -> None
         "lost": r"rank 0 failed in 0RELOAD\d: .* offloaded to a file .* is lost: Input/output",
         "slow": "nothing",
     }
-    for found in launch(moving_workers.restarted, 2, (tmp_path,), timeout=120):
+    for found in on_ranks(moving_workers.restarted, 2, (tmp_path,), timeout=120):
         assert list(found) == list(causes)
         for name, (heard, same) in found.items():
             with pytest.raises(PipelineError, match=causes[name]):
