@@ -14,7 +14,6 @@ from benchmarks.results import Results
     "cell",
     [
         Cell("kill", "compile", 3, "launch"),
-        Cell("kill", "optimizer", 3, "launch"),
         Cell("stop", "optimizer", 2, "launch"),
         Cell("sleep", "loader", 2, "torchrun"),
     ],
