@@ -25,6 +25,7 @@ from .cut_request import CutRequest
 from .rank_measurement import (
     check_seconds,
     device_of_trainer,
+    kept_as_tried,
     profile_together,
     refined_by_trial_runs,
 )
@@ -137,13 +138,16 @@ def cut_model(
         device=device_of_trainer(alone=request.alone),
     )
     costs = _costs(planning, whole, options, alone=request.alone)
+    find = request.nearest if request.limits.measures else request.best
     if planning.rehearses:
         insist = bool(planning.rehearse)
-        found = refined_by_trial_runs(
-            whole, costs, request.best, options, planning.seconds, insist=insist
-        )
+        found = refined_by_trial_runs(whole, costs, find, options, planning.seconds, insist=insist)
     else:
-        found = request.best(costs)
+        found = find(costs)
+    if request.limits.measures:
+        # Graphs alone tell less than a trainer knows, and of a limit too low not what would do.
+        tried = kept_as_tried(whole, found, options, request.limits, run=planning.rehearses)
+        found = tried or request.best(costs)
     return CutModel(whole, request, found, split)
 
 

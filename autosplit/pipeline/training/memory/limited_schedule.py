@@ -39,6 +39,17 @@ Beside = dict[tuple[int, ActionKind], int]
 """Bytes by stage and kind of action."""
 
 
+class MemoryLimitError(PipelineError):
+    """Nothing was found within ``memory_limit``; ``least`` bytes is what something was found for,
+    as far as is known.
+    """
+
+    # A default, because an error on its way to another process is made from its message alone.
+    def __init__(self, message: str, least: int = 0) -> None:
+        super().__init__(message)
+        self.least = least
+
+
 class LimitTuner(Tuner):
     """Searches within a limit: before the first step by graphs and usual times; once steps were
     measured by their times and with what operators took for themselves; and again should a step of
@@ -103,7 +114,7 @@ class LimitTuner(Tuner):
         """What to run until steps are measured; collective.
 
         Raises:
-            PipelineError: nothing keeps the limit; says the least that would do and of what.
+            MemoryLimitError: nothing keeps the limit; says the least that would do and of what.
         """
         return self._shortest(self._costs(stages))
 
@@ -113,7 +124,7 @@ class LimitTuner(Tuner):
         """As ``Tuner.after_step``.
 
         Raises:
-            PipelineError: as ``before_step``; what is measured beside the graphs is in it.
+            MemoryLimitError: as ``before_step``; what is measured beside the graphs is in it.
         """
         if not self._found_first:
             self._steps.append(list(spans))
@@ -213,7 +224,8 @@ class LimitTuner(Tuner):
         self._sizes = costs.memory
         self._note_graphs(self._running)
         nearest: list[tuple[float, Schedule]] = []
-        weighed, aim = self._weighed(costs), float(self._limit)
+        weighed = first = self._weighed(costs)
+        aim = float(self._limit)
         for _ in range(_TRIES):
             try:
                 found = search_within(
@@ -241,13 +253,30 @@ class LimitTuner(Tuner):
                 aim -= most - self._limit
                 if aim <= max(self._fixed_by_rank):
                     break
-        # The search may miss what is known to fit.
-        nearest += [(max(self._held(each)), each) for each in (self._running, self._schedule)]
+        # The search may miss what is known to fit, such as what a refusal advised a limit for.
+        others = (self._running, self._schedule, *self._frugal(first))
+        nearest += [(max(self._held(each)), each) for each in others]
         least, found = min(nearest, key=itemgetter(0))
         if least > self._limit:
             self._refuse(least, found)
         self._running = found
         return found
+
+    def _frugal(self, weighed: Costs) -> list[Schedule]:
+        """What the search has to offer for a limit that nothing can keep."""
+        schedule = self._schedule
+        try:
+            search_within(
+                weighed,
+                schedule.microbatches,
+                1.0,
+                ranks=len(schedule.ranks),
+                placement=schedule.placement,
+                fixed=self._fixed_by_rank,
+            )
+        except LimitError as error:
+            return [] if error.schedule is None else [replace(error.schedule, crosses_step=False)]
+        return []
 
     def _refuse(self, least: float, found: Schedule) -> NoReturn:
         """Say the least limit for which something is found, and what nothing can do without."""
@@ -265,12 +294,13 @@ class LimitTuner(Tuner):
             else "cut the batch into more and smaller microbatches"
         )
         yet = "" if self._found_first else "; what operators take for themselves may come on top"
-        raise PipelineError(
+        raise MemoryLimitError(
             f"memory_limit: nothing was found that keeps {self._limit:,} bytes; the least that was "
             f"needs memory_limit={math.ceil(least)}, where rank {rank} holds {fixed:,} bytes of "
             "parameters, gradients, optimizer state and batch, and "
             f"{kept:,.0f} of microbatches and messages{yet}; no schedule can do with less than "
-            f"{bound:,.0f}. Use that limit, or {advice}"
+            f"{bound:,.0f}. Use that limit, or {advice}",
+            math.ceil(least),
         )
 
 
