@@ -265,17 +265,26 @@ class Runner:
         """Why a step could not take a batch; empty where it could. Collective; nothing is made for
         a batch that is refused on any rank.
         """
+        found = self._refused(batch)
+        if found:
+            self._train.drop_unbuilt()
+        return found
+
+    def _refused(self, batch: Batch | None) -> str:
         said = ""
         try:
-            self._train.of(batch).split(batch)
+            mode = self._train.of(batch)
+            mode.split(batch)
         except LostPeerError:
             raise
         except PipelineError as error:
             said = str(error)
-        heard = self._groups.everybody.gather(said)
-        first = next(filter(None, heard), "")
-        if first:
-            self._train.drop_unbuilt()
+        first = next(filter(None, self._groups.everybody.gather(said)), "")
+        if not first and mode.executor is None:
+            try:
+                check_same_batch(mode.split.agreed, self._groups)
+            except PipelineError as error:
+                return str(error)
         return said or first
 
     def _ready(self, batch: Batch | None) -> _Ready:

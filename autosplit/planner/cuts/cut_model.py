@@ -72,6 +72,13 @@ class Planning:
         return cls(**options)
 
     @property
+    def tries(self) -> bool:
+        """Whether a trainer is tried within a limit of memory, where it can be: not where costs
+        are of another model or machine, as far as can be known.
+        """
+        return self.rehearses or isinstance(self.costs, str)
+
+    @property
     def rehearses(self) -> bool:
         """Whether trial runs are wanted, where they can be made."""
         return self.costs == "profile" if self.rehearse is None else self.rehearse
@@ -138,13 +145,14 @@ def cut_model(
         device=device_of_trainer(alone=request.alone),
     )
     costs = _costs(planning, whole, options, alone=request.alone)
-    find = request.nearest if request.limits.measures else request.best
+    tries = request.limits.measures and planning.tries
+    find = request.nearest if tries else request.best
     if planning.rehearses:
         insist = bool(planning.rehearse)
         found = refined_by_trial_runs(whole, costs, find, options, planning.seconds, insist=insist)
     else:
         found = find(costs)
-    if request.limits.measures:
+    if tries:
         # Graphs alone tell less than a trainer knows, and of a limit too low not what would do.
         tried = kept_as_tried(whole, found, options, request.limits, run=planning.rehearses)
         found = tried or request.best(costs)

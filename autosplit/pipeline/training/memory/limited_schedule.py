@@ -224,8 +224,8 @@ class LimitTuner(Tuner):
         self._sizes = costs.memory
         self._note_graphs(self._running)
         nearest: list[tuple[float, Schedule]] = []
-        weighed = first = self._weighed(costs)
-        aim = float(self._limit)
+        graphs = dict(self._graphs)
+        weighed, aim = self._weighed(costs), float(self._limit)
         for _ in range(_TRIES):
             try:
                 found = search_within(
@@ -253,30 +253,48 @@ class LimitTuner(Tuner):
                 aim -= most - self._limit
                 if aim <= max(self._fixed_by_rank):
                     break
-        # The search may miss what is known to fit, such as what a refusal advised a limit for.
-        others = (self._running, self._schedule, *self._frugal(first))
-        nearest += [(max(self._held(each)), each) for each in others]
-        least, found = min(nearest, key=itemgetter(0))
+        # The search may miss what is known to fit, or what a refusal advised a limit for.
+        known = [(max(self._held(each)), each) for each in (self._running, self._schedule)]
+        known += self._frugal(costs, graphs)
+        least, found = min([*nearest, *known], key=itemgetter(0))
         if least > self._limit:
-            self._refuse(least, found)
+            self._refuse(*min(known, key=itemgetter(0)))
         self._running = found
         return found
 
-    def _frugal(self, weighed: Costs) -> list[Schedule]:
-        """What the search has to offer for a limit that nothing can keep."""
-        schedule = self._schedule
-        try:
-            search_within(
-                weighed,
-                schedule.microbatches,
-                1.0,
-                ranks=len(schedule.ranks),
-                placement=schedule.placement,
-                fixed=self._fixed_by_rank,
-            )
-        except LimitError as error:
-            return [] if error.schedule is None else [replace(error.schedule, crosses_step=False)]
-        return []
+    def _frugal(self, costs: Costs, graphs: Beside) -> list[tuple[float, Schedule]]:
+        """What the search has to offer for a limit that nothing keeps, with the most that a rank
+        holds then; the same whatever the limit is, so that a limit that a refusal advised finds it
+        again.
+
+        Args:
+            costs: of every stage.
+            graphs: what is known of what actions hold beside microbatches.
+        """
+        schedule, found = self._schedule, []
+        noted, self._graphs = self._graphs, dict(graphs)
+        weighed = None
+        for _ in range(_TRIES):
+            before, weighed = weighed, self._weighed(costs)
+            if weighed == before:
+                break
+            try:
+                search_within(
+                    weighed,
+                    schedule.microbatches,
+                    1.0,
+                    ranks=len(schedule.ranks),
+                    placement=schedule.placement,
+                    fixed=self._fixed_by_rank,
+                )
+            except LimitError as error:
+                if error.schedule is None:
+                    break
+                frugal = replace(error.schedule, crosses_step=False)
+                found.append((max(self._held(frugal)), frugal))
+                self._note_graphs(frugal)
+        self._graphs = noted
+        return found
 
     def _refuse(self, least: float, found: Schedule) -> NoReturn:
         """Say the least limit for which something is found, and what nothing can do without."""

@@ -14,6 +14,8 @@ import autosplit
 from autosplit.checkpoint import save_checkpoint
 from autosplit.errors import PipelineError
 from autosplit.pipeline.trainer import PipelineTrainer
+from autosplit.planner.cuts.solve import CapError
+from autosplit.planner.plan.plan import Plan
 from autosplit.stage import Stage
 from tests.pipeline.workers import equal
 
@@ -192,18 +194,52 @@ def refused_batches() -> list[str]:
     """
     rank = dist.get_rank()
     said = []
-    with stages() as trainer:
+    with stages(shapes=1) as trainer:
         inputs, targets = vectors(0)
         whole = (inputs, None) if rank == 0 else (None, targets)
         odd = (inputs[:-1], None) if rank == 0 else whole
         small = (inputs[:MICROBATCHES], None) if rank == 0 else whole
         both = inputs[:8], targets[:8]
-        for place, batch in enumerate((odd, whole, small, both, whole)):
+        for place, batch in enumerate((odd, small, whole, small, both, whole)):
             try:
                 trainer.predict_memory(batch)
                 said.append("")
             except PipelineError as error:
                 said.append(str(error))
-            if place in (1, 4):
+            if place in (2, 5):
                 trainer.step(batch)
     return said
+
+
+def planned() -> dict[str, Any]:
+    """What a plan says its ranks will hold, within the limit that was advised for it, and what they
+    hold in its trainer.
+    """
+    inputs, targets = (part[:64] for part in vectors(0))
+
+    def plan(limit: int) -> Plan:
+        return autosplit.partition(
+            mlp(),
+            (inputs,),
+            stages=2,
+            microbatches=MICROBATCHES,
+            costs="estimate",
+            loss_fn=nn.functional.mse_loss,
+            targets=targets,
+            memory_limit=limit,
+        )
+
+    try:
+        plan(1024)
+        return {}
+    except CapError as error:
+        limit = int(error.least)
+        heard = str(error)
+    found = plan(limit)
+    with found.trainer(nn.functional.mse_loss, adam, timeout=60.0) as trainer:
+        for step in range(SETTLED):
+            trainer.record = "memory" if step == SETTLED - 1 else False
+            trainer.step(vectors(step))
+        memory = trainer.memory()
+    held = [*map(sum, zip(memory.peak_activations, memory.fixed, strict=True))]
+    return {"heard": heard, "limit": limit, "planned": found.peak_memory, "held": held}
