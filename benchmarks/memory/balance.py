@@ -55,6 +55,11 @@ def least(plain: Schedule, known: Costs) -> Schedule:
 def _row(name: str, found: Found, plain: Found) -> dict[str, Any]:
     if found.losses != plain.losses:
         raise AssertionError(f"{name}: other losses than without")
+    return row_of(name, found, plain)
+
+
+def row_of(name: str, found: Found, plain: Found) -> dict[str, Any]:
+    """A row of a way beside the plain one."""
     return {
         "name": name,
         "way": found.name,
@@ -68,7 +73,7 @@ def _row(name: str, found: Found, plain: Found) -> dict[str, Any]:
 
 
 def render(rows: Rows) -> str:
-    """A row a way, and verdicts on the least bound."""
+    """A row a way, and verdicts on 1F1B under the least bound."""
     cells = []
     for row in rows:
         plain = row["way"] == "plain"
@@ -82,8 +87,9 @@ def render(rows: Rows) -> str:
             ]
         )
     headers = ["", "activations MiB by rank", EVEN.title, PEAK.title, STEP.title]
+    fused = [row for row in rows if row["way"] == "the least bound" and "zb-h1" not in row["name"]]
     judged = {
-        target: {row["name"]: row[key] for row in rows if row["way"] == "the least bound"}
+        target: {row["name"]: row[key] for row in fused}
         for target, key in ((EVEN, "even"), (PEAK, "peak"), (STEP, "step"))
     }
     return f"{table(headers, cells)}\n\n{verdicts([*judged.items()])}"

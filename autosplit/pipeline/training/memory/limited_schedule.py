@@ -106,6 +106,7 @@ class LimitTuner(Tuner):
         # beside what microbatches do.
         self._operators: Beside = {}
         self._graphs: Beside = {}
+        self._measured: tuple[Schedule, list[float]] = schedule, []
         self._found_first = False
         self._since = 0
         self._corrections = 0
@@ -131,14 +132,13 @@ class LimitTuner(Tuner):
             if len(self._steps) <= MEASURED:
                 return None
             self._found_first = True
-            self._note_operators()
+            self._note_measured()
             return self._shortest(self._costs(stages))
         self._since += 1
         if self._since < _SETTLED:
             return None
         self._since = 0
-        held = self._note_operators()
-        if max(self._groups.everybody.gather(held)) <= self._limit:
+        if max(self._note_measured()) <= self._limit:
             self.done = True
             return None
         self._corrections += 1
@@ -148,12 +148,18 @@ class LimitTuner(Tuner):
 
     # --- what ranks hold --------------------------------------------------------------------------
 
-    def _note_operators(self) -> int:
-        """Note what the last step held above what is known of it; its peak with all there is."""
+    def _note_measured(self) -> list[float]:
+        """Note what the last step held above what is known of it; per rank, the most that it held
+        with all there is. Collective.
+        """
         measured = self._levels()
         for action, level in self._played(self._running):
             _raise(self._operators, action, measured.get(str(action), 0) - level)
-        return self._fixed() + max(measured.values(), default=0)
+        own = self._fixed() + max(measured.values(), default=0)
+        most = [float(each) for each in self._most(own)]
+        if all(self._groups.everybody.gather(bool(measured))):
+            self._measured = self._running, most
+        return most
 
     def _note_graphs(self, schedule: Schedule) -> None:
         """Note what this rank's actions hold beside microbatches under a schedule; collective."""
@@ -183,7 +189,12 @@ class LimitTuner(Tuner):
         return list(zip(row, self._by_size(schedule), strict=True))
 
     def _held(self, schedule: Schedule) -> list[float]:
-        """Per rank, the most that it will hold; collective."""
+        """Per rank, the most that it will hold; collective. What was measured is known. Elsewhere
+        what one action was seen to take above what is known of it, any of its kind may.
+        """
+        measured, seen = self._measured
+        if schedule is measured and seen:
+            return seen
         most: dict[int, int] = defaultdict(int)
         for (stage, _), size in self._operators.items():
             most[stage] = max(most[stage], size)

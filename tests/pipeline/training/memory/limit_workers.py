@@ -43,7 +43,7 @@ def gpt2() -> nn.Module:
         vocab_size=VOCABULARY,
         n_positions=LENGTH,
         n_embd=32,
-        n_layer=2,
+        n_layer=1,
         n_head=2,
         bos_token_id=0,
         eos_token_id=0,
@@ -59,7 +59,7 @@ def llama() -> nn.Module:
         vocab_size=VOCABULARY,
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=2,
         max_position_embeddings=LENGTH,
     )
