@@ -51,21 +51,6 @@ def gpt2() -> nn.Module:
     return Logits(GPT2LMHeadModel(config))
 
 
-def llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=LENGTH,
-    )
-    return Logits(LlamaForCausalLM(config))
-
-
 def mlp() -> nn.Module:
     torch.manual_seed(0)
     layers = [each for _ in range(4) for each in (nn.Linear(48, 48), nn.GELU(), nn.Dropout(0.1))]
@@ -90,7 +75,6 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 MODELS: dict[str, Any] = {
     "gpt2": (gpt2, tokens, cross_entropy),
-    "llama": (llama, tokens, cross_entropy),
     "mlp": (mlp, vectors, nn.functional.mse_loss),
 }
 
@@ -127,10 +111,6 @@ def advised(name: str) -> dict[str, Any]:
                 raise
             advice.append(int(said[1]))
     return {"advice": advice[1:], "held": None}
-
-
-def all_advised(names: tuple[str, ...]) -> dict[str, Any]:
-    return {name: advised(name) for name in names}
 
 
 # --- what is refused ------------------------------------------------------------------------------
