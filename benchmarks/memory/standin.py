@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autosplit.pipeline.engine.execution.stage_assembly import footprint
+from autosplit.pipeline.engine.execution.stage_assembly import stage_memory
 from autosplit.pipeline.engine.processes.launch import launch
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
@@ -133,7 +133,7 @@ def costs(
 ) -> Costs:
     """Of the stages: what they keep is that of a stage that is traced here."""
     module, x = Keeping(0), torch.zeros(ROWS, NARROW, requires_grad=True)
-    memory = StageMemory(*footprint(Stage(module, [x])))
+    memory = stage_memory(Stage(module, [x]))
     return Costs([times] * stages, [memory] * stages, transfer or Transfer())
 
 
