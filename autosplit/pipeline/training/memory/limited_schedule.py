@@ -265,11 +265,11 @@ class LimitTuner(Tuner):
                 if aim <= max(self._fixed_by_rank):
                     break
         # The search may miss what is known to fit, or what a refusal advised a limit for.
-        known = [(max(self._held(each)), each) for each in (self._running, self._schedule)]
-        known += self._frugal(costs, graphs)
-        least, found = min([*nearest, *known], key=itemgetter(0))
+        there = [(max(self._held(each)), each) for each in (self._running, self._schedule)]
+        there += self._frugal(costs, graphs)
+        least, found = min([*nearest, *there], key=itemgetter(0))
         if least > self._limit:
-            self._refuse(*min(known, key=itemgetter(0)))
+            self._refuse(*min(there, key=itemgetter(0)))
         self._running = found
         return found
 
@@ -282,13 +282,12 @@ class LimitTuner(Tuner):
             costs: of every stage.
             graphs: what is known of what actions hold beside microbatches.
         """
-        schedule, found = self._schedule, []
+        schedule = self._schedule
+        found: list[tuple[float, Schedule]] = []
         noted, self._graphs = self._graphs, dict(graphs)
-        weighed = None
-        for _ in range(_TRIES):
-            before, weighed = weighed, self._weighed(costs)
-            if weighed == before:
-                break
+        seen: list[Costs] = []
+        while len(seen) < _TRIES and (weighed := self._weighed(costs)) not in seen:
+            seen.append(weighed)
             try:
                 search_within(
                     weighed,
