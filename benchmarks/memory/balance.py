@@ -17,7 +17,7 @@ from ..split.targets import Target, verdicts
 from .settings import Settings
 from .standin import Case, Found, costs, measure, slower
 
-UNITS = {2: 0.12, 4: 0.12, 8: 0.24}  # ranks -> seconds of an F: a message takes a few milliseconds
+UNITS = {2: 0.12, 4: 0.12, 8: 0.16}  # ranks -> seconds of an F: a message takes a few milliseconds
 SCHEDULES = (("1f1b, fused", "1f1b", False), ("zb-h1", "zb-h1", True))
 EVEN = Target("largest / smallest peak", at_most=1.15, style=".2f")
 PEAK = Target("largest peak / plain", at_most=0.65, style=".2f")
@@ -27,7 +27,7 @@ STEP = Target("step / plain", at_most=1.03)
 def measure_all(settings: Settings) -> Iterator[dict[str, Any]]:
     """Each schedule as it is, with the paper's bound, and with the least that can be kept."""
     for ranks in settings.ranks:
-        unit = UNITS.get(ranks, 0.24) / (4 if settings.size == "tiny" else 1)
+        unit = UNITS.get(ranks, 0.16) / (4 if settings.size == "tiny" else 1)
         known = costs(ranks, (unit, unit, unit))
         for title, name, split in SCHEDULES:
             plain = build(name, ranks, 2 * ranks, split_backward=split)
