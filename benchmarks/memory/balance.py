@@ -11,6 +11,7 @@ from autosplit.pipeline.memory.balance import balance
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.activation_memory import peak_memory
 from autosplit.pipeline.simulation.step_costs import Costs
+from autosplit.pipeline.simulation.transfer import Transfer
 
 from ..results import Rows, table
 from ..split.targets import Target, verdicts
@@ -18,6 +19,8 @@ from .settings import Settings
 from .standin import Case, Found, costs, measure, slower
 
 UNITS = {2: 0.12, 4: 0.12, 8: 0.16}  # ranks -> seconds of an F: a message takes a few milliseconds
+LINK = Transfer(1e-4, 1e9)
+"""About what processes of one machine reach over Gloo, for which the least bound is planned."""
 SCHEDULES = (("1f1b, fused", "1f1b", False), ("zb-h1", "zb-h1", True))
 EVEN = Target("largest / smallest peak", at_most=1.15, style=".2f")
 PEAK = Target("largest peak / plain", at_most=0.65, style=".2f")
@@ -28,7 +31,7 @@ def measure_all(settings: Settings) -> Iterator[dict[str, Any]]:
     """Each schedule as it is, with the paper's bound, and with the least that can be kept."""
     for ranks in settings.ranks:
         unit = UNITS.get(ranks, 0.16) / (4 if settings.size == "tiny" else 1)
-        known = costs(ranks, (unit, unit, unit))
+        known = costs(ranks, (unit, unit, unit), LINK)
         for title, name, split in SCHEDULES:
             plain = build(name, ranks, 2 * ranks, split_backward=split)
             cases = [
