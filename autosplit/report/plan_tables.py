@@ -11,6 +11,7 @@ from tabulate import tabulate
 
 from autosplit.dump.tables import milliseconds
 from autosplit.errors import AutosplitError
+from autosplit.planner.cuts.within_limit import NOT_COUNTED
 from autosplit.planner.plan.alternatives import Configuration
 from autosplit.planner.plan.plan import Plan
 from autosplit.text.byte_sizes import size_text
@@ -108,6 +109,8 @@ def source_line(plan: Plan, *, rehearsed: bool, estimated: bool) -> str:
         source = "estimated from FLOPs and bytes, nothing was measured"
     elif rehearsed:
         source = "rehearsed: run in whole steps; the search above goes by blocks"
+    if plan.memory_limit is not None:
+        source += f"; of memory, {NOT_COUNTED}"
     return (
         f"plan: {plan.schedule}, N={plan.stages}, M={plan.microbatches}, a step of "
         f"{milliseconds(plan.predicted_step)} ms; {source}"

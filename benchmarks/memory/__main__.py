@@ -6,7 +6,12 @@ import argparse
 import logging
 import pathlib
 import shlex
+import sys
+import time
+import traceback
 import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from ..command import parse
 from ..environment import describe
@@ -41,6 +46,7 @@ def main() -> None:
         tuple(options.ranks),
         options.output,
     )
+    failed = []
     for name in options.parts or PARTS:
         words = ["python", "-m", "benchmarks.memory", name]
         for option in ("size", "families", "microbatches", "steps", "rounds", "ranks"):
@@ -48,9 +54,24 @@ def main() -> None:
             if value != parser.get_default(option):
                 many = value if isinstance(value, list) else [value]
                 words += [f"--{option}", *map(str, many)]
-        rows = [*PARTS[name].measure(settings)]
-        write(results, name, rows, shlex.join(words), describe(threads=1))
-        print(f"\n{PARTS[name].title}\n\n{PARTS[name].render(results.rows(name))}", flush=True)
+        try:
+            rows = [*_shown(name, PARTS[name].measure(settings))]
+            write(results, name, rows, shlex.join(words), describe(threads=1))
+            print(f"\n{PARTS[name].title}\n\n{PARTS[name].render(results.rows(name))}", flush=True)
+        except Exception:  # the other parts are not to be lost
+            traceback.print_exc()
+            failed.append(name)
+    if failed:
+        sys.exit(f"these parts failed, and their rows are as they were: {', '.join(failed)}")
+
+
+def _shown(part: str, rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Each row's name on the terminal as soon as it is there, with the time that it took."""
+    start = time.monotonic()
+    for row in rows:
+        print(f"{part}: {row['name']} after {time.monotonic() - start:.0f} s", flush=True)
+        yield row
+    print(f"{part}: done after {time.monotonic() - start:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from ..split.run import microbatch
 from .settings import Settings
 
 NAMED = ("fast", "balanced", "lean")
-SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
+SHARES = (0.8, 0.6, 0.4, 0.2)
 """Budgets, of what ``"balanced"`` holds between I and W."""
 
 

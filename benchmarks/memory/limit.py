@@ -146,10 +146,17 @@ def _within(
 
 def _simulated(trainer: PipelineTrainer, steps: Any, folder: str) -> float:
     """The step by its actions' measured times, the links and the store."""
+    costs = measured_costs(trainer, steps, [(0, 1)])
+    host = measure_store(open_store(trainer.device, folder))
+    costs = dataclasses.replace(costs, transfer=dataclasses.replace(costs.transfer, host=host))
+    return costs.timeline(trainer.schedule).step_time
+
+
+def measured_costs(trainer: PipelineTrainer, steps: Any, pairs: list[tuple[int, int]]) -> Costs:
+    """What stages were measured to take, and keep, with the links between pairs of ranks."""
     durations = median_durations(steps)
     with trainer.together("measuring links") as groups:
-        transfer = measure_transfer(groups, trainer.device, [(0, 1)])
-        host = measure_store(open_store(trainer.device, folder))
+        transfer = measure_transfer(groups, trainer.device, pairs)
         parts = groups.gather({i: stage_memory(each) for i, each in trainer.stages.items()})
     memory = {index: each for part in parts for index, each in part.items()}
     times, full = [], []
@@ -159,13 +166,7 @@ def _simulated(trainer: PipelineTrainer, steps: Any, folder: str) -> float:
         )
         times.append((forward, inputs, weights))
         full.append(both or inputs + weights)
-    costs = Costs(
-        times,
-        [memory[stage] for stage in range(len(times))],
-        dataclasses.replace(transfer, host=host),
-        full,
-    )
-    return costs.timeline(trainer.schedule).step_time
+    return Costs(times, [memory[stage] for stage in range(len(times))], transfer, full)
 
 
 def render(rows: Rows) -> str:

@@ -42,7 +42,9 @@ def measure(settings: Settings) -> Iterator[dict[str, Any]]:
 
 
 def _named(family: str, case: dict[str, Any]) -> str:
-    return f"{family}, {', '.join(map(str, case.values()))}"
+    words = [case["schedule"], case.get("memory", "")]
+    words.append("" if case.get("split_backward", True) else "fused")
+    return ", ".join([family, *filter(None, words)])
 
 
 def _on_rank(

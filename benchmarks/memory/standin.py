@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autosplit.pipeline.engine.execution.stage_assembly import footprint
+from autosplit.pipeline.engine.execution.stage_assembly import stage_memory
 from autosplit.pipeline.engine.processes.launch import launch
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
@@ -25,8 +25,10 @@ from autosplit.stage import Stage
 
 from ..pipeline.standin import Clock
 
-ROWS, WIDTH, LAYERS = 4096, 32, 6
-"""A tensor of half a MiB, and so many of them kept; a matrix product takes little of a core."""
+ROWS, WIDTH, LAYERS, NARROW = 2048, 32, 6, 4
+"""Tensors of a quarter MiB, two of them kept for each layer, as much from F to I as from I to W; a
+matrix product takes little of a core. What goes between stages is small beside that, as in a model.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,12 +67,15 @@ class Keeping(nn.Module):
     def __init__(self, index: int) -> None:
         super().__init__()
         torch.manual_seed(index)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        wide = [NARROW, *[WIDTH] * LAYERS]
+        self.layers = nn.ModuleList(map(nn.Linear, wide, wide[1:]))
+        self.last = nn.Linear(WIDTH, NARROW)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x
+            x = nn.functional.gelu(layer(x))
+        narrow: Tensor = self.last(x)
+        return narrow
 
 
 class Timed(Stage):
@@ -127,8 +132,8 @@ def costs(
     stages: int, times: tuple[float, float, float], transfer: Transfer | None = None
 ) -> Costs:
     """Of the stages: what they keep is that of a stage that is traced here."""
-    module, x = Keeping(0), torch.zeros(ROWS, WIDTH, requires_grad=True)
-    memory = StageMemory(*footprint(Stage(module, [x])))
+    module, x = Keeping(0), torch.zeros(ROWS, NARROW, requires_grad=True)
+    memory = stage_memory(Stage(module, [x]))
     return Costs([times] * stages, [memory] * stages, transfer or Transfer())
 
 
@@ -145,7 +150,7 @@ def _on_rank(cases: list[Case], steps: int) -> list[Found]:
 
 def _run(case: Case, steps: int) -> Found:
     count = case.schedule.microbatches
-    batch = torch.zeros(count * ROWS, WIDTH), torch.zeros(count * ROWS, WIDTH)
+    batch = torch.zeros(count * ROWS, NARROW), torch.zeros(count * ROWS, NARROW)
     options: dict[str, Any] = {} if case.folder is None else {"store": case.folder}
     with PipelineTrainer(
         Keeping,

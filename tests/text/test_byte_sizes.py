@@ -2,7 +2,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy
 import pytest
+import torch
 
 from autosplit.errors import PipelineError, PlanError
 from autosplit.text.byte_sizes import parse_size, size_text
@@ -20,7 +22,14 @@ from autosplit.text.byte_sizes import parse_size, size_text
         ("700", 700),
         ("700B", 700),
         ("1.5B", 1),
+        ("0.1TB", 10**11),
+        ("12gib", 12 * 2**30),
+        ("12GB", 12 * 10**9),
+        ("1_000_000", 10**6),
+        ("9223372036854775807", 2**63 - 1),
         (123, 123),
+        (numpy.int64(123), 123),
+        (torch.Size([3, 4])[1], 4),
     ],
 )
 def test_sizes_as_people_write_them(size: str | int, count: int) -> None:
@@ -30,25 +39,39 @@ def test_sizes_as_people_write_them(size: str | int, count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "size",
+    ("size", "wrong"),
     [
-        "",
-        "80 GiBs",
-        "GiB",
-        "-1GiB",
-        "0MiB",
-        "1e3",
-        "0.5B",
-        "9" * 40,
-        "\u0663GiB",
-        0,
-        -1,
-        True,
-        None,
+        ("", "which is empty"),
+        ("  ", "which is empty"),
+        ("80 GiBs", "whose unit is not known; known units: B, KiB, .* TB"),
+        ("12G", "which may mean '12GiB' or '12GB': say which"),
+        ("12 gi", "which may mean '12GiB' or '12GB': say which"),
+        ("GiB", "which is not a number with a unit behind it; known units"),
+        ("1e3", "which is not a number with a unit behind it"),
+        ("1__0", "which is not a number with a unit behind it"),
+        ("\u0663GiB", "which is not a number with a unit behind it"),
+        ("14,311,588", "which has commas: leave them out, or write a point where a fraction"),
+        ("60%", "which is a share: say of how many bytes, and multiply"),
+        ("-1GiB", "which is less than a byte"),
+        ("0MiB", "which is less than a byte"),
+        ("0.5B", "which is less than a byte"),
+        (0, "which is less than a byte"),
+        (-1, "which is less than a byte"),
+        ("9" * 40, "which is more bytes than a machine can address"),
+        ("99999999TiB", "which is more bytes than a machine can address"),
+        (2**63, "which is more bytes than a machine can address"),
+        (True, "which says neither how much nor of what"),
+        (1.5e9, "which is a float: pass 1500000000, as int"),
+        (0.6, "which looks like a share: say of how many bytes, and multiply"),
+        (float("nan"), "which is no number of bytes: for no limit, leave it out"),
+        (float("inf"), "which is no number of bytes: for no limit, leave it out"),
+        (b"1GiB", "of type bytes, which is neither text nor a whole number"),
+        ([1, 2], "of type list, which is neither text nor a whole number"),
+        (None, "of type NoneType, which is neither"),
     ],
 )
-def test_what_is_no_size(size: Any) -> None:
-    with pytest.raises(PlanError, match="expected a size such as 80GiB, '800 MB' or a number"):
+def test_what_is_no_size_and_why(size: Any, wrong: str) -> None:
+    with pytest.raises(PlanError, match=f"expected a size such as 80GiB, .* got .*, {wrong}"):
         parse_size(size)
 
 
@@ -56,8 +79,8 @@ def test_the_message_names_the_option_and_the_units_and_is_of_the_callers_type()
     with pytest.raises(PipelineError) as raised:
         parse_size("12 gigs", "memory_limit", PipelineError)
     assert str(raised.value) == (
-        "expected memory_limit such as 80GiB, '800 MB' or a number of bytes, got '12 gigs'; known "
-        "units: B, KiB, MiB, GiB, TiB, KB, MB, GB, TB"
+        "expected memory_limit such as 80GiB, '800 MB' or a number of bytes, got '12 gigs', whose "
+        "unit is not known; known units: B, KiB, MiB, GiB, TiB, KB, MB, GB, TB"
     )
 
 

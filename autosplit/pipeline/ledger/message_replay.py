@@ -6,7 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 
 from autosplit.pipeline.engine.messages.shape_negotiation import TensorMeta
-from autosplit.pipeline.schedule.action import Action
+from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.routes import Parcel, parcels_for, parcels_of, routes_of
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
@@ -49,6 +49,7 @@ class MessageReplay:
         self._coming: dict[Parcel, Values] = {}
         self._here: dict[Parcel, Values] = {}
         self._kept: dict[tuple[Action, int], Storage | None] = {}
+        self._losses: list[Storage] = []
 
     def begin(self) -> None:
         """Start a step: post the first receives."""
@@ -58,10 +59,12 @@ class MessageReplay:
             self._post(peer, _PREFETCH)
 
     def finish(self) -> None:
-        """End a step: everything has arrived."""
+        """End a step: everything has arrived, and its losses are with the caller."""
         for messages in self._sent.values():
             for message in messages:
                 self._level.release(message)
+        self._level.release(self._losses)
+        self._losses.clear()
 
     def inputs(self, action: Action) -> Values:
         """The arguments of a forward, without targets."""
@@ -98,7 +101,9 @@ class MessageReplay:
         return totals
 
     def deliver(self, result: Action, values: Values) -> None:
-        """Hand on a result, of which the caller lets go."""
+        """Hand on a result, of which the caller lets go. Losses are kept until the step ends."""
+        if result.stage == self._schedule.stages - 1 and result.kind is ActionKind.FORWARD:
+            self._keep_loss(result.stage, values)
         for parcel in parcels_of(result, self._feeds):
             given = self._given(parcel, values)
             target = self._schedule.home(parcel.stage, result.microbatch)
@@ -107,6 +112,15 @@ class MessageReplay:
             else:
                 self._sent[target].append([each for each in given if each])
         self._drop(values)
+
+    def _keep_loss(self, stage: int, values: Values) -> None:
+        """A loss in memory that is not its alone is kept as a copy."""
+        for value, meta in zip(values, self._boundaries(stage), strict=True):
+            if value is not None:
+                size = meta.dtype.itemsize
+                kept = value if value.bytes == size else Storage(size)
+                self._level.hold([kept])
+                self._losses.append(kept)
 
     def _given(self, parcel: Parcel, values: Values) -> Values:
         """What goes into a parcel, held for it."""

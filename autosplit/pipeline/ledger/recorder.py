@@ -28,6 +28,7 @@ class _Moment:
     when: float
     during: str  # what begins here
     held: dict[str, int]
+    beside: int  # the most since the moment before, above what there was then
 
 
 class MemoryRecorder:
@@ -38,15 +39,22 @@ class MemoryRecorder:
         holdings: who holds what at a moment.
         device: where the stages run. On an accelerator the peak statistics of its allocator are
             reset at every action.
-        alone: whether no other thread allocates or releases tensors. Those of moves do, which on
-            the CPU is not seen in this one: what there is at a mark then counts as its holders say,
-            and only what comes and goes behind it as the allocator does.
+        beside: tells the most bytes that other threads had more, at any time since it was last
+            asked, than there were then; None where there are none. Moves allocate and release
+            tensors in threads of their own, which on the CPU is not seen in this one: what there
+            is at a mark then counts as its holders say, and only what comes and goes behind it as
+            the allocator and ``beside`` do.
     """
 
     def __init__(
-        self, times: Recorder, holdings: Holdings, device: torch.device, *, alone: bool = True
+        self,
+        times: Recorder,
+        holdings: Holdings,
+        device: torch.device,
+        *,
+        beside: Callable[[], int] | None = None,
     ) -> None:
-        self._by_holders = not alone and device.type == "cpu"
+        self._beside = beside if device.type == "cpu" else None
         self._times = times
         self._holdings = holdings
         self._allocations = allocations_on(device)
@@ -89,7 +97,7 @@ class MemoryRecorder:
         """What was held in the step, from the instant before it to the one after it."""
         moments, stretches = self._moments, self._stretches
         bases = [sum(moments[0].held.values())] * len(moments)
-        if self._by_holders:
+        if self._beside is not None:
             before = [0, *(stretch.end for stretch in stretches)]
             bases = [
                 sum(moment.held.values()) - level
@@ -97,15 +105,17 @@ class MemoryRecorder:
             ]
         found = [_instant(moments[0], bases[0])]
         for here, there, stretch, base in zip(moments, moments[1:], stretches, bases, strict=False):
-            found.append(_between(here, there, base + stretch.highest))
+            found.append(_between(here, there, base + stretch.highest + there.beside))
         end = stretches[len(moments) - 2].end  # behind the last mark is not the step's
-        results = 0 if self._by_holders else self._results
+        results = 0 if self._beside is not None else self._results
         found.append(_instant(moments[-1], bases[-1] + end - results))
         return found
 
     def _mark(self, during: str) -> int:
+        # First what was there until now: what comes in between is rather counted twice than never.
+        beside = 0 if self._beside is None else self._beside()
         held = self._holdings.now()
-        self._moments.append(_Moment(time.perf_counter(), during, held))
+        self._moments.append(_Moment(time.perf_counter(), during, held, beside))
         return self._allocations.mark()
 
 

@@ -55,6 +55,7 @@ class TrainerOptions:
             raise PipelineError(f"autocast is None or torch.bfloat16; got {self.autocast}")
         if norm is not None and not norm > 0:
             raise PipelineError(f"max_grad_norm is a positive number or None; got {norm}")
+        _check_folder(self.store)
         if not self.timeout > 0:
             raise PipelineError(f"timeout is a positive number of seconds; got {self.timeout}")
         if self.shapes is not None and self.shapes < 1:
@@ -201,6 +202,14 @@ def stage_factory_of(given: StageFactory | None, **options: object) -> StageFact
             f"{name}={value!r} has no effect beside stage_factory; pass one of the two"
         )
     return given
+
+
+def _check_folder(store: object) -> None:
+    if store is not None and not (isinstance(store, str | os.PathLike) and os.fspath(store)):
+        raise PipelineError(
+            "store is the folder for what is offloaded, a path such as '/mnt/fast', or None for "
+            f"that of temporary files; got {store!r}"
+        )
 
 
 def _check_both_run(schedule: Schedule) -> None:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from autosplit.errors import PipelineError
 from autosplit.pipeline.engine.execution.action_order import Order, as_scheduled
 from autosplit.pipeline.engine.execution.evaluation import forward_only
 from autosplit.pipeline.engine.execution.executor import Executor
@@ -20,7 +21,7 @@ from autosplit.pipeline.engine.execution.mode import Mode
 from autosplit.pipeline.engine.execution.mode_by_shape import Modes
 from autosplit.pipeline.engine.execution.recorder import Recorder, recorder_on
 from autosplit.pipeline.engine.execution.stage_assembly import TrainableStage
-from autosplit.pipeline.engine.faults.first_error import Guard
+from autosplit.pipeline.engine.faults.first_error import Guard, LostPeerError
 from autosplit.pipeline.engine.memory.host_store import HostStore, measure_store
 from autosplit.pipeline.engine.messages.link_times import measure_transfer
 from autosplit.pipeline.engine.messages.process_groups import Groups
@@ -140,6 +141,11 @@ class Runner:
         self._limited = False
         self._boundaries: Callable[[int], Sequence[TensorMeta]] = lambda stage: ()
 
+    @property
+    def settled(self) -> bool:
+        """Whether no more steps are measured for another schedule."""
+        return self._tuner is None
+
     def _tuner_for(self, setup: TrainingSetup, options: TrainerOptions) -> Tuner | None:
         if not options.tunes:
             return None
@@ -254,6 +260,32 @@ class Runner:
         mode, _, inputs, targets = self._ready(batch)
         prediction = RankPrediction(mode, _tensors(inputs, targets), self._calls)
         return prediction, self._fixed_bytes() - self._batch_bytes
+
+    def refusal(self, batch: Batch | None) -> str:
+        """Why a step could not take a batch; empty where it could. Collective; nothing is made for
+        a batch that is refused on any rank.
+        """
+        found = self._refused(batch)
+        if found:
+            self._train.drop_unbuilt()
+        return found
+
+    def _refused(self, batch: Batch | None) -> str:
+        said = ""
+        try:
+            mode = self._train.of(batch)
+            mode.split(batch)
+        except LostPeerError:
+            raise
+        except PipelineError as error:
+            said = str(error)
+        first = next(filter(None, self._groups.everybody.gather(said)), "")
+        if not first and mode.executor is None:
+            try:
+                check_same_batch(mode.split.agreed, self._groups)
+            except PipelineError as error:
+                return str(error)
+        return said or first
 
     def _ready(self, batch: Batch | None) -> _Ready:
         """A batch cut into microbatches, with what is to run it in training."""

@@ -174,6 +174,11 @@ class StageTrainer:
         return self._runner.schedule
 
     @property
+    def settled(self) -> bool:
+        """Whether ``schedule`` stays as it is: no steps are measured for another one."""
+        return self._runner.settled
+
+    @property
     def grad_norm(self) -> float | None:
         """The norm of the model's gradient in the last step; None without ``max_grad_norm``."""
         self._settle()
@@ -324,9 +329,14 @@ class StageTrainer:
             batch: as for ``step``.
 
         Raises:
-            PipelineError: as for ``step``.
+            PipelineError: as for ``step``; but a batch that no step could take, such as one of
+                another size than before, leaves the trainer as it was.
         """
         self._settle()
+        with self._guard("predicting the memory"):
+            refused = self._runner.refusal(batch)
+        if refused:
+            raise PipelineError(refused)
         with self._guard("predicting the memory"):
             prediction, fixed = self._runner.predict(batch)
             rows = self._groups.gather((self._peak(prediction), fixed))

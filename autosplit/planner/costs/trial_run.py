@@ -119,11 +119,11 @@ def trial_steps(
     """
     ranks = len(schedule.ranks)
     device = options.device or device_of(whole.model)
-    stages = _stages(cut(whole, firsts), device)
+    stages = own_stages(cut(whole, firsts), device)
     with generators_kept(), _trainer(stages, schedule, options, device) as run:
 
         def step() -> tuple[float, Sequence[Span]]:
-            batch = _batch(whole, options, schedule.microbatches)
+            batch = trial_batch(whole, options, schedule.microbatches)
             return _slowest(_step(run, batch), ranks), run.timeline().spans
 
         with warnings.catch_warnings():
@@ -134,7 +134,7 @@ def trial_steps(
         yield step
 
 
-def _stages(partition: Partition, device: torch.device) -> StageSource:
+def own_stages(partition: Partition, device: torch.device) -> StageSource:
     """The stages of a partition with state of their own."""
 
     def build(index: int) -> nn.Module:
@@ -153,7 +153,7 @@ def _trainer(
     training = TrainerOptions(
         request, SplitStage(split.backend, split.memory), autocast=options.autocast
     )
-    setup = TrainingSetup.of(stages, options.loss_fn or _stand_in, training)
+    setup = TrainingSetup.of(stages, options.loss_fn or stand_in_loss, training)
     return StageTrainer(
         setup,
         lambda parameters: torch.optim.SGD(parameters, lr=0.0),
@@ -163,7 +163,7 @@ def _trainer(
     )
 
 
-def _stand_in(output: Any, targets: Any) -> Tensor:
+def stand_in_loss(output: Any, targets: Any) -> Tensor:
     """The model's own loss where it puts one out, else the sum of all it puts out."""
     leaves = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
@@ -193,7 +193,7 @@ def _inputs(whole: WholeModel) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
-def _batch(whole: WholeModel, options: StageOptions, microbatches: int) -> Any:
+def trial_batch(whole: WholeModel, options: StageOptions, microbatches: int) -> Any:
     """Inputs and targets of a step: the example, once for each microbatch."""
 
     def repeated(tensor: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from .cut_request import CutRequest
 from .rank_measurement import (
     check_seconds,
     device_of_trainer,
+    kept_as_tried,
     profile_together,
     refined_by_trial_runs,
 )
@@ -69,6 +70,13 @@ class Planning:
                     "of what autosplit.partition takes, the trainer tells it)"
                 )
         return cls(**options)
+
+    @property
+    def tries(self) -> bool:
+        """Whether a trainer is tried within a limit of memory, where it can be: not where costs
+        are of another model or machine, as far as can be known.
+        """
+        return self.rehearses or isinstance(self.costs, str)
 
     @property
     def rehearses(self) -> bool:
@@ -137,13 +145,17 @@ def cut_model(
         device=device_of_trainer(alone=request.alone),
     )
     costs = _costs(planning, whole, options, alone=request.alone)
+    tries = request.limits.measures and planning.tries
+    find = request.nearest if tries else request.best
     if planning.rehearses:
         insist = bool(planning.rehearse)
-        found = refined_by_trial_runs(
-            whole, costs, request.best, options, planning.seconds, insist=insist
-        )
+        found = refined_by_trial_runs(whole, costs, find, options, planning.seconds, insist=insist)
     else:
-        found = request.best(costs)
+        found = find(costs)
+    if tries:
+        # Graphs alone tell less than a trainer knows, and of a limit too low not what would do.
+        tried = kept_as_tried(whole, found, options, request.limits, run=planning.rehearses)
+        found = tried or request.best(costs)
     return CutModel(whole, request, found, split)
 
 

@@ -45,6 +45,13 @@ class CutRequest:
         """
         return self._find(costs) if self.alone else agreed(lambda: self._find(costs))
 
+    def nearest(self, costs: ModelCosts) -> Solution:
+        """As ``best``; where nothing keeps the limit of memory, the best without one."""
+        try:
+            return self.best(costs)
+        except CapError:
+            return replace(self, limits=replace(self.limits, cap=math.inf)).best(costs)
+
     def _find(self, costs: ModelCosts) -> Solution:
         if self.limits.measures:
             try:

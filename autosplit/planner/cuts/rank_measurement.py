@@ -14,14 +14,17 @@ from autosplit.pipeline.engine.memory.host_store import measure_store, open_stor
 from autosplit.pipeline.engine.messages.default_group import device_of_group, gather, tell
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.transfer import Link, Transfer
+from autosplit.pipeline.training.memory.limited_schedule import MemoryLimitError
 from autosplit.planner.costs.block_costs import ModelCosts, average
+from autosplit.planner.costs.limits import Limits
 from autosplit.planner.costs.profile import profile
+from autosplit.planner.costs.trial_limit import try_limit
 from autosplit.planner.costs.trial_run import TrialRun, can_run_trial, run_trial
 from autosplit.planner.model.block_instance import StageOptions
 from autosplit.planner.model.captured_model import WholeModel
 
 from .refine import refine_by_trial_runs
-from .solve import Solution
+from .solve import CapError, Solution
 
 T = TypeVar("T")
 
@@ -99,6 +102,39 @@ def refined_by_trial_runs(
         )
 
     return refine_by_trial_runs(costs, find, run).solution
+
+
+def kept_as_tried(
+    whole: WholeModel, found: Solution, options: StageOptions, limits: Limits, *, run: bool
+) -> Solution | None:
+    """A solution with what its ranks hold as a trainer has it; None where its ranks are not here.
+
+    Args:
+        whole: the model.
+        found: its stages.
+        options: how stages are made.
+        limits: the limit.
+        run: whether to run steps, too.
+
+    Raises:
+        CapError: a trainer finds nothing that keeps the limit; says for which one it does.
+    """
+    if not can_run_trial(whole, found.schedule):
+        return None
+    firsts = [cut + 1 for cut in found.cuts]
+    try:
+        peaks = try_limit(
+            whole,
+            firsts,
+            found.schedule,
+            options,
+            int(limits.cap),
+            optimizer_state=limits.optimizer_state,
+            run=run,
+        )
+    except MemoryLimitError as error:
+        raise CapError(str(error), error.least) from error
+    return replace(found, peaks=peaks)
 
 
 def agreed(find: Callable[[], T]) -> T:

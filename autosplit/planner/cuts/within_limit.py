@@ -10,6 +10,9 @@ from autosplit.planner.costs.limits import Limits
 
 from .solve import CapError, Solution
 
+NOT_COUNTED = "what operators take for themselves, messages and the batch come on top"
+"""Of a plan that was not tried on its ranks."""
+
 
 def within_limit(found: Solution, limits: Limits) -> Solution:
     """The same stages under the shortest step that is found in which no rank holds more than the
@@ -39,7 +42,7 @@ def within_limit(found: Solution, limits: Limits) -> Solution:
             measures=("offload", "recompute") if limits.links.host else ("recompute",),
         )
     except LimitError as error:
-        raise CapError(str(error), error.least) from error
+        raise CapError(f"{error}; {NOT_COUNTED}", error.least) from error
     return replace(
         found,
         schedule=made.schedule,

@@ -91,7 +91,11 @@ def partition(
         memory_limit: bytes, or text such as ``"12GiB"``, that no rank may hold more than. Where the
             schedule alone does, another is searched, in which microbatches' state is kept in the
             host's store or made again; the plan's ``measures`` say what that costs and saves. Its
-            ``trainer`` is given the limit, and keeps it as measured.
+            ``trainer`` is given the limit. Where the process group is of the plan's ranks, such a
+            trainer is tried, with ``loss_fn`` and ``targets`` if they are given: the plan has what
+            its ranks will hold, or a limit that they cannot keep is refused. Elsewhere what
+            operators take for themselves, messages and the batch are not in it, and a trainer may
+            refuse a limit that the plan kept.
 
     Returns:
         The plan, bound to the model: a trainer takes it in place of stages.

@@ -20,6 +20,7 @@ from autosplit.pipeline.training.stage_modules import LossFunction
 from autosplit.pipeline.training.stage_trainer import OptimizerFunction
 from autosplit.pipeline.training.state.tied_parameters import Holder
 from autosplit.pipeline.validation.validate import validate
+from autosplit.planner.costs.trial_limit import without_memory
 from autosplit.planner.meta_init.initialise import Init
 from autosplit.planner.model.captured_model import WholeModel
 from autosplit.planner.model.stages import Partition, cut
@@ -202,7 +203,7 @@ class Plan:
             )
         schedule = self.built_schedule()
         if self.memory_limit is not None:
-            schedule = _without_memory(schedule)
+            schedule = without_memory(schedule)
             options = {"memory_limit": self.memory_limit, **options}
         given = {
             "microbatches": self.microbatches,
@@ -233,12 +234,6 @@ class Plan:
         plan = read_plan(cls, path)
         plan.built_schedule()
         return plan
-
-
-def _without_memory(schedule: Schedule) -> Schedule:
-    """The order alone: a trainer within a limit finds measures by what it measures."""
-    rows = (tuple(a for a in row if not a.kind.is_memory) for row in schedule.ranks)
-    return replace(schedule, ranks=tuple(rows))
 
 
 def made_for(whole: WholeModel) -> PlanSignature:

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from autosplit.pipeline.builders.build import build
+from autosplit.pipeline.engine.execution.recorder import recorder_on
+from autosplit.pipeline.engine.memory.host_store import HostFileStore
+from autosplit.pipeline.engine.memory.moves import MicrobatchMoves
+from autosplit.pipeline.engine.memory.transferred_bytes import TransferredBytes
 from autosplit.pipeline.ledger.bands import StepMemory
+from autosplit.pipeline.ledger.holdings import Holdings
+from autosplit.pipeline.ledger.recorder import MemoryRecorder
+from autosplit.pipeline.schedule.action import Action
 from tests.pipeline.ledger import workers
+from tests.pipeline.training.moving import offloading
 from tests.ranks import Ranks
 
 Steps = tuple[StepMemory, StepMemory, StepMemory]
@@ -65,3 +76,54 @@ def test_what_came_back_in_another_thread_is_seen_to_go(steps: Steps) -> None:
     for step in steps:
         for bands in step.bands:
             assert bands[-1].held["working"] <= 64
+
+
+def test_what_other_threads_bring_within_an_action_is_there_beside_its_own() -> None:
+    """Also where it has gone again by the end of the action."""
+    cpu, moved = torch.device("cpu"), TransferredBytes()
+    held = [torch.zeros(300, dtype=torch.uint8)]
+    holdings = Holdings({"in transit": lambda: held})
+    recorder = MemoryRecorder(recorder_on(0, cpu), holdings, cpu, beside=moved.most)
+
+    def compute() -> int:
+        own = torch.zeros(500, dtype=torch.uint8)
+        moved.change(1000)
+        moved.change(-1000)
+        held.append(torch.zeros(40, dtype=torch.uint8))
+        moved.change(40)
+        return len(own)
+
+    with recorder.recording():
+        recorder.begin()
+        moved.change(7)  # between two actions
+        recorder.run(Action.parse("0F0"), compute)
+        recorder.finish([])
+    first, between, during, *_ = recorder.bands()
+    assert (first.total, between.total) == (300, 307)
+    assert during.total == 300 + 500 + 1000 + 40  # whichever came first: at the most
+    assert moved.most() == 0
+
+
+@pytest.mark.parametrize("call", ["put", "take"])
+def test_what_is_on_its_way_is_in_transit_until_it_is_there(
+    monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    moves: list[MicrobatchMoves] = []
+    begin, real = MicrobatchMoves.begin, getattr(HostFileStore, call)
+    seen = []
+
+    def note(self: MicrobatchMoves, *args: Any) -> None:
+        moves[:] = [self]
+        begin(self, *args)
+
+    def look(store: HostFileStore, *args: Any) -> Any:
+        seen.append(any(each is args[-1] for each in moves[0].moving))
+        return real(store, *args)
+
+    monkeypatch.setattr(MicrobatchMoves, "begin", note)
+    monkeypatch.setattr(HostFileStore, call, look)
+    schedule = offloading(build("gpipe", 2, workers.MICROBATCHES, ranks=1))
+    with workers.trainer(schedule=schedule, ranks=1) as engine:
+        engine.step(workers.batch())
+    assert seen
+    assert all(seen)

@@ -66,6 +66,14 @@ class BatchSplitter:
         """
         if batch is None:
             batch = (None, None)
+        before = dict(self.agreed)
+        try:
+            return self._parts(batch)
+        except PipelineError:
+            self.agreed = before
+            raise
+
+    def _parts(self, batch: Batch) -> tuple[Microbatches, Microbatches]:
         if not isinstance(batch, tuple | list) or len(batch) != 2:
             raise PipelineError(
                 f"a batch is a pair (inputs, targets); got {_kind(batch)}. Either part may be a "

@@ -15,6 +15,7 @@ from autosplit.pipeline.engine.memory.partner_link import (
     connect_partners,
     partner_pairs,
 )
+from autosplit.pipeline.engine.memory.transferred_bytes import TransferredBytes
 from autosplit.pipeline.engine.messages.process_groups import Groups
 from autosplit.pipeline.engine.messages.shape_negotiation import Negotiation, TensorMeta
 from autosplit.pipeline.engine.messages.transport import Transport
@@ -128,10 +129,10 @@ class Mode:
         pairs = partner_pairs(schedule)
         connect_partners(groups, pairs)
         mine = next((pair for pair in pairs if self.rank in pair), None)
-        partner = None
+        partner, transferred = None, TransferredBytes()
         if mine is not None:
             (other,) = {*mine} - {self.rank}
-            partner = PartnerLink(groups, other, self._device)
+            partner = PartnerLink(groups, other, self._device, transferred)
         return MicrobatchMoves(
             stages,
             schedule,
@@ -141,6 +142,7 @@ class Mode:
             partner=partner,
             timeout=groups.timeout,
             place=self.place,
+            transferred=transferred,
         )
 
     def reschedule(self, schedule: Schedule) -> None:

@@ -82,6 +82,12 @@ class Modes:
                 )
         return shape
 
+    def drop_unbuilt(self) -> None:
+        """Forget the modes that have run nothing, as if their batches had not come."""
+        self._known = {
+            shape: mode for shape, mode in self._known.items() if mode.executor is not None
+        }
+
     def reschedule(self, schedule: Schedule, make: Callable[[str], Mode]) -> None:
         """Go on under another schedule, also with shapes to come, which ``make`` makes."""
         self._make = make

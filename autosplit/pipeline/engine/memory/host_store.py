@@ -35,8 +35,12 @@ class HostStore(Protocol):
         """
         ...
 
-    def take(self, ticket: Any) -> Tensor:
-        """The bytes again, in new memory on the rank's device; the ticket is used up.
+    def take(self, ticket: Any, data: Tensor) -> None:
+        """Have the bytes again, in memory on the rank's device; the ticket is used up.
+
+        Args:
+            ticket: what ``put`` gave.
+            data: as many bytes as were put.
 
         Raises:
             PipelineError: they are not there any more.
@@ -92,8 +96,7 @@ class HostFileStore:
             ) from error
         return region
 
-    def take(self, ticket: _Region) -> Tensor:
-        data = torch.empty(ticket.size, dtype=torch.uint8)
+    def take(self, ticket: _Region, data: Tensor) -> None:
         view, done = data.numpy().data, 0
         try:
             while done < ticket.size:
@@ -108,7 +111,6 @@ class HostFileStore:
             ) from error
         self._held -= 1
         self._free[ticket.size].append(ticket.start)
-        return data
 
     def _region(self, size: int) -> _Region:
         """Room of this size: where something of the same size lay, or at the end. Steps that are
@@ -146,12 +148,10 @@ class PinnedStore:
         settle(self._device)
         return host
 
-    def take(self, ticket: Tensor) -> Tensor:
-        data = torch.empty(ticket.shape, dtype=ticket.dtype, device=self._device)
+    def take(self, ticket: Tensor, data: Tensor) -> None:
         data.copy_(ticket, non_blocking=True)
         settle(self._device)
         self._free[ticket.numel()].append(ticket)
-        return data
 
 
 def measure_store(store: HostStore) -> Link:
@@ -163,7 +163,7 @@ def measure_store(store: HostStore) -> Link:
             start = time.perf_counter()
             ticket = store.put(data)
             between = time.perf_counter()
-            store.take(ticket)
+            store.take(ticket, torch.empty_like(data))
             best[at] = min(best[at], max(between - start, time.perf_counter() - between))
     return Link(best[0], _LARGE / max(best[1] - best[0], 1e-9))
 

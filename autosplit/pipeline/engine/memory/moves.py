@@ -26,6 +26,7 @@ from autosplit.pipeline.simulation.timeline import Span
 from .host_store import HostStore
 from .lane import Lane, RunningMove
 from .partner_link import PartnerLink
+from .transferred_bytes import TransferredBytes
 
 
 @runtime_checkable
@@ -59,6 +60,10 @@ class MicrobatchMoves:
         partner: the link to the rank's partner, where it has one.
         timeout: seconds for a transfer to or from the store.
         place: is told what the rank waits for.
+        transferred: counts what comes and goes, by the partner's link too.
+
+    Attributes:
+        transferred: likewise.
 
     Raises:
         PipelineError: a stage whose microbatches are moved cannot do that.
@@ -75,9 +80,12 @@ class MicrobatchMoves:
         partner: PartnerLink | None = None,
         timeout: float,
         place: RankActivity,
+        transferred: TransferredBytes,
     ) -> None:
+        self.transferred = transferred
         self._stages = stages
         self._rank = rank
+        self._device = device
         self._row = schedule.ranks[rank]
         self._moved = schedule.moved
         self._store = store
@@ -221,24 +229,29 @@ class MicrobatchMoves:
 
         def offload() -> RunningMove:
             storages = self._detached(journey, stage)
+            self._sizes[journey.leaves] = [tensor.numel() for tensor in storages]
             storages.reverse()
 
             def work() -> list[Any]:
                 tickets = []
                 while storages:
-                    tickets.append(store.put(storages.pop()))
+                    tickets.append(store.put(storages[-1]))
+                    self.transferred.change(-storages.pop().numel())
                 return tickets
 
             return self._carry(journey.leaves, work)
 
         def reload() -> RunningMove:
             offloaded = self._begun[journey.leaves]
+            sizes = self._sizes.pop(journey.leaves)
 
             def work() -> list[Tensor]:
                 self._wait_for_departures(journey.comes)
                 found = self._moving[journey.comes] = []
-                for ticket in offloaded.result():
-                    found.append(store.take(ticket))
+                for size, ticket in zip(sizes, offloaded.result(), strict=True):
+                    self.transferred.change(size)
+                    found.append(torch.empty(size, dtype=torch.uint8, device=self._device))
+                    store.take(ticket, found[-1])
                 return found
 
             return self._carry(journey.comes, work)

@@ -18,6 +18,8 @@ from autosplit.pipeline.engine.messages.process_groups import Groups, lost
 from autosplit.pipeline.schedule.moves import journeys_of
 from autosplit.pipeline.schedule.schedule import Schedule
 
+from .transferred_bytes import TransferredBytes
+
 _LANE = "memory"
 
 
@@ -43,9 +45,13 @@ class PartnerLink:
         groups: the trainer's process groups, in which the two are connected.
         partner: the other rank.
         device: where storages lie.
+        transferred: is told what comes and goes.
     """
 
-    def __init__(self, groups: Groups, partner: int, device: torch.device) -> None:
+    def __init__(
+        self, groups: Groups, partner: int, device: torch.device, transferred: TransferredBytes
+    ) -> None:
+        self._transferred = transferred
         self._name = groups.named(partner)
         self._number = groups.number_in_pair(partner)
         self._timeout = groups.timeout
@@ -82,14 +88,17 @@ class PartnerLink:
         """Send storages; empties the list as they leave. Errors as for ``send_sizes``."""
         storages.reverse()
         while storages:
-            self._send(storages.pop(), what)
+            self._send(storages[-1], what)
+            self._transferred.change(-storages.pop().numel())
 
     def receive(self, sizes: Sequence[int], what: str, found: list[Tensor]) -> None:
-        """Receive storages of these sizes into a list. Errors as for ``send_sizes``."""
+        """Receive storages of these sizes into a list, in which each is from when there is room
+        for it. Errors as for ``send_sizes``.
+        """
         for size in sizes:
-            data = torch.empty(size, dtype=torch.uint8, device=self._device)
-            self._receive(data, what)
-            found.append(data)
+            self._transferred.change(size)
+            found.append(torch.empty(size, dtype=torch.uint8, device=self._device))
+            self._receive(found[-1], what)
 
     def _numbers(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)

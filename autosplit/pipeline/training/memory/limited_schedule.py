@@ -39,6 +39,17 @@ Beside = dict[tuple[int, ActionKind], int]
 """Bytes by stage and kind of action."""
 
 
+class MemoryLimitError(PipelineError):
+    """Nothing was found within ``memory_limit``; ``least`` bytes is what something was found for,
+    as far as is known.
+    """
+
+    # A default, because an error on its way to another process is made from its message alone.
+    def __init__(self, message: str, least: int = 0) -> None:
+        super().__init__(message)
+        self.least = least
+
+
 class LimitTuner(Tuner):
     """Searches within a limit: before the first step by graphs and usual times; once steps were
     measured by their times and with what operators took for themselves; and again should a step of
@@ -95,6 +106,7 @@ class LimitTuner(Tuner):
         # beside what microbatches do.
         self._operators: Beside = {}
         self._graphs: Beside = {}
+        self._measured: tuple[Schedule, list[float]] = schedule, []
         self._found_first = False
         self._since = 0
         self._corrections = 0
@@ -103,7 +115,7 @@ class LimitTuner(Tuner):
         """What to run until steps are measured; collective.
 
         Raises:
-            PipelineError: nothing keeps the limit; says the least that would do and of what.
+            MemoryLimitError: nothing keeps the limit; says the least that would do and of what.
         """
         return self._shortest(self._costs(stages))
 
@@ -113,21 +125,20 @@ class LimitTuner(Tuner):
         """As ``Tuner.after_step``.
 
         Raises:
-            PipelineError: as ``before_step``; what is measured beside the graphs is in it.
+            MemoryLimitError: as ``before_step``; what is measured beside the graphs is in it.
         """
         if not self._found_first:
             self._steps.append(list(spans))
             if len(self._steps) <= MEASURED:
                 return None
             self._found_first = True
-            self._note_operators()
+            self._note_measured()
             return self._shortest(self._costs(stages))
         self._since += 1
         if self._since < _SETTLED:
             return None
         self._since = 0
-        held = self._note_operators()
-        if max(self._groups.everybody.gather(held)) <= self._limit:
+        if max(self._note_measured()) <= self._limit:
             self.done = True
             return None
         self._corrections += 1
@@ -137,12 +148,18 @@ class LimitTuner(Tuner):
 
     # --- what ranks hold --------------------------------------------------------------------------
 
-    def _note_operators(self) -> int:
-        """Note what the last step held above what is known of it; its peak with all there is."""
+    def _note_measured(self) -> list[float]:
+        """Note what the last step held above what is known of it; per rank, the most that it held
+        with all there is. Collective.
+        """
         measured = self._levels()
         for action, level in self._played(self._running):
             _raise(self._operators, action, measured.get(str(action), 0) - level)
-        return self._fixed() + max(measured.values(), default=0)
+        own = self._fixed() + max(measured.values(), default=0)
+        most = [float(each) for each in self._most(own)]
+        if all(self._groups.everybody.gather(bool(measured))):
+            self._measured = self._running, most
+        return most
 
     def _note_graphs(self, schedule: Schedule) -> None:
         """Note what this rank's actions hold beside microbatches under a schedule; collective."""
@@ -172,7 +189,12 @@ class LimitTuner(Tuner):
         return list(zip(row, self._by_size(schedule), strict=True))
 
     def _held(self, schedule: Schedule) -> list[float]:
-        """Per rank, the most that it will hold; collective."""
+        """Per rank, the most that it will hold; collective. What was measured is known. Elsewhere
+        what one action was seen to take above what is known of it, any of its kind may.
+        """
+        measured, seen = self._measured
+        if schedule is measured and seen:
+            return seen
         most: dict[int, int] = defaultdict(int)
         for (stage, _), size in self._operators.items():
             most[stage] = max(most[stage], size)
@@ -213,6 +235,7 @@ class LimitTuner(Tuner):
         self._sizes = costs.memory
         self._note_graphs(self._running)
         nearest: list[tuple[float, Schedule]] = []
+        graphs = dict(self._graphs)
         weighed, aim = self._weighed(costs), float(self._limit)
         for _ in range(_TRIES):
             try:
@@ -241,12 +264,46 @@ class LimitTuner(Tuner):
                 aim -= most - self._limit
                 if aim <= max(self._fixed_by_rank):
                     break
-        # The search may miss what is known to fit.
-        nearest += [(max(self._held(each)), each) for each in (self._running, self._schedule)]
-        least, found = min(nearest, key=itemgetter(0))
+        # The search may miss what is known to fit, or what a refusal advised a limit for.
+        there = [(max(self._held(each)), each) for each in (self._running, self._schedule)]
+        there += self._frugal(costs, graphs)
+        least, found = min([*nearest, *there], key=itemgetter(0))
         if least > self._limit:
-            self._refuse(least, found)
+            self._refuse(*min(there, key=itemgetter(0)))
         self._running = found
+        return found
+
+    def _frugal(self, costs: Costs, graphs: Beside) -> list[tuple[float, Schedule]]:
+        """What the search has to offer for a limit that nothing keeps, with the most that a rank
+        holds then; the same whatever the limit is, so that a limit that a refusal advised finds it
+        again.
+
+        Args:
+            costs: of every stage.
+            graphs: what is known of what actions hold beside microbatches.
+        """
+        schedule = self._schedule
+        found: list[tuple[float, Schedule]] = []
+        noted, self._graphs = self._graphs, dict(graphs)
+        seen: list[Costs] = []
+        while len(seen) < _TRIES and (weighed := self._weighed(costs)) not in seen:
+            seen.append(weighed)
+            try:
+                search_within(
+                    weighed,
+                    schedule.microbatches,
+                    1.0,
+                    ranks=len(schedule.ranks),
+                    placement=schedule.placement,
+                    fixed=self._fixed_by_rank,
+                )
+            except LimitError as error:
+                if error.schedule is None:
+                    break
+                frugal = replace(error.schedule, crosses_step=False)
+                found.append((max(self._held(frugal)), frugal))
+                self._note_graphs(frugal)
+        self._graphs = noted
         return found
 
     def _refuse(self, least: float, found: Schedule) -> NoReturn:
@@ -265,12 +322,13 @@ class LimitTuner(Tuner):
             else "cut the batch into more and smaller microbatches"
         )
         yet = "" if self._found_first else "; what operators take for themselves may come on top"
-        raise PipelineError(
+        raise MemoryLimitError(
             f"memory_limit: nothing was found that keeps {self._limit:,} bytes; the least that was "
             f"needs memory_limit={math.ceil(least)}, where rank {rank} holds {fixed:,} bytes of "
             "parameters, gradients, optimizer state and batch, and "
             f"{kept:,.0f} of microbatches and messages{yet}; no schedule can do with less than "
-            f"{bound:,.0f}. Use that limit, or {advice}"
+            f"{bound:,.0f}. Use that limit, or {advice}",
+            math.ceil(least),
         )
 
 

@@ -88,7 +88,8 @@ class RankLedger:
             },
             constant=("parameters", "optimizer state", "batch"),
         )
-        self.recorder = MemoryRecorder(times, holdings, device, alone=mode.moves is None)
+        beside = None if mode.moves is None else mode.moves.transferred.most
+        self.recorder = MemoryRecorder(times, holdings, device, beside=beside)
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
