@@ -10,11 +10,10 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autosplit.errors import ScheduleError
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.activation_memory import ROUNDING
 from autosplit.pipeline.simulation.counted_costs import CountedCosts
-from autosplit.pipeline.simulation.timeline import Timeline
+from autosplit.pipeline.simulation.row_player import PlayedRows
 
 from .row_changes import Change, changes_for
 
@@ -23,12 +22,13 @@ _HEAT = 0.03  # of a step: by so much longer ones are kept at first
 _PRICE = 3.0  # of a step, for as much as the limit too much
 _ROUNDS = 3  # times of cooling down
 _SAME = 1 - 1e-9
+_TWICE = 0.3  # of the tries make two changes
 
 
 @dataclass(frozen=True)
 class _Tried:
     schedule: Schedule
-    timeline: Timeline
+    played: PlayedRows
     price: float
     fits: bool
 
@@ -62,7 +62,7 @@ def rearrange(
         spent = tries // left
         tries -= spent
         best = _annealed(best, costs, caps, changes, spent, chance, least)
-        if best.fits and best.timeline.makespan <= least:
+        if best.fits and best.played.makespan <= least:
             break
     return best.schedule if best.fits else None
 
@@ -80,10 +80,9 @@ def _annealed(
     here = best
     hot = _HEAT * here.price
     for count in range(tries):
-        if best.fits and best.timeline.makespan <= least:
+        if best.fits and best.played.makespan <= least:
             break
-        changed = chance.choice(changes)(here.schedule, here.timeline, chance)
-        tried = None if changed is None else _try(changed, costs, caps)
+        tried = _changed(here, costs, caps, changes, chance)
         if tried is None:
             continue
         heat = hot * (1 - count / tries) ** 2
@@ -95,13 +94,29 @@ def _annealed(
     return best
 
 
+def _changed(
+    here: _Tried,
+    costs: CountedCosts,
+    caps: Sequence[float],
+    changes: Sequence[Change],
+    chance: random.Random,
+) -> _Tried | None:
+    """One change more, now and then two: where the first alone would be over the limit."""
+    schedule, starts = here.schedule, here.played.starts
+    for _ in range(1 + (chance.random() < _TWICE)):
+        changed = chance.choice(changes)(schedule, starts, chance)
+        schedule = schedule if changed is None else changed
+    return None if schedule is here.schedule else _try(schedule, costs, caps)
+
+
 def _try(schedule: Schedule, costs: CountedCosts, caps: Sequence[float]) -> _Tried | None:
     """What a schedule costs; None if it cannot run."""
-    try:
-        timeline, peaks = costs.played(schedule)
-    except ScheduleError:
+    played = costs.rows_played(schedule)
+    if played is None:
         return None
     over = sum(
-        max(0.0, peak / cap - ROUNDING) for peak, cap in zip(peaks, caps, strict=True) if cap > 0
+        max(0.0, peak / cap - ROUNDING)
+        for peak, cap in zip(played.peaks, caps, strict=True)
+        if cap > 0
     )
-    return _Tried(schedule, timeline, timeline.makespan * (1 + _PRICE * over), over == 0.0)
+    return _Tried(schedule, played, played.makespan * (1 + _PRICE * over), over == 0.0)

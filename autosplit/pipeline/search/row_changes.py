@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.moves import Journey, journeys_of
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.step_costs import Costs
-from autosplit.pipeline.simulation.timeline import Timeline
 
 Row = tuple[Action, ...]
-Change = Callable[[Schedule, Timeline, random.Random], Schedule | None]
+Starts = Mapping[Action, float]
+Change = Callable[[Schedule, Starts, random.Random], Schedule | None]
 """The schedule changed at one place by chance, given how it runs; None where that cannot be."""
 
 _REACH = 6  # places that an action is shifted by, mostly
@@ -33,7 +35,9 @@ def changes_for(measures: Sequence[str], costs: Costs) -> list[Change]:
         taken.append(_recomputed)
     if "balance" in measures and len(set(_ranks(costs))) > 1:
         taken.append(_evicted)
-    found: list[Change] = [_shifted] * 4
+    found: list[Change] = [*[_shifted] * 4, _filled]
+    if "offload" in measures or "balance" in measures:
+        found.append(partial(_resized, costs))
     if taken:
         found += [*taken, _dropped, *(_instead(each) for each in taken)]
         found += [_awaited] * ("offload" in measures or "balance" in measures)
@@ -49,14 +53,14 @@ def _ranks(costs: Costs) -> range:
 def _instead(take: Change) -> Change:
     """One measure less, and another in its place."""
 
-    def change(schedule: Schedule, timeline: Timeline, chance: random.Random) -> Schedule | None:
-        dropped = _dropped(schedule, timeline, chance)
-        return None if dropped is None else take(dropped, timeline, chance)
+    def change(schedule: Schedule, starts: Starts, chance: random.Random) -> Schedule | None:
+        dropped = _dropped(schedule, starts, chance)
+        return None if dropped is None else take(dropped, starts, chance)
 
     return change
 
 
-def _shifted(schedule: Schedule, timeline: Timeline, chance: random.Random) -> Schedule | None:
+def _shifted(schedule: Schedule, starts: Starts, chance: random.Random) -> Schedule | None:
     """An action goes elsewhere, as far as what it must not pass."""
     rank = chance.randrange(len(schedule.ranks))
     row = schedule.ranks[rank]
@@ -76,6 +80,20 @@ def _shifted(schedule: Schedule, timeline: Timeline, chance: random.Random) -> S
     return _with(schedule, rank, (*left[:target], row[source], *left[target:]))
 
 
+def _filled(schedule: Schedule, starts: Starts, chance: random.Random) -> Schedule | None:
+    """Something comes forward to where its rank waits."""
+    rank = chance.randrange(len(schedule.ranks))
+    row = schedule.ranks[rank]
+    target = chance.randrange(len(row))
+    source = target + chance.randint(1, 2 * _REACH)
+    while target > 0 and not row[target - 1].kind.is_compute:
+        target -= 1  # what is to hide behind it, behind it
+    if source >= len(row) or any(_tied(row[source], each) for each in row[target:source]):
+        return None
+    left = [*row[:source], *row[source + 1 :]]
+    return _with(schedule, rank, (*left[:target], row[source], *left[target:]))
+
+
 def _tied(one: Action, other: Action) -> bool:
     """Whether two actions of a rank must keep their order."""
     if one.kind in _TRANSFERS and other.kind in _TRANSFERS:
@@ -87,7 +105,7 @@ def _tied(one: Action, other: Action) -> bool:
     return fifo or one.microbatch == other.microbatch
 
 
-def _dropped(schedule: Schedule, timeline: Timeline, chance: random.Random) -> Schedule | None:
+def _dropped(schedule: Schedule, starts: Starts, chance: random.Random) -> Schedule | None:
     """A measure less."""
     again = [
         (rank, place)
@@ -115,7 +133,7 @@ def _awaits(schedule: Schedule, journey: Journey) -> Iterator[int]:
             yield place
 
 
-def _awaited(schedule: Schedule, timeline: Timeline, chance: random.Random) -> Schedule | None:
+def _awaited(schedule: Schedule, starts: Starts, chance: random.Random) -> Schedule | None:
     """A rank that waits for one more departure, or for one less."""
     journeys = journeys_of(schedule)
     if not journeys:
@@ -130,7 +148,7 @@ def _awaited(schedule: Schedule, timeline: Timeline, chance: random.Random) -> S
     return _with(schedule, journey.rank, (*row[:place], action, *row[place:]))
 
 
-def _offloaded(schedule: Schedule, timeline: Timeline, chance: random.Random) -> Schedule | None:
+def _offloaded(schedule: Schedule, starts: Starts, chance: random.Random) -> Schedule | None:
     """Something more goes to the host, beside computation."""
     found = _journey(schedule, chance)
     if found is None:
@@ -151,7 +169,7 @@ def _offloaded(schedule: Schedule, timeline: Timeline, chance: random.Random) ->
 
 
 def _strictly_offloaded(
-    schedule: Schedule, timeline: Timeline, chance: random.Random
+    schedule: Schedule, starts: Starts, chance: random.Random
 ) -> Schedule | None:
     """Something more goes to the host, and the rank waits until it has left."""
     found = _journey(schedule, chance)
@@ -187,7 +205,7 @@ def _journey(schedule: Schedule, chance: random.Random) -> tuple[int, int, int, 
     return rank, leaves, comes, schedule.ranks[rank][used]
 
 
-def _evicted(schedule: Schedule, timeline: Timeline, chance: random.Random) -> Schedule | None:
+def _evicted(schedule: Schedule, starts: Starts, chance: random.Random) -> Schedule | None:
     """Something more goes to the partner, which takes it in about when it leaves."""
     count = len(schedule.ranks)
     partners = schedule.partners or tuple(range(count - 1, -1, -1))
@@ -197,7 +215,6 @@ def _evicted(schedule: Schedule, timeline: Timeline, chance: random.Random) -> S
     rank, leaves, comes, what = found
     row, partner = schedule.ranks[rank], partners[found[0]]
     theirs = list(schedule.ranks[partner])
-    starts = {span.action: span.start for span in timeline.spans if span.action.kind.is_compute}
     clock = [starts.get(action, -1.0) for action in row]
     changed = list(row)
     # The later end first, so that the places of the earlier one hold.
@@ -216,7 +233,7 @@ def _evicted(schedule: Schedule, timeline: Timeline, chance: random.Random) -> S
 
 
 def _place_by(
-    row: Sequence[Action], moment: float, before: int, starts: dict[Action, float]
+    row: Sequence[Action], moment: float, before: int, starts: Starts
 ) -> int:
     """The place in a row that is reached by a moment, behind so many of its transfers."""
     transfers = [place for place, action in enumerate(row) if action.kind in _TRANSFERS]
@@ -228,7 +245,23 @@ def _place_by(
     return place
 
 
-def _recomputed(schedule: Schedule, timeline: Timeline, chance: random.Random) -> Schedule | None:
+def _resized(
+    costs: Costs, schedule: Schedule, starts: Starts, chance: random.Random
+) -> Schedule | None:
+    """Of what is moved of a stage another part travels, or all."""
+    journeys = journeys_of(schedule)
+    if not journeys:
+        return None
+    stage = chance.choice(journeys).stage
+    size = costs.memory[stage]
+    moved = {each: most for each, most in schedule.moved.items() if each != stage}
+    if size.tensors > 1 and chance.random() < 0.5:
+        share = chance.randint(1, size.tensors - 1) / size.tensors
+        moved[stage] = math.ceil(share * max(size.saved, size.deferred))
+    return None if moved == schedule.moved else replace(schedule, moved=moved)
+
+
+def _recomputed(schedule: Schedule, starts: Starts, chance: random.Random) -> Schedule | None:
     """Something more is made again."""
     rank = chance.randrange(len(schedule.ranks))
     row = schedule.ranks[rank]
@@ -246,7 +279,7 @@ def _recomputed(schedule: Schedule, timeline: Timeline, chance: random.Random) -
 
 
 def _fused_or_split(
-    schedule: Schedule, timeline: Timeline, chance: random.Random
+    schedule: Schedule, starts: Starts, chance: random.Random
 ) -> Schedule | None:
     """An I and its W become a B, or a B becomes them."""
     rank = chance.randrange(len(schedule.ranks))
