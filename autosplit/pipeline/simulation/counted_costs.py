@@ -81,10 +81,20 @@ class CountedCosts(Costs):
             return PlayedRows(timeline.makespan, starts, peaks)
         self.tally.plays += 1
         self.tally.actions += sum(map(len, schedule.ranks))
+        return self._player(schedule).play(schedule)
+
+    def rows_peaks(self, schedule: Schedule) -> list[float]:
+        """As ``peaks`` of a legal schedule; counts for a quarter of a play, as it takes."""
+        if self.early_weights:
+            return peak_memory(schedule, self.memory)
+        self.tally.actions += sum(map(len, schedule.ranks)) // 4
+        return self._player(schedule).peaks(schedule)
+
+    def _player(self, schedule: Schedule) -> RowPlayer:
         frame = self._frame(schedule)
         if id(frame) not in self._players:
             self._players[id(frame)] = RowPlayer(frame, self.memory, self.transfer)
-        return self._players[id(frame)].play(schedule)
+        return self._players[id(frame)]
 
     def _timeline(self, schedule: Schedule, journeys: Sequence[Journey] | None) -> Timeline:
         self.tally.plays += 1

@@ -127,17 +127,24 @@ class RowPlayer:
 
     def play(self, schedule: Schedule) -> PlayedRows | None:
         """How a legal schedule runs; None if it cannot."""
-        if schedule.moved is not self._moved or len(self._programs) > _MOST_ROWS:
-            if sum(map(len, self._known.values())) > _MOST_ROWS:
-                self._known.clear()
-            self._moved = schedule.moved
-            self._programs = self._known.setdefault(frozenset(self._moved.items()), {})
-        programs = [self._program(row, rank) for rank, row in enumerate(schedule.ranks)]
+        programs = self._programs_of(schedule)
         run = _Run(self.frame, programs, self._lanes(schedule, programs))
         if not run.ends():
             return None
         starts = _Starts(self.frame.numbers, run.starts)
         return PlayedRows(max(run.clocks, default=0.0), starts, self._peaks(schedule, programs))
+
+    def peaks(self, schedule: Schedule) -> list[float]:
+        """Per rank, the most that it holds by order, of a legal schedule."""
+        return self._peaks(schedule, self._programs_of(schedule))
+
+    def _programs_of(self, schedule: Schedule) -> list[_Program]:
+        if schedule.moved is not self._moved or len(self._programs) > _MOST_ROWS:
+            if sum(map(len, self._known.values())) > _MOST_ROWS:
+                self._known.clear()
+            self._moved = schedule.moved
+            self._programs = self._known.setdefault(frozenset(self._moved.items()), {})
+        return [self._program(row, rank) for rank, row in enumerate(schedule.ranks)]
 
     def _program(self, row: Row, rank: int) -> _Program:
         known = self._programs.get((rank, id(row)))

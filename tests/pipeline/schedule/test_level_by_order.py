@@ -181,14 +181,14 @@ def test_a_bound_for_every_timing_and_one_attains_it(row: list[Action]) -> None:
     ("text", "expected"),
     [
         # What left beside F1 counts beside I1, too, which does not wait for it.
-        ("0F0 0OFFLOAD0 0F1 0I1 0F2", [5, 5, 10, 11, 13]),
+        ("0F0 0OFFLOAD0 0F1 0I1 0F2", [5, 5, 10, 11, 8]),
         # It may be there still, or what waits for it in a lane may be: not both.
         ("0F0 0OFFLOAD0 0F1 1ACCEPT0 0I1", [5, 5, 10, 10, 11]),
-        ("0F0 0OFFLOAD0 0F1 1ACCEPT1 0I1 0F2", [5, 5, 10, 10, 11, 16]),
+        ("0F0 0OFFLOAD0 0F1 1ACCEPT1 0I1 0F2", [5, 5, 10, 10, 11, 11]),
         # The rank waits for what it sends away.
         ("0F0 0OFFLOAD0 0AWAIT0 0F1", [5, 5, 0, 5]),
-        # W waits for what it uses, and so for what that has waited for.
-        ("0F0 0F1 0OFFLOAD0 0I1 0OFFLOAD1 0F2 0RELOAD1 0W1", [5, 10, 10, 11, 8, 13, 13, 8]),
+        # I waits for what it uses, and so for what that has waited for.
+        ("0F0 0F1 0OFFLOAD0 0I1 0RELOAD0 0I0", [5, 10, 10, 11, 8, 9]),
     ],
 )
 def test_levels_of_a_row(text: str, expected: list[float]) -> None:

@@ -23,6 +23,7 @@ def test_bytes_come_back_in_memory_that_kernels_like(tmp_path: Path) -> None:
         data = store.take(ticket)
         assert torch.equal(data, _bytes(size, size % 251))
         assert data.data_ptr() % 64 == 0
+        assert data.untyped_storage().resizable()  # so that it can be moved again
 
 
 def test_the_file_has_no_name_and_does_not_grow_from_step_to_step(tmp_path: Path) -> None:
