@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from .action import ARRIVALS, DEPARTURES, Action, ActionKind
 from .moves import TAKERS, awaits
@@ -104,7 +104,7 @@ class LevelByOrder:
     def _arrive(self, action: Action, size: float) -> None:
         self._begun += 1
         self._latest[action.stage, action.microbatch] = self._begun
-        waited = [each for each in self._passed if not self._waiting(each)]
+        waited = [each for each in self._pending if self._is_waited_for(each)]
         if waited:
             size -= sum(each.size for each in waited)
             self._arrivals.append(_Arrivals(size, [self._begun], waited))
@@ -114,6 +114,13 @@ class LevelByOrder:
             self._arrivals[-1].came.append(self._begun)
         else:
             self._level += size
+
+    def _is_waited_for(self, departure: _Departure) -> bool:
+        """Whether what arrives from here on waits for a departure, and nothing before it has."""
+        fresh = departure in self._fresh
+        if fresh and departure.action.kind is not ActionKind.OFFLOAD:
+            return False
+        return self._waiting(departure) is None
 
     def _waiting(self, departure: _Departure) -> _Arrivals | None:
         """The first arrivals that have waited for a departure."""

@@ -273,9 +273,7 @@ class LimitSearch:
         peaks = peak_memory(schedule, self._costs.memory)
         return max(peak - cap * ROUNDING for peak, cap in zip(peaks, self._caps, strict=True))
 
-    def _keep(
-        self, schedule: Schedule, timeline: Timeline, base: Schedule, found: _Found
-    ) -> bool:
+    def _keep(self, schedule: Schedule, timeline: Timeline, base: Schedule, found: _Found) -> bool:
         """Note a schedule; whether it keeps the limit."""
         excess = self._excess(schedule)
         if found.nearest is None or excess < found.nearest[0]:

@@ -232,9 +232,7 @@ def _evicted(schedule: Schedule, starts: Starts, chance: random.Random) -> Sched
     return replace(schedule, ranks=tuple(rows), partners=partners)
 
 
-def _place_by(
-    row: Sequence[Action], moment: float, before: int, starts: Starts
-) -> int:
+def _place_by(row: Sequence[Action], moment: float, before: int, starts: Starts) -> int:
     """The place in a row that is reached by a moment, behind so many of its transfers."""
     transfers = [place for place, action in enumerate(row) if action.kind in _TRANSFERS]
     first = transfers[before - 1] + 1 if before else 0
@@ -278,9 +276,7 @@ def _recomputed(schedule: Schedule, starts: Starts, chance: random.Random) -> Sc
     return _with(schedule, rank, (*row[:place], again, *row[place:]))
 
 
-def _fused_or_split(
-    schedule: Schedule, starts: Starts, chance: random.Random
-) -> Schedule | None:
+def _fused_or_split(schedule: Schedule, starts: Starts, chance: random.Random) -> Schedule | None:
     """An I and its W become a B, or a B becomes them."""
     rank = chance.randrange(len(schedule.ranks))
     row = schedule.ranks[rank]

@@ -1,6 +1,6 @@
-"""Plays orders that hold moves, without a graph for each: for a search that changes a row at a time.
+"""Plays orders that hold moves, without a graph for each: for searches that change row after row.
 
-To the same times as ``simulate`` comes, of what runs where its row has it.
+Times are those of ``simulate``, of actions that run where their row has them.
 """
 
 from __future__ import annotations
@@ -114,9 +114,7 @@ class RowPlayer:
         transfer: the links.
     """
 
-    def __init__(
-        self, frame: StepFrame, memory: Sequence[StageMemory], transfer: Transfer
-    ) -> None:
+    def __init__(self, frame: StepFrame, memory: Sequence[StageMemory], transfer: Transfer) -> None:
         self.frame = frame
         self._memory = memory
         self._transfer = transfer

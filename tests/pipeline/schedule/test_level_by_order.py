@@ -63,7 +63,6 @@ def rank_of(actions: list[Action]) -> Rank:
 def next_actions(row: list[Action]) -> list[Action]:
     """Every action that may stand behind these."""
     last: dict[tuple[int, int], ActionKind] = {}
-    away: set[int] = set()
     for action in row:
         if action.kind is not ActionKind.AWAIT:
             last[action.stage, action.microbatch] = action.kind
@@ -110,7 +109,7 @@ class Moment(NamedTuple):
 
 
 def most_held(rank: Rank) -> tuple[list[float], list[float]]:
-    """By place, the most that is held while it is run, and from there to the next, in all timings."""
+    """By place, the most that is held while it is run, and behind it, in all timings."""
     row, waits = rank.row, dict(waited_departures(rank.row))
     lanes: dict[str, list[int]] = defaultdict(list)
     for place, action in enumerate(row):

@@ -127,8 +127,8 @@ class HostFileStore:
 
 
 def _memory_of(data: Tensor) -> memoryview:
-    """Where bytes lie, while ``data`` lives. By address, for ``numpy()`` marks a storage as one that
-    others may write into, and such a one could not be moved a second time.
+    """Where bytes lie, while ``data`` lives. By address, for ``numpy()`` marks a storage as one
+    that others may write into, and such a one could not be moved a second time.
     """
     return memoryview((ctypes.c_char * data.numel()).from_address(data.data_ptr())).cast("B")
 
