@@ -102,6 +102,5 @@ def render(rows: Rows) -> str:
     }
     return (
         f"{table(headers, lines)}\n\n{verdicts([*judged.items()])}\n\nThe solver's model lets a "
-        "transfer end between any two actions, which a rank that waits for transfers only behind "
-        "its next action cannot use."
+        "transfer begin at any moment, where a rank begins one between two actions."
     )

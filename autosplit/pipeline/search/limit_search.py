@@ -18,8 +18,9 @@ from autosplit.pipeline.simulation.step_costs import Costs
 from autosplit.pipeline.simulation.timeline import Timeline
 
 from .named import named_schedules
+from .order_changes import adds_in_order
 from .rearrange import rearrange
-from .row_changes import adds_in_order, without
+from .row_changes import without
 from .search import placements, search
 
 MEASURES: Mapping[str, Callable[[Schedule, Costs, Sequence[float]], Schedule]] = {

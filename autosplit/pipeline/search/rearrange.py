@@ -15,7 +15,8 @@ from autosplit.pipeline.simulation.activation_memory import ROUNDING
 from autosplit.pipeline.simulation.counted_costs import CountedCosts
 from autosplit.pipeline.simulation.row_player import PlayedRows
 
-from .row_changes import Change, changes_for
+from .order_changes import Change
+from .row_changes import changes_for
 
 _FEWEST = 20  # orders that are tried, however large they are
 _HEAT = 0.03  # of a step: by so much longer ones are kept at first

@@ -7,27 +7,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from autosplit.pipeline.schedule.action import ARRIVALS, Action, ActionKind
-from autosplit.pipeline.schedule.moves import recomputed, waited_departures
+from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
 
-from .activation_memory import Change, StageMemory, levels, moved_bytes
+from .activation_memory import StageMemory
+from .row_programs import Row, RowProgram, peak_of, read_row
+from .row_run import Carried, Lane, RowRun
 from .step_frame import StepFrame
 from .transfer import Link, Transfer
 
 _MOST_ROWS = 4096  # that are known at once
 _TO_PARTNER = (ActionKind.EVICT, ActionKind.RETURN)
-_TO_HOST = (ActionKind.OFFLOAD, ActionKind.RELOAD)
-_NONE = Change(0.0, 0.0)
-
-Row = tuple[Action, ...]
-Place = tuple[int, int]
-"""Rank, and place in its row."""
-_Key = tuple[int, int, bool, int]
-"""Stage and microbatch, whether in the host's store, and how often they were there before."""
 
 
 class PlayedRows(NamedTuple):
@@ -44,67 +36,6 @@ class PlayedRows(NamedTuple):
     peaks: list[float]
 
 
-class _Step(NamedTuple):
-    """What a rank does at one place of its row.
-
-    Attributes:
-        number: of a compute action in the frame; -1 for others.
-        waits: the places of departures that the rank waits for.
-        use: that of the arrival that it uses; -1 for none.
-    """
-
-    number: int
-    waits: Sequence[int]
-    use: int
-
-
-@dataclass(eq=False)
-class _Program:
-    """A row, read once.
-
-    Attributes:
-        row: it is known by its identity.
-        steps: by place.
-        lane_waits: by the place of an arrival, departures that its lane waits for.
-        left: by the place of a LOAD, RELOAD or RETURN, that of the move before it here.
-        keys: by the place of a move, whose it is.
-        sizes: how much travels of what is the rank's own.
-        changes: by place, of compute actions.
-        peaks: by how much comes from the partner, the most that is held.
-    """
-
-    row: Row
-    steps: list[_Step]
-    lane_waits: dict[int, list[int]]
-    left: dict[int, int]
-    keys: dict[int, _Key]
-    sizes: dict[_Key, float]
-    changes: list[Change]
-    peaks: dict[tuple[float, ...], float] = field(default_factory=dict)
-
-
-class _Carried(NamedTuple):
-    """One transfer.
-
-    Attributes:
-        reached: where ranks must have come.
-        waits: what must have left.
-        behind: what must have come before, or nothing, and for how long.
-        took: seconds on its lane.
-        latency: from then to its arrival.
-        left: the place at which it departs, if that counts.
-        comes: that at which it arrives, if it does.
-    """
-
-    reached: tuple[Place, ...]
-    waits: tuple[Place, ...]
-    behind: tuple[Place, float] | None
-    took: float
-    latency: float
-    left: Place
-    comes: Place | None
-
-
 class RowPlayer:
     """Plays schedules of one frame.
 
@@ -118,15 +49,15 @@ class RowPlayer:
         self.frame = frame
         self._memory = memory
         self._transfer = transfer
-        self._known: dict[frozenset[tuple[int, int]], dict[tuple[int, int], _Program]] = {}
+        self._known: dict[frozenset[tuple[int, int]], dict[tuple[int, int], RowProgram]] = {}
         """By what is moved of each stage: programs by rank and identity of the row."""
         self._moved: Mapping[int, int] = {}
-        self._programs: dict[tuple[int, int], _Program] = {}
+        self._programs: dict[tuple[int, int], RowProgram] = {}
 
     def play(self, schedule: Schedule) -> PlayedRows | None:
         """How a legal schedule runs; None if it cannot."""
         programs = self._programs_of(schedule)
-        run = _Run(self.frame, programs, self._lanes(schedule, programs))
+        run = RowRun(self.frame, programs, self._lanes(schedule, programs))
         if not run.ends():
             return None
         starts = _Starts(self.frame.numbers, run.starts)
@@ -136,7 +67,7 @@ class RowPlayer:
         """Per rank, the most that it holds by order, of a legal schedule."""
         return self._peaks(schedule, self._programs_of(schedule))
 
-    def _programs_of(self, schedule: Schedule) -> list[_Program]:
+    def _programs_of(self, schedule: Schedule) -> list[RowProgram]:
         if schedule.moved is not self._moved or len(self._programs) > _MOST_ROWS:
             if sum(map(len, self._known.values())) > _MOST_ROWS:
                 self._known.clear()
@@ -144,58 +75,18 @@ class RowPlayer:
             self._programs = self._known.setdefault(frozenset(self._moved.items()), {})
         return [self._program(row, rank) for rank, row in enumerate(schedule.ranks)]
 
-    def _program(self, row: Row, rank: int) -> _Program:
+    def _program(self, row: Row, rank: int) -> RowProgram:
         known = self._programs.get((rank, id(row)))
         if known is None:
-            known = self._programs[rank, id(row)] = self._read(row)
+            known = read_row(row, self.frame.numbers, self._memory, self._moved)
+            self._programs[rank, id(row)] = known
         return known
 
-    def _read(self, row: Row) -> _Program:
-        numbers, again = self.frame.numbers, recomputed(row)
-        waits = dict(waited_departures(row))
-        found = _Program(row, [], {}, {}, {}, {}, [])
-        counts: dict[tuple[int, int, ActionKind], int] = defaultdict(int)
-        away: dict[tuple[int, int], int] = {}
-        back: dict[tuple[int, int], int] = {}
-        deferred: set[tuple[int, int]] = set()
-        for place, action in enumerate(row):
-            kind, at = action.kind, (action.stage, action.microbatch)
-            if kind.is_compute:
-                use = -1
-                if kind not in (ActionKind.FORWARD, ActionKind.RECOMPUTE):
-                    use = back.pop(at, -1)
-                    if kind is ActionKind.BACKWARD_INPUT:
-                        deferred.add(at)
-                found.steps.append(_Step(numbers[action], waits.get(place, ()), use))
-                size = self._memory[action.stage]
-                found.changes.append(size.change(kind, again=at in again))
-                continue
-            found.changes.append(_NONE)
-            if kind is ActionKind.AWAIT:
-                found.steps.append(_Step(-1, waits.get(place, ()), -1))
-                continue
-            found.steps.append(_Step(-1, (), -1))
-            key = found.keys[place] = (*at, kind in _TO_HOST, counts[*at, kind])
-            counts[*at, kind] += 1
-            if kind in (ActionKind.EVICT, ActionKind.OFFLOAD):
-                away[at] = place
-                found.sizes[key] = moved_bytes(
-                    self._moved, action.stage, self._memory[action.stage], deferred=at in deferred
-                )
-                continue
-            if kind is not ActionKind.ACCEPT:
-                found.left[place] = away[at]
-            if kind in ARRIVALS:
-                found.lane_waits[place] = waits.get(place, [])
-                ends = away if kind is ActionKind.ACCEPT else back
-                ends[at] = place
-        return found
-
     def _lanes(
-        self, schedule: Schedule, programs: Sequence[_Program]
-    ) -> dict[tuple[int, int | str], list[_Carried]]:
+        self, schedule: Schedule, programs: Sequence[RowProgram]
+    ) -> dict[Lane, list[Carried]]:
         """The transfers of each lane, in order."""
-        lanes: dict[tuple[int, int | str], list[_Carried]] = defaultdict(list)
+        lanes: dict[Lane, list[Carried]] = defaultdict(list)
         host = self._transfer.host or Link()
         for rank, program in enumerate(programs):
             if not program.keys:
@@ -210,14 +101,14 @@ class RowPlayer:
                 if kind is ActionKind.OFFLOAD:
                     took = program.sizes[key] / host.bandwidth
                     lanes[rank, "out"].append(
-                        _Carried((here,), (), None, took, host.latency, here, None)
+                        Carried((here,), (), None, took, host.latency, here, None)
                     )
                 elif kind is ActionKind.RELOAD:
                     took = program.sizes[program.keys[program.left[place]]] / host.bandwidth
                     waits = tuple((rank, each) for each in program.lane_waits[place])
                     left = rank, program.left[place]
                     lanes[rank, "in"].append(
-                        _Carried(
+                        Carried(
                             (here,), waits, (left, host.latency), took, host.latency, here, here
                         )
                     )
@@ -228,7 +119,7 @@ class RowPlayer:
                     sizes = program.sizes if out else programs[partner].sizes
                     lane_waits = programs[partner].lane_waits[comes]
                     lanes[rank, partner].append(
-                        _Carried(
+                        Carried(
                             (here, (partner, comes)),
                             tuple((partner, each) for each in lane_waits),
                             None if out else ((rank, program.left[place]), 0.0),
@@ -240,7 +131,7 @@ class RowPlayer:
                     )
         return lanes
 
-    def _peaks(self, schedule: Schedule, programs: Sequence[_Program]) -> list[float]:
+    def _peaks(self, schedule: Schedule, programs: Sequence[RowProgram]) -> list[float]:
         found = []
         for rank, program in enumerate(programs):
             guests: tuple[float, ...] = ()
@@ -254,28 +145,9 @@ class RowPlayer:
                 )
             peak = program.peaks.get(guests)
             if peak is None:
-                peak = program.peaks[guests] = _peak(program, guests)
+                peak = program.peaks[guests] = peak_of(program, guests)
             found.append(peak)
         return found
-
-
-def _peak(program: _Program, guests: Sequence[float]) -> float:
-    """The most that is held by the order of a row."""
-    changes, coming = [*program.changes], iter(guests)
-    staying: dict[tuple[int, int], float] = {}
-    for place, key in program.keys.items():
-        action = program.row[place]
-        at = action.stage, action.microbatch
-        if action.kind is ActionKind.ACCEPT:
-            staying[at] = next(coming)
-            changes[place] = Change(staying[at], 0.0)
-        elif action.kind is ActionKind.RETURN:
-            changes[place] = Change(0.0, staying[at])
-        elif action.kind in ARRIVALS:
-            changes[place] = Change(program.sizes[program.keys[program.left[place]]], 0.0)
-        else:
-            changes[place] = Change(0.0, program.sizes[key])
-    return max(levels(program.row, changes), default=0.0)
 
 
 class _Starts(Mapping[Action, float]):
@@ -293,105 +165,3 @@ class _Starts(Mapping[Action, float]):
 
     def __len__(self) -> int:
         return len(self._numbers)
-
-
-class _Run:
-    """One step."""
-
-    def __init__(
-        self,
-        frame: StepFrame,
-        programs: Sequence[_Program],
-        lanes: Mapping[tuple[int, int | str], Sequence[_Carried]],
-    ) -> None:
-        graph = frame.graph
-        self._needs, self._makes, self._seconds = graph.needs, graph.makes, frame.seconds
-        self._programs = programs
-        self._lanes = [*lanes.values()]
-        self._carried = [0] * len(self._lanes)
-        self._free = [0.0] * len(self._lanes)
-        self._ready = [-1.0] * len(graph.takers)
-        self._links: dict[tuple[int, int], float] = {}
-        self._places = [0] * len(programs)
-        self._reached = [[-1.0] * len(program.row) for program in programs]
-        self._over = [[-1.0] * len(program.row) for program in programs]
-        self.clocks = [0.0] * len(programs)
-        self.starts = [-1.0] * len(graph.needs)
-
-    def ends(self) -> bool:
-        """Run as far as it goes; whether that is to the end."""
-        going = True
-        while going:
-            going = False
-            for rank in range(len(self._programs)):
-                going = self._compute(rank) or going
-            for lane in range(len(self._lanes)):
-                going = self._carry(lane) or going
-        return self._places == [len(each.steps) for each in self._programs]
-
-    def _compute(self, rank: int) -> bool:
-        """Let a rank go on until it waits for something; whether it did."""
-        steps, over, reached = self._programs[rank].steps, self._over[rank], self._reached[rank]
-        needs, ready, seconds = self._needs, self._ready, self._seconds
-        begun, now = self._places[rank], self.clocks[rank]
-        place = begun
-        while place < len(steps):
-            number, waits, use = steps[place]
-            if number < 0 and not waits:
-                reached[place] = now
-                place += 1
-                continue
-            start = now
-            ends = [over[each] for each in waits]
-            if use >= 0:
-                ends.append(over[use])
-            if number >= 0:
-                ends += [ready[parcel] for parcel in needs[number]]
-            if ends:
-                if min(ends) < 0.0:
-                    break
-                start = max(start, *ends)
-            if number >= 0:
-                self.starts[number] = start
-                start += seconds[number]
-                self._send(number, start)
-            now = start
-            place += 1
-        self._places[rank], self.clocks[rank] = place, now
-        return place > begun
-
-    def _send(self, number: int, now: float) -> None:
-        ready, links = self._ready, self._links
-        for parcel, link, took, latency in self._makes[number]:
-            if ready[parcel] >= 0.0:
-                continue
-            if link is None:
-                ready[parcel] = now
-            else:
-                free = links.get(link, 0.0)
-                links[link] = free = (free if free > now else now) + took
-                ready[parcel] = free + latency
-
-    def _carry(self, lane: int) -> bool:
-        """Likewise a lane."""
-        carried, begun = self._lanes[lane], self._carried[lane]
-        place, free = begun, self._free[lane]
-        while place < len(carried):
-            each = carried[place]
-            ends = [self._reached[rank][at] for rank, at in each.reached]
-            ends += [self._over[rank][at] for rank, at in each.waits]
-            if each.behind is not None:
-                (rank, at), since = each.behind
-                came = self._over[rank][at]
-                ends.append(came if came < 0.0 else came + since)
-            if min(ends) < 0.0:
-                break
-            free = max(free, *ends) + each.took
-            rank, at = each.left
-            self._over[rank][at] = free
-            if each.comes is not None:
-                rank, at = each.comes
-                self._over[rank][at] = free + each.latency
-            place += 1
-        self._carried[lane], self._free[lane] = place, free
-        return place > begun

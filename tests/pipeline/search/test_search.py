@@ -19,8 +19,8 @@ from autosplit.pipeline.search.bound import lower_bound
 from autosplit.pipeline.search.defer_weights import defer_weights
 from autosplit.pipeline.search.improve import improve
 from autosplit.pipeline.search.named import named_schedules
+from autosplit.pipeline.search.order_changes import adds_in_order
 from autosplit.pipeline.search.problem import Problem
-from autosplit.pipeline.search.row_changes import adds_in_order
 from autosplit.pipeline.search.search import search
 from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
 from autosplit.pipeline.simulation.simulate import simulate
