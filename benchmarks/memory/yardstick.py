@@ -68,7 +68,8 @@ def _case(seed: int) -> tuple[Costs, int, float]:
         for _ in range(stages)
     ]
     memory = [
-        StageMemory(float(chance.choice((4, 6, 8))), float(chance.choice((3, 4))), 1.0, tensors=4)
+        # Of one tensor: the solver's model moves microbatches whole.
+        StageMemory(float(chance.choice((4, 6, 8))), float(chance.choice((3, 4))), 1.0)
         for _ in range(stages)
     ]
     links = Transfer(
@@ -101,6 +102,5 @@ def render(rows: Rows) -> str:
     }
     return (
         f"{table(headers, lines)}\n\n{verdicts([*judged.items()])}\n\nThe solver's model lets a "
-        "transfer end between any two actions, which a rank that waits for transfers only behind "
-        "its next action cannot use."
+        "transfer begin at any moment, where a rank begins one between two actions."
     )

@@ -16,6 +16,7 @@ from autosplit.pipeline.engine.execution.joint_weights import join_adjacent_weig
 from autosplit.pipeline.engine.messages.shape_negotiation import TensorMeta
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.dependency import result_of
+from autosplit.pipeline.schedule.level_by_order import LevelByOrder
 from autosplit.pipeline.schedule.moves import recomputed
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
@@ -44,8 +45,8 @@ Evicted = dict[str, list[int]]
 class RankReplay:
     """Plays steps of one rank.
 
-    What leaves a rank counts until the next action that computes has ended, or until its AWAIT, and
-    what comes from its own place on, as in ``schedule/moves.py``.
+    What leaves and what comes counts as it may be there at most, whenever it does
+    (``LevelByOrder``).
 
     Args:
         schedule: what is run.
@@ -76,7 +77,6 @@ class RankReplay:
         self._deferred: dict[tuple[int, int], Held] = {}
         self._inputs: dict[tuple[int, int], Held] = {}
         self._away: dict[tuple[int, int], list[Storage]] = {}
-        self._leaving: dict[tuple[int, int], int] = defaultdict(int)
         self._summed: dict[int, set[str]] = defaultdict(set)  # per stage, parameters
         self.evicted: Evicted = {}
 
@@ -100,27 +100,27 @@ class RankReplay:
         visits = {name: [*sizes] for name, sizes in guests.items()}
         staying: dict[str, int] = {}
         found: list[tuple[Action, int]] = []
+        moving = LevelByOrder()  # beside what stays here, of which what leaves is part till then
         self._level.begin()
         self._messages.begin()
         for action in self._row:
             name = f"{action.stage} {action.microbatch}"
+            before = self._level.now + int(moving.most)
+            size = 0
             if action.kind in _AWAY:
-                self._send_away(action)
+                size = self._send_away(action)
             elif action.kind in _BACK:
-                self._bring_back(action)
+                size = self._bring_back(action)
             elif action.kind is ActionKind.ACCEPT:
-                staying[name] = visits[name].pop(0) if visits.get(name) else 0
-                self._level.change(staying[name])
+                size = staying[name] = visits[name].pop(0) if visits.get(name) else 0
             elif action.kind is ActionKind.RETURN:
-                self._leaving[action.stage, action.microbatch] += staying.pop(name)
-            elif action.kind is ActionKind.AWAIT:
-                self._level.change(-self._leaving.pop((action.stage, action.microbatch), 0))
-            else:
+                size = staying.pop(name)
+            moving.begin(action, size)
+            if action.kind.is_compute:
                 self._compute(action)
-                self._leave()
-            found.append((action, self._level.highest))
+            found.append((action, max(before, self._level.highest + int(moving.most))))
+            moving.end(action)
             self._level.begin()
-        self._leave()
         self._messages.finish()
         return found
 
@@ -134,8 +134,8 @@ class RankReplay:
         else:
             self._backward(action)
 
-    def _send_away(self, action: Action) -> None:
-        """What a microbatch holds alone, as far as it may leave."""
+    def _send_away(self, action: Action) -> int:
+        """What a microbatch holds alone, as far as it may leave: how much that is."""
         key = action.stage, action.microbatch
         limit = self._moved.get(action.stage)
         total, gone = 0, []
@@ -146,19 +146,16 @@ class RankReplay:
                 total += storage.bytes
                 storage.own = False  # counted as leaving
         self._away[key] = gone
-        self._leaving[key] += total
         if action.kind is ActionKind.EVICT:
             self.evicted.setdefault(f"{key[0]} {key[1]}", []).append(total)
+        return total
 
-    def _leave(self) -> None:
-        """What was sent away has left."""
-        self._level.change(-sum(self._leaving.values()))
-        self._leaving.clear()
-
-    def _bring_back(self, action: Action) -> None:
-        for storage in self._away.pop((action.stage, action.microbatch)):
-            storage.own = True
-            self._level.change(storage.bytes)
+    def _bring_back(self, action: Action) -> int:
+        """The same is on its way back: how much."""
+        back = self._away.pop((action.stage, action.microbatch))
+        for storage in back:
+            storage.own = True  # counted as arriving from here on, and gone when nobody holds it
+        return sum(storage.bytes for storage in back)
 
     def _forward(self, action: Action) -> None:
         functions = self._stages[action.stage].functions

@@ -132,18 +132,18 @@ def _amounts(
     schedule: Schedule, donor: Occupancy, bound: float, costs: Costs, *, whole: bool
 ) -> Iterator[dict[int, int]]:
     """How many bytes of each microbatch the donor's stages move, the fewest first."""
-    if whole:
+    sizes = {stage: costs.memory[stage] for stage in schedule.held(donor.rank)}
+    tensors = min(size.tensors for size in sizes.values())
+    if whole or tensors == 1:  # which moves whole or not at all
         yield {}
         return
     peak = max(donor.level)
-    sizes = {stage: costs.memory[stage] for stage in schedule.held(donor.rank)}
     largest = {stage: max(size.saved, size.deferred) for stage, size in sizes.items()}
     unit = max(largest.values())
     away = max(1, round(peak / unit) - 1) if unit else 0
     for count in range(away, 0, -1):
         share = (peak - bound) / (count * unit)
-        tensors = min(size.tensors for size in sizes.values())
-        for slack in (0.0, share / (tensors * count - 1) if tensors > 1 else 0.0, 0.5 / count):
+        for slack in (0.0, share / (tensors * count - 1), 0.5 / count):
             if 0.0 < share + slack <= 1.0:
                 yield {s: in_whole((share + slack) * size) for s, size in largest.items()}
     yield {}

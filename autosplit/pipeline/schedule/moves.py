@@ -24,7 +24,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from .action import DEPARTURES, Action, ActionKind
+from .action import ARRIVALS, DEPARTURES, Action, ActionKind
 from .schedule import Schedule
 
 TAKERS = frozenset(
@@ -164,10 +164,13 @@ def waited_departures(row: Sequence[Action]) -> Iterator[tuple[int, list[int]]]:
             if awaited:
                 yield place, awaited
             continue
-        if action.kind in TAKERS and passed:
+        if action.kind in ARRIVALS:
+            awaited = [*passed, *(each for each in fresh if row[each].kind is ActionKind.OFFLOAD)]
+            if awaited:
+                yield place, awaited
+        elif action.kind in TAKERS and passed:
             yield place, [*passed]
-            if action.kind.is_compute:
-                passed.clear()
+            passed.clear()
         if action.kind.is_compute:
             passed += fresh
             fresh.clear()

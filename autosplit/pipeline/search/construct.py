@@ -112,9 +112,11 @@ class _Chooser:
 
     def _whole_or_apart(self, inputs: int) -> int:
         """An I, or the B in its place: where that is shorter, or there is no room for what I
-        leaves.
+        leaves; but not before a W, for the sums of gradients have one order.
         """
-        problem = self._problem
+        problem, stage = self._problem, self._problem.actions[inputs].stage
+        if self._next[stage, WEIGHT] < self._next[stage, INPUT]:
+            return inputs
         full, weight = problem.part(inputs, FULL), problem.part(inputs, WEIGHT)
         rank = problem.ranks[inputs]
         shorter = problem.seconds[full] < problem.seconds[inputs] + problem.seconds[weight]

@@ -17,12 +17,13 @@ from dataclasses import dataclass
 from autosplit.pipeline.simulation.event_loop import Play
 
 from .bound import lower_bound
-from .problem import FULL, INPUT, WEIGHT, Problem, Rows
+from .problem import FORWARD, FULL, INPUT, WEIGHT, Problem, Rows
 
 _TOLERANCE = 1e-9
 _HEAT = 0.02  # of the makespan: by so much longer steps are kept at first
 _ROUNDS = 3  # times of cooling down
 _TRIES = 16  # moves that are looked at for one that may be made
+_IN_ORDER = ((FORWARD,), (INPUT, FULL), (WEIGHT, FULL))  # on one stage
 
 Move = tuple[int, int, int]
 """Rank, the place an action leaves, and the place where it goes.
@@ -185,9 +186,10 @@ def _tied(problem: Problem, one: int, other: int) -> bool:
     first, second = problem.actions[one], problem.actions[other]
     if first.stage != second.stage:
         return False
-    # A B sends the same gradient as an I, and channels are first in, first out.
-    kinds = {INPUT if each.kind is FULL else each.kind for each in (first, second)}
-    return len(kinds) == 1 or first.microbatch == second.microbatch
+    # A B sends the same gradient as an I, and channels are first in, first out. It adds the same as
+    # a W, and sums have one order, with one rounding.
+    ordered = any(all(each.kind in kinds for each in (first, second)) for kinds in _IN_ORDER)
+    return ordered or first.microbatch == second.microbatch
 
 
 def _exchanged(problem: Problem, row: list[int], place: int) -> list[int] | None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import permutations
+from typing import NamedTuple
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.memory import balance, offload, recompute
@@ -16,8 +18,9 @@ from autosplit.pipeline.simulation.step_costs import Costs
 from autosplit.pipeline.simulation.timeline import Timeline
 
 from .named import named_schedules
+from .order_changes import adds_in_order
 from .rearrange import rearrange
-from .row_changes import adds_in_order, without
+from .row_changes import without
 from .search import placements, search
 
 MEASURES: Mapping[str, Callable[[Schedule, Costs, Sequence[float]], Schedule]] = {
@@ -27,9 +30,10 @@ MEASURES: Mapping[str, Callable[[Schedule, Costs, Sequence[float]], Schedule]] =
 }
 """What can be done to a schedule that holds too much, by name."""
 
-_WORK = 240_000
-"""Actions simulated for one setting: a second or two. What ``search`` plays is beside that."""
+_ALONE = 100_000
+"""Actions simulated for one setting with one measure; what ``search`` plays is beside that."""
 
+_TOGETHER = 240_000  # with all of them, behind that
 _ORDERS = 60_000  # actions that each search for an order without measures plays
 _STARTS = 3  # schedules that other orders are looked for from
 _BASES = 3  # schedules without measures that several are tried on, the shortest first
@@ -96,10 +100,8 @@ class LimitSearch:
         self._caps = caps
         self._measures = measures
         self._setting = setting
-        self._best: WithinMemory | None = None
-        self._nearest: tuple[float, str, Schedule] | None = None
-        self._fitting: dict[str, tuple[float, Schedule]] = {}
-        """By base, the shortest step that keeps the limit."""
+        self._found_by: dict[tuple[str, ...], _Found] = defaultdict(_Found)
+        """By the measures that were tried."""
         self._bases = self._found(microbatches, ranks, placement)
         self.bound = self._bound(ranks)
         self.unlimited = min((each.step_time for _, each in self._bases), default=math.inf)
@@ -147,33 +149,54 @@ class LimitSearch:
         rows = {each.ranks: (each, costs.timeline(each)) for each in plain}
         return sorted(rows.values(), key=lambda each: each[1].step_time)
 
-    def run(self, shortest: float) -> WithinMemory | None:
-        """The best; None if nothing keeps the limit, or is shorter than what is known."""
-        for tried, (base, timeline) in enumerate(self._bases):
-            best = shortest if self._best is None else self._best.timeline.step_time
-            if timeline.step_time >= best:
-                break
-            self._measured(base, timeline, len(self._measures) if tried < _BASES else 1)
-        self._rearranged()
-        if self._best is None:
+    def run(self) -> WithinMemory | None:
+        """The best; None if nothing keeps the limit.
+
+        What one measure alone gives is what it gives where no other may be taken.
+        """
+        for measure in self._measures:
+            self._within((measure,), _ALONE)
+        if len(self._measures) != 1:
+            self._within(tuple(self._measures), _TOGETHER)
+        fitting = [each for found in self._found_by.values() for each in found.fitting.values()]
+        if not fitting:
             return None
-        return replace(self._best, effects=tuple(self._effects(self._best)))
+        best = self._described(min(fitting, key=lambda each: each.step))
+        return replace(best, effects=tuple(self._effects(best)))
+
+    def _within(self, measures: tuple[str, ...], work: int) -> None:
+        """Look for the best with some measures, in so many actions."""
+        begun, found = self.simulated, self._found_by[measures]
+        for tried, (base, timeline) in enumerate(self._bases):
+            if timeline.step_time >= found.shortest:
+                break
+            longest = len(measures) if tried < _BASES else 1
+            if not self._keep(base, timeline, base, found):
+                self._measured(base, timeline, measures, longest, begun + work // 2)
+        self._rearranged(measures, found, begun + work)
 
     def frugal(self) -> tuple[float, str, Schedule]:
         """What comes nearest to the limit: by how much it exceeds it, what it is, and itself."""
-        if self._nearest is None or self._nearest[0] > max(self.bound):
+        found = self._found_by[()]
+        nearest = self._nearest()
+        if nearest is None or nearest[0] > max(self.bound):
             least = [max(cap + over, 1.0) for cap, over in zip(self._caps, self.bound, strict=True)]
             for base, timeline in self._bases:
-                self._keep(base, timeline, base)
+                self._keep(base, timeline, base, found)
             base, _ = min(self._bases, key=lambda each: self._excess(each[0]))
             for measure in self._measures:
                 changed = MEASURES[measure](base, self._costs, least)
-                self._keep(changed, self._costs.timeline(changed), base)
-        if self._nearest is None:  # there is a base, or the counts were refused
+                self._keep(changed, self._costs.timeline(changed), base, found)
+            nearest = self._nearest()
+        if nearest is None:  # there is a base, or the counts were refused
             raise ScheduleError("no schedule was found")
-        excess, base_name, schedule = self._nearest
+        excess, base_name, schedule = nearest
         taken = " and ".join(name for name in MEASURES if without(schedule, name) != schedule)
         return excess, f"{base_name} with {taken or 'no measure'}", schedule
+
+    def _nearest(self) -> tuple[float, str, Schedule] | None:
+        every = [found.nearest for found in self._found_by.values() if found.nearest is not None]
+        return min(every, key=lambda each: each[0], default=None)
 
     def _effects(self, found: WithinMemory) -> Iterator[MeasureEffect]:
         """Of each measure that is taken, what the step would be, and ranks hold, without it."""
@@ -186,50 +209,49 @@ class LimitSearch:
             longer = found.timeline.step_time - timeline.step_time
             yield MeasureEffect(measure, max(0.0, longer), saved)
 
-    def _rearranged(self) -> None:
-        """What the best becomes with other orders, and what shorter ones without measures do."""
-        best = self._best
+    def _rearranged(self, measures: tuple[str, ...], found: _Found, most: int) -> None:
+        """What the best become with other orders, and what shorter ones without measures do."""
         least = self._bases[0][1].step_time if self._bases else 0.0
-        if best is not None and best.timeline.step_time <= least * _SAME:
+        known = [found]
+        if len(measures) > 1:
+            known = [*self._found_by.values()]
+        if not self._bases or min(each.shortest for each in known) <= least * _SAME:
             return
-        starts = [each for _, each in sorted(self._fitting.values(), key=lambda each: each[0])]
-        if self._nearest is not None and not starts:
-            starts.append(self._nearest[2])
+        fitting = sorted(
+            (fits for each in known for fits in each.fitting.values()), key=lambda each: each.step
+        )
+        starts = [*{fits.schedule.ranks: fits.schedule for fits in fitting}.values()]
+        nearest = found.nearest
+        if nearest is not None and not starts:
+            starts.append(nearest[2])
         starts = [*starts[: _STARTS - 1], self._bases[0][0]]
         for place, start in enumerate(starts):
-            left = max(0, _WORK - self.simulated)
-            found = rearrange(
-                start,
-                self._costs,
-                self._caps,
-                self._measures,
-                left // (len(starts) - place),
-                least=least,
-            )
-            if found is not None:
-                self._keep(found, self._costs.timeline(found), start)
+            left = max(0, most - self.simulated) // (len(starts) - place)
+            better = rearrange(start, self._costs, self._caps, measures, left, least=least)
+            if better is not None:
+                self._keep(better, self._costs.timeline(better), start, found)
 
-    def _measured(self, base: Schedule, timeline: Timeline, most: int) -> None:
+    def _measured(
+        self,
+        base: Schedule,
+        timeline: Timeline,
+        measures: Sequence[str],
+        longest: int,
+        most: int,
+    ) -> None:
         """The base with every chain of so many measures, until one of them costs nothing."""
-        if self._keep(base, timeline, base):
-            return
-        for chain in self._chains(most):
-            if len(chain) > 1 and self.simulated > _WORK // 2:
+        found = self._found_by[tuple(measures)]
+        for chain in _chains(measures, longest):
+            if len(chain) > 1 and self.simulated > most:
                 return
             for partway in _PARTWAY if len(chain) > 1 else (0.0,):
                 made = self._applied(base, chain, partway)
                 if made is None:
                     continue
                 ran = self._costs.timeline(made)
-                if self._keep(made, ran, base) and ran.step_time <= timeline.step_time * _SAME:
+                fits = self._keep(made, ran, base, found)
+                if fits and ran.step_time <= timeline.step_time * _SAME:
                     return
-
-    def _chains(self, most: int) -> Iterator[tuple[str, ...]]:
-        for length in range(1, most + 1):
-            for chain in permutations(self._measures, length):
-                # What was run again or sent to the host is not there for a partner to take.
-                if "balance" not in chain[1:]:
-                    yield chain
 
     def _applied(self, base: Schedule, chain: Sequence[str], partway: float) -> Schedule | None:
         """The base with the measures of a chain; None where one of them has nothing to do."""
@@ -252,29 +274,60 @@ class LimitSearch:
         peaks = peak_memory(schedule, self._costs.memory)
         return max(peak - cap * ROUNDING for peak, cap in zip(peaks, self._caps, strict=True))
 
-    def _keep(
-        self,
-        schedule: Schedule,
-        timeline: Timeline,
-        base: Schedule,
-    ) -> bool:
+    def _keep(self, schedule: Schedule, timeline: Timeline, base: Schedule, found: _Found) -> bool:
         """Note a schedule; whether it keeps the limit."""
         excess = self._excess(schedule)
-        if self._nearest is None or excess < self._nearest[0]:
-            self._nearest = excess, base.name, schedule
+        if found.nearest is None or excess < found.nearest[0]:
+            found.nearest = excess, base.name, schedule
         if excess > 0.0:
             return False
-        step, known = timeline.step_time, self._fitting.get(base.name)
-        if known is None or step < known[0]:
-            self._fitting[base.name] = step, schedule
-        if self._best is None or timeline.step_time < self._best.timeline.step_time:
-            self._best = WithinMemory(
-                replace(schedule, name="auto"),
-                timeline,
-                tuple(peak_memory(schedule, self._costs.memory)),
-                self._setting,
-                base.name,
-                (),
-                math.inf,
-            )
+        known = found.fitting.get(base.name)
+        if known is None or timeline.step_time < known.step:
+            found.fitting[base.name] = _Fitting(timeline.step_time, schedule, timeline, base.name)
         return True
+
+    def _described(self, best: _Fitting) -> WithinMemory:
+        return WithinMemory(
+            replace(best.schedule, name="auto"),
+            best.timeline,
+            tuple(peak_memory(best.schedule, self._costs.memory)),
+            self._setting,
+            best.base,
+            (),
+            math.inf,
+        )
+
+
+class _Fitting(NamedTuple):
+    """A schedule that keeps the limit, and what it was made from."""
+
+    step: float
+    schedule: Schedule
+    timeline: Timeline
+    base: str
+
+
+@dataclass
+class _Found:
+    """What was found with some measures.
+
+    Attributes:
+        fitting: by base, the shortest step that keeps the limit.
+        nearest: by how much what comes nearest to the limit exceeds it, of which base, and itself.
+    """
+
+    fitting: dict[str, _Fitting] = field(default_factory=dict)
+    nearest: tuple[float, str, Schedule] | None = None
+
+    @property
+    def shortest(self) -> float:
+        """Seconds; infinite where nothing keeps the limit."""
+        return min((each.step for each in self.fitting.values()), default=math.inf)
+
+
+def _chains(measures: Sequence[str], most: int) -> Iterator[tuple[str, ...]]:
+    for length in range(1 if len(measures) == 1 else 2, most + 1):
+        for chain in permutations(measures, length):
+            # What was run again or sent to the host is not there for a partner to take.
+            if "balance" not in chain[1:]:
+                yield chain

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.moves import Journey, journeys_of
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.step_costs import Costs
-from autosplit.pipeline.simulation.timeline import Timeline
 
-Row = tuple[Action, ...]
-Change = Callable[[Schedule, Timeline, random.Random], Schedule | None]
-"""The schedule changed at one place by chance, given how it runs; None where that cannot be."""
-
-_REACH = 6  # places that an action is shifted by, mostly
-_TRANSFERS = (ActionKind.EVICT, ActionKind.LOAD, ActionKind.ACCEPT, ActionKind.RETURN)
-_BACKWARDS = (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD)
-_WEIGHTS = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
-_IN_ORDER = ((ActionKind.FORWARD,), _BACKWARDS, _WEIGHTS)
+from .order_changes import (
+    BACKWARDS,
+    TRANSFERS,
+    Change,
+    Row,
+    Starts,
+    filled,
+    fused_or_split,
+    shifted,
+    with_row,
+)
 
 
 def changes_for(measures: Sequence[str], costs: Costs) -> list[Change]:
@@ -33,12 +36,14 @@ def changes_for(measures: Sequence[str], costs: Costs) -> list[Change]:
         taken.append(_recomputed)
     if "balance" in measures and len(set(_ranks(costs))) > 1:
         taken.append(_evicted)
-    found: list[Change] = [_shifted] * 4
+    found: list[Change] = [*[shifted] * 4, filled]
+    if "offload" in measures or "balance" in measures:
+        found.append(partial(_resized, costs))
     if taken:
         found += [*taken, _dropped, *(_instead(each) for each in taken)]
         found += [_awaited] * ("offload" in measures or "balance" in measures)
     if any(size.deferred > size.saved for size in costs.memory) or costs.full is not None:
-        found.append(_fused_or_split)
+        found.append(fused_or_split)
     return found
 
 
@@ -49,45 +54,14 @@ def _ranks(costs: Costs) -> range:
 def _instead(take: Change) -> Change:
     """One measure less, and another in its place."""
 
-    def change(schedule: Schedule, timeline: Timeline, chance: random.Random) -> Schedule | None:
-        dropped = _dropped(schedule, timeline, chance)
-        return None if dropped is None else take(dropped, timeline, chance)
+    def change(schedule: Schedule, starts: Starts, chance: random.Random) -> Schedule | None:
+        dropped = _dropped(schedule, starts, chance)
+        return None if dropped is None else take(dropped, starts, chance)
 
     return change
 
 
-def _shifted(schedule: Schedule, timeline: Timeline, chance: random.Random) -> Schedule | None:
-    """An action goes elsewhere, as far as what it must not pass."""
-    rank = chance.randrange(len(schedule.ranks))
-    row = schedule.ranks[rank]
-    source = chance.randrange(len(row))
-    step = chance.choice((-1, 1))
-    most = chance.randint(1, _REACH if chance.random() < 0.8 else len(row))
-    target = source
-    while (
-        0 <= target + step < len(row)
-        and abs(target - source) < most
-        and not _tied(row[source], row[target + step])
-    ):
-        target += step
-    if target == source:
-        return None
-    left = [*row[:source], *row[source + 1 :]]
-    return _with(schedule, rank, (*left[:target], row[source], *left[target:]))
-
-
-def _tied(one: Action, other: Action) -> bool:
-    """Whether two actions of a rank must keep their order."""
-    if one.kind in _TRANSFERS and other.kind in _TRANSFERS:
-        return True
-    if one.stage != other.stage:
-        return False
-    # Channels are first in, first out, and gradients add up in one order, with one rounding.
-    fifo = any(one.kind in kinds and other.kind in kinds for kinds in _IN_ORDER)
-    return fifo or one.microbatch == other.microbatch
-
-
-def _dropped(schedule: Schedule, timeline: Timeline, chance: random.Random) -> Schedule | None:
+def _dropped(schedule: Schedule, starts: Starts, chance: random.Random) -> Schedule | None:
     """A measure less."""
     again = [
         (rank, place)
@@ -115,7 +89,7 @@ def _awaits(schedule: Schedule, journey: Journey) -> Iterator[int]:
             yield place
 
 
-def _awaited(schedule: Schedule, timeline: Timeline, chance: random.Random) -> Schedule | None:
+def _awaited(schedule: Schedule, starts: Starts, chance: random.Random) -> Schedule | None:
     """A rank that waits for one more departure, or for one less."""
     journeys = journeys_of(schedule)
     if not journeys:
@@ -127,17 +101,17 @@ def _awaited(schedule: Schedule, timeline: Timeline, chance: random.Random) -> S
     row = schedule.ranks[journey.rank]
     place = chance.randint(journey.leaves + 1, min(journey.leaves + 2, journey.comes))
     action = Action(journey.stage, ActionKind.AWAIT, journey.microbatch)
-    return _with(schedule, journey.rank, (*row[:place], action, *row[place:]))
+    return with_row(schedule, journey.rank, (*row[:place], action, *row[place:]))
 
 
-def _offloaded(schedule: Schedule, timeline: Timeline, chance: random.Random) -> Schedule | None:
+def _offloaded(schedule: Schedule, starts: Starts, chance: random.Random) -> Schedule | None:
     """Something more goes to the host, beside computation."""
     found = _journey(schedule, chance)
     if found is None:
         return None
     rank, leaves, comes, what = found
     row = schedule.ranks[rank]
-    return _with(
+    return with_row(
         schedule,
         rank,
         (
@@ -151,7 +125,7 @@ def _offloaded(schedule: Schedule, timeline: Timeline, chance: random.Random) ->
 
 
 def _strictly_offloaded(
-    schedule: Schedule, timeline: Timeline, chance: random.Random
+    schedule: Schedule, starts: Starts, chance: random.Random
 ) -> Schedule | None:
     """Something more goes to the host, and the rank waits until it has left."""
     found = _journey(schedule, chance)
@@ -160,7 +134,7 @@ def _strictly_offloaded(
     rank, leaves, comes, what = found
     row = schedule.ranks[rank]
     wait = chance.randint(leaves, min(leaves + 1, comes))
-    return _with(
+    return with_row(
         schedule,
         rank,
         (
@@ -187,7 +161,7 @@ def _journey(schedule: Schedule, chance: random.Random) -> tuple[int, int, int, 
     return rank, leaves, comes, schedule.ranks[rank][used]
 
 
-def _evicted(schedule: Schedule, timeline: Timeline, chance: random.Random) -> Schedule | None:
+def _evicted(schedule: Schedule, starts: Starts, chance: random.Random) -> Schedule | None:
     """Something more goes to the partner, which takes it in about when it leaves."""
     count = len(schedule.ranks)
     partners = schedule.partners or tuple(range(count - 1, -1, -1))
@@ -197,7 +171,6 @@ def _evicted(schedule: Schedule, timeline: Timeline, chance: random.Random) -> S
     rank, leaves, comes, what = found
     row, partner = schedule.ranks[rank], partners[found[0]]
     theirs = list(schedule.ranks[partner])
-    starts = {span.action: span.start for span in timeline.spans if span.action.kind.is_compute}
     clock = [starts.get(action, -1.0) for action in row]
     changed = list(row)
     # The later end first, so that the places of the earlier one hold.
@@ -206,7 +179,7 @@ def _evicted(schedule: Schedule, timeline: Timeline, chance: random.Random) -> S
         (leaves, ActionKind.EVICT, ActionKind.ACCEPT),
     ):
         moment = max(clock[:place], default=0.0)
-        before = sum(action.kind in _TRANSFERS for action in row[:place])
+        before = sum(action.kind in TRANSFERS for action in row[:place])
         at = _place_by(theirs, moment, before, starts)
         changed.insert(place, replace(what, kind=kind))
         theirs.insert(at, replace(what, kind=other))
@@ -215,11 +188,9 @@ def _evicted(schedule: Schedule, timeline: Timeline, chance: random.Random) -> S
     return replace(schedule, ranks=tuple(rows), partners=partners)
 
 
-def _place_by(
-    row: Sequence[Action], moment: float, before: int, starts: dict[Action, float]
-) -> int:
+def _place_by(row: Sequence[Action], moment: float, before: int, starts: Starts) -> int:
     """The place in a row that is reached by a moment, behind so many of its transfers."""
-    transfers = [place for place, action in enumerate(row) if action.kind in _TRANSFERS]
+    transfers = [place for place, action in enumerate(row) if action.kind in TRANSFERS]
     first = transfers[before - 1] + 1 if before else 0
     last = transfers[before] if before < len(transfers) else len(row)
     place = first
@@ -228,49 +199,37 @@ def _place_by(
     return place
 
 
-def _recomputed(schedule: Schedule, timeline: Timeline, chance: random.Random) -> Schedule | None:
+def _resized(
+    costs: Costs, schedule: Schedule, starts: Starts, chance: random.Random
+) -> Schedule | None:
+    """Of what is moved of a stage another part travels, or all."""
+    journeys = journeys_of(schedule)
+    if not journeys:
+        return None
+    stage = chance.choice(journeys).stage
+    size = costs.memory[stage]
+    moved = {each: most for each, most in schedule.moved.items() if each != stage}
+    if size.tensors > 1 and chance.random() < 0.5:
+        share = chance.randint(1, size.tensors - 1) / size.tensors
+        moved[stage] = math.ceil(share * max(size.saved, size.deferred))
+    return None if moved == schedule.moved else replace(schedule, moved=moved)
+
+
+def _recomputed(schedule: Schedule, starts: Starts, chance: random.Random) -> Schedule | None:
     """Something more is made again."""
     rank = chance.randrange(len(schedule.ranks))
     row = schedule.ranks[rank]
     able = [
         (made, used)
         for made, used in _held(row)
-        if row[made].kind is ActionKind.FORWARD and row[used].kind in _BACKWARDS
+        if row[made].kind is ActionKind.FORWARD and row[used].kind in BACKWARDS
     ]
     if not able:
         return None
     made, used = chance.choice(able)
     place = chance.randint(max(made + 1, used - 3), used)
     again = replace(row[used], kind=ActionKind.RECOMPUTE)
-    return _with(schedule, rank, (*row[:place], again, *row[place:]))
-
-
-def _fused_or_split(
-    schedule: Schedule, timeline: Timeline, chance: random.Random
-) -> Schedule | None:
-    """An I and its W become a B, or a B becomes them."""
-    rank = chance.randrange(len(schedule.ranks))
-    row = schedule.ranks[rank]
-    able = [place for place, action in enumerate(row) if action.kind in _BACKWARDS]
-    place = chance.choice(able)
-    action = row[place]
-    inputs = replace(action, kind=ActionKind.BACKWARD_INPUT)
-    weights = replace(action, kind=ActionKind.BACKWARD_WEIGHT)
-    if action.kind is ActionKind.BACKWARD:
-        return _with(schedule, rank, (*row[:place], inputs, weights, *row[place + 1 :]))
-    own = [at for at in range(place + 1, len(row)) if _same(row[at], action)]
-    if [row[at] for at in own] != [weights] or any(
-        each.stage == action.stage and each.kind in _WEIGHTS for each in row[place : own[0]]
-    ):
-        return None
-    whole = replace(action, kind=ActionKind.BACKWARD)
-    return _with(
-        schedule, rank, (*row[:place], whole, *row[place + 1 : own[0]], *row[own[0] + 1 :])
-    )
-
-
-def _same(one: Action, other: Action) -> bool:
-    return (one.stage, one.microbatch) == (other.stage, other.microbatch)
+    return with_row(schedule, rank, (*row[:place], again, *row[place:]))
 
 
 def _held(row: Row) -> Iterator[tuple[int, int]]:
@@ -284,20 +243,6 @@ def _held(row: Row) -> Iterator[tuple[int, int]]:
         if made is not None and row[made].kind.is_compute and not action.kind.is_memory:
             yield made, place
         latest[key] = place
-
-
-def adds_in_order(schedule: Schedule) -> bool:
-    """Whether every stage adds gradients up in the order of its microbatches, with the rounding of
-    any other schedule that does. Changes keep that.
-    """
-    last: dict[int, int] = {}
-    for row in schedule.ranks:
-        for action in row:
-            if action.kind in _WEIGHTS:
-                if last.get(action.stage, -1) > action.microbatch:
-                    return False
-                last[action.stage] = action.microbatch
-    return True
 
 
 def without(schedule: Schedule, measure: str) -> Schedule:
@@ -321,11 +266,6 @@ def _places(schedule: Schedule, journey: Journey) -> dict[int, set[int]]:
     if journey.partner is not None:
         found[journey.partner] = {journey.accepted, journey.returned}
     return found
-
-
-def _with(schedule: Schedule, rank: int, row: Row) -> Schedule:
-    ranks = (*schedule.ranks[:rank], row, *schedule.ranks[rank + 1 :])
-    return replace(schedule, ranks=ranks)
 
 
 def _without(schedule: Schedule, gone: Mapping[int, set[int]]) -> Schedule:

@@ -93,7 +93,7 @@ def search_within(
         bounds.append(one.bound)
         if max(one.bound) <= 0.0:  # no rank but has room for what every schedule needs
             unlimited = min(unlimited, one.unlimited)
-            best = one.run(min((f.timeline.step_time for f in found), default=math.inf))
+            best = one.run()
             found += [] if best is None else [best]
         nearest.append(one.frugal())
         simulated += one.simulated

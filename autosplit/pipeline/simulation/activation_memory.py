@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.schedule.action import ARRIVALS, DEPARTURES, Action, ActionKind
-from autosplit.pipeline.schedule.moves import TAKERS, Journey, awaits, journeys_of, recomputed
+from autosplit.pipeline.schedule.action import ARRIVALS, Action, ActionKind
+from autosplit.pipeline.schedule.level_by_order import LevelByOrder
+from autosplit.pipeline.schedule.moves import Journey, journeys_of, recomputed
 from autosplit.pipeline.schedule.schedule import Schedule
 
 from .timeline import Span, Timeline
@@ -159,33 +160,18 @@ def changes_of(
 
 
 def levels(row: Sequence[Action], changes: Sequence[Change]) -> Iterator[float]:
-    """What a rank keeps at most while it runs each action of its row.
-
-    What it sends away counts until something is to be taken in behind the compute action that
-    follows, or until its AWAIT: they wait for it (see ``moves``). What it takes in counts from its
-    place in the row.
-    """
-    now = 0.0
-    fresh: list[tuple[Action, float]] = []
-    passed: list[tuple[Action, float]] = []
+    """What a rank keeps at most while it runs each action of its row, whenever transfers happen."""
+    held = LevelByOrder()
     for action, change in zip(row, changes, strict=True):
-        if action.kind in TAKERS:
-            now -= sum(size for _, size in passed)
-            passed.clear()
-        if action.kind is ActionKind.AWAIT:
-            for waiting in (fresh, passed):
-                for gone in [each for each in waiting if awaits(action, each[0])]:
-                    waiting.remove(gone)
-                    now -= gone[1]
-        now += change.before
-        yield now
-        if action.kind in DEPARTURES:
-            fresh.append((action, change.after))
+        if action.kind.is_move:
+            held.begin(action, change.before + change.after)  # one of them is nothing
+            yield held.most
             continue
-        now -= change.after
-        if action.kind.is_compute:
-            passed += fresh
-            fresh.clear()
+        held.begin(action)
+        held.change(change.before)
+        yield held.most
+        held.change(-change.after)
+        held.end(action)
 
 
 def peak_memory(
@@ -195,8 +181,8 @@ def peak_memory(
 ) -> list[float]:
     """Per rank, the most it keeps at once: a matter of order, not of time.
 
-    Of what moves this is a bound: it counts where its row starts to take it in, and where its row
-    sends it away for one more compute action. In time (``memory_over_time``) it may be less.
+    Of what moves this is a bound, whatever transfers take (``LevelByOrder``). In time
+    (``memory_over_time``) it may be less.
 
     Raises:
         ScheduleError: not one size for each stage.

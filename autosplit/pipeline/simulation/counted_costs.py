@@ -13,6 +13,7 @@ from autosplit.pipeline.schedule.wiring import Feeds
 
 from .activation_memory import peak_memory
 from .lanes import add_lanes, ways
+from .row_player import PlayedRows, RowPlayer
 from .simulate import run_step
 from .step_costs import Costs
 from .step_frame import StepFrame
@@ -48,6 +49,9 @@ class CountedCosts(Costs):
     _frames: dict[_Place, StepFrame] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+    _players: dict[int, RowPlayer] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @classmethod
     def of(cls, costs: Costs) -> CountedCosts:
@@ -63,6 +67,34 @@ class CountedCosts(Costs):
         journeys = journeys_of(schedule)
         timeline = self._timeline(schedule, journeys)
         return timeline, peak_memory(schedule, self.memory, journeys)
+
+    def rows_played(self, schedule: Schedule) -> PlayedRows | None:
+        """How long a legal schedule takes, and what it holds; None if it deadlocks. Quick for one
+        that shares rows with the last ones.
+        """
+        if self.early_weights:
+            try:
+                timeline, peaks = self.played(schedule)
+            except ScheduleError:
+                return None
+            starts = {s.action: s.start for s in timeline.spans if s.action.kind.is_compute}
+            return PlayedRows(timeline.makespan, starts, peaks)
+        self.tally.plays += 1
+        self.tally.actions += sum(map(len, schedule.ranks))
+        return self._player(schedule).play(schedule)
+
+    def rows_peaks(self, schedule: Schedule) -> list[float]:
+        """As ``peaks`` of a legal schedule; counts for a quarter of a play, as it takes."""
+        if self.early_weights:
+            return peak_memory(schedule, self.memory)
+        self.tally.actions += sum(map(len, schedule.ranks)) // 4
+        return self._player(schedule).peaks(schedule)
+
+    def _player(self, schedule: Schedule) -> RowPlayer:
+        frame = self._frame(schedule)
+        if id(frame) not in self._players:
+            self._players[id(frame)] = RowPlayer(frame, self.memory, self.transfer)
+        return self._players[id(frame)]
 
     def _timeline(self, schedule: Schedule, journeys: Sequence[Journey] | None) -> Timeline:
         self.tally.plays += 1

@@ -22,6 +22,11 @@ class StepFrame:
         seconds: how long an action takes.
         feeds: who feeds whom; None: each stage the next.
         transfer: the links between ranks.
+
+    Attributes:
+        numbers: of every action.
+        graph: of them; not to be changed.
+        seconds: by number.
     """
 
     def __init__(
@@ -38,10 +43,10 @@ class StepFrame:
             for kind in _KINDS
             for microbatch in range(schedule.microbatches)
         ]
-        self._numbers = {action: number for number, action in enumerate(actions)}
+        self.numbers = {action: number for number, action in enumerate(actions)}
         placed = [(schedule.home(each.stage, each.microbatch), each) for each in actions]
-        self._graph = StepGraph(schedule, placed, feeds=feeds, transfer=transfer)
-        self._seconds = [seconds(action) for action in actions]
+        self.graph = StepGraph(schedule, placed, feeds=feeds, transfer=transfer)
+        self.seconds = [seconds(action) for action in actions]
 
     def lay(self, schedule: Schedule) -> tuple[StepGraph, list[list[int]], list[float]] | None:
         """A graph of its own for one order: the graph, and per rank the numbers of its row, and
@@ -49,8 +54,8 @@ class StepFrame:
 
         None for rows that are no step: an action twice, or elsewhere than its stage.
         """
-        graph, numbers = self._graph.copy(), self._numbers
-        seconds = [*self._seconds]
+        graph, numbers = self.graph.copy(), self.numbers
+        seconds = [*self.seconds]
         rows: list[list[int]] = []
         for rank, row in enumerate(schedule.ranks):
             listed: list[int] = []

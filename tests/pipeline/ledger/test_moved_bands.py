@@ -53,8 +53,7 @@ def test_what_one_rank_evicts_is_evicted_here_on_the_other_and_not_saved_there(
     one = _most(plain, 0, "saved") / workers.MICROBATCHES
     gone = _most(plain, 0, "saved") - _most(evicted, 0, "saved")
     assert gone >= one
-    assert gone <= _most(evicted, 1, "evicted here") + _most(evicted, 0, "in transit")
-    assert _most(evicted, 1, "evicted here") % one == 0
+    assert one <= _most(evicted, 1, "evicted here") <= workers.MICROBATCHES * one
     assert _most(plain, 1, "evicted here") == _most(evicted, 0, "evicted here") == 0
     assert _most(evicted, 1, "saved") == _most(plain, 1, "saved")
 
@@ -127,3 +126,13 @@ def test_what_is_on_its_way_is_in_transit_until_it_is_there(
         engine.step(workers.batch())
     assert seen
     assert all(seen)
+
+
+def test_no_rank_holds_more_than_predicted_whatever_transfers_take(
+    on_ranks: Ranks, tmp_path: Path
+) -> None:
+    found, _ = on_ranks(workers.moved_late, 2, (str(tmp_path),), timeout=100.0)
+    for step in found:
+        for peak, predicted in zip(step.peak_activations, step.predicted, strict=True):
+            assert predicted is not None
+            assert 0 < peak <= predicted, (step.peak_activations, step.predicted)

@@ -13,7 +13,8 @@ from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.ledger.bands import StepMemory
 from autosplit.pipeline.trainer import PipelineTrainer
 from autosplit.stage import Stage
-from tests.pipeline.training.moving import SAVED, evicting, offloading
+from tests.pipeline.training.late_transfers import late_transfers, recorded_transfers
+from tests.pipeline.training.moving import SAVED, awaiting, evicting, offloading
 
 WIDTH, ROWS, MICROBATCHES = 32, 16, 4
 
@@ -142,11 +143,27 @@ def early_and_late(steps: int) -> tuple[StepMemory, StepMemory]:
 
 def stayed_evicted_offloaded(folder: str) -> tuple[StepMemory, StepMemory, StepMemory]:
     """A step as it is; with the first rank's microbatches at its partner; with those of both in a
-    file.
+    file. What leaves is seen to.
     """
     plain = build("gpipe", 2, MICROBATCHES)
-    return (
-        recorded(schedule=plain),
-        recorded(schedule=evicting(plain, away=[SAVED])),
-        recorded(schedule=offloading(plain, away=[SAVED]), store=folder),
-    )
+    with recorded_transfers():
+        return (
+            recorded(schedule=plain),
+            recorded(schedule=evicting(plain, away=[SAVED])),
+            recorded(schedule=offloading(plain, away=[SAVED]), store=folder),
+        )
+
+
+def moved_late(folder: str) -> list[StepMemory]:
+    """Steps with moves of all kinds, whose transfers take no time, or long."""
+    plain, late = build("gpipe", 2, MICROBATCHES), build("1f1b", 2, MICROBATCHES, weights="2bp")
+    found = []
+    for seconds in (0.0, 0.01):
+        with late_transfers(seconds):
+            found += [
+                recorded(schedule=evicting(plain, range(2))),
+                recorded(schedule=evicting(late, range(2))),
+                recorded(schedule=awaiting(offloading(late)), store=folder),
+                recorded(schedule=offloading(plain), store=folder),
+            ]
+    return found

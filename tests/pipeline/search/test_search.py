@@ -19,6 +19,7 @@ from autosplit.pipeline.search.bound import lower_bound
 from autosplit.pipeline.search.defer_weights import defer_weights
 from autosplit.pipeline.search.improve import improve
 from autosplit.pipeline.search.named import named_schedules
+from autosplit.pipeline.search.order_changes import adds_in_order
 from autosplit.pipeline.search.problem import Problem
 from autosplit.pipeline.search.search import search
 from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
@@ -248,6 +249,20 @@ def test_a_full_backward_where_it_is_shorter() -> None:
     with pytest.raises(ScheduleError, match="seconds of a B of each of 1 stages, got 2"):
         Costs([(1.0, 1.0, 1.0)], [StageMemory(1.0, 1.0)], full=[1.0, 2.0])
     assert costs.cut(2).full == [1.5, 1.5]
+
+
+@pytest.mark.parametrize("full", [None, 4.0])
+def test_sums_of_gradients_keep_their_order(full: float | None) -> None:
+    """A W and a B of one stage do not pass each other: sums in another order round otherwise."""
+    for times in ((3.0, 2.0, 3.0), (2.0, 3.0, 2.0), (1.0, 1.0, 4.0)):
+        for deferred, cap in ((1.5, 2.5), (1.5, 4.0), (2.0, 3.0)):
+            costs = Costs(
+                [times] * 3,
+                [StageMemory(1.0, deferred)] * 3,
+                Transfer(0.25),
+                full=None if full is None else [full] * 3,
+            )
+            assert adds_in_order(search(costs, 5, cap=cap, work=60_000))
 
 
 def test_the_same_every_time() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from dataclasses import replace
 
@@ -39,6 +40,11 @@ def test_never_longer_than_by_a_single_measure(seed: int) -> None:
     assert max(found.peaks) <= limit * 1.0001
     assert list(found.peaks) == peak_memory(found.schedule, costs.memory)
     for name, measure in MEASURES.items():
+        with contextlib.suppress(LimitError):
+            alone = search_within(
+                costs, microbatches, limit, placement=tuple(range(stages)), measures=(name,)
+            )
+            assert found.timeline.step_time <= alone.timeline.step_time * 1.0001, name
         for each in named_schedules(costs.times, microbatches, stages):
             if each.placement != tuple(range(stages)):
                 continue
@@ -127,4 +133,4 @@ def test_how_much_is_simulated_is_bounded(stages: int, microbatches: int) -> Non
     costs = Costs([(0.02, 0.02, 0.02)] * stages, memory, links)
     found = search_within(costs, microbatches, 1.5 * 7.5e6, placement=range(stages))
     assert max(found.peaks) <= 1.5 * 7.5e6
-    assert found.simulated <= 300_000
+    assert found.simulated <= 700_000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import tempfile
@@ -97,7 +98,7 @@ class HostFileStore:
         return region
 
     def take(self, ticket: _Region, data: Tensor) -> None:
-        view, done = data.numpy().data, 0
+        view, done = _memory_of(data), 0
         try:
             while done < ticket.size:
                 count = os.preadv(self._file, [view[done:]], ticket.start + done)
@@ -125,6 +126,13 @@ class HostFileStore:
             return _Region(free.pop(), size)
         start, self._end = self._end, self._end + size
         return _Region(start, size)
+
+
+def _memory_of(data: Tensor) -> memoryview:
+    """Where bytes lie, while ``data`` lives. By address, for ``numpy()`` marks a storage as one
+    that others may write into, and such a one could not be moved a second time.
+    """
+    return memoryview((ctypes.c_char * data.numel()).from_address(data.data_ptr())).cast("B")
 
 
 class PinnedStore:

@@ -210,8 +210,11 @@ class MicrobatchMoves:
         def load() -> RunningMove:
             sizes = self._sizes.pop(journey.leaves)
 
+            evicted = self._begun[journey.leaves]
+
             def work() -> list[Tensor]:
                 self._wait_for_departures(journey.comes)
+                evicted.result()  # it has come there, but may not have been let go of here
                 found = self._moving[journey.comes] = []
                 link.receive(sizes, what, found)
                 return found

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import combinations
 from typing import Any, NamedTuple
 
@@ -38,13 +38,16 @@ class StepModel:
         solver: the module ``ortools.sat.python.cp_model``.
         problem: the step.
         hint: an order that fits, from which the solver begins and which it need not exceed.
+        beside: further seconds that are to be exact where they can be.
     """
 
-    def __init__(self, solver: Any, problem: Problem, hint: Rows | None) -> None:
+    def __init__(
+        self, solver: Any, problem: Problem, hint: Rows | None, beside: Iterable[float] = ()
+    ) -> None:
         self.problem = problem
         self.model = solver.CpModel()
         travels = [each for made in problem.makes for _, _, *travel in made for each in travel]
-        self.units = Units([*problem.seconds, *travels])
+        self.units = Units([*problem.seconds, *travels, *beside])
         self._took = [self.units.nearest(each) for each in problem.seconds]
         played = None if hint is None else problem.play(hint)
         self._horizon = sum(self._took) + sum(map(self.units.nearest, travels))

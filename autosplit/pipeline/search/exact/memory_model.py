@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from autosplit.pipeline.schedule.action import Action
@@ -65,7 +65,19 @@ class MemoryModel(StepModel):
         """By F, whether it is run again, and from when to when."""
         self._lanes: dict[tuple[int, object], list[Any]] = defaultdict(list)
         self._kept: dict[int, list[tuple[Any, int]]] = defaultdict(list)
-        super().__init__(solver, problem, None)
+        super().__init__(solver, problem, None, self._transfers(problem))
+
+    def _transfers(self, problem: Problem) -> Iterator[float]:
+        """Seconds of every transfer that there may be."""
+        transfer = problem.costs.transfer
+        for rank in range(len(problem.caps)):
+            partner = len(problem.caps) - 1 - rank
+            for link in (transfer.link(rank, partner), transfer.host or Link()):
+                yield link.latency
+                for stage, home in enumerate(problem.placement):
+                    if home == rank:
+                        kept = problem.costs.memory[stage]
+                        yield from (size / link.bandwidth for size in (kept.saved, kept.deferred))
 
     def _add_ranks(self) -> None:
         spans = defaultdict(list)

@@ -29,6 +29,7 @@ def test_bytes_come_back(tmp_path: Path) -> None:
     for ticket, size in reversed([*zip(tickets, (1, 7, 4096, 100_003), strict=True)]):
         data = _taken(store, ticket)
         assert torch.equal(data, _bytes(size, size % 251))
+        assert data.untyped_storage().resizable()  # so that it can be moved again
 
 
 def test_the_file_has_no_name_and_does_not_grow_from_step_to_step(tmp_path: Path) -> None:

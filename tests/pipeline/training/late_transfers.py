@@ -1,0 +1,100 @@
+"""Transfers of moves that take long, each storage another time."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+from autosplit.pipeline.engine.memory.host_store import HostFileStore
+from autosplit.pipeline.engine.memory.lane import Lane, RunningMove
+from autosplit.pipeline.engine.memory.partner_link import PartnerLink
+from autosplit.pipeline.ledger.recorder import MemoryRecorder
+from autosplit.pipeline.schedule.action import ActionKind
+
+_PATIENCE = 1.0  # seconds; more than a rank takes to its next action
+
+
+@contextlib.contextmanager
+def late_transfers(seconds: float, seed: int = 0) -> Iterator[None]:
+    """Each storage takes up to so long on its way out, and on its way in."""
+    chance = random.Random(seed)
+
+    def late(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            time.sleep(seconds * chance.random())
+            return real(*arguments)
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for owner, name in (
+            (PartnerLink, "_send"),
+            (PartnerLink, "_receive"),
+            (HostFileStore, "put"),
+            (HostFileStore, "take"),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, late(getattr(owner, name))))
+        yield
+
+
+@contextlib.contextmanager
+def recorded_transfers() -> Iterator[None]:
+    """In recorded steps what leaves does so behind the next moment that is recorded, and what a
+    rank takes in of its partner's is there before it goes on.
+    """
+    marks = _Marks()
+    carry, mark, finish = Lane.carry, MemoryRecorder._mark, MemoryRecorder.finish
+
+    def carry_seen(lane: Lane, move: RunningMove, work: Callable[[], Any]) -> RunningMove:
+        seen = marks.count
+        leaves = move.action.kind in (ActionKind.EVICT, ActionKind.OFFLOAD)
+
+        def behind() -> Any:
+            if leaves:
+                marks.await_more_than(seen)
+            return work()
+
+        carried = carry(lane, move, behind)
+        if marks.recording and move.action.kind is ActionKind.ACCEPT:
+            move.result(_PATIENCE)
+        return carried
+
+    def mark_seen(recorder: MemoryRecorder, during: str) -> int:
+        found = mark(recorder, during)
+        marks.more()
+        return found
+
+    def finish_seen(recorder: MemoryRecorder, results: Any) -> None:
+        finish(recorder, results)
+        marks.recording = False
+
+    with (
+        mock.patch.object(Lane, "carry", carry_seen),
+        mock.patch.object(MemoryRecorder, "_mark", mark_seen),
+        mock.patch.object(MemoryRecorder, "finish", finish_seen),
+    ):
+        yield
+
+
+class _Marks:
+    """Moments that a rank has recorded."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.recording = False
+        self._changed = threading.Condition()
+
+    def more(self) -> None:
+        with self._changed:
+            self.count += 1
+            self.recording = True
+            self._changed.notify_all()
+
+    def await_more_than(self, seen: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not self.recording or self.count > seen, _PATIENCE)
