@@ -53,7 +53,7 @@ def gpt2() -> nn.Module:
 
 def mlp() -> nn.Module:
     torch.manual_seed(0)
-    layers = [each for _ in range(4) for each in (nn.Linear(48, 48), nn.GELU(), nn.Dropout(0.1))]
+    layers = [each for _ in range(2) for each in (nn.Linear(48, 48), nn.GELU(), nn.Dropout(0.1))]
     return nn.Sequential(*layers)
 
 
