@@ -113,9 +113,11 @@ def _summed(places: Tensor, values: Tensor) -> Tensor:
 def _whole(sums: Tensor) -> tuple[int, float]:
     """The total of sums by exponent in units of the smallest number; and of what is none."""
     upper, lower = sums.tolist()
-    total = 0
+    odd, total = upper[-1], 0
     for value in (*upper[:-1], *lower[:-1]):
-        if value:
+        if math.isinf(value):  # the greatest squares: so is their sum
+            odd = value
+        elif value:
             above, below = value.as_integer_ratio()
             total += (above << _UNIT) // below
-    return total, upper[-1]
+    return total, odd

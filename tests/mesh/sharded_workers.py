@@ -1,4 +1,4 @@
-"""What ranks of a mesh run in test_sharded.py: pipelines whose stages ``fully_shard`` has sharded."""
+"""What ranks of a mesh run in test_sharded.py: pipelines of stages that are sharded."""
 
 from __future__ import annotations
 
@@ -87,7 +87,9 @@ def shares(mesh: DeviceMesh) -> int:
 
 
 def whole(found: dict[int, dict[str, Tensor]]) -> dict[str, Tensor]:
-    return {f"{at}.{name}": each.full_tensor() for at, n in found.items() for name, each in n.items()}
+    return {
+        f"{at}.{name}": each.full_tensor() for at, n in found.items() for name, each in n.items()
+    }
 
 
 @contextlib.contextmanager
@@ -226,7 +228,9 @@ def also(mesh: DeviceMesh) -> dict[str, Any]:
         twice = whole(made.gradients())
         found["steps add up"] = all(torch.equal(each, 2 * once[k]) for k, each in twice.items())
         found["freed"] = all(
-            type(p.data).__name__ == "DTensor" for m in made.modules.values() for p in m.parameters()
+            type(p.data).__name__ == "DTensor"
+            for m in made.modules.values()
+            for p in m.parameters()
         )
         kinds = [span.action for span in made.timeline().spans]
         found["timeline"] = sorted(str(a) for a in kinds if a.kind is ActionKind.REDUCE_GRAD)
@@ -310,7 +314,11 @@ def refused(mesh: DeviceMesh) -> dict[str, str]:
 
     tied = [((0, "2.scale"), (1, "2.scale"))]
     half_of = tuple(each[:4] for each in own) if number_of(mesh) else own
-    found = {
+
+    def failing(index: int) -> nn.Module:
+        return nn.Sequential(Scale(), Late(index, dist.get_rank() == 3))
+
+    return {
         "plain": built(uneven),
         "partly": built(partly),
         "along pp": built(wrongly(mesh["pp"])),
@@ -326,9 +334,8 @@ def refused(mesh: DeviceMesh) -> dict[str, str]:
         ),
         "factory": ran(sharded(mesh), **plain),
         "shapes": ran(sharded(mesh), half_of),
-        "failing": ran(sharded(mesh, lambda i: nn.Sequential(Scale(), Late(i, dist.get_rank() == 3)))),
+        "failing": ran(sharded(mesh, failing)),
     }
-    return found
 
 
 def four_ranks(folder: Path) -> dict[str, Any]:

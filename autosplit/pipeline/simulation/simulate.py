@@ -169,10 +169,13 @@ class _Seconds(dict[int, float]):
 
     def __missing__(self, number: int) -> float:
         action, duration = self._actions[number], self._duration
-        if not action.kind.is_compute:
+        gathers = action.kind is ActionKind.UNSHARD
+        if not action.kind.is_compute and not gathers:
             return 0.0
         if isinstance(duration, Mapping):
             key = (action.stage, action.kind)
+            if key not in duration and gathers:
+                return 0.0
             if key not in duration:
                 raise ScheduleError(
                     f"no duration for {action}: expected the key "

@@ -217,8 +217,6 @@ class Runner:
             recorder = ledger.recorder
 
         def run() -> dict[int, Tensor]:
-            for stage in self.stages:
-                self._held.sharded.gather(stage)
             with self._held.steady():
                 losses = executor.run(inputs, targets, recorder)
             if ledger is not None:
@@ -350,6 +348,7 @@ class Runner:
             order,
             finished=self._finished if early else None,
             store=self._store,
+            shards=self._held.sharded,
         )
 
     def _tune(self, tuner: Tuner) -> None:

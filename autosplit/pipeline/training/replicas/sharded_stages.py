@@ -73,6 +73,11 @@ class ShardedStages:
     def __bool__(self) -> bool:
         return bool(self._stages)
 
+    @property
+    def stages(self) -> frozenset[int]:
+        """Which of this rank's are."""
+        return frozenset(self._stages)
+
     @torch.no_grad()
     def _connect(self) -> None:
         """Communicate over groups of the trainer, and take over the first replica's values."""
