@@ -27,7 +27,7 @@ class Ranks:
         number: this rank, of all.
         count: how many there are, of all replicas of the pipeline.
         pipelines: for each replica its ranks.
-        writes: whether this rank writes what its stages hold: of replicas, the first does.
+        place: of its pipeline in the mesh.
     """
 
     def __init__(self, trainer: StageTrainer, doing: str) -> None:
@@ -44,7 +44,7 @@ class Ranks:
             self.number = groups.everybody.rank
             self.count = groups.everybody.ranks
             self.pipelines = groups.layout.pipelines
-            self.writes = groups.layout.replica == 0
+            self.place = groups.layout.place
 
     @contextmanager
     def together(self) -> Iterator[Groups]:

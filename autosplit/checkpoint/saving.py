@@ -11,6 +11,7 @@ from autosplit.checkpoint.storage.commit import Staging, new_number
 from autosplit.checkpoint.storage.manifest import digest
 from autosplit.errors import CheckpointError
 from autosplit.pipeline.training.stage_trainer import StageTrainer
+from autosplit.torch_internals.dtensor import is_dtensor
 
 from .naming import Names, Naming
 from .rank_agreement import Ranks
@@ -85,9 +86,10 @@ def _state(
     """What this rank writes."""
     trainer = ranks.trainer
     # Not every holder of a tied parameter writes it, only its home, under all its names; of two
-    # copies of a stage the first.
+    # copies of a stage the first, and of replicas the first.
     placement = trainer.schedule.placement
-    first = [stage for stage, at in enumerate(placement) if at == trainer.rank and ranks.writes]
+    writes = ranks.place.replicate == 0
+    first = [stage for stage, at in enumerate(placement) if at == trainer.rank and writes]
     homes = {
         at: entry for at, entry in naming.own.items() if at[0] == entry.home and at[0] in first
     }
@@ -97,12 +99,16 @@ def _state(
             ranks, groups_of(trainer, naming), scheduler=scheduler, step=step, extra=extra
         )
     }
-    if homes:
-        state["model"] = {name: tensors[at] for at, entry in homes.items() for name in entry.names}
+    # Of a tensor that ranks share each writes its part; of what each has the first.
+    alone = ranks.place.part == (0, 0)
+    model = {name: tensors[at] for at, entry in homes.items() for name in entry.names}
+    if found := {name: each for name, each in model.items() if alone or is_dtensor(each)}:
+        state["model"] = found
     if trainer.optimizer is not None:
         called = {id(tensors[at]): entry.name for at, entry in homes.items()}
-        if flat := optimizer_state.flatten(trainer.optimizer, called):
-            state["optimizer"] = flat
+        flat = optimizer_state.flatten(trainer.optimizer, called)
+        if kept := {name: each for name, each in flat.items() if alone or is_dtensor(each)}:
+            state["optimizer"] = kept
     return state
 
 

@@ -92,10 +92,12 @@ class PipelineTrainer(StageTrainer):
             process group has NCCL, else the CPU.
         ranks: how many processes take part; None means all. 1 keeps all stages in this process
             and needs no process group.
-        mesh: which ranks run one pipeline (dimension ``"pp"``) and which replicas of it
-            (``"dp_replicate"``), in any order. Each replica takes its own share of the batch, and
-            all have the mean of their gradients, as under DistributedDataParallel. All start with
-            the parameters and buffers of the first.
+        mesh: which ranks run one pipeline (dimension ``"pp"``), which replicas of it
+            (``"dp_replicate"``), and which share the tensors of a stage (``"tp"``), in any order.
+            Each replica takes its own share of the batch, and all have the mean of their gradients,
+            as under DistributedDataParallel. All start with the parameters and buffers of the
+            first. Stages are made tensor parallel by torch's ``parallelize_module`` over
+            ``mesh["tp"]``; the ranks along it are given the same batch.
         bucket_cap_mb: MiB of gradients that replicas reduce at once. A bucket is under way as soon
             as its gradients are there, beside the weight gradients that remain.
         timeout: seconds to wait for another rank, and for each stage to be built.
@@ -119,6 +121,8 @@ class PipelineTrainer(StageTrainer):
             None means ``"exact"``. ``"concatenated"`` makes one call of those Ws of a stage that
             the schedule has next to each other on a rank.
         grad_dtype: in which dtype they are, see ``autosplit.Stage``; None means each parameter's.
+        overlap: what weight gradients hide in stages whose tensors ranks share, see
+            ``autosplit.split``; None means ``"collectives"``.
         stage_factory: makes stages in place of ``autosplit.Stage``.
 
     Raises:
@@ -158,6 +162,7 @@ class PipelineTrainer(StageTrainer):
         memory: str | int | None = None,
         accumulation: str | None = None,
         grad_dtype: torch.dtype | None = None,
+        overlap: str | None = None,
         stage_factory: StageFactory | None = None,
     ) -> None:
         factory = stage_factory_of(
@@ -166,6 +171,7 @@ class PipelineTrainer(StageTrainer):
             memory=memory,
             accumulation=accumulation,
             grad_dtype=grad_dtype,
+            overlap=overlap,
             slices=slices,
         )
         options = TrainerOptions(

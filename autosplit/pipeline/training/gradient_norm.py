@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from autosplit.torch_internals.dtensor import local_tensor
 
 _AT_ONCE = 2**22  # elements that are converted at once, to 32 MiB
 
@@ -13,9 +16,10 @@ _AT_ONCE = 2**22  # elements that are converted at once, to 32 MiB
 def squared_norms(parameters: Iterable[nn.Parameter]) -> Tensor:
     """The sum of squares of each gradient, 0 without one; shape [parameters], float64, on the CPU.
 
-    Each is a number of its parameter alone, whatever else is on its rank.
+    Each is a number of its parameter alone, or of this rank's part of it, whatever else is on its
+    rank. Gradients that ranks have parts of a sum of are to be reduced before.
     """
-    squares = [_squared(p.grad) if p.grad is not None else None for p in parameters]
+    squares = [_squared(local_tensor(p.grad)) if p.grad is not None else None for p in parameters]
     found = torch.zeros(len(squares), dtype=torch.float64, device="cpu")
     there = [at for at, each in enumerate(squares) if each is not None]
     if there:
@@ -29,7 +33,15 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, norm: fl
     The same rule as ``torch.nn.utils.clip_grad_norm_``, applied to this rank's share.
     """
     total: Tensor = torch.tensor(norm)
-    torch.nn.utils.clip_grads_with_norm_(list(parameters), max_norm, total)
+    # Of DTensors this rank's parts, which the plain number can be multiplied with.
+    parts: Any = [
+        _Part(local_tensor(each.grad)) for each in parameters if each.grad is not None
+    ]
+    torch.nn.utils.clip_grads_with_norm_(parts, max_norm, total)
+
+
+class _Part(NamedTuple):
+    grad: Tensor
 
 
 def leaves_alone(max_norm: float, norm: float) -> bool:

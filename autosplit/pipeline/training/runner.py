@@ -35,7 +35,7 @@ from autosplit.pipeline.schedule.wiring import Feeds
 from autosplit.pipeline.simulation.timeline import Span
 from autosplit.pipeline.simulation.transfer import Link
 from autosplit.pipeline.training.agreement.batch_agreement import check_same_batch
-from autosplit.pipeline.training.agreement.batch_contents import compare_contents
+from autosplit.pipeline.training.agreement.batch_contents import compare_contents, summary_of
 from autosplit.pipeline.training.memory.limited_schedule import LimitTuner
 from autosplit.pipeline.training.memory.rank_ledger import MEMORY, RankLedger, Record
 from autosplit.pipeline.training.memory.rank_prediction import RankPrediction
@@ -239,7 +239,7 @@ class Runner:
         self._own_ledger = ledger
         if self._tuner is not None:
             self._tune(self._tuner)
-        return self._agree(mode, losses, clipping=clipping)
+        return self._agree(mode, losses, parts, clipping=clipping)
 
     def _completion(self, stage: int, part: int) -> Completion:
         """What is complete with a slice of W; names are for replicas, which are rarely there."""
@@ -279,7 +279,7 @@ class Runner:
         self._settled()
         self._held.replicas.equalise_buffers()
         mode.announce_loss(losses)
-        return self._agree(mode, losses, clipping=False)
+        return self._agree(mode, losses, _tensors(inputs, targets), clipping=False)
 
     def _split(self, mode: Mode, batch: Batch | None) -> tuple[Microbatches, Microbatches]:
         """Cut a batch; the first of a mode must be the same on all ranks, like which all are."""
@@ -332,7 +332,7 @@ class Runner:
 
     def _make_mode(self, name: str, schedule: Schedule, order: Order, shape: str) -> Mode:
         # Sums beside other messages have run over Gloo only.
-        several = schedule.mirror is not None or self._groups.layout.replicas > 1
+        several = schedule.mirror is not None or self._held.replicas.reduces
         early = several and self._device.type == "cpu"
         return Mode(
             f"{name} {shape}",
@@ -360,8 +360,16 @@ class Runner:
         make = partial(self._make_mode, "train", schedule, self._order)
         self._train.reschedule(schedule, make)
 
-    def _agree(self, mode: Mode, losses: Mapping[int, Tensor], *, clipping: bool) -> Agreement:
-        """Start to make losses and gradient norm known to all."""
+    def _agree(
+        self,
+        mode: Mode,
+        losses: Mapping[int, Tensor],
+        batch: Sequence[Tensor | None],
+        *,
+        clipping: bool,
+    ) -> Agreement:
+        """Start to make losses and gradient norm known to all, and what this rank took."""
+        shares_tensors = self._groups.layout.tensor_ranks > 1
         squares = self._held.squares() if clipping else None
         return Agreement(
             self._groups,
@@ -369,6 +377,7 @@ class Runner:
             losses,
             count=self.schedule.microbatches,
             squares=squares,
+            batch=summary_of(batch) if shares_tensors else 0,
             dtype=mode.loss_dtype,
         )
 

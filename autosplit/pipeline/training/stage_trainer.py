@@ -150,7 +150,7 @@ class StageTrainer:
             "early_weights": options.early_weights,
             "mesh": self._groups.layout.pipelines,
             "bucket_cap_mb": options.bucket_cap_mb,
-            **factory_options(setup.factory),
+            **factory_options(setup.factory, shared=setup.layout.tensor_ranks > 1),
         }
 
     @property

@@ -100,6 +100,7 @@ class Groups:
         self._pairwise = self._backend == "nccl"
         self._connected: dict[str, set[tuple[int, int]]] = {}
         self._owned: list[dist.ProcessGroup] = []
+        self._lent: list[dist.ProcessGroup] = []
         self._lanes: dict[str, dist.ProcessGroup] = {}
         # The members of a group are in the order of their numbers in the default one.
         self._places = [sorted(layout.pipeline).index(each) for each in layout.pipeline]
@@ -107,7 +108,7 @@ class Groups:
         control = self._new_each(range(self.ranks), "gloo") if self.ranks > 1 else None
         self.pipeline = Control(layout.pipeline, self._own, control, self.losing)
         self.everybody = self.pipeline
-        if layout.replicas > 1:
+        if len(layout.pipelines) > 1:
             world = self._new(layout.ranks, "gloo")
             self.everybody = Control(layout.ranks, self._own, world, self.losing)
         for lane in lanes if self.ranks > 1 else ():
@@ -196,12 +197,29 @@ class Groups:
 
     def replicas(self) -> dist.ProcessGroup | None:
         """A new group of the ranks that hold replicas of this rank's stages; collective over all
-        ranks. None where there is one pipeline.
+        ranks. None where there is one replica.
         """
         if self.layout.replicas == 1:
             return None
-        groups = [self._new(column, self._backend) for column in self.layout.columns]
-        return groups[self.rank]
+        return self._own_of(self.layout.copies)
+
+    def tensor_parts(self) -> dist.ProcessGroup | None:
+        """A new group of the ranks that share this rank's tensors; collective over all ranks. None
+        where nobody does.
+        """
+        if self.layout.tensor_ranks == 1:
+            return None
+        return self._own_of(self.layout.tensor_groups)
+
+    def _own_of(self, sets: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+        """A new group of each set of ranks, of which this rank is in one: that one."""
+        groups = [self._new(ranks, self._backend) for ranks in sets]
+        return next(group for group, ranks in zip(groups, sets, strict=True) if self._own in ranks)
+
+    def watch_lent(self, group: dist.ProcessGroup) -> None:
+        """End the waits on a group of somebody else's, too, where this ends its own."""
+        if group not in self._lent:
+            self._lent.append(group)
 
     def _new_each(self, ranks: Sequence[int], backend: str) -> dist.ProcessGroup | None:
         """A new group of these ranks in each pipeline: that of this one, if this rank is in it."""
@@ -209,7 +227,7 @@ class Groups:
             self._new([pipeline[rank] for rank in ranks], backend)
             for pipeline in self.layout.pipelines
         ]
-        return groups[self.layout.replica] if self.rank in ranks else None
+        return groups[self.layout.own] if self.rank in ranks else None
 
     def _new(self, members: Sequence[int], backend: str) -> dist.ProcessGroup:
         limit = timedelta(seconds=self.timeout)
@@ -248,7 +266,7 @@ class Groups:
 
     def cut(self) -> None:
         """End every wait of this rank over Gloo, and those of its peers for it; in any thread."""
-        for group in [*self._owned]:
+        for group in [*self._owned, *self._lent]:
             # The groups may be let go of meanwhile.
             with contextlib.suppress(RuntimeError, ValueError):
                 self._disconnect(group)
@@ -256,8 +274,9 @@ class Groups:
     def close(self) -> None:
         """Let go of the groups and end every wait on them at once, here and on the peers."""
         groups = self._release()
-        for group in groups:
-            self._disconnect(group)
+        for group in [*groups, *self._lent]:
+            with contextlib.suppress(RuntimeError, ValueError):  # a lent one may be gone
+                self._disconnect(group)
         devices = [group for group in groups if dist.get_backend(group) == "nccl"]
         for group in groups:
             if group not in devices:

@@ -9,10 +9,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from autosplit.errors import PipelineError
 from autosplit.pipeline.engine.faults.first_error import Guard
 
 from .control import Sum
 from .process_groups import Groups
+
+
+_ROUNDING = 1e-5
+"""By how much, of itself, a loss may differ on ranks that compute it together."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,7 @@ class Agreement:
     """Losses and gradient norm of a step in flight; having them means that every rank ran it.
 
     One small sum over all ranks carries the losses of each pipeline (on ranks without them they are
-    zero) and the squares of each parameter, which only one rank adds to each: so they are the same
+    zero; pipelines of one batch, which share its tensors, must have the same) and the squares of each parameter, which only one rank adds to each: so they are the same
     bits however parameters lie on ranks. It is collective, and starts when this is made.
 
     Args:
@@ -44,6 +49,8 @@ class Agreement:
         count: how many microbatches there are.
         squares: this rank's; None where nobody asks for the norm.
         dtype: the dtype of the losses.
+        batch: stands for what this rank took of the batch, where other ranks must have the same;
+            fewer than 2**46 in all.
 
     Attributes:
         behind: what ``wait`` does besides, once every rank has run the step.
@@ -58,20 +65,24 @@ class Agreement:
         count: int,
         squares: Squares | None,
         dtype: torch.dtype,
+        batch: int = 0,
     ) -> None:
         self._guard = guard
         self._dtype = dtype
-        first = groups.layout.replica * count
-        self._own = slice(first, first + count)
-        self._losses = groups.layout.replicas * count
-        size = self._losses + (0 if squares is None else squares.count)
+        layout = groups.layout
+        self._losses = len(layout.pipelines) * count
+        self._layout = layout
+        rows = len(layout.pipelines)
+        self._squares = self._losses + rows
+        size = self._squares + (0 if squares is None else squares.count)
         numbers = torch.zeros(size, dtype=torch.float64, device="cpu")
         if losses:
             own = torch.stack(tuple(losses.values())).to(numbers)
-            numbers[self._own][list(losses)] = own
+            numbers[layout.own * count :][list(losses)] = own
         if squares is not None:
-            start = self._losses + squares.first
+            start = self._squares + squares.first
             numbers[start : start + len(squares.values)] = squares.values
+        numbers[self._losses + layout.own] = batch
         self.behind: Callable[[], None] = lambda: None
         self._sum: Sum = groups.everybody.start_sum(numbers)
 
@@ -80,11 +91,41 @@ class Agreement:
 
         Raises:
             RankError: a rank did not get through the step.
+            PipelineError: ranks that share the tensors of a stage have different losses.
         """
         with self._guard("the end of a step"):
-            losses = self._sum.wait()[self._own].to(self._dtype)
+            numbers = self._sum.wait()
+            everywhere = numbers[: self._losses].view(len(self._layout.pipelines), -1)
+            self._check_shared(everywhere, numbers[self._losses : self._squares].tolist())
+            losses = everywhere[self._layout.own].to(self._dtype)
             self.behind()
         return losses
+
+    def _check_shared(self, losses: Tensor, batches: list[float]) -> None:
+        """Hold pipelines that share tensors against each other: what each would do by itself."""
+        rows: dict[tuple[int, int], int] = {}
+        precision = max(_ROUNDING, 4 * torch.finfo(self._dtype).eps)
+        for row, place in enumerate(self._layout.places):
+            first = rows.setdefault(place.share, row)
+            if batches[first] != batches[row]:
+                one, other = self._layout.pipelines[first], self._layout.pipelines[row]
+                raise PipelineError(
+                    f"the ranks {list(one)} and {list(other)} share the tensors of their stages "
+                    "and were given different batches: give all ranks along 'tp' the same one, "
+                    "those along 'dp_replicate' shares of their own, as "
+                    "DistributedSampler(num_replicas=mesh['dp_replicate'].size(), "
+                    "rank=mesh.get_local_rank('dp_replicate')) does"
+                )
+            if not torch.allclose(
+                losses[first], losses[row], rtol=precision, atol=0.0, equal_nan=True
+            ):
+                last, other = self._layout.pipelines[first][-1], self._layout.pipelines[row][-1]
+                raise PipelineError(
+                    f"the ranks {last} and {other} share the tensors of a stage and have the "
+                    f"losses {losses[first].tolist()} and {losses[row].tolist()}, which must be "
+                    "the same: give all ranks along 'tp' the same batch and the same seed (for "
+                    "dropout), and let the loss be one of whole outputs, or loss_parallel()"
+                )
 
     def norm(self) -> float:
         """The norm of the model's gradient; waits like ``wait``.
@@ -93,6 +134,6 @@ class Agreement:
         """
         with self._guard("the end of a step"):
             try:
-                return math.sqrt(math.fsum(self._sum.wait()[self._losses :].tolist()))
+                return math.sqrt(math.fsum(self._sum.wait()[self._squares :].tolist()))
             except OverflowError:
                 return math.inf

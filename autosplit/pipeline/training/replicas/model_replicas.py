@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autosplit.errors import PipelineError
 from autosplit.mesh.reduction import ReductionQueue
 from autosplit.pipeline.engine.messages.gradient_buckets import Bucket, Member, buckets_of
 from autosplit.pipeline.engine.messages.link_times import measure_sum
@@ -19,7 +18,10 @@ from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.reductions import Reductions, last_weights_by_stage
 from autosplit.pipeline.simulation.timeline import Span
+from autosplit.torch_internals.dtensor import local_tensor
 from autosplit.torch_internals.storage import versions
+
+from .stage_forms import check_alike
 
 Completion = tuple[int, tuple[str, ...]]
 """A stage, and those of its parameters whose gradients are complete at once."""
@@ -66,7 +68,7 @@ class ModelReplicas:
         self._marks: dict[tuple[int, str], tuple[int, int]] = {}
         self._bytes: dict[int, int] = {}
         if self._link is not None:
-            _check_alike(modules, groups)
+            check_alike(modules, groups, groups.layout.copies, "replicas of the same stages")
             self._adopt(_tensors(modules))
             self._marks = self._buffer_marks()
             for part in groups.gather({at: _trained_bytes(each) for at, each in modules.items()}):
@@ -205,8 +207,9 @@ class ModelReplicas:
     @torch.no_grad()
     def _adopt(self, tensors: Sequence[Tensor]) -> None:
         """Take over the values of the first replica."""
-        source = self._groups.layout.columns[self._groups.rank][0]
-        for tensor in tensors:
+        own = self._groups.everybody.rank
+        source = next(ranks[0] for ranks in self._groups.layout.copies if own in ranks)
+        for tensor in map(local_tensor, tensors):
             if not tensor.numel():
                 continue
             values = tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -224,7 +227,7 @@ def _buffers(modules: Mapping[int, nn.Module]) -> Iterator[tuple[tuple[int, str]
 
 def _trained_bytes(module: nn.Module) -> int:
     trained = (p for p in module.parameters() if p.requires_grad)
-    return sum(p.numel() * (getattr(p, "grad_dtype", None) or p.dtype).itemsize for p in trained)
+    return sum(local_tensor(p).numel() * (getattr(p, "grad_dtype", None) or p.dtype).itemsize for p in trained)
 
 
 def _tensors(modules: Mapping[int, nn.Module]) -> list[Tensor]:
@@ -235,28 +238,3 @@ def _tensors(modules: Mapping[int, nn.Module]) -> list[Tensor]:
         for tensor in (*module.parameters(), *module.buffers())
     }
     return list(found.values())
-
-
-def _check_alike(modules: Mapping[int, nn.Module], groups: Groups) -> None:
-    own = [
-        f"stage {stage}'s {name}: {_form(tensor)}"
-        for stage, module in modules.items()
-        for name, tensor in (*module.named_parameters(), *module.named_buffers())
-    ]
-    everywhere = groups.everybody.gather(own)
-    for column in groups.layout.columns:
-        first, *others = column
-        for other in others:
-            expected, came = everywhere[first], everywhere[other]
-            if came != expected:
-                here = next((each for each in came if each not in expected), "nothing more")
-                there = next((each for each in expected if each not in came), "nothing more")
-                raise PipelineError(
-                    f"the ranks {first} and {other} hold replicas of the same stages, which must "
-                    f"be built alike: rank {first} has {there}, rank {other} has {here}"
-                )
-
-
-def _form(tensor: Tensor) -> str:
-    trains = ", trained" if tensor.requires_grad else ""
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{trains}"

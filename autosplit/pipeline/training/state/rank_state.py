@@ -18,6 +18,7 @@ from autosplit.pipeline.training.replicas.model_replicas import Completion, Mode
 from autosplit.pipeline.training.replicas.replicated_stages import ReplicatedStages
 from autosplit.pipeline.training.stage_modules import StageSource, own_modules
 
+from .tensor_parts import TensorParts
 from .tied_parameters import Holder, SharedParameters
 
 
@@ -42,7 +43,7 @@ class RankState:
         reducing: whether this is inside ``reduced``.
 
     Raises:
-        PipelineError: a stage that is no module, or what ``ReplicatedStages`` and
+        PipelineError: a stage that is no module, or what ``TensorParts``, ``ReplicatedStages`` and
             ``SharedParameters`` refuse.
     """
 
@@ -57,14 +58,20 @@ class RankState:
         cap: int,
     ) -> None:
         self.modules = own_modules(stages, schedule.held(groups.rank), device)
+        self._parts = TensorParts(self.modules, groups)
         self._copies = ReplicatedStages(self.modules, schedule, groups)
         self._shared = SharedParameters(shared, self.modules, schedule, groups, settled)
         self.replicas = ModelReplicas(self.modules, groups, settled, self._shared.is_shared, cap)
         self.reducing = False
         self.parameters = _trainable(self.modules.values())
         # Of replicas, the first one's are counted.
-        first = groups.layout.replica == 0
-        self._counted = [p for p in self.parameters if first and not self._shared.is_duplicate(p)]
+        self._counted = [
+            parameter
+            for parameter in self.parameters
+            if groups.layout.place.replicate == 0
+            and not self._shared.is_duplicate(parameter)
+            and self._parts.is_counted(parameter)
+        ]
         counts: list[int] = groups.everybody.gather(len(self._counted))
         self._first_square = sum(counts[: groups.everybody.rank])
         self._square_count = sum(counts)
@@ -106,6 +113,7 @@ class RankState:
                 yield
             finally:
                 self.reducing = False
+        self._parts.lay_gradients_out(self.parameters)
 
     def complete(self, completion: Completion, *, last: bool) -> None:
         """Start to reduce gradients, which are in ``.grad``.
