@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
 from autosplit.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
 from autosplit.errors import AutosplitError
@@ -93,26 +95,26 @@ def whole(found: dict[int, dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 @contextlib.contextmanager
-def collectives() -> Iterator[dict[str, int]]:
-    """How many all-gathers and reduce-scatters start inside."""
-    names = ("all_gather_into_tensor", "reduce_scatter_tensor")
-    found = dict.fromkeys(names, 0)
-    originals = {name: getattr(dist, name) for name in names}
+def collectives() -> Iterator[Counter[str]]:
+    """How many all-gathers and reduce-scatters of FSDP's start inside."""
+    kinds = (_fsdp_collectives.DefaultAllGather, _fsdp_collectives.DefaultReduceScatter)
+    found: Counter[str] = Counter()
+    originals = [kind.__call__ for kind in kinds]
 
-    def counting(name: str) -> Any:
+    def counting(kind: Any, original: Any) -> Any:
         def called(*args: Any, **kwargs: Any) -> Any:
-            found[name] += 1
-            return originals[name](*args, **kwargs)
+            found[kind.__name__] += 1
+            return original(*args, **kwargs)
 
         return called
 
-    for name in names:
-        setattr(dist, name, counting(name))
+    for kind, original in zip(kinds, originals, strict=True):
+        kind.__call__ = counting(kind, original)  # type: ignore[method-assign]
     try:
         yield found
     finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
+        for kind, original in zip(kinds, originals, strict=True):
+            kind.__call__ = original  # type: ignore[method-assign]
 
 
 # --- cases of four ranks --------------------------------------------------------------------------
@@ -136,8 +138,8 @@ def exactness(mesh: DeviceMesh, stages: int, **options: Any) -> dict[str, bool]:
             "gradients": all(torch.equal(g, expected[name].grad) for name, g in mine.items()),
             "all of them": len(mine) == len(local),
             "norm": made.grad_norm == norm,
-            "one reduction a group": counted["reduce_scatter_tensor"] == groups,
-            "one gathering to capture, one to run": counted["all_gather_into_tensor"] == 2 * groups,
+            "one reduction a group": counted["DefaultReduceScatter"] == groups,
+            "one gathering to capture, one to run": counted["DefaultAllGather"] == 2 * groups,
         }
 
 

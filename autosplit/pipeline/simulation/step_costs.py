@@ -139,6 +139,7 @@ class Costs:
             slices=self.slices,
             memory=self.memory,
             reductions=self.reductions,
+            gathers=self.gathers,
         )
 
     def peaks(self, schedule: Schedule, timeline: Timeline) -> list[float]:

@@ -75,12 +75,6 @@ class TrainerOptions:
                 "along 'tp' must run their collectives in one order: leave it out; within a stage, "
                 "overlap='collectives' hides them behind weight gradients"
             )
-        if self.early_weights and self._layout is not None and self._layout.tensor_ranks > 1:
-            raise PipelineError(
-                "early_weights=True runs weight gradients whenever a message is late, and ranks "
-                "along 'tp' must run their collectives in one order: leave it out; within a stage, "
-                "overlap='collectives' hides them behind weight gradients"
-            )
         if self.mesh is not None and self.schedule.ranks is not None:
             raise PipelineError(
                 f"ranks={self.schedule.ranks} has no effect beside mesh, which says who takes part"
