@@ -310,6 +310,7 @@ class Stage:
             SplitError: this microbatch has nothing deferred, or ran on other parameters than
                 those before it; or it is not this slice's turn.
         """
+        self.sharding.gather()
         with torch.no_grad(), without_autocast():
             if not isinstance(microbatch, int):
                 if slice is not None:

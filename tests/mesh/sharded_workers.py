@@ -7,6 +7,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,12 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
 from autosplit.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
 from autosplit.errors import AutosplitError
-from autosplit.pipeline import PipelineTrainer
-from autosplit.pipeline.schedule.action import ActionKind
+from autosplit.pipeline import PipelineTrainer, build
+from autosplit.pipeline.schedule.action import Action, ActionKind
+from autosplit.pipeline.schedule.schedule import Schedule
 from tests.pipeline.reference_stage import ReferenceStage
 
-from .workers import WIDTH, Late, M, by_hand, norm_of, refusal, share, trainer
+from .workers import WIDTH, M, by_hand, norm_of, refusal, share, trainer
 
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -46,6 +48,14 @@ class Scale(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.scale
+
+
+class NoNaN(nn.Module):
+    """Fails where there is one, in its graph, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        beyond = x.isnan().any() * WIDTH
+        return x.index_select(-1, torch.arange(WIDTH) + beyond)
 
 
 def over(mesh: DeviceMesh) -> DeviceMesh:
@@ -122,7 +132,7 @@ def collectives() -> Iterator[Counter[str]]:
 
 def exactness(mesh: DeviceMesh, stages: int, **options: Any) -> dict[str, bool]:
     """A step's losses, gradients, norm and evaluation, held against autograd in one process."""
-    sharding = options.pop("sharding", {})
+    sharding, gathers = options.pop("sharding", {}), options.pop("gathers", 1)
     model, losses, norm = by_hand(uneven, stages, shares(mesh))
     with trainer(mesh, sharded(mesh, **sharding), stages, max_grad_norm=1e9, **options) as made:
         with collectives() as counted:
@@ -139,7 +149,8 @@ def exactness(mesh: DeviceMesh, stages: int, **options: Any) -> dict[str, bool]:
             "all of them": len(mine) == len(local),
             "norm": made.grad_norm == norm,
             "one reduction a group": counted["DefaultReduceScatter"] == groups,
-            "one gathering to capture, one to run": counted["DefaultAllGather"] == 2 * groups,
+            # Of the stage's first group, and of its root: to be captured, and to be run.
+            "gathered": counted["DefaultAllGather"] == (1 + gathers) * groups,
         }
 
 
@@ -149,6 +160,19 @@ EXACT: dict[str, tuple[int, dict[str, Any]]] = {
     "interleaved": (4, {"schedule": "interleaved", "sharding": {"reshard_after_forward": True}}),
     "zb-v": (4, {"schedule": "zb-v", "early_weights": True}),
 }
+
+
+def gathering_always() -> Schedule:
+    """1F1B in which a stage is whole for one action at a time."""
+    schedule = build("1f1b", 2, M)
+
+    def around(action: Action) -> Iterator[Action]:
+        yield Action(action.stage, ActionKind.UNSHARD, 0)
+        yield action
+        yield Action(action.stage, ActionKind.RESHARD, 0)
+
+    rows = tuple(tuple(each for a in row for each in around(a)) for row in schedule.ranks)
+    return replace(schedule, ranks=rows)
 
 
 def replicated(mesh: DeviceMesh) -> dict[str, bool]:
@@ -234,8 +258,8 @@ def also(mesh: DeviceMesh) -> dict[str, Any]:
             for m in made.modules.values()
             for p in m.parameters()
         )
-        kinds = [span.action for span in made.timeline().spans]
-        found["timeline"] = sorted(str(a) for a in kinds if a.kind is ActionKind.REDUCE_GRAD)
+        ran = [span.action for span in made.timeline().spans if span.action.kind.is_whole]
+        found["timeline"] = sorted(map(str, ran), key=lambda text: (text[1:] != "UNSHARD", text))
         made.step(own)
         nan = (own[0] * float("nan"), own[1]) if number_of(mesh) else own
         made.forward_backward(nan)
@@ -318,7 +342,11 @@ def refused(mesh: DeviceMesh) -> dict[str, str]:
     half_of = tuple(each[:4] for each in own) if number_of(mesh) else own
 
     def failing(index: int) -> nn.Module:
-        return nn.Sequential(Scale(), Late(index, dist.get_rank() == 3))
+        return nn.Sequential(Scale(), *[NoNaN()] * index)
+
+    strange = tuple(each.clone() for each in own)
+    if number_of(mesh):
+        strange[0][2] = float("nan")  # of microbatch 1
 
     return {
         "plain": built(uneven),
@@ -336,7 +364,7 @@ def refused(mesh: DeviceMesh) -> dict[str, str]:
         ),
         "factory": ran(sharded(mesh), **plain),
         "shapes": ran(sharded(mesh), half_of),
-        "failing": ran(sharded(mesh, failing)),
+        "failing": ran(sharded(mesh, failing), strange),
     }
 
 
@@ -349,6 +377,8 @@ def four_ranks(folder: Path) -> dict[str, Any]:
         name: exactness(turned if name == "fused" else mesh, stages, **options)
         for name, (stages, options) in EXACT.items()
     }
+    always = {"schedule": gathering_always(), "gathers": 3 * M}
+    found["always"] = exactness(mesh, 2, **always)
     found["replicated"] = replicated(flat)
     found["half"] = half(mesh)
     found["training"] = training(mesh)

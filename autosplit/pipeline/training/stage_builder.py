@@ -13,6 +13,7 @@ from autosplit.pipeline.engine.execution.executor import Executor
 from autosplit.pipeline.engine.execution.microbatch import Batch, Microbatches
 from autosplit.pipeline.engine.execution.mode import Mode
 from autosplit.pipeline.engine.execution.stage_assembly import (
+    SplitStage,
     StageFactory,
     TrainableStage,
     build_stages,
@@ -87,6 +88,8 @@ class StageBuilder:
         may hold for these sizes, too.
         """
         known = self._stages.get(index)
+        if not isinstance(self._factory, SplitStage):
+            self._sharded.refuse_factory(index, self._factory)
         with self._sharded.gathered(index):
             if known is not None and known.takes(args):
                 known.prepare(args)
@@ -94,8 +97,6 @@ class StageBuilder:
             made = self._factory(module, args, index=index)
         if isinstance(made, Stage):
             self._stages[index] = made
-        else:
-            self._sharded.refuse_other(index, made)
         return made
 
     def evaluate(self, mode: Mode, batch: Batch | None) -> Executor:

@@ -11,16 +11,6 @@ from .grid import Cell
 
 Found = tuple[str, Cell]
 
-# W reads activations and gradients.
-_READERS = frozenset(
-    {
-        ActionKind.FORWARD,
-        ActionKind.BACKWARD_INPUT,
-        ActionKind.BACKWARD,
-        ActionKind.RECOMPUTE,
-    }
-)
-
 
 def sharding_faults(schedule: Schedule) -> Iterator[Found]:
     """Whatever is wrong with UNSHARD and RESHARD, of the stages in whose rows they are."""
@@ -43,6 +33,7 @@ def _fault(action: Action, gathered: set[int]) -> str:
         return "gathers parameters that are gathered already: RESHARD comes before"
     if action.kind is ActionKind.RESHARD and not there:
         return "frees parameters that are not gathered: UNSHARD comes before"
-    if action.kind in _READERS and not there:
+    # A W may: that of a first stage is its whole backward.
+    if action.kind.is_compute and not there:
         return f"reads parameters that are sharded: {action.stage}UNSHARD comes before"
     return ""

@@ -63,7 +63,8 @@ def test_bad_text_is_refused(text: str) -> None:
     assert str(caught.value) == (
         "expected an action such as '0F1' (stage, kind, microbatch), numbers of at most 9 digits "
         f"without leading zeros, got {text!r}; known kinds: F, I, W, B, SEND_F, RECV_F, SEND_B, "
-        "RECV_B, EVICT, ACCEPT, LOAD, RETURN, OFFLOAD, RELOAD, AWAIT, RECOMPUTE, REDUCE_GRAD"
+        "RECV_B, EVICT, ACCEPT, LOAD, RETURN, OFFLOAD, RELOAD, AWAIT, RECOMPUTE, REDUCE_GRAD, "
+        "UNSHARD, RESHARD"
     )
 
 
@@ -72,5 +73,8 @@ def test_what_computes_and_what_moves_is_scheduled() -> None:
     moves = ["EVICT", "ACCEPT", "LOAD", "RETURN", "OFFLOAD", "RELOAD"]
     assert [kind.value for kind in ActionKind if kind.is_compute] == compute
     assert [kind.value for kind in ActionKind if kind.is_move] == moves
-    assert {kind.value for kind in ActionKind if kind.is_scheduled} == {*compute, *moves, "AWAIT"}
+    sharding = ["UNSHARD", "RESHARD"]
+    scheduled = {*compute, *moves, *sharding, "AWAIT"}
+    assert {kind.value for kind in ActionKind if kind.is_scheduled} == scheduled
+    assert [kind.value for kind in ActionKind if kind.is_sharding] == sharding
     assert [kind.value for kind in ActionKind if kind.is_memory] == [*moves, "AWAIT", "RECOMPUTE"]

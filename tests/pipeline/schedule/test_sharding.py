@@ -27,7 +27,7 @@ def test_a_stage_is_gathered_from_its_first_action_to_its_last() -> None:
 
 def test_a_schedule_may_free_between_forwards_and_backwards() -> None:
     schedule = schedule_of(
-        "0UNSHARD 0F0 0RESHARD 0UNSHARD 0I0 0RESHARD 0W0",
+        "0UNSHARD 0F0 0RESHARD 0UNSHARD 0I0 0W0 0RESHARD",
         "1UNSHARD 1F0 1B0 1RESHARD",
         microbatches=1,
     )

@@ -133,17 +133,17 @@ class ShardedStages:
         finally:
             self.free(stage)
 
-    def refuse_other(self, stage: int, made: object) -> None:
-        """Refuse a stage of a factory of the user's, where its module is sharded.
+    def refuse_factory(self, stage: int, factory: object) -> None:
+        """Refuse a factory of the user's, where the module of its stage is sharded.
 
         Raises:
             PipelineError: says so.
         """
         if stage in self._stages:
+            name = getattr(factory, "__name__", type(factory).__name__)
             raise PipelineError(
-                f"stage {stage} is sharded, and stage_factory has made a {type(made).__name__} of "
-                "it: only autosplit.Stage gathers its parameters for its graphs. Leave "
-                "stage_factory out, or let it return one"
+                f"stage {stage} is sharded, and stage_factory={name} is to make it: only "
+                "autosplit.Stage gathers parameters for its graphs. Leave stage_factory out"
             )
 
     def forget(self) -> None:
