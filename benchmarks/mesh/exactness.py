@@ -134,6 +134,7 @@ def _run(case: Case) -> dict[str, Any]:
     stages, replicas = case.stages(sizes.get("pp", 1)), shards * sizes.get("dp_replicate", 1)
     reference, norm = _by_hand(stages, replicas)
     counted: list[int] = []
+    options = case.options if shards > 1 else {"bucket_cap_mb": CAP_MB, **case.options}
     with PipelineTrainer(
         functools.partial(_built, stages=stages, mesh=mesh),
         F.mse_loss,
@@ -142,8 +143,7 @@ def _run(case: Case) -> dict[str, Any]:
         microbatches=MICROBATCHES,
         mesh=mesh,
         max_grad_norm=1e9,
-        **({} if shards > 1 else {"bucket_cap_mb": CAP_MB}),
-        **case.options,
+        **options,
     ) as trainer:
         share = _share(_replica(mesh))
         trainer.forward_backward(share)
@@ -212,7 +212,8 @@ class _counting:  # noqa: N801
     def __init__(self, found: list[int]) -> None:
         self._found = found
         self._all_reduced: list[int] = []
-        self._reduce, self._scatter = dist.all_reduce, DefaultReduceScatter.__call__
+        self._reduce = dist.all_reduce
+        self._scatter: Any = DefaultReduceScatter.__call__
 
     def __enter__(self) -> None:
         def all_reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -224,10 +225,12 @@ class _counting:  # noqa: N801
             self._found.append(output_tensor.numel())
             return self._scatter(call, output_tensor, *args, **kwargs)
 
-        dist.all_reduce, DefaultReduceScatter.__call__ = all_reduce, reduce_scatter
+        dist.all_reduce = all_reduce
+        setattr(DefaultReduceScatter, "__call__", reduce_scatter)  # noqa: B010
 
     def __exit__(self, *_: object) -> None:
-        dist.all_reduce, DefaultReduceScatter.__call__ = self._reduce, self._scatter
+        dist.all_reduce = self._reduce
+        setattr(DefaultReduceScatter, "__call__", self._scatter)  # noqa: B010
         self._found[:] = self._found or self._all_reduced
 
 

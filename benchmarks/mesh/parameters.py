@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
@@ -68,8 +68,9 @@ def _batch() -> tuple[Tensor, Tensor]:
 def _held(modules: list[nn.Module]) -> int:
     """Bytes of shards, and of what is gathered of them."""
     storages: dict[int, int] = {}
-    for part in (part for module in modules for part in module.modules()):
-        if not hasattr(part, "_get_fsdp_state"):
+    parts: list[Any] = [part for module in modules for part in module.modules()]
+    for part in parts:
+        if not isinstance(part, FSDPModule):
             continue
         for group in part._get_fsdp_state()._fsdp_param_groups:
             for each in group.fsdp_params:

@@ -102,9 +102,9 @@ class Agreement:
             if not torch.allclose(
                 losses[first], losses[row], rtol=precision, atol=0.0, equal_nan=True
             ):
-                last, other = self._layout.pipelines[first][-1], self._layout.pipelines[row][-1]
+                ends = [self._layout.pipelines[each][-1] for each in (first, row)]
                 raise PipelineError(
-                    f"the ranks {last} and {other} share the tensors of a stage and have the "
+                    f"the ranks {ends[0]} and {ends[1]} share the tensors of a stage and have the "
                     f"losses {losses[first].tolist()} and {losses[row].tolist()}, which must be "
                     "the same: give all ranks along 'tp' the same batch and the same seed (for "
                     "dropout), and let the loss be one of whole outputs, or loss_parallel()"
