@@ -34,9 +34,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, norm: fl
     """
     total: Tensor = torch.tensor(norm)
     # Of DTensors this rank's parts, which the plain number can be multiplied with.
-    parts: Any = [
-        _Part(local_tensor(each.grad)) for each in parameters if each.grad is not None
-    ]
+    parts: Any = [_Part(local_tensor(each.grad)) for each in parameters if each.grad is not None]
     torch.nn.utils.clip_grads_with_norm_(parts, max_norm, total)
 
 

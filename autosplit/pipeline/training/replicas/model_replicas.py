@@ -227,7 +227,10 @@ def _buffers(modules: Mapping[int, nn.Module]) -> Iterator[tuple[tuple[int, str]
 
 def _trained_bytes(module: nn.Module) -> int:
     trained = (p for p in module.parameters() if p.requires_grad)
-    return sum(local_tensor(p).numel() * (getattr(p, "grad_dtype", None) or p.dtype).itemsize for p in trained)
+    return sum(
+        local_tensor(p).numel() * (getattr(p, "grad_dtype", None) or p.dtype).itemsize
+        for p in trained
+    )
 
 
 def _tensors(modules: Mapping[int, nn.Module]) -> list[Tensor]:

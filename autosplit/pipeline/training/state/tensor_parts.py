@@ -97,8 +97,10 @@ def _check_lies(what: str, lies: Sharding, group: tuple[int, ...]) -> None:
     names = [name for name, _ in lies.by_dimension()]
     if names == [TENSOR] and lies.ranks == tuple(sorted(group)):
         return
-    here = f"the ranks {list(group)} share tensors here" if len(group) > 1 else (
-        f"the trainer has no mesh with {TENSOR!r}"
+    here = (
+        f"the ranks {list(group)} share tensors here"
+        if len(group) > 1
+        else (f"the trainer has no mesh with {TENSOR!r}")
     )
     raise ShardedError(
         f"{what} is a DTensor over the ranks {list(lies.ranks)} ({lies}), and {here}: give "
