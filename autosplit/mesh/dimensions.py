@@ -18,15 +18,10 @@ PIPELINE, REPLICATE, SHARD, TENSOR = "pp", "dp_replicate", "dp_shard", "tp"
 DIMENSIONS = {
     PIPELINE: "the stages of one pipeline",
     REPLICATE: "replicas of it, each with its own share of the batch",
-    SHARD: "parameters sharded by fully_shard",
+    SHARD: "replicas whose parameters fully_shard has sharded, each with its own share, too",
     TENSOR: "parameters sharded by parallelize_module",
 }
 """The dimensions that are known, with what lies along each."""
-
-_UNSUPPORTED = {
-    SHARD: "stages of fully_shard go into autosplit.split or SplitPipelineStage one at a time",
-}
-"""Known dimensions along which a trainer does nothing yet, with what to do instead."""
 
 
 class Place(NamedTuple):
@@ -132,13 +127,28 @@ class RankLayout:
         return self._sets(lambda place: place.part)
 
     @property
+    def shards(self) -> int:
+        """How many ranks have a shard each of the parameters of a stage."""
+        return len({place.shard for place in self.places})
+
+    @property
+    def shard_groups(self) -> list[tuple[int, ...]]:
+        """All sets of ranks that have the shards of the same parameters."""
+        return self._sets(lambda place: (place.replicate, place.tensor))
+
+    @property
+    def peers(self) -> list[tuple[int, ...]]:
+        """All sets of ranks that run one stage on shares of the batch of their own."""
+        return self._sets(lambda place: (place.tensor,))
+
+    @property
     def tensor_groups(self) -> list[tuple[int, ...]]:
         """All sets of ranks that share the tensors of a stage, and the same batch."""
         return self._sets(lambda place: place.share)
 
-    def _sets(self, key: Callable[[Place], tuple[int, int]]) -> list[tuple[int, ...]]:
+    def _sets(self, key: Callable[[Place], tuple[int, ...]]) -> list[tuple[int, ...]]:
         """The ranks at one place in their pipelines, apart by ``key``, in one order on all."""
-        found: dict[tuple[int, tuple[int, int]], list[int]] = {}
+        found: dict[tuple[int, tuple[int, ...]], list[int]] = {}
         for at, column in enumerate(self.columns):
             for rank, place in zip(column, self.places, strict=True):
                 found.setdefault((at, key(place)), []).append(rank)
@@ -170,12 +180,6 @@ def _names(mesh: Any) -> tuple[str, ...]:
         if name not in DIMENSIONS:
             raise PipelineError(
                 f"mesh dimension {name!r} is not supported; those that are: {known_dimensions()}"
-            )
-    for name, size in zip(names, mesh.shape, strict=True):
-        if name in _UNSUPPORTED and size > 1:
-            raise PipelineError(
-                f"mesh dimension {name!r} of {size} ranks: PipelineTrainer does nothing along it; "
-                f"{_UNSUPPORTED[name]}. It takes 'pp', 'dp_replicate' and 'tp', in any order"
             )
     return tuple(names)
 

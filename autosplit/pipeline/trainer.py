@@ -93,10 +93,13 @@ class PipelineTrainer(StageTrainer):
         ranks: how many processes take part; None means all. 1 keeps all stages in this process
             and needs no process group.
         mesh: which ranks run one pipeline (dimension ``"pp"``), which replicas of it
-            (``"dp_replicate"``), and which share the tensors of a stage (``"tp"``), in any order.
+            (``"dp_replicate"``, and ``"dp_shard"`` of those whose parameters are sharded), and
+            which share the tensors of a stage (``"tp"``), in any order.
             Each replica takes its own share of the batch, and all have the mean of their gradients,
             as under DistributedDataParallel. All start with the parameters and buffers of the
-            first. Stages are made tensor parallel by torch's ``parallelize_module`` over
+            first. A function that builds stages shards them by torch's ``fully_shard`` over
+            ``mesh["dp_shard"]``, or ``mesh["dp_replicate", "dp_shard"]``: whole in a step, sharded
+            between steps. Stages are made tensor parallel by torch's ``parallelize_module`` over
             ``mesh["tp"]``; the ranks along it are given the same batch.
         bucket_cap_mb: MiB of gradients that replicas reduce at once. A bucket is under way as soon
             as its gradients are there, beside the weight gradients that remain.

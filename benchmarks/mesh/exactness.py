@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from autosplit.pipeline import PipelineTrainer
 from autosplit.pipeline.engine.processes.launch import launch
@@ -29,7 +31,11 @@ MESHES: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
     "dp_replicate 4": (("dp_replicate",), (4,)),
     "pp 2 x dp_replicate 4": (("pp", "dp_replicate"), (2, 4)),
     "pp 4 x dp_replicate 2": (("pp", "dp_replicate"), (4, 2)),
+    "pp 2 x dp_shard 2": (("pp", "dp_shard"), (2, 2)),
+    "dp_shard 2 x pp 2": (("dp_shard", "pp"), (2, 2)),
+    "pp 2 x dp_replicate 2 x dp_shard 2": (("pp", "dp_replicate", "dp_shard"), (2, 2, 2)),
 }
+_ALL_MEMORY = ("pp 2 x dp_replicate 2", "pp 2 x dp_shard 2")
 SCHEDULES: dict[str, dict[str, Any]] = {
     "1f1b": {},
     "1f1b, fused": {"schedule": "1f1b", "split_backward": False},
@@ -89,7 +95,7 @@ def cases() -> Iterator[Case]:
         for schedule in SCHEDULES:
             if schedule == "zb-v" and "pp" not in names:
                 continue
-            settings = MEMORY if mesh == next(iter(MESHES)) else MEMORY[1:2]
+            settings = MEMORY if mesh in _ALL_MEMORY else MEMORY[1:2]
             yield from (Case(mesh, schedule, memory) for memory in settings)
 
 
@@ -124,24 +130,25 @@ def _run(case: Case) -> dict[str, Any]:
     names, shape = MESHES[case.mesh]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     sizes: Mapping[str, int] = dict(zip(names, shape, strict=True))
-    stages, replicas = case.stages(sizes.get("pp", 1)), sizes["dp_replicate"]
+    shards = sizes.get("dp_shard", 1)
+    stages, replicas = case.stages(sizes.get("pp", 1)), shards * sizes.get("dp_replicate", 1)
     reference, norm = _by_hand(stages, replicas)
     counted: list[int] = []
     with PipelineTrainer(
-        functools.partial(stage_of, stages=stages),
+        functools.partial(_built, stages=stages, mesh=mesh),
         F.mse_loss,
         lambda parameters: torch.optim.AdamW(parameters),
         stages=stages,
         microbatches=MICROBATCHES,
         mesh=mesh,
         max_grad_norm=1e9,
-        bucket_cap_mb=CAP_MB,
+        **({} if shards > 1 else {"bucket_cap_mb": CAP_MB}),
         **case.options,
     ) as trainer:
-        share = _share(mesh.get_local_rank("dp_replicate"))
+        share = _share(_replica(mesh))
         trainer.forward_backward(share)
         pairs = [
-            (gradient, reference[stage][name])
+            (getattr(gradient, "full_tensor", gradient.clone)(), reference[stage][name])
             for stage, own in trainer.gradients().items()
             for name, gradient in own.items()
         ]
@@ -159,8 +166,37 @@ def _run(case: Case) -> dict[str, Any]:
         "norm": found == norm,
         "grad_norm": found,
         "reductions": len(counted) / STEPS,
-        "buckets": _buckets([p for m in trainer.modules.values() for p in m.parameters()]),
+        "buckets": _groups(trainer.modules.values())
+        if shards > 1
+        else _buckets([p for m in trainer.modules.values() for p in m.parameters()]),
     }
+
+
+def _built(index: int, stages: int, mesh: DeviceMesh) -> nn.Module:
+    """A stage, sharded block by block where the mesh has a dimension for that."""
+    module = stage_of(index, stages)
+    names = mesh.mesh_dim_names or ()
+    if "dp_shard" in names:
+        over = mesh["dp_replicate", "dp_shard"] if "dp_replicate" in names else mesh["dp_shard"]
+        for block in module:
+            fully_shard(block, mesh=over)
+        fully_shard(module, mesh=over)
+    return module
+
+
+def _replica(mesh: DeviceMesh) -> int:
+    """Which share of the batch is this rank's."""
+    number = 0
+    names = mesh.mesh_dim_names or ()
+    for name in ("dp_replicate", "dp_shard"):
+        if name in names:
+            number = number * mesh.size(names.index(name)) + mesh.get_local_rank(name)
+    return number
+
+
+def _groups(modules: Iterable[nn.Module]) -> int:
+    """So many parameter groups: the blocks, as nothing is beside them."""
+    return sum(isinstance(part, Block) for module in modules for part in module.modules())
 
 
 def _buckets(parameters: list[nn.Parameter]) -> int:
@@ -169,22 +205,30 @@ def _buckets(parameters: list[nn.Parameter]) -> int:
 
 
 class _counting:  # noqa: N801
-    """Notes the elements of every all-reduce of gradients inside."""
+    """Notes the elements of every all-reduce of gradients inside, or of every reduce-scatter: of
+    copies of shards, an all-reduce follows each.
+    """
 
     def __init__(self, found: list[int]) -> None:
         self._found = found
-        self._reduce = dist.all_reduce
+        self._all_reduced: list[int] = []
+        self._reduce, self._scatter = dist.all_reduce, DefaultReduceScatter.__call__
 
     def __enter__(self) -> None:
         def all_reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
             if tensor.dtype == torch.float32 and tensor.numel() > 1:
-                self._found.append(tensor.numel())
+                self._all_reduced.append(tensor.numel())
             return self._reduce(tensor, *args, **kwargs)
 
-        dist.all_reduce = all_reduce
+        def reduce_scatter(call: Any, output_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            self._found.append(output_tensor.numel())
+            return self._scatter(call, output_tensor, *args, **kwargs)
+
+        dist.all_reduce, DefaultReduceScatter.__call__ = all_reduce, reduce_scatter
 
     def __exit__(self, *_: object) -> None:
-        dist.all_reduce = self._reduce
+        dist.all_reduce, DefaultReduceScatter.__call__ = self._reduce, self._scatter
+        self._found[:] = self._found or self._all_reduced
 
 
 def _share(replica: int) -> tuple[Tensor, Tensor]:
@@ -210,7 +254,7 @@ def _by_hand(stages: int, replicas: int) -> tuple[list[dict[str, Tensor]], float
     means = [each / replicas for each in sums]
     for parameter, mean in zip(model.parameters(), means, strict=True):
         parameter.grad = mean
-    squares = [torch.linalg.vector_norm(g, dtype=torch.float64).item() ** 2 for g in means]
+    squares = [x * x for g in means for x in g.double().flatten().tolist()]
     found = [
         {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
         for module in modules

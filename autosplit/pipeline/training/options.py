@@ -63,12 +63,13 @@ class TrainerOptions:
                 "allows any number"
             )
         slices = self.factory.slices if isinstance(self.factory, SplitStage) else 1
-        if slices > 1 and not self.early_weights and self.replicas == 1:
+        layout = self._layout or RankLayout.alone(1)
+        if slices > 1 and not self.early_weights and layout.shares == 1:
             raise PipelineError(
                 f"slices={slices} has no effect without early_weights=True or a mesh with "
-                "'dp_replicate'"
+                "'dp_replicate' or 'dp_shard'"
             )
-        if self.early_weights and self._layout is not None and self._layout.tensor_ranks > 1:
+        if self.early_weights and layout.tensor_ranks > 1:
             raise PipelineError(
                 "early_weights=True runs weight gradients whenever a message is late, and ranks "
                 "along 'tp' must run their collectives in one order: leave it out; within a stage, "
@@ -82,8 +83,16 @@ class TrainerOptions:
             raise PipelineError(
                 f"bucket_cap_mb is a positive number of MiB; got {self.bucket_cap_mb}"
             )
-        if self.bucket_bytes != CAP and self.replicas == 1:
-            raise PipelineError("bucket_cap_mb has no effect without a mesh with 'dp_replicate'")
+        if self.bucket_bytes != CAP and (layout.replicas == 1 or layout.shards > 1):
+            raise PipelineError(
+                "bucket_cap_mb has no effect without a mesh with 'dp_replicate', nor with "
+                "'dp_shard': what one call of fully_shard names is reduced at once"
+            )
+        if self.memory_limit is not None and layout.shards > 1:
+            raise PipelineError(
+                "memory_limit counts parameters as each rank holds them between steps, and those "
+                "that are sharded along 'dp_shard' are gathered in a step: leave one of the two out"
+            )
         if self.memory_limit is not None and (self.shapes or 1) > 1:
             raise PipelineError(
                 f"memory_limit is for batches of one shape, and shapes={self.shapes} of them may "
@@ -98,11 +107,6 @@ class TrainerOptions:
     def bucket_bytes(self) -> int:
         """Bytes of a bucket of gradients that replicas reduce at once."""
         return max(1, int(self.bucket_cap_mb * 2**20))
-
-    @property
-    def replicas(self) -> int:
-        """How many pipelines train the model."""
-        return 1 if self._layout is None else self._layout.replicas
 
     def layout(self, stages: int) -> RankLayout:
         """Which ranks hold so many stages.

@@ -129,6 +129,7 @@ class Runner:
             setup.factory,
             autocast=options.autocast,
             device=device,
+            sharded=held.sharded,
         )
         self.stages: Mapping[int, TrainableStage] = MappingProxyType({})
         self.spans: list[Span] = []
@@ -231,6 +232,7 @@ class Runner:
             else:
                 losses = self._run_once(run, reduced)
         self._settled()
+        self._held.sharded.free_all()
         self._held.replicas.equalise_buffers()
         if recorder is not None:
             recorder.note(self._held.replicas.spans)
@@ -277,6 +279,7 @@ class Runner:
         with self._held.steady():
             losses = executor.run(inputs, targets)
         self._settled()
+        self._held.sharded.free_all()
         self._held.replicas.equalise_buffers()
         mode.announce_loss(losses)
         return self._agree(mode, losses, _tensors(inputs, targets), clipping=False)
@@ -327,12 +330,13 @@ class Runner:
         """Forget the gradients of a run, which was on wrong weights."""
         before = [p.grad for p in self._held.parameters]
         self._publish()
+        self._held.sharded.forget()
         for parameter, gradient in zip(self._held.parameters, before, strict=True):
             parameter.grad = gradient
 
     def _make_mode(self, name: str, schedule: Schedule, order: Order, shape: str) -> Mode:
         # Sums beside other messages have run over Gloo only.
-        several = schedule.mirror is not None or self._held.replicas.reduces
+        several = schedule.mirror is not None or self._held.replicas.reduces_early
         early = several and self._device.type == "cpu"
         return Mode(
             f"{name} {shape}",
@@ -344,6 +348,7 @@ class Runner:
             order,
             finished=self._finished if early else None,
             store=self._store,
+            shards=self._held.sharded,
         )
 
     def _tune(self, tuner: Tuner) -> None:

@@ -359,6 +359,7 @@ class StageTrainer:
         self._settle()
         if self._watch is not None:
             self._watch.leave("closed its trainer")
+        self._held.sharded.close()
         self._groups.destroy()
         self._guard.close()
 
@@ -388,4 +389,6 @@ class StageTrainer:
         self._update.take_back()
         if self._watch is not None:
             self._watch.stop()
+        if "_held" in self.__dict__:  # the fault may have come before
+            self._held.sharded.close()
         self._groups.close()

@@ -22,6 +22,8 @@ COUNTS = st.integers(min_value=0, max_value=10**6)
         ("3EVICT2", Action(3, ActionKind.EVICT, 2)),
         ("0RECOMPUTE7", Action(0, ActionKind.RECOMPUTE, 7)),
         ("2REDUCE_GRAD", Action(2, ActionKind.REDUCE_GRAD, 0)),
+        ("0UNSHARD", Action(0, ActionKind.UNSHARD, 0)),
+        ("11RESHARD", Action(11, ActionKind.RESHARD, 0)),
     ],
 )
 def test_text_of_an_action(text: str, action: Action) -> None:
@@ -52,6 +54,7 @@ def test_every_action_survives_its_text(stage: int, kind: ActionKind, microbatch
         "00F1",
         "0F01",
         "0REDUCE_GRAD1",
+        "0UNSHARD1",
     ],
 )
 def test_bad_text_is_refused(text: str) -> None:

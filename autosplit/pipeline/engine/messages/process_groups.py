@@ -12,7 +12,7 @@ import contextlib
 import time
 from collections.abc import Collection, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -52,6 +52,21 @@ class PointToPoint(Protocol):
     def named(self, peer: int) -> str:
         """What the peer is called in errors."""
         ...
+
+
+class ShardGroups(NamedTuple):
+    """What connects ranks whose stages are sharded.
+
+    Attributes:
+        gathering: the ranks that have the shards of the same parameters, for these.
+        reducing: the same ranks, for gradients: which of two messages starts first, where both are
+            under way, is not the same on all ranks.
+        copying: the ranks that have the same shards; None: no other does.
+    """
+
+    gathering: dist.ProcessGroup
+    reducing: dist.ProcessGroup
+    copying: dist.ProcessGroup | None
 
 
 class Groups:
@@ -210,6 +225,22 @@ class Groups:
         if self.layout.tensor_ranks == 1:
             return None
         return self._own_of(self.layout.tensor_groups)
+
+    def shards(self) -> ShardGroups:
+        """New groups of the ranks that have shards of this rank's stages, and of those that have
+        the same shards; collective over all ranks.
+        """
+        sets = self.layout.shard_groups
+        gathering, reducing = self._own_of(sets), self._own_of(sets)
+        return ShardGroups(gathering, reducing, self.replicas())
+
+    def peers(self) -> dist.ProcessGroup | None:
+        """A new group of the ranks that run this rank's stages on other shares of the batch;
+        collective over all ranks. None where no other does.
+        """
+        if self.layout.shares == 1:
+            return None
+        return self._own_of(self.layout.peers)
 
     def _own_of(self, sets: Sequence[Sequence[int]]) -> dist.ProcessGroup:
         """A new group of each set of ranks, of which this rank is in one: that one."""

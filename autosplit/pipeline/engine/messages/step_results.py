@@ -2,52 +2,36 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from autosplit.errors import PipelineError
+from autosplit.mesh.exact_norm import norm_of
 from autosplit.pipeline.engine.faults.first_error import Guard
 
 from .control import Sum
 from .process_groups import Groups
 
-
 _ROUNDING = 1e-5
 """By how much, of itself, a loss may differ on ranks that compute it together."""
-
-
-@dataclass(frozen=True)
-class Squares:
-    """This rank's squared norms of the parameters' gradients.
-
-    Attributes:
-        values: float64, on the CPU.
-        first: the place of the first of them among those of all ranks.
-        count: how many those are.
-    """
-
-    values: Tensor
-    first: int
-    count: int
 
 
 class Agreement:
     """Losses and gradient norm of a step in flight; having them means that every rank ran it.
 
     One small sum over all ranks carries the losses of each pipeline (on ranks without them they are
-    zero; pipelines of one batch, which share its tensors, must have the same) and the squares of each parameter, which only one rank adds to each: so they are the same
-    bits however parameters lie on ranks. It is collective, and starts when this is made.
+    zero; pipelines of one batch, which share its tensors, must have the same) and the digits of the
+    sum of squares of the gradients, exactly: so the norm is the same bits however parameters lie on
+    ranks. It is collective, and starts when this is made.
 
     Args:
         groups: the trainer's process groups.
         guard: the trainer's guard.
         losses: those that this rank has, by microbatch.
         count: how many microbatches there are.
-        squares: this rank's; None where nobody asks for the norm.
+        squares: this rank's ``sum_of_squares``; None where nobody asks for the norm.
         dtype: the dtype of the losses.
         batch: stands for what this rank took of the batch, where other ranks must have the same;
             fewer than 2**46 in all.
@@ -63,7 +47,7 @@ class Agreement:
         losses: Mapping[int, Tensor],
         *,
         count: int,
-        squares: Squares | None,
+        squares: Tensor | None,
         dtype: torch.dtype,
         batch: int = 0,
     ) -> None:
@@ -74,14 +58,13 @@ class Agreement:
         self._layout = layout
         rows = len(layout.pipelines)
         self._squares = self._losses + rows
-        size = self._squares + (0 if squares is None else squares.count)
+        size = self._squares + (0 if squares is None else len(squares))
         numbers = torch.zeros(size, dtype=torch.float64, device="cpu")
         if losses:
             own = torch.stack(tuple(losses.values())).to(numbers)
             numbers[layout.own * count :][list(losses)] = own
         if squares is not None:
-            start = self._squares + squares.first
-            numbers[start : start + len(squares.values)] = squares.values
+            numbers[self._squares :] = squares
         numbers[self._losses + layout.own] = batch
         self.behind: Callable[[], None] = lambda: None
         self._sum: Sum = groups.everybody.start_sum(numbers)
@@ -128,12 +111,6 @@ class Agreement:
                 )
 
     def norm(self) -> float:
-        """The norm of the model's gradient; waits like ``wait``.
-
-        The sum of the squares is exact before it is rounded, so their order does not matter.
-        """
+        """The norm of the model's gradient; waits like ``wait``."""
         with self._guard("the end of a step"):
-            try:
-                return math.sqrt(math.fsum(self._sum.wait()[self._squares :].tolist()))
-            except OverflowError:
-                return math.inf
+            return norm_of(self._sum.wait()[self._squares :])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ class TensorParts:
     Args:
         modules: this rank's stages by index.
         groups: the trainer's process groups.
+        sharded: by ``id``, parameters of ``fully_shard``, which are not looked at.
 
     Raises:
         ShardedError: a DTensor over other ranks than those of "tp" in the trainer's mesh.
@@ -31,14 +32,16 @@ class TensorParts:
             have not built their stages alike.
     """
 
-    def __init__(self, modules: Mapping[int, nn.Module], groups: Groups) -> None:
+    def __init__(
+        self, modules: Mapping[int, nn.Module], groups: Groups, sharded: Collection[int]
+    ) -> None:
         layout = groups.layout
         self._place = layout.place
         own = groups.everybody.rank
         group = next(ranks for ranks in layout.tensor_groups if own in ranks)
         shared = 0
         for stage, name, tensor in _tensors(modules):
-            if is_dtensor(tensor):
+            if is_dtensor(tensor) and id(tensor) not in sharded:
                 shared += 1
                 _check_lies(f"stage {stage}'s {name}", Sharding.of(tensor), group)
                 for each in tensor.device_mesh.get_all_groups():
