@@ -12,13 +12,19 @@ import torch
 from torch import Tensor
 
 
+def dtensor_class() -> Any:
+    """That of DTensors; None where nothing has imported it, so that there are none."""
+    library = sys.modules.get("torch.distributed.tensor")
+    return None if library is None else library.DTensor
+
+
 def is_dtensor(value: object) -> TypeGuard[Any]:
     """Whether a value is a DTensor; imports nothing distributed."""
     kind = type(value)
     if kind is Tensor:
         return False
-    library = sys.modules.get("torch.distributed.tensor")  # without it there is none
-    return library is not None and issubclass(kind, library.DTensor)
+    wanted = dtensor_class()
+    return wanted is not None and issubclass(kind, wanted)
 
 
 def local_tensor(tensor: Any) -> Tensor:
