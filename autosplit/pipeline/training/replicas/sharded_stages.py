@@ -68,7 +68,11 @@ class ShardedStages:
         self._apart = False
         self._worker: ThreadPoolExecutor | None = None
         if any(groups.everybody.gather(bool(self._stages))):
-            self._connect()
+            try:
+                self._connect()
+            except BaseException:
+                self._restore.close()
+                raise
 
     def __bool__(self) -> bool:
         return bool(self._stages)
