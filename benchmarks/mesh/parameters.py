@@ -116,9 +116,10 @@ def _ours(mesh: DeviceMesh, name: str, stages: int) -> tuple[int, int, int]:
         schedule=name,
         mesh=mesh,
     ) as trainer:
-        trainer.step(_batch())
         modules = [*trainer.modules.values()]
-        with _watching(Stage, _CALLS, lambda: _held(modules)) as watch:
+        with _watching(Stage, _CALLS, lambda: _held(modules)) as watch:  # before they are looked up
+            trainer.step(_batch())
+            watch.most = 0
             trainer.step(_batch())
         whole = sum(p.numel() * p.element_size() for m in modules for p in m.parameters())
         return watch.most, _held(modules), whole
