@@ -87,16 +87,17 @@ def load_checkpoint(
             trainer has ended.
     """
     ranks = Ranks(trainer, "loading a checkpoint")
+    trainer.finish()
     naming = Naming.of_ranks(ranks, names)
     intake = ranks.do(lambda: _Intake(ranks, naming, Path(path), optimizer=optimizer))
     _check_one(ranks.gather(intake.reader.identity), path)
     intake.check(strict=strict)
     run = ranks.do(lambda: intake.run(scheduler, generators=generators))
     ranks.do(intake.verify)
-    with ranks.together() as groups:
+    with ranks.together() as everybody:
         intake.load()
         run.restore()
-        groups.everybody.meet()
+        everybody.meet()
     return Loaded(intake.mismatches, run.step, run.extra, run.generators)
 
 

@@ -14,6 +14,7 @@ from autosplit.pipeline.training.stage_trainer import StageTrainer
 from autosplit.torch_internals.dtensor import is_dtensor
 
 from .naming import Names, Naming
+from .pending_save import PendingSave, copied
 from .rank_agreement import Ranks
 from .state import optimizer_state, run_state
 
@@ -26,7 +27,8 @@ def save_checkpoint(
     scheduler: Any = None,
     step: int | None = None,
     extra: Mapping[str, Any] | None = None,
-) -> None:
+    asynchronous: bool = False,
+) -> PendingSave | None:
     """Save parameters, persistent buffers, optimizer, random generators, and what else is given;
     call on all ranks.
 
@@ -41,6 +43,11 @@ def save_checkpoint(
     for the others for as long as the trainer's ``timeout``. A save that fails on a rank that lives
     on does not end the trainer.
 
+    With ``asynchronous``, the ranks copy what is to be saved to the host and go on, while a thread
+    of each writes it, over a process group of its own: what they train meanwhile is not in it. One
+    save goes on at a time; the next one, a load and ``close()`` wait for it, and raise what was
+    wrong with it if nobody has waited.
+
     Args:
         trainer: between two steps.
         path: a folder that all ranks see.
@@ -51,6 +58,10 @@ def save_checkpoint(
         step: how far the run is, as ``load_checkpoint`` is to say it; the same on all ranks.
         extra: tensors and plain values (numbers, strings, lists, dictionaries) that belong to the
             run, such as a data loader's state; those of rank 0 are saved.
+        asynchronous: return while the files are written.
+
+    Returns:
+        With ``asynchronous`` the save, to ``wait()`` for; else None.
 
     Raises:
         CheckpointError: on every rank: a rank cannot write (it says which), two stages use one
@@ -58,6 +69,7 @@ def save_checkpoint(
         PipelineError: a rank was lost.
     """
     ranks = Ranks(trainer, "saving a checkpoint")
+    trainer.finish()
     path = Path(path)
     naming = Naming.of_ranks(ranks, names)
     run_state.check_alike(ranks, scheduler=scheduler, step=step)
@@ -65,11 +77,24 @@ def save_checkpoint(
         lambda: _state(ranks, naming, scheduler=scheduler, step=step, extra=extra or {})
     )
     staging = _staging(ranks, path)
-    try:
-        from autosplit.checkpoint.storage.writer import write_tensors
+    if not asynchronous:
+        _write(state, staging, ranks)
+        return None
+    state = ranks.do(lambda: copied(state))
+    with trainer.together("saving a checkpoint") as groups:
+        apart = ranks.beside(groups.beside())
+    pending = PendingSave(lambda: _write(state, staging, apart), path)
+    trainer.finish(pending.wait)
+    return pending
 
-        with ranks.together() as groups:
-            problem = write_tensors(state, staging.folder, groups)
+
+def _write(state: Mapping[str, Any], staging: Staging, ranks: Ranks) -> None:
+    """Write what the ranks have, and make it the checkpoint; collective."""
+    from autosplit.checkpoint.storage.writer import write_tensors
+
+    try:
+        with ranks.together() as everybody:
+            problem = write_tensors(state, staging.folder, everybody)
         ranks.check(problem)
         own = ranks.do(lambda: _digests(staging.folder, ranks.number))
         digests = {name: value for part in ranks.gather(own) for name, value in part.items()}

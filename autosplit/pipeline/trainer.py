@@ -76,7 +76,8 @@ class PipelineTrainer(StageTrainer):
             on the CPU: on a GPU, the host does not know when the device waits.
         slices: into how many parts of near-equal FLOPs a weight gradient may be cut: with
             ``early_weights`` so that it fits a wait shorter than the whole, with replicas so that
-            the first gradients are reduced while others are made.
+            the first gradients are reduced while others are made. None: one, but with replicas as
+            many as the gradients of the stage whose W ends a rank's step have buckets, up to 8.
         shapes: how many shapes the batches may have, such as a shorter last batch or several
             sequence lengths; None for any number. From the second on the graphs of stages hold for
             any size, see ``autosplit.Stage``. A whole model is cut for one shape, and
@@ -189,6 +190,7 @@ class PipelineTrainer(StageTrainer):
             store=store,
             mesh=mesh,
             bucket_cap_mb=bucket_cap_mb,
+            slices_are_given=slices is not None,
             memory_limit=(
                 None
                 if memory_limit is None

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from autosplit.pipeline import PipelineTrainer
 from autosplit.pipeline.engine.processes.launch import launch
@@ -34,8 +36,11 @@ MESHES: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
     "pp 2 x dp_shard 2": (("pp", "dp_shard"), (2, 2)),
     "dp_shard 2 x pp 2": (("dp_shard", "pp"), (2, 2)),
     "pp 2 x dp_replicate 2 x dp_shard 2": (("pp", "dp_replicate", "dp_shard"), (2, 2, 2)),
+    "pp 2 x tp 2": (("pp", "tp"), (2, 2)),
+    "tp 2 x pp 2": (("tp", "pp"), (2, 2)),
+    "pp 2 x dp_replicate 2 x tp 2": (("pp", "dp_replicate", "tp"), (2, 2, 2)),
 }
-_ALL_MEMORY = ("pp 2 x dp_replicate 2", "pp 2 x dp_shard 2")
+_ALL_MEMORY = ("pp 2 x dp_replicate 2", "pp 2 x dp_shard 2", "pp 2 x tp 2")
 SCHEDULES: dict[str, dict[str, Any]] = {
     "1f1b": {},
     "1f1b, fused": {"schedule": "1f1b", "split_backward": False},
@@ -93,7 +98,12 @@ class Block(nn.Module):
 def cases() -> Iterator[Case]:
     for mesh, (names, _) in MESHES.items():
         for schedule in SCHEDULES:
+            options = SCHEDULES[schedule]
             if schedule == "zb-v" and "pp" not in names:
+                continue
+            if "tp" in names and options.get("early_weights"):  # refused
+                continue
+            if "slices" in options and not {"dp_replicate", "dp_shard"} & {*names}:
                 continue
             settings = MEMORY if mesh in _ALL_MEMORY else MEMORY[1:2]
             yield from (Case(mesh, schedule, memory) for memory in settings)
@@ -132,9 +142,11 @@ def _run(case: Case) -> dict[str, Any]:
     sizes: Mapping[str, int] = dict(zip(names, shape, strict=True))
     shards = sizes.get("dp_shard", 1)
     stages, replicas = case.stages(sizes.get("pp", 1)), shards * sizes.get("dp_replicate", 1)
-    reference, norm = _by_hand(stages, replicas)
+    reference, norm = _by_hand(stages, replicas, mesh)
     counted: list[int] = []
-    options = case.options if shards > 1 else {"bucket_cap_mb": CAP_MB, **case.options}
+    options = dict(case.options)
+    if shards == 1 and replicas > 1:
+        options["bucket_cap_mb"] = CAP_MB
     with PipelineTrainer(
         functools.partial(_built, stages=stages, mesh=mesh),
         F.mse_loss,
@@ -148,7 +160,7 @@ def _run(case: Case) -> dict[str, Any]:
         share = _share(_replica(mesh))
         trainer.forward_backward(share)
         pairs = [
-            (getattr(gradient, "full_tensor", gradient.clone)(), reference[stage][name])
+            (_whole(gradient), reference[stage][name])
             for stage, own in trainer.gradients().items()
             for name, gradient in own.items()
         ]
@@ -168,20 +180,31 @@ def _run(case: Case) -> dict[str, Any]:
         "reductions": len(counted) / STEPS,
         "buckets": _groups(trainer.modules.values())
         if shards > 1
-        else _buckets([p for m in trainer.modules.values() for p in m.parameters()]),
+        else _buckets([p for m in trainer.modules.values() for p in m.parameters()])
+        if replicas > 1
+        else 0,
     }
 
 
 def _built(index: int, stages: int, mesh: DeviceMesh) -> nn.Module:
-    """A stage, sharded block by block where the mesh has a dimension for that."""
+    """A stage, shared by ranks and sharded block by block where the mesh has dimensions for it."""
     module = stage_of(index, stages)
     names = mesh.mesh_dim_names or ()
+    if "tp" in names:
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        for block in module:
+            parallelize_module(block, mesh["tp"], plan)
     if "dp_shard" in names:
         over = mesh["dp_replicate", "dp_shard"] if "dp_replicate" in names else mesh["dp_shard"]
         for block in module:
             fully_shard(block, mesh=over)
         fully_shard(module, mesh=over)
     return module
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    found: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return found
 
 
 def _replica(mesh: DeviceMesh) -> int:
@@ -201,7 +224,8 @@ def _groups(modules: Iterable[nn.Module]) -> int:
 
 def _buckets(parameters: list[nn.Parameter]) -> int:
     """At least so many messages carry these gradients."""
-    return math.ceil(sum(p.nbytes for p in parameters) / (CAP_MB * 2**20))
+    own = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
+    return math.ceil(sum(p.nbytes for p in own) / (CAP_MB * 2**20))
 
 
 class _counting:  # noqa: N801
@@ -242,9 +266,13 @@ def _share(replica: int) -> tuple[Tensor, Tensor]:
     )
 
 
-def _by_hand(stages: int, replicas: int) -> tuple[list[dict[str, Tensor]], float]:
-    """Gradients by stage and name, each the mean over the replicas' shares, and their norm."""
-    modules = [stage_of(index, stages) for index in range(stages)]
+def _by_hand(stages: int, replicas: int, mesh: DeviceMesh) -> tuple[list[dict[str, Tensor]], float]:
+    """Gradients by stage and name, each the mean over the replicas' shares, and their norm. Where
+    ranks share tensors, they do so here, too, with all stages on each of them.
+    """
+    shared = "tp" in (mesh.mesh_dim_names or ())
+    make = functools.partial(_built, stages=stages, mesh=mesh["tp"] if shared else mesh)
+    modules = [make(index) if shared else stage_of(index, stages) for index in range(stages)]
     model = nn.Sequential(*modules)
     sums: list[Tensor] = []
     for replica in range(replicas):
@@ -252,16 +280,12 @@ def _by_hand(stages: int, replicas: int) -> tuple[list[dict[str, Tensor]], float
         inputs, targets = (part.chunk(MICROBATCHES) for part in _share(replica))
         for x, y in zip(inputs, targets, strict=True):
             (F.mse_loss(model(x), y) / MICROBATCHES).backward()
-        own = [p.grad for p in model.parameters() if p.grad is not None]
+        own = [_whole(p.grad) for p in model.parameters() if p.grad is not None]
         sums = [a + b for a, b in zip(sums, own, strict=True)] if sums else own
     means = [each / replicas for each in sums]
-    for parameter, mean in zip(model.parameters(), means, strict=True):
-        parameter.grad = mean
     squares = [x * x for g in means for x in g.double().flatten().tolist()]
-    found = [
-        {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
-        for module in modules
-    ]
+    left = iter(means)
+    found = [{name: next(left) for name, _ in module.named_parameters()} for module in modules]
     return found, math.sqrt(math.fsum(squares))
 
 
@@ -284,7 +308,8 @@ def render(rows: Rows) -> str:
                 f"{max(row['buckets'] for row in mine):g}",
             ]
         )
-    two = {norm for row in rows if row["replicas"] == 2 for norm in row["norms"]}
+    alike = [row for row in rows if row["replicas"] == 2 and "tp" not in row["mesh"]]
+    two = {norm for row in alike for norm in row["norms"]}
     headers = [
         *("mesh", "schedule", "memory", "bit for bit", "largest difference"),
         *("norm bit for bit", "norms seen", "reductions a step", "buckets, at least"),

@@ -40,7 +40,8 @@ PARTS: dict[str, Part[Settings]] = {
         "reduction is an all-reduce of gradients; each bucket is reduced once a step, and a "
         "stage's buckets are at most 0.05 MiB, or one parameter. Along dp_shard, fully_shard has "
         "sharded each block: a reduction is a reduce-scatter, of which there is one for each "
-        "block of a rank.",
+        "block of a rank. Along tp, ranks share each block's products, and the process that "
+        "gradients are held against is one of as many ranks along tp, with all stages on each.",
         lambda settings: exactness.measure(settings.only),
         exactness.render,
     ),

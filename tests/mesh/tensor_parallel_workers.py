@@ -303,7 +303,8 @@ def saved(mesh: DeviceMesh, folder: Path) -> dict[str, bool]:
     with loss_parallel():
         with trainer(mesh, 2, build, max_grad_norm=0.5) as made:
             made.step(batch())
-            save_checkpoint(made, folder / "shared", names=named, step=1)
+            # It is written while the next step runs.
+            save_checkpoint(made, folder / "shared", names=named, step=1, asynchronous=True)
             before = state(made)
             made.step(batch(0, 1))
             after = state(made)

@@ -31,6 +31,7 @@ class TrainerOptions:
     Attributes:
         schedule: the schedule that is asked for.
         factory: makes a stage of a module.
+        slices_are_given: whether the user has said into how many slices Ws are cut.
 
     Raises:
         PipelineError: a value that cannot be, or an option without effect.
@@ -48,6 +49,7 @@ class TrainerOptions:
     memory_limit: int | None = None
     mesh: DeviceMesh | None = None
     bucket_cap_mb: float = CAP / 2**20
+    slices_are_given: bool = False
 
     def __post_init__(self) -> None:
         norm = self.max_grad_norm
@@ -131,6 +133,15 @@ class TrainerOptions:
             cut: whether the stages are those of a whole model, which is cut for one.
         """
         return 1 if cut or self.memory_limit is not None else self.shapes
+
+    @property
+    def chooses_slices(self) -> bool:
+        """Whether Ws may be cut so that their gradients are reduced early, where that can help:
+        the user has not said how, and nothing else depends on whole Ws.
+        """
+        factory = self.factory
+        whole = isinstance(factory, SplitStage) and factory.accumulation == "concatenated"
+        return not (self.slices_are_given or whole or self.early_weights or self.tunes)
 
     @property
     def tunes(self) -> bool:

@@ -19,7 +19,11 @@ from autosplit.pipeline.engine.execution.microbatch import Batch, Microbatches
 from autosplit.pipeline.engine.execution.mode import Mode
 from autosplit.pipeline.engine.execution.mode_by_shape import Modes
 from autosplit.pipeline.engine.execution.recorder import Recorder, recorder_on
-from autosplit.pipeline.engine.execution.stage_assembly import TrainableStage
+from autosplit.pipeline.engine.execution.stage_assembly import (
+    SplitStage,
+    StageFactory,
+    TrainableStage,
+)
 from autosplit.pipeline.engine.faults.first_error import Guard
 from autosplit.pipeline.engine.memory.host_store import HostStore, measure_store
 from autosplit.pipeline.engine.messages.link_times import measure_transfer
@@ -41,6 +45,10 @@ from autosplit.pipeline.training.memory.rank_ledger import MEMORY, RankLedger, R
 from autosplit.pipeline.training.memory.rank_prediction import RankPrediction
 from autosplit.pipeline.training.replicas.gradient_completion import completion_of, publish_part
 from autosplit.pipeline.training.replicas.model_replicas import Completion
+from autosplit.pipeline.training.replicas.reduction_slices import (
+    SlicedByReductions,
+    slices_by_stage,
+)
 from autosplit.pipeline.training.state.rank_state import RankState
 from autosplit.pipeline.training.state.snapshot import ForwardState
 from autosplit.stage import Stage
@@ -126,7 +134,7 @@ class Runner:
             self.schedule,
             self._feeds,
             setup.loss_fn,
-            setup.factory,
+            self._factory(setup, options),
             autocast=options.autocast,
             device=device,
             sharded=held.sharded,
@@ -140,6 +148,15 @@ class Runner:
         self._contents_compared = False
         self._limited = False
         self._boundaries: Callable[[int], Sequence[TensorMeta]] = lambda stage: ()
+
+    def _factory(self, setup: TrainingSetup, options: TrainerOptions) -> StageFactory:
+        """That of the options; with slices for what is reduced early, where they name none."""
+        factory, replicas = setup.factory, self._held.replicas
+        early = replicas.reduces and replicas.reduces_early and self._device.type == "cpu"
+        if not early or not options.chooses_slices or not isinstance(factory, SplitStage):
+            return factory
+        counts = slices_by_stage(self.schedule, self._groups.rank, replicas.reductions_by_stage)
+        return SlicedByReductions(factory, counts)
 
     def _tuner_for(self, setup: TrainingSetup, options: TrainerOptions) -> Tuner | None:
         if not options.tunes:

@@ -13,7 +13,6 @@ from autosplit.pipeline.engine.execution.executor import Executor
 from autosplit.pipeline.engine.execution.microbatch import Batch, Microbatches
 from autosplit.pipeline.engine.execution.mode import Mode
 from autosplit.pipeline.engine.execution.stage_assembly import (
-    SplitStage,
     StageFactory,
     TrainableStage,
     build_stages,
@@ -88,8 +87,6 @@ class StageBuilder:
         may hold for these sizes, too.
         """
         known = self._stages.get(index)
-        if not isinstance(self._factory, SplitStage):
-            self._sharded.refuse_factory(index, self._factory)
         with self._sharded.gathered(index):
             if known is not None and known.takes(args):
                 known.prepare(args)

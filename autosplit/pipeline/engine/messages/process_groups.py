@@ -113,6 +113,7 @@ class Groups:
         self._device = device
         self._backend = "nccl" if device.type == "cuda" else "gloo"
         self._pairwise = self._backend == "nccl"
+        self._beside: Control | None = None
         self._connected: dict[str, set[tuple[int, int]]] = {}
         self._owned: list[dist.ProcessGroup] = []
         self._lent: list[dist.ProcessGroup] = []
@@ -242,6 +243,25 @@ class Groups:
             return None
         return self._own_of(self.layout.peers)
 
+    def beside(self) -> Control:
+        """All ranks over a group of its own, for what a thread does beside the steps, one such
+        thing at a time; collective over all ranks the first time.
+        """
+        if self._beside is None:
+            ranks = self.everybody.members
+            group = self._new(ranks, "gloo") if len(ranks) > 1 else None
+            self._beside = Control(ranks, self._own, group, self._losing_beside)
+        return self._beside
+
+    @contextlib.contextmanager
+    def _losing_beside(self, what: str) -> Iterator[None]:
+        """As ``losing``, in another thread than that whose waits are watched."""
+        started = time.perf_counter()
+        try:
+            yield
+        except RuntimeError as error:
+            raise lost(what, time.perf_counter() - started, self.timeout, error) from error
+
     def _own_of(self, sets: Sequence[Sequence[int]]) -> dist.ProcessGroup:
         """A new group of each set of ranks, of which this rank is in one: that one."""
         groups = [self._new(ranks, self._backend) for ranks in sets]
@@ -331,6 +351,8 @@ class Groups:
         self._lanes.clear()
         self.pipeline.close()
         self.everybody.close()
+        if self._beside is not None:
+            self._beside.close()
 
     def _release(self) -> list[dist.ProcessGroup]:
         owned, self._owned = self._owned, []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -127,6 +128,14 @@ class ModelReplicas:
         if not self._bytes:
             return schedule
         return replace(schedule, ranks=last_weights_by_stage(schedule.ranks, self._bytes))
+
+    @property
+    def reductions_by_stage(self) -> dict[int, int]:
+        """At least so many reductions carry the gradients of each of this rank's stages."""
+        if self._sharded:
+            return dict(Counter(each.stage for each in self._sharded.reductions()))
+        own = {at: self._bytes.get(at, 0) for at in self._modules}
+        return {at: -(-size // self._cap) for at, size in own.items()}
 
     def measured(self, slices: int) -> Reductions | None:
         """What replicas reduce, and how long their links take for it; collective over all ranks.

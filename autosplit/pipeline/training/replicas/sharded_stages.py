@@ -137,13 +137,13 @@ class ShardedStages:
         finally:
             self.free(stage)
 
-    def refuse_factory(self, stage: int, factory: object) -> None:
-        """Refuse a factory of the user's, where the module of its stage is sharded.
+    def refuse_factory(self, factory: object) -> None:
+        """Refuse stages that a factory of the user's makes, where some are sharded.
 
         Raises:
-            PipelineError: says so.
+            PipelineError: names one.
         """
-        if stage in self._stages:
+        for stage in self._stages:
             name = getattr(factory, "__name__", type(factory).__name__)
             raise PipelineError(
                 f"stage {stage} is sharded, and stage_factory={name} is to make it: only "
