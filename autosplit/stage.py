@@ -21,6 +21,7 @@ from autosplit.runtime.gradient_accumulation import Accumulation
 from autosplit.runtime.gradient_graphs import Call
 from autosplit.runtime.specializations.stage_specializations import StageSpecializations
 from autosplit.runtime.split_options import SplitOptions
+from autosplit.sharded.stage_sharding import StageSharding
 from autosplit.torch_internals.autograd.backward_task import without_autocast
 from autosplit.torch_internals.storage import distinct_storage_bytes
 
@@ -40,9 +41,14 @@ class Stage:
     Where the module has changed since it was traced, in anything that its forward reads, the
     next forward traces it again, which takes seconds; its outputs must stay as they were.
 
+    Of a module that ``fully_shard`` has sharded, parameters are gathered by the first call that
+    reads them; ``publish`` adds to gradients that are not reduced; ``sharding.reduce()`` reduces
+    these, once a step, and frees the gathered parameters.
+
     Attributes:
         index: position in the pipeline.
         module: the module whose parameters and buffers are read, as they are at each forward.
+        sharding: gathers its parameters and reduces their gradients, where they are sharded.
     """
 
     def __init__(
@@ -91,7 +97,11 @@ class Stage:
         self.module = module
         owner, summed = f"stage {index}", Accumulation(accumulation, grad_dtype)
         options = SplitOptions(backend, memory, late_input, overlap)
-        self._graphs = StageSpecializations(owner, module, args, options, slices)
+        self.sharding = StageSharding(module)
+        with self.sharding.tracing():
+            self._graphs = StageSpecializations(
+                owner, module, args, options, slices, self.sharding.plain
+            )
         self._outputs = self._graphs.outputs
         self._inputs: dict[int, KeptInputs] = {}
         self._saved = InFlightMicrobatches(owner, "forward")
@@ -161,7 +171,8 @@ class Stage:
             CaptureError: the module cannot be traced for them.
         """
         self._graphs.check_inputs(list(args))
-        self._graphs.fitting()
+        with self.sharding.tracing():
+            self._graphs.fitting()
 
     def takes(self, args: Sequence[Tensor]) -> bool:
         """Whether these are inputs for this stage, whatever their sizes."""
@@ -187,6 +198,7 @@ class Stage:
         if microbatch in self._saved or microbatch in self._inputs:
             raise SplitError(f"stage {self.index}: microbatch {microbatch} has run its forward")
         self._graphs.check_inputs(inputs)
+        self.sharding.gather()
         functions = self._graphs.fitting()
         state = self._graphs.state()
         kept = None
@@ -218,6 +230,7 @@ class Stage:
                 "forward(..., keep='inputs') before recompute()"
             )
         kept = self._inputs.pop(microbatch)
+        self.sharding.gather()
         lent = lent_storages(kept.inputs)
         saved = kept.run()
         self._saved.put(microbatch, InFlightMicrobatch(kept.functions, saved, kept.state, lent))
@@ -279,6 +292,7 @@ class Stage:
             )
             if names and into is None:
                 sums.add(names, early, functions.dependence.borrowed)
+        self._hand_over()
         arrived = InFlightMicrobatch(functions, deferred, state, lent)
         self._weights.in_flight.put(microbatch, arrived)
         return grads
@@ -296,6 +310,7 @@ class Stage:
             SplitError: this microbatch has nothing deferred, or ran on other parameters than
                 those before it; or it is not this slice's turn.
         """
+        self.sharding.gather()
         with torch.no_grad(), without_autocast():
             if not isinstance(microbatch, int):
                 if slice is not None:
@@ -308,6 +323,7 @@ class Stage:
                 self._weights.run(microbatch)
             else:
                 self._weights.run_slice(microbatch, slice)
+        self._hand_over()
 
     @property
     def joins_weights(self) -> bool:
@@ -338,6 +354,7 @@ class Stage:
             grads, gradients = functions.backward(saved, given, into, sums.accumulation)
             if into is None:
                 sums.add(names, gradients, functions.dependence.borrowed)
+        self._hand_over()
         return grads
 
     def source(self, call: str, *, microbatches: int = 1, adds: bool = False) -> fx.GraphModule:
@@ -391,7 +408,14 @@ class Stage:
                 f"stage {self.index}: microbatch {microbatch} kept its inputs only; call "
                 f"recompute({microbatch}) before its backward"
             )
+        self.sharding.gather()
         return self._saved.take(microbatch)
+
+    def _hand_over(self) -> None:
+        """Let gradients that are reduced in another dtype be added up in that one."""
+        if self.sharding.adds_in_another_dtype:
+            self._weights.sums.publish()
+            self.sharding.accumulate()
 
     def _output_grads(
         self, functions: SplitFunctions, output_grads: list[Tensor | None]

@@ -5,6 +5,14 @@ from __future__ import annotations
 from autosplit.checkpoint.storage.formats import open_checkpoint, read_checkpoint
 
 from .loading import Loaded, load_checkpoint
+from .pending_save import PendingSave
 from .saving import save_checkpoint
 
-__all__ = ["Loaded", "load_checkpoint", "open_checkpoint", "read_checkpoint", "save_checkpoint"]
+__all__ = [
+    "Loaded",
+    "PendingSave",
+    "load_checkpoint",
+    "open_checkpoint",
+    "read_checkpoint",
+    "save_checkpoint",
+]

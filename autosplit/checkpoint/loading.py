@@ -15,6 +15,7 @@ from autosplit.checkpoint.storage.folder import DistributedFolder
 from autosplit.checkpoint.storage.formats import Reader, open_checkpoint
 from autosplit.errors import CheckpointError
 from autosplit.pipeline.training.stage_trainer import StageTrainer
+from autosplit.torch_internals.dtensor import laid_out, local_tensor
 
 from .naming import Mismatch, ModelTensor, Names, Naming, check_kinds, check_mismatches, source
 from .rank_agreement import Ranks
@@ -86,16 +87,17 @@ def load_checkpoint(
             trainer has ended.
     """
     ranks = Ranks(trainer, "loading a checkpoint")
+    trainer.finish()
     naming = Naming.of_ranks(ranks, names)
     intake = ranks.do(lambda: _Intake(ranks, naming, Path(path), optimizer=optimizer))
     _check_one(ranks.gather(intake.reader.identity), path)
     intake.check(strict=strict)
     run = ranks.do(lambda: intake.run(scheduler, generators=generators))
     ranks.do(intake.verify)
-    with ranks.together() as groups:
+    with ranks.together() as everybody:
         intake.load()
         run.restore()
-        groups.everybody.meet()
+        everybody.meet()
     return Loaded(intake.mismatches, run.step, run.extra, run.generators)
 
 
@@ -201,7 +203,7 @@ def _fill(wanted: Sequence[tuple[Tensor, str]], reader: Reader) -> None:
         if size >= _AT_ONCE or number == len(wanted):
             values = reader.read(dict.fromkeys(name for _, name in part))
             for target, known in part:
-                target.copy_(values[known])
+                local_tensor(target).copy_(local_tensor(laid_out(values[known], target)))
             part, size = [], 0
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from autosplit.errors import CheckpointError
-from autosplit.pipeline.engine.messages.process_groups import Groups
+from autosplit.pipeline.engine.messages.control import Control
 from autosplit.pipeline.training.stage_trainer import StageTrainer
 
 T = TypeVar("T")
@@ -27,7 +28,7 @@ class Ranks:
         number: this rank, of all.
         count: how many there are, of all replicas of the pipeline.
         pipelines: for each replica its ranks.
-        writes: whether this rank writes what its stages hold: of replicas, the first does.
+        place: of its pipeline in the mesh.
     """
 
     def __init__(self, trainer: StageTrainer, doing: str) -> None:
@@ -40,17 +41,29 @@ class Ranks:
             )
         self.trainer = trainer
         self._doing = doing
-        with self.together() as groups:
+        self._beside: Control | None = None
+        with trainer.together(doing) as groups:
             self.number = groups.everybody.rank
             self.count = groups.everybody.ranks
             self.pipelines = groups.layout.pipelines
-            self.writes = groups.layout.replica == 0
+            self.place = groups.layout.place
+
+    def beside(self, control: Control) -> Ranks:
+        """The same ranks for another thread, which talk over a group of their own: the trainer goes
+        on meanwhile, and does not end if that fails.
+        """
+        found = copy.copy(self)
+        found._beside = control
+        return found
 
     @contextmanager
-    def together(self) -> Iterator[Groups]:
-        """The groups of the ranks, for something after which a trainer cannot go on if it fails."""
+    def together(self) -> Iterator[Control]:
+        """All ranks, for something after which a trainer cannot go on if it fails."""
+        if self._beside is not None:
+            yield self._beside
+            return
         with self.trainer.together(self._doing) as groups:
-            yield groups
+            yield groups.everybody
 
     def gather(self, value: Any) -> list[Any]:
         """``value`` of every rank.
@@ -58,8 +71,8 @@ class Ranks:
         Raises:
             PipelineError: a rank did not take part.
         """
-        with self.together() as groups:
-            return groups.everybody.gather(value)
+        with self.together() as everybody:
+            return everybody.gather(value)
 
     def do(self, work: Callable[[], T]) -> T:
         """What ``work()`` returns on this rank, if it works on all of them.

@@ -11,8 +11,10 @@ from autosplit.checkpoint.storage.commit import Staging, new_number
 from autosplit.checkpoint.storage.manifest import digest
 from autosplit.errors import CheckpointError
 from autosplit.pipeline.training.stage_trainer import StageTrainer
+from autosplit.torch_internals.dtensor import is_dtensor
 
 from .naming import Names, Naming
+from .pending_save import PendingSave, copied
 from .rank_agreement import Ranks
 from .state import optimizer_state, run_state
 
@@ -25,7 +27,8 @@ def save_checkpoint(
     scheduler: Any = None,
     step: int | None = None,
     extra: Mapping[str, Any] | None = None,
-) -> None:
+    asynchronous: bool = False,
+) -> PendingSave | None:
     """Save parameters, persistent buffers, optimizer, random generators, and what else is given;
     call on all ranks.
 
@@ -40,6 +43,11 @@ def save_checkpoint(
     for the others for as long as the trainer's ``timeout``. A save that fails on a rank that lives
     on does not end the trainer.
 
+    With ``asynchronous``, the ranks copy what is to be saved to the host and go on, while a thread
+    of each writes it, over a process group of its own: what they train meanwhile is not in it. One
+    save goes on at a time; the next one, a load and ``close()`` wait for it, and raise what was
+    wrong with it if nobody has waited.
+
     Args:
         trainer: between two steps.
         path: a folder that all ranks see.
@@ -50,6 +58,10 @@ def save_checkpoint(
         step: how far the run is, as ``load_checkpoint`` is to say it; the same on all ranks.
         extra: tensors and plain values (numbers, strings, lists, dictionaries) that belong to the
             run, such as a data loader's state; those of rank 0 are saved.
+        asynchronous: return while the files are written.
+
+    Returns:
+        With ``asynchronous`` the save, to ``wait()`` for; else None.
 
     Raises:
         CheckpointError: on every rank: a rank cannot write (it says which), two stages use one
@@ -57,6 +69,7 @@ def save_checkpoint(
         PipelineError: a rank was lost.
     """
     ranks = Ranks(trainer, "saving a checkpoint")
+    trainer.finish()
     path = Path(path)
     naming = Naming.of_ranks(ranks, names)
     run_state.check_alike(ranks, scheduler=scheduler, step=step)
@@ -64,11 +77,24 @@ def save_checkpoint(
         lambda: _state(ranks, naming, scheduler=scheduler, step=step, extra=extra or {})
     )
     staging = _staging(ranks, path)
-    try:
-        from autosplit.checkpoint.storage.writer import write_tensors
+    if not asynchronous:
+        _write(state, staging, ranks)
+        return None
+    state = ranks.do(lambda: copied(state))
+    with trainer.together("saving a checkpoint") as groups:
+        apart = ranks.beside(groups.beside())
+    pending = PendingSave(lambda: _write(state, staging, apart), path)
+    trainer.finish(pending.wait)
+    return pending
 
-        with ranks.together() as groups:
-            problem = write_tensors(state, staging.folder, groups)
+
+def _write(state: Mapping[str, Any], staging: Staging, ranks: Ranks) -> None:
+    """Write what the ranks have, and make it the checkpoint; collective."""
+    from autosplit.checkpoint.storage.writer import write_tensors
+
+    try:
+        with ranks.together() as everybody:
+            problem = write_tensors(state, staging.folder, everybody)
         ranks.check(problem)
         own = ranks.do(lambda: _digests(staging.folder, ranks.number))
         digests = {name: value for part in ranks.gather(own) for name, value in part.items()}
@@ -85,9 +111,10 @@ def _state(
     """What this rank writes."""
     trainer = ranks.trainer
     # Not every holder of a tied parameter writes it, only its home, under all its names; of two
-    # copies of a stage the first.
+    # copies of a stage the first, and of replicas the first.
     placement = trainer.schedule.placement
-    first = [stage for stage, at in enumerate(placement) if at == trainer.rank and ranks.writes]
+    writes = ranks.place.replicate == 0
+    first = [stage for stage, at in enumerate(placement) if at == trainer.rank and writes]
     homes = {
         at: entry for at, entry in naming.own.items() if at[0] == entry.home and at[0] in first
     }
@@ -97,12 +124,16 @@ def _state(
             ranks, groups_of(trainer, naming), scheduler=scheduler, step=step, extra=extra
         )
     }
-    if homes:
-        state["model"] = {name: tensors[at] for at, entry in homes.items() for name in entry.names}
+    # Of a tensor that ranks share each writes its part; of what each has the first.
+    alone = ranks.place.part == (0, 0)
+    model = {name: tensors[at] for at, entry in homes.items() for name in entry.names}
+    if found := {name: each for name, each in model.items() if alone or is_dtensor(each)}:
+        state["model"] = found
     if trainer.optimizer is not None:
         called = {id(tensors[at]): entry.name for at, entry in homes.items()}
-        if flat := optimizer_state.flatten(trainer.optimizer, called):
-            state["optimizer"] = flat
+        flat = optimizer_state.flatten(trainer.optimizer, called)
+        if kept := {name: each for name, each in flat.items() if alone or is_dtensor(each)}:
+            state["optimizer"] = kept
     return state
 
 

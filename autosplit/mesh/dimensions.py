@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import product
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,32 +18,48 @@ PIPELINE, REPLICATE, SHARD, TENSOR = "pp", "dp_replicate", "dp_shard", "tp"
 DIMENSIONS = {
     PIPELINE: "the stages of one pipeline",
     REPLICATE: "replicas of it, each with its own share of the batch",
-    SHARD: "parameters sharded by fully_shard",
+    SHARD: "replicas whose parameters fully_shard has sharded, each with its own share, too",
     TENSOR: "parameters sharded by parallelize_module",
 }
 """The dimensions that are known, with what lies along each."""
 
-_UNSUPPORTED = {
-    SHARD: "stages of fully_shard go into autosplit.split or SplitPipelineStage one at a time",
-    TENSOR: "stages of parallelize_module go into autosplit.split or SplitPipelineStage one at a "
-    "time",
-}
-"""Known dimensions along which a trainer does nothing yet, with what to do instead."""
+
+class Place(NamedTuple):
+    """Where a pipeline lies along the other dimensions of the mesh; 0 along those that are none."""
+
+    replicate: int = 0
+    shard: int = 0
+    tensor: int = 0
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """Tells the pipelines with one share of the batch from those with another."""
+        return self.replicate, self.shard
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """Tells the pipelines with one part of the parameters from those with another."""
+        return self.shard, self.tensor
 
 
 @dataclass(frozen=True)
 class RankLayout:
     """Which ranks a trainer connects, and how.
 
+    Every rank is in one pipeline. Those that differ in their place along "tp" only run the same
+    share of the batch, on parts of the tensors.
+
     Attributes:
-        pipelines: for each replica its ranks, by pipeline rank; the same on all ranks.
-        replica: which of the pipelines this rank is in.
+        pipelines: of each its ranks, by pipeline rank; the same on all ranks.
+        own: which of the pipelines this rank is in.
         device_type: of the mesh, such as "cpu"; empty without one.
+        places: of each pipeline, in the same order.
     """
 
     pipelines: tuple[tuple[int, ...], ...]
-    replica: int = 0
+    own: int = 0
     device_type: str = ""
+    places: tuple[Place, ...] = (Place(),)
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> RankLayout:
@@ -53,16 +70,21 @@ class RankLayout:
                 than those of the default process group.
         """
         names = _names(mesh)
-        ranks = mesh.mesh.tolist()
-        _check_ranks(_flat(ranks), names, mesh.shape)
-        order = sorted(range(len(names)), key=lambda at: names[at] == PIPELINE)
-        table = mesh.mesh.permute(*order)
-        length = table.shape[-1] if PIPELINE in names else 1
-        rows = table.reshape(-1, length).tolist()
-        pipelines = tuple(tuple(row) for row in rows)
-        own = dist.get_rank()
-        replica = next(number for number, row in enumerate(pipelines) if own in row)
-        return cls(pipelines, replica, mesh.device_type)
+        _check_ranks(_flat(mesh.mesh.tolist()), names, mesh.shape)
+        axes = {name: at for at, name in enumerate(names)}
+        others = [at for at, name in enumerate(names) if name != PIPELINE]
+        table = mesh.mesh.permute(*others, *(axes[name] for name in names if name == PIPELINE))
+        sizes = [mesh.shape[at] for at in others]
+        length = table.shape[-1] if PIPELINE in axes else 1
+        pipelines = tuple(tuple(row) for row in table.reshape(-1, length).tolist())
+        found = [dict(zip(others, at, strict=True)) for at in product(*map(range, sizes))]
+        places = tuple(
+            Place(*(at.get(axes.get(name, -1), 0) for name in (REPLICATE, SHARD, TENSOR)))
+            for at in found
+        )
+        rank = dist.get_rank()
+        own = next(number for number, row in enumerate(pipelines) if rank in row)
+        return cls(pipelines, own, mesh.device_type, places)
 
     @classmethod
     def alone(cls, ranks: int) -> RankLayout:
@@ -72,17 +94,65 @@ class RankLayout:
     @property
     def pipeline(self) -> tuple[int, ...]:
         """The ranks of this rank's pipeline, by pipeline rank."""
-        return self.pipelines[self.replica]
+        return self.pipelines[self.own]
+
+    @property
+    def place(self) -> Place:
+        """That of this rank's pipeline."""
+        return self.places[self.own]
 
     @property
     def replicas(self) -> int:
-        """How many pipelines train one model."""
-        return len(self.pipelines)
+        """How many copies of the model there are, each of which may be sharded."""
+        return len({place.replicate for place in self.places})
+
+    @property
+    def shares(self) -> int:
+        """Into how many shares the batch is divided."""
+        return len({place.share for place in self.places})
+
+    @property
+    def tensor_ranks(self) -> int:
+        """How many ranks share the tensors of a stage."""
+        return len({place.tensor for place in self.places})
 
     @property
     def columns(self) -> list[tuple[int, ...]]:
-        """For each pipeline rank the ranks that hold its stages, one of each replica."""
+        """For each pipeline rank all ranks at that place in their pipelines."""
         return [*zip(*self.pipelines, strict=True)]
+
+    @property
+    def copies(self) -> list[tuple[int, ...]]:
+        """All sets of ranks that hold the same parameters, one of each replica."""
+        return self._sets(lambda place: place.part)
+
+    @property
+    def shards(self) -> int:
+        """How many ranks have a shard each of the parameters of a stage."""
+        return len({place.shard for place in self.places})
+
+    @property
+    def shard_groups(self) -> list[tuple[int, ...]]:
+        """All sets of ranks that have the shards of the same parameters."""
+        return self._sets(lambda place: (place.replicate, place.tensor))
+
+    @property
+    def peers(self) -> list[tuple[int, ...]]:
+        """All sets of ranks that run one stage on shares of the batch of their own."""
+        return self._sets(lambda place: (place.tensor,))
+
+    @property
+    def tensor_groups(self) -> list[tuple[int, ...]]:
+        """All sets of ranks that share the tensors of a stage, and the same batch."""
+        return self._sets(lambda place: place.share)
+
+    def _sets(self, key: Callable[[Place], tuple[int, ...]]) -> list[tuple[int, ...]]:
+        """The ranks at one place in their pipelines, apart by ``key``, in one order on all."""
+        found: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+        for at, column in enumerate(self.columns):
+            for rank, place in zip(column, self.places, strict=True):
+                found.setdefault((at, key(place)), []).append(rank)
+        return [tuple(ranks) for ranks in found.values()]
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -110,12 +180,6 @@ def _names(mesh: Any) -> tuple[str, ...]:
         if name not in DIMENSIONS:
             raise PipelineError(
                 f"mesh dimension {name!r} is not supported; those that are: {known_dimensions()}"
-            )
-    for name, size in zip(names, mesh.shape, strict=True):
-        if name in _UNSUPPORTED and size > 1:
-            raise PipelineError(
-                f"mesh dimension {name!r} of {size} ranks: PipelineTrainer does nothing along it; "
-                f"{_UNSUPPORTED[name]}. It takes 'pp' and 'dp_replicate', in any order"
             )
     return tuple(names)
 

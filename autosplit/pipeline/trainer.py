@@ -76,7 +76,8 @@ class PipelineTrainer(StageTrainer):
             on the CPU: on a GPU, the host does not know when the device waits.
         slices: into how many parts of near-equal FLOPs a weight gradient may be cut: with
             ``early_weights`` so that it fits a wait shorter than the whole, with replicas so that
-            the first gradients are reduced while others are made.
+            the first gradients are reduced while others are made. None: one, but with replicas as
+            many as the gradients of the stage whose W ends a rank's step have buckets, up to 8.
         shapes: how many shapes the batches may have, such as a shorter last batch or several
             sequence lengths; None for any number. From the second on the graphs of stages hold for
             any size, see ``autosplit.Stage``. A whole model is cut for one shape, and
@@ -92,10 +93,15 @@ class PipelineTrainer(StageTrainer):
             process group has NCCL, else the CPU.
         ranks: how many processes take part; None means all. 1 keeps all stages in this process
             and needs no process group.
-        mesh: which ranks run one pipeline (dimension ``"pp"``) and which replicas of it
-            (``"dp_replicate"``), in any order. Each replica takes its own share of the batch, and
-            all have the mean of their gradients, as under DistributedDataParallel. All start with
-            the parameters and buffers of the first.
+        mesh: which ranks run one pipeline (dimension ``"pp"``), which replicas of it
+            (``"dp_replicate"``, and ``"dp_shard"`` of those whose parameters are sharded), and
+            which share the tensors of a stage (``"tp"``), in any order.
+            Each replica takes its own share of the batch, and all have the mean of their gradients,
+            as under DistributedDataParallel. All start with the parameters and buffers of the
+            first. A function that builds stages shards them by torch's ``fully_shard`` over
+            ``mesh["dp_shard"]``, or ``mesh["dp_replicate", "dp_shard"]``: whole in a step, sharded
+            between steps. Stages are made tensor parallel by torch's ``parallelize_module`` over
+            ``mesh["tp"]``; the ranks along it are given the same batch.
         bucket_cap_mb: MiB of gradients that replicas reduce at once. A bucket is under way as soon
             as its gradients are there, beside the weight gradients that remain.
         timeout: seconds to wait for another rank, and for each stage to be built.
@@ -119,6 +125,8 @@ class PipelineTrainer(StageTrainer):
             None means ``"exact"``. ``"concatenated"`` makes one call of those Ws of a stage that
             the schedule has next to each other on a rank.
         grad_dtype: in which dtype they are, see ``autosplit.Stage``; None means each parameter's.
+        overlap: what weight gradients hide in stages whose tensors ranks share, see
+            ``autosplit.split``; None means ``"collectives"``.
         stage_factory: makes stages in place of ``autosplit.Stage``.
 
     Raises:
@@ -158,6 +166,7 @@ class PipelineTrainer(StageTrainer):
         memory: str | int | None = None,
         accumulation: str | None = None,
         grad_dtype: torch.dtype | None = None,
+        overlap: str | None = None,
         stage_factory: StageFactory | None = None,
     ) -> None:
         factory = stage_factory_of(
@@ -166,6 +175,7 @@ class PipelineTrainer(StageTrainer):
             memory=memory,
             accumulation=accumulation,
             grad_dtype=grad_dtype,
+            overlap=overlap,
             slices=slices,
         )
         options = TrainerOptions(
@@ -180,6 +190,7 @@ class PipelineTrainer(StageTrainer):
             store=store,
             mesh=mesh,
             bucket_cap_mb=bucket_cap_mb,
+            slices_are_given=slices is not None,
             memory_limit=(
                 None
                 if memory_limit is None

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.schedule.sharding import without_sharding
 from autosplit.pipeline.validation.validate import validate
 from autosplit.torch_internals.pipelining.schedules import runtime_of
 from autosplit.torch_internals.pipelining.versions import check_names
@@ -47,7 +48,8 @@ def torch_schedule(
             "autosplit.pipeline.PipelineTrainer"
         )
     _check_stages(schedule, stages)
-    rows = [[str(action) for action in row] for row in schedule.ranks]
+    # Torch's runtime gathers and frees by itself.
+    rows = [[str(action) for action in row] for row in without_sharding(schedule).ranks]
     return runtime_of(schedule.name, rows, stages, schedule.microbatches, loss_fn, options)
 
 

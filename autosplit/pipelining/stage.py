@@ -19,6 +19,7 @@ from autosplit.runtime.specializations.call_signature import CallFlattening, Cal
 from autosplit.runtime.specializations.specialization import Specializations
 from autosplit.runtime.specializations.stage_specializations import refuse_dtensors
 from autosplit.runtime.split_options import SplitOptions
+from autosplit.sharded.stage_sharding import StageSharding
 from autosplit.torch_internals.autograd.backward_task import without_autocast
 from autosplit.torch_internals.pipelining.stage import RuntimeStage
 from autosplit.torch_internals.pytree import TreeSpec, tree_unflatten
@@ -36,7 +37,6 @@ from .forward_errors import failed_call, refused_capture
 from .gradient_scaling import StepGradients
 from .loss_boundary import LossBoundary
 from .results import Results, as_received
-from .sharding import StageSharding
 from .step import StageStep
 from .weight_gradients import DeferredWeights, WeightGradients
 

@@ -37,6 +37,7 @@ _STYLES = {
     ActionKind.BACKWARD_WEIGHT: _Style("W  backward weight", "#009E73", "white"),
     ActionKind.BACKWARD: _Style("B  full backward", "#CC79A7", "black"),
     ActionKind.RECOMPUTE: _Style("recompute", "#56B4E9", "black"),
+    ActionKind.UNSHARD: _Style("parameters gathered", "#999999", "black"),
 }
 _MOVES = {
     ActionKind.EVICT: _Style("to the partner", "#D55E00", "white"),

@@ -12,13 +12,19 @@ import torch
 from torch import Tensor
 
 
+def dtensor_class() -> Any:
+    """That of DTensors; None where nothing has imported it, so that there are none."""
+    library = sys.modules.get("torch.distributed.tensor")
+    return None if library is None else library.DTensor
+
+
 def is_dtensor(value: object) -> TypeGuard[Any]:
     """Whether a value is a DTensor; imports nothing distributed."""
     kind = type(value)
     if kind is Tensor:
         return False
-    library = sys.modules.get("torch.distributed.tensor")  # without it there is none
-    return library is not None and issubclass(kind, library.DTensor)
+    wanted = dtensor_class()
+    return wanted is not None and issubclass(kind, wanted)
 
 
 def local_tensor(tensor: Any) -> Tensor:
@@ -81,5 +87,49 @@ class Sharding:
         names = getattr(self.mesh, "mesh_dim_names", None) or range(len(self.placements))
         return list(zip(map(str, names), self.placements, strict=True))
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks of the mesh, as the default process group numbers them."""
+        return tuple(sorted(self.mesh.mesh.flatten().tolist()))
+
     def __str__(self) -> str:
         return ", ".join(f"{name}: {placement}" for name, placement in self.by_dimension())
+
+
+def like(tensor: Tensor, local: Tensor) -> Tensor:
+    """``local`` as this rank's part of what lies over ranks as ``tensor`` does; itself where that
+    is no DTensor.
+    """
+    return Sharding.of(tensor).whole(local) if is_dtensor(tensor) else local
+
+
+def lay_gradient_out(parameter: Tensor) -> None:
+    """Have the gradient of a DTensor lie over ranks as it does: a sum that ranks have parts of is
+    reduced. Its ranks take part.
+    """
+    gradient: Any = parameter.grad
+    if is_dtensor(gradient):
+        lies = Sharding.of(parameter)
+        if tuple(gradient.placements) != lies.placements:
+            with torch.no_grad():
+                parameter.grad = gradient.redistribute(lies.mesh, lies.placements)
+
+
+def laid_out(value: Any, tensor: Tensor) -> Any:
+    """A value that each rank has the whole of, as ``tensor`` lies over ranks: a DTensor of the same
+    sharding where it has its shape, else of copies; itself where that is no DTensor, or where it
+    is a single number. Nothing is sent.
+    """
+    if not (is_dtensor(tensor) and isinstance(value, Tensor) and value.dim()):
+        return value
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    lies = Sharding.of(tensor)
+    copies = [Replicate()] * len(lies.placements)
+    found: Any = distribute_tensor(
+        value.detach().to(tensor.device),
+        lies.mesh,
+        lies.placements if value.shape == lies.shape else copies,
+        src_data_rank=None,
+    )
+    return found

@@ -7,6 +7,7 @@ from collections import OrderedDict, defaultdict
 import torch
 from torch import Tensor, nn
 
+from .dtensor import local_tensor
 from .storage import distinct_storage_bytes
 
 _SIDE = 8
@@ -45,7 +46,7 @@ def _predicted(optimizer: torch.optim.Optimizer) -> int:
     for parameter, stand_in in pairs:
         for value in twin.state.get(stand_in, {}).values():
             if isinstance(value, Tensor):
-                share = parameter.numel() / stand_in.numel() if value.dim() else 1.0
+                share = local_tensor(parameter).numel() / stand_in.numel() if value.dim() else 1.0
                 total += value.numel() * value.element_size() * share
     return int(total)
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from .dtensor import local_tensor
+
 
 def versions(tensors: Iterable[Any]) -> tuple[int, ...]:
     """Autograd's version counter of each tensor; 0 for numbers."""
@@ -55,7 +57,8 @@ def storage_users(storage: torch.UntypedStorage) -> tuple[int, int]:
 def storage_sizes(
     tensors: Iterable[torch.Tensor | None],
 ) -> dict[tuple[torch.device, int], int]:
-    """Bytes of each storage behind the tensors, by where it lies; of sparse ones, the parts'."""
+    """Bytes of each storage behind the tensors, by where it lies; of sparse ones, the parts',
+    of DTensors, what this rank has."""
     storages = (part.untyped_storage() for tensor in tensors for part in _strided_parts(tensor))
     return {(each.device, each.data_ptr()): each.nbytes() for each in storages}
 
@@ -70,4 +73,4 @@ def _strided_parts(tensor: torch.Tensor | None) -> list[torch.Tensor]:
         return []
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
-    return [tensor]
+    return [local_tensor(tensor)]

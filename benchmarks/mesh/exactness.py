@@ -5,14 +5,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from autosplit.pipeline import PipelineTrainer
 from autosplit.pipeline.engine.processes.launch import launch
@@ -29,7 +33,14 @@ MESHES: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
     "dp_replicate 4": (("dp_replicate",), (4,)),
     "pp 2 x dp_replicate 4": (("pp", "dp_replicate"), (2, 4)),
     "pp 4 x dp_replicate 2": (("pp", "dp_replicate"), (4, 2)),
+    "pp 2 x dp_shard 2": (("pp", "dp_shard"), (2, 2)),
+    "dp_shard 2 x pp 2": (("dp_shard", "pp"), (2, 2)),
+    "pp 2 x dp_replicate 2 x dp_shard 2": (("pp", "dp_replicate", "dp_shard"), (2, 2, 2)),
+    "pp 2 x tp 2": (("pp", "tp"), (2, 2)),
+    "tp 2 x pp 2": (("tp", "pp"), (2, 2)),
+    "pp 2 x dp_replicate 2 x tp 2": (("pp", "dp_replicate", "tp"), (2, 2, 2)),
 }
+_ALL_MEMORY = ("pp 2 x dp_replicate 2", "pp 2 x dp_shard 2", "pp 2 x tp 2")
 SCHEDULES: dict[str, dict[str, Any]] = {
     "1f1b": {},
     "1f1b, fused": {"schedule": "1f1b", "split_backward": False},
@@ -87,9 +98,14 @@ class Block(nn.Module):
 def cases() -> Iterator[Case]:
     for mesh, (names, _) in MESHES.items():
         for schedule in SCHEDULES:
+            options = SCHEDULES[schedule]
             if schedule == "zb-v" and "pp" not in names:
                 continue
-            settings = MEMORY if mesh == next(iter(MESHES)) else MEMORY[1:2]
+            if "tp" in names and options.get("early_weights"):  # refused
+                continue
+            if "slices" in options and not {"dp_replicate", "dp_shard"} & {*names}:
+                continue
+            settings = MEMORY if mesh in _ALL_MEMORY else MEMORY[1:2]
             yield from (Case(mesh, schedule, memory) for memory in settings)
 
 
@@ -124,24 +140,27 @@ def _run(case: Case) -> dict[str, Any]:
     names, shape = MESHES[case.mesh]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     sizes: Mapping[str, int] = dict(zip(names, shape, strict=True))
-    stages, replicas = case.stages(sizes.get("pp", 1)), sizes["dp_replicate"]
-    reference, norm = _by_hand(stages, replicas)
+    shards = sizes.get("dp_shard", 1)
+    stages, replicas = case.stages(sizes.get("pp", 1)), shards * sizes.get("dp_replicate", 1)
+    reference, norm = _by_hand(stages, replicas, mesh)
     counted: list[int] = []
+    options = dict(case.options)
+    if shards == 1 and replicas > 1:
+        options["bucket_cap_mb"] = CAP_MB
     with PipelineTrainer(
-        functools.partial(stage_of, stages=stages),
+        functools.partial(_built, stages=stages, mesh=mesh),
         F.mse_loss,
         lambda parameters: torch.optim.AdamW(parameters),
         stages=stages,
         microbatches=MICROBATCHES,
         mesh=mesh,
         max_grad_norm=1e9,
-        bucket_cap_mb=CAP_MB,
-        **case.options,
+        **options,
     ) as trainer:
-        share = _share(mesh.get_local_rank("dp_replicate"))
+        share = _share(_replica(mesh))
         trainer.forward_backward(share)
         pairs = [
-            (gradient, reference[stage][name])
+            (_whole(gradient), reference[stage][name])
             for stage, own in trainer.gradients().items()
             for name, gradient in own.items()
         ]
@@ -159,32 +178,84 @@ def _run(case: Case) -> dict[str, Any]:
         "norm": found == norm,
         "grad_norm": found,
         "reductions": len(counted) / STEPS,
-        "buckets": _buckets([p for m in trainer.modules.values() for p in m.parameters()]),
+        "buckets": _groups(trainer.modules.values())
+        if shards > 1
+        else _buckets([p for m in trainer.modules.values() for p in m.parameters()])
+        if replicas > 1
+        else 0,
     }
+
+
+def _built(index: int, stages: int, mesh: DeviceMesh) -> nn.Module:
+    """A stage, shared by ranks and sharded block by block where the mesh has dimensions for it."""
+    module = stage_of(index, stages)
+    names = mesh.mesh_dim_names or ()
+    if "tp" in names:
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        for block in module:
+            parallelize_module(block, mesh["tp"], plan)
+    if "dp_shard" in names:
+        over = mesh["dp_replicate", "dp_shard"] if "dp_replicate" in names else mesh["dp_shard"]
+        for block in module:
+            fully_shard(block, mesh=over)
+        fully_shard(module, mesh=over)
+    return module
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    found: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return found
+
+
+def _replica(mesh: DeviceMesh) -> int:
+    """Which share of the batch is this rank's."""
+    number = 0
+    names = mesh.mesh_dim_names or ()
+    for name in ("dp_replicate", "dp_shard"):
+        if name in names:
+            number = number * mesh.size(names.index(name)) + mesh.get_local_rank(name)
+    return number
+
+
+def _groups(modules: Iterable[nn.Module]) -> int:
+    """So many parameter groups: the blocks, as nothing is beside them."""
+    return sum(isinstance(part, Block) for module in modules for part in module.modules())
 
 
 def _buckets(parameters: list[nn.Parameter]) -> int:
     """At least so many messages carry these gradients."""
-    return math.ceil(sum(p.nbytes for p in parameters) / (CAP_MB * 2**20))
+    own = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
+    return math.ceil(sum(p.nbytes for p in own) / (CAP_MB * 2**20))
 
 
 class _counting:  # noqa: N801
-    """Notes the elements of every all-reduce of gradients inside."""
+    """Notes the elements of every all-reduce of gradients inside, or of every reduce-scatter: of
+    copies of shards, an all-reduce follows each.
+    """
 
     def __init__(self, found: list[int]) -> None:
         self._found = found
+        self._all_reduced: list[int] = []
         self._reduce = dist.all_reduce
+        self._scatter: Any = DefaultReduceScatter.__call__
 
     def __enter__(self) -> None:
         def all_reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
             if tensor.dtype == torch.float32 and tensor.numel() > 1:
-                self._found.append(tensor.numel())
+                self._all_reduced.append(tensor.numel())
             return self._reduce(tensor, *args, **kwargs)
 
+        def reduce_scatter(call: Any, output_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            self._found.append(output_tensor.numel())
+            return self._scatter(call, output_tensor, *args, **kwargs)
+
         dist.all_reduce = all_reduce
+        setattr(DefaultReduceScatter, "__call__", reduce_scatter)  # noqa: B010
 
     def __exit__(self, *_: object) -> None:
         dist.all_reduce = self._reduce
+        setattr(DefaultReduceScatter, "__call__", self._scatter)  # noqa: B010
+        self._found[:] = self._found or self._all_reduced
 
 
 def _share(replica: int) -> tuple[Tensor, Tensor]:
@@ -195,9 +266,13 @@ def _share(replica: int) -> tuple[Tensor, Tensor]:
     )
 
 
-def _by_hand(stages: int, replicas: int) -> tuple[list[dict[str, Tensor]], float]:
-    """Gradients by stage and name, each the mean over the replicas' shares, and their norm."""
-    modules = [stage_of(index, stages) for index in range(stages)]
+def _by_hand(stages: int, replicas: int, mesh: DeviceMesh) -> tuple[list[dict[str, Tensor]], float]:
+    """Gradients by stage and name, each the mean over the replicas' shares, and their norm. Where
+    ranks share tensors, they do so here, too, with all stages on each of them.
+    """
+    shared = "tp" in (mesh.mesh_dim_names or ())
+    make = functools.partial(_built, stages=stages, mesh=mesh["tp"] if shared else mesh)
+    modules = [make(index) if shared else stage_of(index, stages) for index in range(stages)]
     model = nn.Sequential(*modules)
     sums: list[Tensor] = []
     for replica in range(replicas):
@@ -205,16 +280,12 @@ def _by_hand(stages: int, replicas: int) -> tuple[list[dict[str, Tensor]], float
         inputs, targets = (part.chunk(MICROBATCHES) for part in _share(replica))
         for x, y in zip(inputs, targets, strict=True):
             (F.mse_loss(model(x), y) / MICROBATCHES).backward()
-        own = [p.grad for p in model.parameters() if p.grad is not None]
+        own = [_whole(p.grad) for p in model.parameters() if p.grad is not None]
         sums = [a + b for a, b in zip(sums, own, strict=True)] if sums else own
     means = [each / replicas for each in sums]
-    for parameter, mean in zip(model.parameters(), means, strict=True):
-        parameter.grad = mean
-    squares = [torch.linalg.vector_norm(g, dtype=torch.float64).item() ** 2 for g in means]
-    found = [
-        {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
-        for module in modules
-    ]
+    squares = [x * x for g in means for x in g.double().flatten().tolist()]
+    left = iter(means)
+    found = [{name: next(left) for name, _ in module.named_parameters()} for module in modules]
     return found, math.sqrt(math.fsum(squares))
 
 
@@ -237,7 +308,8 @@ def render(rows: Rows) -> str:
                 f"{max(row['buckets'] for row in mine):g}",
             ]
         )
-    two = {norm for row in rows if row["replicas"] == 2 for norm in row["norms"]}
+    alike = [row for row in rows if row["replicas"] == 2 and "tp" not in row["mesh"]]
+    two = {norm for row in alike for norm in row["norms"]}
     headers = [
         *("mesh", "schedule", "memory", "bit for bit", "largest difference"),
         *("norm bit for bit", "norms seen", "reductions a step", "buckets, at least"),

@@ -6,7 +6,7 @@ import dataclasses
 
 from ..part import Part, fill
 from ..results import Results
-from . import exactness, hidden
+from . import exactness, hidden, parameters
 
 _PAGE = """\
 # Meshes: pipelines with replicas
@@ -38,9 +38,21 @@ PARTS: dict[str, Part[Settings]] = {
         "and so are the bits; with four, Gloo adds in another order. The model is one of eight "
         "blocks, cut into 2, 4 or 8 stages; the norm is held against that of one process. A "
         "reduction is an all-reduce of gradients; each bucket is reduced once a step, and a "
-        "stage's buckets are at most 0.05 MiB, or one parameter.",
+        "stage's buckets are at most 0.05 MiB, or one parameter. Along dp_shard, fully_shard has "
+        "sharded each block: a reduction is a reduce-scatter, of which there is one for each "
+        "block of a rank. Along tp, ranks share each block's products, and the process that "
+        "gradients are held against is one of as many ranks along tp, with all stages on each.",
         lambda settings: exactness.measure(settings.only),
         exactness.render,
+    ),
+    "parameters": Part(
+        "Memory of sharded parameters",
+        "The most bytes of parameters that a rank holds at once in a step, gathered ones and its "
+        "shards, counted by storage at each F, I, W and B: beside FSDP2 with torch's own stage "
+        "under the torch schedule of the same name. Stages of eight blocks, ZeRO-2 over "
+        "microbatches. The goal is 1.05 times as many at most; what misses it is bold.",
+        lambda settings: parameters.measure(settings.only),
+        parameters.render,
     ),
     "hidden": Part(
         "Reductions behind W",

@@ -17,7 +17,7 @@ KNOWN = "'pp' (the stages of one pipeline), 'dp_replicate' (replicas of it, each
 SAID = {
     "ep": f"mesh dimension 'ep' is not supported; those that are: {KNOWN}",
     "nameless": "the dimensions of the mesh of (2, 2) ranks have no names: init_device_mesh(",
-    "tp": "mesh dimension 'tp' of 2 ranks: PipelineTrainer does nothing along it; stages of",
+    "tp": "the mesh has 2 ranks along 'tp', and no parameter of any stage is shared by them",
     "half": "the mesh (pp=2) is of 2 ranks, [0, 1], and the process group has 4, 0 to 3",
     "no mesh": "mesh is a DeviceMesh of torch.distributed.device_mesh; got a str",
     "ranks": "ranks=2 has no effect beside mesh, which says who takes part",

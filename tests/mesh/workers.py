@@ -8,7 +8,7 @@ import itertools
 import math
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -92,11 +92,15 @@ def by_hand(
             there = [part for part in parts if part is not None]
             parameter.grad = None if not there else sum(there[1:], there[0]) / replicas
         grads = [p.grad for p in model.parameters() if p.grad is not None]
-        squares = [torch.linalg.vector_norm(g, dtype=torch.float64).item() ** 2 for g in grads]
-        norm = math.sqrt(math.fsum(squares))
+        norm = norm_of(grads)
         if step + 1 < steps:
             optimizer.step()
     return model, losses, norm
+
+
+def norm_of(grads: Iterable[Tensor]) -> float:
+    """The norm of gradients, with one rounding behind the squares' and one behind their sum."""
+    return math.sqrt(math.fsum(x * x for g in grads for x in g.double().flatten().tolist()))
 
 
 def agrees(made: PipelineTrainer, model: nn.Sequential) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from autosplit.checkpoint.storage.plain_values import packed, plain
 from autosplit.errors import CheckpointError
+from autosplit.torch_internals.dtensor import laid_out
 
 _PER_GROUP = ("params", "param_names")
 
@@ -103,7 +104,8 @@ def restore_optimizer(
         for parameter in group["params"]:
             name = names[id(parameter)]
             # Copies of a tied parameter have one name, and each needs a state of its own.
-            state[number] = copy.deepcopy(known.get(f"state.{name}", {}))
+            found = copy.deepcopy(known.get(f"state.{name}", {}))
+            state[number] = {key: laid_out(value, parameter) for key, value in found.items()}
             options = options or known.get(f"param_groups.{name}", {})
             numbers.append(number)
             number += 1

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 
-from autosplit.pipeline.engine.messages.process_groups import Groups
+from autosplit.pipeline.engine.messages.control import Control
 
 
 class _StagedWriter(FileSystemWriter):
@@ -28,13 +28,13 @@ class _StagedWriter(FileSystemWriter):
         super().finish(metadata, results)
 
 
-def write_tensors(state: Mapping[str, Any], folder: Path, groups: Groups) -> str | None:
+def write_tensors(state: Mapping[str, Any], folder: Path, ranks: Control) -> str | None:
     """Write what the ranks have; collective over them.
 
     Args:
         state: of this rank.
         folder: for all ranks.
-        groups: the ranks.
+        ranks: all of them.
 
     Returns:
         What this rank could not do; None if it could.
@@ -42,11 +42,10 @@ def write_tensors(state: Mapping[str, Any], folder: Path, groups: Groups) -> str
     Raises:
         LostPeerError: some rank did not take part.
     """
-    ranks = groups.everybody
     alone = ranks.ranks == 1
     group = None if alone else ranks.group
     try:
-        with groups.losing("the other ranks"), unworried():
+        with ranks.losing("the other ranks"), unworried():
             save(
                 dict(state),
                 storage_writer=_StagedWriter(folder),

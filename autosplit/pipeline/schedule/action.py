@@ -31,6 +31,8 @@ class ActionKind(enum.Enum):
     AWAIT = "AWAIT"
     RECOMPUTE = "RECOMPUTE"
     REDUCE_GRAD = "REDUCE_GRAD"
+    UNSHARD = "UNSHARD"
+    RESHARD = "RESHARD"
 
     # Members are one of a kind; Enum would hash their names in Python, for each action looked up.
     __hash__ = object.__hash__
@@ -55,18 +57,25 @@ class ActionKind(enum.Enum):
 
     @property
     def is_whole(self) -> bool:
-        """True for REDUCE_GRAD, which is of a whole stage and of no microbatch: that is 0."""
+        """True for REDUCE_GRAD, UNSHARD and RESHARD, which are of a whole stage and of no
+        microbatch: that is 0.
+        """
         return self in _WHOLE
+
+    @property
+    def is_sharding(self) -> bool:
+        """True for UNSHARD and RESHARD: a stage's sharded parameters are gathered, and freed."""
+        return self in _SHARDING
 
     @property
     def is_beside(self) -> bool:
         """True for what a rank does while it computes: moves and reductions."""
-        return self.is_move or self in _WHOLE
+        return self.is_move or self is ActionKind.REDUCE_GRAD
 
     @property
     def is_scheduled(self) -> bool:
         """True for all kinds that a schedule lists; sends, receives and reductions follow."""
-        return self in _COMPUTE or self in _MEMORY
+        return self in _COMPUTE or self in _MEMORY or self in _SHARDING
 
 
 DEPARTURES = frozenset({ActionKind.EVICT, ActionKind.RETURN, ActionKind.OFFLOAD})
@@ -83,7 +92,8 @@ _COMPUTE = frozenset(
     }
 )
 _MEMORY = DEPARTURES | ARRIVALS | {ActionKind.AWAIT, ActionKind.RECOMPUTE}
-_WHOLE = frozenset({ActionKind.REDUCE_GRAD})
+_SHARDING = frozenset({ActionKind.UNSHARD, ActionKind.RESHARD})
+_WHOLE = _SHARDING | {ActionKind.REDUCE_GRAD}
 _KINDS = {kind.value: kind for kind in ActionKind}
 _TEXT = re.compile(r"(0|[1-9][0-9]{0,8})([A-Z_]+)(0|[1-9][0-9]{0,8})?")
 

@@ -34,6 +34,7 @@ def simulate(
     slices: Slices = 1,
     memory: Sequence[StageMemory] | None = None,
     reductions: Reductions | None = None,
+    gathers: Sequence[float] | None = None,
 ) -> Timeline:
     """Discrete-event simulation of one step.
 
@@ -58,6 +59,8 @@ def simulate(
         memory: per stage, what it keeps of a microbatch, of which moves between ranks or to the
             host take as much; needed where their links have a bandwidth.
         reductions: what replicas of the pipeline reduce; None: there is one pipeline.
+        gathers: per stage, seconds of its UNSHARD, in which its rank does nothing else; None: it
+            takes no time. A RESHARD takes none.
 
     Returns:
         The timeline, from time 0, spans sorted by start, then rank. The span of a move is the time
@@ -80,7 +83,7 @@ def simulate(
     feeds = None if wiring is None else Feeds(schedule.stages, wiring)
     graph, rows = StepGraph(schedule, feeds=feeds, transfer=transfer), rows_of(schedule)
     lanes = add_lanes(graph, schedule, rows, ways(schedule, transfer, memory))
-    seconds = _Seconds(graph, duration, lanes)
+    seconds = _Seconds(graph, duration, lanes, gathers)
     return run_step(
         schedule,
         graph,
@@ -124,7 +127,7 @@ def run_step(
         Span(rank, graph.actions[number], start, end)
         for rank, each in enumerate(ran)
         for number, start, end in each
-        if graph.actions[number].kind.is_compute
+        if graph.actions[number].kind.is_compute or graph.actions[number].kind is ActionKind.UNSHARD
     ]
     spans += [Span(*each) for each in lanes.spans(run.starts)]
     if reductions is not None:
@@ -162,16 +165,26 @@ class _Seconds(dict[int, float]):
     Missing and impossible ones are refused.
     """
 
-    def __init__(self, graph: StepGraph, duration: Durations, lanes: Lanes) -> None:
+    def __init__(
+        self,
+        graph: StepGraph,
+        duration: Durations,
+        lanes: Lanes,
+        gathers: Sequence[float] | None,
+    ) -> None:
         super().__init__(lanes.took)
+        self._gathers = gathers
         self._actions = graph.actions
         self._duration = duration
 
     def __missing__(self, number: int) -> float:
         action, duration = self._actions[number], self._duration
-        if not action.kind.is_compute:
+        gathers = self._gathers if action.kind is ActionKind.UNSHARD else None
+        if not action.kind.is_compute and gathers is None:
             return 0.0
-        if isinstance(duration, Mapping):
+        if gathers is not None:
+            value = gathers[action.stage]
+        elif isinstance(duration, Mapping):
             key = (action.stage, action.kind)
             if key not in duration:
                 raise ScheduleError(

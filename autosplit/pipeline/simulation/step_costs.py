@@ -31,10 +31,11 @@ class Costs:
         early_weights: whether Ws run in every wait, as a trainer's ``early_weights`` has them.
         slices: how Ws are cut for that, see ``simulate``.
         reductions: what replicas of the pipeline reduce; None: there is one pipeline.
+        gathers: per stage, seconds of an UNSHARD; None: they take no time.
 
     Raises:
-        ScheduleError: no stage; times, memory, full and wiring of different numbers of stages; or
-            slices without ``early_weights``.
+        ScheduleError: no stage; times, memory, full, gathers and wiring of different numbers of
+            stages; or slices without ``early_weights``.
     """
 
     times: Sequence[tuple[float, float, float]]
@@ -45,6 +46,7 @@ class Costs:
     early_weights: bool = False
     slices: Slices = 1
     reductions: Reductions | None = None
+    gathers: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
         if not self.times or len(self.times) != len(self.memory):
@@ -56,6 +58,11 @@ class Costs:
             raise ScheduleError(
                 f"expected the seconds of a B of each of {len(self.times)} stages, got "
                 f"{len(self.full)}"
+            )
+        if self.gathers is not None and len(self.gathers) != len(self.times):
+            raise ScheduleError(
+                f"expected the seconds of an UNSHARD of each of {len(self.times)} stages, got "
+                f"{len(self.gathers)}"
             )
         if self.wiring is not None and self.wiring.stages != len(self.times):
             raise ScheduleError(
@@ -99,10 +106,15 @@ class Costs:
                 self.reductions,
                 bytes=[each / chunks for each in self.reductions.bytes for _ in range(chunks)],
             ),
+            gathers=self.gathers
+            and [each / chunks for each in self.gathers for _ in range(chunks)],
         )
 
     def seconds(self, action: Action) -> float:
         """How long ``action`` takes."""
+        if action.kind.is_sharding:
+            gathers = self.gathers if action.kind is ActionKind.UNSHARD else None
+            return 0.0 if gathers is None else gathers[action.stage]
         forward, inputs, weights = self.times[action.stage]
         if action.kind in (ActionKind.FORWARD, ActionKind.RECOMPUTE):
             return forward
@@ -127,6 +139,7 @@ class Costs:
             slices=self.slices,
             memory=self.memory,
             reductions=self.reductions,
+            gathers=self.gathers,
         )
 
     def peaks(self, schedule: Schedule, timeline: Timeline) -> list[float]:

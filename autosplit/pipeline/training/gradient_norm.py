@@ -1,26 +1,14 @@
-"""The gradient norm of a model that is spread over ranks: the same bits however it is cut."""
+"""Clipping of a model's gradients, whose norm all ranks know."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-_AT_ONCE = 2**22  # elements that are converted at once, to 32 MiB
-
-
-def squared_norms(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """The sum of squares of each gradient, 0 without one; shape [parameters], float64, on the CPU.
-
-    Each is a number of its parameter alone, whatever else is on its rank.
-    """
-    squares = [_squared(p.grad) if p.grad is not None else None for p in parameters]
-    found = torch.zeros(len(squares), dtype=torch.float64, device="cpu")
-    there = [at for at, each in enumerate(squares) if each is not None]
-    if there:
-        found[there] = torch.stack([each for each in squares if each is not None]).cpu()
-    return found
+from autosplit.torch_internals.dtensor import local_tensor
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, norm: float) -> None:
@@ -29,7 +17,13 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, norm: fl
     The same rule as ``torch.nn.utils.clip_grad_norm_``, applied to this rank's share.
     """
     total: Tensor = torch.tensor(norm)
-    torch.nn.utils.clip_grads_with_norm_(list(parameters), max_norm, total)
+    # Of DTensors this rank's parts, which the plain number can be multiplied with.
+    parts: Any = [_Part(local_tensor(each.grad)) for each in parameters if each.grad is not None]
+    torch.nn.utils.clip_grads_with_norm_(parts, max_norm, total)
+
+
+class _Part(NamedTuple):
+    grad: Tensor
 
 
 def leaves_alone(max_norm: float, norm: float) -> bool:
@@ -38,14 +32,3 @@ def leaves_alone(max_norm: float, norm: float) -> bool:
     The formula is that of ``torch.nn.utils.clip_grads_with_norm_``, in its precision.
     """
     return bool(max_norm / (torch.tensor(norm) + 1e-6) >= 1.0)
-
-
-def _squared(gradient: Tensor) -> Tensor:
-    values = gradient.detach()
-    if values.layout is not torch.strided:  # of a sparse embedding
-        values = values.coalesce().values()
-    if values.is_complex():
-        values = torch.view_as_real(values.resolve_conj())
-    parts = values.reshape(-1).split(_AT_ONCE)
-    norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
-    return torch.stack(norms).square().sum()

@@ -31,6 +31,7 @@ class TrainerOptions:
     Attributes:
         schedule: the schedule that is asked for.
         factory: makes a stage of a module.
+        slices_are_given: whether the user has said into how many slices Ws are cut.
 
     Raises:
         PipelineError: a value that cannot be, or an option without effect.
@@ -48,6 +49,7 @@ class TrainerOptions:
     memory_limit: int | None = None
     mesh: DeviceMesh | None = None
     bucket_cap_mb: float = CAP / 2**20
+    slices_are_given: bool = False
 
     def __post_init__(self) -> None:
         norm = self.max_grad_norm
@@ -64,10 +66,17 @@ class TrainerOptions:
                 "allows any number"
             )
         slices = self.factory.slices if isinstance(self.factory, SplitStage) else 1
-        if slices > 1 and not self.early_weights and self.replicas == 1:
+        layout = self._layout or RankLayout.alone(1)
+        if slices > 1 and not self.early_weights and layout.shares == 1:
             raise PipelineError(
                 f"slices={slices} has no effect without early_weights=True or a mesh with "
-                "'dp_replicate'"
+                "'dp_replicate' or 'dp_shard'"
+            )
+        if self.early_weights and layout.tensor_ranks > 1:
+            raise PipelineError(
+                "early_weights=True runs weight gradients whenever a message is late, and ranks "
+                "along 'tp' must run their collectives in one order: leave it out; within a stage, "
+                "overlap='collectives' hides them behind weight gradients"
             )
         if self.mesh is not None and self.schedule.ranks is not None:
             raise PipelineError(
@@ -77,8 +86,16 @@ class TrainerOptions:
             raise PipelineError(
                 f"bucket_cap_mb is a positive number of MiB; got {self.bucket_cap_mb}"
             )
-        if self.bucket_bytes != CAP and self.replicas == 1:
-            raise PipelineError("bucket_cap_mb has no effect without a mesh with 'dp_replicate'")
+        if self.bucket_bytes != CAP and (layout.replicas == 1 or layout.shards > 1):
+            raise PipelineError(
+                "bucket_cap_mb has no effect without a mesh with 'dp_replicate', nor with "
+                "'dp_shard': what one call of fully_shard names is reduced at once"
+            )
+        if self.memory_limit is not None and layout.shards > 1:
+            raise PipelineError(
+                "memory_limit counts parameters as each rank holds them between steps, and those "
+                "that are sharded along 'dp_shard' are gathered in a step: leave one of the two out"
+            )
         if self.memory_limit is not None and (self.shapes or 1) > 1:
             raise PipelineError(
                 f"memory_limit is for batches of one shape, and shapes={self.shapes} of them may "
@@ -93,11 +110,6 @@ class TrainerOptions:
     def bucket_bytes(self) -> int:
         """Bytes of a bucket of gradients that replicas reduce at once."""
         return max(1, int(self.bucket_cap_mb * 2**20))
-
-    @property
-    def replicas(self) -> int:
-        """How many pipelines train the model."""
-        return 1 if self._layout is None else self._layout.replicas
 
     def layout(self, stages: int) -> RankLayout:
         """Which ranks hold so many stages.
@@ -122,6 +134,15 @@ class TrainerOptions:
             cut: whether the stages are those of a whole model, which is cut for one.
         """
         return 1 if cut or self.memory_limit is not None else self.shapes
+
+    @property
+    def chooses_slices(self) -> bool:
+        """Whether Ws may be cut so that their gradients are reduced early, where that can help:
+        the user has not said how, and nothing else depends on whole Ws.
+        """
+        factory = self.factory
+        whole = isinstance(factory, SplitStage) and factory.accumulation == "concatenated"
+        return not (self.slices_are_given or whole or self.early_weights or self.tunes)
 
     @property
     def tunes(self) -> bool:

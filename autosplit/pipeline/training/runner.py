@@ -20,7 +20,11 @@ from autosplit.pipeline.engine.execution.microbatch import Batch, Microbatches
 from autosplit.pipeline.engine.execution.mode import Mode
 from autosplit.pipeline.engine.execution.mode_by_shape import Modes
 from autosplit.pipeline.engine.execution.recorder import Recorder, recorder_on
-from autosplit.pipeline.engine.execution.stage_assembly import TrainableStage
+from autosplit.pipeline.engine.execution.stage_assembly import (
+    SplitStage,
+    StageFactory,
+    TrainableStage,
+)
 from autosplit.pipeline.engine.faults.first_error import Guard, LostPeerError
 from autosplit.pipeline.engine.memory.host_store import HostStore, measure_store
 from autosplit.pipeline.engine.messages.link_times import measure_transfer
@@ -36,12 +40,16 @@ from autosplit.pipeline.schedule.wiring import Feeds
 from autosplit.pipeline.simulation.timeline import Span
 from autosplit.pipeline.simulation.transfer import Link
 from autosplit.pipeline.training.agreement.batch_agreement import check_same_batch
-from autosplit.pipeline.training.agreement.batch_contents import compare_contents
+from autosplit.pipeline.training.agreement.batch_contents import compare_contents, summary_of
 from autosplit.pipeline.training.memory.limited_schedule import LimitTuner
 from autosplit.pipeline.training.memory.rank_ledger import MEMORY, RankLedger, Record
 from autosplit.pipeline.training.memory.rank_prediction import RankPrediction
 from autosplit.pipeline.training.replicas.gradient_completion import completion_of, publish_part
 from autosplit.pipeline.training.replicas.model_replicas import Completion
+from autosplit.pipeline.training.replicas.reduction_slices import (
+    SlicedByReductions,
+    slices_by_stage,
+)
 from autosplit.pipeline.training.state.rank_state import RankState
 from autosplit.pipeline.training.state.snapshot import ForwardState
 from autosplit.stage import Stage
@@ -127,9 +135,10 @@ class Runner:
             self.schedule,
             self._feeds,
             setup.loss_fn,
-            setup.factory,
+            self._factory(setup, options),
             autocast=options.autocast,
             device=device,
+            sharded=held.sharded,
         )
         self.stages: Mapping[int, TrainableStage] = MappingProxyType({})
         self.spans: list[Span] = []
@@ -145,6 +154,15 @@ class Runner:
     def settled(self) -> bool:
         """Whether no more steps are measured for another schedule."""
         return self._tuner is None
+
+    def _factory(self, setup: TrainingSetup, options: TrainerOptions) -> StageFactory:
+        """That of the options; with slices for what is reduced early, where they name none."""
+        factory, replicas = setup.factory, self._held.replicas
+        early = replicas.reduces and replicas.reduces_early and self._device.type == "cpu"
+        if not early or not options.chooses_slices or not isinstance(factory, SplitStage):
+            return factory
+        counts = slices_by_stage(self.schedule, self._groups.rank, replicas.reductions_by_stage)
+        return SlicedByReductions(factory, counts)
 
     def _tuner_for(self, setup: TrainingSetup, options: TrainerOptions) -> Tuner | None:
         if not options.tunes:
@@ -237,6 +255,7 @@ class Runner:
             else:
                 losses = self._run_once(run, reduced)
         self._settled()
+        self._held.sharded.free_all()
         self._held.replicas.equalise_buffers()
         if recorder is not None:
             recorder.note(self._held.replicas.spans)
@@ -245,7 +264,7 @@ class Runner:
         self._own_ledger = ledger
         if self._tuner is not None:
             self._tune(self._tuner)
-        return self._agree(mode, losses, clipping=clipping)
+        return self._agree(mode, losses, parts, clipping=clipping)
 
     def _completion(self, stage: int, part: int) -> Completion:
         """What is complete with a slice of W; names are for replicas, which are rarely there."""
@@ -309,9 +328,10 @@ class Runner:
         with self._held.steady():
             losses = executor.run(inputs, targets)
         self._settled()
+        self._held.sharded.free_all()
         self._held.replicas.equalise_buffers()
         mode.announce_loss(losses)
-        return self._agree(mode, losses, clipping=False)
+        return self._agree(mode, losses, _tensors(inputs, targets), clipping=False)
 
     def _split(self, mode: Mode, batch: Batch | None) -> tuple[Microbatches, Microbatches]:
         """Cut a batch; the first of a mode must be the same on all ranks, like which all are."""
@@ -359,12 +379,13 @@ class Runner:
         """Forget the gradients of a run, which was on wrong weights."""
         before = [p.grad for p in self._held.parameters]
         self._publish()
+        self._held.sharded.forget()
         for parameter, gradient in zip(self._held.parameters, before, strict=True):
             parameter.grad = gradient
 
     def _make_mode(self, name: str, schedule: Schedule, order: Order, shape: str) -> Mode:
         # Sums beside other messages have run over Gloo only.
-        several = schedule.mirror is not None or self._groups.layout.replicas > 1
+        several = schedule.mirror is not None or self._held.replicas.reduces_early
         early = several and self._device.type == "cpu"
         return Mode(
             f"{name} {shape}",
@@ -376,6 +397,7 @@ class Runner:
             order,
             finished=self._finished if early else None,
             store=self._store,
+            shards=self._held.sharded,
         )
 
     def _tune(self, tuner: Tuner) -> None:
@@ -392,8 +414,16 @@ class Runner:
         make = partial(self._make_mode, "train", schedule, self._order)
         self._train.reschedule(schedule, make)
 
-    def _agree(self, mode: Mode, losses: Mapping[int, Tensor], *, clipping: bool) -> Agreement:
-        """Start to make losses and gradient norm known to all."""
+    def _agree(
+        self,
+        mode: Mode,
+        losses: Mapping[int, Tensor],
+        batch: Sequence[Tensor | None],
+        *,
+        clipping: bool,
+    ) -> Agreement:
+        """Start to make losses and gradient norm known to all, and what this rank took."""
+        shares_tensors = self._groups.layout.tensor_ranks > 1
         squares = self._held.squares() if clipping else None
         return Agreement(
             self._groups,
@@ -401,6 +431,7 @@ class Runner:
             losses,
             count=self.schedule.microbatches,
             squares=squares,
+            batch=summary_of(batch) if shares_tensors else 0,
             dtype=mode.loss_dtype,
         )
 

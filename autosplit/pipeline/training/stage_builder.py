@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from autosplit.pipeline.engine.execution.stage_assembly import (
 )
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
+from autosplit.pipeline.training.replicas.sharded_stages import ShardedStages
 from autosplit.stage import Stage
 
 from .stage_modules import LossFunction, complete
@@ -34,6 +36,7 @@ class StageBuilder:
         factory: makes a stage of a module.
         autocast: the dtype to run everything in, if any.
         device: where the stages run.
+        sharded: the stages that are sharded.
     """
 
     def __init__(
@@ -46,7 +49,9 @@ class StageBuilder:
         *,
         autocast: torch.dtype | None,
         device: torch.device,
+        sharded: ShardedStages,
     ) -> None:
+        self._sharded = sharded
         self._modules = modules
         self._schedule = schedule
         self._feeds = feeds
@@ -82,10 +87,11 @@ class StageBuilder:
         may hold for these sizes, too.
         """
         known = self._stages.get(index)
-        if known is not None and known.takes(args):
-            known.prepare(args)
-            return known
-        made = self._factory(module, args, index=index)
+        with self._sharded.gathered(index):
+            if known is not None and known.takes(args):
+                known.prepare(args)
+                return known
+            made = self._factory(module, args, index=index)
         if isinstance(made, Stage):
             self._stages[index] = made
         return made
@@ -93,7 +99,12 @@ class StageBuilder:
     def evaluate(self, mode: Mode, batch: Batch | None) -> Executor:
         """Put the modules themselves into an evaluating mode."""
         stages = {
-            index: ModuleStage(module, index, self._feeds.shared_places(index))
+            index: ModuleStage(
+                module,
+                index,
+                self._feeds.shared_places(index),
+                partial(self._sharded.gather, index),
+            )
             for index, module in self._complete(batch).items()
         }
         return mode.prepare(stages)

@@ -14,6 +14,7 @@ from autosplit.errors import PipelineError
 from autosplit.pipeline.engine.execution.microbatch import Part
 from autosplit.pipeline.schedule.wiring import Wiring
 from autosplit.pipeline.training.state.tied_parameters import Holder
+from autosplit.torch_internals.dtensor import dtensor_class
 
 LossFunction: TypeAlias = Callable[[Any, Any], Tensor]
 _NUMBERS = (Number, torch.SymInt, torch.SymFloat, torch.SymBool)  # the latter in a capture
@@ -172,11 +173,14 @@ class WithLoss(nn.Module):
         self.loss_fn = loss_fn
         self._plain = targets is None
         self._targets = 1 if targets is None else targets
+        self._dtensor = dtensor_class()
 
     def forward(self, *args: Tensor) -> Any:
         cut = len(args) - self._targets
         output = self.module(*args[:cut])
         loss: Any = self.loss_fn(output, args[cut] if self._plain else args[cut:])
+        if self._dtensor is not None and isinstance(loss, self._dtensor):  # of loss_parallel
+            loss = loss.full_tensor()
         # An error raised here would come out as one of tracing: ``check_loss`` sees no tensor.
         if torch.compiler.is_compiling() and (loss is None or isinstance(loss, _NUMBERS)):
             return ()

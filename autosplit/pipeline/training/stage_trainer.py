@@ -12,11 +12,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from autosplit.errors import PipelineError
+from autosplit.errors import AutosplitError, PipelineError
 from autosplit.mesh.dimensions import RankLayout
 from autosplit.pipeline.engine.execution.evaluation import eval_mode
 from autosplit.pipeline.engine.execution.microbatch import Batch
-from autosplit.pipeline.engine.execution.stage_assembly import TrainableStage
+from autosplit.pipeline.engine.execution.stage_assembly import SplitStage, TrainableStage
 from autosplit.pipeline.engine.faults.first_error import Board, Guard
 from autosplit.pipeline.engine.faults.watch import watch_over
 from autosplit.pipeline.engine.messages.nccl import await_device
@@ -80,6 +80,7 @@ class StageTrainer:
     ) -> None:
         self.shared_parameters = union_of_groups(setup.stages.shared, shared_parameters)
         self.record = record
+        self._ends: list[Callable[[], None]] = []
         self.device = choose_device(device, setup.layout)
         self._clipping = options.max_grad_norm is not None
         self.mesh = options.mesh
@@ -100,6 +101,8 @@ class StageTrainer:
                 settled,
                 options.bucket_bytes,
             )
+            if not isinstance(setup.factory, SplitStage):
+                self._held.sharded.refuse_factory(setup.factory)
             self.modules = self._held.modules
             parameters = self._held.parameters
             self.optimizer = optimizer_fn(parameters) if parameters else None
@@ -150,7 +153,7 @@ class StageTrainer:
             "early_weights": options.early_weights,
             "mesh": self._groups.layout.pipelines,
             "bucket_cap_mb": options.bucket_cap_mb,
-            **factory_options(setup.factory),
+            **factory_options(setup.factory, shared=setup.layout.tensor_ranks > 1),
         }
 
     @property
@@ -364,11 +367,35 @@ class StageTrainer:
             self._update.confirm()
             yield self._groups
 
+    def finish(self, end: Callable[[], None] | None = None) -> None:
+        """Wait for what was begun beside the steps, such as a save, and raise what went wrong.
+
+        Args:
+            end: waits for something that begins now, which is to be waited for in the next call.
+        """
+        ends, self._ends = self._ends, []
+        with contextlib.ExitStack() as stack:  # all of them, whichever fails
+            for each in ends:
+                stack.callback(each)
+        if end is not None:
+            self._ends.append(end)
+
     def close(self) -> None:
-        """Give back the process groups. All ranks should be done."""
+        """Give back the process groups. All ranks should be done.
+
+        Raises:
+            CheckpointError: a save that was begun beside the steps has failed, and nobody waited.
+        """
         self._settle()
+        try:
+            self.finish()
+        finally:
+            self._give_back()
+
+    def _give_back(self) -> None:
         if self._watch is not None:
             self._watch.leave("closed its trainer")
+        self._held.sharded.close()
         self._groups.destroy()
         self._guard.close()
 
@@ -383,6 +410,8 @@ class StageTrainer:
     ) -> None:
         if error is not None:
             self._guard.left(error)
+            with contextlib.suppress(AutosplitError):  # of a save; the first cause is on its way
+                self.finish()
         self.close()
 
     def _run(self, batch: Batch | None) -> Agreement:
@@ -398,4 +427,6 @@ class StageTrainer:
         self._update.take_back()
         if self._watch is not None:
             self._watch.stop()
+        if "_held" in self.__dict__:  # the fault may have come before
+            self._held.sharded.close()
         self._groups.close()

@@ -1,7 +1,8 @@
 """Schedules as CSV files of torch.distributed.pipelining, in and out.
 
 A line is a rank, a cell an action in the text form of ``Action``. In the form ``"compute_only"``
-empty cells are waits; ``"compute_comms"`` lists sends and receives as well. Both are torch's, which
+empty cells are waits; ``"compute_comms"`` lists sends and receives as well, and where sharded
+parameters are gathered and freed, which torch places itself in the other. Both are torch's, which
 knows no actions of memory; ``"with_memory"`` is ours and holds those, and as ``0MOVED4096`` in the
 first row how many bytes of each microbatch stage 0 moves at most (see ``Schedule.moved``). Torch's
 ``_PipelineScheduleRuntime._load_csv`` reads both; from 2.15 on it wants ``0WAIT_SEND_F1`` for
@@ -22,6 +23,7 @@ from autosplit.errors import ScheduleError
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.schedule import LARGEST, Schedule
 from autosplit.pipeline.schedule.sends import add_communication
+from autosplit.pipeline.schedule.sharding import without_sharding
 from autosplit.text.names import few
 from autosplit.text.reading import read_text
 from autosplit.text.writing import writing
@@ -35,9 +37,9 @@ FORMATS = (*TORCH_FORMATS, "with_memory")
 _SENDS = (ActionKind.SEND_F, ActionKind.SEND_B)
 _BACKWARDS = (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD)
 
-# Actions of FSDP, in which a schedule of ours has no part, and the ends of sends, which an engine
-# of ours waits for by itself.
-_LEFT_OUT = re.compile(r"[0-9]+(UNSHARD|RESHARD|(WAIT_)?REDUCE_GRAD|WAIT_SEND_[FB][0-9]+)")
+# Reductions, which follow from the last weight gradients, and the ends of sends, which an engine of
+# ours waits for by itself.
+_LEFT_OUT = re.compile(r"[0-9]+((WAIT_)?REDUCE_GRAD|WAIT_SEND_[FB][0-9]+)")
 _MOVED = re.compile(r"([0-9]{1,9})MOVED([0-9]{1,18})")
 # A forward and a backward that torch may run at the same time.
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
@@ -80,7 +82,7 @@ def write_csv(
         rows = [[*map(str, row)] for row in schedule.ranks]
         rows[0][:0] = [f"{stage}MOVED{size}" for stage, size in sorted(schedule.moved.items())]
     elif form == "compute_only":
-        rows = [[*map(str, row)] for row in schedule.ranks]
+        rows = [[*map(str, row)] for row in without_sharding(schedule).ranks]
     else:
         waits = csv_has_send_waits() if send_waits is None else send_waits
         listed = add_communication(schedule)

@@ -24,6 +24,7 @@ from autosplit.pipeline.simulation.replay import Wait, replay, unmade
 
 from .grid import Cell, describe, format_grid, lay_out
 from .moves import move_faults, partner_faults, right_rank
+from .sharding import sharding_faults
 
 _WIDEST = 60  # slots and ranks in an error's grid; of more only those near a fault are shown
 _MOST = 50  # faults that are looked for; where there are more, none of the rest tells anything new
@@ -77,8 +78,9 @@ def validate(
     cannot deadlock; and what one stage sends another is sent in the order in which it is received,
     because a channel, from stage to stage, is first in, first out. What a microbatch holds is moved
     away at most once at a time and is back before it is used; partners list the transfers between
-    them in one order; and a microbatch is run again at most once, before its backward, and is not
-    moved before that.
+    them in one order; a microbatch is run again at most once, before its backward, and is not
+    moved before that; and a stage that is gathered (UNSHARD) anywhere is gathered wherever its
+    parameters are read.
 
     Args:
         schedule: what to check.
@@ -107,6 +109,7 @@ def validate(
             _deadlocks(schedule),
             _messages(positions),
             (_Fault(*found) for found in move_faults(schedule)),
+            (_Fault(text, (cell,)) for text, cell in sharding_faults(schedule)),
         ]
         if memory is not None or caps is not None:
             checks.append(_kept(schedule, memory or (), caps or ()))
@@ -143,8 +146,8 @@ def _misfit(action: Action, schedule: Schedule) -> str | None:
     """Why ``action`` does not exist in this pipeline, or None when it does."""
     if not action.kind.is_scheduled:
         return (
-            f"{action} is none of the actions that a schedule lists: F, I, W, B, and those of "
-            "memory"
+            f"{action} is none of the actions that a schedule lists: F, I, W, B, UNSHARD, RESHARD, "
+            "and those of memory"
         )
     for what, value, count in (
         ("stage", action.stage, schedule.stages),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -53,6 +54,7 @@ class StageSpecializations:
         args: example inputs.
         options: how it is split.
         slices: into how many parts W can be run.
+        view: what the module is looked at in, to be captured and whenever guards are asked.
 
     Attributes:
         outputs: paths of the module's outputs.
@@ -70,8 +72,10 @@ class StageSpecializations:
         args: Sequence[Tensor],
         options: SplitOptions,
         slices: int,
+        view: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._name = name
+        self._view = view
         self._module = module
         self._options = options
         self._slices = slices
@@ -82,7 +86,8 @@ class StageSpecializations:
         self._grad_mode = torch.is_grad_enabled()
         self._cache = SpecializationCache(name, _MAX_GRAPHS)
         self._sizes = OpenSizes(options)
-        self._latest = self._trace(without_history(args, computed=True))
+        with view():
+            self._latest = self._trace(without_history(args, computed=True))
         self._sizes.of(None, args)
         self._keep(self._latest)
         self.outputs = self._latest.capture.outputs
@@ -122,7 +127,7 @@ class StageSpecializations:
         def fits(functions: SplitFunctions) -> bool:
             return functions.fits_budget(blanks) and functions.capture.guards.hold(blanks, {})
 
-        with torch.set_grad_enabled(self._grad_mode):
+        with torch.set_grad_enabled(self._grad_mode), self._view():
             found = self._cache.find(self._key(), fits, blanks)
             new = found is None
             if found is None:

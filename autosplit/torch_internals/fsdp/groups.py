@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -97,6 +99,11 @@ class ParameterGroup:
         return ""
 
     @property
+    def parameters(self) -> list[Tensor]:
+        """The sharded parameters."""
+        return [each.sharded_param for each in self._group.fsdp_params]
+
+    @property
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Each sharded parameter, and the one that stands in the module while it is gathered: the
         same object each time, whose memory is freed in between.
@@ -165,6 +172,15 @@ class ParameterGroup:
                 each.to_accumulated_grad_if_needed()
 
     @property
+    def adds_in_another_dtype(self) -> bool:
+        """Whether ``accumulate`` puts gradients of the parameters' dtype into another."""
+        return any(
+            each.reduce_dtype not in (None, each._unsharded_param.dtype)
+            for each in self._group.fsdp_params
+            if hasattr(each, "_unsharded_param")
+        )
+
+    @property
     def unreduced(self) -> bool:
         """Whether gradients were accumulated that are not reduced yet."""
         return any(
@@ -173,12 +189,63 @@ class ParameterGroup:
             if hasattr(each, "_unsharded_param")
         )
 
-    def start_reduce(self) -> None:
+    def start_reduce(self, *, reshards: bool = True) -> None:
         """Reduce what was accumulated: one reduce-scatter, whose result is added to ``.grad`` of
         the sharded parameters; and free the gathered ones, where FSDP does after a backward.
+
+        Args:
+            reshards: whether to free them.
         """
-        with torch.no_grad():
-            self._group.post_backward()
+        before = self._group.reshard_after_backward
+        self._group.reshard_after_backward = before and reshards
+        try:
+            with torch.no_grad():
+                self._group.post_backward()
+        finally:
+            self._group.reshard_after_backward = before
+
+    @property
+    def ranks(self) -> tuple[list[int], list[int]]:
+        """The ranks that hold shards of its parameters, and those that hold the same ones as this
+        rank.
+        """
+        info = self._group.mesh_info
+        dimensions = info.shard_mesh_dim, info.replicate_mesh_dim
+        own = [info.mesh.get_coordinate()[d] if d is not None else 0 for d in dimensions]
+        ranks = info.mesh.mesh
+        if None in dimensions:
+            line = [int(each) for each in ranks.flatten()]
+            alone = [torch.distributed.get_rank()]
+            return (alone, line) if dimensions[0] is None else (line, alone)
+        shards = ranks.select(dimensions[1], own[1])
+        copies = ranks.select(dimensions[0], own[0])
+        return shards.tolist(), copies.tolist()
+
+    @contextlib.contextmanager
+    def communicating(self, gathering: Any, reducing: Any, copying: Any) -> Iterator[bool]:
+        """Communicate over other process groups of the same ranks inside.
+
+        Args:
+            gathering: for parameters.
+            reducing: for gradients.
+            copying: for gradients of ranks that hold the same shards; None where none do.
+
+        Returns:
+            Whether parameters and gradients go over groups of their own, as from torch 2.13 on.
+        """
+        before = self._group.mesh_info
+        info = copy.copy(before)
+        apart = hasattr(info, "reduce_scatter_process_group")
+        info.shard_process_group = gathering
+        if apart:
+            info.reduce_scatter_process_group = reducing
+        if info.replicate_mesh_dim is not None:
+            info.replicate_process_group = copying
+        self._group.mesh_info = info
+        try:
+            yield apart
+        finally:
+            self._group.mesh_info = before
 
     def forget(self, sharded: int) -> None:
         """Drop what was accumulated for one of the sharded parameters (its ``id``)."""

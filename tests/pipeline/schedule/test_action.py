@@ -22,6 +22,8 @@ COUNTS = st.integers(min_value=0, max_value=10**6)
         ("3EVICT2", Action(3, ActionKind.EVICT, 2)),
         ("0RECOMPUTE7", Action(0, ActionKind.RECOMPUTE, 7)),
         ("2REDUCE_GRAD", Action(2, ActionKind.REDUCE_GRAD, 0)),
+        ("0UNSHARD", Action(0, ActionKind.UNSHARD, 0)),
+        ("11RESHARD", Action(11, ActionKind.RESHARD, 0)),
     ],
 )
 def test_text_of_an_action(text: str, action: Action) -> None:
@@ -52,6 +54,7 @@ def test_every_action_survives_its_text(stage: int, kind: ActionKind, microbatch
         "00F1",
         "0F01",
         "0REDUCE_GRAD1",
+        "0UNSHARD1",
     ],
 )
 def test_bad_text_is_refused(text: str) -> None:
@@ -60,7 +63,8 @@ def test_bad_text_is_refused(text: str) -> None:
     assert str(caught.value) == (
         "expected an action such as '0F1' (stage, kind, microbatch), numbers of at most 9 digits "
         f"without leading zeros, got {text!r}; known kinds: F, I, W, B, SEND_F, RECV_F, SEND_B, "
-        "RECV_B, EVICT, ACCEPT, LOAD, RETURN, OFFLOAD, RELOAD, AWAIT, RECOMPUTE, REDUCE_GRAD"
+        "RECV_B, EVICT, ACCEPT, LOAD, RETURN, OFFLOAD, RELOAD, AWAIT, RECOMPUTE, REDUCE_GRAD, "
+        "UNSHARD, RESHARD"
     )
 
 
@@ -69,5 +73,8 @@ def test_what_computes_and_what_moves_is_scheduled() -> None:
     moves = ["EVICT", "ACCEPT", "LOAD", "RETURN", "OFFLOAD", "RELOAD"]
     assert [kind.value for kind in ActionKind if kind.is_compute] == compute
     assert [kind.value for kind in ActionKind if kind.is_move] == moves
-    assert {kind.value for kind in ActionKind if kind.is_scheduled} == {*compute, *moves, "AWAIT"}
+    sharding = ["UNSHARD", "RESHARD"]
+    scheduled = {*compute, *moves, *sharding, "AWAIT"}
+    assert {kind.value for kind in ActionKind if kind.is_scheduled} == scheduled
+    assert [kind.value for kind in ActionKind if kind.is_sharding] == sharding
     assert [kind.value for kind in ActionKind if kind.is_memory] == [*moves, "AWAIT", "RECOMPUTE"]

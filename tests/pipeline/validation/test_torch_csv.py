@@ -105,6 +105,21 @@ def test_we_take_torchs(kind: str, per_rank: int, form: str, tmp_path: Path) -> 
     assert busy <= simulate(schedule, seconds(1, 1, 1)).makespan <= busy + 6
 
 
+def test_torch_says_where_it_gathers(tmp_path: Path) -> None:
+    """In one of its forms; the other has it placed by whoever reads."""
+    made = torch_schedules.ScheduleInterleaved1F1B(stages_of(0, 2, 4), 4)
+    made._dump_csv(str(tmp_path / "torch.csv"), format="compute_comms")
+    schedule = read_csv(tmp_path / "torch.csv", "compute_comms")
+    for rank, row in enumerate(rows_of(schedule)):
+        for stage in (rank, rank + 2):
+            assert row.index(f"{stage}UNSHARD") < row.index(f"{stage}F0")
+            assert row.index(f"{stage}RESHARD") > row.rindex(f"{stage}B")
+    write_csv(schedule, tmp_path / "ours.csv", "compute_comms")
+    assert rows_of(read_csv(tmp_path / "ours.csv", "compute_comms")) == rows_of(schedule)
+    write_csv(schedule, tmp_path / "ours.csv")
+    assert "SHARD" not in (tmp_path / "ours.csv").read_text()
+
+
 def test_dual_pipe_v_is_torchs(tmp_path: Path) -> None:
     made = torch_schedules.ScheduleDualPipeV(stages_of(0, 4, 8), 10)
     made._dump_csv(str(tmp_path / "torch.csv"), format="compute_only")

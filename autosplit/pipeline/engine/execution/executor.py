@@ -39,7 +39,7 @@ from .action_order import (
 )
 from .joint_weights import JoiningStage, join_adjacent_weights, joined_step
 from .recorder import Recorder
-from .stage_protocols import BackwardStage, ForwardStage, RecomputingStage, SlicedStage
+from .stage_protocols import BackwardStage, ForwardStage, RecomputingStage, Shards, SlicedStage
 from .weight_completions import Finished, WeightCompletions
 
 __all__ = ["BackwardStage", "Executor", "ForwardStage"]
@@ -48,6 +48,9 @@ __all__ = ["BackwardStage", "Executor", "ForwardStage"]
 Fetch = Callable[[], Values]
 Compute = Callable[[Values], Values]
 Deliver = Callable[[Values], None]
+
+RECORDED = frozenset({kind for kind in ActionKind if kind.is_compute} | {ActionKind.UNSHARD})
+"""Actions of which a recorder notes when they ran; moves and reductions note it themselves."""
 
 
 class Executor:
@@ -69,6 +72,7 @@ class Executor:
             gradients of the step is there; a stage without slices has slice 0.
         place: is told what the rank is doing.
         moves: carries out the schedule's moves, where there are any.
+        shards: gathers and frees the parameters of stages that are sharded.
 
     Attributes:
         completions: in which order stages and slices are ``finished``, as the schedule has it.
@@ -90,7 +94,9 @@ class Executor:
         finished: Finished | None = None,
         place: RankActivity | None = None,
         moves: MicrobatchMoves | None = None,
+        shards: Shards | None = None,
     ) -> None:
+        self._shards = shards
         self._stages = stages
         self._schedule = schedule
         self._rank = rank
@@ -150,7 +156,7 @@ class Executor:
                     place.fetch(action)
                     values = call.fetch()
                     place.compute()
-                    if recorder is None or not call.action.kind.is_compute:
+                    if recorder is None or call.action.kind not in RECORDED:
                         call.deliver(call.compute(values))
                     else:
                         compute = partial(call.compute, values)
@@ -182,6 +188,9 @@ class Executor:
                 raise PipelineError(f"{action} is scheduled, and nothing carries out moves")
             yield Step(action, list, _without_values(partial(moves.start, place)), drop, at_once)
             return
+        if action.kind.is_sharding:
+            yield from self._sharding(action)
+            return
         single = (Action(action.stage, action.kind, each) for each in action.microbatches)
         places = [self._places[each].popleft() for each in single]
         if action.kind is ActionKind.AWAIT:
@@ -194,6 +203,14 @@ class Executor:
                 arrived = [partial(moves.arrived, place) for place in places]
                 yield behind(next(steps), needs, arrived)
         yield from steps
+
+    def _sharding(self, action: Action) -> Iterator[Step]:
+        """Nothing where the stage is not sharded."""
+        shards = self._shards
+        if shards is not None and action.stage in shards.stages:
+            gathers = action.kind is ActionKind.UNSHARD
+            call = partial(shards.gather if gathers else shards.free, action.stage)
+            yield Step(action, list, _without_values(call), drop, at_once)
 
     def _held_outside(self, microbatch: int) -> list[Tensor]:
         """Tensors of a microbatch that are held besides by whoever gave them."""

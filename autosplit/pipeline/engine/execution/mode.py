@@ -22,12 +22,14 @@ from autosplit.pipeline.engine.messages.transport import Transport
 from autosplit.pipeline.schedule.moves import has_moves
 from autosplit.pipeline.schedule.routes import pairs_of, routes_of
 from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.schedule.sharding import with_sharding
 from autosplit.pipeline.schedule.wiring import Feeds
 
 from .action_order import Order, as_scheduled
 from .executor import Executor, ForwardStage
 from .microbatch import BatchSplitter
 from .stage_assembly import TrainableStage, compile_stages
+from .stage_protocols import Shards
 from .weight_completions import Finished
 
 
@@ -44,6 +46,8 @@ class Mode:
         order: in which order a rank takes up its actions.
         finished: see ``Executor``.
         store: this rank's store on the host, where it offloads.
+        shards: this rank's stages that are sharded: where the schedule does not say, they are
+            gathered before their first action and freed behind their last.
 
     Attributes:
         place: what the rank is doing.
@@ -64,7 +68,9 @@ class Mode:
         order: Order = as_scheduled,
         finished: Finished | None = None,
         store: HostStore | None = None,
+        shards: Shards | None = None,
     ) -> None:
+        self._shards = shards
         self.schedule = schedule
         self.feeds = feeds
         self.rank = groups.rank
@@ -110,7 +116,7 @@ class Mode:
         self.moves = self._moves(stages)
         self.executor = Executor(
             stages,
-            self.schedule,
+            self._gathering(),
             self.rank,
             self._transport,
             loss_grad=loss_grad,
@@ -118,12 +124,19 @@ class Mode:
             finished=self._finished,
             place=self.place,
             moves=self.moves,
+            shards=self._shards,
         )
         return self.executor
 
+    def _gathering(self) -> Schedule:
+        """The schedule with UNSHARD and RESHARD of this rank's sharded stages."""
+        if self._shards is None:
+            return self.schedule
+        return with_sharding(self.schedule, self._shards.stages)
+
     def _moves(self, stages: Mapping[int, ForwardStage]) -> MicrobatchMoves | None:
         """What carries out the schedule's moves; collective over all ranks."""
-        schedule, groups = self.schedule, self._groups
+        schedule, groups = self._gathering(), self._groups
         if not has_moves(schedule):
             return None
         pairs = partner_pairs(schedule)

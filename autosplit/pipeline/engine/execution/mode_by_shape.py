@@ -67,7 +67,7 @@ class Modes:
     def _agreed(self, own: str | None) -> str:
         """The shape that the first stage's rank says, and that of every replica of the pipeline."""
         layout = self._groups.layout
-        if layout.replicas == 1:
+        if len(layout.pipelines) == 1:
             return self._groups.announce(own, self._source)
         heard = self._groups.everybody.gather(own)
         sources = layout.columns[self._source]

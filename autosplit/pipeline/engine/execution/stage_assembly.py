@@ -74,7 +74,7 @@ class SplitStage:
     forwards behind it: with ``late_input`` its W is the whole backward.
 
     Raises:
-        SplitError: an unknown backend, memory setting or accumulation (lists the known ones),
+        SplitError: an unknown backend, memory setting, accumulation or overlap (lists the known),
             or a ``grad_dtype`` that is not floating-point.
         PipelineError: a number of slices that is none.
     """
@@ -85,9 +85,10 @@ class SplitStage:
     grad_dtype: torch.dtype | None = None
     slices: int = 1
     late_input: bool = True
+    overlap: str = "collectives"
 
     def __post_init__(self) -> None:
-        SplitOptions(self.backend, self.memory)
+        SplitOptions(self.backend, self.memory, overlap=self.overlap)
         Accumulation(self.accumulation, self.grad_dtype)
         if self.slices < 1:
             raise PipelineError(f"slices is a count, 1 or more; got {self.slices}")
@@ -95,7 +96,7 @@ class SplitStage:
     @property
     def split(self) -> SplitOptions:
         """How each stage is split."""
-        return SplitOptions(self.backend, self.memory, self.late_input)
+        return SplitOptions(self.backend, self.memory, self.late_input, self.overlap)
 
     def __call__(self, module: nn.Module, args: list[Tensor], *, index: int) -> TrainableStage:
         """A stage for ``module(*args)``; see ``StageFactory``."""

@@ -84,3 +84,20 @@ class RecomputingStage(BackwardStage, Protocol):
     def recompute(self, microbatch: int) -> None:
         """Make again what F saves for the backward."""
         ...
+
+
+class Shards(Protocol):
+    """The stages of a rank whose parameters are sharded."""
+
+    @property
+    def stages(self) -> Collection[int]:
+        """Which they are."""
+        ...
+
+    def gather(self, stage: int) -> None:
+        """Gather the parameters of a stage."""
+        ...
+
+    def free(self, stage: int) -> None:
+        """Free them."""
+        ...

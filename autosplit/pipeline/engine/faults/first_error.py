@@ -27,6 +27,7 @@ _KEY = "autosplit/fault"
 _PATIENCE = 0.5
 _LOOK_EVERY = 0.01
 # A look costs a round trip to the store, so a wait for the device naps in between.
+_GLOO = "gloo/transport"
 _LOOK_WHILE_WAITING = 0.05
 _NAP = 0.0002
 
@@ -202,6 +203,9 @@ class Guard:
                 self._end_failed(error)
             raise
         except BaseException as error:
+            lost = _lost_inside(error)
+            if lost is not None:
+                self._end_lost(lost)
             self._end_failed(error)
 
     @property
@@ -289,6 +293,18 @@ class Guard:
     def _finish(self, fault: Fault) -> None:
         self._ended = fault
         self._close()
+
+
+def _lost_inside(error: BaseException) -> LostPeerError | None:
+    """A connection that Gloo has lost in what a module or an optimizer does by itself, such as a
+    collective of ranks that share its tensors.
+    """
+    action = f" in {error.action}" if isinstance(error, ActionError) else ""
+    cause = error.__cause__ if isinstance(error, ActionError) else error
+    if not isinstance(cause, RuntimeError) or _GLOO not in str(cause):
+        return None
+    reason = str(cause).partition(_GLOO)[2].partition("] ")[2].partition(". ")[0]
+    return LostPeerError(f"lost a rank of a collective{action}: {reason.partition(chr(10))[0]}")
 
 
 def describe_error(error: BaseException) -> str:

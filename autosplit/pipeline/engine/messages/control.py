@@ -56,6 +56,7 @@ class Control:
         rank: this rank's number here.
         ranks: how many there are.
         members: see above.
+        losing: see above.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Control:
         self.rank = self.members.index(own)
         self.ranks = len(self.members)
         self._group = group
-        self._losing = losing
+        self.losing = losing
         # The members of a group are in the order of their numbers in the default one.
         self._places = [sorted(self.members).index(each) for each in self.members]
 
@@ -112,10 +113,10 @@ class Control:
             LostPeerError: a rank is known to be gone.
         """
         if self.ranks == 1:
-            return Sum(tensor, None, self._losing)
-        with self._losing(OTHERS):
+            return Sum(tensor, None, self.losing)
+        with self.losing(OTHERS):
             work = dist.all_reduce(tensor, group=self.group, async_op=True)
-        return Sum(tensor, work, self._losing)
+        return Sum(tensor, work, self.losing)
 
     def announce(self, value: str | None, source: int) -> str:
         """``value`` of rank ``source``, on every rank.
@@ -125,7 +126,7 @@ class Control:
         """
         if self.ranks > 1:
             origin = self.members[source]
-            with self._losing(f"rank {origin}"):
+            with self.losing(f"rank {origin}"):
                 value = plain_messages.tell_in(value, origin, self.group)
         return value or ""
 
@@ -137,6 +138,6 @@ class Control:
         """
         if self.ranks == 1:
             return [value]
-        with self._losing(OTHERS):
+        with self.losing(OTHERS):
             rows = plain_messages.gather_in(value, self.group)
         return [rows[place] for place in self._places]

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autosplit.mesh.buckets import CAP, fill_buckets
+from autosplit.torch_internals.dtensor import lay_gradient_out, like, local_tensor
 
 from .control import Losing
 
@@ -40,7 +41,12 @@ class Member:
     @property
     def bytes(self) -> int:
         """Those of the gradient."""
-        return self.copies[0].numel() * self.dtype.itemsize
+        return self.elements * self.dtype.itemsize
+
+    @property
+    def elements(self) -> int:
+        """Those that this rank has."""
+        return local_tensor(self.copies[0]).numel()
 
 
 class Bucket:
@@ -65,7 +71,7 @@ class Bucket:
         self._divisor = parts
         self.timed = False
         self.times: tuple[float, float] | None = None
-        self._sizes = [member.copies[0].numel() for member in members]
+        self._sizes = [member.elements for member in members]
         self._before: list[list[Tensor | None]] = []
         self._flat: Tensor | None = None
         self._work: dist.Work | None = None
@@ -103,8 +109,10 @@ class Bucket:
             sum(self._sizes) + count, dtype=first.dtype, device=first.copies[0].device
         )
         for place, (member, part) in enumerate(zip(self._members, self._parts(flat), strict=True)):
-            for gradient in (copy.grad for copy in member.copies):
-                if gradient is not None:
+            for copy in member.copies:
+                lay_gradient_out(copy)
+                if copy.grad is not None:
+                    gradient = local_tensor(copy.grad)
                     part.view(gradient.shape).add_(gradient)
                     flat[place - count] = 1
         self._flat = flat
@@ -140,7 +148,7 @@ class Bucket:
                 if not there:
                     copy.grad = earlier
                     continue
-                total = part.view(copy.shape)
+                total = like(copy, part.view(local_tensor(copy).shape))
                 if earlier is not None:
                     copy.grad = earlier + total
                 else:

@@ -12,7 +12,7 @@ import contextlib
 import time
 from collections.abc import Collection, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -52,6 +52,21 @@ class PointToPoint(Protocol):
     def named(self, peer: int) -> str:
         """What the peer is called in errors."""
         ...
+
+
+class ShardGroups(NamedTuple):
+    """What connects ranks whose stages are sharded.
+
+    Attributes:
+        gathering: the ranks that have the shards of the same parameters, for these.
+        reducing: the same ranks, for gradients: which of two messages starts first, where both are
+            under way, is not the same on all ranks.
+        copying: the ranks that have the same shards; None: no other does.
+    """
+
+    gathering: dist.ProcessGroup
+    reducing: dist.ProcessGroup
+    copying: dist.ProcessGroup | None
 
 
 class Groups:
@@ -98,8 +113,10 @@ class Groups:
         self._device = device
         self._backend = "nccl" if device.type == "cuda" else "gloo"
         self._pairwise = self._backend == "nccl"
+        self._beside: Control | None = None
         self._connected: dict[str, set[tuple[int, int]]] = {}
         self._owned: list[dist.ProcessGroup] = []
+        self._lent: list[dist.ProcessGroup] = []
         self._lanes: dict[str, dist.ProcessGroup] = {}
         # The members of a group are in the order of their numbers in the default one.
         self._places = [sorted(layout.pipeline).index(each) for each in layout.pipeline]
@@ -107,7 +124,7 @@ class Groups:
         control = self._new_each(range(self.ranks), "gloo") if self.ranks > 1 else None
         self.pipeline = Control(layout.pipeline, self._own, control, self.losing)
         self.everybody = self.pipeline
-        if layout.replicas > 1:
+        if len(layout.pipelines) > 1:
             world = self._new(layout.ranks, "gloo")
             self.everybody = Control(layout.ranks, self._own, world, self.losing)
         for lane in lanes if self.ranks > 1 else ():
@@ -196,12 +213,64 @@ class Groups:
 
     def replicas(self) -> dist.ProcessGroup | None:
         """A new group of the ranks that hold replicas of this rank's stages; collective over all
-        ranks. None where there is one pipeline.
+        ranks. None where there is one replica.
         """
         if self.layout.replicas == 1:
             return None
-        groups = [self._new(column, self._backend) for column in self.layout.columns]
-        return groups[self.rank]
+        return self._own_of(self.layout.copies)
+
+    def tensor_parts(self) -> dist.ProcessGroup | None:
+        """A new group of the ranks that share this rank's tensors; collective over all ranks. None
+        where nobody does.
+        """
+        if self.layout.tensor_ranks == 1:
+            return None
+        return self._own_of(self.layout.tensor_groups)
+
+    def shards(self) -> ShardGroups:
+        """New groups of the ranks that have shards of this rank's stages, and of those that have
+        the same shards; collective over all ranks.
+        """
+        sets = self.layout.shard_groups
+        gathering, reducing = self._own_of(sets), self._own_of(sets)
+        return ShardGroups(gathering, reducing, self.replicas())
+
+    def peers(self) -> dist.ProcessGroup | None:
+        """A new group of the ranks that run this rank's stages on other shares of the batch;
+        collective over all ranks. None where no other does.
+        """
+        if self.layout.shares == 1:
+            return None
+        return self._own_of(self.layout.peers)
+
+    def beside(self) -> Control:
+        """All ranks over a group of its own, for what a thread does beside the steps, one such
+        thing at a time; collective over all ranks the first time.
+        """
+        if self._beside is None:
+            ranks = self.everybody.members
+            group = self._new(ranks, "gloo") if len(ranks) > 1 else None
+            self._beside = Control(ranks, self._own, group, self._losing_beside)
+        return self._beside
+
+    @contextlib.contextmanager
+    def _losing_beside(self, what: str) -> Iterator[None]:
+        """As ``losing``, in another thread than that whose waits are watched."""
+        started = time.perf_counter()
+        try:
+            yield
+        except RuntimeError as error:
+            raise lost(what, time.perf_counter() - started, self.timeout, error) from error
+
+    def _own_of(self, sets: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+        """A new group of each set of ranks, of which this rank is in one: that one."""
+        groups = [self._new(ranks, self._backend) for ranks in sets]
+        return next(group for group, ranks in zip(groups, sets, strict=True) if self._own in ranks)
+
+    def watch_lent(self, group: dist.ProcessGroup) -> None:
+        """End the waits on a group of somebody else's, too, where this ends its own."""
+        if group not in self._lent:
+            self._lent.append(group)
 
     def _new_each(self, ranks: Sequence[int], backend: str) -> dist.ProcessGroup | None:
         """A new group of these ranks in each pipeline: that of this one, if this rank is in it."""
@@ -209,7 +278,7 @@ class Groups:
             self._new([pipeline[rank] for rank in ranks], backend)
             for pipeline in self.layout.pipelines
         ]
-        return groups[self.layout.replica] if self.rank in ranks else None
+        return groups[self.layout.own] if self.rank in ranks else None
 
     def _new(self, members: Sequence[int], backend: str) -> dist.ProcessGroup:
         limit = timedelta(seconds=self.timeout)
@@ -248,7 +317,7 @@ class Groups:
 
     def cut(self) -> None:
         """End every wait of this rank over Gloo, and those of its peers for it; in any thread."""
-        for group in [*self._owned]:
+        for group in [*self._owned, *self._lent]:
             # The groups may be let go of meanwhile.
             with contextlib.suppress(RuntimeError, ValueError):
                 self._disconnect(group)
@@ -256,8 +325,9 @@ class Groups:
     def close(self) -> None:
         """Let go of the groups and end every wait on them at once, here and on the peers."""
         groups = self._release()
-        for group in groups:
-            self._disconnect(group)
+        for group in [*groups, *self._lent]:
+            with contextlib.suppress(RuntimeError, ValueError):  # a lent one may be gone
+                self._disconnect(group)
         devices = [group for group in groups if dist.get_backend(group) == "nccl"]
         for group in groups:
             if group not in devices:
@@ -281,6 +351,8 @@ class Groups:
         self._lanes.clear()
         self.pipeline.close()
         self.everybody.close()
+        if self._beside is not None:
+            self._beside.close()
 
     def _release(self) -> list[dist.ProcessGroup]:
         owned, self._owned = self._owned, []

@@ -2,48 +2,39 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from autosplit.errors import PipelineError
+from autosplit.mesh.exact_norm import norm_of
 from autosplit.pipeline.engine.faults.first_error import Guard
 
 from .control import Sum
 from .process_groups import Groups
 
-
-@dataclass(frozen=True)
-class Squares:
-    """This rank's squared norms of the parameters' gradients.
-
-    Attributes:
-        values: float64, on the CPU.
-        first: the place of the first of them among those of all ranks.
-        count: how many those are.
-    """
-
-    values: Tensor
-    first: int
-    count: int
+_ROUNDING = 1e-5
+"""By how much, of itself, a loss may differ on ranks that compute it together."""
 
 
 class Agreement:
     """Losses and gradient norm of a step in flight; having them means that every rank ran it.
 
     One small sum over all ranks carries the losses of each pipeline (on ranks without them they are
-    zero) and the squares of each parameter, which only one rank adds to each: so they are the same
-    bits however parameters lie on ranks. It is collective, and starts when this is made.
+    zero; pipelines of one batch, which share its tensors, must have the same) and the digits of the
+    sum of squares of the gradients, exactly: so the norm is the same bits however parameters lie on
+    ranks. It is collective, and starts when this is made.
 
     Args:
         groups: the trainer's process groups.
         guard: the trainer's guard.
         losses: those that this rank has, by microbatch.
         count: how many microbatches there are.
-        squares: this rank's; None where nobody asks for the norm.
+        squares: this rank's ``sum_of_squares``; None where nobody asks for the norm.
         dtype: the dtype of the losses.
+        batch: stands for what this rank took of the batch, where other ranks must have the same;
+            fewer than 2**46 in all.
 
     Attributes:
         behind: what ``wait`` does besides, once every rank has run the step.
@@ -56,22 +47,25 @@ class Agreement:
         losses: Mapping[int, Tensor],
         *,
         count: int,
-        squares: Squares | None,
+        squares: Tensor | None,
         dtype: torch.dtype,
+        batch: int = 0,
     ) -> None:
         self._guard = guard
         self._dtype = dtype
-        first = groups.layout.replica * count
-        self._own = slice(first, first + count)
-        self._losses = groups.layout.replicas * count
-        size = self._losses + (0 if squares is None else squares.count)
+        layout = groups.layout
+        self._losses = len(layout.pipelines) * count
+        self._layout = layout
+        rows = len(layout.pipelines)
+        self._squares = self._losses + rows
+        size = self._squares + (0 if squares is None else len(squares))
         numbers = torch.zeros(size, dtype=torch.float64, device="cpu")
         if losses:
             own = torch.stack(tuple(losses.values())).to(numbers)
-            numbers[self._own][list(losses)] = own
+            numbers[layout.own * count :][list(losses)] = own
         if squares is not None:
-            start = self._losses + squares.first
-            numbers[start : start + len(squares.values)] = squares.values
+            numbers[self._squares :] = squares
+        numbers[self._losses + layout.own] = batch
         self.behind: Callable[[], None] = lambda: None
         self._sum: Sum = groups.everybody.start_sum(numbers)
 
@@ -80,19 +74,43 @@ class Agreement:
 
         Raises:
             RankError: a rank did not get through the step.
+            PipelineError: ranks that share the tensors of a stage have different losses.
         """
         with self._guard("the end of a step"):
-            losses = self._sum.wait()[self._own].to(self._dtype)
+            numbers = self._sum.wait()
+            everywhere = numbers[: self._losses].view(len(self._layout.pipelines), -1)
+            self._check_shared(everywhere, numbers[self._losses : self._squares].tolist())
+            losses = everywhere[self._layout.own].to(self._dtype)
             self.behind()
         return losses
 
-    def norm(self) -> float:
-        """The norm of the model's gradient; waits like ``wait``.
+    def _check_shared(self, losses: Tensor, batches: list[float]) -> None:
+        """Hold pipelines that share tensors against each other: what each would do by itself."""
+        rows: dict[tuple[int, int], int] = {}
+        precision = max(_ROUNDING, 4 * torch.finfo(self._dtype).eps)
+        for row, place in enumerate(self._layout.places):
+            first = rows.setdefault(place.share, row)
+            if batches[first] != batches[row]:
+                one, other = self._layout.pipelines[first], self._layout.pipelines[row]
+                raise PipelineError(
+                    f"the ranks {list(one)} and {list(other)} share the tensors of their stages "
+                    "and were given different batches: give all ranks along 'tp' the same one, "
+                    "those along 'dp_replicate' shares of their own, as "
+                    "DistributedSampler(num_replicas=mesh['dp_replicate'].size(), "
+                    "rank=mesh.get_local_rank('dp_replicate')) does"
+                )
+            if not torch.allclose(
+                losses[first], losses[row], rtol=precision, atol=0.0, equal_nan=True
+            ):
+                ends = [self._layout.pipelines[each][-1] for each in (first, row)]
+                raise PipelineError(
+                    f"the ranks {ends[0]} and {ends[1]} share the tensors of a stage and have the "
+                    f"losses {losses[first].tolist()} and {losses[row].tolist()}, which must be "
+                    "the same: give all ranks along 'tp' the same batch and the same seed (for "
+                    "dropout), and let the loss be one of whole outputs, or loss_parallel()"
+                )
 
-        The sum of the squares is exact before it is rounded, so their order does not matter.
-        """
+    def norm(self) -> float:
+        """The norm of the model's gradient; waits like ``wait``."""
         with self._guard("the end of a step"):
-            try:
-                return math.sqrt(math.fsum(self._sum.wait()[self._losses :].tolist()))
-            except OverflowError:
-                return math.inf
+            return norm_of(self._sum.wait()[self._squares :])

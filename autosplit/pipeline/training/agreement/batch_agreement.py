@@ -35,7 +35,7 @@ def check_same_batch(parts: Parts, groups: Groups) -> None:
         PipelineError: names two ranks and what they have.
     """
     everywhere: list[Parts] = groups.everybody.gather(dict(parts))
-    advice = _ADVICE if groups.layout.replicas == 1 else _ADVICE_TO_REPLICAS
+    advice = _ADVICE if groups.layout.shares == 1 else _ADVICE_TO_REPLICAS
     for name in ("inputs", "targets"):
         given = [(rank, parts[name]) for rank, parts in enumerate(everywhere) if parts.get(name)]
         for rank, part in given[1:]:

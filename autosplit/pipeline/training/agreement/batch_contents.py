@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from autosplit.pipeline.engine.messages.process_groups import Groups
 
 _BYTES = 2**21
 """Of a tensor, at most so many are looked at: spread over its samples."""
+_OF_EACH = 2**14
 
 
 def compare_contents(tensors: Mapping[str, Sequence[Tensor | None]], groups: Groups) -> None:
@@ -43,11 +44,19 @@ def compare_contents(tensors: Mapping[str, Sequence[Tensor | None]], groups: Gro
         warnings.warn(_text(differing), UserWarning, stacklevel=7)
 
 
-def digest(tensor: Tensor) -> str:
-    """Of the values, or of a part of them that is spread over the samples."""
+def summary_of(tensors: Iterable[Tensor | None]) -> int:
+    """A number of 40 bits that stands for some of the values of each tensor, spread over the
+    samples: little enough to be looked at in every step.
+    """
+    found = "".join(digest(each, _OF_EACH) for each in tensors if each is not None)
+    return int.from_bytes(hashlib.sha256(found.encode()).digest()[:5])
+
+
+def digest(tensor: Tensor, most: int = _BYTES) -> str:
+    """Of the values, or of so many bytes of them that are spread over the samples."""
     values = tensor.detach()
-    if values.dim() and values.nbytes > _BYTES:
-        values = values[:: -(-values.nbytes // _BYTES)].flatten()[: _BYTES // values.itemsize]
+    if values.dim() and values.nbytes > most:
+        values = values[:: -(-values.nbytes // most)].flatten()[: most // values.itemsize]
     values = values.cpu().resolve_conj().resolve_neg().contiguous().view(-1)
     return hashlib.sha256(values.view(torch.uint8).numpy().tobytes()).hexdigest()
 

@@ -15,6 +15,7 @@ from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Wiring
 
 _OF_STAGES = ("backend", "accumulation", "grad_dtype")
+_OF_GRAPHS = ("memory", "slices", "overlap")
 
 
 def check_unanimous(said: Mapping[str, Any], groups: Groups) -> None:
@@ -64,14 +65,20 @@ def _text(value: object) -> str:
     return repr(value)
 
 
-def factory_options(factory: StageFactory) -> dict[str, Any]:
+def factory_options(factory: StageFactory, *, shared: bool = False) -> dict[str, Any]:
     """Those options of the stages that change results; of another factory, that it is one.
 
-    ``memory`` and ``slices`` change no bit, and may be a rank's own.
+    ``memory``, ``slices`` and ``overlap`` change no bit, and may be a rank's own, unless ranks
+    share tensors: then their graphs must have the same collectives in the same order.
+
+    Args:
+        factory: makes a stage.
+        shared: whether ranks share the tensors of a stage.
     """
+    names = (*_OF_STAGES, *(_OF_GRAPHS if shared else ()))
     if not isinstance(factory, SplitStage):
-        return {"stage_factory": "given", **dict.fromkeys(_OF_STAGES)}
-    return {"stage_factory": None, **{name: getattr(factory, name) for name in _OF_STAGES}}
+        return {"stage_factory": "given", **dict.fromkeys(names)}
+    return {"stage_factory": None, **{name: getattr(factory, name) for name in names}}
 
 
 def _digest(*values: object) -> str:

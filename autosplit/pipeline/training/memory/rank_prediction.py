@@ -9,6 +9,7 @@ from torch import Tensor
 from autosplit.pipeline.engine.execution.mode import Mode
 from autosplit.pipeline.ledger.call_memory import CallMemory
 from autosplit.pipeline.ledger.prediction import Evicted, RankReplay
+from autosplit.pipeline.schedule.sharding import without_sharding
 from autosplit.stage import Stage
 from autosplit.torch_internals.storage import distinct_storage_bytes
 
@@ -53,4 +54,6 @@ class RankPrediction:
         if len(stages) < len(mode.stages):
             return None
         boundaries = mode.negotiation.learn
-        return RankReplay(mode.schedule, mode.rank, mode.feeds, stages, boundaries, self._calls)
+        return RankReplay(
+            without_sharding(mode.schedule), mode.rank, mode.feeds, stages, boundaries, self._calls
+        )

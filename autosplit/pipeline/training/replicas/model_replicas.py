@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -10,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autosplit.errors import PipelineError
 from autosplit.mesh.reduction import ReductionQueue
 from autosplit.pipeline.engine.messages.gradient_buckets import Bucket, Member, buckets_of
 from autosplit.pipeline.engine.messages.link_times import measure_sum
@@ -19,7 +19,14 @@ from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.reductions import Reductions, last_weights_by_stage
 from autosplit.pipeline.simulation.timeline import Span
+from autosplit.torch_internals.dtensor import local_tensor
 from autosplit.torch_internals.storage import versions
+
+from .sharded_reduction import GroupReduction
+from .sharded_stages import ShardedStages
+from .stage_forms import check_alike
+
+_Reduction = Bucket | GroupReduction
 
 Completion = tuple[int, tuple[str, ...]]
 """A stage, and those of its parameters whose gradients are complete at once."""
@@ -41,6 +48,8 @@ class ModelReplicas:
         settled: waits until the device has done what it was given.
         is_shared: whether a parameter's gradient is summed with others of the pipeline before.
         cap: bytes of a bucket of gradients.
+        sharded: the stages that are sharded: what reduces their gradients is among the reductions
+            here.
 
     Raises:
         PipelineError: a stage is not alike in all replicas.
@@ -53,29 +62,38 @@ class ModelReplicas:
         settled: Callable[[], None],
         is_shared: Callable[[nn.Parameter], bool],
         cap: int,
+        sharded: ShardedStages,
     ) -> None:
         self._modules = modules
         self._groups = groups
         self._settled = settled
         self._is_shared = is_shared
         self._cap = cap
+        self._sharded = sharded
         self._link = groups.replicas()
-        self._queues: dict[tuple[Completion, ...], tuple[ReductionQueue, list[Bucket]]] = {}
+        # Whoever has another share of the batch, also of those that have other shards.
+        self._peers = self._link if groups.layout.shards == 1 else groups.peers()
+        self._queues: dict[tuple[Completion, ...], tuple[ReductionQueue, list[_Reduction]]] = {}
         self._queue: ReductionQueue | None = None
-        self._buckets: list[Bucket] = []
+        self._reductions: list[_Reduction] = []
         self._marks: dict[tuple[int, str], tuple[int, int]] = {}
         self._bytes: dict[int, int] = {}
-        if self._link is not None:
-            _check_alike(modules, groups)
-            self._adopt(_tensors(modules))
+        if self._peers is not None:
+            check_alike(modules, groups, groups.layout.peers, "replicas of the same stages")
+            self._adopt([t for t in _tensors(modules) if id(t) not in sharded.parameters])
             self._marks = self._buffer_marks()
             for part in groups.gather({at: _trained_bytes(each) for at, each in modules.items()}):
                 self._bytes |= part
 
     @property
     def reduces(self) -> bool:
-        """Whether there are others, whose gradients this rank's are averaged with."""
-        return self._link is not None
+        """Whether gradients are averaged with those of others, or stages are sharded."""
+        return self._peers is not None or bool(self._sharded)
+
+    @property
+    def reduces_early(self) -> bool:
+        """Whether that may begin while other gradients are computed."""
+        return self._sharded.reduces_early if self._sharded else self.reduces
 
     @contextlib.contextmanager
     def averaging(self, completions: Sequence[Completion], *, timed: bool) -> Iterator[None]:
@@ -88,15 +106,15 @@ class ModelReplicas:
         Raises:
             LostPeerError: a rank that holds a replica did not take part.
         """
-        if self._link is None:
+        if not self.reduces:
             yield
             return
         key = tuple(completions)
         if key not in self._queues:
             self._queues[key] = self._make_queue(key)
-        self._queue, self._buckets = self._queues[key]
-        for bucket in self._buckets:
-            bucket.timed, bucket.times = timed, None
+        self._queue, self._reductions = self._queues[key]
+        for each in self._reductions:
+            each.timed, each.times = timed, None
         with self._queue.reducing():
             yield
 
@@ -111,6 +129,14 @@ class ModelReplicas:
             return schedule
         return replace(schedule, ranks=last_weights_by_stage(schedule.ranks, self._bytes))
 
+    @property
+    def reductions_by_stage(self) -> dict[int, int]:
+        """At least so many reductions carry the gradients of each of this rank's stages."""
+        if self._sharded:
+            return dict(Counter(each.stage for each in self._sharded.reductions()))
+        own = {at: self._bytes.get(at, 0) for at in self._modules}
+        return {at: -(-size // self._cap) for at, size in own.items()}
+
     def measured(self, slices: int) -> Reductions | None:
         """What replicas reduce, and how long their links take for it; collective over all ranks.
         None with one pipeline.
@@ -118,10 +144,10 @@ class ModelReplicas:
         Args:
             slices: into how many parts W is cut.
         """
-        if self._link is None:
+        if self._peers is None:
             return None
         device = next(iter(_tensors(self._modules)), torch.empty(0)).device
-        link = measure_sum(self._groups, device, self._link)
+        link = measure_sum(self._groups, device, self._peers)
         return Reductions([self._bytes[at] for at in sorted(self._bytes)], link, self._cap, slices)
 
     @property
@@ -129,9 +155,9 @@ class ModelReplicas:
         """When the last reductions ran, where that was noted."""
         rank = self._groups.rank
         return [
-            Span(rank, Action(bucket.stage or 0, ActionKind.REDUCE_GRAD, 0), *bucket.times)
-            for bucket in self._buckets
-            if bucket.times is not None
+            Span(rank, Action(each.stage or 0, ActionKind.REDUCE_GRAD, 0), *each.times)
+            for each in self._reductions
+            if each.times is not None
         ]
 
     def equalise_buffers(self) -> None:
@@ -140,7 +166,7 @@ class ModelReplicas:
         Raises:
             LostPeerError: a rank that holds a replica did not take part.
         """
-        if self._link is None:
+        if self._peers is None:
             return
         marks = self._buffer_marks()
         if not marks:
@@ -153,14 +179,16 @@ class ModelReplicas:
             device=next(iter(buffers.values())).device,
         )
         with self._groups.losing(_OTHERS):
-            dist.all_reduce(written, dist.ReduceOp.MAX, group=self._link)
+            dist.all_reduce(written, dist.ReduceOp.MAX, group=self._peers)
         flags = written.tolist()
         found = [buffer for buffer, flag in zip(buffers.values(), flags, strict=True) if flag]
         self._adopt(found)
         self._marks = self._buffer_marks() if found else marks
 
-    def _make_queue(self, completions: Sequence[Completion]) -> tuple[ReductionQueue, list[Bucket]]:
-        """Buckets of all gradients, in the order in which they are complete."""
+    def _make_queue(
+        self, completions: Sequence[Completion]
+    ) -> tuple[ReductionQueue, list[_Reduction]]:
+        """Reductions of all gradients, in the order in which they are complete."""
         # A parameter of several completions, as of stages that share it, waits for the last.
         last: dict[int, Completion] = {}
         for completion in completions:
@@ -172,7 +200,7 @@ class ModelReplicas:
         known: dict[int, tuple[int, nn.Parameter]] = {}
         for stage, module in self._modules.items():
             for parameter in module.parameters():
-                if parameter.requires_grad:
+                if parameter.requires_grad and id(parameter) not in self._sharded.parameters:
                     known.setdefault(id(parameter), (stage, parameter))
         early = [at for at in last if at in known and not self._is_shared(known[at][1])]
         found_early = {*early}
@@ -185,11 +213,25 @@ class ModelReplicas:
         # Those that wait for the end have buckets of their own.
         found = self._buckets_of(members[: len(early)], needs)
         found += self._buckets_of(members[len(early) :], needs[len(early) :])
-        return ReductionQueue(found, self._settled), [bucket for bucket, _ in found]
+        found += self._shards_of(last)
+        place = {completion: at for at, completion in enumerate(completions)}
+        found.sort(key=lambda each: max((place[it] for it in each[1]), default=len(place)))
+        return ReductionQueue(found, self._settled), [reduction for reduction, _ in found]
+
+    def _shards_of(
+        self, last: Mapping[int, Completion]
+    ) -> list[tuple[_Reduction, set[Completion]]]:
+        """The reductions of sharded stages, with what each waits for."""
+        found: list[tuple[_Reduction, set[Completion]]] = []
+        for reduction in self._sharded.reductions():
+            parameters = reduction.parameters
+            whole = parameters <= last.keys()
+            found.append((reduction, {last[at] for at in parameters} if whole else set()))
+        return found
 
     def _buckets_of(
         self, members: Sequence[Member], needs: Sequence[tuple[Completion, ...]]
-    ) -> list[tuple[Bucket, set[Completion]]]:
+    ) -> list[tuple[_Reduction, set[Completion]]]:
         made = buckets_of(
             members, self._groups.losing, parts=self._groups.layout.replicas, cap=self._cap
         )
@@ -205,14 +247,15 @@ class ModelReplicas:
     @torch.no_grad()
     def _adopt(self, tensors: Sequence[Tensor]) -> None:
         """Take over the values of the first replica."""
-        source = self._groups.layout.columns[self._groups.rank][0]
-        for tensor in tensors:
+        own = self._groups.everybody.rank
+        source = next(ranks[0] for ranks in self._groups.layout.peers if own in ranks)
+        for tensor in map(local_tensor, tensors):
             if not tensor.numel():
                 continue
             values = tensor.detach().clone(memory_format=torch.contiguous_format)
             with self._groups.losing(_OTHERS):
                 # As bytes, for not every backend knows every dtype.
-                dist.broadcast(values.view(-1).view(torch.uint8), src=source, group=self._link)
+                dist.broadcast(values.view(-1).view(torch.uint8), src=source, group=self._peers)
             tensor.copy_(values)
 
 
@@ -224,7 +267,10 @@ def _buffers(modules: Mapping[int, nn.Module]) -> Iterator[tuple[tuple[int, str]
 
 def _trained_bytes(module: nn.Module) -> int:
     trained = (p for p in module.parameters() if p.requires_grad)
-    return sum(p.numel() * (getattr(p, "grad_dtype", None) or p.dtype).itemsize for p in trained)
+    return sum(
+        local_tensor(p).numel() * (getattr(p, "grad_dtype", None) or p.dtype).itemsize
+        for p in trained
+    )
 
 
 def _tensors(modules: Mapping[int, nn.Module]) -> list[Tensor]:
@@ -235,28 +281,3 @@ def _tensors(modules: Mapping[int, nn.Module]) -> list[Tensor]:
         for tensor in (*module.parameters(), *module.buffers())
     }
     return list(found.values())
-
-
-def _check_alike(modules: Mapping[int, nn.Module], groups: Groups) -> None:
-    own = [
-        f"stage {stage}'s {name}: {_form(tensor)}"
-        for stage, module in modules.items()
-        for name, tensor in (*module.named_parameters(), *module.named_buffers())
-    ]
-    everywhere = groups.everybody.gather(own)
-    for column in groups.layout.columns:
-        first, *others = column
-        for other in others:
-            expected, came = everywhere[first], everywhere[other]
-            if came != expected:
-                here = next((each for each in came if each not in expected), "nothing more")
-                there = next((each for each in expected if each not in came), "nothing more")
-                raise PipelineError(
-                    f"the ranks {first} and {other} hold replicas of the same stages, which must "
-                    f"be built alike: rank {first} has {there}, rank {other} has {here}"
-                )
-
-
-def _form(tensor: Tensor) -> str:
-    trains = ", trained" if tensor.requires_grad else ""
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{trains}"

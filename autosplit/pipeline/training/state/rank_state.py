@@ -10,14 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from autosplit.errors import PipelineError
+from autosplit.mesh.exact_norm import sum_of_squares
 from autosplit.pipeline.engine.messages.process_groups import Groups
-from autosplit.pipeline.engine.messages.step_results import Squares
 from autosplit.pipeline.schedule.schedule import Schedule
-from autosplit.pipeline.training.gradient_norm import squared_norms
 from autosplit.pipeline.training.replicas.model_replicas import Completion, ModelReplicas
 from autosplit.pipeline.training.replicas.replicated_stages import ReplicatedStages
+from autosplit.pipeline.training.replicas.sharded_stages import ShardedStages
 from autosplit.pipeline.training.stage_modules import StageSource, own_modules
 
+from .tensor_parts import TensorParts
 from .tied_parameters import Holder, SharedParameters
 
 
@@ -39,11 +40,13 @@ class RankState:
         modules: by stage.
         parameters: those that need a gradient, each once.
         replicas: makes gradients means over replicas of the pipeline.
+        sharded: the stages that are sharded.
         reducing: whether this is inside ``reduced``.
 
     Raises:
-        PipelineError: a stage that is no module, or what ``ReplicatedStages`` and
-            ``SharedParameters`` refuse.
+        PipelineError: a stage that is no module, or what ``ShardedStages``, ``TensorParts``,
+            ``ReplicatedStages`` and ``SharedParameters`` refuse; or stages are sharded of which
+            other ranks hold copies that they do not reduce with them.
     """
 
     def __init__(
@@ -57,17 +60,25 @@ class RankState:
         cap: int,
     ) -> None:
         self.modules = own_modules(stages, schedule.held(groups.rank), device)
+        self.sharded = ShardedStages(self.modules, groups)
+        if self.sharded:
+            _refuse_beside_shards(shared, schedule)
+        self._parts = TensorParts(self.modules, groups, self.sharded.parameters)
         self._copies = ReplicatedStages(self.modules, schedule, groups)
         self._shared = SharedParameters(shared, self.modules, schedule, groups, settled)
-        self.replicas = ModelReplicas(self.modules, groups, settled, self._shared.is_shared, cap)
+        self.replicas = ModelReplicas(
+            self.modules, groups, settled, self._shared.is_shared, cap, self.sharded
+        )
         self.reducing = False
         self.parameters = _trainable(self.modules.values())
         # Of replicas, the first one's are counted.
-        first = groups.layout.replica == 0
-        self._counted = [p for p in self.parameters if first and not self._shared.is_duplicate(p)]
-        counts: list[int] = groups.everybody.gather(len(self._counted))
-        self._first_square = sum(counts[: groups.everybody.rank])
-        self._square_count = sum(counts)
+        self._counted = [
+            parameter
+            for parameter in self.parameters
+            if groups.layout.place.replicate == 0
+            and not self._shared.is_duplicate(parameter)
+            and self._parts.is_counted(parameter)
+        ]
         self._known = frozenset(map(id, self.parameters))
 
     def steady(self) -> AbstractContextManager[None]:
@@ -81,6 +92,7 @@ class RankState:
         Raises:
             PipelineError: names one.
         """
+        self.sharded.free_all()
         for stage, module in self.modules.items():
             for name, parameter in module.named_parameters():
                 if parameter.requires_grad and id(parameter) not in self._known:
@@ -91,9 +103,9 @@ class RankState:
                         "(load_state_dict without assign=True)"
                     )
 
-    def squares(self) -> Squares:
-        """This rank's squared norms of the gradients of the model's parameters."""
-        return Squares(squared_norms(self._counted), self._first_square, self._square_count)
+    def squares(self) -> Tensor:
+        """This rank's part of the ``sum_of_squares`` of the model's gradients."""
+        return sum_of_squares(self._counted)
 
     @contextlib.contextmanager
     def reduced(self, completions: Sequence[Completion], *, timed: bool) -> Iterator[None]:
@@ -106,6 +118,7 @@ class RankState:
                 yield
             finally:
                 self.reducing = False
+        self._parts.lay_gradients_out(self.parameters)
 
     def complete(self, completion: Completion, *, last: bool) -> None:
         """Start to reduce gradients, which are in ``.grad``.
@@ -124,6 +137,18 @@ class RankState:
             index: {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
             for index, module in self.modules.items()
         }
+
+
+def _refuse_beside_shards(shared: Sequence[Sequence[Holder]], schedule: Schedule) -> None:
+    what = "are shared by several stages (shared_parameters)" if shared else ""
+    if schedule.mirror is not None:
+        what = f"have two copies under schedule {schedule.name!r}"
+    if what:
+        raise PipelineError(
+            f"parameters that fully_shard has sharded {what}, whose gradients would have to be "
+            "summed across both: take 'dp_replicate' in place of 'dp_shard', or stages that have "
+            "parameters of their own under a schedule with one copy of each"
+        )
 
 
 def _trainable(modules: Iterable[nn.Module]) -> list[nn.Parameter]:

@@ -20,6 +20,7 @@ from autosplit.pipeline.engine.messages.gradient_buckets import Member, buckets_
 from autosplit.pipeline.engine.messages.process_groups import Groups
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.torch_internals.autograd.accumulate_grad import has_tensor_hooks
+from autosplit.torch_internals.dtensor import Sharding, is_dtensor, local_tensor
 
 Holder: TypeAlias = "tuple[int, str]"
 """A stage and the name of the parameter within it."""
@@ -121,14 +122,14 @@ class SharedParameters:
 
     @torch.no_grad()
     def _equalise(self, copies: Sequence[Tensor], owner: int, link: _Link) -> None:
-        values = copies[0].detach().clone(memory_format=torch.contiguous_format)
+        values = local_tensor(copies[0]).detach().clone(memory_format=torch.contiguous_format)
         if link is not None and values.numel():
             with self._groups.losing("a rank that shares a parameter"):
                 # As bytes, for not every backend knows every dtype.
                 source = self._groups.member(owner)
                 dist.broadcast(values.view(-1).view(torch.uint8), src=source, group=link)
         for copy in copies:
-            copy.copy_(values)
+            local_tensor(copy).copy_(values)
 
 
 def union_of_groups(
@@ -245,4 +246,5 @@ def _refuse_hooks(named: Mapping[Holder, nn.Parameter]) -> None:
 
 def _form(parameter: nn.Parameter) -> str:
     frozen = "" if parameter.requires_grad else " frozen"
-    return f"{list(parameter.shape)} {parameter.dtype}{frozen}"
+    lies = f" over {Sharding.of(parameter)}" if is_dtensor(parameter) else ""
+    return f"{list(parameter.shape)} {parameter.dtype}{lies}{frozen}"

@@ -1,14 +1,19 @@
-"""``StageSharding``: the part that ``fully_shard`` has in a stage of torch's runtime."""
+"""``StageSharding``: the part that ``fully_shard`` has in a stage of a pipeline."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from autosplit.sharded.module import ShardedModule
-from autosplit.torch_internals.fsdp.groups import ParameterGroup
+from autosplit.torch_internals.distributed import fsdp_part
+
+if TYPE_CHECKING:
+    from autosplit.torch_internals.fsdp.groups import ParameterGroup
+
+    from .module import ShardedModule
 
 
 class StageSharding:
@@ -34,8 +39,11 @@ class StageSharding:
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
         """Around what looks at the module before the first microbatch."""
-        if self._sharded is None:
-            self._sharded = ShardedModule.of(self._module)
+        if self._sharded is None and fsdp_part(self._module) is not None:
+            # Importing autosplit imports nothing distributed.
+            from .module import ShardedModule
+
+            self._sharded = ShardedModule(self._module)
         if self._sharded is None:
             yield
             return
@@ -62,6 +70,11 @@ class StageSharding:
         """Free gathered parameters."""
         if self._sharded is not None:
             self._sharded.reshard()
+
+    @property
+    def adds_in_another_dtype(self) -> bool:
+        """Whether microbatches' gradients add up in another dtype than that of a parameter."""
+        return any(group.adds_in_another_dtype for group in self.groups)
 
     def accumulate(self) -> None:
         """Add a microbatch's gradients to those before it."""

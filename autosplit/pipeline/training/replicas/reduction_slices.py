@@ -1,0 +1,52 @@
+"""Into how many slices W is cut so that the first gradients are reduced while others are made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from torch import Tensor, nn
+
+from autosplit.pipeline.engine.execution.stage_assembly import SplitStage, TrainableStage
+from autosplit.pipeline.schedule.action import ActionKind
+from autosplit.pipeline.schedule.schedule import Schedule
+
+_MOST = 8
+"""Slices: what is left to be reduced behind the last is an eighth then."""
+
+
+@dataclass(frozen=True)
+class SlicedByReductions:
+    """Makes stages as ``factory`` does, with a number of slices for each.
+
+    Attributes:
+        factory: whose other options hold.
+        counts: slices by stage; one where nothing is said.
+    """
+
+    factory: SplitStage
+    counts: Mapping[int, int]
+
+    def __call__(self, module: nn.Module, args: list[Tensor], *, index: int) -> TrainableStage:
+        """A stage for ``module(*args)``; see ``StageFactory``."""
+        return replace(self.factory, slices=self.counts.get(index, 1))(module, args, index=index)
+
+
+def slices_by_stage(schedule: Schedule, rank: int, reductions: Mapping[int, int]) -> dict[int, int]:
+    """How many slices pay for the stages of a rank.
+
+    Only those of the stage whose W is the rank's last action: reductions of others have Ws behind
+    them already. Nothing leaves earlier than the first of its reductions is complete, so there are
+    no more slices than reductions.
+
+    Args:
+        schedule: that is run.
+        rank: of the pipeline.
+        reductions: by stage, in how many its gradients are reduced.
+    """
+    row = [action for action in schedule.ranks[rank] if action.kind.is_compute]
+    if not row or row[-1].kind is not ActionKind.BACKWARD_WEIGHT:
+        return {}
+    stage = row[-1].stage
+    count = min(_MOST, reductions.get(stage, 1))
+    return {stage: count} if count > 1 else {}

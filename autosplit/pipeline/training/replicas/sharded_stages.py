@@ -1,0 +1,246 @@
+"""Stages that ``fully_shard`` has sharded: gathered for a step, reduced, and freed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from autosplit.errors import PipelineError, ShardedError
+from autosplit.mesh.dimensions import PIPELINE, REPLICATE, SHARD
+from autosplit.pipeline.engine.messages.process_groups import Groups
+from autosplit.torch_internals.distributed import fsdp_part
+from autosplit.torch_internals.dtensor import local_tensor
+
+from .sharded_reduction import GroupReduction, StageReductions
+
+if TYPE_CHECKING:
+    from autosplit.sharded.module import ShardedModule
+    from autosplit.torch_internals.fsdp.groups import ParameterGroup
+
+_SHARDS = "the ranks that have the other shards of its parameters"
+
+
+class ShardedStages:
+    """This rank's stages whose parameters are sharded over the ranks along "dp_shard".
+
+    All that they communicate goes over groups of the trainer, whose waits end when a rank fails.
+    Replicas of the shards start with the values of the first. Creating one is collective over all
+    ranks.
+
+    Args:
+        modules: this rank's stages by index.
+        groups: the trainer's process groups.
+
+    Attributes:
+        parameters: by ``id``, all sharded ones.
+
+    Raises:
+        ShardedError: a stage is sharded over other ranks than those along "dp_shard", or in a way
+            that cannot be taken apart.
+        PipelineError: the mesh has "dp_shard" and parameters that are trained are not sharded.
+    """
+
+    def __init__(self, modules: Mapping[int, nn.Module], groups: Groups) -> None:
+        self._groups = groups
+        self._stages = {
+            index: _sharded(module)
+            for index, module in modules.items()
+            if fsdp_part(module) is not None
+        }
+        self.parameters = frozenset(
+            id(parameter)
+            for stage in self._stages.values()
+            for group in stage.groups
+            for parameter in group.parameters
+        )
+        for index, stage in self._stages.items():
+            for group in stage.groups:
+                _check_lies(index, group, groups)
+        if groups.layout.shards > 1:
+            _check_all_sharded(modules, self.parameters)
+        self._restore = contextlib.ExitStack()
+        self._apart = False
+        self._worker: ThreadPoolExecutor | None = None
+        if any(groups.everybody.gather(bool(self._stages))):
+            try:
+                self._connect()
+            except BaseException:
+                self._restore.close()
+                raise
+
+    def __bool__(self) -> bool:
+        return bool(self._stages)
+
+    @property
+    def stages(self) -> frozenset[int]:
+        """Which of this rank's are."""
+        return frozenset(self._stages)
+
+    @torch.no_grad()
+    def _connect(self) -> None:
+        """Communicate over groups of the trainer, and take over the first replica's values."""
+        links = self._groups.shards()
+        own = self._groups.everybody.rank
+        first = next(ranks[0] for ranks in self._groups.layout.copies if own in ranks)
+        every = [group for stage in self._stages.values() for group in stage.groups]
+        for group in every:
+            self._apart = self._restore.enter_context(group.communicating(*links))
+            for parameter in group.parameters if links.copying is not None else ():
+                values = local_tensor(parameter).detach()
+                if values.numel():
+                    with self._groups.losing(_SHARDS):
+                        # As bytes, for not every backend knows every dtype.
+                        copy = values.contiguous().view(-1)
+                        dist.broadcast(copy.view(torch.uint8), src=first, group=links.copying)
+                    values.copy_(copy.view(values.shape))
+
+    def close(self) -> None:
+        """Let the modules communicate as before."""
+        self._restore.close()
+        if self._worker is not None:
+            self._worker.shutdown(wait=False)
+
+    def gather(self, stage: int) -> None:
+        """Gather the parameters of a stage that are not.
+
+        Raises:
+            LostPeerError: a rank that has a shard did not take part.
+        """
+        sharded = self._stages.get(stage)
+        if sharded is not None and not sharded.is_unsharded:
+            with self._groups.losing(_SHARDS):
+                sharded.unshard()
+
+    def free(self, stage: int) -> None:
+        """Free the gathered parameters of a stage."""
+        sharded = self._stages.get(stage)
+        if sharded is not None:
+            sharded.reshard()
+
+    def free_all(self) -> None:
+        """Free all gathered parameters."""
+        for sharded in self._stages.values():
+            sharded.reshard()
+
+    @contextlib.contextmanager
+    def gathered(self, stage: int) -> Iterator[None]:
+        """Gathered inside, and free afterwards."""
+        self.gather(stage)
+        try:
+            yield
+        finally:
+            self.free(stage)
+
+    def refuse_factory(self, factory: object) -> None:
+        """Refuse stages that a factory of the user's makes, where some are sharded.
+
+        Raises:
+            PipelineError: names one.
+        """
+        for stage in self._stages:
+            name = getattr(factory, "__name__", type(factory).__name__)
+            raise PipelineError(
+                f"stage {stage} is sharded, and stage_factory={name} is to make it: only "
+                "autosplit.Stage gathers parameters for its graphs. Leave stage_factory out"
+            )
+
+    def forget(self) -> None:
+        """Drop gradients that have come and are not reduced."""
+        for sharded in self._stages.values():
+            sharded.forget({id(p) for group in sharded.groups for p in group.parameters})
+
+    def reductions(self) -> list[GroupReduction]:
+        """A reduction for each parameter group, in the order in which they start where nothing else
+        says: last modules first.
+        """
+        return [
+            GroupReduction(group, index, together)
+            for index, sharded in self._stages.items()
+            for together in [StageReductions(sharded, self._run, self._groups.losing)]
+            for group in sharded.reduced_groups
+        ]
+
+    @property
+    def reduces_early(self) -> bool:
+        """Whether gradients may be reduced while others are made: parameters of other stages are
+        gathered over a group of their own meanwhile.
+        """
+        return self._apart
+
+    def _run(self, call: Callable[[], None], beside: bool) -> Callable[[], None]:
+        """Start a call that may wait for other ranks; gives what waits for its end.
+
+        Args:
+            call: to be run behind those before it.
+            beside: whether another thread may run it.
+        """
+        if not any(stage.blocks for stage in self._stages.values()):
+            call()  # on a stream of its own
+            return _at_once
+        if self._worker is None:
+            self._worker = ThreadPoolExecutor(1, "autosplit-reductions")
+        if not beside:
+            with self._groups.losing(_SHARDS):
+                self._worker.submit(_at_once).result()
+                call()
+            return _at_once
+        future = self._worker.submit(call)
+        return future.result
+
+
+def _at_once() -> None:
+    pass
+
+
+def _sharded(module: nn.Module) -> ShardedModule:
+    # Importing the trainer need not import FSDP.
+    from autosplit.sharded.module import ShardedModule
+
+    return ShardedModule(module)
+
+
+def _advice(groups: Groups) -> str:
+    names = f"{SHARD!r}" if groups.layout.replicas == 1 else f"{REPLICATE!r}, {SHARD!r}"
+    return f"fully_shard(module, mesh=mesh[{names}]), with the mesh that PipelineTrainer gets"
+
+
+def _check_lies(stage: int, group: ParameterGroup, groups: Groups) -> None:
+    layout, own = groups.layout, groups.everybody.rank
+    shards, copies = map(sorted, group.ranks)
+    here = sorted(next(ranks for ranks in layout.shard_groups if own in ranks))
+    replicas = sorted(next(ranks for ranks in layout.copies if own in ranks))
+    if (shards, copies) == (here, replicas):
+        return
+    what = f"stage {stage}'s parameters of {group.name} are sharded over the ranks {shards}"
+    what += f", each with copies on {copies}" if len(copies) > 1 else ""
+    if layout.shards == 1 and len(shards) > 1:
+        raise ShardedError(
+            f"{what}, and PipelineTrainer has no mesh with {SHARD!r}: give it "
+            f"mesh=init_device_mesh(..., mesh_dim_names=({PIPELINE!r}, {SHARD!r})), and call "
+            f"fully_shard(module, mesh=mesh[{SHARD!r}])"
+        )
+    wanted = f"{here}" + (f", each with copies on {replicas}" if len(replicas) > 1 else "")
+    raise ShardedError(
+        f"{what}; along the trainer's mesh these are {wanted}: call {_advice(groups)}"
+    )
+
+
+def _check_all_sharded(modules: Mapping[int, nn.Module], sharded: frozenset[int]) -> None:
+    """Not sharded here by itself: which modules are a group, and in which precision, is for whoever
+    knows the model to say.
+    """
+    for stage, module in modules.items():
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad and id(parameter) not in sharded:
+                raise PipelineError(
+                    f"the mesh has {SHARD!r}, and parameter {name!r} of stage {stage} is not "
+                    f"sharded: let the function that builds stages call fully_shard(module, "
+                    f"mesh=mesh[{SHARD!r}]) for the whole stage (behind its blocks, if these are "
+                    "to be groups of their own), or take a mesh with 'dp_replicate' instead"
+                )

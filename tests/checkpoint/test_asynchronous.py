@@ -1,0 +1,75 @@
+"""Saves that go on while the trainer trains."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from autosplit import CheckpointError
+from autosplit.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
+from autosplit.checkpoint.storage import writer
+from tests.checkpoint.checkpoint_workers import named, train, trainer, whole
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Nothing is written before this is set."""
+    go = threading.Event()
+    write = writer.write_tensors
+
+    def late(*arguments: Any) -> str | None:
+        assert go.wait(30)
+        return write(*arguments)
+
+    monkeypatch.setattr(writer, "write_tensors", late)
+    return go
+
+
+def test_what_is_trained_meanwhile_is_not_saved(tmp_path: Path, held: threading.Event) -> None:
+    with trainer(whole(), 2, ranks=1) as engine:
+        train(engine, 0, 1)
+        before = named(engine)
+        pending = save_checkpoint(engine, tmp_path / "it", asynchronous=True)
+        losses = train(engine, 1, 3)
+        assert pending is not None
+        assert not pending.done
+        held.set()
+        pending.wait()
+        assert pending.done
+    read = read_checkpoint(tmp_path / "it")
+    assert all(torch.equal(value, before[name]) for name, value in read.items())
+    with trainer(whole(1), 2, ranks=1) as engine:
+        load_checkpoint(engine, tmp_path / "it", optimizer=True)
+        assert torch.equal(train(engine, 1, 3), losses)
+
+
+def test_the_next_save_waits(tmp_path: Path, held: threading.Event) -> None:
+    with trainer(whole(), 2, ranks=1) as engine:
+        save_checkpoint(engine, tmp_path / "it", step=1, asynchronous=True)
+        held.set()
+        assert save_checkpoint(engine, tmp_path / "it", step=2) is None
+        assert load_checkpoint(engine, tmp_path / "it").step == 2
+
+
+def test_a_save_that_fails_says_so_once_and_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> str:
+        return "cannot write: no space left"
+
+    with trainer(whole(), 2, ranks=1) as engine:
+        save_checkpoint(engine, tmp_path / "it", step=1)
+        monkeypatch.setattr(writer, "write_tensors", full)
+        pending = save_checkpoint(engine, tmp_path / "it", step=2, asynchronous=True)
+        assert pending is not None
+        with pytest.raises(CheckpointError, match="no space left"):
+            pending.wait()
+        train(engine, 0, 1)  # the trainer goes on
+        assert load_checkpoint(engine, tmp_path / "it").step == 1
+        save_checkpoint(engine, tmp_path / "it", step=3, asynchronous=True)
+        with pytest.raises(CheckpointError, match="no space left"):
+            engine.close()

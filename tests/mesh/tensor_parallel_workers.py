@@ -1,0 +1,367 @@
+"""What ranks that share the tensors of stages run in tests, and the models they train."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+
+from autosplit.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
+from autosplit.pipeline import PipelineTrainer
+from tests.mesh.workers import adam, refusal
+from tests.pipeline.reference_stage import ReferenceStage
+
+WIDTH, ROWS, LENGTH, WORDS, M, BLOCKS = 4, 8, 4, 8, 4, 4
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = x + self.down(self.dropout(self.up(self.norm(x)).tanh()))
+        return found
+
+
+def stage_of(index: int, stages: int) -> nn.Sequential:
+    """Stage ``index`` of a model that is the same however it is cut, in one process."""
+    blocks = []
+    for number in range(index * BLOCKS // stages, (index + 1) * BLOCKS // stages):
+        torch.manual_seed(number)
+        blocks.append(Block())
+    if index == stages - 1:
+        blocks.append(nn.Linear(WIDTH, WORDS, bias=False))
+    return nn.Sequential(*blocks)
+
+
+def parallel(mesh: DeviceMesh, stages: int) -> Callable[[int], nn.Module]:
+    """The same with its tensors shared: activations between the products lie along the sequence,
+    also where they go from stage to stage, and the logits along the words.
+    """
+
+    def build(index: int) -> nn.Module:
+        module = stage_of(index, stages)
+        plan: dict[str, Any] = {}
+        for at, part in enumerate(module):
+            if isinstance(part, Block):
+                plan |= {
+                    f"{at}.norm": SequenceParallel(),
+                    f"{at}.up": ColwiseParallel(input_layouts=Shard(1)),
+                    f"{at}.down": RowwiseParallel(output_layouts=Shard(1)),
+                }
+            else:
+                plan[str(at)] = ColwiseParallel(
+                    input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
+                )
+        if index == 0:
+            plan[""] = PrepareModuleInput(
+                input_layouts=(Replicate(),),
+                desired_input_layouts=(Shard(1),),
+                use_local_output=True,
+            )
+        whole = plan.pop("", None)
+        found = parallelize_module(module, mesh["tp"], plan)
+        return found if whole is None else parallelize_module(found, mesh["tp"], whole)
+
+    return build
+
+
+def loss_of(logits: Tensor, words: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), words.flatten())
+
+
+def batch(replica: int = 0, step: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(10 * step + replica)
+    inputs = torch.randn(ROWS, LENGTH, WIDTH, generator=generator)
+    return inputs, torch.randint(WORDS, (ROWS, LENGTH), generator=generator)
+
+
+def trainer(
+    mesh: DeviceMesh | None, stages: int, build: Any = None, **options: Any
+) -> PipelineTrainer:
+    options = {"microbatches": M, "timeout": 60.0, "max_grad_norm": 1e9, **options}
+    if build is None:
+        build = parallel(mesh, stages) if mesh is not None else lambda i: stage_of(i, stages)
+    loss_fn = options.pop("loss_fn", loss_of)
+    return PipelineTrainer(build, loss_fn, adam, stages=stages, mesh=mesh, **options)
+
+
+def whole(tensor: Any) -> Tensor:
+    found: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return found
+
+
+def coordinate(mesh: DeviceMesh, name: str) -> int:
+    return mesh.get_local_rank(name) if name in (mesh.mesh_dim_names or ()) else 0
+
+
+class Reference:
+    """Eager mode's losses and gradients of the same modules in one stage, tensors shared alike."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        replicas = mesh["dp_replicate"].size() if "dp_replicate" in mesh.mesh_dim_names else 1
+        model = parallel(mesh, 1)(0).eval()
+        sums: dict[str, Tensor] = {}
+        self.losses = []
+        for replica in range(replicas):
+            model.zero_grad()
+            inputs, targets = (part.chunk(M) for part in batch(replica))
+            found = []
+            for x, y in zip(inputs, targets, strict=True):
+                with loss_parallel():
+                    loss = loss_of(model(x), y)
+                    (loss / M).backward()
+                found.append(whole(loss.detach()).item())
+            self.losses.append(found)
+            for name, parameter in model.named_parameters():
+                gradient = whole(parameter.grad)
+                sums[name] = sums[name] + gradient if name in sums else gradient
+        self.gradients = {name: total / replicas for name, total in sums.items()}
+
+    def agrees(self, made: PipelineTrainer, stages: int) -> bool:
+        """Whether a trainer's gradients are these, bit for bit, and lie as their parameters do."""
+        equal = []
+        for stage, gradients in made.gradients().items():
+            parameters = dict(made.modules[stage].named_parameters())
+            for name, gradient in gradients.items():
+                at, _, own = name.partition(".")
+                expected = self.gradients[f"{int(at) + stage * BLOCKS // stages}.{own}"]
+                lies = getattr(parameters[name], "placements", None)
+                equal.append(getattr(gradient, "placements", None) == lies)
+                equal.append(torch.equal(whole(gradient), expected))
+        return bool(equal) and all(equal)
+
+
+def still(build: Callable[[int], nn.Module]) -> Callable[[int], nn.Module]:
+    """Without dropout."""
+    return lambda index: build(index).eval()
+
+
+EXACT: dict[str, tuple[int, dict[str, Any]]] = {
+    "1f1b": (2, {"slices": 1}),
+    "interleaved": (4, {"schedule": "interleaved", "memory": "lean", "overlap": "none"}),
+    "zb-v": (4, {"schedule": "zb-v", "memory": "fast"}),
+    "recomputed": (2, {"memory": 1000, "accumulation": "exact", "weights": "2bp"}),
+}
+
+
+def exactness(mesh: DeviceMesh, reference: Reference, case: str) -> dict[str, Any]:
+    """A step's losses and gradients against eager mode, and the norm."""
+    stages, options = EXACT[case]
+    build = still(parallel(mesh, stages))
+    with loss_parallel(), trainer(mesh, stages, build, **options) as made:
+        replica = coordinate(mesh, "dp_replicate")
+        seen = made.forward_backward(batch(replica)).tolist()
+        return {
+            "losses": seen == reference.losses[replica],
+            "gradients": reference.agrees(made, stages),
+            "norm": made.grad_norm,
+        }
+
+
+class Weather(nn.Module):
+    """A block that is bad on one rank, in what the stage does with its second microbatch."""
+
+    def __init__(self, block: nn.Module, act: Callable[[], None]) -> None:
+        super().__init__()
+        self.block = block
+        self._act, self._calls = act, 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Weather:
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._calls += 1
+        if self._calls == 3:  # building the stage runs the module once
+            self._act()
+        found: Tensor = self.block(x)
+        return found
+
+
+def bad_weather(mesh: DeviceMesh, act: Callable[[], None]) -> Any:
+    """A trainer's step in which rank 3 does ``act`` while rank 2 waits for its part of tensors."""
+
+    def build(index: int) -> nn.Module:
+        module = parallel(mesh, 2)(index)
+        if dist.get_rank() == 3:
+            module[0].up = Weather(module[0].up, act)
+        return module
+
+    with loss_parallel(), trainer(mesh, 2, build, stage_factory=ReferenceStage) as made:
+        made.step(batch())
+
+
+def fail() -> None:
+    raise ValueError("bad weather")
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def refused(mesh: DeviceMesh) -> dict[str, str]:
+    """What is said to bad stages and batches, on this rank."""
+    rank = dist.get_rank()
+
+    def ran(given: Any, build: Any, **options: Any) -> str:
+        def act() -> None:
+            with trainer(given, 2, build, **options) as made, loss_parallel():
+                made.step(batch(rank if options.get("timeout") == 61.0 else 0))
+
+        return refusal(act)
+
+    def seeded(index: int) -> nn.Module:
+        module = parallel(mesh, 2)(index)
+        torch.manual_seed(rank)
+        return module
+
+    def over(name: str) -> Callable[[int], nn.Module]:
+        return lambda index: parallelize_module(
+            stage_of(index, 2), mesh[name], {"0.up": ColwiseParallel()}
+        )
+
+    def handed_on(index: int) -> nn.Module:
+        plan = {"1.down": RowwiseParallel(use_local_output=False)}
+        return parallelize_module(stage_of(index, 2), mesh["tp"], plan)
+
+    replicas = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp_replicate"))
+    ours = parallel(mesh, 2)
+    return {
+        "over the pipeline": ran(mesh, over("pp")),
+        "no tp": ran(replicas, ours),
+        "no mesh": ran(None, ours, ranks=1),
+        "nothing shared": ran(mesh, lambda index: stage_of(index, 2)),
+        "other widths": ran(mesh, lambda index: nn.Linear(4, 4 + rank % 2)),
+        "early": ran(mesh, ours, early_weights=True),
+        "memory": ran(mesh, ours, memory="lean" if rank % 2 else "fast"),
+        "other batches": ran(mesh, ours, timeout=61.0),
+        "other seeds": ran(mesh, seeded),
+        "handed on": ran(mesh, handed_on),
+    }
+
+
+def not_a_number(mesh: DeviceMesh) -> str:
+    """What a step says of a gradient that is no number in one rank's part of a parameter."""
+
+    def build(index: int) -> nn.Module:
+        module = parallel(mesh, 2)(index).eval()
+        if dist.get_rank() == 3:
+            with torch.no_grad():
+                module[0].up.weight.to_local()[0, 0] = math.nan
+        return module
+
+    with loss_parallel(), trainer(mesh, 2, build) as made:
+        losses = made.forward_backward(batch())
+        return f"{made.grad_norm} {losses.isnan().all().item()}"
+
+
+def saved(mesh: DeviceMesh, folder: Path) -> dict[str, bool]:
+    """Train on 2 x 2, save, and go on there, in one process, and back again."""
+
+    def named(stage: int, name: str) -> str:
+        at, _, own = name.partition(".")
+        return f"{int(at) + stage * BLOCKS // 2}.{own}"
+
+    def state(made: PipelineTrainer) -> dict[str, Tensor]:
+        """Whole parameters and what the optimizer has of them."""
+        found = {}
+        for stage, module in made.modules.items():
+            for name, parameter in module.named_parameters():
+                key = named(stage, name) if made.schedule.stages == 2 else name
+                found[key] = whole(parameter.detach()).clone()
+                for what, value in made.optimizer.state[parameter].items():
+                    found[f"{key} {what}"] = whole(value).clone()
+        return found
+
+    def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+        return bool(one) and all(torch.equal(one[key], other[key]) for key in one)
+
+    found = {}
+    build = parallel(mesh, 2)
+    with loss_parallel():
+        with trainer(mesh, 2, build, max_grad_norm=0.5) as made:
+            made.step(batch())
+            # It is written while the next step runs.
+            save_checkpoint(made, folder / "shared", names=named, step=1, asynchronous=True)
+            before = state(made)
+            made.step(batch(0, 1))
+            after = state(made)
+        with trainer(mesh, 2, build, max_grad_norm=0.5) as made:
+            assert load_checkpoint(made, folder / "shared", names=named).step == 1
+            found["optimizer and model"] = same(before, state(made))
+            made.step(batch(0, 1))  # with the random numbers of before
+            found["goes on"] = same(after, state(made))
+    everywhere: list[Any] = [None] * 4
+    dist.all_gather_object(everywhere, before)
+    model = {key: value for each in everywhere for key, value in each.items() if " " not in key}
+    read = read_checkpoint(folder / "shared")
+    found["whole tensors"] = read.keys() == model.keys() and same(model, read)
+    with trainer(None, 1, ranks=1) as alone:
+        load_checkpoint(alone, folder / "shared", generators=False)
+        mine = state(alone)
+        found["one process"] = all(same(each, mine) for each in everywhere)
+        alone.step(batch())
+        mine = state(alone)
+        save_checkpoint(alone, folder / f"alone{dist.get_rank()}")
+    dist.barrier()
+    with trainer(mesh, 2, build) as made:
+        load_checkpoint(made, folder / "alone0", names=named)
+        back = state(made)
+        found["and back"] = same(back, mine)
+    torchs = {"model": parallel(mesh, 1)(0).state_dict()}
+    load(torchs, checkpoint_id=folder / "shared", process_group=mesh.get_group("tp"))
+    found["torch's loader"] = same(model, {k: whole(v) for k, v in torchs["model"].items()})
+    return found
+
+
+def four_ranks(folder: Path) -> None:
+    """Cases on pp 2 x tp 2, the last of which kills a rank; findings go to the folder."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    turned = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "pp"))
+    reference = Reference(mesh)
+    found: dict[str, Any] = {
+        case: exactness(turned if case == "zb-v" else mesh, Reference(turned), case)
+        if case == "zb-v"
+        else exactness(mesh, reference, case)
+        for case in EXACT
+    }
+    found["saved"] = saved(mesh, folder)
+    found["refused"] = refused(mesh)
+    found["nan"] = not_a_number(mesh)
+    found["failing"] = refusal(lambda: bad_weather(mesh, fail))
+    # What ended has ended the waits on the mesh's own groups.
+    again = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    path = folder / f"{dist.get_rank()}.pt"
+    torch.save(found, path)
+    found["dying"] = refusal(lambda: bad_weather(again, die))
+    torch.save(found, path)
+    raise RuntimeError("a rank died")
+
+
+def eight_ranks() -> dict[str, Any]:
+    """A case on pp 2 x dp_replicate 2 x tp 2."""
+    names = ("pp", "dp_replicate", "tp")
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=names)
+    return exactness(mesh, Reference(mesh), "1f1b")

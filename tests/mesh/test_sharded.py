@@ -1,0 +1,79 @@
+"""Pipelines whose stages are sharded, over real Gloo processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autosplit.errors import PipelineError
+from tests.mesh import sharded_workers as workers
+from tests.ranks import Ranks
+
+Results = list[dict[str, Any]]
+
+SAID = {
+    "plain": "the mesh has 'dp_shard', and parameter '0.0.weight' of stage",
+    "partly": "is not sharded: let the function that builds stages call fully_shard(module, mesh=",
+    "along pp": "along the trainer's mesh these are [",
+    "all ranks": "are sharded over the ranks [0, 1, 2, 3]; along the trainer's mesh these are [",
+    "no dimension": "and PipelineTrainer has no mesh with 'dp_shard': give it mesh=init_device",
+    "no mesh": "and PipelineTrainer has no mesh with 'dp_shard': give it mesh=init_device",
+    "shared": "are shared by several stages (shared_parameters), whose gradients would have to be",
+    "two copies": "have two copies under schedule 'chimera', whose gradients would have to be",
+    "cap": "bucket_cap_mb has no effect without a mesh with 'dp_replicate', nor with 'dp_shard'",
+    "limit": "those that are sharded along 'dp_shard' are gathered in a step: leave one of the two",
+    "built differently": "hold replicas of the same stages, which must be built alike",
+    "factory": "is sharded, and stage_factory=ReferenceStage is to make it: only autosplit.Stage",
+    "shapes": "the inputs are float32[8, 6] on rank 0 and float32[4, 6] on rank 1; give each",
+    "failing": "rank 3 failed in 1F1: RuntimeError: INDICES element is out of DATA bounds",
+}
+
+
+@pytest.fixture(scope="module")
+def four(on_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    folder: Path = tmp_path_factory.mktemp("sharded")
+    return on_ranks(workers.four_ranks, 4, (folder,), timeout=200)
+
+
+@pytest.mark.parametrize("case", [*workers.EXACT, "always"])
+def test_a_step_is_that_of_one_process(four: Results, case: str) -> None:
+    """Bit for bit that of autograd, which averages the shares of two, with one reduction for each
+    parameter group; also where parameters cannot be divided, and under a schedule that gathers and
+    frees them around each action.
+    """
+    for found in four:
+        assert found[case] == dict.fromkeys(found[case], True)
+
+
+@pytest.mark.parametrize("case", ["replicated", "half", "training", "saved"])
+def test_what_all_ranks_find_right(four: Results, case: str) -> None:
+    """Copies of shards; another dtype; clipped training, taken early or not; checkpoints that the
+    same mesh takes up bit for bit, and others, and the other way round.
+    """
+    for found in four:
+        assert found[case] == dict.fromkeys(found[case], True)
+
+
+def test_what_stages_do_between_steps(four: Results) -> None:
+    for found in four:
+        also = dict(found["also"])
+        reduced = ["0REDUCE_GRAD"] * 2 + ["1REDUCE_GRAD"] * 2
+        assert also.pop("timeline") == ["0UNSHARD", "1UNSHARD", *reduced]
+        assert also.pop("nan") == ["nan", True]
+        assert also == dict.fromkeys(also, True)
+
+
+@pytest.mark.parametrize("case", SAID)
+def test_what_is_refused(four: Results, case: str) -> None:
+    for found in four:
+        assert SAID[case] in found["refused"][case]
+
+
+def test_a_killed_rank_ends_all(on_ranks: Ranks, tmp_path: Path) -> None:
+    with pytest.raises(PipelineError):
+        on_ranks(workers.with_a_death, 4, (tmp_path,), timeout=60)
+    said = [(tmp_path / f"{rank}.txt").read_text() for rank in range(3)]
+    how = ("rank 3 was killed by SIGKILL", "rank 3 ended without a word")  # once it is reaped
+    assert all(each.startswith(how) for each in said)

@@ -1,0 +1,78 @@
+"""Pipelines whose stages share tensors with other ranks, over real Gloo processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from autosplit.errors import PipelineError
+from tests.mesh import tensor_parallel_workers as workers
+from tests.ranks import Ranks
+
+LIES = "is a DTensor over the ranks"
+SAID = {
+    "over the pipeline": (LIES, "give parallelize_module the dimension 'tp' of the mesh that"),
+    "no tp": (LIES, "the trainer has no mesh with 'tp': give parallelize_module"),
+    "no mesh": (LIES, "the trainer has no mesh with 'tp'"),
+    "nothing shared": ("the mesh has 2 ranks along 'tp', and no parameter of any stage is shared",),
+    "other widths": ("hold parts of the same stages, which must be built alike",),
+    "early": ("early_weights=True", "must run their collectives in one order"),
+    "memory": ("every rank must build the same trainer, but memory is 'fast' on rank 0 and",),
+    "other batches": ("share the tensors of their stages and were given different batches",),
+    "other seeds": ("share the tensors of a stage and have the losses", "the same seed"),
+    "handed on": ("returns output, a DTensor", "use_local_output=True"),
+}
+
+
+@pytest.fixture(scope="module")
+def four(on_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder: Path = tmp_path_factory.mktemp("parts")
+    with pytest.raises(PipelineError) as ended:
+        on_ranks(workers.four_ranks, 4, (folder,), timeout=200)
+    paths = [folder / f"{rank}.pt" for rank in range(4)]
+    assert all(path.exists() for path in paths), str(ended.value)
+    return [torch.load(path) for path in paths]
+
+
+def test_losses_gradients_and_norm(four: list[dict[str, Any]]) -> None:
+    """Bit for bit those of eager mode with the tensors shared alike, in one stage; the norm is the
+    same bits under each schedule and cut.
+    """
+    for found in four:
+        seen = [found[case] for case in workers.EXACT]
+        assert all(each["losses"] and each["gradients"] for each in seen), found
+        assert {each["norm"] for each in seen} == {four[0]["1f1b"]["norm"]}
+
+
+def test_checkpoints(four: list[dict[str, Any]]) -> None:
+    """They have whole tensors, and are taken up by this mesh, one process, and torch's loader."""
+    for found in four:
+        assert found["saved"] == dict.fromkeys(found["saved"], True)
+
+
+@pytest.mark.parametrize("case", SAID)
+def test_what_is_refused(four: list[dict[str, Any]], case: str) -> None:
+    for found in four:
+        assert all(part in found["refused"][case] for part in SAID[case]), found["refused"][case]
+
+
+def test_a_part_that_is_no_number_is_seen_by_all(four: list[dict[str, Any]]) -> None:
+    assert [found["nan"] for found in four] == ["nan True"] * 4
+
+
+def test_a_rank_that_fails_or_dies_ends_those_that_wait_for_its_part(
+    four: list[dict[str, Any]],
+) -> None:
+    for rank, found in enumerate(four):
+        assert "rank 3 failed in 1F1: ValueError: bad weather" in found["failing"]
+        how = ("rank 3 was killed by SIGKILL", "rank 3 ended without a word")  # once it is reaped
+        assert rank == 3 or found["dying"].startswith(how)
+
+
+def test_replicas_of_shared_stages(on_ranks: Ranks) -> None:
+    found = on_ranks(workers.eight_ranks, 8, timeout=200)
+    assert all(each["losses"] and each["gradients"] for each in found)
+    assert len({each["norm"] for each in found}) == 1
