@@ -35,7 +35,8 @@ def test_what_is_trained_meanwhile_is_not_saved(tmp_path: Path, held: threading.
         before = named(engine)
         pending = save_checkpoint(engine, tmp_path / "it", asynchronous=True)
         losses = train(engine, 1, 3)
-        assert pending is not None and not pending.done
+        assert pending is not None
+        assert not pending.done
         held.set()
         pending.wait()
         assert pending.done
