@@ -63,6 +63,7 @@ class Filler:
                 weight = Action(action.stage, ActionKind.BACKWARD_WEIGHT, action.microbatch)
                 placed.append((rank, weight))
         self._graph = StepGraph(schedule, placed)
+        self._forward = [each.kind is ActionKind.FORWARD for each in self._graph.actions]
 
     def fill(self, times: Sequence[StageTimes], *, patience: float = 0.0) -> Filled:
         """The rows with their Ws.
@@ -85,7 +86,7 @@ class Filler:
             start = math.inf
             if orders[rank]:
                 action = orders[rank][0]
-                forward = graph.actions[action].kind is ActionKind.FORWARD
+                forward = self._forward[action]
                 if not forward or in_flight[rank] < self._budgets[rank]:
                     start = scheduler.ready(action)
                 if start <= now:
