@@ -79,6 +79,8 @@ class Regions:
         kept: parameters and buffers, which W reads from the module and nobody saves.
         price: of the minimum cut.
         cuts: what crosses the boundary behind F, and that behind I, of all that could.
+        gradient: what depends on the gradient of an output.
+        urgent: what I must compute, see ``Reachability``.
     """
 
     backward: Region
@@ -88,6 +90,8 @@ class Regions:
     kept: set[fx.Node]
     price: Price
     cuts: tuple[set[fx.Node], set[fx.Node]]
+    gradient: set[fx.Node]
+    urgent: set[fx.Node]
 
     @property
     def saved(self) -> list[fx.Node]:

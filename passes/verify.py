@@ -139,8 +139,11 @@ def _backward_is_pure(name: str, module: fx.GraphModule) -> Iterator[str]:
 
 def _accumulators_only_grow(name: str, module: fx.GraphModule) -> Iterator[str]:
     """Each is added into, and nothing reads it: it holds other microbatches' sums."""
+    accumulators = inputs(module.graph, Kind.ACCUMULATOR)
+    if not accumulators:
+        return
     written = {storage_root(node.args[0]) for node in calls(module.graph) if is_accumulation(node)}  # type: ignore[arg-type]
-    for role, accumulator in inputs(module.graph, Kind.ACCUMULATOR).items():
+    for role, accumulator in accumulators.items():
         if accumulator not in written:
             yield _at(name, accumulator, f"nothing is added into {role}")
     for node in calls(module.graph):

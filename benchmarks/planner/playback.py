@@ -14,6 +14,7 @@ from torch import Tensor
 from autosplit.pipeline.builders.schedule_request import ScheduleRequest
 from autosplit.pipeline.simulation.event_loop import play
 from autosplit.pipeline.simulation.replay import rows_of
+from autosplit.pipeline.simulation.step_graph import StepGraph
 from autosplit.planner.costs.block_costs import BlockCost, ModelCosts
 from autosplit.planner.cuts.schedule_playback import PLACES, Order
 from autosplit.planner.cuts.solve import Solution, solve
@@ -61,14 +62,15 @@ def _solve(costs: ModelCosts, stages: int, *, one_by_one: bool) -> Solution:
 
 def _one_by_one(order: Order, stages: StageCosts) -> Tensor:
     """``Order.steps`` by the simulator's core, for each way to cut."""
-    rows, places = rows_of(order.schedule), [PLACES[each.kind] for each in order.graph.actions]
+    graph = StepGraph(order.schedule, own_needs=False)
+    rows, places = rows_of(order.schedule), [PLACES[each.kind] for each in graph.actions]
     times = torch.cat([stages.times, stages.times[1:2] + stages.times[2:3]])
     steps = []
     for way in range(times.shape[2]):
         own = times[:, :, way].tolist()
-        pairs = zip(places, order.graph.actions, strict=True)
+        pairs = zip(places, graph.actions, strict=True)
         seconds = [own[place][action.stage] for place, action in pairs]
-        steps.append(play(order.graph, rows, seconds).makespan)
+        steps.append(play(graph, rows, seconds).makespan)
     return torch.tensor(steps, dtype=torch.float64)
 
 

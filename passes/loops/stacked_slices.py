@@ -65,6 +65,8 @@ def _families(graph: fx.Graph) -> tuple[list[_StepFamily], _Steps]:
     """All families, and for each of their nodes the family and the iteration."""
     found: dict[Hashable, _StepFamily] = {}
     of: _Steps = {}
+    if not any(map(selected_slice, graph.nodes)):
+        return [], of
     reach = Reachability.of(graph)
     for node in graph.nodes:
         read = [each for each in node.all_input_nodes if each in of]

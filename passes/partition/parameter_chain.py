@@ -46,7 +46,8 @@ def parameter_chain(
     heavy = [node for node in graph.nodes if node in work and not is_cheap(node)]
     data = descendants(list(inputs(graph, Kind.INPUT).values())) - gradient
     weights = _weights(graph, data)
-    making = [node for node in heavy if not _is_of_activations(node, data | gradient, weights)]
+    varying = data | gradient
+    making = [node for node in heavy if not _is_of_activations(node, varying, weights)]
     with_data = {node for node in making if _reads_data(node, data, gradient)}
     leading = _before(graph, with_data)
     last = [node for node in with_data if node not in leading]

@@ -58,6 +58,8 @@ class Division:
         self._releasable = reach.releasable if release else set()
         self._network = Network()
         self._in_first: set[fx.Node] = set()
+        # Made once: a set made for each node would take the square of the graph.
+        self._settled = reach.forward - reach.recomputed
         self._add_needs_of_backward()
         self._add_second_layer()
         try:
@@ -104,7 +106,7 @@ class Division:
             self._network.add(
                 half, half + 1, None if node in reach.recomputed else self._price(node)
             )
-            self._tie(node, _first, early=node in reach.forward - reach.recomputed)
+            self._tie(node, _first, early=node in self._settled)
             stack.extend(node.all_input_nodes)
 
     def _add_second_layer(self) -> None:
@@ -115,14 +117,14 @@ class Division:
             index = self._order[node]
             half = _second(index)
             self._network.add(half, half + 1, self._price(node))
-            early = node in reach.urgent or node in reach.forward - reach.recomputed
+            early = node in reach.urgent or node in self._settled
             self._tie(node, _second, early=early)
             if node not in reach.gradient:
                 self._add_to_first_layer(node)
                 self._network.add(_first(index) + 1, half + 1)
             if early or is_free(node) or node.op == "placeholder":
                 continue
-            if node not in reach.gradient | reach.recomputed:
+            if node not in reach.gradient and node not in reach.recomputed:
                 self._network.add(_first(index), half, self._price_recompute(node))
             if not reach.urgent or not is_cheap(node):
                 # To run in F is for the first layer to decide.
@@ -226,6 +228,8 @@ def _regions(
         price=price,
         kept={node for node in order if reach.is_kept(node)},
         cuts=cuts,
+        gradient=reach.gradient,
+        urgent=reach.urgent,
     )
 
 

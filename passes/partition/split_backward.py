@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from ..graph import Kind, Role, SplitProgram, outputs, role_of
 from .extract import extract
-from .reachability import Reachability
 
 
 def split_backward(program: SplitProgram) -> bool:
@@ -25,7 +24,6 @@ def split_backward(program: SplitProgram) -> bool:
     if regions is None:
         return False
     graph = program.joint.graph
-    reach = Reachability.of(graph, late_input=program.memory.late_input)
     saved = {node: Role(Kind.SAVED, node.name) for node in regions.saved}
     deferred = {node: Role(Kind.DEFERRED, node.name) for node in regions.deferred}
     gradients = outputs(graph, Kind.PARAMETER_GRAD)
@@ -40,7 +38,7 @@ def split_backward(program: SplitProgram) -> bool:
             *released,
             *((role, node) for node, role in deferred.items()),
         ],
-        on_demand=regions.input.runs - reach.gradient,
+        on_demand=regions.input.runs - regions.gradient,
     )
     program.backward_weight = extract(
         program.joint,
@@ -48,6 +46,6 @@ def split_backward(program: SplitProgram) -> bool:
         carried=[(deferred.get(node) or role_of(node), node) for node in regions.weight.takes],
         compute=regions.weight.runs,
         returns=[pair for pair in gradients if pair not in released],
-        on_demand=regions.weight.runs - (reach.gradient - reach.urgent),
+        on_demand=regions.weight.runs - (regions.gradient - regions.urgent),
     )
     return True

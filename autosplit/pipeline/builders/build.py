@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.builders.placement.building_blocks import block_sizes, block_times, expand
-from autosplit.pipeline.builders.placement.weights import WEIGHTS, Times, place_weights
+from autosplit.pipeline.builders.placement.building_blocks import (
+    block_sizes,
+    block_times,
+    expand,
+    spread,
+)
+from autosplit.pipeline.builders.placement.template import ScheduleTemplate
+from autosplit.pipeline.builders.placement.weights import WEIGHTS, Times, WeightPlacement
 from autosplit.pipeline.schedule.schedule import Schedule, check_counts, check_size
 
 from .families import SCHEDULES, Family
@@ -44,6 +52,42 @@ def build(
         ScheduleError: an unknown name or placement, a bad count, a step of more than
             ``schedule.LARGEST`` actions, or an option without an effect.
     """
+    return prepare(
+        name,
+        stages,
+        microbatches,
+        split_backward=split_backward,
+        weights=weights,
+        times=times,
+        ranks=ranks,
+    )(times)
+
+
+def prepare(
+    name: str,
+    stages: int,
+    microbatches: int,
+    *,
+    split_backward: bool = True,
+    weights: str | None = None,
+    times: Times | None = None,
+    ranks: int | None = None,
+) -> Callable[[Times | None], Schedule]:
+    """What builds a schedule for any times, as ``build`` does; what all of these have in common is
+    made once.
+
+    Args:
+        name: see ``build``, also for what follows.
+        stages: N.
+        microbatches: M.
+        split_backward: False for full backwards.
+        weights: where the Ws go.
+        times: such as it will be given; None: none.
+        ranks: P.
+
+    Raises:
+        ScheduleError: see ``build``.
+    """
     if name not in SCHEDULES:
         raise ScheduleError(f"unknown schedule {name!r}; known: {', '.join(SCHEDULES)}")
     check_counts(stages=stages, microbatches=microbatches)
@@ -51,13 +95,33 @@ def build(
     family = SCHEDULES[name]
     ranks, chunks = _layout(name, family, stages, ranks)
     weights = _check_weights(name, family, split_backward, weights, times)
-    given = {} if family.chunks else {"chunks": chunks}
-    template = family.make(ranks, microbatches, **given)
+    placed = WeightPlacement(name, _template(family, ranks, microbatches, chunks), weights)
     if ranks * chunks == stages:
-        return place_weights(name, template, weights, times)
+        return placed.schedule
     sizes = block_sizes(stages, ranks * chunks)
-    summed = None if times is None else block_times(times, sizes)
-    return expand(place_weights(name, template, weights, summed), sizes)
+
+    def expanded(times: Times | None) -> Schedule:
+        summed = None if times is None else block_times(times, sizes)
+        return expand(placed.schedule(summed), sizes)
+
+    return expanded
+
+
+def placement_of(name: str, stages: int, microbatches: int, ranks: int) -> tuple[int, ...]:
+    """The rank of every stage, as ``build`` places them, without the work of building.
+
+    Raises:
+        ScheduleError: a count that the schedule does not admit.
+    """
+    family = SCHEDULES[name]
+    ranks, chunks = _layout(name, family, stages, ranks)
+    placed = _template(family, ranks, microbatches, chunks).placement
+    return spread(placed, block_sizes(stages, ranks * chunks))
+
+
+def _template(family: Family, ranks: int, microbatches: int, chunks: int) -> ScheduleTemplate:
+    given = {} if family.chunks else {"chunks": chunks}
+    return family.make(ranks, microbatches, **given)
 
 
 def _layout(name: str, family: Family, stages: int, ranks: int | None) -> tuple[int, int]:

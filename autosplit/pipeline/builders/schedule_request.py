@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from autosplit.errors import ScheduleError
@@ -10,7 +10,7 @@ from autosplit.pipeline.builders.placement.fill import StageTimes
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.validation.validate import validate
 
-from .build import SCHEDULES, build
+from .build import SCHEDULES, prepare
 
 AUTO = "auto"
 """The name for a schedule that is searched for the times of the stages."""
@@ -63,20 +63,30 @@ class ScheduleRequest:
             ScheduleError: what ``pipeline.build`` refuses; or a schedule that is there is illegal,
                 or for other counts.
         """
+        return self.prepare(stages)(times)
+
+    def prepare(self, stages: int) -> Callable[[Sequence[StageTimes]], Schedule]:
+        """What builds the schedule for ``stages`` stages, for any times of theirs.
+
+        Raises:
+            ScheduleError: see ``build``.
+        """
         if isinstance(self.schedule, str):
-            return build(
+            heeds = self._heeds_times
+            built = prepare(
                 self.schedule,
                 stages,
                 self.microbatches,
                 ranks=self.ranks,
                 split_backward=self.split_backward,
                 weights=self.weights,
-                times=times if self._heeds_times else None,
+                times=(1.0, 1.0, 1.0) if heeds else None,
             )
+            return lambda times: built(times if heeds else None)
         there = self.schedule
         self.check_fits(stages)
         validate(there)
-        return there
+        return lambda _: there
 
     def check_fits(self, stages: int) -> None:
         """Refuse a schedule that is there and is for other counts.

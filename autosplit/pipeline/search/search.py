@@ -113,11 +113,7 @@ def _placed(
     costs: Costs, microbatches: int, ranks: int, placement: Sequence[int] | None
 ) -> list[Schedule]:
     """The named schedules of that placement, or all."""
-    named = [
-        each
-        for each in named_schedules(costs.times, microbatches, ranks)
-        if placement is None or each.placement == tuple(placement)
-    ]
+    named = list(named_schedules(costs.times, microbatches, ranks, placement))
     if not named and placement is not None:
         raise ScheduleError(f"no named schedule places the stages on the ranks {list(placement)}")
     if not named:

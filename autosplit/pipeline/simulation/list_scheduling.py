@@ -42,29 +42,34 @@ class ListScheduler:
 
     def ready(self, action: int) -> float:
         """When all that ``action`` needs is there; infinite while some of it has not begun."""
-        return max((self._arrivals[parcel] for parcel in self._graph.needs[action]), default=0.0)
+        arrivals, latest = self._arrivals, 0.0
+        for parcel in self._graph.needs[action]:
+            if arrivals[parcel] > latest:
+                latest = arrivals[parcel]
+        return latest
 
     def run(self, choose: Choose) -> None:
         """Play until no rank has anything to start."""
         makes, takers, arrivals = self._graph.makes, self._graph.takers, self._arrivals
+        ends, seconds, pop, push = self.ends, self._seconds, heapq.heappop, heapq.heappush
         links: dict[tuple[int, int], float] = {}
         # A rank looks for work when it begins, ends an action, or gets a message.
         looks = [(0.0, rank) for rank in range(len(self.rows))]
         while looks:
-            now, rank = heapq.heappop(looks)
-            if self.ends[rank] > now:
+            now, rank = pop(looks)
+            if ends[rank] > now:
                 continue
             action = choose(rank, now)
             if action is None:
                 continue
             self.rows[rank].append(action)
             self.starts[action] = now
-            self.ends[rank] = end = now + self._seconds[action]
+            ends[rank] = end = now + seconds[action]
             for parcel, link, took, latency in makes[action]:
                 arrivals[parcel] = end
                 if link is not None:
                     links[link] = max(end, links.get(link, 0.0)) + took
                     arrivals[parcel] = links[link] + latency
                 if takers[parcel] != rank:
-                    heapq.heappush(looks, (arrivals[parcel], takers[parcel]))
-            heapq.heappush(looks, (end, rank))
+                    push(looks, (arrivals[parcel], takers[parcel]))
+            push(looks, (end, rank))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from autosplit.errors import PlanError, ScheduleError
+from autosplit.pipeline.builders.families import SCHEDULES
 from autosplit.pipeline.builders.placement.fill import StageTimes
 from autosplit.pipeline.builders.schedule_request import ScheduleRequest
 from autosplit.pipeline.schedule.schedule import Schedule
@@ -17,7 +19,7 @@ from autosplit.planner.costs.block_costs import ModelCosts
 from autosplit.planner.costs.limits import Limits
 
 from .balance import StageCost, least_largest, least_uneven
-from .local_search import Rank, count, descend, every, first_of
+from .local_search import Rank, count, descend, every, first_of, moves
 from .schedule_playback import Order
 from .stage_costs import PrefixSums
 
@@ -25,6 +27,7 @@ _SLACKS = (1.0, 1.03, 1.1)  # how much longer than the least the slowest stage o
 _EXHAUSTIVE = 4_000_000  # actions to play, below which every way to cut is tried
 _ROUNDS = 4  # an order suits its cuts, and cuts their order: how often to go round
 _ORDERS = 3  # of the best cuts so far, under which others are looked for
+_WORK = 400_000  # actions that local search plays for one schedule: seconds
 _SAME = 1 + 1e-9
 
 
@@ -75,18 +78,56 @@ class CutSearch:
         self._request = request
         self._limits = limits
         self._noise = costs.noise
+        self._known: dict[tuple[int, ...], Candidate] = {}
+
+    @cached_property
+    def _built(self) -> Callable[[Sequence[StageTimes]], Schedule]:
+        return _builder(self._request, self.stages)
+
+    @cached_property
+    def _moves(self) -> Tensor:
+        return moves(self.stages - 1)
 
     def evaluate(self, cuts: Tensor) -> Candidate:
-        """One way to cut, shape [S - 1]."""
+        """One way to cut, shape [S - 1], in a step between which ranks wait for each other, as a
+        trainer's do.
+        """
+        key = tuple(cuts.tolist())
+        if key not in self._known:
+            self._known[key] = self._evaluate(cuts)
+        return self._known[key]
+
+    def _evaluate(self, cuts: Tensor) -> Candidate:
         stages = self.costs.stages(cuts[None])
         times = triples(stages.times[:, :, 0])
-        schedule = _schedule_for(self._request, self.stages, times)
+        schedule = replace(self._built(times), crosses_step=False)
         order = Order(schedule, self._limits.links, self._limits.factor)
         peaks = order.peaks(stages)
         overflow = float(self._overflow(peaks))
         seconds = stages.times[:, :, 0].sum(0)
         uneven = float(seconds.max() / seconds.mean()) if seconds.any() else 1.0
         return Candidate(cuts, order, overflow, float(order.steps(stages)), peaks[:, 0], uneven)
+
+    def bound(self) -> float:
+        """Seconds below which no step can be wherever the model is cut; nothing is built for it.
+
+        On as many ranks as stages it is that of ``Order.bounds``, of the best cuts; on fewer, what
+        a rank has to do in the mean.
+        """
+        count, ranks = self._request.microbatches, self._request.ranks or self.stages
+        if ranks != self.stages:
+            return count * self.costs.least_work(self.stages) / ranks
+        split = self._request.split_backward
+        ahead, behind = self.costs.before(split=split)
+
+        def ends(stage: int) -> Tensor:
+            forward, inputs, weights = self.costs.table(first=stage == 0)[0]
+            backward = inputs if split else inputs + weights
+            work, urgent = forward + inputs + weights, count * (forward + backward)
+            return ahead[:, None] + torch.maximum(count * work, urgent + behind[:, None])
+
+        found = least_largest(ends, self.stages)
+        return 0.0 if found is None else found[0]
 
     def starts(self) -> Iterator[Tensor]:
         """Cuts to begin from, by dynamic programming."""
@@ -95,7 +136,7 @@ class CutSearch:
             raise PlanError(f"no way to cut into {self.stages} stages")
         cuts = torch.tensor(found[1], dtype=torch.int64)
         yield from self._near(self._seconds, found[0])
-        if math.isinf(self._limits.cap):
+        if math.isinf(self._limits.cap) or self._request.ranks not in (None, self.stages):
             return
         order = self.evaluate(cuts).order
         if order.ranks == self.stages:
@@ -117,8 +158,8 @@ class CutSearch:
     def _bytes(self, order: Order, stage: int) -> Tensor:
         """The most that a stage makes its rank hold."""
         _, kept, parameters = self.costs.table(first=stage == 0)
-        states = order.states(order.schedule.placement[stage])[:, [stage, self.stages + stage]]
-        moving = torch.einsum("tk,kij->tij", torch.unique(states, dim=0), kept).amax(0)
+        held = torch.unique(order.held(stage), dim=0)
+        moving = torch.einsum("tk,kij->tij", held, kept).amax(0)
         return moving + self._limits.factor * parameters
 
     def _fitting(self, order: Order) -> StageCost:
@@ -137,7 +178,7 @@ class CutSearch:
         for _ in range(_ROUNDS if refine and self.stages > 1 else 0):
             ways = sorted(known.values(), key=lambda candidate: candidate.key)[:_ORDERS]
             fresh = [candidate for candidate in ways if id(candidate) not in tried]
-            if not fresh:
+            if not fresh or not self._may_go_on():
                 break
             tried |= set(map(id, fresh))
             found = [cuts for candidate in fresh for cuts in self._improved(candidate, ways)]
@@ -159,34 +200,60 @@ class CutSearch:
         def rank(cuts: Tensor) -> Tensor:
             stages = self.costs.stages(cuts)
             overflow = self._overflow(candidate.order.peaks(stages))
+            ways = (overflow == overflow.min()).nonzero()[:, 0]
             uneven = stages.times.sum(0).square().sum(0)
-            return torch.stack([overflow, candidate.order.steps(stages), uneven])
+            return torch.stack([overflow, candidate.order.least(stages, ways), uneven])
 
         return self._search(candidate, [each.cuts for each in starts], rank)
 
+    def is_hopeless(self, candidate: Candidate) -> bool:
+        """Whether to take it that no cuts fit under the cap, where ways are too many to try all:
+        the ranks hold more than that in the mean, and what one holds less another holds more.
+        """
+        over = float(candidate.peaks.mean()) > self._limits.cap
+        return over and not self._is_small(candidate.order)
+
     def frugal(self, candidate: Candidate) -> Candidate:
-        """The cuts whose fullest rank holds least."""
+        """The cuts whose fullest rank holds least. With one stage a rank, and more ways than can be
+        tried, dynamic programming finds them.
+        """
 
         def rank(cuts: Tensor) -> Tensor:
             stages = self.costs.stages(cuts)
-            peaks = candidate.order.peaks(stages)
+            peaks = order.peaks(stages)
+            order.played += order.actions
             return torch.stack([peaks.amax(0), peaks.square().sum(0)])
 
-        found = least_largest(lambda stage: self._bytes(candidate.order, stage), self.stages)
+        order = candidate.order
+        found = least_largest(lambda stage: self._bytes(order, stage), self.stages)
         starts = [candidate.cuts]
         if found is not None:
             starts.append(torch.tensor(found[1], dtype=torch.int64))
-        cuts = _distinct([*self._search(candidate, starts, rank), *starts])
+        if self._is_small(order) or order.ranks != self.stages:
+            starts = [*self._search(candidate, starts, rank), *starts]
+        cuts = _distinct(starts)
         ways = [self.evaluate(each) for each in cuts]
         return min(ways, key=lambda each: float(each.peaks.max()))
 
     def _search(self, candidate: Candidate, starts: Sequence[Tensor], rank: Rank) -> list[Tensor]:
         """All ways to cut where they are few, else what local search reaches."""
         blocks = self.costs.blocks
-        if count(blocks, self.stages) * candidate.order.actions <= _EXHAUSTIVE:
+        if self._is_small(candidate.order):
             ways = every(blocks, self.stages)
             return [ways[first_of(rank(ways))]]
-        return _distinct([descend(start, blocks, rank) for start in _distinct(starts)])
+        return _distinct(
+            [
+                descend(start, blocks, self._moves, rank, self._may_go_on)
+                for start in _distinct(starts)
+            ]
+        )
+
+    def _is_small(self, order: Order) -> bool:
+        """Whether every way to cut can be tried."""
+        return count(self.costs.blocks, self.stages) * order.actions <= _EXHAUSTIVE
+
+    def _may_go_on(self) -> bool:
+        return sum(each.order.played for each in self._known.values()) < _WORK
 
     def _overflow(self, peaks: Tensor) -> Tensor:
         """Bytes above the cap, over all ranks; shape [K]."""
@@ -204,17 +271,18 @@ def _distinct(ways: Sequence[Tensor]) -> list[Tensor]:
     return list({tuple(way.tolist()): way for way in ways}.values())
 
 
-def _schedule_for(request: ScheduleRequest, stages: int, times: Sequence[StageTimes]) -> Schedule:
-    """The schedule for stages with these times, where ranks wait for each other between steps, as
-    a trainer's do.
+def _builder(request: ScheduleRequest, stages: int) -> Callable[[Sequence[StageTimes]], Schedule]:
+    """What builds the schedule for stages with any times.
 
     Raises:
         ScheduleError: what ``ScheduleRequest.build`` refuses, or two copies of the stages.
     """
-    built = request.build(stages, times)
-    if built.mirror is not None:
+    there = request.schedule
+    known = there if isinstance(there, Schedule) else SCHEDULES.get(there)
+    twice = known.mirror is not None if isinstance(known, Schedule) else known and known.copies > 1
+    if twice:
         raise ScheduleError(
             f"{request.name!r} runs two copies of every stage, for which nothing is planned: "
             "partition the model for another schedule, and give a trainer the result and this one"
         )
-    return replace(built, crosses_step=False)
+    return request.prepare(stages)

@@ -27,21 +27,25 @@ def count(blocks: int, stages: int) -> int:
     return math.comb(blocks - 1, stages - 1)
 
 
-def descend(start: Tensor, blocks: int, rank: Rank) -> Tensor:
-    """The way to cut that is reached from ``start``, shape [S - 1], by moves that help.
-
-    A move shifts a run of neighbouring cuts together, or two cuts apart or towards each other.
+def descend(
+    start: Tensor,
+    blocks: int,
+    moves: Tensor,
+    rank: Rank,
+    may_go_on: Callable[[], bool],
+) -> Tensor:
+    """The way to cut that is reached from ``start``, shape [S - 1], by moves that help, for as long
+    as it ``may_go_on``.
     """
     if not len(start):
         return start
-    moves = _moves(len(start))
+    shifts = _gaps(moves, 0, 0).to(torch.int16)
     best, value = start, rank(start[None])[:, 0].tolist()
     for _ in range(_ROUNDS):
-        ways = torch.unique(best + moves, dim=0)
-        ends = torch.cat(
-            [ways.new_full((len(ways), 1), -1), ways, ways.new_full((len(ways), 1), blocks - 1)], 1
-        )
-        ways = ways[(ends.diff(dim=1) > 0).all(1)]
+        if not may_go_on():
+            break
+        gaps = _gaps(best[None], -1, blocks - 1).to(torch.int16)
+        ways = best + moves[(shifts + gaps > 0).all(1)]
         if not len(ways):
             break
         values = rank(ways)
@@ -53,6 +57,12 @@ def descend(start: Tensor, blocks: int, rank: Rank) -> Tensor:
     return best
 
 
+def _gaps(cuts: Tensor, before: int, behind: int) -> Tensor:
+    """How far each cut is from the one before it, with the ends of the model."""
+    ends = [cuts.new_full((len(cuts), 1), end) for end in (before, behind)]
+    return torch.cat([ends[0], cuts, ends[1]], 1).diff(dim=1)
+
+
 def first_of(values: Tensor) -> int:
     """The column that comes first in the order of the rows."""
     left = torch.arange(values.shape[1])
@@ -62,12 +72,15 @@ def first_of(values: Tensor) -> int:
     return int(left[0])
 
 
-def _moves(cuts: int) -> Tensor:
-    moves = []
-    for first, last in itertools.combinations_with_replacement(range(cuts), 2):
-        run = [1 if first <= place <= last else 0 for place in range(cuts)]
-        moves += [[sign * size * each for each in run] for size in _SHIFTS for sign in (1, -1)]
-        if first < last:
-            pair = [(place == last) - (place == first) for place in range(cuts)]
-            moves += [[sign * each for each in pair] for sign in (1, -1)]
-    return torch.tensor(moves, dtype=torch.int64).reshape(len(moves), cuts)
+def moves(cuts: int) -> Tensor:
+    """All moves of so many cuts, in order: of a run of neighbouring cuts together, or of two cuts
+    apart or towards each other; shape [n, S - 1].
+    """
+    places = torch.arange(cuts)
+    pairs = torch.combinations(places, with_replacement=True)
+    first, last = pairs[:, :1], pairs[:, 1:]
+    runs = ((first <= places) & (places <= last)).long()
+    apart = ((places == last).long() - (places == first).long())[pairs[:, 0] < pairs[:, 1]]
+    shifts = [sign * size * runs for size in _SHIFTS for sign in (1, -1)]
+    found: Tensor = torch.unique(torch.cat([*shifts, apart, -apart]), dim=0)
+    return found

@@ -20,6 +20,8 @@ from autosplit.planner.costs.limits import Limits
 
 from .candidate_cuts import Candidate, CutSearch, triples
 
+_FAR = 1.25  # times a known step; no start has a faster slowest stage than the first
+
 
 class CapError(PlanError):
     """Nothing fits under a cap of memory; ``least`` is the least cap for which something does."""
@@ -69,6 +71,7 @@ def solve(
     *,
     limits: Limits | None = None,
     refine: bool = True,
+    rival: float = math.inf,
 ) -> Solution:
     """The cuts with the shortest simulated step that were found, or the most even of those whose
     steps differ from it by less than the noise of the costs; deterministic.
@@ -84,6 +87,8 @@ def solve(
         request: the schedule.
         limits: memory of a rank and links; None: as much as is needed, and transfers take no time.
         refine: False stops after the dynamic programming.
+        rival: seconds of a step that is known. Where the first cuts, whose slowest stage is as
+            fast as can be, are far longer, no others are looked for, if they fit under the cap.
 
     Raises:
         PlanError: more stages than blocks.
@@ -93,8 +98,13 @@ def solve(
     """
     limits = limits or Limits()
     search = CutSearch(costs, stages, request, limits)
-    best = search.best(list(search.starts()), refine=refine)
-    if best.overflow > 0.0:
+    starts = search.starts()
+    first = next(starts)
+    best = search.evaluate(first)
+    hopeless = best.overflow > 0.0 and search.is_hopeless(best)
+    if not hopeless and (best.overflow > 0.0 or best.step <= _FAR * rival):
+        best = search.best([first, *starts], refine=refine)
+    if best.overflow > 0.0 and not hopeless:
         frugal = search.frugal(best)
         best = search.best([frugal.cuts], refine=refine) if frugal.overflow == 0.0 else frugal
     if best.overflow > 0.0:
@@ -108,6 +118,20 @@ def solve(
             least,
         )
     return _solution(search, best, limits.links)
+
+
+def bound(costs: ModelCosts, stages: int, request: ScheduleRequest) -> float:
+    """Seconds of a step below which ``solve`` finds none, known without building a schedule.
+
+    Args:
+        costs: of the model's blocks.
+        stages: N.
+        request: the schedule.
+
+    Raises:
+        PlanError: more stages than blocks.
+    """
+    return CutSearch(costs, stages, request, Limits()).bound()
 
 
 def weigh(

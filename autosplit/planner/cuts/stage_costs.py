@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -38,6 +38,10 @@ class StageCosts:
     crossing: Tensor
     returning: Tensor
 
+    def of(self, ways: Tensor) -> StageCosts:
+        """The stages of some of the ways, by their places."""
+        return StageCosts(*(getattr(self, each.name)[..., ways] for each in fields(self)))
+
 
 class PrefixSums:
     """Sums over the blocks of a model, so that any run of blocks is a difference of two.
@@ -49,9 +53,9 @@ class PrefixSums:
     def __init__(self, costs: ModelCosts) -> None:
         self.blocks = len(costs.blocks)
         rows = [[getattr(block, field) for block in costs.blocks] for field in _FIELDS]
-        values = torch.tensor(rows, dtype=torch.float64)
+        self._pieces = torch.tensor(rows, dtype=torch.float64)
         zero = torch.zeros(len(_FIELDS), 1, dtype=torch.float64)
-        self._sums = torch.cat([zero, values.cumsum(1)], 1)
+        self._sums = torch.cat([zero, self._pieces.cumsum(1)], 1)
         self._call = costs.call
         # Nothing crosses the end of the model.
         self._crossing = torch.tensor((*costs.crossing, 0.0), dtype=torch.float64)
@@ -72,6 +76,26 @@ class PrefixSums:
         self._as_first(times[:, 0], kept[:, 0], pieces[6, 0], self._returning[ends[1] - 1])
         crossing, returning = self._crossing[cuts.T], self._returning[cuts.T]
         return StageCosts(times, kept, pieces[5], crossing, returning)
+
+    def before(self, *, split: bool) -> tuple[Tensor, Tensor]:
+        """Seconds that the blocks before each place take at least in a forward, and in a backward
+        as far as another waits for it, whatever stages they are in; shape [B + 1] each.
+
+        Args:
+            split: whether the backward is; then nobody waits for its Ws.
+        """
+        forward, backward = self._pieces[0], self._pieces[1]
+        if not split:
+            backward = backward + self._pieces[2]
+        sums = torch.stack([forward, torch.minimum(backward, self._pieces[6])]).cumsum(1)
+        ahead, behind = torch.cat([torch.zeros(2, 1, dtype=torch.float64), sums], 1)
+        return ahead, behind
+
+    def least_work(self, stages: int) -> float:
+        """Seconds of a microbatch on all stages together, at least."""
+        forward, inputs, weights, *_, alone = self._pieces
+        work = float((forward + torch.minimum(inputs + weights, alone)).sum())
+        return work + (3 * stages - 1) * self._call
 
     def table(self, *, first: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Every run of blocks as a stage: times [3, B + 1, B + 1], kept [2, B + 1, B + 1] and

@@ -10,7 +10,8 @@ from autosplit.errors import PlanError
 from autosplit.planner.cuts.solve import CapError, Solution
 from autosplit.text.byte_sizes import size_text
 
-_NEAR = 0.01  # of the shortest step
+NEAR = 0.01
+"""Of the shortest step: by less than this, no plan is known to be better than another."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def ranked(found: Sequence[Configuration]) -> list[Configuration]:
     shortest, _ = ordered[0].key
     if math.isinf(shortest):
         raise _nothing(ordered)
-    near = (each for each in ordered if each.key[0] <= (1.0 + _NEAR) * shortest)
+    near = (each for each in ordered if each.key[0] <= (1.0 + NEAR) * shortest)
     first = min(near, key=lambda each: each.key[::-1])
     others = (each for each in ordered if each is not first)
     return [first, *(_with_reason(each, first.solution) for each in others)]

@@ -15,12 +15,12 @@ from autosplit.pipeline.simulation.activation_memory import peak_memory
 from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.planner.costs.block_costs import ModelCosts
 from autosplit.planner.costs.limits import Limits
-from autosplit.planner.cuts.solve import CapError, solve
+from autosplit.planner.cuts.solve import CapError, bound, solve
 from autosplit.planner.cuts.within_limit import within_limit
 from autosplit.text.byte_sizes import size_text
 from autosplit.text.names import few
 
-from .alternatives import Configuration, ranked
+from .alternatives import NEAR, Configuration, ranked
 
 CostsOf = Callable[[int, str | int], ModelCosts]
 """The costs of the model for microbatches of so many samples under a memory setting."""
@@ -30,6 +30,7 @@ _PER_DEVICE = (1, 2, 4)  # microbatches for each device, where their number is o
 _CHUNKS = (2, 3, 4)  # stages a rank, where a schedule leaves that open
 _REFINED = 6  # of the best configurations, whose cuts are worked on
 _MOST = 1_000_000_000  # of anything: beyond, it is a slip of the pen
+_FEW = 500  # microbatches times stages: such a step is played sooner than it would be missed
 _SEARCHED = 2  # of these, for which a schedule of their own is searched
 
 
@@ -79,7 +80,7 @@ def search_plans(
     space = space or SearchSpace()
     limits = limits or Limits()
     _check(space, devices, batch)
-    found: list[Configuration] = []
+    blanks: list[Configuration] = []
     for memory, count in itertools.product(
         space.memory or MEMORY, _microbatches(space, devices, batch)
     ):
@@ -89,11 +90,53 @@ def search_plans(
                 f"{space.stages} stages are more than the model has blocks, {len(costs.blocks)}"
             )
         for form in _schedule_choices(space, devices):
-            blank = Configuration(
-                form.stages, devices, count, batch // count, form.schedule, form.fused, memory
+            blanks.append(
+                Configuration(
+                    form.stages, devices, count, batch // count, form.schedule, form.fused, memory
+                )
             )
-            found.append(_filled(blank, costs, limits, refine=False))
-    return ranked(_refined(found, costs_of, limits, space))
+    return ranked(_refined(_cut(blanks, costs_of, limits), costs_of, limits, space))
+
+
+def _cut(blanks: Sequence[Configuration], costs_of: CostsOf, limits: Limits) -> list[Configuration]:
+    """All with their stages, or with why they have none: of those whose steps have many actions,
+    the ones that cannot be the best are left out.
+    """
+    bounds = [
+        _bound(each, costs_of(each.microbatch_size, each.memory))
+        if each.stages * each.microbatches > _FEW
+        else 0.0
+        for each in blanks
+    ]
+    found: dict[int, Configuration] = {}
+    known: dict[tuple[ModelCosts, ScheduleRequest, int], Configuration] = {}
+    shortest = math.inf
+    for at in sorted(range(len(blanks)), key=lambda at: (bounds[at], -at)):
+        each = blanks[at]
+        if bounds[at] > shortest * (1.0 + NEAR):
+            found[at] = replace(each, lost="slower wherever the model is cut")
+            continue
+        costs = costs_of(each.microbatch_size, each.memory)
+        alike = costs, _request(each), each.stages  # memory settings may come to the same
+        if alike not in known:
+            known[alike] = _filled(each, costs, limits, refine=False, rival=shortest)
+        found[at] = replace(known[alike], memory=each.memory)
+        shortest = min(shortest, found[at].key[0])
+    return [found[at] for at in range(len(blanks))]
+
+
+def _bound(blank: Configuration, costs: ModelCosts) -> float:
+    """Seconds below which no step of a configuration can be; 0 where it has none."""
+    try:
+        return bound(costs, blank.stages, _request(blank))
+    except PlanError:
+        return 0.0
+
+
+def _request(blank: Configuration) -> ScheduleRequest:
+    return ScheduleRequest(
+        blank.schedule, blank.microbatches, blank.ranks, split_backward=not blank.fused
+    )
 
 
 @dataclass(frozen=True)
@@ -104,18 +147,22 @@ class _ScheduleChoice:
 
 
 def _filled(
-    blank: Configuration, costs: ModelCosts, limits: Limits, *, refine: bool
+    blank: Configuration,
+    costs: ModelCosts,
+    limits: Limits,
+    *,
+    refine: bool,
+    rival: float = math.inf,
 ) -> Configuration:
     """The configuration with its stages, or with why it has none."""
     try:
         solution = solve(
             costs,
             blank.stages,
-            ScheduleRequest(
-                blank.schedule, blank.microbatches, blank.ranks, split_backward=not blank.fused
-            ),
+            _request(blank),
             limits=limits,
             refine=refine,
+            rival=rival,
         )
     except CapError as error:
         over, needs = map(math.ceil, (error.least - limits.cap, error.least))

@@ -105,6 +105,19 @@ def test_a_cap_makes_others_win() -> None:
         search_plans(costs_of, 4, 32, space=space, limits=Limits(cap=0.999 * least))
 
 
+def test_of_large_steps_those_that_cannot_be_best_are_left_out() -> None:
+    """They are told by a bound; what is left out is longer indeed."""
+    space = SearchSpace(microbatches=[64], schedules=["1f1b", "zb-h1"], memory=["fast", "lean"])
+    found = search_plans(costs_of, 8, 128, space=space)
+    best = found[0].solution
+    assert best is not None
+    out = [each for each in found if each.lost == "slower wherever the model is cut"]
+    assert all(each in out for each in named(found, memory="lean"))
+    assert all(each.solution is None for each in out)
+    lean = search_plans(costs_of, 8, 128, space=replace(space, memory=["lean"]))
+    assert best.step * 1.01 < lean[0].key[0]
+
+
 def test_what_is_settled_stays() -> None:
     space = SearchSpace(stages=8, microbatches=[16], schedules=["interleaved"], memory=["lean"])
     found = search_plans(costs_of, 4, 32, space=space)

@@ -51,15 +51,17 @@ def expand(schedule: Schedule, sizes: Sequence[int]) -> Schedule:
         order = block if action.kind is ActionKind.FORWARD else reversed(block)
         return [Action(stage, action.kind, action.microbatch) for stage in order]
 
-    def spread(placement: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(rank for rank, size in zip(placement, sizes, strict=True) for _ in range(size))
-
     return replace(
         schedule,
         stages=sum(sizes),
         ranks=tuple(
             tuple(each for action in row for each in members(action)) for row in schedule.ranks
         ),
-        placement=spread(schedule.placement),
-        mirror=None if schedule.mirror is None else spread(schedule.mirror),
+        placement=spread(schedule.placement, sizes),
+        mirror=None if schedule.mirror is None else spread(schedule.mirror, sizes),
     )
+
+
+def spread(placement: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
+    """The rank of every stage, where blocks of stages lie on these ranks."""
+    return tuple(rank for rank, size in zip(placement, sizes, strict=True) for _ in range(size))

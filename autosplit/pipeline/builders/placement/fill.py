@@ -14,6 +14,7 @@ from typing import NamedTuple
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.simulation.event_loop import play
 from autosplit.pipeline.simulation.list_scheduling import ListScheduler
 from autosplit.pipeline.simulation.replay import rows_of
 from autosplit.pipeline.simulation.step_graph import StepGraph
@@ -31,10 +32,13 @@ _PLACE = {
 
 
 class Filled(NamedTuple):
-    """Rows with their Ws, and what a step of them takes under the times that they were made for."""
+    """Rows with their Ws, also as the filler's numbers, and what a step of them takes under the
+    times that they were made for.
+    """
 
     rows: tuple[Row, ...]
     step: float
+    numbers: list[list[int]]
 
 
 class Filler:
@@ -59,6 +63,7 @@ class Filler:
                 weight = Action(action.stage, ActionKind.BACKWARD_WEIGHT, action.microbatch)
                 placed.append((rank, weight))
         self._graph = StepGraph(schedule, placed)
+        self._forward = [each.kind is ActionKind.FORWARD for each in self._graph.actions]
 
     def fill(self, times: Sequence[StageTimes], *, patience: float = 0.0) -> Filled:
         """The rows with their Ws.
@@ -70,8 +75,7 @@ class Filler:
         Raises:
             ScheduleError: the orders deadlock, or cannot keep within the budgets.
         """
-        graph = self._graph
-        seconds = [times[action.stage][_PLACE[action.kind]] for action in graph.actions]
+        graph, seconds = self._graph, self._seconds(times)
         scheduler = ListScheduler(graph, seconds, len(self._rows))
         orders = [deque(row) for row in self._rows]
         pending: list[deque[int]] = [deque() for _ in self._rows]
@@ -82,7 +86,7 @@ class Filler:
             start = math.inf
             if orders[rank]:
                 action = orders[rank][0]
-                forward = graph.actions[action].kind is ActionKind.FORWARD
+                forward = self._forward[action]
                 if not forward or in_flight[rank] < self._budgets[rank]:
                     start = scheduler.ready(action)
                 if start <= now:
@@ -98,7 +102,18 @@ class Filler:
         scheduler.run(choose)
         self._refuse_rest([graph.actions[order[0]] for order in orders if order])
         rows = tuple(tuple(graph.actions[n] for n in row) for row in scheduler.rows)
-        return Filled(rows, self._step(scheduler))
+        step = self._step(scheduler.rows, scheduler.starts, scheduler.ends)
+        return Filled(rows, step, scheduler.rows)
+
+    def step(self, numbers: Sequence[Sequence[int]], times: Sequence[StageTimes]) -> float:
+        """Seconds of a step of rows that were filled under other times."""
+        seconds = self._seconds(times)
+        starts = play(self._graph, numbers, seconds).starts
+        ends = [starts[row[-1]] + seconds[row[-1]] if row else 0.0 for row in numbers]
+        return self._step(numbers, starts, ends)
+
+    def _seconds(self, times: Sequence[StageTimes]) -> list[float]:
+        return [times[action.stage][_PLACE[action.kind]] for action in self._graph.actions]
 
     def _refuse_rest(self, stuck: Sequence[Action]) -> None:
         if stuck:
@@ -107,11 +122,13 @@ class Filler:
                 f"flight: nothing can run while {', '.join(map(str, stuck))} wait"
             )
 
-    def _step(self, scheduler: ListScheduler) -> float:
+    def _step(
+        self, rows: Sequence[Sequence[int]], begun: Sequence[float], ends: Sequence[float]
+    ) -> float:
         """Seconds of a step as ``simulate`` has them: links cost nothing here, and no action starts
         later than it can.
         """
-        starts = [scheduler.starts[row[0]] if row else 0.0 for row in scheduler.rows]
+        starts = [begun[row[0]] if row else 0.0 for row in rows]
         if not self._schedule.crosses_step:
             starts = [min(starts)] * len(starts)
-        return max(end - start for start, end in zip(starts, scheduler.ends, strict=True))
+        return max(end - start for start, end in zip(starts, ends, strict=True))

@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import cast
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
-from autosplit.pipeline.simulation.simulate import simulate
 
-from .fill import Filler, StageTimes
+from .fill import Filled, Filler, StageTimes
 from .template import Row, ScheduleTemplate
 
 WEIGHTS = ("2bp", "fill")
@@ -25,32 +25,62 @@ WEIGHTS = ("2bp", "fill")
 Times = StageTimes | Sequence[StageTimes]
 """Assumed durations of F, I and W: one triple for every stage, or one triple per stage."""
 
-_SPLIT_KINDS = (ActionKind.FORWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
 _PATIENCE = (0.5, 0.25, 0.0, 1.0)
 
 
-def place_weights(
-    name: str, template: ScheduleTemplate, weights: str | None, times: Times | None
-) -> Schedule:
-    """The schedule of a template.
+class WeightPlacement:
+    """The schedules of a template, for any times of its stages.
 
     Args:
         name: the schedule's name.
         template: the order of F and B.
         weights: ``"2bp"``, ``"fill"``, or None to run the rows as they are.
-        times: durations that ``"fill"`` is to suit; None means F = I = W.
-
-    Raises:
-        ScheduleError: times that are none.
     """
-    if weights == "2bp" and template.paced is not None:
-        rows = zip(template.rows, template.paced, strict=True)
-        ranks = tuple(_paper(_inputs_only(row), count) for row, count in rows)
-    elif weights == "fill":
-        ranks = _fill_best(name, template, times)
-    else:
-        ranks = template.rows
-    return with_rows(name, template, ranks)
+
+    def __init__(self, name: str, template: ScheduleTemplate, weights: str | None) -> None:
+        self._name = name
+        self._template = template
+        self._weights = weights
+
+    def schedule(self, times: Times | None) -> Schedule:
+        """The schedule for these times, which ``"fill"`` is to suit; None means F = I = W.
+
+        Raises:
+            ScheduleError: times that are none.
+        """
+        template = self._template
+        if self._weights == "2bp" and template.paced is not None:
+            rows = zip(template.rows, template.paced, strict=True)
+            ranks = tuple(_paper(_inputs_only(row), count) for row, count in rows)
+        elif self._weights == "fill":
+            ranks = self._filled(times)
+        else:
+            ranks = template.rows
+        return with_rows(self._name, template, ranks)
+
+    def _filled(self, times: Times | None) -> tuple[Row, ...]:
+        """Fill under F = I = W and, given times, under those too; keep what they make shortest.
+
+        The order for F = I = W is the first candidate because it is hard to beat: a greedy choice
+        under true times may start a W that no longer fits and pass the delay on to every stage.
+        """
+        filler, even = self._even
+        if times is None:
+            return even.rows
+        triples = per_stage(times, len(self._template.placement))
+        step = filler.step(even.numbers, triples)
+        greedy = min(
+            (filler.fill(triples, patience=each) for each in _PATIENCE), key=lambda each: each.step
+        )
+        return even.rows if step <= greedy.step else greedy.rows
+
+    @cached_property
+    def _even(self) -> tuple[Filler, Filled]:
+        """What fills, and how it does under F = I = W."""
+        template = self._template
+        unfilled = with_rows(self._name, template, tuple(map(_inputs_only, template.rows)))
+        filler = Filler(unfilled, template.budgets)
+        return filler, filler.fill([(1.0, 1.0, 1.0)] * unfilled.stages)
 
 
 def _inputs_only(row: Sequence[Action]) -> Row:
@@ -75,30 +105,6 @@ def _paper(row: Row, count: int) -> Row:
         if action in followed:
             result.append(pending.pop())
     return (*result, *reversed(pending))
-
-
-def _fill_best(name: str, template: ScheduleTemplate, times: Times | None) -> tuple[Row, ...]:
-    """Fill under F = I = W and, given times, under those too; keep what they make shortest.
-
-    The order for F = I = W is the first candidate because it is hard to beat: a greedy choice
-    under true times may start a W that no longer fits and pass the delay on to every stage.
-    """
-    unfilled = with_rows(name, template, tuple(map(_inputs_only, template.rows)))
-    filler = Filler(unfilled, template.budgets)
-    best = filler.fill([(1.0, 1.0, 1.0)] * unfilled.stages).rows
-    if times is None:
-        return best
-    triples = per_stage(times, unfilled.stages)
-    duration = {
-        (stage, kind): seconds
-        for stage, triple in enumerate(triples)
-        for kind, seconds in zip(_SPLIT_KINDS, triple, strict=True)
-    }
-    step = simulate(replace(unfilled, ranks=best), duration).step_time
-    greedy = min(
-        (filler.fill(triples, patience=each) for each in _PATIENCE), key=lambda each: each.step
-    )
-    return best if step <= greedy.step else greedy.rows
 
 
 def with_rows(name: str, template: ScheduleTemplate, ranks: tuple[Row, ...]) -> Schedule:
