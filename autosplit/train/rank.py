@@ -1,0 +1,189 @@
+"""What each rank of a training run does. Every rank makes the same calls in the same order."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from autosplit.checkpoint import load_checkpoint, save_checkpoint
+from autosplit.checkpoint.storage.manifest import METADATA
+from autosplit.errors import AutosplitError, CheckpointError, PipelineError
+from autosplit.pipeline.engine.messages.default_group import gather
+from autosplit.pipeline.trainer import PipelineTrainer
+from autosplit.planner.plan.partitioning import partition
+from autosplit.planner.plan.plan import Plan
+
+from .language_model import next_token_loss
+from .preparation import Prepared, prepare
+from .settings import TrainSettings
+from .step_log import StepLog, StepRecord
+from .summary import summary
+
+MAX_GRAD_NORM = 1.0
+# Behind the steps that compile, and in which a schedule for a memory limit is searched.
+_WEIGHED = 5
+
+
+def train_on_rank(settings: TrainSettings) -> str | AutosplitError:
+    """Run a whole training; the report is the same on every rank.
+
+    Returns:
+        The report, or the error that all ranks found before they began.
+    """
+    try:
+        ready = prepare(settings)
+    except AutosplitError as error:
+        return error
+    plan = _plan(settings, ready)
+    with plan.trainer(
+        next_token_loss,
+        lambda parameters: torch.optim.AdamW(parameters, lr=settings.learning_rate),
+        max_grad_norm=MAX_GRAD_NORM,
+        record=True,
+    ) as trainer:
+        run = _Run(settings, ready, trainer)
+        run.start()
+        run.train()
+    return summary(plan, settings, run.records)
+
+
+def _plan(settings: TrainSettings, ready: Prepared) -> Plan:
+    """The model, cut for this run, and what its stages will start with."""
+    model, windows = ready.language_model, ready.windows
+    microbatch, _ = windows.of_step(0)
+    plan = partition(
+        model.model,
+        microbatch[: settings.samples // settings.parts],
+        stages=settings.ranks,
+        microbatches=settings.parts,
+        schedule=settings.schedule,
+        costs="estimate" if settings.estimate else "profile",
+        memory_limit=settings.memory_limit,
+    )
+    if model.weights is None:
+        plan.initialise()
+    else:
+        plan.load_checkpoint(model.weights)
+    return plan
+
+
+@dataclass
+class _Run:
+    """The steps of one run.
+
+    Attributes:
+        records: of each step that was made.
+        start_step: how many steps a checkpoint had.
+    """
+
+    settings: TrainSettings
+    ready: Prepared
+    trainer: PipelineTrainer
+    records: list[StepRecord] = field(default_factory=list)
+    start_step: int = 0
+    _memory: tuple[int, ...] | None = None
+
+    @property
+    def end(self) -> int:
+        """At which step the run ends."""
+        return self.settings.steps or self.ready.windows.steps_of_a_pass
+
+    def start(self) -> None:
+        """Go on from the checkpoint where that is asked for.
+
+        Raises:
+            CheckpointError: there is one of another run, or one that would be lost, or not all
+                ranks see it.
+            PipelineError: it has all the steps already.
+        """
+        folder = self.settings.checkpoint
+        if folder is None:
+            return
+        there = gather((folder / METADATA).exists())
+        if not any(there):
+            return
+        if not all(there):
+            raise CheckpointError(
+                f"rank {there.index(False)} sees no checkpoint at {folder}, and rank "
+                f"{there.index(True)} does: all ranks must see one folder"
+            )
+        if not self.settings.resume:
+            raise CheckpointError(
+                f"{folder} holds a checkpoint, which this run would replace: --resume goes on from "
+                "it; else name another folder"
+            )
+        loaded = load_checkpoint(self.trainer, folder)
+        self._check_same_run(loaded.extra)
+        self.start_step = loaded.step or 0
+        if self.start_step >= self.end:
+            raise PipelineError(
+                f"the checkpoint in {folder} is of step {self.start_step}, and the run ends at "
+                f"step {self.end}: --steps {self.start_step + 1} or more goes on"
+            )
+
+    def _identity(self) -> dict[str, Any]:
+        """What must not change from one start to the next, or steps would be of other windows."""
+        windows = self.ready.windows
+        return {"--batch": windows.batch, "--length": windows.length, "--data": windows.digest()}
+
+    def _check_same_run(self, extra: dict[str, Any]) -> None:
+        for name, value in self._identity().items():
+            if (was := extra.get(name)) != value:
+                advice = "give the same text as then" if name == "--data" else f"{name} {was}"
+                raise CheckpointError(
+                    f"the checkpoint in {self.settings.checkpoint} is of a run with another "
+                    f"{name}, so that its steps were of other windows: {advice}"
+                )
+
+    def train(self) -> None:
+        """Run the steps that are left."""
+        settings = self.settings
+        log = StepLog(
+            settings.log, self.start_step, self.end, speaks=torch.distributed.get_rank() == 0
+        )
+        with log:
+            for step in range(self.start_step, self.end):
+                self.records.append(self._step(step))
+                log.tell(self.records[-1])
+                done = step + 1
+                if settings.checkpoint is not None and (
+                    done == self.end or (settings.every and done % settings.every == 0)
+                ):
+                    save_checkpoint(
+                        self.trainer, settings.checkpoint, step=done, extra=self._identity()
+                    )
+
+    def _step(self, step: int) -> StepRecord:
+        """One step; its loss is no number only where training has failed.
+
+        Raises:
+            PipelineError: the loss is no number.
+        """
+        trainer = self.trainer
+        weighs = step == min(self.start_step + _WEIGHED, self.end) - 1
+        trainer.record = "memory" if weighs else True
+        batch = self.ready.windows.of_step(step)
+        start = time.perf_counter()
+        loss = trainer.step(batch).mean().item()
+        seconds = time.perf_counter() - start
+        if not math.isfinite(loss):
+            raise PipelineError(
+                f"the loss of step {step + 1} is {loss}: lower --lr {self.settings.learning_rate}"
+            )
+        if weighs:
+            memory = trainer.memory()
+            pairs = zip(memory.fixed, memory.peak_activations, strict=True)
+            self._memory = tuple(fixed + peak for fixed, peak in pairs)
+        return StepRecord(
+            step + 1,
+            loss,
+            trainer.grad_norm or 0.0,
+            seconds,
+            batch[0].numel() / seconds,
+            trainer.timeline().bubble_ratio(),
+            self._memory,
+        )
