@@ -133,7 +133,7 @@ def split(
 def _check_kind(model: nn.Module) -> None:
     """Refuse modules whose forward cannot be looked into."""
     if isinstance(model, SplitModule):
-        raise SplitError("this module is split already; split the model, which is its .model")
+        raise SplitError("this module is split already; split the model, which is its .unsplit")
     if isinstance(model, torch.jit.ScriptModule):
         raise SplitError(
             f"{type(model).__name__} is TorchScript, which cannot be traced into a graph of "

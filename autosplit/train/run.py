@@ -10,6 +10,7 @@ from autosplit.pipeline.engine.processes.worker import process_group
 
 from .rank import train_on_rank
 from .settings import TrainSettings
+from .text_windows import read_content
 
 _TIMEOUT = 21 * 24 * 3600.0
 """Seconds that launched ranks may take. Waits of a store are milliseconds in 31 bits."""
@@ -29,6 +30,7 @@ def train(settings: TrainSettings) -> str | None:
         _check_world(settings)
         with process_group():
             return _value(train_on_rank(settings))
+    read_content(settings.data)  # what is no text is known before any process starts
     threads = max(1, (os.cpu_count() or 1) // settings.ranks)
     found = launch(train_on_rank, settings.ranks, (settings,), timeout=_TIMEOUT, threads=threads)
     return _value(found[0])

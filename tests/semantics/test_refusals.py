@@ -137,7 +137,7 @@ def test_a_call_that_the_forward_refuses() -> None:
         ((nn.Linear(4, 2), torch.ones(3, 4), torch.ones(3, 4)), "got a tuple and a Tensor"),
         (
             (autosplit.split(nn.Linear(4, 2)),),
-            "split already; split the model, which is its .model",
+            "split already; split the model, which is its .unsplit",
         ),
     ],
 )
