@@ -56,9 +56,9 @@ class SplitModule(ModuleProxy):
     Calls, attributes, parameters, ``state_dict`` and ``train()``/``eval()`` are those of the model,
     which is ``unsplit``: the very same tensors under the same names, and an attribute that is set
     here is set there. After ``loss.backward()`` the weight gradients of that microbatch are
-    pending, and ``.grad`` of each parameter holds a lazy gradient. Whatever first uses one (clipping,
-    a scaler, an optimizer's step) has everything computed that is pending; ``backward_weight()``
-    is for choosing when. Where ``.grad`` is set to None, zeroed or replaced, what was pending for
+    pending, and ``.grad`` of each parameter holds a lazy gradient. Whatever first uses one
+    (clipping, a scaler, an optimizer's step) has everything computed that is pending;
+    ``backward_weight()`` is for choosing when. Where ``.grad`` is set to None, zeroed or replaced, what was pending for
     it is dropped, and with the last one of a microbatch its memory. Where a hook waits for a
     parameter's gradient, ``backward()`` computes weight gradients too, as an optimizer may step in
     it; ``report()`` names such parameters. A step compiled with ``fullgraph=True`` cannot have
