@@ -58,16 +58,16 @@ class SplitModule(ModuleProxy):
     here is set there. After ``loss.backward()`` the weight gradients of that microbatch are
     pending, and ``.grad`` of each parameter holds a lazy gradient. Whatever first uses one
     (clipping, a scaler, an optimizer's step) has everything computed that is pending;
-    ``backward_weight()`` is for choosing when. Where ``.grad`` is set to None, zeroed or replaced, what was pending for
-    it is dropped, and with the last one of a microbatch its memory. Where a hook waits for a
-    parameter's gradient, ``backward()`` computes weight gradients too, as an optimizer may step in
-    it; ``report()`` names such parameters. A step compiled with ``fullgraph=True`` cannot have
-    gradients computed: call ``backward_weight()`` before it, and before what reads memory that
-    ``.grad`` shares. Where no
-    input needs a gradient, ``backward()`` computes the derivatives down to the earliest parameters.
-    ``torch.autograd.grad`` and ``backward(inputs=...)`` leave nothing pending: they ask for input
-    gradients only; asked for parameters they raise ``SplitError`` (see docs/limitations.md).
-    Parameters that are computed (``torch.func.functional_call``) get their gradients at once.
+    ``backward_weight()`` is for choosing when. Where ``.grad`` is set to None, zeroed or replaced,
+    what was pending for it is dropped, and with the last one of a microbatch its memory. Where a
+    hook waits for a parameter's gradient, ``backward()`` computes weight gradients too, as an
+    optimizer may step in it; ``report()`` names such parameters. A step compiled with
+    ``fullgraph=True`` cannot have gradients computed: call ``backward_weight()`` before it, and
+    before what reads memory that ``.grad`` shares. Where no input needs a gradient, ``backward()``
+    computes the derivatives down to the earliest parameters. ``torch.autograd.grad`` and
+    ``backward(inputs=...)`` leave nothing pending: they ask for input gradients only; asked for
+    parameters they raise ``SplitError`` (see docs/limitations.md). Parameters that are computed
+    (``torch.func.functional_call``) get their gradients at once.
 
     A graph is captured for each combination of input structure, shapes, dtypes, devices and
     ``requires_grad``, of values of numbers and strings, and of everything else that the forward
