@@ -35,7 +35,8 @@ _COUNT = click.IntRange(min=1)
 @folder_to_write("--checkpoint", help="Folder of the run's checkpoint.")
 @click.option("--every", type=_COUNT, help="Steps between checkpoints; default: one at the end.")
 @click.option("--resume", is_flag=True, help="Go on from the checkpoint, if there is one.")
-@file_to_write("--log", help="File of JSON lines, one a step.")
+# torchrun takes --log for one of its own.
+@file_to_write("--history", help="File of JSON lines, one a step.")
 @typed_errors
 def train(**options: Any) -> None:
     """Train MODEL on a file of text, cut over --pp ranks of this machine, or under torchrun over

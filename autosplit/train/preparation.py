@@ -16,7 +16,7 @@ from .language_model import LanguageModel, load_model
 from .settings import TrainSettings
 from .text_windows import TextWindows, read_tokens
 
-_LOCAL = ("checkpoint", "log", "data", "model")  # each host may have its own paths
+_LOCAL = ("checkpoint", "history", "data", "model")  # each host may have its own paths
 
 
 @dataclass(frozen=True)

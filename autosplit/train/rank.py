@@ -32,7 +32,7 @@ def train_on_rank(settings: TrainSettings) -> str | AutosplitError:
     """Run a whole training; the report is the same on every rank.
 
     Returns:
-        The report, or the error that all ranks found before they began.
+        The report, or the error that all ranks found before the first step.
     """
     try:
         ready = prepare(settings)
@@ -46,7 +46,10 @@ def train_on_rank(settings: TrainSettings) -> str | AutosplitError:
         record=True,
     ) as trainer:
         run = _Run(settings, ready, trainer)
-        run.start()
+        try:
+            run.start()
+        except AutosplitError as error:
+            return error
         run.train()
     return summary(plan, settings, run.records)
 
@@ -143,7 +146,7 @@ class _Run:
         """Run the steps that are left."""
         settings = self.settings
         log = StepLog(
-            settings.log, self.start_step, self.end, speaks=torch.distributed.get_rank() == 0
+            settings.history, self.start_step, self.end, speaks=torch.distributed.get_rank() == 0
         )
         with log:
             for step in range(self.start_step, self.end):

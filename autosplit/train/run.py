@@ -29,7 +29,8 @@ def train(settings: TrainSettings) -> str | None:
     if "RANK" in os.environ:
         _check_world(settings)
         with process_group():
-            return _value(train_on_rank(settings))
+            report = _value(train_on_rank(settings))
+        return report if os.environ["RANK"] == "0" else None
     read_content(settings.data)  # what is no text is known before any process starts
     threads = max(1, (os.cpu_count() or 1) // settings.ranks)
     found = launch(train_on_rank, settings.ranks, (settings,), timeout=_TIMEOUT, threads=threads)

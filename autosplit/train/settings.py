@@ -31,7 +31,7 @@ class TrainSettings:
         checkpoint: the folder of the run's checkpoint; None: none is written.
         every: steps between two checkpoints; None: one, at the end.
         resume: go on from the checkpoint, if there is one.
-        log: a file of JSON lines, one a step; None: none is written.
+        history: a file of JSON lines, one a step; None: none is written.
 
     Raises:
         PipelineError: values that cannot be, or do not go together.
@@ -52,7 +52,7 @@ class TrainSettings:
     checkpoint: Path | None = None
     every: int | None = None
     resume: bool = False
-    log: Path | None = None
+    history: Path | None = None
 
     def __post_init__(self) -> None:
         if self.samples % self.parts:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -85,8 +84,7 @@ class StepLog:
     ) -> None:
         self._bar.close()
         if self._stream is not None:
-            with contextlib.closing(self._stream):
-                pass
+            self._stream.close()
 
 
 def in_words(record: StepRecord) -> str:
@@ -101,10 +99,10 @@ def _lines_up_to(step: int, file: Path) -> list[str]:
     if step == 0 or not file.exists():
         return []
     try:
-        lines = read_text(file, "the log", PipelineError).splitlines(keepends=True)
+        lines = read_text(file, "the history", PipelineError).splitlines(keepends=True)
         return [line for line in lines if json.loads(line)["step"] <= step]
     except (ValueError, KeyError, TypeError) as error:
         raise PipelineError(
-            f"--log {str(file)!r} is to go on behind step {step}, and is no log of autosplit "
-            "train: give another file"
+            f"--history {str(file)!r} is to go on behind step {step}, and is no history of "
+            "autosplit train: give another file"
         ) from error

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.autograd import forward_ad
 
 import autosplit
@@ -144,6 +145,16 @@ def test_a_call_that_the_forward_refuses() -> None:
 def test_no_module_and_no_inputs(given: tuple[Any, ...], message: str) -> None:
     with pytest.raises(SplitError, match=message):
         autosplit.split(*given)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_ranks_would_not_average_under_a_split_module(inside: bool) -> None:
+    """The reducer's own state is nothing to this, and needs other processes."""
+    wrapped = nn.Module.__new__(DistributedDataParallel)
+    nn.Module.__init__(wrapped)
+    wrapped.module = nn.Linear(4, 2)
+    with pytest.raises(SplitError, match=r"around a split module.*before prepare\(\)"):
+        autosplit.split(nn.Sequential(wrapped) if inside else wrapped)
 
 
 def test_examples_that_do_not_fit() -> None:

@@ -63,7 +63,7 @@ def test_a_folder_is_trained_and_goes_on_over_another_number_of_ranks(
     torch.manual_seed(0)
     folder, checkpoint, log = tmp_path / "model", tmp_path / "run", tmp_path / "log.jsonl"
     LlamaForCausalLM(tiny()).save_pretrained(folder)
-    options = ("--lr", 0.01, "--estimate", "--checkpoint", checkpoint, "--log", log)
+    options = ("--lr", 0.01, "--estimate", "--checkpoint", checkpoint, "--history", log)
     options = (*options, "--microbatches", 4, "--every", 1)
     first = run(folder, text, *options, "--steps", 2)
     assert first.exit_code == 0, first.output
