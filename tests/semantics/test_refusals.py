@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.autograd import forward_ad
+from torch.nn.parallel import DistributedDataParallel
 
 import autosplit
 from autosplit import SplitError, SplitModule
