@@ -27,7 +27,7 @@ def adapted(split: Split, *, dora: bool = False) -> nn.Module:
     if split == "first":
         model = autosplit.split(model)
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], use_dora=dora)
-    model = get_peft_model(model, config)  # type: ignore[arg-type]
+    model = get_peft_model(model, config)
     return autosplit.split(model) if split == "last" else model
 
 

@@ -50,7 +50,7 @@ def main(folder: str, *, split: bool = True, steps: int = 4, **options: Any) -> 
     """Train in ``folder``; ``options`` are further ones of ``TrainingArguments``, or ``resume``."""
     resume = options.pop("resume", None)
     model = build()
-    arguments = {
+    arguments: dict[str, Any] = {
         "max_steps": steps,
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 2,

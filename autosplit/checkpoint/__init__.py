@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from autosplit.checkpoint.storage.formats import open_checkpoint, read_checkpoint
 
-from .loading import Loaded, load_checkpoint
+from .loading import Loaded, load_checkpoint, read_progress
 from .saving import save_checkpoint
 
-__all__ = ["Loaded", "load_checkpoint", "open_checkpoint", "read_checkpoint", "save_checkpoint"]
+__all__ = [
+    "Loaded",
+    "load_checkpoint",
+    "open_checkpoint",
+    "read_checkpoint",
+    "read_progress",
+    "save_checkpoint",
+]

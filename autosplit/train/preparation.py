@@ -9,7 +9,9 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from autosplit.errors import AutosplitError, PipelineError
+from autosplit.checkpoint import read_progress
+from autosplit.checkpoint.storage.manifest import METADATA
+from autosplit.errors import AutosplitError, CheckpointError, PipelineError
 from autosplit.pipeline.engine.messages.default_group import gather
 
 from .language_model import LanguageModel, load_model
@@ -26,17 +28,27 @@ class Prepared:
     Attributes:
         language_model: the model, without memory.
         windows: of the text.
+        start: how many steps a checkpoint has, with which the run goes on.
+        end: at which step it ends.
     """
 
     language_model: LanguageModel
     windows: TextWindows
+    start: int
+    end: int
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What must not change from one start to the next, or steps would be of other windows."""
+        return identity_of(self.windows)
 
 
 def prepare(settings: TrainSettings) -> Prepared:
     """Read model and text, and find out whether all ranks have the same; collective.
 
     Raises:
-        PipelineError: on all ranks, if any of them cannot use its model or text, or if they differ.
+        AutosplitError: on all ranks, if any of them cannot use its model, text or checkpoint, or if
+            they differ.
     """
     try:
         found: Prepared | AutosplitError = _prepared(settings)
@@ -46,6 +58,8 @@ def prepare(settings: TrainSettings) -> Prepared:
     refused = {rank: each for rank, each in enumerate(said) if isinstance(each, str)}
     if refused:
         who = "" if len(refused) == len(said) else f"rank {min(refused)}: "
+        if isinstance(found, AutosplitError) and not who:
+            raise found
         raise PipelineError(who + refused[min(refused)])
     for rank, each in enumerate(said):
         for what, value in each.items():
@@ -63,7 +77,49 @@ def _prepared(settings: TrainSettings) -> Prepared:
     language_model = load_model(settings)
     tokens = read_tokens(settings.data, language_model.tokenizer)
     language_model.check_tokens(tokens, settings.length)
-    return Prepared(language_model, TextWindows(tokens, settings.length, settings.samples))
+    windows = TextWindows(tokens, settings.length, settings.samples)
+    end = settings.steps or windows.steps_of_a_pass
+    return Prepared(language_model, windows, _start(settings, windows, end), end)
+
+
+def identity_of(windows: TextWindows) -> dict[str, Any]:
+    """By what a run knows its checkpoint."""
+    return {"--batch": windows.batch, "--length": windows.length, "--data": windows.digest()}
+
+
+def _start(settings: TrainSettings, windows: TextWindows, end: int) -> int:
+    """How many steps the checkpoint has.
+
+    Raises:
+        CheckpointError: there is one of another run, or one that would be lost.
+        PipelineError: it has all the steps already.
+    """
+    folder = settings.checkpoint
+    if folder is None or not (folder / METADATA).exists():
+        return 0
+    if not settings.resume:
+        raise CheckpointError(
+            f"{folder} holds a checkpoint, which this run would replace: --resume goes on from it; "
+            "else name another folder"
+        )
+    step, extra = read_progress(folder)
+    if step is None or not identity_of(windows).keys() <= extra.keys():
+        raise CheckpointError(
+            f"the checkpoint in {folder} was not saved by autosplit train: name another folder"
+        )
+    for name, value in identity_of(windows).items():
+        if (was := extra[name]) != value:
+            advice = "give the same text as then" if name == "--data" else f"{name} {was}"
+            raise CheckpointError(
+                f"the checkpoint in {folder} is of a run with another {name}, so that its steps "
+                f"were of other windows: {advice}"
+            )
+    if step >= end:
+        raise PipelineError(
+            f"the checkpoint in {folder} is of step {step}, and the run ends at step {end}: "
+            f"--steps {step + 1} or more goes on"
+        )
+    return step
 
 
 def _digests(settings: TrainSettings, found: Prepared) -> dict[str, Any]:
@@ -79,7 +135,7 @@ def _digests(settings: TrainSettings, found: Prepared) -> dict[str, Any]:
     values.pop("_name_or_path", None)  # each host may have it elsewhere
     described = f"{model!r} {values} {shapes}"
     digest = hashlib.sha256(described.encode()).hexdigest()
-    return {"model": digest, "text": found.windows.digest(), **options}
+    return {"model": digest, "text": found.windows.digest(), "step": found.start, **options}
 
 
 def _shown(first: object, other: object) -> str:

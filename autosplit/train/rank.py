@@ -5,14 +5,11 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from autosplit.checkpoint import load_checkpoint, save_checkpoint
-from autosplit.checkpoint.storage.manifest import METADATA
-from autosplit.errors import AutosplitError, CheckpointError, PipelineError
-from autosplit.pipeline.engine.messages.default_group import gather
+from autosplit.errors import AutosplitError, PipelineError
 from autosplit.pipeline.trainer import PipelineTrainer
 from autosplit.planner.plan.partitioning import partition
 from autosplit.planner.plan.plan import Plan
@@ -46,10 +43,8 @@ def train_on_rank(settings: TrainSettings) -> str | AutosplitError:
         record=True,
     ) as trainer:
         run = _Run(settings, ready, trainer)
-        try:
-            run.start()
-        except AutosplitError as error:
-            return error
+        if ready.start:
+            load_checkpoint(trainer, settings.checkpoint or "")
         run.train()
     return summary(plan, settings, run.records)
 
@@ -80,84 +75,33 @@ class _Run:
 
     Attributes:
         records: of each step that was made.
-        start_step: how many steps a checkpoint had.
     """
 
     settings: TrainSettings
     ready: Prepared
     trainer: PipelineTrainer
     records: list[StepRecord] = field(default_factory=list)
-    start_step: int = 0
     _memory: tuple[int, ...] | None = None
-
-    @property
-    def end(self) -> int:
-        """At which step the run ends."""
-        return self.settings.steps or self.ready.windows.steps_of_a_pass
-
-    def start(self) -> None:
-        """Go on from the checkpoint where that is asked for.
-
-        Raises:
-            CheckpointError: there is one of another run, or one that would be lost, or not all
-                ranks see it.
-            PipelineError: it has all the steps already.
-        """
-        folder = self.settings.checkpoint
-        if folder is None:
-            return
-        there = gather((folder / METADATA).exists())
-        if not any(there):
-            return
-        if not all(there):
-            raise CheckpointError(
-                f"rank {there.index(False)} sees no checkpoint at {folder}, and rank "
-                f"{there.index(True)} does: all ranks must see one folder"
-            )
-        if not self.settings.resume:
-            raise CheckpointError(
-                f"{folder} holds a checkpoint, which this run would replace: --resume goes on from "
-                "it; else name another folder"
-            )
-        loaded = load_checkpoint(self.trainer, folder)
-        self._check_same_run(loaded.extra)
-        self.start_step = loaded.step or 0
-        if self.start_step >= self.end:
-            raise PipelineError(
-                f"the checkpoint in {folder} is of step {self.start_step}, and the run ends at "
-                f"step {self.end}: --steps {self.start_step + 1} or more goes on"
-            )
-
-    def _identity(self) -> dict[str, Any]:
-        """What must not change from one start to the next, or steps would be of other windows."""
-        windows = self.ready.windows
-        return {"--batch": windows.batch, "--length": windows.length, "--data": windows.digest()}
-
-    def _check_same_run(self, extra: dict[str, Any]) -> None:
-        for name, value in self._identity().items():
-            if (was := extra.get(name)) != value:
-                advice = "give the same text as then" if name == "--data" else f"{name} {was}"
-                raise CheckpointError(
-                    f"the checkpoint in {self.settings.checkpoint} is of a run with another "
-                    f"{name}, so that its steps were of other windows: {advice}"
-                )
 
     def train(self) -> None:
         """Run the steps that are left."""
         settings = self.settings
         log = StepLog(
-            settings.history, self.start_step, self.end, speaks=torch.distributed.get_rank() == 0
+            settings.history,
+            self.ready.start,
+            self.ready.end,
+            speaks=torch.distributed.get_rank() == 0,
         )
         with log:
-            for step in range(self.start_step, self.end):
+            for step in range(self.ready.start, self.ready.end):
                 self.records.append(self._step(step))
                 log.tell(self.records[-1])
                 done = step + 1
                 if settings.checkpoint is not None and (
-                    done == self.end or (settings.every and done % settings.every == 0)
+                    done == self.ready.end or (settings.every and done % settings.every == 0)
                 ):
                     save_checkpoint(
-                        self.trainer, settings.checkpoint, step=done, extra=self._identity()
+                        self.trainer, settings.checkpoint, step=done, extra=self.ready.identity
                     )
 
     def _step(self, step: int) -> StepRecord:
@@ -167,7 +111,7 @@ class _Run:
             PipelineError: the loss is no number.
         """
         trainer = self.trainer
-        weighs = step == min(self.start_step + _WEIGHED, self.end) - 1
+        weighs = step == min(self.ready.start + _WEIGHED, self.ready.end) - 1
         trainer.record = "memory" if weighs else True
         batch = self.ready.windows.of_step(step)
         start = time.perf_counter()

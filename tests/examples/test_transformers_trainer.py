@@ -91,13 +91,17 @@ def test_peft_adapts_before_or_after(tmp_path: Path, split: Split, dora: bool) -
     expected = accelerate_loop.train(plain)
     torch.manual_seed(1)
     halves: Any = adapted(split, dora=dora)
-    assert accelerate_loop.train(halves) == expected
-    assert differing(plain.state_dict(), halves.state_dict()) == []
+    found = accelerate_loop.train(halves)
+    if dora:
+        assert found == pytest.approx(expected, rel=1e-5)
+    else:
+        assert found == expected
+        assert differing(plain.state_dict(), halves.state_dict()) == []
     held = halves if split == "last" else halves.base_model.model
     assert held.functions
     halves.save_pretrained(tmp_path)
     loaded = PeftModel.from_pretrained(build(), tmp_path)
-    assert differing(loaded.state_dict(), plain.state_dict()) == []
+    assert differing(loaded.state_dict(), halves.state_dict()) == []
 
 
 def test_a_trainer_saves_adapters_only(tmp_path: Path) -> None:
