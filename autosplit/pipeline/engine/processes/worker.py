@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline.engine.faults.first_error import describe_error
@@ -95,10 +96,10 @@ def _initialise(backend: str, timeout: timedelta) -> None:
     torchrun's agent has one store for all attempts, in which ranks that it has started again would
     find the addresses of those that are gone, and wait for them. So each attempt has its own keys.
     """
-    store, rank, world = next(iter(dist.rendezvous("env://", timeout=timeout)))
+    store, rank, world = next(iter(rendezvous("env://", timeout=timeout)))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"attempt {attempt}", store)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    own = dist.PrefixStore(f"attempt {attempt}", store)  # type: ignore[attr-defined]  # documented
+    dist.init_process_group(backend, store=own, rank=rank, world_size=world, timeout=timeout)
 
 
 def work(job: Job, rank: int, pipe: Connection) -> None:
