@@ -98,7 +98,7 @@ def test_peft_adapts_before_or_after(tmp_path: Path, split: Split, dora: bool) -
         assert found == expected
         assert differing(plain.state_dict(), halves.state_dict()) == []
     held = halves if split == "last" else halves.base_model.model
-    assert held.functions
+    assert held.functions or "Deferred: the gradients of" in held.report()  # DoRA is in parts
     halves.save_pretrained(tmp_path)
     loaded = PeftModel.from_pretrained(build(), tmp_path)
     assert differing(loaded.state_dict(), halves.state_dict()) == []
