@@ -75,6 +75,7 @@ def test_losses_are_those_of_a_run_that_nothing_happened_to(
     process.start()
     theirs.close()
     try:
+        assert ours.poll(120), "the ranks that were started again do not end"
         assert ours.recv() == "done"
     finally:
         process.join(10)
