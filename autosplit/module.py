@@ -53,21 +53,21 @@ _TRANSIENT = ("_fallback", "_flatten", "_graphs", "_queue", "_anchor", "_sharded
 class SplitModule(ModuleProxy):
     """A module whose ``backward()`` stops at the input gradients.
 
-    Calls, attributes, parameters, ``state_dict`` and ``train()``/``eval()`` are those of
-    ``model``: the very same tensors under the same names, and an attribute that is set here is
-    set there. After ``loss.backward()`` the weight gradients of that microbatch are pending, and
-    ``.grad`` of each parameter holds a lazy gradient. Whatever first uses one (clipping, a
-    scaler, an optimizer's step) has everything computed that is pending; ``backward_weight()``
-    is for choosing when. Where ``.grad`` is set to None, zeroed or replaced, what was pending for
-    it is dropped, and with the last one of a microbatch its memory. Where a hook waits for a
-    parameter's gradient, ``backward()`` computes weight gradients too, as an optimizer may step in
-    it; ``report()`` names such parameters. A step compiled with ``fullgraph=True`` cannot have
-    gradients computed: call ``backward_weight()`` before it, and before what reads memory that
-    ``.grad`` shares. Where no
-    input needs a gradient, ``backward()`` computes the derivatives down to the earliest parameters.
-    ``torch.autograd.grad`` and ``backward(inputs=...)`` leave nothing pending: they ask for input
-    gradients only; asked for parameters they raise ``SplitError`` (see docs/limitations.md).
-    Parameters that are computed (``torch.func.functional_call``) get their gradients at once.
+    Calls, attributes, parameters, ``state_dict`` and ``train()``/``eval()`` are those of the model,
+    which is ``unsplit``: the very same tensors under the same names, and an attribute that is set
+    here is set there. After ``loss.backward()`` the weight gradients of that microbatch are
+    pending, and ``.grad`` of each parameter holds a lazy gradient. Whatever first uses one
+    (clipping, a scaler, an optimizer's step) has everything computed that is pending;
+    ``backward_weight()`` is for choosing when. Where ``.grad`` is set to None, zeroed or replaced,
+    what was pending for it is dropped, and with the last one of a microbatch its memory. Where a
+    hook waits for a parameter's gradient, ``backward()`` computes weight gradients too, as an
+    optimizer may step in it; ``report()`` names such parameters. A step compiled with
+    ``fullgraph=True`` cannot have gradients computed: call ``backward_weight()`` before it, and
+    before what reads memory that ``.grad`` shares. Where no input needs a gradient, ``backward()``
+    computes the derivatives down to the earliest parameters. ``torch.autograd.grad`` and
+    ``backward(inputs=...)`` leave nothing pending: they ask for input gradients only; asked for
+    parameters they raise ``SplitError`` (see docs/limitations.md). Parameters that are computed
+    (``torch.func.functional_call``) get their gradients at once.
 
     A graph is captured for each combination of input structure, shapes, dtypes, devices and
     ``requires_grad``, of values of numbers and strings, and of everything else that the forward
@@ -86,7 +86,7 @@ class SplitModule(ModuleProxy):
     ``forward`` give the model's answers, ``len()``, indices and iteration work where the model has
     them, and a ``forward`` that is set here is called here, around the split one. ``torch.export``
     and ``torch.jit.trace`` record the model, without split; for ``torch.jit.script`` and
-    ``torch.fx.symbolic_trace`` give them ``.model``.
+    ``torch.fx.symbolic_trace`` give them ``.unsplit``.
 
     Several threads may call one split module. A copy, by ``copy`` or ``pickle``, captures its
     own graphs; what is pending stays with the original, as ``.grad`` does.
@@ -137,7 +137,7 @@ class SplitModule(ModuleProxy):
         """Start without graphs and pending work."""
         own = self.__dict__
         options, insist = own["_options"], own["_fullgraph"]
-        own["_sharded"] = sharded = _sharded(self.model, options, dynamic=own["_dynamic"])
+        own["_sharded"] = sharded = _sharded(self.unsplit, options, dynamic=own["_dynamic"])
         own["_flatten"] = CallFlattening()
         deliver: Delivery
         view: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
@@ -151,10 +151,10 @@ class SplitModule(ModuleProxy):
             own["_queue"], insist = ShardedQueue(deliver), True
         dynamic = own["_dynamic"]
         by_graphs = bool(dynamic) and not options.holds_open_sizes
-        own["_fallback"] = Fallback(self.model, options, insist, dynamic=by_graphs)
+        own["_fallback"] = Fallback(self.unsplit, options, insist, dynamic=by_graphs)
         limit, hidden = own["_max_graphs"], own["_queue"].hidden
         own["_graphs"] = Specializations(
-            self.model, options, limit, insist, hidden, view=view, dynamic=dynamic
+            self.unsplit, options, limit, insist, hidden, view=view, dynamic=dynamic
         )
         own["_anchor"] = WeightAnchor(own["_queue"], deliver, sharded)
         # Parameters hold what is pending for them, also when this is gone, and may go with it only
@@ -176,9 +176,9 @@ class SplitModule(ModuleProxy):
             raise SplitError(
                 "a split module inside a torch.func transform (vmap, grad, jvp, ...) or "
                 "forward-mode differentiation: its backward leaves out the weights, which these "
-                "would not notice; transform the unsplit model, which is .model of this one"
+                "would not notice; transform the unsplit model, which is .unsplit of this one"
             )
-        if self._sharded is None and is_fsdp_managed(self.model):  # by now; no guard looks for it
+        if self._sharded is None and is_fsdp_managed(self.unsplit):  # by now; no guard looks for it
             self._attach()
         if self._sharded is not None:
             with self._sharded.forward():
@@ -186,7 +186,7 @@ class SplitModule(ModuleProxy):
         try:
             return self._call(args, kwargs)
         except ShardedError:
-            if fsdp_part(self.model) is None:
+            if fsdp_part(self.unsplit) is None:
                 raise
         self._attach()  # a part was sharded since
         return self.forward(*args, **kwargs)
@@ -333,8 +333,8 @@ class SplitModule(ModuleProxy):
         unsplit = self._fallback.unsplit_calls()
         if unsplit and not self._graphs.captured:
             return "\n\n".join(unsplit)
-        hooks = hooks_text(self.model.named_parameters())
-        tables = report(self._graphs.latest, type(self.model).__name__)
+        hooks = hooks_text(self.unsplit.named_parameters())
+        tables = report(self._graphs.latest, type(self.unsplit).__name__)
         static = [
             f"A graph is captured for each combination of input sizes: {reason}"
             for reason in self._graphs.static_because
@@ -352,7 +352,7 @@ class SplitModule(ModuleProxy):
         if partial is not None:
             partial.dump(folder)
         else:
-            dump(self._graphs.latest, folder, type(self.model).__name__)
+            dump(self._graphs.latest, folder, type(self.unsplit).__name__)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         """Gradients are moved and converted with their parameters, so they must be there."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from autosplit.capture.first_call import materialise_lazy_parameters
 
@@ -133,7 +134,13 @@ def split(
 def _check_kind(model: nn.Module) -> None:
     """Refuse modules whose forward cannot be looked into."""
     if isinstance(model, SplitModule):
-        raise SplitError("this module is split already; split the model, which is its .model")
+        raise SplitError("this module is split already; split the model, which is its .unsplit")
+    if any(isinstance(each, DistributedDataParallel) for each in model.modules()):
+        raise SplitError(
+            "DistributedDataParallel is to be around a split module, not inside of one, where it "
+            "would see no backward and ranks would not average: DistributedDataParallel("
+            "autosplit.split(module)), or with accelerate, split the model before prepare()"
+        )
     if isinstance(model, torch.jit.ScriptModule):
         raise SplitError(
             f"{type(model).__name__} is TorchScript, which cannot be traced into a graph of "

@@ -20,7 +20,16 @@ os.environ.setdefault("AUTOSPLIT_CACHE", "0")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 collect_rarely()
 
-_RUN_GRAPHS = ("checkpoint", "cli", "compare", "examples", "pipeline", "pipelining", "planner")
+_RUN_GRAPHS = (
+    "checkpoint",
+    "cli",
+    "compare",
+    "examples",
+    "pipeline",
+    "pipelining",
+    "planner",
+    "train",
+)
 
 
 @pytest.fixture(autouse=True)

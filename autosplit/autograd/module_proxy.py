@@ -48,7 +48,7 @@ class ProxiedForward:
         if proxy is None:
             return self.function
         if is_exported():
-            return proxy.__dict__["model"]  # what is exported has no backward to split
+            return proxy.__dict__["unsplit"]  # what is exported has no backward to split
         return MethodType(proxy.__dict__["_forward"], proxy)
 
 
@@ -60,8 +60,13 @@ class ModuleProxy(nn.Module):
     A subclass decorates its ``forward`` with ``ProxiedForward``, and keeps its own attributes in
     ``__dict__``. Methods that are replaced on the proxy (``proxy.forward = ...``) are the proxy's
     own: they replace the proxy's method, not the model's.
+
+    Attributes:
+        unsplit: the model itself. So is ``model``, unless the model has an attribute or a submodule
+            of that name, as most of transformers do: then it is that one.
     """
 
+    unsplit: nn.Module
     model: nn.Module
 
     def __new__(cls, model: nn.Module, *args: Any, **kwargs: Any) -> Self:
@@ -70,11 +75,11 @@ class ModuleProxy(nn.Module):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.__dict__["model"] = model  # not a submodule: names keep no prefix
+        self.__dict__["unsplit"] = model  # not a submodule: names keep no prefix
         self._share()
 
     def _share(self) -> None:
-        model = self.__dict__["model"]
+        model = self.__dict__["unsplit"]
         share_state(self, model)
         for name in _SHARED_HOOKS:
             self.__dict__[name] = model.__dict__[name]
@@ -85,41 +90,43 @@ class ModuleProxy(nn.Module):
         """The model's class, for code that asks what a model is. ``type(proxy)`` is the proxy's,
         and so is this under torch.compile, which calls methods that it finds on this class.
         """
-        model = self.__dict__.get("model")
+        model = self.__dict__.get("unsplit")
         return type(self) if model is None or in_compiler() else model.__class__
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.model!r})"
+        return f"{type(self).__name__}({self.unsplit!r})"
 
     def train(self, mode: bool = True) -> Self:
-        self.model.train(mode)
+        self.unsplit.train(mode)
         self.training = mode
         return self
 
     def apply(self, fn: Any) -> Self:
-        self.model.apply(fn)
+        self.unsplit.apply(fn)
         return self
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        self.model._apply(fn, recurse)
+        self.unsplit._apply(fn, recurse)
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.model.state_dict(*args, **kwargs)
+        return self.unsplit.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.model.load_state_dict(*args, **kwargs)
+        return self.unsplit.load_state_dict(*args, **kwargs)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self.model._load_from_state_dict(*args, **kwargs)
+        self.unsplit._load_from_state_dict(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if "model" not in self.__dict__:
+            if "unsplit" not in self.__dict__:
                 raise
-            return getattr(self.model, name)
+            if name == "model" and not hasattr(self.unsplit, name):
+                return self.unsplit
+            return getattr(self.unsplit, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "__class__":
@@ -130,10 +137,10 @@ class ModuleProxy(nn.Module):
                 "the model anew, and split what fully_shard returns, autosplit.split("
                 "fully_shard(model)), or wrap the split module in DistributedDataParallel"
             )
-        if name in self.__dict__ or "model" not in self.__dict__ or self._is_own(name, value):
+        if name in self.__dict__ or "unsplit" not in self.__dict__ or self._is_own(name, value):
             super().__setattr__(name, value)
         else:
-            setattr(self.model, name, value)
+            setattr(self.unsplit, name, value)
 
     def _is_own(self, name: str, value: Any) -> bool:
         """Whether a new attribute belongs to the proxy: a method replaced, or one kept for later.
@@ -146,7 +153,7 @@ class ModuleProxy(nn.Module):
         if name in self.__dict__:
             super().__delattr__(name)
         else:
-            delattr(self.model, name)
+            delattr(self.unsplit, name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         own: dict[str, Any] = self.__getstate__()  # type: ignore[no-untyped-call]
@@ -181,7 +188,7 @@ def _with_special(kind: type, special: tuple[str, ...]) -> type[Any]:
 
 def _forwarded(name: str) -> Callable[..., Any]:
     def method(self: ModuleProxy, *args: Any) -> Any:
-        return getattr(type(self.model), name)(self.model, *args)
+        return getattr(type(self.unsplit), name)(self.unsplit, *args)
 
     return method
 

@@ -29,5 +29,5 @@ def refuse_parameter_request() -> None:
     raise SplitError(
         "torch.autograd.grad or backward(inputs=...) asks for gradients of parameters of a split "
         "module, which are not computed in it. Call loss.backward() and read .grad, or ask with "
-        "a loss of the unsplit model, .model of the split one, which has the same parameters"
+        "a loss of the unsplit model, .unsplit of the split one, which has the same parameters"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autosplit.checkpoint.storage.formats import open_checkpoint, read_checkpoint
 
-from .loading import Loaded, load_checkpoint
+from .loading import Loaded, load_checkpoint, read_progress
 from .pending_save import PendingSave
 from .saving import save_checkpoint
 
@@ -14,5 +14,6 @@ __all__ = [
     "load_checkpoint",
     "open_checkpoint",
     "read_checkpoint",
+    "read_progress",
     "save_checkpoint",
 ]

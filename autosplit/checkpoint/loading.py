@@ -41,6 +41,17 @@ class Loaded:
     generators: run_state.Generators
 
 
+def read_progress(path: str | Path) -> tuple[int | None, dict[str, Any]]:
+    """How far the run of a checkpoint is, and what else it was saved with, before there is a
+    trainer: ``step`` and ``extra`` of ``save_checkpoint``, or None and nothing.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    reader = open_checkpoint(path)
+    return run_state.progress(reader.read_run() if isinstance(reader, DistributedFolder) else {})
+
+
 def load_checkpoint(
     trainer: StageTrainer,
     path: str | Path,

@@ -8,6 +8,7 @@ from .compare import compare
 from .inspect import inspect
 from .plan import plan
 from .simulate import simulate
+from .train import train
 
 
 @click.group()
@@ -16,5 +17,5 @@ def main() -> None:
     """Split backward passes into input and weight gradients, and drive the halves."""
 
 
-for _command in (compare, inspect, plan, simulate):
+for _command in (compare, inspect, plan, simulate, train):
     main.add_command(_command)

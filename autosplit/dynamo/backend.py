@@ -39,6 +39,12 @@ class SplittingBackend:
         self._owner = PendingOnParameters() if owner is None else owner
         self._graphs = graphs
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> SplittingBackend:
+        """Itself: it is its owner's. Lightning has ``torch.compile`` copy what it is given, and a
+        copy of the owner would compile again, and be copied, without end.
+        """
+        return self
+
     def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one graph for Dynamo.
 

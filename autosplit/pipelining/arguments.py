@@ -103,7 +103,7 @@ def unwrapped(submodule: nn.Module, stage_index: int) -> nn.Module:
             f"stage {stage_index}: {where} is compiled by torch.compile, which hides its graph. "
             "Give the module itself, and backend='inductor' to have its F, I, W and B compiled"
         )
-    return submodule.model if isinstance(submodule, SplitModule) else submodule
+    return submodule.unsplit if isinstance(submodule, SplitModule) else submodule
 
 
 def checked_examples(

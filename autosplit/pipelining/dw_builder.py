@@ -29,7 +29,7 @@ def dw_builder(module: SplitModule) -> Callable[[], Callable[[], None]]:
             "stage's module first, module = autosplit.split(module)"
         )
 
-    if fsdp_part(module.model) is not None:
+    if fsdp_part(module.unsplit) is not None:
         raise PipelineError(
             "dw_builder: torch's stage takes the weight gradients of a module that fully_shard has "
             "sharded out of autograd, where those of a split module are not. Give the module "

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+from typing import Any
 
 import pytest
 import torch
@@ -52,6 +54,20 @@ def test_models_without_breaks_are_one_split_graph(name: str) -> None:
     assert partial.breaks == ()
     partial.backward_weight()
     assert_same_state(model, reference)
+
+
+def test_a_compiler_that_copies_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Importing Lightning makes torch.compile one."""
+    compiler = torch.compile
+
+    @functools.wraps(compiler)
+    def copying(model: nn.Module, **options: Any) -> Any:
+        copy.deepcopy(options)
+        return compiler(model, **options)
+
+    monkeypatch.setattr(torch, "compile", copying)
+    partial = Partial(TwoLayers())
+    assert partial.pending == 0
 
 
 def test_python_side_effects_happen() -> None:

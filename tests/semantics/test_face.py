@@ -178,3 +178,39 @@ def test_traced() -> None:
     traced = torch.jit.trace(split, _x())
     assert torch.equal(traced(_x()), model(_x()))
     _trains(split)
+
+
+class Headed(nn.Module):
+    """Keeps its body under the name that most models of transformers have for theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(nn.Linear(4, 4), nn.GELU())
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.model(x))
+
+
+def test_a_submodule_called_model_is_found_under_its_name() -> None:
+    """By dotted names, as adapters are put in place, and by attributes, as functional_call goes."""
+    model = Headed()
+    split = autosplit.split(model)
+    assert split.model is model.model
+    assert split.unsplit is model
+    assert split.get_submodule("model.0") is model.model[0]
+    assert split.get_parameter("model.0.weight") is model.model[0].weight
+    doubled = {name: 2 * value.detach() for name, value in split.named_parameters()}
+    called = torch.func.functional_call(split, doubled, (_x(),))
+    assert torch.equal(called, torch.func.functional_call(model, doubled, (_x(),)))
+    split.model = body = nn.Linear(4, 4)
+    assert model.model is body
+    assert torch.equal(split(_x()), model(_x()))
+    assert copy.deepcopy(split).unsplit is not model
+
+
+def test_without_one_it_is_the_model_itself() -> None:
+    model = Model()
+    split = autosplit.split(model)
+    assert split.model is split.unsplit is model
+    assert not hasattr(split, "nothing")

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.nn.parallel import DistributedDataParallel
 
 import autosplit
 from autosplit import SplitError, SplitModule
@@ -137,13 +138,23 @@ def test_a_call_that_the_forward_refuses() -> None:
         ((nn.Linear(4, 2), torch.ones(3, 4), torch.ones(3, 4)), "got a tuple and a Tensor"),
         (
             (autosplit.split(nn.Linear(4, 2)),),
-            "split already; split the model, which is its .model",
+            "split already; split the model, which is its .unsplit",
         ),
     ],
 )
 def test_no_module_and_no_inputs(given: tuple[Any, ...], message: str) -> None:
     with pytest.raises(SplitError, match=message):
         autosplit.split(*given)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_ranks_would_not_average_under_a_split_module(inside: bool) -> None:
+    """The reducer's own state is nothing to this, and needs other processes."""
+    wrapped = nn.Module.__new__(DistributedDataParallel)
+    nn.Module.__init__(wrapped)
+    wrapped.module = nn.Linear(4, 2)
+    with pytest.raises(SplitError, match=r"around a split module.*before prepare\(\)"):
+        autosplit.split(nn.Sequential(wrapped) if inside else wrapped)
 
 
 def test_examples_that_do_not_fit() -> None:

@@ -120,6 +120,21 @@ def unpack_run(
     return RunState(run["step"], run["extra"], how, restore)
 
 
+def progress(found: Mapping[str, Any]) -> tuple[int | None, dict[str, Any]]:
+    """The step and ``extra`` of a run, as ``save_checkpoint`` was given them.
+
+    Args:
+        found: what ``pack_run`` gave on all ranks; empty for a checkpoint of others.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    if _ALL not in found:
+        return None, {}
+    run = _value(found, _ALL)
+    return run["step"], run["extra"]
+
+
 def _scheduler(rows: list[Any], ranks: Ranks, groups: Groups, *, same: bool) -> dict[str, Any]:
     saved = [
         scheduler_state.SchedulerState(row["scheduler"], row["groups"])

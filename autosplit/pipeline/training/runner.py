@@ -59,6 +59,7 @@ from autosplit.torch_internals.optimizer_state import state_bytes
 from autosplit.torch_internals.storage import distinct_storage_bytes
 
 from .auto_schedule import Tuner
+from .metrics import MetricFunction
 from .optimizer_step import OptimizerStep
 from .options import TrainerOptions
 from .stage_builder import StageBuilder
@@ -320,6 +321,20 @@ class Runner:
             self._adopt(self._tuner.before_step(self.stages))
             executor = mode.executor or executor
         return _Ready(mode, executor, inputs, targets)
+
+    def measure(
+        self, batch: Batch | None, metric_fn: MetricFunction
+    ) -> tuple[Agreement, dict[int, dict[str, float]]]:
+        """``evaluate``, with what the metric finds in the microbatches whose losses are here."""
+        with self._builder.observer.finding(metric_fn) as found:
+            agreement = self.evaluate(batch)
+        last = self.schedule.stages - 1
+        own = [
+            microbatch
+            for microbatch in range(self.schedule.microbatches)
+            if self.schedule.home(last, microbatch) == self._groups.rank
+        ]
+        return agreement, dict(zip(own, found, strict=True))
 
     def evaluate(self, batch: Batch | None) -> Agreement:
         """Run the forwards only, on the modules as they are; the losses on their way."""

@@ -22,6 +22,7 @@ from autosplit.pipeline.schedule.wiring import Feeds
 from autosplit.pipeline.training.replicas.sharded_stages import ShardedStages
 from autosplit.stage import Stage
 
+from .metrics import MetricObserver
 from .stage_modules import LossFunction, complete
 
 
@@ -37,6 +38,9 @@ class StageBuilder:
         autocast: the dtype to run everything in, if any.
         device: where the stages run.
         sharded: the stages that are sharded.
+
+    Attributes:
+        observer: looks at what the loss is given in evaluation.
     """
 
     def __init__(
@@ -59,7 +63,9 @@ class StageBuilder:
         self._factory = factory
         self._autocast = autocast
         self._device = device
+        self.observer = MetricObserver()
         self._faces: dict[int, nn.Module] = {}
+        self._evaluated: dict[int, nn.Module] = {}
         self._stages: dict[int, Stage] = {}
 
     def train(
@@ -68,7 +74,7 @@ class StageBuilder:
         """Build the stages of a training mode from its first batch, whole and cut."""
         with mode.place("building its stages"):
             mode.stages = build_stages(
-                self._complete(batch),
+                self._trained(batch),
                 self._schedule.stages,
                 self._feeds,
                 mode.negotiation,
@@ -98,6 +104,8 @@ class StageBuilder:
 
     def evaluate(self, mode: Mode, batch: Batch | None) -> Executor:
         """Put the modules themselves into an evaluating mode."""
+        if not self._evaluated:
+            self._evaluated = self._complete(batch, self.observer)
         stages = {
             index: ModuleStage(
                 module,
@@ -105,18 +113,24 @@ class StageBuilder:
                 self._feeds.shared_places(index),
                 partial(self._sharded.gather, index),
             )
-            for index, module in self._complete(batch).items()
+            for index, module in self._evaluated.items()
         }
         return mode.prepare(stages)
 
-    def _complete(self, batch: Batch | None) -> dict[int, nn.Module]:
+    def _trained(self, batch: Batch | None) -> dict[int, nn.Module]:
         if not self._faces:
-            self._faces = complete(
-                self._modules,
-                self._schedule.stages - 1,
-                self._loss_fn,
-                None if batch is None else batch[1],
-                autocast=self._autocast,
-                device=self._device,
-            )
+            self._faces = self._complete(batch)
         return self._faces
+
+    def _complete(
+        self, batch: Batch | None, observer: MetricObserver | None = None
+    ) -> dict[int, nn.Module]:
+        return complete(
+            self._modules,
+            self._schedule.stages - 1,
+            self._loss_fn,
+            None if batch is None else batch[1],
+            autocast=self._autocast,
+            device=self._device,
+            observer=observer,
+        )

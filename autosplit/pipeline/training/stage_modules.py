@@ -17,6 +17,7 @@ from autosplit.pipeline.training.state.tied_parameters import Holder
 from autosplit.torch_internals.dtensor import dtensor_class
 
 LossFunction: TypeAlias = Callable[[Any, Any], Tensor]
+Observer: TypeAlias = Callable[[Any, Any], None]
 _NUMBERS = (Number, torch.SymInt, torch.SymFloat, torch.SymBool)  # the latter in a capture
 StageList: TypeAlias = "Sequence[nn.Module] | Callable[[int], nn.Module] | Partitioned"
 
@@ -126,10 +127,12 @@ def complete(
     *,
     autocast: torch.dtype | None,
     device: torch.device,
+    observer: Observer | None = None,
 ) -> dict[int, nn.Module]:
     """The modules with what the trainer adds: the loss on stage ``last``, autocast on all.
 
-    ``targets`` is an example: it tells whether ``loss_fn`` takes a tensor or a tuple.
+    ``targets`` is an example: it tells whether ``loss_fn`` takes a tensor or a tuple. The
+    ``observer`` is shown what ``loss_fn`` is given.
 
     Raises:
         PipelineError: the loss has parameters of its own, which nobody would train.
@@ -140,7 +143,7 @@ def complete(
         if index == last:
             _check_trained(loss_fn, module)
             count = None if isinstance(targets, Tensor) else len(targets or ())
-            whole[index] = WithLoss(whole[index], loss_fn, count)
+            whole[index] = WithLoss(whole[index], loss_fn, count, observer)
         if autocast is not None:
             whole[index] = WithAutocast(whole[index], device, autocast)
     return whole
@@ -165,20 +168,31 @@ class WithLoss(nn.Module):
     Args:
         targets: how many of the arguments are targets; None if the target is one plain tensor,
             which ``loss_fn`` then gets as it is rather than in a tuple.
+        observer: is shown what ``loss_fn`` is given.
     """
 
-    def __init__(self, module: nn.Module, loss_fn: LossFunction, targets: int | None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        loss_fn: LossFunction,
+        targets: int | None,
+        observer: Observer | None = None,
+    ) -> None:
         super().__init__()
         self.module = module
         self.loss_fn = loss_fn
         self._plain = targets is None
         self._targets = 1 if targets is None else targets
         self._dtensor = dtensor_class()
+        self._observer = observer
 
     def forward(self, *args: Tensor) -> Any:
         cut = len(args) - self._targets
         output = self.module(*args[:cut])
-        loss: Any = self.loss_fn(output, args[cut] if self._plain else args[cut:])
+        targets = args[cut] if self._plain else args[cut:]
+        if self._observer is not None:
+            self._observer(output, targets)
+        loss: Any = self.loss_fn(output, targets)
         if self._dtensor is not None and isinstance(loss, self._dtensor):  # of loss_parallel
             loss = loss.full_tensor()
         # An error raised here would come out as one of tracing: ``check_loss`` sees no tensor.

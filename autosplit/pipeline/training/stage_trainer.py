@@ -35,6 +35,7 @@ from autosplit.pipeline.training.memory.rank_prediction import RankPrediction
 from autosplit.pipeline.training.state.rank_state import RankState
 from autosplit.pipeline.training.state.tied_parameters import Holder, union_of_groups
 
+from .metrics import MetricFunction, by_name
 from .optimizer_step import OptimizerStep
 from .options import TrainerOptions, choose_device, choose_order, store_for
 from .runner import Runner
@@ -278,6 +279,28 @@ class StageTrainer:
             self._update.confirm()
             agreement = self._runner.evaluate(batch)
         return agreement.wait()
+
+    def measure(self, batch: Batch | None, metric_fn: MetricFunction) -> dict[str, Tensor]:
+        """What a metric finds in the model's outputs in eval mode, without gradients.
+
+        Args:
+            batch: as for ``evaluate``.
+            metric_fn: ``metric_fn(output, targets)`` gives numbers by name for one microbatch, or
+                tensors of one. It is called where the last stage is, on its device, with what the
+                loss is given.
+
+        Returns:
+            For each name the numbers of all microbatches, float64 of shape [M], and the losses as
+            "loss"; the same on every rank of the pipeline.
+
+        Raises:
+            PipelineError: as for ``step``; or the metric gives something else.
+        """
+        with self._guard("the evaluation"), eval_mode(self.modules.values()):
+            self._update.confirm()
+            agreement, own = self._runner.measure(batch, metric_fn)
+            found = by_name(self._groups.gather(own))
+        return {"loss": agreement.wait(), **found}
 
     def gradients(self) -> dict[int, dict[str, Tensor]]:
         """This process's gradients, by stage and by parameter name within the stage."""

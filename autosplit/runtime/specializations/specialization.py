@@ -203,5 +203,5 @@ def calls_itself(model: nn.Module) -> RecursiveCallError:
     return RecursiveCallError(
         f"the forward of {type(model).__name__} calls the split module that is made of it, which "
         "calls the model: this would never end. To put something around the forward, set "
-        "forward of the split module; on the model (.model), call what was its forward before"
+        "forward of the split module; on the model (.unsplit), call what was its forward before"
     )

@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline.engine.faults.first_error import describe_error
@@ -72,7 +73,7 @@ def process_group(timeout: float = 300.0) -> Iterator[None]:
         backend = "cpu:gloo,cuda:nccl"
     alone = os.environ["WORLD_SIZE"] == os.environ.get("LOCAL_WORLD_SIZE")
     with on_loopback() if alone else contextlib.nullcontext():
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+        _initialise(backend, timedelta(seconds=timeout))
         register = register_of_world()
         rank = dist.get_rank()
         register.enter(rank, Process.of(os.getpid()))
@@ -87,6 +88,18 @@ def process_group(timeout: float = 300.0) -> Iterator[None]:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+
+
+def _initialise(backend: str, timeout: timedelta) -> None:
+    """Make the default process group.
+
+    torchrun's agent has one store for all attempts, in which ranks that it has started again would
+    find the addresses of those that are gone, and wait for them. So each attempt has its own keys.
+    """
+    store, rank, world = next(iter(rendezvous("env://", timeout=timeout)))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    own = dist.PrefixStore(f"attempt {attempt}", store)  # type: ignore[attr-defined]  # documented
+    dist.init_process_group(backend, store=own, rank=rank, world_size=world, timeout=timeout)
 
 
 def work(job: Job, rank: int, pipe: Connection) -> None:

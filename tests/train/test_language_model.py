@@ -1,0 +1,93 @@
+"""What MODEL may be, and what is said of what it may not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, PreTrainedConfig, T5Config
+
+from autosplit.errors import PipelineError
+from autosplit.train.language_model import load_model
+from autosplit.train.settings import TrainSettings
+
+
+def tiny(**changes: Any) -> LlamaConfig:
+    values: dict[str, Any] = {
+        "vocab_size": 128, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 16,
+    }  # fmt: skip
+    return LlamaConfig(**(values | changes))
+
+
+def settings(model: object, **options: Any) -> TrainSettings:
+    return TrainSettings(str(model), Path("text"), 2, **options)
+
+
+def saved(config: PreTrainedConfig, folder: Path) -> Path:
+    config.save_pretrained(folder)
+    return folder
+
+
+def test_a_folder_and_its_config_give_a_model_in_float32_without_memory(tmp_path: Path) -> None:
+    saved(tiny(dtype="bfloat16"), tmp_path)
+    for path in (tmp_path, tmp_path / "config.json"):
+        found = load_model(settings(path))
+        assert type(found.model).__name__ == "LlamaForCausalLM"
+        assert not found.model.config.use_cache
+        assert {(p.dtype, p.is_meta) for p in found.model.parameters()} == {(torch.float32, True)}
+        assert (found.tokenizer, found.weights) == (None, None)
+
+
+def test_a_function_of_the_users_gives_a_model_too() -> None:
+    found = load_model(settings("tests.train.models:causal", overrides={"width": "8"}))
+    assert found.model.get_parameter("0.weight").shape == (256, 8)
+    assert found.model.get_parameter("0.weight").is_meta
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (json.dumps({"model_type": "of_mine"}), r"no causal language model of .*model.*of_mine"),
+        (json.dumps(T5Config().to_dict()), r"no causal language model of .*Unrecognized config"),
+        ("{", r"no causal language model of .*config"),
+    ],
+)
+def test_configs_that_transformers_refuses(tmp_path: Path, config: str, said: str) -> None:
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(PipelineError, match=said) as caught:
+        load_model(settings(tmp_path))
+    assert len(str(caught.value)) < 600
+
+
+def test_names_of_models_on_the_hub_are_not_downloaded(tmp_path: Path) -> None:
+    with pytest.raises(PipelineError, match=r"no folder 'gpt2'.*save_pretrained\(folder\)"):
+        load_model(settings("gpt2"))
+    with pytest.raises(PipelineError, match="--set is for MODULE:FUNCTION"):
+        load_model(settings(saved(tiny(), tmp_path), overrides={"layers": "3"}))
+
+
+def test_a_text_that_the_model_has_no_embeddings_for(tmp_path: Path) -> None:
+    model = load_model(settings(saved(tiny(), tmp_path)))
+    model.check_tokens(torch.tensor([127]), 16)
+    with pytest.raises(PipelineError, match=r"gave token 128.*vocabulary of 128: .*129 or more"):
+        model.check_tokens(torch.tensor([3, 128]), 16)
+    with pytest.raises(PipelineError, match=r"17 tokens.*16 positions: --length 16"):
+        model.check_tokens(torch.tensor([3]), 17)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"batch": 6}, r"6 windows cannot be cut into 4 equal microbatches: --batch 4"),
+        ({"learning_rate": 0.0}, "--lr is a positive number; got 0.0"),
+        ({"every": 2}, "--every has no effect without --checkpoint"),
+        ({"resume": True}, "--resume has no effect without --checkpoint"),
+    ],
+)
+def test_options_that_do_not_go_together(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(PipelineError, match=said):
+        settings("model", **options)
