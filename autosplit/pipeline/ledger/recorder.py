@@ -18,7 +18,7 @@ from autosplit.torch_internals.allocations import Stretch, allocations_on
 from autosplit.torch_internals.storage import distinct_storage_bytes
 
 from .bands import FIXED, OWNERS, Band
-from .holdings import Holdings
+from .bytes_by_owner import BytesByOwner
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ class MemoryRecorder:
     def __init__(
         self,
         times: Recorder,
-        holdings: Holdings,
+        holdings: BytesByOwner,
         device: torch.device,
         *,
         beside: Callable[[], int] | None = None,

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,24 +25,19 @@ from autosplit.pipeline.engine.execution.stage_assembly import (
     TrainableStage,
 )
 from autosplit.pipeline.engine.faults.first_error import Guard, LostPeerError
-from autosplit.pipeline.engine.memory.host_store import HostStore, measure_store
-from autosplit.pipeline.engine.messages.link_times import measure_transfer
+from autosplit.pipeline.engine.memory.host_store import HostStore
 from autosplit.pipeline.engine.messages.process_groups import Groups
-from autosplit.pipeline.engine.messages.shape_negotiation import TensorMeta
 from autosplit.pipeline.engine.messages.step_results import Agreement
 from autosplit.pipeline.ledger.call_memory import CallMemory
-from autosplit.pipeline.ledger.holdings import state_of
-from autosplit.pipeline.ledger.prediction import RankReplay
-from autosplit.pipeline.schedule.routes import pairs_of
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
 from autosplit.pipeline.simulation.timeline import Span
-from autosplit.pipeline.simulation.transfer import Link
 from autosplit.pipeline.training.agreement.batch_agreement import check_same_batch
 from autosplit.pipeline.training.agreement.batch_contents import compare_contents, summary_of
 from autosplit.pipeline.training.memory.limited_schedule import LimitTuner
 from autosplit.pipeline.training.memory.rank_ledger import MEMORY, RankLedger, Record
 from autosplit.pipeline.training.memory.rank_prediction import RankPrediction
+from autosplit.pipeline.training.memory.rank_size import RankSize
 from autosplit.pipeline.training.replicas.gradient_completion import completion_of, publish_part
 from autosplit.pipeline.training.replicas.model_replicas import Completion
 from autosplit.pipeline.training.replicas.reduction_slices import (
@@ -52,10 +46,7 @@ from autosplit.pipeline.training.replicas.reduction_slices import (
 )
 from autosplit.pipeline.training.state.rank_state import RankState
 from autosplit.pipeline.training.state.snapshot import ForwardState
-from autosplit.stage import Stage
 from autosplit.torch_internals.allocations import countable
-from autosplit.torch_internals.dtensor import local_tensor
-from autosplit.torch_internals.optimizer_state import state_bytes
 from autosplit.torch_internals.storage import distinct_storage_bytes
 
 from .auto_schedule import Tuner
@@ -64,6 +55,7 @@ from .optimizer_step import OptimizerStep
 from .options import TrainerOptions
 from .stage_builder import StageBuilder
 from .training_setup import TrainingSetup
+from .tuning import tuner_for
 
 _Reduced = Callable[[], contextlib.AbstractContextManager[None]]
 
@@ -123,7 +115,8 @@ class Runner:
         self._device = device
         self._order = order
         self._feeds = Feeds(setup.stages.count, setup.stages.wiring)
-        self._tuner = self._tuner_for(setup, options)
+        self._size = RankSize(held, groups, update, self._feeds, self._calls, store)
+        self._tuner = tuner_for(setup, options, groups, self._size, held.replicas, device)
         first = setup.schedule if self._tuner is None else self._tuner.measured
         self.schedule: Schedule = held.replicas.reducing_early(first)
         source = self.schedule.placement[self._feeds.first_from_batch]
@@ -145,12 +138,9 @@ class Runner:
         self.stages: Mapping[int, TrainableStage] = MappingProxyType({})
         self.spans: list[Span] = []
         self.ledger: RankLedger | None = None
-        self._own_ledger: RankLedger | None = None  # of a step that the tuner measures
-        self._batch_bytes = 0
         self._parts: Mapping[tuple[int, int], Completion] = MappingProxyType({})
         self._contents_compared = False
         self._limited = False
-        self._boundaries: Callable[[int], Sequence[TensorMeta]] = lambda stage: ()
 
     @property
     def settled(self) -> bool:
@@ -165,52 +155,6 @@ class Runner:
             return factory
         counts = slices_by_stage(self.schedule, self._groups.rank, replicas.reductions_by_stage)
         return SlicedByReductions(factory, counts)
-
-    def _tuner_for(self, setup: TrainingSetup, options: TrainerOptions) -> Tuner | None:
-        if not options.tunes:
-            return None
-        pairs = pairs_of(setup.schedule, self._feeds)
-        links = partial(measure_transfer, self._groups, self._device, pairs)
-        known: dict[str, Any] = {
-            "wiring": setup.stages.wiring,
-            "early_weights": options.early_weights,
-            "reductions": self._held.replicas.measured,
-        }
-        if options.memory_limit is None:
-            return Tuner(setup.schedule, self._groups, links=links, **known)
-        return LimitTuner(
-            setup.schedule,
-            self._groups,
-            limit=options.memory_limit,
-            fixed=self._fixed_bytes,
-            replay=self._replay,
-            measured=lambda: {} if self._own_ledger is None else self._own_ledger.measured(),
-            links=lambda: replace(links(), host=self._host_link()),
-            **known,
-        )
-
-    def _fixed_bytes(self) -> int:
-        """Bytes of parameters, gradients, optimizer state and batch."""
-        state = distinct_storage_bytes(state_of(self._held.modules.values()))
-        trained = [p for p in self._held.parameters if p.requires_grad]
-        gradients = sum(local_tensor(p).nbytes for p in trained)
-        return state + gradients + state_bytes(self._update.optimizer) + self._batch_bytes
-
-    def _replay(self, schedule: Schedule) -> RankReplay | None:
-        """Plays this rank's part of a schedule; None where a stage's graphs are not known."""
-        stages = {i: each for i, each in self.stages.items() if isinstance(each, Stage)}
-        if len(stages) < len(self.stages):
-            return None
-        rank, learn = self._groups.rank, self._boundaries
-        return RankReplay(schedule, rank, self._feeds, stages, learn, self._calls)
-
-    def _host_link(self) -> Link:
-        """The slowest rank's link to its store; collective."""
-        links = self._groups.everybody.gather(
-            None if self._store is None else measure_store(self._store)
-        )
-        latency, bandwidth = zip(*(each for each in links if each is not None), strict=True)
-        return Link(max(latency), min(bandwidth))
 
     def train(self, batch: Batch | None, *, clipping: bool, record: Record) -> Agreement:
         """Run the schedule and add its gradients to the parameters' ``.grad``.
@@ -263,7 +207,7 @@ class Runner:
             recorder.note(self._held.replicas.spans)
         self.spans = recorder.spans() if recorder is not None else []
         self.ledger = ledger if record == MEMORY else None
-        self._own_ledger = ledger
+        self._size.ledger = ledger
         if self._tuner is not None:
             self._tune(self._tuner)
         return self._agree(mode, losses, parts, clipping=clipping)
@@ -280,7 +224,7 @@ class Runner:
         """
         mode, _, inputs, targets = self._ready(batch)
         prediction = RankPrediction(mode, _tensors(inputs, targets), self._calls)
-        return prediction, self._fixed_bytes() - self._batch_bytes
+        return prediction, self._size.fixed_bytes() - self._size.batch_bytes
 
     def refusal(self, batch: Batch | None) -> str:
         """Why a step could not take a batch; empty where it could. Collective; nothing is made for
@@ -314,10 +258,11 @@ class Runner:
         mode = self._train.of(batch)
         inputs, targets = self._split(mode, batch)
         executor = mode.executor or self._builder.train(mode, batch, inputs, targets)
-        self.stages, self._boundaries = mode.stages, mode.negotiation.learn
+        self.stages = self._size.stages = mode.stages
+        self._size.boundaries = mode.negotiation.learn
         if isinstance(self._tuner, LimitTuner) and not self._limited:
             self._limited = True
-            self._batch_bytes = distinct_storage_bytes(_tensors(inputs, targets))
+            self._size.batch_bytes = distinct_storage_bytes(_tensors(inputs, targets))
             self._adopt(self._tuner.before_step(self.stages))
             executor = mode.executor or executor
         return _Ready(mode, executor, inputs, targets)
@@ -420,7 +365,7 @@ class Runner:
         """Measure one of the first steps, and change the schedule where that says so."""
         found = tuner.after_step(self.spans, self.stages)
         if tuner.done:
-            self._tuner = self._own_ledger = None
+            self._tuner = self._size.ledger = None
         if found is not None:
             self._adopt(found)
 

@@ -14,7 +14,7 @@ from autosplit.pipeline.engine.memory.host_store import HostFileStore
 from autosplit.pipeline.engine.memory.moves import MicrobatchMoves
 from autosplit.pipeline.engine.memory.transferred_bytes import TransferredBytes
 from autosplit.pipeline.ledger.bands import StepMemory
-from autosplit.pipeline.ledger.holdings import Holdings
+from autosplit.pipeline.ledger.bytes_by_owner import BytesByOwner
 from autosplit.pipeline.ledger.recorder import MemoryRecorder
 from autosplit.pipeline.schedule.action import Action
 from tests.pipeline.ledger import workers
@@ -81,7 +81,7 @@ def test_what_other_threads_bring_within_an_action_is_there_beside_its_own() -> 
     """Also where it has gone again by the end of the action."""
     cpu, moved = torch.device("cpu"), TransferredBytes()
     held = [torch.zeros(300, dtype=torch.uint8)]
-    holdings = Holdings({"in transit": lambda: held})
+    holdings = BytesByOwner({"in transit": lambda: held})
     recorder = MemoryRecorder(recorder_on(0, cpu), holdings, cpu, beside=moved.most)
 
     def compute() -> int:

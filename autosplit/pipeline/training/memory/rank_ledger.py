@@ -13,7 +13,7 @@ from autosplit.errors import PipelineError
 from autosplit.pipeline.engine.execution.mode import Mode
 from autosplit.pipeline.engine.execution.recorder import Recorder
 from autosplit.pipeline.ledger.bands import Band
-from autosplit.pipeline.ledger.holdings import Holdings, state_of
+from autosplit.pipeline.ledger.bytes_by_owner import BytesByOwner, state_of
 from autosplit.pipeline.ledger.recorder import MemoryRecorder
 from autosplit.pipeline.training.state.rank_state import RankState
 from autosplit.stage import Stage
@@ -69,7 +69,7 @@ class RankLedger:
         self.prediction = prediction
         self._moves = mode.moves
         stages = [each for each in mode.stages.values() if isinstance(each, Stage)]
-        holdings = Holdings(
+        holdings = BytesByOwner(
             {
                 "parameters": lambda: state_of(held.modules.values()),
                 "gradients": lambda: [

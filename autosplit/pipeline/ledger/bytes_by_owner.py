@@ -14,7 +14,7 @@ from .bands import OWNERS
 Source = Callable[[], Iterable[Tensor | None]]
 
 
-class Holdings:
+class BytesByOwner:
     """Who holds what on one rank.
 
     A storage counts once, for the first of its owners in the order of ``OWNERS``.

@@ -1,0 +1,86 @@
+"""What one rank tells of itself to a search within a limit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from autosplit.pipeline.engine.execution.stage_assembly import TrainableStage
+from autosplit.pipeline.engine.memory.host_store import HostStore, measure_store
+from autosplit.pipeline.engine.messages.process_groups import Groups
+from autosplit.pipeline.engine.messages.shape_negotiation import TensorMeta
+from autosplit.pipeline.ledger.bytes_by_owner import state_of
+from autosplit.pipeline.ledger.call_memory import CallMemory
+from autosplit.pipeline.ledger.prediction import RankReplay
+from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.schedule.wiring import Feeds
+from autosplit.pipeline.simulation.transfer import Link
+from autosplit.pipeline.training.optimizer_step import OptimizerStep
+from autosplit.pipeline.training.state.rank_state import RankState
+from autosplit.stage import Stage
+from autosplit.torch_internals.dtensor import local_tensor
+from autosplit.torch_internals.optimizer_state import state_bytes
+from autosplit.torch_internals.storage import distinct_storage_bytes
+
+from .rank_ledger import RankLedger
+
+
+class RankSize:
+    """Bytes of a rank, fixed and by action, and how fast its store is.
+
+    Args:
+        held: what the rank holds.
+        groups: the trainer's process groups.
+        update: the optimizer's steps.
+        feeds: who feeds whom.
+        calls: knows what stages' calls hold.
+        store: where the rank offloads, if it does.
+
+    Attributes:
+        stages: the rank's stages; empty before its first batch.
+        boundaries: gives what a stage puts out.
+        batch_bytes: those of the batch.
+        ledger: of the last step, where that was measured.
+    """
+
+    def __init__(
+        self,
+        held: RankState,
+        groups: Groups,
+        update: OptimizerStep,
+        feeds: Feeds,
+        calls: CallMemory,
+        store: HostStore | None,
+    ) -> None:
+        self._held, self._groups, self._update = held, groups, update
+        self._feeds, self._calls, self._store = feeds, calls, store
+        self.stages: Mapping[int, TrainableStage] = {}
+        self.boundaries: Callable[[int], Sequence[TensorMeta]] = lambda stage: ()
+        self.batch_bytes = 0
+        self.ledger: RankLedger | None = None
+
+    def fixed_bytes(self) -> int:
+        """Bytes of parameters, gradients, optimizer state and batch."""
+        state = distinct_storage_bytes(state_of(self._held.modules.values()))
+        trained = [p for p in self._held.parameters if p.requires_grad]
+        gradients = sum(local_tensor(p).nbytes for p in trained)
+        return state + gradients + state_bytes(self._update.optimizer) + self.batch_bytes
+
+    def replay(self, schedule: Schedule) -> RankReplay | None:
+        """Plays this rank's part of a schedule; None where a stage's graphs are not known."""
+        stages = {i: each for i, each in self.stages.items() if isinstance(each, Stage)}
+        if len(stages) < len(self.stages):
+            return None
+        rank = self._groups.rank
+        return RankReplay(schedule, rank, self._feeds, stages, self.boundaries, self._calls)
+
+    def measured(self) -> Mapping[str, int]:
+        """What the last step held by action; empty where that was not measured."""
+        return {} if self.ledger is None else self.ledger.measured()
+
+    def host_link(self) -> Link:
+        """The slowest rank's link to its store; collective."""
+        links = self._groups.everybody.gather(
+            None if self._store is None else measure_store(self._store)
+        )
+        latency, bandwidth = zip(*(each for each in links if each is not None), strict=True)
+        return Link(max(latency), min(bandwidth))
