@@ -9,9 +9,9 @@ from ..results import Results
 from . import (
     ablation,
     allocator,
+    autograd_overhead,
     compilation,
     convolutions,
-    face,
     gathering,
     lazy,
     memory,
@@ -139,8 +139,8 @@ medians over the turns, and of the difference in each turn. `SplitModule` is cal
 through autograd's engine, `Stage` is called action by action; *bare Function* calls the same stage
 from an `autograd.Function` that does nothing else, the least that any autograd face costs. All ask
 their guards at every forward, which *guards* shows alone.""",
-        face.measure,
-        face.render,
+        autograd_overhead.measure,
+        autograd_overhead.render,
     ),
     "lazy": Part(
         "Lazy gradients",

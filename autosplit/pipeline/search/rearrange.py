@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.activation_memory import ROUNDING
 from autosplit.pipeline.simulation.counted_costs import CountedCosts
-from autosplit.pipeline.simulation.row_player import PlayedRows
+from autosplit.pipeline.simulation.rows.row_player import PlayedRows
 
 from .order_changes import Change
 from .row_changes import changes_for

@@ -10,10 +10,10 @@ from autosplit.errors import ScheduleError
 from autosplit.pipeline.schedule.moves import Journey, journeys_of
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
+from autosplit.pipeline.simulation.rows.row_player import PlayedRows, RowPlayer
 
 from .activation_memory import peak_memory
 from .lanes import add_lanes, ways
-from .row_player import PlayedRows, RowPlayer
 from .simulate import run_step
 from .step_costs import Costs
 from .step_frame import StepFrame

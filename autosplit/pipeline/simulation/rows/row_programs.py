@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from autosplit.pipeline.schedule.action import ARRIVALS, Action, ActionKind
 from autosplit.pipeline.schedule.moves import recomputed, waited_departures
-
-from .activation_memory import Change, StageMemory, levels, moved_bytes
+from autosplit.pipeline.simulation.activation_memory import Change, StageMemory, levels, moved_bytes
 
 _TO_HOST = (ActionKind.OFFLOAD, ActionKind.RELOAD)
 _NONE = Change(0.0, 0.0)

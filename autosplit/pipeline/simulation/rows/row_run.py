@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from autosplit.pipeline.simulation.step_frame import StepFrame
+
 from .row_programs import RowProgram
-from .step_frame import StepFrame
 
 Place = tuple[int, int]
 """Rank, and place in its row."""

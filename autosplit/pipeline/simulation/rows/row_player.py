@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.simulation.activation_memory import StageMemory
+from autosplit.pipeline.simulation.step_frame import StepFrame
+from autosplit.pipeline.simulation.transfer import Link, Transfer
 
-from .activation_memory import StageMemory
 from .row_programs import Row, RowProgram, peak_of, read_row
 from .row_run import Carried, Lane, RowRun
-from .step_frame import StepFrame
-from .transfer import Link, Transfer
 
 _MOST_ROWS = 4096  # that are known at once
 _TO_PARTNER = (ActionKind.EVICT, ActionKind.RETURN)
