@@ -343,6 +343,12 @@ def refused(mesh: DeviceMesh) -> dict[str, str]:
     def failing(index: int) -> nn.Module:
         return nn.Sequential(Scale(), *[NoNaN()] * index)
 
+    def unreduced(index: int) -> nn.Module:
+        module: Any = sharded(mesh)(index)
+        module.set_requires_gradient_sync(False)
+        made: nn.Module = module
+        return made
+
     strange = tuple(each.clone() for each in own)
     if number_of(mesh):
         strange[0][2] = float("nan")  # of microbatch 1
@@ -361,6 +367,7 @@ def refused(mesh: DeviceMesh) -> dict[str, str]:
         "built differently": built(
             sharded(mesh, lambda i: uneven(i) if dist.get_rank() != 3 else nn.Sequential(Scale()))
         ),
+        "no sync": ran(unreduced),
         "factory": ran(sharded(mesh), **plain),
         "shapes": ran(sharded(mesh), half_of),
         "failing": ran(sharded(mesh, failing), strange),
