@@ -261,6 +261,8 @@ def also(mesh: DeviceMesh) -> dict[str, Any]:
         ran = [span.action for span in made.timeline().spans if span.action.kind.is_whole]
         found["timeline"] = sorted(map(str, ran), key=lambda text: (text[1:] != "UNSHARD", text))
         made.step(own)
+        more = tuple(torch.cat([each, each[:M]]) for each in own)
+        found["another shape"] = made.forward_backward(more).equal(made.evaluate(more))
         nan = (own[0] * float("nan"), own[1]) if number_of(mesh) else own
         made.forward_backward(nan)
         bad = [bool(g.isnan().any()) for g in whole(made.gradients()).values()]
