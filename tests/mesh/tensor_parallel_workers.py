@@ -205,8 +205,7 @@ def bad_weather(mesh: DeviceMesh, act: Callable[[], None]) -> Any:
 
     def build(index: int) -> nn.Module:
         module = parallel(mesh, 2)(index)
-        if dist.get_rank() == 3:
-            module[0].up = Weather(module[0].up, act)
+        module[0].up = Weather(module[0].up, act if dist.get_rank() == 3 else lambda: None)
         return module
 
     with loss_parallel(), trainer(mesh, 2, build, stage_factory=ReferenceStage) as made:
@@ -221,44 +220,60 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def refused(mesh: DeviceMesh) -> dict[str, str]:
+def new_mesh(second: str = "tp") -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", second))
+
+
+def refused() -> dict[str, str]:
     """What is said to bad stages and batches, on this rank."""
     rank = dist.get_rank()
 
-    def ran(given: Any, build: Any, **options: Any) -> str:
+    def ran(build: Any, given: Any = new_mesh, batches: int = 1, **options: Any) -> str:
+        mesh = new_mesh()  # a trainer that ends takes the waits on its mesh with it
+
         def act() -> None:
-            with trainer(given, 2, build, **options) as made, loss_parallel():
-                made.step(batch(rank if options.get("timeout") == 61.0 else 0))
+            whose = None if given is None else mesh if given is new_mesh else given()
+            with loss_parallel(), trainer(whose, 2, build(mesh), **options) as made:
+                made.step(batch(rank % batches))
 
         return refusal(act)
 
-    def seeded(index: int) -> nn.Module:
-        module = parallel(mesh, 2)(index)
-        torch.manual_seed(rank)
-        return module
+    def ours(mesh: DeviceMesh) -> Callable[[int], nn.Module]:
+        return parallel(mesh, 2)
 
-    def over(name: str) -> Callable[[int], nn.Module]:
+    def widened(mesh: DeviceMesh) -> Callable[[int], nn.Module]:
+        wider = nn.Linear(WIDTH, WIDTH, bias=rank % 2 == 0)
+        return lambda index: nn.Sequential(wider, parallel(mesh, 2)(index))
+
+    def seeded(mesh: DeviceMesh) -> Callable[[int], nn.Module]:
+        def build(index: int) -> nn.Module:
+            module = parallel(mesh, 2)(index)
+            torch.manual_seed(rank)
+            return module
+
+        return build
+
+    def over_pipeline(mesh: DeviceMesh) -> Callable[[int], nn.Module]:
+        plan = {"0.up": ColwiseParallel()}
+        return lambda index: parallelize_module(stage_of(index, 2), mesh["pp"], plan)
+
+    def handed_on(mesh: DeviceMesh) -> Callable[[int], nn.Module]:
+        plan = {"1": ColwiseParallel(use_local_output=False)}
         return lambda index: parallelize_module(
-            stage_of(index, 2), mesh[name], {"0.up": ColwiseParallel()}
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WORDS)), mesh["tp"], plan
         )
 
-    def handed_on(index: int) -> nn.Module:
-        plan = {"1.down": RowwiseParallel(use_local_output=False)}
-        return parallelize_module(stage_of(index, 2), mesh["tp"], plan)
-
-    replicas = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp_replicate"))
-    ours = parallel(mesh, 2)
     return {
-        "over the pipeline": ran(mesh, over("pp")),
-        "no tp": ran(replicas, ours),
-        "no mesh": ran(None, ours, ranks=1),
-        "nothing shared": ran(mesh, lambda index: stage_of(index, 2)),
-        "other widths": ran(mesh, lambda index: nn.Linear(4, 4 + rank % 2)),
-        "early": ran(mesh, ours, early_weights=True),
-        "memory": ran(mesh, ours, memory="lean" if rank % 2 else "fast"),
-        "other batches": ran(mesh, ours, timeout=61.0),
-        "other seeds": ran(mesh, seeded),
-        "handed on": ran(mesh, handed_on),
+        "over the pipeline": ran(over_pipeline),
+        "no tp": ran(ours, lambda: new_mesh("dp_replicate")),
+        "no mesh": ran(ours, None, ranks=1),
+        "nothing shared": ran(lambda mesh: lambda index: stage_of(index, 2)),
+        "other widths": ran(widened),
+        "early": ran(ours, early_weights=True),
+        "memory": ran(ours, memory="lean" if rank % 2 else "fast"),
+        "other batches": ran(ours, batches=2),
+        "other seeds": ran(seeded),
+        "handed on": ran(handed_on),
     }
 
 
@@ -348,11 +363,10 @@ def four_ranks(folder: Path) -> None:
         for case in EXACT
     }
     found["saved"] = saved(mesh, folder)
-    found["refused"] = refused(mesh)
     found["nan"] = not_a_number(mesh)
-    found["failing"] = refusal(lambda: bad_weather(mesh, fail))
-    # What ended has ended the waits on the mesh's own groups.
-    again = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    found["refused"] = refused()
+    found["failing"] = refusal(lambda: bad_weather(new_mesh(), fail))
+    again = new_mesh()
     path = folder / f"{dist.get_rank()}.pt"
     torch.save(found, path)
     found["dying"] = refusal(lambda: bad_weather(again, die))

@@ -62,11 +62,18 @@ def test_a_whole_model_is_cut_for_the_pipeline(four: Results) -> None:
     assert [found["whole"] for found in four] == [True] * 4
 
 
-def test_a_slice_is_reduced_while_the_next_is_computed(four: Results) -> None:
+@pytest.mark.parametrize("how", ["under way", "chosen"])
+def test_a_slice_is_reduced_while_the_next_is_computed(four: Results, how: str) -> None:
+    """With slices that the user asks for, or that the trainer chooses by the buckets."""
     for found in four:
-        order = found["under way"]
+        order = found[how]
         last = order.index("W1.1") if "W1.1" in order else -1
         assert order.index("W0.0") < order.index("W1.0") < order.index("reduction") < last
+
+
+def test_one_bucket_needs_no_slices(four: Results) -> None:
+    for found in four:
+        assert found["one bucket"] == ["W0.None", "W1.None", "reduction"]
 
 
 def test_what_replicas_share(four: Results) -> None:

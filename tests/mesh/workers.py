@@ -238,7 +238,7 @@ def once_each(mesh: DeviceMesh) -> dict[str, Any]:
     return found
 
 
-def under_way(mesh: DeviceMesh) -> list[str]:
+def under_way(mesh: DeviceMesh, **options: Any) -> list[str]:
     """Which W ran and which reductions started, in order, of a stage with slices."""
     found: list[str] = []
     run, start = Stage.backward_weight, Bucket.start
@@ -253,8 +253,8 @@ def under_way(mesh: DeviceMesh) -> list[str]:
 
     Stage.backward_weight, Bucket.start = ran, started  # type: ignore[method-assign]
     try:
-        options = {"schedule": "gpipe", "weights": "2bp", "slices": 2, "bucket_cap_mb": 1e-4}
-        with trainer(mesh, microbatches=2, **options) as made:
+        given = {"schedule": "gpipe", "weights": "2bp", "bucket_cap_mb": 1e-4, **options}
+        with trainer(mesh, microbatches=2, **given) as made:
             made.step(share(replica_of(mesh)))
     finally:
         Stage.backward_weight, Bucket.start = run, start  # type: ignore[method-assign]
@@ -520,7 +520,9 @@ def four_ranks(folder: Path) -> dict[str, Any]:
     found["whole"] = seen.tolist() == by_hand(block, 2, 2)[1][replica_of(mesh)]
     found["no pipeline"] = {"losses": alone["losses"]}  # four numbers are added in some order
     found["reductions"] = once_each(mesh)
-    found["under way"] = under_way(mesh)
+    found["under way"] = under_way(mesh, slices=2)
+    found["chosen"] = under_way(mesh)
+    found["one bucket"] = under_way(mesh, bucket_cap_mb=25.0)
     found["training"] = training(mesh)
     found["also"] = also(mesh)
     found["refused"] = refused(mesh)

@@ -53,6 +53,7 @@ from autosplit.pipeline.training.state.rank_state import RankState
 from autosplit.pipeline.training.state.snapshot import ForwardState
 from autosplit.stage import Stage
 from autosplit.torch_internals.allocations import countable
+from autosplit.torch_internals.dtensor import local_tensor
 from autosplit.torch_internals.optimizer_state import state_bytes
 from autosplit.torch_internals.storage import distinct_storage_bytes
 
@@ -185,7 +186,7 @@ class Runner:
         """Bytes of parameters, gradients, optimizer state and batch."""
         state = distinct_storage_bytes(state_of(self._held.modules.values()))
         trained = [p for p in self._held.parameters if p.requires_grad]
-        gradients = sum(p.numel() * p.element_size() for p in trained)
+        gradients = sum(local_tensor(p).nbytes for p in trained)
         return state + gradients + state_bytes(self._update.optimizer) + self._batch_bytes
 
     def _replay(self, schedule: Schedule) -> RankReplay | None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 
 from autosplit.errors import SplitError
+from autosplit.torch_internals.dtensor import local_tensor
 
 from .detached_storages import StorageKey, has_bytes, is_part, storage_of
 from .in_flight import InFlightMicrobatch, InFlightMicrobatches
@@ -84,7 +85,8 @@ def own_storages(
     """
     shared = set(microbatch.lent)
     read = microbatch.residuals
-    for tensor in (*microbatch.state.values(), *read.read[len(read.tensors) :], *kept):
+    others_have = (*microbatch.state.values(), *read.read[len(read.tensors) :], *kept)
+    for tensor in map(local_tensor, others_have):
         if has_bytes(tensor):
             shared.add(storage_of(tensor))
     for other in others:

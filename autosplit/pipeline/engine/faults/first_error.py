@@ -27,7 +27,8 @@ _KEY = "autosplit/fault"
 _PATIENCE = 0.5
 _LOOK_EVERY = 0.01
 # A look costs a round trip to the store, so a wait for the device naps in between.
-_GLOO = "gloo/transport"
+# What Gloo says of a connection that has ended.
+_LOST = ("gloo/transport", "Connection closed by peer", "caused pair closure", "Socket closed")
 _LOOK_WHILE_WAITING = 0.05
 _NAP = 0.0002
 
@@ -301,10 +302,13 @@ def _lost_inside(error: BaseException) -> LostPeerError | None:
     """
     action = f" in {error.action}" if isinstance(error, ActionError) else ""
     cause = error.__cause__ if isinstance(error, ActionError) else error
-    if not isinstance(cause, RuntimeError) or _GLOO not in str(cause):
+    if not isinstance(cause, RuntimeError) or not any(said in str(cause) for said in _LOST):
         return None
-    reason = str(cause).partition(_GLOO)[2].partition("] ")[2].partition(". ")[0]
-    return LostPeerError(f"lost a rank of a collective{action}: {reason.partition(chr(10))[0]}")
+    reason = str(cause).partition("\n")[0]
+    return LostPeerError(
+        f"lost a rank of a collective of its own{action}: {reason}. If a trainer on this mesh has "
+        "failed before, build a new mesh, too"
+    )
 
 
 def describe_error(error: BaseException) -> str:
