@@ -25,7 +25,7 @@ from autosplit.sharded.stage_sharding import StageSharding
 from autosplit.torch_internals.autograd.backward_task import without_autocast
 from autosplit.torch_internals.storage import distinct_storage_bytes
 
-from .errors import SplitError
+from .errors import ShardedError, SplitError
 
 
 class Stage:
@@ -92,6 +92,8 @@ class Stage:
             CaptureError: the module cannot be traced, or returns something besides tensors.
             SplitError: the graph cannot be split, the backend, the memory setting or the overlap
                 is unknown, or a memory budget cannot be met.
+            ShardedError: ``fully_shard`` has sharded the module in a way that cannot be taken
+                apart, or CUDA graphs would read its parameters.
         """
         self.index = index
         self.module = module
@@ -99,6 +101,11 @@ class Stage:
         options = SplitOptions(backend, memory, late_input, overlap)
         self.sharding = StageSharding(module)
         with self.sharding.tracing():
+            if self.sharding.groups and backend == "cudagraphs":
+                raise ShardedError(
+                    f"{owner}: backend='cudagraphs' does not go with parameters that fully_shard "
+                    "has sharded, which are gathered into other memory each time: leave it out"
+                )
             self._graphs = StageSpecializations(
                 owner, module, args, options, slices, self.sharding.plain
             )

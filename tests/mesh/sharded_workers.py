@@ -261,6 +261,8 @@ def also(mesh: DeviceMesh) -> dict[str, Any]:
         ran = [span.action for span in made.timeline().spans if span.action.kind.is_whole]
         found["timeline"] = sorted(map(str, ran), key=lambda text: (text[1:] != "UNSHARD", text))
         made.step(own)
+        more = tuple(torch.cat([each, each[:M]]) for each in own)
+        found["another shape"] = made.forward_backward(more).equal(made.evaluate(more))
         nan = (own[0] * float("nan"), own[1]) if number_of(mesh) else own
         made.forward_backward(nan)
         bad = [bool(g.isnan().any()) for g in whole(made.gradients()).values()]
@@ -343,6 +345,12 @@ def refused(mesh: DeviceMesh) -> dict[str, str]:
     def failing(index: int) -> nn.Module:
         return nn.Sequential(Scale(), *[NoNaN()] * index)
 
+    def unreduced(index: int) -> nn.Module:
+        module: Any = sharded(mesh)(index)
+        module.set_requires_gradient_sync(False)
+        made: nn.Module = module
+        return made
+
     strange = tuple(each.clone() for each in own)
     if number_of(mesh):
         strange[0][2] = float("nan")  # of microbatch 1
@@ -361,6 +369,7 @@ def refused(mesh: DeviceMesh) -> dict[str, str]:
         "built differently": built(
             sharded(mesh, lambda i: uneven(i) if dist.get_rank() != 3 else nn.Sequential(Scale()))
         ),
+        "no sync": ran(unreduced),
         "factory": ran(sharded(mesh), **plain),
         "shapes": ran(sharded(mesh), half_of),
         "failing": ran(sharded(mesh, failing), strange),

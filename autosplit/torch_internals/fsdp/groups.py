@@ -140,6 +140,11 @@ class ParameterGroup:
         return bool(self._group.reduce_grads)
 
     @property
+    def reduces_copies(self) -> bool:
+        """Whether they are reduced over copies of the shards, too (``set_requires_all_reduce``)."""
+        return bool(self._group.all_reduce_grads)
+
+    @property
     def reshards_after_backward(self) -> bool:
         """What ``set_reshard_after_backward`` has set."""
         return bool(self._group.reshard_after_backward)

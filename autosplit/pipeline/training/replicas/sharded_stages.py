@@ -123,6 +123,23 @@ class ShardedStages:
         if sharded is not None:
             sharded.reshard()
 
+    def check(self) -> None:
+        """Refuse stages whose gradients a step would not reduce, so that no optimizer would move
+        them.
+
+        Raises:
+            PipelineError: names one.
+        """
+        for index, sharded in self._stages.items():
+            for group in sharded.groups:
+                if not (group.reduces and group.reduces_copies):
+                    raise PipelineError(
+                        f"gradients of stage {index}'s {group.name} are not to be reduced "
+                        "(set_requires_gradient_sync, set_requires_all_reduce): a trainer reduces "
+                        "them once a step, behind all microbatches. Leave that on; "
+                        "forward_backward() adds to the gradients of the steps before"
+                    )
+
     def free_all(self) -> None:
         """Free all gathered parameters."""
         for sharded in self._stages.values():

@@ -92,6 +92,7 @@ class RankState:
         Raises:
             PipelineError: names one.
         """
+        self.sharded.check()
         self.sharded.free_all()
         for stage, module in self.modules.items():
             for name, parameter in module.named_parameters():
