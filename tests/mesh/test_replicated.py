@@ -22,6 +22,7 @@ SAID = {
     "no mesh": "mesh is a DeviceMesh of torch.distributed.device_mesh; got a str",
     "ranks": "ranks=2 has no effect beside mesh, which says who takes part",
     "two meshes": "every rank must be given the same mesh, but its pipelines are ((0, 2), (1, 3))",
+    "two names": "every rank must be given the same mesh, but its pipelines are at the places",
     "long": "the mesh has 4 ranks along 'pp' for 2 stages: each needs at least one stage",
     "cuda": "the mesh is one of 'cpu' devices, but the stages go to meta: init_device_mesh('meta'",
     "cap": "bucket_cap_mb is a positive number of MiB; got 0",

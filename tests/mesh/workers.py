@@ -424,6 +424,7 @@ def refused(mesh: DeviceMesh) -> dict[str, str]:
         return refusal(act)
 
     turned = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "pp"))
+    named = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
     half = tuple(each[:4] for each in own) if replica else own
     nan = (own[0] * float("nan"), own[1]) if replica else own
     found = {
@@ -434,6 +435,7 @@ def refused(mesh: DeviceMesh) -> dict[str, str]:
         "no mesh": built("pp=2"),  # type: ignore[arg-type]
         "ranks": built(mesh, ranks=2),
         "two meshes": built(mesh if dist.get_rank() < 2 else turned),
+        "two names": built(mesh if dist.get_rank() < 2 else named),
         "long": built(init_device_mesh("cpu", (4,), mesh_dim_names=("pp",))),
         "cuda": built(mesh, device="meta"),
         "cap": built(mesh, bucket_cap_mb=0),

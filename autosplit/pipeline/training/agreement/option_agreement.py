@@ -47,13 +47,16 @@ def check_layout(layout: RankLayout) -> None:
     Raises:
         PipelineError: names two ranks and what they were given.
     """
-    heard = gather(layout.pipelines)
-    for rank, other in enumerate(heard):
-        if other != heard[0]:
-            raise PipelineError(
-                f"every rank must be given the same mesh, but its pipelines are {heard[0]} on "
-                f"rank 0 and {other} on rank {rank}"
-            )
+    heard = gather((layout.pipelines, tuple(map(tuple, layout.places))))
+    for rank, (other, places) in enumerate(heard):
+        if (other, places) != heard[0]:
+            what = f"its pipelines are {heard[0][0]} on rank 0 and {other} on rank {rank}"
+            if other == heard[0][0]:
+                what = (
+                    f"its pipelines are at the places {heard[0][1]} along 'dp_replicate', "
+                    f"'dp_shard' and 'tp' on rank 0 and {places} on rank {rank}"
+                )
+            raise PipelineError(f"every rank must be given the same mesh, but {what}")
 
 
 def _text(value: object) -> str:
