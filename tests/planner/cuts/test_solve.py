@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
 import time
 from dataclasses import replace
 from typing import Any
@@ -23,7 +22,7 @@ from autosplit.planner.costs.block_costs import BlockCost, ModelCosts
 from autosplit.planner.costs.limits import Limits
 from autosplit.planner.cuts import candidate_cuts
 from autosplit.planner.cuts.schedule_playback import Order
-from autosplit.planner.cuts.solve import CapError, Solution, solve, weigh
+from autosplit.planner.cuts.solve import CapError, Solution, weigh
 from autosplit.planner.cuts.stage_costs import PrefixSums
 from tests.planner.planned import all_tried, even, models, solved, stage_times, tried
 
@@ -136,19 +135,6 @@ def test_what_is_far_over_the_cap_is_not_worked_on(monkeypatch: pytest.MonkeyPat
     assert len(built) == 1
     peaks = built[0].peaks(PrefixSums(even(40)).stages(torch.tensor([range(4, 39, 5)])))
     assert caught.value.least == float(peaks.max()) > 200.0
-
-
-def test_local_search_ends_where_it_played_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    chance = random.Random(0)
-    blocks = [even(1, forward=chance.uniform(0.5, 3.0)).blocks[0] for _ in range(40)]
-    costs = ModelCosts(tuple(blocks), (1.0,) * 39)
-    request = ScheduleRequest("zb-v", 8, 4)  # two stages a rank, which no start balances
-    ended = {}
-    for work in (0, candidate_cuts._WORK):
-        monkeypatch.setattr(candidate_cuts, "_WORK", work)
-        ended[work] = solve(costs, 8, request).step
-    first, last = ended.values()
-    assert first == solve(costs, 8, request, refine=False).step > last
 
 
 def test_equal_blocks_are_dealt_out_evenly() -> None:
