@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from autosplit.errors import PipelineError
+from tests.all_true import assert_all
 from tests.mesh import workers
 from tests.ranks import Ranks
 
@@ -47,7 +48,7 @@ def four(on_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Results:
 def test_losses_gradients_and_norm(four: Results, case: str) -> None:
     """Bit for bit those of autograd in one process, which averages the shares of two."""
     for found in four:
-        assert found[case] == dict.fromkeys(found[case], True)
+        assert_all(found[case])
 
 
 @pytest.mark.parametrize("case", ["reductions", "training", "saved"])
@@ -56,7 +57,7 @@ def test_what_all_ranks_find_right(four: Results, case: str) -> None:
     taken up by the same mesh bit for bit, and by other ones.
     """
     for found in four:
-        assert found[case] == dict.fromkeys(found[case], True)
+        assert_all(found[case])
 
 
 def test_a_whole_model_is_cut_for_the_pipeline(four: Results) -> None:
@@ -84,7 +85,7 @@ def test_what_replicas_share(four: Results) -> None:
     for found in four:
         also = dict(found["also"])
         assert also.pop("timeline") == ["0REDUCE_GRAD", "1REDUCE_GRAD"]
-        assert also == dict.fromkeys(also, True)
+        assert_all(also)
 
 
 @pytest.mark.parametrize("case", SAID)

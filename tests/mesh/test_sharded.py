@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from autosplit.errors import PipelineError
+from tests.all_true import assert_all
 from tests.mesh import sharded_workers as workers
 from tests.ranks import Ranks
 
@@ -45,7 +46,7 @@ def test_a_step_is_that_of_one_process(four: Results, case: str) -> None:
     frees them around each action.
     """
     for found in four:
-        assert found[case] == dict.fromkeys(found[case], True)
+        assert_all(found[case])
 
 
 @pytest.mark.parametrize("case", ["replicated", "half", "training", "saved"])
@@ -54,7 +55,7 @@ def test_what_all_ranks_find_right(four: Results, case: str) -> None:
     same mesh takes up bit for bit, and others, and the other way round.
     """
     for found in four:
-        assert found[case] == dict.fromkeys(found[case], True)
+        assert_all(found[case])
 
 
 def test_what_stages_do_between_steps(four: Results) -> None:
@@ -63,7 +64,7 @@ def test_what_stages_do_between_steps(four: Results) -> None:
         reduced = ["0REDUCE_GRAD"] * 2 + ["1REDUCE_GRAD"] * 2
         assert also.pop("timeline") == ["0UNSHARD", "1UNSHARD", *reduced]
         assert also.pop("nan") == ["nan", True]
-        assert also == dict.fromkeys(also, True)
+        assert_all(also)
 
 
 @pytest.mark.parametrize("case", SAID)

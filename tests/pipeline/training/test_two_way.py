@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.all_true import assert_all
 from tests.pipeline.training import two_way_workers
 from tests.ranks import Ranks
 
@@ -45,18 +46,18 @@ def four(on_ranks: Ranks) -> Results:
 )
 def test_losses_and_gradients(two: Results, case: str) -> None:
     for found in two:
-        assert found[case] == dict.fromkeys(found[case], True)
+        assert_all(found[case])
 
 
 @pytest.mark.parametrize("case", ["chimera, M=4", "dualpipe", "tied"])
 def test_losses_and_gradients_on_four_ranks(four: Results, case: str) -> None:
     for found in four:
-        assert found[case] == dict.fromkeys(found[case], True)
+        assert_all(found[case])
 
 
 def test_training_steps(two: Results) -> None:
     for found in two:
-        assert found["training"] == dict.fromkeys(found["training"], True)
+        assert_all(found["training"])
 
 
 @pytest.mark.parametrize("case", ["exact", "unused", "undone"])

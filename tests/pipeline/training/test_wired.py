@@ -22,6 +22,7 @@ from autosplit.pipeline.schedule.routes import routes_of
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds, Source, Wiring
 from autosplit.pipeline.trainer import PipelineTrainer
+from tests.all_true import assert_all
 from tests.pipeline import rendezvous, workers
 from tests.pipeline.reference_stage import ReferenceStage
 from tests.pipeline.rendezvous import Port, Wire
@@ -260,11 +261,11 @@ def test_a_u_net_over_two_ranks(found: list[dict[str, Any]], case: str) -> None:
 def test_steps_of_a_u_net(found: list[dict[str, Any]]) -> None:
     """``step``, ``step_async``, ``schedule="auto"`` and batches of two shapes go the same way."""
     for rank in found:
-        assert rank["steps"] == dict.fromkeys(rank["steps"], True)
+        assert_all(rank["steps"])
         assert set(rank["steps"]) == {"step", "step_async", "auto", "shapes"}
 
 
 def test_tied_parameters_of_a_partition(found: list[dict[str, Any]]) -> None:
     """They are summed over their stages and counted once by the norm."""
     for rank in found:
-        assert rank["tied"] == dict.fromkeys(rank["tied"], True)
+        assert_all(rank["tied"])

@@ -1,0 +1,12 @@
+"""Comparisons that ranks made, which must all have held."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+def assert_all(found: Mapping[str, object]) -> None:
+    """There is at least one, and every one of them is True."""
+    wrong = {name: each for name, each in found.items() if each is not True}
+    assert found, "nothing was compared"
+    assert not wrong, wrong
