@@ -11,7 +11,7 @@ as the bound asks for, and it may be lower: what is on its way then is only a te
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -27,6 +27,8 @@ from .occupancy import Held, Occupancy
 from .trips import choose_trips, in_whole, to_partner
 
 _LEADS = (0, 1, 2, 3)
+_WAYS: tuple[dict[str, bool], ...] = ({}, {"smooth": True}, {"strict": True})
+"""Of choosing trips, see ``choose_trips``: only those that wait keep a low bound by order alone."""
 _SLOWER = 1.005  # of a step: what is so much faster is worth more transfers
 
 
@@ -105,26 +107,30 @@ def _pair(
     *,
     whole: bool,
 ) -> tuple[Schedule, Timeline]:
-    """The fewest bytes that keep both within their bounds; or what comes nearest to it."""
+    """The fewest bytes that keep both within their bounds, whatever transfers take if that can be
+    had; or what comes nearest to it.
+    """
     sides = [Occupancy(schedule, costs, timeline, rank) for rank in pair]
     excesses = [max(side.level) - bounds[side.rank] for side in sides]
     if max(excesses) <= (ROUNDING - 1) * max(map(abs, bounds)):
         return schedule, timeline
     donor, partner = sides if excesses[0] >= excesses[1] else reversed(sides)
-    best: tuple[tuple[float, float], Schedule, Timeline] | None = None
+    best: tuple[tuple[float, float, float], Schedule, Timeline] | None = None
+
+    def over(peaks: Sequence[float]) -> float:
+        return max(0.0, *(peaks[rank] - bounds[rank] * ROUNDING for rank in pair))
+
     for moved in _amounts(schedule, donor, bounds[donor.rank], costs, whole=whole):
-        for lead, smooth in product(_LEADS, (False, True)):
-            made = _evicted(schedule, donor, partner, bounds, costs, moved, lead, smooth)
+        for lead, way in product(_LEADS, _WAYS):
+            made = _evicted(schedule, donor, partner, bounds, costs, moved, lead, way)
             if made is None:
                 continue
             tried, ran = made
-            peaks = costs.peaks(tried, ran)
-            over = max(0.0, *(peaks[r] - bounds[r] * ROUNDING for r in pair))
-            score = over, ran.step_time
-            if best is None or (over, ran.step_time * _SLOWER) < best[0]:
-                best = score, tried, ran
-        if best is not None and best[0][0] <= 0.0 and best[0][1] <= timeline.step_time * _SLOWER:
-            break
+            excess = over(costs.peaks(tried, ran)), over(peak_memory(tried, costs.memory))
+            if best is None or (*excess, ran.step_time * _SLOWER) < best[0]:
+                best = (*excess, ran.step_time), tried, ran
+            if best[0] <= (0.0, 0.0, timeline.step_time * _SLOWER):
+                return best[1:]
     return (schedule, timeline) if best is None else best[1:]
 
 
@@ -157,7 +163,7 @@ def _evicted(
     costs: Costs,
     moved: dict[int, int],
     lead: int,
-    smooth: bool,
+    way: Mapping[str, bool],
 ) -> tuple[Schedule, Timeline] | None:
     """The schedule in which the donor evicts so much of each microbatch, if it runs."""
     link = costs.transfer.link(donor.rank, partner.rank)
@@ -169,12 +175,12 @@ def _evicted(
     piece = max(pieces, default=0.0)
     trips, _ = choose_trips(
         donor,
-        bounds[donor.rank] - (piece if smooth else 0.0),
+        bounds[donor.rank] - (piece if way.get("smooth") else 0.0),
         size,
         lambda held: link.latency + size(held) / link.bandwidth,
         lead=lead,
         prefer=lambda held: held.used,
-        smooth=smooth,
+        **way,
     )
     made = replace(to_partner(schedule, donor, partner, trips), moved={**schedule.moved, **moved})
     try:
