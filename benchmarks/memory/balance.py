@@ -94,11 +94,11 @@ def render(rows: Rows) -> str:
         )
     headers = ["", "activations MiB by rank", EVEN.title, PEAK.title, STEP.title]
     fused = [row for row in rows if _is_judged(row)]
-    judged = {
+    figures = {
         target: {row["name"]: row[key] for row in fused}
         for target, key in ((EVEN, "even"), (PEAK, "peak"), (STEP, "step"))
     }
-    return f"{table(headers, cells)}\n\n{verdicts([*judged.items()])}"
+    return f"{table(headers, cells)}\n\n{verdicts([*figures.items()])}"
 
 
 def _is_judged(row: Mapping[str, Any]) -> bool:

@@ -133,7 +133,8 @@ class ModelReplicas:
     def reductions_by_stage(self) -> dict[int, int]:
         """At least so many reductions carry the gradients of each of this rank's stages."""
         if self._sharded:
-            return dict(Counter(each.stage for each in self._sharded.reductions()))
+            stages = (each.stage for each in self._sharded.reductions())
+            return dict(Counter(stage for stage in stages if stage is not None))
         own = {at: self._bytes.get(at, 0) for at in self._modules}
         return {at: -(-size // self._cap) for at, size in own.items()}
 
