@@ -18,6 +18,7 @@ from autosplit.torch_internals.dtensor import Sharding, is_dtensor
 
 _OF_SUBCLASS = (d.SubclassGetAttrAOTInput, d.SubclassGetAttrAOTOutput)
 _LOCAL, _MESH = "_local_tensor", "device_mesh"
+_OF_MESHES = "device_mesh"  # the namespace of operators that make one mesh of another
 
 
 def whole(desc: Any) -> Any:
@@ -28,7 +29,8 @@ def whole(desc: Any) -> Any:
 
 def drop_meshes(graph: fx.Graph) -> None:
     """Remove the meshes of DTensors from a joint graph, which takes and returns them besides their
-    local tensors, and computes nothing with them.
+    local tensors, and computes nothing with them but meshes: one that it returns and did not take
+    as the same object it makes of one that it took.
     """
     output = graph.output_node()
     descs, values = output.meta["desc"], output.args[0]
@@ -36,8 +38,10 @@ def drop_meshes(graph: fx.Graph) -> None:
     if len(kept) < len(descs):
         output.args = ([values[at] for at in kept],)  # type: ignore[index]
         output.meta["desc"] = [descs[at] for at in kept]
-    for node in placeholders(graph):
-        if is_mesh(node.meta["desc"]) and not node.users:
+    for node in reversed([*graph.nodes]):
+        made = getattr(node.target, "namespace", None) == _OF_MESHES
+        taken = node.op == "placeholder" and is_mesh(node.meta["desc"])
+        if (made or taken) and not node.users:
             graph.erase_node(node)
 
 

@@ -246,8 +246,12 @@ def refused() -> dict[str, str]:
         return lambda index: nn.Sequential(wider, parallel(mesh, 2)(index))
 
     def seeded(mesh: DeviceMesh) -> Callable[[int], nn.Module]:
+        """Drops what all ranks have the whole of."""
+
         def build(index: int) -> nn.Module:
-            module = parallel(mesh, 2)(index)
+            layers = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WORDS if index else WIDTH)
+            plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+            module = parallelize_module(nn.Sequential(*layers, nn.Dropout(0.5)), mesh["tp"], plan)
             torch.manual_seed(rank)
             return module
 
@@ -351,8 +355,8 @@ def saved(mesh: DeviceMesh, folder: Path) -> dict[str, bool]:
     return found
 
 
-def four_ranks(folder: Path) -> None:
-    """Cases on pp 2 x tp 2, the last of which kills a rank; findings go to the folder."""
+def four_ranks(folder: Path) -> dict[str, Any]:
+    """Cases on pp 2 x tp 2."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
     turned = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "pp"))
     reference = Reference(mesh)
@@ -365,12 +369,20 @@ def four_ranks(folder: Path) -> None:
     found["saved"] = saved(mesh, folder)
     found["nan"] = not_a_number(mesh)
     found["refused"] = refused()
-    found["failing"] = refusal(lambda: bad_weather(new_mesh(), fail))
-    again = new_mesh()
-    path = folder / f"{dist.get_rank()}.pt"
-    torch.save(found, path)
-    found["dying"] = refusal(lambda: bad_weather(again, die))
-    torch.save(found, path)
+    return found
+
+
+def failing() -> str:
+    """What is heard of a rank that fails. Torch knows meshes of the same ranks as one, so that its
+    groups, whose waits have ended, are of no more use to these processes.
+    """
+    return refusal(lambda: bad_weather(new_mesh(), fail))
+
+
+def dying(folder: Path) -> None:
+    """The same of one that dies, in a folder."""
+    heard = refusal(lambda: bad_weather(new_mesh(), die))
+    (folder / f"{dist.get_rank()}.txt").write_text(heard)
     raise RuntimeError("a rank died")
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from autosplit.errors import PipelineError
 from tests.all_true import assert_all
@@ -31,11 +30,7 @@ SAID = {
 @pytest.fixture(scope="module")
 def four(on_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder: Path = tmp_path_factory.mktemp("parts")
-    with pytest.raises(PipelineError) as ended:
-        on_ranks(workers.four_ranks, 4, (folder,), timeout=200)
-    paths = [folder / f"{rank}.pt" for rank in range(4)]
-    assert all(path.exists() for path in paths), str(ended.value)
-    return [torch.load(path) for path in paths]
+    return on_ranks(workers.four_ranks, 4, (folder,), timeout=200)
 
 
 def test_losses_gradients_and_norm(four: list[dict[str, Any]]) -> None:
@@ -64,13 +59,18 @@ def test_a_part_that_is_no_number_is_seen_by_all(four: list[dict[str, Any]]) -> 
     assert [found["nan"] for found in four] == ["nan True"] * 4
 
 
-def test_a_rank_that_fails_or_dies_ends_those_that_wait_for_its_part(
-    four: list[dict[str, Any]],
+def test_a_rank_that_fails_ends_those_that_wait_for_its_part(on_ranks: Ranks) -> None:
+    for heard in on_ranks(workers.failing, 4, timeout=60):
+        assert "rank 3 failed in 1F1: ValueError: bad weather" in heard
+
+
+def test_a_rank_that_dies_ends_those_that_wait_for_its_part(
+    on_ranks: Ranks, tmp_path: Path
 ) -> None:
-    for rank, found in enumerate(four):
-        assert "rank 3 failed in 1F1: ValueError: bad weather" in found["failing"]
-        how = ("rank 3 was killed by SIGKILL", "rank 3 ended without a word")  # once it is reaped
-        assert rank == 3 or found["dying"].startswith(how)
+    with pytest.raises(PipelineError):
+        on_ranks(workers.dying, 4, (tmp_path,), timeout=60)
+    how = ("rank 3 was killed by SIGKILL", "rank 3 ended without a word")  # once it is reaped
+    assert all((tmp_path / f"{rank}.txt").read_text().startswith(how) for rank in range(3))
 
 
 def test_replicas_of_shared_stages(on_ranks: Ranks) -> None:

@@ -306,8 +306,8 @@ def _lost_inside(error: BaseException) -> LostPeerError | None:
         return None
     reason = str(cause).partition("\n")[0]
     return LostPeerError(
-        f"lost a rank of a collective of its own{action}: {reason}. If a trainer on this mesh has "
-        "failed before, build a new mesh, too"
+        f"lost a rank of a collective of its own{action}: {reason}. If a trainer whose ranks share "
+        "tensors has failed before, start the processes again: torch takes equal meshes for one"
     )
 
 

@@ -325,9 +325,8 @@ class Groups:
     def close(self) -> None:
         """Let go of the groups and end every wait on them at once, here and on the peers."""
         groups = self._release()
-        for group in [*groups, *self._lent]:
-            with contextlib.suppress(RuntimeError, ValueError):  # a lent one may be gone
-                self._disconnect(group)
+        for group in groups:
+            self._disconnect(group)
         devices = [group for group in groups if dist.get_backend(group) == "nccl"]
         for group in groups:
             if group not in devices:
