@@ -17,7 +17,7 @@ from torch import fx
 from ..analysis.aliasing import is_free
 from ..analysis.operator_cost import flops
 from ..analysis.symbolic_sizes import is_size
-from ..errors import PassError
+from ..errors import SliceCountError
 from ..graph import Kind, Role, calls, outputs, role_of
 from ..partition.extract import extract
 
@@ -77,10 +77,7 @@ def _places(graph: fx.Graph, count: int) -> dict[fx.Node, int]:
     work = [node for node in calls(graph) if not _is_redone(node)]
     costs = {node: cost for node in work if (cost := flops(node))}
     if not 1 <= count <= max(len(costs), 1):
-        raise PassError(
-            f"W has {len(costs)} matrix products and convolutions and cannot be cut into {count} "
-            f"slices; ask for 1 to {max(len(costs), 1)}"
-        )
+        raise SliceCountError(len(costs), count)
     first = [list(costs)[at] for at in _cuts(list(costs.values()), count)]
     place: dict[fx.Node, int] = {}
     index = 0

@@ -67,6 +67,8 @@ def test_what_is_no_number_or_too_large(numbers: list[float], norm: float) -> No
 
 
 def test_sparse_and_complex_gradients() -> None:
-    sparse = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), torch.tensor([2.0, 1.0]), (4,))
+    sparse = torch.sparse_coo_tensor(
+        torch.tensor([[1, 1]]), torch.tensor([2.0, 1.0]), (4,), check_invariants=True
+    )
     assert norm_of(sum_of_squares([with_gradient(sparse)])) == 3.0
     assert norm_of(sum_of_squares([with_gradient(torch.tensor([3.0 + 4.0j]))])) == 5.0

@@ -94,13 +94,13 @@ WAYS: dict[str, Way] = {
     "sharded later, in parts": lambda shard: _sharded_later(shard, dynamic=True),
     "in parts": lambda shard: autosplit.split(shard(Model()), dynamic=True),
     "CUDA graphs": lambda shard: autosplit.split(shard(Model()), backend="cudagraphs"),
-    "Stage": lambda shard: autosplit.Stage(shard(Model()), [_x()]),
     "compile": lambda shard: _train(torch.compile(shard(Model()), backend="autosplit")),
     "partition": lambda shard: autosplit.partition(
         shard(Model()), (_x(),), stages=2, microbatches=2, costs="estimate"
     ),
 }
 FSDP1: dict[str, Way] = {
+    "Stage": lambda shard: autosplit.Stage(shard(Model()), [_x()]),
     "shard the split": _shard_the_split,
     "split": lambda shard: autosplit.split(shard(Model())),
     "sharded later": _sharded_later,

@@ -27,5 +27,5 @@ def test_refused_by_name_with_advice_that_works(on_ranks: Ranks) -> None:
             assert said in text, (sharding, way, text)
             kind = "CaptureError" if way == "graph breaks" else "ShardedError"
             assert text.startswith(kind) or way == "compile", (sharding, way, text)
-        assert "FSDP (fully_shard or FullyShardedDataParallel) manages" in trainer
+        assert "PipelineTrainer has no mesh with 'dp_shard': give it mesh=init_device" in trainer
         assert advised < 1e-6

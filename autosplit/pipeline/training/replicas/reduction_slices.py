@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
+from autosplit.errors import SplitError
+from autosplit.passes.errors import SliceCountError
 from autosplit.pipeline.engine.execution.stage_assembly import SplitStage, TrainableStage
 from autosplit.pipeline.schedule.action import ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
@@ -28,8 +30,17 @@ class SlicedByReductions:
     counts: Mapping[int, int]
 
     def __call__(self, module: nn.Module, args: list[Tensor], *, index: int) -> TrainableStage:
-        """A stage for ``module(*args)``; see ``StageFactory``."""
-        return replace(self.factory, slices=self.counts.get(index, 1))(module, args, index=index)
+        """A stage for ``module(*args)``, of as many slices as W can be cut into; see
+        ``StageFactory``.
+        """
+        count = self.counts.get(index, 1)
+        try:
+            return replace(self.factory, slices=count)(module, args, index=index)
+        except SplitError as error:  # of a small stage
+            if not isinstance(error.__cause__, SliceCountError):
+                raise
+            most = error.__cause__.most
+        return replace(self.factory, slices=most)(module, args, index=index)
 
 
 def slices_by_stage(schedule: Schedule, rank: int, reductions: Mapping[int, int]) -> dict[int, int]:
