@@ -17,6 +17,8 @@ from tests.pipeline.training.late_transfers import late_transfers, recorded_tran
 from tests.pipeline.training.moving import SAVED, awaiting, evicting, offloading
 
 WIDTH, ROWS, MICROBATCHES = 32, 16, 4
+LARGEST = ROWS * 3 * WIDTH * 4
+"""Bytes of the largest storage that a block saves."""
 
 
 class Block(nn.Module):
