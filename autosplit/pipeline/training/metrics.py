@@ -28,7 +28,7 @@ class MetricObserver:
             self._found.append(_numbers(self._metric_fn(output, targets)))
 
     @contextlib.contextmanager
-    def finding(self, metric_fn: MetricFunction | None) -> Iterator[list[dict[str, float]]]:
+    def finding(self, metric_fn: MetricFunction) -> Iterator[list[dict[str, float]]]:
         """Inside, the metric looks on; gives what it has found, a microbatch each."""
         self._metric_fn, self._found = metric_fn, []
         try:

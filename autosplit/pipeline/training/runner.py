@@ -116,7 +116,9 @@ class Runner:
         self._order = order
         self._feeds = Feeds(setup.stages.count, setup.stages.wiring)
         self._size = RankSize(held, groups, update, self._feeds, self._calls, store)
-        self._tuner = tuner_for(setup, options, groups, self._size, held.replicas, device)
+        self._tuner = tuner_for(
+            setup, options, groups, self._feeds, self._size, held.replicas, device
+        )
         first = setup.schedule if self._tuner is None else self._tuner.measured
         self.schedule: Schedule = held.replicas.reducing_early(first)
         source = self.schedule.placement[self._feeds.first_from_batch]

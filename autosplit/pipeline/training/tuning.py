@@ -25,6 +25,7 @@ def tuner_for(
     setup: TrainingSetup,
     options: TrainerOptions,
     groups: Groups,
+    feeds: Feeds,
     size: RankSize,
     replicas: ModelReplicas,
     device: torch.device,
@@ -32,10 +33,9 @@ def tuner_for(
     """That of ``schedule="auto"`` or ``memory_limit=``; None where the schedule stays as it is."""
     if not options.tunes:
         return None
-    pairs = pairs_of(setup.schedule, Feeds(setup.stages.count, setup.stages.wiring))
-    links = partial(measure_transfer, groups, device, pairs)
+    links = partial(measure_transfer, groups, device, pairs_of(setup.schedule, feeds))
     known: dict[str, Any] = {
-        "wiring": setup.stages.wiring,
+        "wiring": feeds.wiring,
         "early_weights": options.early_weights,
         "reductions": replicas.measured,
     }

@@ -76,7 +76,6 @@ def try_limit(
     ):
         # Each rank has its own example, whose values do not matter here.
         warnings.filterwarnings("ignore", "the ranks were given different batches")
-        memory = trainer.predict_memory(batch)
         while run and not trainer.settled:
             trainer.forward_backward(batch)
             for module in trainer.modules.values():

@@ -19,7 +19,7 @@ Key = tuple[int, int, bool, int]
 """Stage and microbatch, whether in the host's store, and how often they were there before."""
 
 
-class Step(NamedTuple):
+class RowEntry(NamedTuple):
     """What a rank does at one place of its row.
 
     Attributes:
@@ -49,7 +49,7 @@ class RowProgram:
     """
 
     row: Row
-    steps: list[Step]
+    steps: list[RowEntry]
     lane_waits: dict[int, list[int]]
     left: dict[int, int]
     keys: dict[int, Key]
@@ -84,17 +84,17 @@ class _Reader:
             if kind is ActionKind.BACKWARD_INPUT:
                 self._deferred.add(at)
         waits = self._waits.get(place, ())
-        self.program.steps.append(Step(self._numbers[action], waits, use))
+        self.program.steps.append(RowEntry(self._numbers[action], waits, use))
         size = self._memory[action.stage]
         self.program.changes.append(size.change(kind, again=at in self._again))
 
     def wait(self, place: int) -> None:
-        self.program.steps.append(Step(-1, self._waits.get(place, ()), -1))
+        self.program.steps.append(RowEntry(-1, self._waits.get(place, ()), -1))
         self.program.changes.append(_NONE)
 
     def move(self, place: int, action: Action) -> None:
         found, kind, at = self.program, action.kind, (action.stage, action.microbatch)
-        found.steps.append(Step(-1, (), -1))
+        found.steps.append(RowEntry(-1, (), -1))
         found.changes.append(_NONE)
         key = found.keys[place] = (*at, kind in _TO_HOST, self._counts[*at, kind])
         self._counts[*at, kind] += 1
