@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from autosplit.pipeline.engine.processes.launch import launch
-from tests.ranks import Ranks, collect_rarely, measure_cheaply, trace_cheaply
+from tests.ranks import Ranks, collect_rarely, measure_cheaply, search_cheaply, trace_cheaply
 
 # Tests of how a split is made replace parts of that; none of them may find what another has made.
 os.environ.setdefault("AUTOSPLIT_CACHE", "0")
@@ -40,6 +40,7 @@ def _one_thread_and_seed() -> Iterator[None]:
     torch.manual_seed(0)
     trace_cheaply()
     measure_cheaply()
+    search_cheaply()
     yield
     torch.set_num_threads(before)
 
