@@ -71,7 +71,7 @@ def search_cheaply() -> None:
     """Searches within a limit play as many orders as their time allows, for seconds each, also of
     the smallest pipelines.
     """
-    vars(limit_search).update(_ALONE=12_000, _TOGETHER=30_000, _ORDERS=8_000)
+    vars(limit_search).update(_ALONE=6_000, _TOGETHER=15_000, _ORDERS=4_000)
 
 
 class Ranks:

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autosplit
 from autosplit import SplitModule
+from autosplit.backends.garbage_collection import collecting_new_objects_only
 from tests.pending import deferred_tensors
 
 
@@ -36,6 +37,7 @@ def alive(refs: Iterable[weakref.ref[Tensor]]) -> list[Tensor]:
     return [tensor for ref in refs if (tensor := ref()) is not None]
 
 
+@collecting_new_objects_only()
 def test_tensors_die_at_their_last_use() -> None:
     """What only I reads is gone after I, inputs and what W reads after W; without the collector."""
     split = autosplit.split(model())
@@ -68,6 +70,7 @@ def test_tensors_die_at_their_last_use() -> None:
         gc.enable()
 
 
+@collecting_new_objects_only()
 def test_nothing_grows_over_200_steps() -> None:
     """Neither objects nor cycles that only the collector would find."""
     split = autosplit.split(model())

@@ -21,6 +21,7 @@ import autosplit
 from autosplit import SplitError
 from autosplit.autograd.lazy import gradient_slot
 from autosplit.autograd.lazy.lazy_gradient import LazyGradient
+from autosplit.backends.garbage_collection import collecting_new_objects_only
 from autosplit.dynamo.partial_model import Partial
 from autosplit.dynamo.pending_weights import Deferral
 from autosplit.torch_internals.autograd.accumulate_grad import memoryless_tensor
@@ -549,6 +550,7 @@ def test_create_graph_elsewhere(pair: tuple[Net, Net]) -> None:
         a.grad = b.grad = None
 
 
+@collecting_new_objects_only()
 def test_outlives_its_module(pair: tuple[Net, Net]) -> None:
     model, plain = pair
     split = autosplit.split(model)
@@ -560,6 +562,7 @@ def test_outlives_its_module(pair: tuple[Net, Net]) -> None:
     assert_equal_grads(model, plain)
 
 
+@collecting_new_objects_only()
 def test_nothing_is_left_of_a_model_that_is_gone() -> None:
     model = Net()
     split = autosplit.split(model)

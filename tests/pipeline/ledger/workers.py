@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autosplit.backends.garbage_collection import collecting_new_objects_only
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.ledger.bands import StepMemory
 from autosplit.pipeline.trainer import PipelineTrainer
@@ -89,6 +90,7 @@ def leaking(kept: list[Tensor], size: int) -> Callable[..., Stage]:
     return Leaking
 
 
+@collecting_new_objects_only()
 def recorded(**options: Any) -> StepMemory:
     """The memory of a step like any other: the first one makes state and buffers. Before any it was
     predicted to be the same.
@@ -112,6 +114,7 @@ def recorded(**options: Any) -> StepMemory:
         return found
 
 
+@collecting_new_objects_only()
 def levels(**options: Any) -> list[tuple[str, int, int]]:
     """Each action with what a step like any other was measured to hold in it, and predicted to."""
     with trainer(ranks=1, **options) as engine:
@@ -127,6 +130,7 @@ def levels(**options: Any) -> list[tuple[str, int, int]]:
         return [(str(a), measured[str(a)], level) for a, level in replay.levels({})]
 
 
+@collecting_new_objects_only()
 def early_and_late(steps: int) -> tuple[StepMemory, StepMemory]:
     """The memory of the third step, and of one many steps later."""
     with trainer() as engine:

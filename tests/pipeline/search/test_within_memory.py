@@ -133,4 +133,4 @@ def test_how_much_is_simulated_is_bounded(stages: int, microbatches: int) -> Non
     costs = Costs([(0.02, 0.02, 0.02)] * stages, memory, links)
     found = search_within(costs, microbatches, 1.5 * 7.5e6, placement=range(stages))
     assert max(found.peaks) <= 1.5 * 7.5e6
-    assert found.simulated <= 110_000  # see search_cheaply
+    assert found.simulated <= 95_000  # see search_cheaply

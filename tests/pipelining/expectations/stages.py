@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import ScheduleGPipe
 
+from autosplit.backends.garbage_collection import collecting_new_objects_only
 from autosplit.errors import AutosplitError
 
 from .bench import ROWS, Bench, Training, case, ordered, over, sum_of_squares
@@ -73,6 +74,7 @@ def a_full_backward(bench: Bench, kind: Any) -> None:
 
 
 @case(*MODULES)
+@collecting_new_objects_only()
 def the_inputs_first_and_the_weights_later(bench: Bench, kind: Any) -> None:
     training, stage = second_of_two(bench, kind())
     x, target = chunks_of(training, 2)[0]
