@@ -146,7 +146,8 @@ def _amounts(
     peak = max(donor.level)
     largest = {stage: max(size.saved, size.deferred) for stage, size in sizes.items()}
     unit = max(largest.values())
-    away = max(1, round(peak / unit) - 1) if unit else 0
+    # Of the peak, what operators take for themselves is no microbatch that could be away.
+    away = min(max(1, round(peak / unit) - 1), donor.most_held()) if unit else 0
     for count in range(away, 0, -1):
         share = (peak - bound) / (count * unit)
         for slack in (0.0, share / (tensors * count - 1), 0.5 / count):

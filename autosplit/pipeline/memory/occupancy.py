@@ -98,6 +98,11 @@ class Occupancy:
             made[key] = slot
         return found
 
+    def most_held(self) -> int:
+        """How many there are at once, at most, of what is held."""
+        slots = range(len(self.kinds))
+        return max((sum(h.made <= at <= h.used for h in self.held) for at in slots), default=0)
+
     def slot_at(self, moment: float) -> int:
         """The last slot that is reached by then."""
         return max(bisect_right(self.reached, moment + _TOLERANCE) - 1, 0)

@@ -126,11 +126,18 @@ def test_unknown_measures_are_refused() -> None:
         search_within(costs, microbatches, 2.0, measures=("prune",))
 
 
-@pytest.mark.parametrize(("stages", "microbatches"), [(2, 8), (4, 4)])
-def test_how_much_is_simulated_is_bounded(stages: int, microbatches: int) -> None:
-    memory = [StageMemory(7.5e6, 5.5e6, 2.6e5, tensors=20)] * stages
+@pytest.mark.parametrize(
+    ("stages", "microbatches", "workspace"), [(2, 8, 0.0), (4, 4, 0.0), (2, 2, 1e9)]
+)
+def test_how_much_is_simulated_is_bounded(
+    stages: int, microbatches: int, workspace: float
+) -> None:
+    """Also where operators take for themselves what hundreds of microbatches would."""
+    takes = (workspace, 0.0, 0.0, 0.0)
+    memory = [StageMemory(7.5e6, 5.5e6, 2.6e5, tensors=20, workspace=takes)] * stages
+    limit = workspace + 1.5 * 7.5e6
     links = Transfer(1e-4, 1e9, host=Link(2e-5, 1.5e9))
     costs = Costs([(0.02, 0.02, 0.02)] * stages, memory, links)
-    found = search_within(costs, microbatches, 1.5 * 7.5e6, placement=range(stages))
-    assert max(found.peaks) <= 1.5 * 7.5e6
+    found = search_within(costs, microbatches, limit, placement=range(stages))
+    assert max(found.peaks) <= limit
     assert found.simulated <= 95_000  # see search_cheaply
