@@ -56,7 +56,7 @@ def test_what_is_refused(four: list[dict[str, Any]], case: str) -> None:
 
 
 def test_a_part_that_is_no_number_is_seen_by_all(four: list[dict[str, Any]]) -> None:
-    assert [found["nan"] for found in four] == ["nan True"] * 4
+    assert [found["1f1b"]["nan"] for found in four] == ["nan True"] * 4
 
 
 def test_a_rank_that_fails_ends_those_that_wait_for_its_part(on_ranks: Ranks) -> None:
