@@ -7,10 +7,16 @@ from __future__ import annotations
 
 import contextlib
 
-import torch._dynamo
 import torch._functorch.aot_autograd
 import torch._inductor.decomposition
-import torch.distributed.pipelining  # noqa: F401
+import torch.distributed.checkpoint
+import torch.distributed.fsdp
+import torch.distributed.pipelining
+import torch.distributed.tensor.parallel
+import torch.export._trace  # noqa: F401
+from torch._dynamo.backends.registry import list_backends
+
+list_backends()  # which Dynamo imports with the first capture
 
 with contextlib.suppress(ImportError):
     import transformers.models.llama.modeling_llama  # noqa: F401

@@ -129,9 +129,7 @@ def test_unknown_measures_are_refused() -> None:
 @pytest.mark.parametrize(
     ("stages", "microbatches", "workspace"), [(2, 8, 0.0), (4, 4, 0.0), (2, 2, 1e9)]
 )
-def test_how_much_is_simulated_is_bounded(
-    stages: int, microbatches: int, workspace: float
-) -> None:
+def test_how_much_is_simulated_is_bounded(stages: int, microbatches: int, workspace: float) -> None:
     """Also where operators take for themselves what hundreds of microbatches would."""
     takes = (workspace, 0.0, 0.0, 0.0)
     memory = [StageMemory(7.5e6, 5.5e6, 2.6e5, tensors=20, workspace=takes)] * stages
