@@ -22,6 +22,7 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 collect_rarely()
 
 _RUN_GRAPHS = (
+    "benchmarks",
     "checkpoint",
     "cli",
     "compare",

@@ -12,5 +12,9 @@ import torch._functorch.aot_autograd
 import torch._inductor.decomposition
 import torch.distributed.pipelining  # noqa: F401
 
+from tests.cheap_tracing import trace_cheaply
+
 with contextlib.suppress(ImportError):
     import transformers.models.llama.modeling_llama  # noqa: F401
+
+trace_cheaply()

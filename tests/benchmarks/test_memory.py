@@ -9,13 +9,16 @@ import pytest
 from benchmarks.memory import budgets, critics, lean, limit, prediction, yardstick
 from benchmarks.memory.page import PARTS, page
 from benchmarks.memory.settings import Settings
+from benchmarks.paper.stages import middle
 from benchmarks.results import Results
+from tests.benchmarks.smallest import SMALLEST
 
 TINY = Settings("tiny", ("bert",), (2,), 1, 1, (4,))
 
 
 def test_budgets_are_measured_on_one_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budgets, "SHARES", (0.8,))
+    monkeypatch.setattr(budgets, "middle", lambda family, sizes: middle(family, SMALLEST))
     rows = [*budgets.measure(TINY)]
     names = [row["budget"] for row in rows]
     assert names[:4] == ["autograd", "fast", "balanced", "lean"]
