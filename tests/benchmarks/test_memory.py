@@ -35,6 +35,7 @@ def test_predictions_are_held_against_what_was_measured(monkeypatch: pytest.Monk
     """Of the cases the first, which is not split, and the one that recomputes."""
     fused, *_, lean, _ = prediction.CASES
     monkeypatch.setattr(prediction, "CASES", (fused, lean))
+    monkeypatch.setattr(prediction, "SIZES", {"tiny": {"bert": SMALLEST.overrides("bert")}})
     rows = [*prediction.measure(TINY)]
     assert len(rows) == len(prediction.CASES)
     assert all(len(row["predicted"]) == len(row["measured"]) == 2 for row in rows)
