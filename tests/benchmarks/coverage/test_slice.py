@@ -126,8 +126,10 @@ OPERATORS += ["function NumpyCubeNotComposableAutogradFunction"]
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_operator_database(name: str) -> None:
+def test_operator_database(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("expecttest", reason="torch's operator database imports it")
+    # Reads the sources of all callers, once an input, to find a unittest.
+    monkeypatch.setattr("torch.testing._internal.common_utils.extract_test_fn", lambda: None)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = tally(name, map(examine, operators()[name]))
