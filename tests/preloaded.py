@@ -18,5 +18,9 @@ from torch._dynamo.backends.registry import list_backends
 
 list_backends()  # which Dynamo imports with the first capture
 
+from tests.cheap_tracing import trace_cheaply
+
 with contextlib.suppress(ImportError):
     import transformers.models.llama.modeling_llama  # noqa: F401
+
+trace_cheaply()

@@ -22,6 +22,7 @@ from autosplit.pipeline.engine.processes.loopback import serve_store
 from autosplit.pipeline.engine.processes.outcome import Failure, Success, first_cause
 from autosplit.pipeline.engine.processes.worker import Job, work
 from autosplit.pipeline.search import limit_search
+from tests.cheap_tracing import seed, trace_cheaply
 from tests.interpreters import interpreters
 
 T = TypeVar("T")
@@ -49,14 +50,6 @@ def collect_rarely() -> None:
     tests before again and again, for a tenth of the time.
     """
     gc.set_threshold(10_000, 10, 100)
-
-
-def trace_cheaply() -> None:
-    """Dynamo times every guard that it makes behind a flush of the processor's caches, for 20 ms a
-    capture and a line in its logs. Does nothing before Dynamo is imported.
-    """
-    if guards := sys.modules.get("torch._dynamo.guards"):
-        guards.profile_guard_manager = lambda *args: 0.0  # type: ignore[attr-defined]
 
 
 def measure_cheaply() -> None:
@@ -150,16 +143,16 @@ def _serve(number: int, pipe: Connection, folder: str) -> None:
     """Run one call after another, each as in a process that is new, until the pipe closes."""
     os.environ["AUTOSPLIT_CACHE"] = folder
     collect_rarely()
-    trace_cheaply()
     while True:
         try:
             job = pipe.recv()
         except EOFError:
             return
+        trace_cheaply()
         measure_cheaply()
         search_cheaply()
         random.seed(0)
-        torch.manual_seed(0)
+        seed(0)
         if "torch._dynamo" in sys.modules:
             torch._dynamo.reset()
         work(job, number, pipe)

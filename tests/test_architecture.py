@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 import re
 import subprocess
@@ -16,37 +17,64 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 SOURCES = sorted((ROOT / "passes").rglob("*.py")) + sorted((ROOT / "autosplit").rglob("*.py"))
 
 
-def modules_after(statement: str) -> set[str]:
-    code = f"import sys; {statement}; print(*sys.modules)"
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    return set(result.stdout.split())
+# Where only torch has been imported: what each line of the input does by itself.
+BY_ITSELF = """
+import json, os, sys, torch
+for line in sys.stdin:
+    sys.stdout.flush()
+    if child := os.fork():
+        os.waitpid(child, 0)
+        continue
+    before, error = {*sys.modules}, ""
+    try:
+        exec(line)
+    except BaseException as raised:
+        error = repr(raised)
+    print(json.dumps([sorted({*sys.modules} - before), error]), flush=True)
+    os._exit(0)
+"""
+LIGHT = "import autosplit"
+STAGES = "import autosplit.pipeline, autosplit.checkpoint"
+OLD, OLDEST_THERE_IS = (
+    f"torch.__version__ = {version!r}; import autosplit" for version in ("2.10.1+cpu", "2.11.0a0")
+)
 
 
-def test_importing_autosplit_is_light() -> None:
-    before = modules_after("import torch")
-    loaded = modules_after("import autosplit") - before
+@pytest.fixture(scope="module")
+def done() -> dict[str, tuple[list[str], str]]:
+    """The modules that a statement loads, and the error it ends with."""
+    statements = [LIGHT, STAGES, OLD, OLDEST_THERE_IS]
+    command, lines = [sys.executable, "-c", BY_ITSELF], "\n".join(statements)
+    result = subprocess.run(command, input=lines, capture_output=True, text=True, check=True)
+    found = [json.loads(line) for line in result.stdout.splitlines()]
+    return dict(zip(statements, found, strict=True))
+
+
+def test_importing_autosplit_is_light(done: dict[str, tuple[list[str], str]]) -> None:
+    loaded, error = done[LIGHT]
+    assert not error
+    assert "autosplit" in loaded
     heavy = {"matplotlib", "transformers", "click", "tqdm", "torch.distributed.pipelining"}
-    assert not loaded & heavy
+    assert not {*loaded} & heavy
     assert not [name for name in loaded if name.startswith("autosplit.pipeline")]
     assert "torch.distributed.distributed_c10d" not in loaded
     assert "torch._dynamo.eval_frame" not in loaded
 
 
-def test_training_stages_that_are_there_needs_no_planner() -> None:
-    loaded = modules_after("import autosplit.pipeline, autosplit.checkpoint")
+def test_training_stages_that_are_there_needs_no_planner(
+    done: dict[str, tuple[list[str], str]],
+) -> None:
+    loaded, error = done[STAGES]
+    assert not error
     assert "autosplit.pipeline.trainer" in loaded
     assert not [name for name in loaded if name.startswith("autosplit.planner")]
 
 
-@pytest.mark.parametrize(("version", "fits"), [("2.10.1+cpu", False), ("2.11.0a0", True)])
-def test_importing_autosplit_refuses_a_torch_that_is_too_old(version: str, fits: bool) -> None:
-    code = f"import torch; torch.__version__ = {version!r}; import autosplit"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (result.returncode == 0) is fits, result.stderr
-    if not fits:
-        assert "autosplit needs torch 2.11 or later and found 2.10.1+cpu" in result.stderr
+def test_importing_autosplit_refuses_a_torch_that_is_too_old(
+    done: dict[str, tuple[list[str], str]],
+) -> None:
+    assert "autosplit needs torch 2.11 or later and found 2.10.1+cpu" in done[OLD][1]
+    assert done[OLDEST_THERE_IS][1] == ""
 
 
 def test_the_oldest_torch_is_that_of_the_dependencies() -> None:

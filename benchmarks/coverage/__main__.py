@@ -127,7 +127,7 @@ def _subjects(part: str, options: argparse.Namespace) -> Iterable[tuple[str, Sub
 
         from . import architectures
 
-        transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+        transformers.logging.set_verbosity_error()
         return architectures.subjects()
     from . import breaks
 

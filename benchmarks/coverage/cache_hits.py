@@ -101,7 +101,7 @@ def main() -> None:
     options = parser.parse_args()
     import transformers
 
-    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.getLogger("torch").setLevel(logging.ERROR)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ OFF = Target("predicted - measured", at_most=0.05, style=".1%")
 def measure(settings: Settings) -> Iterator[dict[str, Any]]:
     """A row for each family and case; draws the bands of one."""
     for family in settings.families:
-        args = (family, settings.size, settings.microbatches[-1], CASES)
+        args = (family, SIZES[settings.size][family], settings.microbatches[-1], CASES)
         for row, memory in launch(_on_rank, RANKS, args, timeout=1200.0)[0]:
             if settings.folder and row["name"] == _named(settings.families[0], DRAWN):
                 draw_memory(memory, settings.folder / PICTURE, title=row["name"])
@@ -48,16 +48,19 @@ def _named(family: str, case: dict[str, Any]) -> str:
 
 
 def _on_rank(
-    family: str, size: str, microbatches: int, cases: Sequence[dict[str, Any]]
+    family: str,
+    overrides: Mapping[str, object],
+    microbatches: int,
+    cases: Sequence[dict[str, Any]],
 ) -> list[tuple[dict[str, Any], StepMemory]]:
     torch.set_num_threads(1)
-    return [_run(family, size, microbatches, case) for case in cases]
+    return [_run(family, overrides, microbatches, case) for case in cases]
 
 
 def _run(
-    family: str, size: str, microbatches: int, case: dict[str, Any]
+    family: str, overrides: Mapping[str, object], microbatches: int, case: dict[str, Any]
 ) -> tuple[dict[str, Any], StepMemory]:
-    subject = FAMILIES[family](**SIZES[size][family])
+    subject = FAMILIES[family](**overrides)
     batch = subject.batch_fn(0, microbatches * subject.microbatch_size)
     with PipelineTrainer(
         subject.build(),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from benchmarks.issues.judge import waited_for
 from benchmarks.issues.page import OPEN, render
 from benchmarks.issues.rank import first_line
 from benchmarks.results import Results
+from tests.interpreters import printed_by
 
 
 def test_a_report_is_rebuilt_on_stock_torch_and_right_with_autosplit() -> None:
@@ -33,9 +33,9 @@ def test_a_report_is_rebuilt_on_stock_torch_and_right_with_autosplit() -> None:
 
 def test_the_ranks_of_stock_torch_know_nothing_of_autosplit() -> None:
     code = "import sys, benchmarks.issues.rank; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "benchmarks.issues.cases.compiled" in done.stdout.split()
-    assert not [name for name in done.stdout.split() if name.startswith("autosplit")]
+    loaded = printed_by(code).split()
+    assert "benchmarks.issues.cases.compiled" in loaded
+    assert not [name for name in loaded if name.startswith("autosplit")]
 
 
 def test_claims_are_of_a_version_and_of_what_was_reported() -> None:

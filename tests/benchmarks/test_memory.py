@@ -9,13 +9,16 @@ import pytest
 from benchmarks.memory import budgets, critics, lean, limit, prediction, yardstick
 from benchmarks.memory.page import PARTS, page
 from benchmarks.memory.settings import Settings
+from benchmarks.paper.stages import middle
 from benchmarks.results import Results
+from tests.benchmarks.smallest import SMALLEST
 
 TINY = Settings("tiny", ("bert",), (2,), 1, 1, (4,))
 
 
 def test_budgets_are_measured_on_one_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budgets, "SHARES", (0.8,))
+    monkeypatch.setattr(budgets, "middle", lambda family, sizes: middle(family, SMALLEST))
     rows = [*budgets.measure(TINY)]
     names = [row["budget"] for row in rows]
     assert names[:4] == ["autograd", "fast", "balanced", "lean"]
@@ -32,6 +35,7 @@ def test_predictions_are_held_against_what_was_measured(monkeypatch: pytest.Monk
     """Of the cases the first, which is not split, and the one that recomputes."""
     fused, *_, lean, _ = prediction.CASES
     monkeypatch.setattr(prediction, "CASES", (fused, lean))
+    monkeypatch.setattr(prediction, "SIZES", {"tiny": {"bert": SMALLEST.overrides("bert")}})
     rows = [*prediction.measure(TINY)]
     assert len(rows) == len(prediction.CASES)
     assert all(len(row["predicted"]) == len(row["measured"]) == 2 for row in rows)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -15,32 +14,12 @@ from benchmarks.paper import __main__ as command
 from benchmarks.paper import concatenation, projection, scaling, theory, training
 from benchmarks.paper.overview import overview
 from benchmarks.paper.projection import __main__ as projecting
-from benchmarks.paper.settings import SIZES, Settings
+from benchmarks.paper.settings import SIZES
 from benchmarks.paper.tables import MEASUREMENTS, TABLES, needed, page
 from benchmarks.results import Results
+from tests.benchmarks.smallest import SMALLEST
 
 pytestmark = pytest.mark.usefixtures("launched_on_ranks")
-
-
-class Smallest(Settings):
-    """Of one layer, which is the middle one of three stages."""
-
-    def overrides(self, family: str) -> Mapping[str, object]:
-        return {**super().overrides(family), "layers": 1}
-
-
-SMALLEST = Smallest(
-    size="tiny",
-    families=("bert",),  # traced in half the time of the others
-    schedules=("1F1B-1",),
-    steps=2,
-    rounds=1,
-    scaling_steps=1,
-    ranks=(4,),
-    unit=0.004,
-    training_steps=3,
-    profiling=0.2,
-)
 
 
 @pytest.mark.parametrize("each", theory.SCHEDULES, ids=lambda each: each.label)

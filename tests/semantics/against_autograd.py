@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import autosplit
+from tests.cheap_tracing import seed as torch_seed
 
 Loss = Callable[[Any], Tensor]
 
@@ -86,16 +87,15 @@ def forwards_first(module: nn.Module, microbatches: Iterable[Any], loss: Loss) -
 
 
 def seed(number: int) -> None:
-    torch.manual_seed(number)
+    torch_seed(number)
     random.seed(number)
     np.random.seed(number)
 
 
 def random_state() -> Tensor:
     """Of torch, Python and NumPy."""
-    numpy = np.random.get_state()[1]
-    python = random.getstate()[1]
-    return torch.tensor([*torch.get_rng_state().tolist(), *python, *numpy.tolist()])  # type: ignore[union-attr]
+    states = torch.get_rng_state().numpy(), random.getstate()[1], np.random.get_state()[1]
+    return torch.from_numpy(np.concatenate(states))  # type: ignore[arg-type]
 
 
 def backward(loss: Loss, output: Any) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from benchmarks.coverage.generated.plan import Plan, Step
 from benchmarks.coverage.generated.strategies import plans
 from benchmarks.coverage.generated.sweep import sweep
 from benchmarks.coverage.results import tally
+from benchmarks.coverage.subject import Subject
 
 GOOD = {Verdict.EQUAL, Verdict.CLOSE}
 ENTRIES = ["nn.Linear", "nn.Conv2d", "nn.BatchNorm2d", "nn.MultiheadAttention", "nn.Embedding"]
@@ -22,15 +25,31 @@ ENTRIES += ["nn.LSTMCell", "nn.GroupNorm", "nn.CrossEntropyLoss", "nn.Transforme
 MODELS = ["llama tied train", "bert tied eval", "mamba tied train", "resnet train", "jetmoe train"]
 
 
+@functools.cache
+def modules() -> dict[str, list[Subject]]:
+    """The cases of each entry of the database, which all have to be made to be named."""
+    from benchmarks.coverage.module_database import subjects
+
+    found: dict[str, list[Subject]] = {}
+    for each in subjects(1):
+        found.setdefault(each.name.split()[0], []).append(each)
+    return found
+
+
+@functools.cache
+def operators() -> dict[str, Iterator[Subject]]:
+    """The cases of each entry, which are made as they are asked for: once."""
+    from benchmarks.coverage.operator_database import entries
+
+    return dict(entries(3))
+
+
 @pytest.mark.parametrize("name", ENTRIES)
 def test_module_database(name: str) -> None:
     pytest.importorskip("expecttest", reason="torch's module database imports it")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from benchmarks.coverage.module_database import subjects
-
-        cases = [each for each in subjects(1) if each.name.split()[0] == name]
-        found = {case.name: examine(case) for case in cases}
+        found = {case.name: examine(case) for case in modules()[name]}
     assert len(found) == 4  # float32 and float64, train and eval
     assert {key: each.detail for key, each in found.items() if each.verdict not in GOOD} == {}
 
@@ -107,14 +126,13 @@ OPERATORS += ["function NumpyCubeNotComposableAutogradFunction"]
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_operator_database(name: str) -> None:
+def test_operator_database(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("expecttest", reason="torch's operator database imports it")
+    # Reads the sources of all callers, once an input, to find a unittest.
+    monkeypatch.setattr("torch.testing._internal.common_utils.extract_test_fn", lambda: None)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from benchmarks.coverage.operator_database import entries
-
-        (cases,) = [cases for entry, cases in entries(3) if entry == name]
-        found = tally(name, map(examine, cases))
+        found = tally(name, map(examine, operators()[name]))
     assert found["failures"] == {}
     assert not found["refusals"]
     assert {*found["verdicts"]} <= {verdict.value for verdict in GOOD}

@@ -2,39 +2,33 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
+import json
 import os
 import subprocess
 import sys
-from multiprocessing.connection import Connection
 
 from autosplit.capture.cache.split_graph_cache import VARIABLE
-from tests.interpreters import interpreters
+from tests.interpreters import printed_by
 
 
-def run_forked(program: str, *arguments: str) -> str:
+def run_forked(program: str) -> str:
     """What a program prints, in a process that has imported torch before it begins."""
-    ours, theirs = interpreters().Pipe(duplex=False)
-    said = (program, arguments, os.environ[VARIABLE], theirs)
-    process = interpreters().Process(target=_run, args=said)
-    process.start()
-    theirs.close()
-    try:
-        return str(ours.recv())
-    finally:
-        process.join()
+    return printed_by(program, environment={VARIABLE: os.environ[VARIABLE]})
 
 
-def run_spawned(program: str, *arguments: str) -> str:
-    """What a program prints, in a new interpreter, with hashes of its own."""
-    command = [sys.executable, "-c", program, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+def run_spawned(*programs: str) -> list[str]:
+    """What programs print, one after another in a new interpreter with hashes of its own."""
+    command = [sys.executable, "-c", _ONE_BY_ONE, json.dumps(programs)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return list(json.loads(done.stdout.splitlines()[-1]))
 
 
-def _run(program: str, arguments: tuple[str, ...], folder: str, pipe: Connection) -> None:
-    os.environ[VARIABLE] = folder
-    sys.argv = ["-c", *arguments]
+_ONE_BY_ONE = """
+import contextlib, io, json, sys
+found = []
+for program in json.loads(sys.argv[1]):
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         exec(program, {"__name__": "__main__"})
-    pipe.send(printed.getvalue())
+    found.append(printed.getvalue())
+print(json.dumps(found))
+"""

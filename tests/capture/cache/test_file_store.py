@@ -5,24 +5,22 @@ from __future__ import annotations
 import os
 import pathlib
 import signal
-import subprocess
-import sys
+import time
+from multiprocessing.connection import Connection
 
 import pytest
 
 from autosplit.capture.cache.file_store import FileStore
+from tests.interpreters import interpreters
 
-WRITER = """
-import hashlib, os, pathlib, sys, time
-from autosplit.capture.cache.file_store import FileStore
 
-def stop(*_):
-    print("in the middle", flush=True)
-    time.sleep(60)
+def write_half(folder: pathlib.Path, pipe: Connection) -> None:
+    def stop(*_: object) -> None:
+        pipe.send("in the middle")
+        time.sleep(60)
 
-os.replace = stop
-FileStore(pathlib.Path(sys.argv[1])).write("key", b"half of it")
-"""
+    os.replace = stop  # type: ignore[assignment]
+    FileStore(folder).write("key", b"half of it")
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no locks and no SIGKILL")
@@ -30,16 +28,18 @@ def test_what_a_killed_writer_left_is_removed_and_what_a_living_one_writes_is_no
     tmp_path: pathlib.Path,
 ) -> None:
     folder = tmp_path / "cache"
-    with subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(folder)], stdout=subprocess.PIPE, text=True
-    ) as writer:
-        assert writer.stdout is not None
-        try:
-            assert writer.stdout.readline() == "in the middle\n"
-            FileStore(folder).write("other", b"whole")
-            assert len(os.listdir(folder)) == 2  # that which is being written stays
-        finally:
-            writer.kill()
+    ours, theirs = interpreters().Pipe(duplex=False)
+    writer = interpreters().Process(target=write_half, args=(folder, theirs))
+    writer.start()
+    theirs.close()
+    try:
+        assert ours.recv() == "in the middle"
+        FileStore(folder).write("other", b"whole")
+        assert len(os.listdir(folder)) == 2  # that which is being written stays
+    finally:
+        ours.close()
+        writer.kill()
+        writer.join()
     FileStore(folder).write("more", b"whole")
     assert sorted(os.listdir(folder)) == ["more", "other"]
     assert FileStore(folder).read("other") == FileStore(folder).read("more") == b"whole"

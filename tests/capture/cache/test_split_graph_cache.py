@@ -20,7 +20,6 @@ from autosplit.capture.cache.archive import NoArchiveError, unpack_graphs
 from autosplit.capture.cache.split_graph_cache import VARIABLE
 from autosplit.passes.lowering import codegen
 from autosplit.runtime.build import DUMP_VARIABLE
-from tests.capture.cache.programs import run_forked, run_spawned
 
 
 class Model(nn.Module):
@@ -89,26 +88,6 @@ def test_what_is_read_back_is_what_was_made(monkeypatch: pytest.MonkeyPatch) -> 
     made = step(Model())
     assert len(made) == len(read) == 11
     assert all(map(torch.equal, made, read))
-
-
-PROGRAM = """
-import torch, autosplit
-from torch._dynamo.utils import counters
-torch.set_num_threads(1)
-torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
-split = autosplit.split(model)
-split(torch.ones(3, 4)).sum().backward()
-split.backward_weight()
-found = counters["autosplit"]
-print(found["graph_hit"], found["graph_miss"], model[0].weight.grad.sum().item())
-"""
-
-
-def test_a_second_process_finds_what_the_first_made() -> None:
-    (*first, made), (*second, read) = (run(PROGRAM).split() for run in (run_forked, run_spawned))
-    assert (first, second) == (["0", "1"], ["1", "0"])
-    assert made == read
 
 
 def frozen() -> Model:

@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import autosplit
 from autosplit.capture import joint_graph
 from autosplit.capture.cache.split_graph_cache import VARIABLE
-from tests.capture.cache.programs import run_forked, run_spawned
 
 transformers = pytest.importorskip("transformers")
 
@@ -189,28 +188,3 @@ def test_results_that_tracing_finds_to_be_others_are_not_kept(
     _, split = step(Checkpointed(), {"x": torch.ones(2, 4, requires_grad=True)})
     assert "(tracing found other results than were predicted)" in split.report()
     assert not folder.exists()
-
-
-PROGRAM = """
-import sys, torch, transformers, autosplit
-torch.set_num_threads(1)
-torch.manual_seed(0)
-config = transformers.AutoConfig.for_model("llama", **eval(sys.argv[1]))
-model = transformers.AutoModelForCausalLM.from_config(config).train()
-ids = torch.arange(3, 15).reshape(2, 6)
-split = autosplit.split(model)
-split(input_ids=ids, labels=ids).loss.backward()
-split.backward_weight()
-print(split.report().partition("Graph cache: ")[2].partition(".")[0])
-print(sum(p.grad.double().sum().item() for p in model.parameters()))
-"""
-
-
-def test_a_second_process_finds_a_model_of_transformers() -> None:
-    sizes = {**SIZES, "num_hidden_layers": 1}
-
-    (first, made), (second, read) = (
-        run(PROGRAM, repr(sizes)).splitlines()[-2:] for run in (run_forked, run_spawned)
-    )
-    assert (first, second) == ("made and kept", "found")
-    assert made == read
