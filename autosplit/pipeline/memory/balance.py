@@ -10,6 +10,7 @@ as the bound asks for, and it may be lower: what is on its way then is only a te
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -24,12 +25,14 @@ from autosplit.pipeline.simulation.timeline import Timeline
 
 from .bounds import bounds_of, refuse_excess
 from .occupancy import Held, Occupancy
+from .swaps import RULES, swaps
 from .trips import choose_trips, in_whole, to_partner
 
 _LEADS = (0, 1, 2, 3)
 _WAYS: tuple[dict[str, bool], ...] = ({}, {"smooth": True}, {"strict": True})
 """Of choosing trips, see ``choose_trips``: only those that wait keep a low bound by order alone."""
 _SLOWER = 1.005  # of a step: what is so much faster is worth more transfers
+_WORTH = 1.03  # of a step, beyond which other ways are tried than exchanges that ranks wait for
 
 
 def balance(
@@ -120,6 +123,20 @@ def _pair(
     def over(peaks: Sequence[float]) -> float:
         return max(0.0, *(peaks[rank] - bounds[rank] * ROUNDING for rank in pair))
 
+    shortest = min(end - start for start, end in zip(donor.starts, donor.ends, strict=True))
+    for rule in () if whole else RULES:
+        for moved, trips in swaps(donor, bounds[donor.rank], costs.memory, rule):
+            made = to_partner(schedule, donor, partner, trips, late=rule.slack * shortest)
+            tried = replace(made, moved={**schedule.moved, **moved})
+            excess = over(peak_memory(tried, costs.memory))
+            if excess:
+                continue
+            with contextlib.suppress(ScheduleError):  # they would wait for each other
+                ran = costs.timeline(tried)
+                if best is None or ran.step_time < best[0][2]:
+                    best = (0.0, 0.0, ran.step_time), tried, ran
+    if best is not None and best[0][2] <= timeline.step_time * _WORTH:
+        return best[1:]
     for moved in _amounts(schedule, donor, bounds[donor.rank], costs, whole=whole):
         for lead, way in product(_LEADS, _WAYS):
             made = _evicted(schedule, donor, partner, bounds, costs, moved, lead, way)

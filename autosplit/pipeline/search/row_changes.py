@@ -84,9 +84,12 @@ def _awaits(schedule: Schedule, journey: Journey) -> Iterator[int]:
     """Places of what waits for a journey's departure."""
     row = schedule.ranks[journey.rank]
     for place in range(journey.leaves + 1, journey.comes):
-        action = row[place]
-        if action == Action(journey.stage, ActionKind.AWAIT, journey.microbatch):
+        if row[place] == _await(journey):
             yield place
+
+
+def _await(journey: Journey) -> Action:
+    return Action(journey.stage, ActionKind.AWAIT, journey.microbatch)
 
 
 def _awaited(schedule: Schedule, starts: Starts, chance: random.Random) -> Schedule | None:
@@ -264,7 +267,16 @@ def _places(schedule: Schedule, journey: Journey) -> dict[int, set[int]]:
     """By rank, the places of all that a journey is made of."""
     found = {journey.rank: {journey.leaves, journey.comes, *_awaits(schedule, journey)}}
     if journey.partner is not None:
-        found[journey.partner] = {journey.accepted, journey.returned}
+        theirs, latest = schedule.ranks[journey.partner], journey.returned
+        found[journey.partner] = {journey.accepted, latest}
+        for place in range(latest + 1, len(theirs)):
+            if theirs[place] == _await(journey):
+                found[journey.partner].add(place)
+            elif (theirs[place].stage, theirs[place].microbatch) == (
+                journey.stage,
+                journey.microbatch,
+            ):
+                break  # the next journey of the same
     return found
 
 
