@@ -137,11 +137,12 @@ def stage_memory(stage: TrainableStage) -> StageMemory:
 
 def _pieces(stage: Stage) -> tuple[float, ...]:
     """Bytes of each storage between F and the backward, those that are needed longest first; not of
-    what may be another's: inputs.
+    parameters. Inputs are in it, though those of a batch do not travel.
     """
     functions = stage.functions
     forward, uses = functions.graphs.forward.graph, functions.last_uses
-    shared = {storage_root(node) for node in forward.find_nodes(op="placeholder")}
+    taken = set(graph_inputs(forward, Kind.INPUT).values())
+    shared = {node for node in forward.find_nodes(op="placeholder") if node not in taken}
     ends: dict[fx.Node, int] = {}
     for role, value in graph_outputs(forward, Kind.SAVED):
         root = storage_root(value)
