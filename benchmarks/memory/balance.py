@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from autosplit.errors import ScheduleError
@@ -46,25 +47,35 @@ def measure_all(settings: Settings) -> Iterator[dict[str, Any]]:
 
 
 def least(plain: Schedule, known: Costs) -> Schedule:
-    """The balanced schedule in which the highest rank holds least, whatever transfers take, in a
+    """The balanced schedule in which each pair of ranks holds least, whatever transfers take, in a
     step that is hardly longer; over bounds in hundredths of the plain peak.
     """
-    highest, found = max(peak_memory(plain, known.memory)), plain
-    longest = _LONGER * known.timeline(plain).step_time
-    low, high = 50, 100
-    while high - low > 1:
-        share = (low + high) // 2
-        try:
-            tried = balance(plain, highest * share / 100, costs=known)
-        except ScheduleError:
-            low = share
-            continue
-        fits = max(peak_memory(tried, known.memory)) <= highest * share / 100 * ROUNDING
-        if fits and known.timeline(tried).step_time <= longest:
-            high, found = share, tried
-        else:
-            low = share
+    bounds, found = peak_memory(plain, known.memory), plain
+    highest, longest = max(bounds), _LONGER * known.timeline(plain).step_time
+    for rank in range(len(bounds) // 2):
+        half = (bounds[rank] + bounds[-1 - rank]) / 2
+        for share in range(math.ceil(100 * half / highest), 100):
+            tried = _bounded(plain, known, bounds, rank, highest * share / 100)
+            if tried is not None and known.timeline(tried).step_time <= longest:
+                found = tried
+                break
+        bounds = peak_memory(found, known.memory)
     return found
+
+
+def _bounded(
+    plain: Schedule, known: Costs, bounds: Sequence[float], rank: int, bound: float
+) -> Schedule | None:
+    """With one pair below a bound and all others below theirs, by order; None if that cannot be."""
+    pair = rank, len(bounds) - 1 - rank
+    asked = [bound if at in pair else each for at, each in enumerate(bounds)]
+    try:
+        tried = balance(plain, asked, costs=known)
+    except ScheduleError:
+        return None
+    peaks = peak_memory(tried, known.memory)
+    kept = all(peak <= each * ROUNDING for peak, each in zip(peaks, asked, strict=True))
+    return tried if kept else None
 
 
 def _row(name: str, found: Found, plain: Found) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Exchanges at one place of a row: what a rank made goes to its partner as what it needs comes back.
+"""Exchanges at one place of a row: what a rank made goes to its partner, what it needs comes back.
 
 Where both ends wait until what leaves has left, what is on its way counts on neither beside what
 they compute, so that a pair can come down to half of what both hold. That takes a place at which
@@ -14,6 +14,7 @@ from itertools import product
 
 from autosplit.pipeline.schedule.action import ActionKind
 from autosplit.pipeline.simulation.activation_memory import StageMemory, moved_bytes
+from autosplit.runtime.activations.fitting import fitting
 
 from .occupancy import Held, Occupancy
 from .trips import Trip, in_whole
@@ -39,8 +40,7 @@ class SwapRule:
 
 
 RULES = tuple(
-    SwapRule(*each)
-    for each in product((False, True), (False, True), (0, 1), (0.0, 0.5, 1.0))
+    SwapRule(*each) for each in product((False, True), (False, True), (0, 1), (0.0, 0.5, 1.0))
 )
 
 
@@ -74,7 +74,7 @@ def _trip(there: Occupancy, what: Held, rule: SwapRule) -> Trip | None:
 
 
 def _share(there: Occupancy, bound: float, trips: Sequence[Trip]) -> float:
-    """Of what each microbatch holds, how much has to be away; more than 1 where that is not enough."""
+    """Of what each microbatch holds, how much has to be away; above 1 where that is not enough."""
     share = 0.0
     for slot, level in enumerate(there.level):
         away = sum(trip.what.size for trip in trips if trip.out <= slot < trip.back)
@@ -85,16 +85,17 @@ def _share(there: Occupancy, bound: float, trips: Sequence[Trip]) -> float:
 
 
 def _enough(size: StageMemory, share: float) -> int:
-    """The bytes of the fewest tensors that are a share, of those that go first."""
-    asked, travels = share * max(size.saved, size.deferred), 0.0
-    for piece in size.pieces:
-        if travels >= asked:
-            return in_whole(travels)
-        travels += piece
-    if travels >= asked:
-        return in_whole(travels)
-    step = max(size.saved, size.deferred) / size.tensors
-    return in_whole(min(-(-asked // step) * step, max(size.saved, size.deferred)))
+    """The bytes of the fewest tensors that are a share."""
+    largest = max(size.saved, size.deferred)
+    asked = share * largest
+    piece = max(size.pieces, default=largest / size.tensors)
+    if not piece:
+        return 0
+    for count in range(1, 1 + len(size.pieces)):
+        most = count * piece
+        if sum(size.pieces[at] for at in fitting(size.pieces, most)) >= asked:
+            return in_whole(most)
+    return in_whole(min(-(-asked // piece) * piece, largest))
 
 
 def _more(size: StageMemory, moved: int) -> float:

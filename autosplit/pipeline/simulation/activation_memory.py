@@ -12,6 +12,7 @@ from autosplit.pipeline.schedule.action import ARRIVALS, Action, ActionKind
 from autosplit.pipeline.schedule.level_by_order import LevelByOrder
 from autosplit.pipeline.schedule.moves import Journey, journeys_of, recomputed
 from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.runtime.activations.fitting import fitting
 
 from .timeline import Span, Timeline
 
@@ -127,11 +128,7 @@ def moved_bytes(
     most = moved.get(stage, there)
     if most >= there or deferred or not size.pieces:
         return min(there, most)
-    travels = 0.0
-    for piece in size.pieces:  # one that does not fit is passed over
-        if travels + piece <= most:
-            travels += piece
-    return travels
+    return sum(size.pieces[place] for place in fitting(size.pieces, most))
 
 
 def changes_of(
