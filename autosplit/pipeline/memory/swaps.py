@@ -51,14 +51,17 @@ def swaps(
     rank below a bound, and then one tensor more.
     """
     trips = [trip for each in there.held if (trip := _trip(there, each, rule)) is not None]
-    sizes = {trip.what.stage: memory[trip.what.stage] for trip in trips}
+    largest: dict[int, float] = {}
+    for trip in trips:
+        largest[trip.what.stage] = max(largest.get(trip.what.stage, 0.0), trip.what.size)
     share = _share(there, bound, trips)
     for _ in range(2):
         if not 0.0 < share <= 1.0:
             return
-        moved = {stage: _enough(size, share) for stage, size in sizes.items()}
+        moved = {stage: _enough(memory[stage], size, share) for stage, size in largest.items()}
         yield moved, _needed(there, bound, trips, memory, moved)
-        share = min((_more(sizes[stage], most) for stage, most in moved.items()), default=2.0)
+        more = ((most + 1) / largest[stage] for stage, most in moved.items() if largest[stage])
+        share = min(more, default=2.0)
 
 
 def _trip(there: Occupancy, what: Held, rule: SwapRule) -> Trip | None:
@@ -84,10 +87,9 @@ def _share(there: Occupancy, bound: float, trips: Sequence[Trip]) -> float:
     return share
 
 
-def _enough(size: StageMemory, share: float) -> int:
-    """The bytes of the fewest tensors that are a share."""
-    largest = max(size.saved, size.deferred)
-    asked = share * largest
+def _enough(size: StageMemory, largest: float, share: float) -> int:
+    """The bytes of the fewest tensors that are a share of what a microbatch holds at most."""
+    asked = share * largest * (1 - _ROUNDING)
     piece = max(size.pieces, default=largest / size.tensors)
     if not piece:
         return 0
@@ -96,11 +98,6 @@ def _enough(size: StageMemory, share: float) -> int:
         if sum(size.pieces[at] for at in fitting(size.pieces, most)) >= asked:
             return in_whole(most)
     return in_whole(min(-(-asked // piece) * piece, largest))
-
-
-def _more(size: StageMemory, moved: int) -> float:
-    """The share that asks for one tensor more."""
-    return (moved + 1) / max(size.saved, size.deferred)
 
 
 def _needed(
