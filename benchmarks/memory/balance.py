@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.memory.balance import balance
 from autosplit.pipeline.schedule.schedule import Schedule
-from autosplit.pipeline.simulation.activation_memory import peak_memory
+from autosplit.pipeline.simulation.activation_memory import ROUNDING, peak_memory
 from autosplit.pipeline.simulation.step_costs import Costs
 from autosplit.pipeline.simulation.transfer import Transfer
 
@@ -23,6 +23,7 @@ UNITS = {2: 0.12, 4: 0.12, 8: 0.16}  # ranks -> seconds of an F: a message takes
 LINK = Transfer(1e-4, 1e9)
 """About what processes of one machine reach over Gloo, for which the least bound is planned."""
 SCHEDULES = (("1f1b, fused", "1f1b", False), ("zb-h1", "zb-h1", True))
+_LONGER = 1.02  # a step, as simulated
 EVEN = Target("largest / smallest peak", at_most=1.15, style=".2f")
 PEAK = Target("largest peak / plain", at_most=0.65, style=".2f")
 STEP = Target("step / plain", at_most=1.03)
@@ -46,16 +47,36 @@ def measure_all(settings: Settings) -> Iterator[dict[str, Any]]:
 
 
 def least(plain: Schedule, known: Costs) -> Schedule:
-    """The balanced schedule in which the highest rank holds least, whatever transfers take; over
-    bounds in hundredths of the plain peak.
+    """The balanced schedule in which each pair of ranks holds least, whatever transfers take, in a
+    step that is hardly longer; over bounds in hundredths of the plain peak.
     """
-    highest, found = max(peak_memory(plain, known.memory)), [plain]
-    for share in range(50, 100):
-        with contextlib.suppress(ScheduleError):
-            found.append(balance(plain, highest * share / 100, costs=known))
-            if max(peak_memory(found[-1], known.memory)) <= highest * share / 100:
+    bounds, found = peak_memory(plain, known.memory), plain
+    highest, longest = max(bounds), _LONGER * known.timeline(plain).step_time
+    for rank in range(len(bounds) // 2):
+        half = (bounds[rank] + bounds[-1 - rank]) / 2
+        for share in range(math.ceil(100 * half / highest), 100):
+            tried = _bounded(plain, known, bounds, rank, highest * share / 100)
+            if tried is not None and known.timeline(tried).step_time <= longest:
+                found = tried
                 break
-    return min(found, key=lambda each: max(peak_memory(each, known.memory)))
+        in_time = known.peaks(found, known.timeline(found))  # a tensor more where two cross
+        bounds = [*map(max, peak_memory(found, known.memory), in_time)]
+    return found
+
+
+def _bounded(
+    plain: Schedule, known: Costs, bounds: Sequence[float], rank: int, bound: float
+) -> Schedule | None:
+    """With one pair below a bound and all others below theirs, by order; None if that cannot be."""
+    pair = rank, len(bounds) - 1 - rank
+    asked = [bound if at in pair else each for at, each in enumerate(bounds)]
+    try:
+        tried = balance(plain, asked, costs=known)
+    except ScheduleError:
+        return None
+    peaks = peak_memory(tried, known.memory)
+    kept = all(peak <= each * ROUNDING for peak, each in zip(peaks, asked, strict=True))
+    return tried if kept else None
 
 
 def _row(name: str, found: Found, plain: Found) -> dict[str, Any]:

@@ -10,10 +10,12 @@ as the bound asks for, and it may be lower: what is on its way then is only a te
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
+from typing import NamedTuple
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.schedule.action import ActionKind
@@ -24,12 +26,14 @@ from autosplit.pipeline.simulation.timeline import Timeline
 
 from .bounds import bounds_of, refuse_excess
 from .occupancy import Held, Occupancy
+from .swaps import RULES, swaps
 from .trips import choose_trips, in_whole, to_partner
 
 _LEADS = (0, 1, 2, 3)
 _WAYS: tuple[dict[str, bool], ...] = ({}, {"smooth": True}, {"strict": True})
 """Of choosing trips, see ``choose_trips``: only those that wait keep a low bound by order alone."""
 _SLOWER = 1.005  # of a step: what is so much faster is worth more transfers
+_WORTH = 1.02  # times the step, for what a pair keeps whatever transfers take
 
 
 def balance(
@@ -64,21 +68,36 @@ def balance(
             [(1.0, 1.0, 1.0)] * schedule.stages, [StageMemory(1.0, 1.0)] * schedule.stages
         )
     bounds = _bounds(schedule, bound, costs)
-    found = nearest(schedule, costs, bounds, whole=whole)
+    found = nearest(schedule, costs, bounds, whole=whole, worth=_WORTH)
     refuse_excess("balancing", found, costs, bounds)
     return found
 
 
 def nearest(
-    schedule: Schedule, costs: Costs, bounds: Sequence[float], *, whole: bool = False
+    schedule: Schedule,
+    costs: Costs,
+    bounds: Sequence[float],
+    *,
+    whole: bool = False,
+    worth: float = math.inf,
 ) -> Schedule:
-    """The schedule that evicts until bounds are kept, or that comes as near to that as it can."""
+    """The schedule that evicts until bounds are kept, or that comes as near to that as it can.
+
+    Args:
+        schedule: a legal one.
+        costs: of every stage.
+        bounds: by rank.
+        whole: whether whole microbatches travel.
+        worth: times the step, what may be paid for bounds that are kept whatever transfers take,
+            where they are kept in time without.
+    """
     timeline = costs.timeline(schedule)
     ranks = len(schedule.ranks)
     partners = tuple(range(ranks - 1, -1, -1))
     found = replace(schedule, partners=partners)
     for low in range(ranks // 2):
-        found, timeline = _pair(found, timeline, (low, partners[low]), bounds, costs, whole=whole)
+        pair = low, partners[low]
+        found, timeline = _pair(found, timeline, pair, bounds, costs, whole=whole, worth=worth)
     evicts = any(action.kind is ActionKind.EVICT for row in found.ranks for action in row)
     return found if evicts else schedule
 
@@ -106,6 +125,7 @@ def _pair(
     costs: Costs,
     *,
     whole: bool,
+    worth: float,
 ) -> tuple[Schedule, Timeline]:
     """The fewest bytes that keep both within their bounds, whatever transfers take if that can be
     had; or what comes nearest to it.
@@ -115,23 +135,74 @@ def _pair(
     if max(excesses) <= (ROUNDING - 1) * max(map(abs, bounds)):
         return schedule, timeline
     donor, partner = sides if excesses[0] >= excesses[1] else reversed(sides)
-    best: tuple[tuple[float, float, float], Schedule, Timeline] | None = None
-
-    def over(peaks: Sequence[float]) -> float:
-        return max(0.0, *(peaks[rank] - bounds[rank] * ROUNDING for rank in pair))
-
+    longest = timeline.step_time * worth
+    best: tuple[_Score, Schedule, Timeline] | None = None
+    if not whole:
+        best = _exchanged(schedule, donor, partner, bounds, costs, longest)
+    if best is not None and not best[0].long:
+        return best[1:]
     for moved in _amounts(schedule, donor, bounds[donor.rank], costs, whole=whole):
         for lead, way in product(_LEADS, _WAYS):
             made = _evicted(schedule, donor, partner, bounds, costs, moved, lead, way)
             if made is None:
                 continue
             tried, ran = made
-            excess = over(costs.peaks(tried, ran)), over(peak_memory(tried, costs.memory))
-            if best is None or (*excess, ran.step_time * _SLOWER) < best[0]:
-                best = (*excess, ran.step_time), tried, ran
-            if best[0] <= (0.0, 0.0, timeline.step_time * _SLOWER):
+            excess = _over(costs.peaks(tried, ran), bounds, pair)
+            by_order = _over(peak_memory(tried, costs.memory), bounds, pair)
+            score = _Score(excess, ran.step_time > longest, by_order, ran.step_time)
+            if best is None or score._replace(step=score.step * _SLOWER) < best[0]:
+                best = score, tried, ran
+            if best[0] <= (0.0, False, 0.0, timeline.step_time * _SLOWER):
                 return best[1:]
     return (schedule, timeline) if best is None else best[1:]
+
+
+class _Score(NamedTuple):
+    """What is better is less.
+
+    Attributes:
+        excess: of the bounds, in time.
+        long: whether it takes longer than it may.
+        by_order: of the bounds, whatever transfers take.
+        step: seconds.
+    """
+
+    excess: float
+    long: bool
+    by_order: float
+    step: float
+
+
+def _over(peaks: Sequence[float], bounds: Sequence[float], pair: tuple[int, int]) -> float:
+    return max(0.0, *(peaks[rank] - bounds[rank] * ROUNDING for rank in pair))
+
+
+def _exchanged(
+    schedule: Schedule,
+    donor: Occupancy,
+    partner: Occupancy,
+    bounds: Sequence[float],
+    costs: Costs,
+    longest: float,
+) -> tuple[_Score, Schedule, Timeline] | None:
+    """The shortest step in which both exchange what is beyond their bounds, and keep them so
+    whatever transfers take; None if that cannot be.
+    """
+    best: tuple[_Score, Schedule, Timeline] | None = None
+    shortest = min(end - start for start, end in zip(donor.starts, donor.ends, strict=True))
+    for rule in RULES:
+        for moved, trips in swaps(donor, bounds[donor.rank], costs.memory, rule):
+            made = to_partner(schedule, donor, partner, trips, late=rule.slack * shortest)
+            tried = replace(made, moved={**schedule.moved, **moved})
+            peaks = peak_memory(tried, costs.memory)
+            if _over(peaks, bounds, (donor.rank, partner.rank)):
+                continue
+            with contextlib.suppress(ScheduleError):  # they would wait for each other
+                ran = costs.timeline(tried)
+                score = _Score(0.0, ran.step_time > longest, 0.0, ran.step_time)
+                if best is None or score < best[0]:
+                    best = score, tried, ran
+    return best
 
 
 def _amounts(

@@ -167,26 +167,41 @@ def to_host(schedule: Schedule, there: Occupancy, trips: Sequence[Trip]) -> Sche
 
 
 def to_partner(
-    schedule: Schedule, there: Occupancy, partner: Occupancy, trips: Sequence[Trip]
+    schedule: Schedule,
+    there: Occupancy,
+    partner: Occupancy,
+    trips: Sequence[Trip],
+    *,
+    late: float | None = None,
 ) -> Schedule:
     """The schedule in which these trips of a rank go to its partner.
 
     The partner's end stands where, by the times so far, it is reached no later than the rank's own;
     all in one order on both.
+
+    Args:
+        schedule: whose rows.
+        there: the rank.
+        partner: its partner.
+        trips: of what the rank holds.
+        late: seconds that the partner may come later than the rank; where it is to take more behind
+            that, it waits until what it gives back has left. None: it does not wait.
     """
     events: list[tuple[float, int, Trip]] = []
     for trip in trips:
-        events.append((there.reached[trip.out], 0, trip))
-        events.append((there.reached[trip.back], 1, trip))
+        moments = there.reached if late is None else there.starts
+        events.append((moments[trip.out], 0, trip))
+        events.append((moments[trip.back], 1, trip))
     events.sort(key=lambda each: each[:2])
     own: list[tuple[int, Action]] = []
     others: list[tuple[int, Action]] = []
-    latest = 0
+    latest, last = 0, len(partner.kinds)
     for moment, back, trip in events:
-        slot = partner.slot_at(moment)
+        slot = partner.slot_at(moment + (late or 0.0))
         if back:
             own.append((trip.back, _move(trip, ActionKind.LOAD)))
-            slot = _giving(there, partner, slot, moment, trip)
+            if late is None:
+                slot = _giving(there, partner, slot, moment, trip)
         else:
             own.append((trip.out, _move(trip, ActionKind.EVICT)))
             if trip.awaited is not None:
@@ -194,6 +209,8 @@ def to_partner(
         latest = max(latest, slot)
         kind = ActionKind.RETURN if back else ActionKind.ACCEPT
         others.append((latest, _move(trip, kind)))
+        if back and late is not None and any(map(partner.takes, range(latest, last))):
+            others.append((latest, _move(trip, ActionKind.AWAIT)))
     rows = {there.rank: (there, own), partner.rank: (partner, others)}
     return replace(schedule, ranks=_inserted(schedule, rows))
 

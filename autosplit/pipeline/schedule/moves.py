@@ -13,9 +13,9 @@ None of these keeps its rank from going on. What must wait, and for what:
   buffers), until all has left that its row sends away before the compute action before. A transfer
   so has at least one compute action to hide behind, and what a rank holds is bounded by the order
   of its row alone;
-- the rank itself at an ``AWAIT``, until what its row sent away of that microbatch has left: where
-  there is no room for what comes next beside it, at the price of a transfer that hides behind
-  nothing.
+- the rank itself at an ``AWAIT``, until what its row sent away of that microbatch has left, be it
+  its own or its partner's: where there is no room for what comes next beside it, at the price of a
+  transfer that hides behind nothing.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def waited_departures(row: Sequence[Action]) -> Iterator[tuple[int, list[int]]]:
 def awaits(action: Action, departure: Action) -> bool:
     """Whether an AWAIT is for a departure before it in its row."""
     same = (action.stage, action.microbatch) == (departure.stage, departure.microbatch)
-    return same and departure.kind in (ActionKind.EVICT, ActionKind.OFFLOAD)
+    return same and departure.kind in DEPARTURES
 
 
 def recomputed(row: Sequence[Action]) -> frozenset[tuple[int, int]]:

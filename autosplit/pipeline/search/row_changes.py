@@ -35,7 +35,7 @@ def changes_for(measures: Sequence[str], costs: Costs) -> list[Change]:
     if "recompute" in measures:
         taken.append(_recomputed)
     if "balance" in measures and len(set(_ranks(costs))) > 1:
-        taken.append(_evicted)
+        taken += [_evicted, _strictly_evicted]
     found: list[Change] = [*[shifted] * 4, filled]
     if "offload" in measures or "balance" in measures:
         found.append(partial(_resized, costs))
@@ -84,9 +84,12 @@ def _awaits(schedule: Schedule, journey: Journey) -> Iterator[int]:
     """Places of what waits for a journey's departure."""
     row = schedule.ranks[journey.rank]
     for place in range(journey.leaves + 1, journey.comes):
-        action = row[place]
-        if action == Action(journey.stage, ActionKind.AWAIT, journey.microbatch):
+        if row[place] == _await(journey):
             yield place
+
+
+def _await(journey: Journey) -> Action:
+    return Action(journey.stage, ActionKind.AWAIT, journey.microbatch)
 
 
 def _awaited(schedule: Schedule, starts: Starts, chance: random.Random) -> Schedule | None:
@@ -163,6 +166,17 @@ def _journey(schedule: Schedule, chance: random.Random) -> tuple[int, int, int, 
 
 def _evicted(schedule: Schedule, starts: Starts, chance: random.Random) -> Schedule | None:
     """Something more goes to the partner, which takes it in about when it leaves."""
+    return _sent(schedule, starts, chance, waits=False)
+
+
+def _strictly_evicted(schedule: Schedule, starts: Starts, chance: random.Random) -> Schedule | None:
+    """The same, and each of the two waits until what it sends has left."""
+    return _sent(schedule, starts, chance, waits=True)
+
+
+def _sent(
+    schedule: Schedule, starts: Starts, chance: random.Random, *, waits: bool
+) -> Schedule | None:
     count = len(schedule.ranks)
     partners = schedule.partners or tuple(range(count - 1, -1, -1))
     found = _journey(schedule, chance)
@@ -173,16 +187,24 @@ def _evicted(schedule: Schedule, starts: Starts, chance: random.Random) -> Sched
     theirs = list(schedule.ranks[partner])
     clock = [starts.get(action, -1.0) for action in row]
     changed = list(row)
+    awaits = [replace(what, kind=ActionKind.AWAIT)] if waits else []
     # The later end first, so that the places of the earlier one hold.
-    for place, kind, other in (
-        (comes, ActionKind.LOAD, ActionKind.RETURN),
-        (leaves, ActionKind.EVICT, ActionKind.ACCEPT),
+    for place, own, other in (
+        (comes, [ActionKind.LOAD], [ActionKind.RETURN]),
+        (leaves, [ActionKind.EVICT], [ActionKind.ACCEPT]),
     ):
         moment = max(clock[:place], default=0.0)
         before = sum(action.kind in TRANSFERS for action in row[:place])
         at = _place_by(theirs, moment, before, starts)
-        changed.insert(place, replace(what, kind=kind))
-        theirs.insert(at, replace(what, kind=other))
+        if waits and chance.random() < 0.5 and at < len(theirs) and theirs[at].kind.is_compute:
+            at += 1
+        changed[place:place] = [*(replace(what, kind=kind) for kind in own)]
+        theirs[at:at] = [*(replace(what, kind=kind) for kind in other)]
+        if waits and place == leaves:
+            wait = place + chance.randint(1, 2)
+            changed[min(wait, comes + 1) : min(wait, comes + 1)] = awaits
+        elif waits and chance.random() < 0.5:
+            theirs[at + 1 : at + 1] = awaits
     rows = list(schedule.ranks)
     rows[rank], rows[partner] = tuple(changed), tuple(theirs)
     return replace(schedule, ranks=tuple(rows), partners=partners)
@@ -264,7 +286,16 @@ def _places(schedule: Schedule, journey: Journey) -> dict[int, set[int]]:
     """By rank, the places of all that a journey is made of."""
     found = {journey.rank: {journey.leaves, journey.comes, *_awaits(schedule, journey)}}
     if journey.partner is not None:
-        found[journey.partner] = {journey.accepted, journey.returned}
+        theirs, latest = schedule.ranks[journey.partner], journey.returned
+        found[journey.partner] = {journey.accepted, latest}
+        for place in range(latest + 1, len(theirs)):
+            if theirs[place] == _await(journey):
+                found[journey.partner].add(place)
+            elif (theirs[place].stage, theirs[place].microbatch) == (
+                journey.stage,
+                journey.microbatch,
+            ):
+                break  # the next journey of the same
     return found
 
 

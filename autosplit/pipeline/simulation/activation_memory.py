@@ -12,6 +12,7 @@ from autosplit.pipeline.schedule.action import ARRIVALS, Action, ActionKind
 from autosplit.pipeline.schedule.level_by_order import LevelByOrder
 from autosplit.pipeline.schedule.moves import Journey, journeys_of, recomputed
 from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.runtime.activations.fitting import fitting
 
 from .timeline import Span, Timeline
 
@@ -50,6 +51,8 @@ class StageMemory:
         tensors: how many there are, of about one size. A transfer takes them one after another:
             each is let go as soon as it has left, and has its place from when its turn comes.
         workspace: what F, I, W and B hold beside that while they run, messages with it.
+        pieces: of what is saved, the size of each tensor that can travel, in the order in which
+            they go; empty where that is not known, and any part may.
 
     Raises:
         ScheduleError: a number that is negative or not finite, or no tensor.
@@ -60,10 +63,12 @@ class StageMemory:
     inputs: float = 0.0
     tensors: int = field(default=1, kw_only=True)
     workspace: tuple[float, float, float, float] = field(default=(0.0,) * 4, kw_only=True)
+    pieces: tuple[float, ...] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
         sizes = [("saved", self.saved), ("deferred", self.deferred), ("inputs", self.inputs)]
         sizes += [("workspace", size) for size in self.workspace]
+        sizes += [("pieces", size) for size in self.pieces]
         for what, size in sizes:
             if not (math.isfinite(size) and size >= 0.0):
                 raise ScheduleError(f"{what} must be a finite number >= 0, got {size!r}")
@@ -120,7 +125,10 @@ def moved_bytes(
 ) -> float:
     """How much travels when what a stage holds of a microbatch is moved; see ``Schedule.moved``."""
     there = size.deferred if deferred else size.saved
-    return min(there, moved.get(stage, there))
+    most = moved.get(stage, there)
+    if most >= there or deferred or not size.pieces:
+        return min(there, most)
+    return sum(size.pieces[place] for place in fitting(size.pieces, most))
 
 
 def changes_of(

@@ -35,12 +35,15 @@ def partner_faults(schedule: Schedule) -> Iterator[str]:
             yield f"moved names stage {stage} with {size} bytes; expected a stage and bytes >= 0"
 
 
-def right_rank(action: Action, schedule: Schedule) -> int | None:
-    """The rank in whose row an action belongs; None where the owner has no partner for it."""
+def right_rank(action: Action, schedule: Schedule, rank: int) -> int | None:
+    """The rank in whose row an action belongs that stands in that of ``rank``; None where the owner
+    has no partner for it.
+    """
     home = schedule.home(action.stage, action.microbatch)
+    partner = None if schedule.partners is None else schedule.partners[home]
     if action.kind in (ActionKind.ACCEPT, ActionKind.RETURN):
-        return None if schedule.partners is None else schedule.partners[home]
-    return home
+        return partner
+    return rank if action.kind is ActionKind.AWAIT and rank == partner else home
 
 
 def move_faults(schedule: Schedule) -> Iterator[Found]:
@@ -56,7 +59,7 @@ def move_faults(schedule: Schedule) -> Iterator[Found]:
     for (rank, stage, microbatch), events in rows.items():
         if rank == schedule.home(stage, microbatch):
             yield from _owner_faults(schedule, rank, stage, microbatch, events)
-        if any(kind in _COUNTERPART.values() for _, kind in events):
+        else:
             yield from _holder_faults(rank, stage, microbatch, events)
     yield from _unmatched(schedule, rows)
     yield from _out_of_order(schedule)
@@ -126,8 +129,14 @@ def _holder_faults(
     rank: int, stage: int, microbatch: int, events: list[tuple[int, ActionKind]]
 ) -> Iterator[Found]:
     """The same on the partner: taken in, given back."""
-    holds = False
+    holds = gave = False
     for place, kind in events:
+        if kind is ActionKind.AWAIT and not gave:
+            yield (
+                f"{_text(stage, kind, microbatch)} waits for what no RETURN sent away",
+                ((rank, place),),
+            )
+        gave = gave or kind is ActionKind.RETURN
         if kind is ActionKind.ACCEPT:
             if holds:
                 yield (

@@ -167,7 +167,7 @@ def _strays(schedule: Schedule) -> Iterator[_Fault]:
             if misfit is not None:
                 yield _Fault(misfit, ((rank, position),))
                 continue
-            home = right_rank(action, schedule)
+            home = right_rank(action, schedule, rank)
             if home is None:
                 yield _Fault(
                     f"{action} needs partners, of which there are none", ((rank, position),)

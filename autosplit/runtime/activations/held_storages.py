@@ -10,6 +10,7 @@ from autosplit.errors import SplitError
 from autosplit.torch_internals.dtensor import local_tensor
 
 from .detached_storages import StorageKey, has_bytes, is_part, storage_of
+from .fitting import fitting
 from .in_flight import InFlightMicrobatch, InFlightMicrobatches
 
 
@@ -75,7 +76,7 @@ def own_storages(
     """Of each storage that could be away for a while, the places of the tensors in it.
 
     Not of parameters, buffers and constants, nor of what several microbatches or the caller hold.
-    Those that live longest come first; one that does not fit into ``limit`` is passed over.
+    Those that live longest come first; which of them fit into ``limit`` is said in ``fitting``.
 
     Args:
         microbatch: whose.
@@ -99,13 +100,8 @@ def own_storages(
     ordered = [found[key] for key in sorted(found, key=lambda key: -ends[key])]
     if limit is None:
         return ordered
-    fitting = []
-    for places in ordered:
-        size = read.storage_bytes(places[0])
-        if size <= limit:
-            limit -= size
-            fitting.append(places)
-    return fitting
+    sizes = [read.storage_bytes(places[0]) for places in ordered]
+    return [ordered[place] for place in fitting(sizes, limit)]
 
 
 def lent_storages(tensors: Iterable[Tensor | None]) -> frozenset[StorageKey]:

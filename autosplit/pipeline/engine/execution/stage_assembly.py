@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from autosplit.dump.boundary import boundary_tensors, total_bytes
 from autosplit.errors import PipelineError
 from autosplit.passes import Kind
-from autosplit.passes.analysis.aliasing import distinct_bytes
+from autosplit.passes.analysis.aliasing import distinct_bytes, storage_bytes, storage_root
 from autosplit.passes.graph import inputs as graph_inputs
 from autosplit.passes.graph import outputs as graph_outputs
 from autosplit.pipeline.engine.messages.shape_negotiation import Negotiation, TensorMeta
@@ -126,7 +126,29 @@ def stage_memory(stage: TrainableStage) -> StageMemory:
     forward = stage.functions.graphs.forward
     count = len(graph_outputs(forward.graph, Kind.SAVED))
     taken = list(graph_inputs(forward.graph, Kind.INPUT).values())
-    return StageMemory(saved, deferred, float(distinct_bytes(taken)), tensors=max(count, 1))
+    return StageMemory(
+        saved,
+        deferred,
+        float(distinct_bytes(taken)),
+        tensors=max(count, 1),
+        pieces=_pieces(stage),
+    )
+
+
+def _pieces(stage: Stage) -> tuple[float, ...]:
+    """Bytes of each storage between F and the backward, those that are needed longest first; not of
+    parameters. Inputs are in it, though those of a batch do not travel.
+    """
+    functions = stage.functions
+    forward, uses = functions.graphs.forward.graph, functions.last_uses
+    taken = set(graph_inputs(forward, Kind.INPUT).values())
+    shared = {node for node in forward.find_nodes(op="placeholder") if node not in taken}
+    ends: dict[fx.Node, int] = {}
+    for role, value in graph_outputs(forward, Kind.SAVED):
+        root = storage_root(value)
+        if root not in shared:
+            ends[root] = max(ends.get(root, 0), uses.get(role.name, 0))
+    return tuple(float(storage_bytes(root)) for root in sorted(ends, key=lambda root: -ends[root]))
 
 
 def sizes(stage: TrainableStage) -> tuple[list[float], list[float]]:
