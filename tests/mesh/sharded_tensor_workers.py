@@ -26,7 +26,6 @@ from autosplit.pipeline import PipelineTrainer
 
 from .tensor_parallel_workers import (
     BLOCKS,
-    WORDS,
     Block,
     M,
     Reference,
@@ -221,8 +220,8 @@ def saved(mesh: DeviceMesh, folder: Path) -> dict[str, bool]:
 
 
 def refused(mesh: DeviceMesh) -> dict[str, str]:
-    def built(build: Build) -> str:
-        return refusal(lambda: trainer(mesh, 1, build))
+    def built(build: Build, over: DeviceMesh = mesh) -> str:
+        return refusal(lambda: trainer(over, 1, build))
 
     def elsewhere(index: int) -> nn.Module:
         """Ranks share tensors along dp_shard, and shards lie along tp."""
@@ -231,12 +230,12 @@ def refused(mesh: DeviceMesh) -> dict[str, str]:
         return made
 
     turned = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp_shard"))
-    fewer = sharded(mesh, parallel(mesh, 1), reshard_after_forward=1)
+    line = init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp_shard", "tp"))
+    fewer = sharded(line, norms_apart(line, 1), reshard_after_forward=2)
     return {
         "not shared": built(sharded(mesh, lambda index: stage_of(index, 1))),
         "elsewhere": built(elsewhere),
-        "fewer ranks": built(fewer),
-        "words": str(WORDS),
+        "fewer ranks": built(fewer, line),
     }
 
 

@@ -70,7 +70,8 @@ class TensorParts:
         counted: of copies the first rank's.
         """
         lies = Sharding.of(parameter).by_dimension() if is_dtensor(parameter) else []
-        sharded = {name for name, placement in lies if placement.is_shard()}
+        # What two dimensions shard has a placement of another kind along one of them.
+        sharded = {name for name, placement in lies if not placement.is_replicate()}
         places = {SHARD: self._place.shard, TENSOR: self._place.tensor}
         return all(name in sharded or not at for name, at in places.items())
 
