@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import logging
 import math
 import statistics
 import time
@@ -182,6 +183,7 @@ def measure(steps: int, only: str = "", sizes: Sizes | None = None) -> Iterator[
 def on_rank(name: str, schedule: str, steps: int, sizes: Sizes) -> Rows:
     """Every contender in turn, in as many rounds as there are steps; each row of this rank."""
     warnings.simplefilter("ignore")
+    logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)
     names, shape = MESHES[name]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     for group in mesh.get_all_groups():

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -155,6 +156,7 @@ def beside_torch(mesh: DeviceMesh, build: Callable[[DeviceMesh, int], Build], **
 def split(mesh: DeviceMesh) -> dict[str, bool]:
     """Steps of a split module, held against FSDP2 of the same module unsplit."""
     found = []
+    pending = []
     for wrap in (lambda model: model, autosplit.split):
         plain = sharded(mesh, still(parallel(mesh, 1)))(0)
         model: Any = wrap(plain)
@@ -166,12 +168,17 @@ def split(mesh: DeviceMesh) -> dict[str, bool]:
                 plain.set_requires_gradient_sync(model is not plain or number == M - 1)
                 with loss_parallel():
                     loss_of(model(x), y).backward()
+            pending += [isinstance(p.grad, DTensor) for p in model.parameters()]
             norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
             optimizer.zero_grad()
             seen += [norm, *model.parameters()]
         found.append([whole(each.detach()) for each in seen])
-    return {"steps": all(map(torch.equal, *found)), "many": len(found[0]) > 20}
+    return {
+        "steps": all(map(torch.equal, *found)),
+        "many": len(found[0]) > 20,
+        "pending gradients are DTensors": all(pending),
+    }
 
 
 def saved(mesh: DeviceMesh, folder: Path) -> dict[str, bool]:
@@ -230,12 +237,14 @@ def refused(mesh: DeviceMesh) -> dict[str, str]:
         return made
 
     turned = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp_shard"))
+    some = mesh if dist.get_rank() % 2 else None
     line = init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp_shard", "tp"))
     fewer = sharded(line, norms_apart(line, 1), reshard_after_forward=2)
     return {
         "not shared": built(sharded(mesh, lambda index: stage_of(index, 1))),
         "elsewhere": built(elsewhere),
         "fewer ranks": built(fewer, line),
+        "on some ranks": refusal(lambda: trainer(some, 4, lambda index: stage_of(index, 4))),
     }
 
 

@@ -13,6 +13,7 @@ from tests.ranks import Ranks
 SAID = {
     "not shared": "the mesh has 2 ranks along 'tp', and no parameter of any stage is shared",
     "elsewhere": "along the trainer's mesh these are [",
+    "on some ranks": "every rank must be given the same mesh, but rank 0 has none: its pipelines",
     "fewer ranks": "torch does not reshard to fewer ranks",
 }
 
