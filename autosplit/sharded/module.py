@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from autosplit.errors import ShardedError, SplitError
 from autosplit.torch_internals.ddp_reducer import refuse_sharded
 from autosplit.torch_internals.distributed import fsdp_part, is_wrapped_by_fsdp
+from autosplit.torch_internals.dtensor import local_tensor
 from autosplit.torch_internals.fsdp.groups import (
     ParameterGroup,
     finish_backward,
@@ -18,7 +19,6 @@ from autosplit.torch_internals.fsdp.groups import (
     root_states,
 )
 from autosplit.torch_internals.fsdp.plain_view import PlainView, is_managed
-from autosplit.torch_internals.dtensor import local_tensor
 from autosplit.torch_internals.storage import allow_other_memory
 
 Writes = Sequence[int]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import gc
 import logging
 import math
@@ -20,7 +19,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -35,7 +33,7 @@ from ..results import Rows, table
 from ..torch_pipelining.activations import activation_peak
 
 BLOCKS, MICROBATCHES = 8, 4
-_MOST = 60.0  # seconds that a rank waits for a message of a contender that has failed elsewhere
+_MOST = 45.0  # seconds that a rank waits for a message of a contender that has failed elsewhere
 
 MESHES: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
     "pp 4": (("pp",), (4,)),
@@ -118,9 +116,7 @@ class Task:
     def build(self, index: int) -> nn.Module:
         """A stage, its tensors shared and sharded by torch's tools; ZeRO-2 over microbatches."""
         share = BLOCKS // self.stages
-        blocks = [
-            Block(at, self.sizes.width) for at in range(index * share, (index + 1) * share)
-        ]
+        blocks = [Block(at, self.sizes.width) for at in range(index * share, (index + 1) * share)]
         module: Any = nn.Sequential(*blocks)
         if "tp" in self.names:
             plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -129,7 +125,8 @@ class Task:
         if "dp_shard" in self.names:
             for part in (*module, module):
                 fully_shard(part, mesh=self.mesh["dp_shard"], reshard_after_forward=False)
-        return module
+        made: nn.Module = module
+        return made
 
     def torch_schedule(self, kind: Any) -> Contender:
         """A schedule of torch's, with stages of a kind."""
@@ -185,16 +182,22 @@ def on_rank(name: str, schedule: str, steps: int, sizes: Sizes) -> Rows:
     warnings.simplefilter("ignore")
     logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)
     names, shape = MESHES[name]
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    for group in mesh.get_all_groups():
-        _set_pg_timeout(timedelta(seconds=_MOST), group)
-    task = Task(mesh, schedule, sizes)
+
+    def task() -> Task:
+        """On groups of its own, which a contender that fails leaves unusable."""
+        gloo: Any = dist.ProcessGroupGloo
+        limit = gloo._Options()
+        limit._timeout = timedelta(seconds=_MOST)
+        override: Any = dict.fromkeys(names, ("gloo", limit)) if len(names) > 1 else None
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names, backend_override=override)
+        return Task(mesh, schedule, sizes)
+
     rows: list[dict[str, Any]] = []
     with contextlib.ExitStack() as stack:
         ways = {
-            TRAINER: functools.partial(task.trainer, stack),  # first: what fails may leave messages
-            STAGE: functools.partial(task.torch_schedule, SplitPipelineStage),
-            TORCH: functools.partial(task.torch_schedule, PipelineStage),
+            TRAINER: lambda: task().trainer(stack),
+            STAGE: lambda: task().torch_schedule(SplitPipelineStage),
+            TORCH: lambda: task().torch_schedule(PipelineStage),
         }
         made = {way: _started(make) for way, make in ways.items()}
         running = {way: each for way, each in made.items() if isinstance(each, Contender)}
@@ -229,7 +232,7 @@ def _started(make: Callable[[], Contender]) -> Contender | str:
         said = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, said)
-    bad = [each for each in everywhere if each]
+    bad: list[str] = [each for each in everywhere if each]
     if bad or found is None:
         return min(bad, key=lambda text: "timed out" in text.lower() or "closed" in text.lower())
     return found

@@ -134,7 +134,9 @@ def exactness(mesh: DeviceMesh, expected: Any, case: str) -> dict[str, Any]:
         }
 
 
-def beside_torch(mesh: DeviceMesh, build: Callable[[DeviceMesh, int], Build], **options: Any) -> Any:
+def beside_torch(
+    mesh: DeviceMesh, build: Callable[[DeviceMesh, int], Build], **options: Any
+) -> Any:
     """A step held against FSDP2 of the same module."""
     share = batch(mesh.get_local_rank("dp_shard"))
     with torch.random.fork_rng():

@@ -24,11 +24,11 @@ def products_by_twos() -> Iterator[None]:
         return
 
     def build(tracer: Any, expr: Any, out: Any = None) -> Any:
-        if getattr(expr, "is_Mul", False) and len(expr.args) > 2:
-            if expr not in tracer.sympy_expr_tracker:
-                first, *others = expr.args
-                rest = expr.func(*others, evaluate=False)
-                expr = expr.func(first, rest, evaluate=False)
+        many = getattr(expr, "is_Mul", False) and len(expr.args) > 2
+        if many and expr not in tracer.sympy_expr_tracker:
+            first, *others = expr.args
+            rest = expr.func(*others, evaluate=False)
+            expr = expr.func(first, rest, evaluate=False)
         return original(tracer, expr, out)
 
     with patch.object(proxy_tensor, _NAME, build):

@@ -19,7 +19,8 @@ class TensorParts:
     """What this rank's stages have to do with those that have other parts of the same tensors.
 
     Parameters that are not shared by these ranks, of which each has a copy (or of those that are
-    sharded over others, of its shard), start with the values of the first. Creating one is collective over all ranks.
+    sharded over others, of its shard), start with the values of the first. Creating one is
+    collective over all ranks.
 
     Args:
         modules: this rank's stages by index.
