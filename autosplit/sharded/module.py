@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from autosplit.errors import ShardedError, SplitError
 from autosplit.torch_internals.ddp_reducer import refuse_sharded
 from autosplit.torch_internals.distributed import fsdp_part, is_wrapped_by_fsdp
+from autosplit.torch_internals.dtensor import local_tensor
 from autosplit.torch_internals.fsdp.groups import (
     ParameterGroup,
     finish_backward,
@@ -52,8 +53,8 @@ class ShardedModule:
             if group.refusal:
                 raise ShardedError(
                     f"fully_shard was called for {group.name} {group.refusal}. Such parameters "
-                    "cannot be gathered for one graph: call it with plain parameters and without "
-                    "that, or use the model unsplit"
+                    "cannot be gathered for one graph: call it without that, or use the model "
+                    "unsplit"
                 )
         self._views = [PlainView(part) for part in module.modules() if is_managed(part)]
         self._owners: dict[int, Tensor] = {}
@@ -121,7 +122,8 @@ class ShardedModule:
             group.finish_unshard()
         pairs = [pair for group in self.groups for pair in group.pairs]
         self._owners = {id(whole): sharded for sharded, whole in pairs}
-        allow_other_memory(whole for _, whole in pairs)
+        for _, whole in pairs:
+            allow_other_memory((whole, local_tensor(whole)))
 
     def reshard(self) -> None:
         """Free all gathered parameters."""
@@ -195,7 +197,8 @@ class ShardedModule:
 
     def lies_in_parameters(self, tensors: Iterable[Tensor | None]) -> bool:
         """Whether one of these is in the memory of a gathered parameter, which comes and goes."""
-        memory = {p.untyped_storage()._cdata for g in self.groups for _, p in g.pairs}
+        every = (local_tensor(p) for group in self.groups for _, p in group.pairs)
+        memory = {each.untyped_storage()._cdata for each in every}
         return any(t is not None and t.untyped_storage()._cdata in memory for t in tensors)
 
     def forget(self, parameters: Collection[int]) -> None:

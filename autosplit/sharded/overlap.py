@@ -19,7 +19,7 @@ class OverlappedReduction:
     all ranks: one that is complete too early for that order waits for those before it.
 
     On an accelerator FSDP reduces on a stream of its own. On a CPU a thread waits for the other
-    ranks; nothing else may communicate meanwhile.
+    ranks that hold the shards; nothing else may communicate with these meanwhile.
 
     Args:
         sharded: the module.
@@ -66,6 +66,7 @@ class OverlappedReduction:
     def _start(self) -> None:
         while len(self._begun) < len(self._groups) and not self._missing[len(self._begun)]:
             group = self._groups[len(self._begun)]
+            group.lay_gradients_out()
             if self._thread is None:
                 future: Future[None] = Future()
                 _reduce(group)

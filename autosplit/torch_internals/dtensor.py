@@ -5,6 +5,7 @@ and gradients put together again.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -107,12 +108,18 @@ def lay_gradient_out(parameter: Tensor) -> None:
     """Have the gradient of a DTensor lie over ranks as it does: a sum that ranks have parts of is
     reduced. Its ranks take part.
     """
-    gradient: Any = parameter.grad
-    if is_dtensor(gradient):
-        lies = Sharding.of(parameter)
-        if tuple(gradient.placements) != lies.placements:
-            with torch.no_grad():
-                parameter.grad = gradient.redistribute(lies.mesh, lies.placements)
+    if is_dtensor(parameter.grad):
+        parameter.grad = redistributed(parameter.grad, Sharding.of(parameter).placements)
+
+
+def redistributed(tensor: Any, placements: Sequence[Any]) -> Any:
+    """A DTensor with these placements on its mesh; itself where it lies so, or is None. Its ranks
+    take part.
+    """
+    if tensor is None or tuple(tensor.placements) == tuple(placements):
+        return tensor
+    with torch.no_grad():
+        return tensor.redistribute(placements=placements)
 
 
 def laid_out(value: Any, tensor: Tensor) -> Any:

@@ -1,12 +1,9 @@
 """How much of a tensor-parallel model's collectives its weight gradients hide: real ranks and
 kernels, over a link that takes time.
-
-    python -m benchmarks.mesh.collectives
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 import warnings
@@ -296,15 +293,3 @@ def render(rows: Rows) -> str:
         "bits of eager",
     ]
     return table(headers, body)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=15, help="timed backwards of each case")
-    parser.add_argument("--only", default="", help="only ways with this in their name, and eager")
-    options = parser.parse_args()
-    print(render(list(measure(options.steps, options.only))))
-
-
-if __name__ == "__main__":
-    main()

@@ -39,6 +39,7 @@ MESHES: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
     "pp 2 x tp 2": (("pp", "tp"), (2, 2)),
     "tp 2 x pp 2": (("tp", "pp"), (2, 2)),
     "pp 2 x dp_replicate 2 x tp 2": (("pp", "dp_replicate", "tp"), (2, 2, 2)),
+    "pp 2 x dp_shard 2 x tp 2": (("pp", "dp_shard", "tp"), (2, 2, 2)),
 }
 _ALL_MEMORY = ("pp 2 x dp_replicate 2", "pp 2 x dp_shard 2", "pp 2 x tp 2")
 SCHEDULES: dict[str, dict[str, Any]] = {

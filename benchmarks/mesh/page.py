@@ -6,7 +6,7 @@ import dataclasses
 
 from ..part import Part, fill
 from ..results import Results
-from . import exactness, hidden, parameters
+from . import beside, collectives, exactness, hidden, parameters
 
 _PAGE = """\
 # Meshes: pipelines with replicas
@@ -63,6 +63,33 @@ PARTS: dict[str, Part[Settings]] = {
         "longer, and steps within 3 % of the simulated ones; what misses it is bold.",
         lambda settings: hidden.measure(settings.steps, settings.only),
         hidden.render,
+    ),
+    "collectives": Part(
+        "Collectives of a stage behind its weight gradients",
+        "A tensor-parallel model of three attention and three MLP blocks on two ranks, whose "
+        "all-reduces end 0, 0.5, 1 and 2 times as long after they began as a weight gradient's "
+        "product takes. Hidden is what the backward's waits are shorter by than all of that time; "
+        "what can be hidden follows from the graph's dependences and the times of its operators, "
+        "each measured alone. The goal is 90 % of that; what misses it is bold. Eager mode and "
+        "Inductor, also with its own reordering of collectives, are beside it.",
+        lambda settings: collectives.measure(settings.steps, settings.only),
+        collectives.render,
+    ),
+    "beside": Part(
+        "Beside torch's stages",
+        "Forward, backward and reduction of a batch of four microbatches, by torch's schedules "
+        "with its own stages, by the same with ours, and by our trainer under the schedule of "
+        "that name (`ScheduleInterleavedZeroBubble` is interleaved). A model of eight blocks; "
+        "stages are wrapped by DistributedDataParallel along dp_replicate (ours reduces by "
+        "itself), sharded by fully_shard, block by block, along dp_shard (ZeRO-2 over "
+        "microbatches) and shared by parallelize_module along tp. Contenders take turns, first "
+        "to last and last to first; ratios are those of each round's steps, and a step is its "
+        "slowest rank's. The peak is what a step allocates at most on a rank beyond the "
+        "gradients that it leaves: activations, gathered parameters and buckets, but not those "
+        "of DistributedDataParallel, which keeps its own between steps. Ratios above 1 are bold. "
+        "Ranks share two cores, so that waits are worth little here: whoever waits lends its core.",
+        lambda settings: beside.measure(settings.steps, settings.only),
+        beside.render,
     ),
 }
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from autosplit.torch_internals.allocations import quiet_stderr
+from autosplit.torch_internals.dtensor import local_tensor
 
 
 def activation_peak(step: Callable[[], Any], modules: Iterable[nn.Module]) -> int:
@@ -24,7 +25,7 @@ def activation_peak(step: Callable[[], Any], modules: Iterable[nn.Module]) -> in
     """
     changes = _allocations(step)
     gradients = {
-        parameter.grad.untyped_storage().data_ptr()
+        local_tensor(parameter.grad).untyped_storage().data_ptr()
         for module in modules
         for parameter in module.parameters()
         if parameter.grad is not None

@@ -18,11 +18,14 @@ from autosplit.torch_internals.autograd.accumulate_grad import (
     outside_dispatch,
     without_torch_function,
 )
-from autosplit.torch_internals.dtensor import is_dtensor
+from autosplit.torch_internals.dtensor import dtensor_class, is_dtensor
 from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten
 
 if TYPE_CHECKING:
     from .gradient_slot import GradientSlot
+
+
+_CLASS: Any = object.__dict__["__class__"]
 
 
 class LazyGradient(Tensor):
@@ -71,12 +74,26 @@ class LazyGradient(Tensor):
             args, kwargs = _computed((args, kwargs))
         return func(*args, **kwargs)
 
+    @property
+    def __class__(self) -> type:
+        """``isinstance`` of a DTensor's says that it is one, as of the real gradient."""
+        return dtensor_class() if is_dtensor(self._stands_for) else type(self)
+
+    @__class__.setter
+    def __class__(self, kind: type) -> None:
+        _CLASS.__set__(self, kind)
+
+    @property
+    def _stands_for(self) -> Tensor | None:
+        """The parameter, or the real gradient where that is there."""
+        found = pending(self)
+        return self._real if found is None else found[1]
+
     def __getattr__(self, name: str) -> Any:
         """What only the gradient of a DTensor has: placements, a mesh, a local part."""
         if name.startswith("__") or name == "_slot":
             raise AttributeError(name)
-        found = pending(self)
-        stands_for = self._real if found is None else found[1]
+        stands_for = self._stands_for
         if not is_dtensor(stands_for):
             raise AttributeError(f"{type(stands_for).__name__!r} object has no attribute {name!r}")
         return getattr(self.value(), name)

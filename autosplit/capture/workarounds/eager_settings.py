@@ -16,6 +16,7 @@ from autosplit.torch_internals.version import TORCH
 
 from .linalg_checks import without_tokens
 from .recurrent_layers import without_fused_recurrence
+from .symbolic_products import products_by_twos
 from .tangent_layout import gradients_apart
 
 # numpy.random draws what it draws in eager; torch's generator would draw instead.
@@ -41,6 +42,7 @@ def as_eager(module: fx.GraphModule, decompositions: object = None) -> Iterator[
     - checks of linear algebra are operators like others, without tokens;
     - recurrent layers are traced without the fused kernel, which its fake does not match;
     - gradients of outputs that overlap themselves do not;
+    - sizes that are symbols are multiplied by twos;
     - kernels that somebody registered for torch's operators are traced through.
     """
     drawing = {} if decompositions is not None else {"fallback_random": True}
@@ -50,6 +52,7 @@ def as_eager(module: fx.GraphModule, decompositions: object = None) -> Iterator[
         without_fused_recurrence(module),
         without_tokens(),
         gradients_apart(),
+        products_by_twos(),
         traced_as_registered(),
     ):
         yield

@@ -85,8 +85,7 @@ class StageTrainer:
         self.device = choose_device(device, setup.layout)
         self._clipping = options.max_grad_norm is not None
         self.mesh = options.mesh
-        if options.mesh is not None:
-            check_layout(setup.layout)
+        check_layout(setup.layout)
         self._connect(setup.layout, options)
         settled = partial(await_device, self.device, self._guard, options.timeout)
         order = choose_order(options.early_weights, setup.schedule, self.device)

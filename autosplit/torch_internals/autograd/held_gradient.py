@@ -40,7 +40,7 @@ def exchanged(one: Tensor, other: Tensor) -> bool:
         torch._C._swap_tensor_impl(one, other)
     except RuntimeError:  # C++ has a weak reference
         return False
-    one.__class__, other.__class__ = other.__class__, one.__class__
+    one.__class__, other.__class__ = type(other), type(one)
     return True
 
 

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from autosplit.torch_internals.distributed import is_fsdp_managed
+from autosplit.torch_internals.dtensor import Sharding, redistributed
 
 
 def state_of(module: Any) -> Any:
@@ -64,6 +65,12 @@ def finish_backward(root: Any) -> None:
     root._root_post_backward_final_callback()
 
 
+def _sharding(spec: Any) -> Sharding:
+    """That of a DTensor's spec, as torch 2.11 to 2.15 have them."""
+    meta = spec.tensor_meta
+    return Sharding(spec.mesh, tuple(spec.placements), meta.shape, meta.stride)
+
+
 class ParameterGroup:
     """Parameters that are gathered in one all-gather and reduced in one reduce-scatter.
 
@@ -90,9 +97,14 @@ class ParameterGroup:
         """Why its parameters cannot be those of a graph; empty where they can."""
         if isinstance(self._group.offload_policy, CPUOffloadPolicy):
             return "with an offload policy, which moves parameters and gradients to the host"
+        if getattr(self._group.mesh_info, "is_spmd_mesh", False):
+            return "with dp_mesh_dims, where parameters are DTensors over the ranks that shard them"
         for each in self._group.fsdp_params:
-            if each.is_dtensor:
-                return "after they had become DTensors (parallelize_module, distribute_module)"
+            if each.is_dtensor and self._group._use_post_forward_mesh:
+                return (
+                    "with a number for reshard_after_forward, and has parameters of "
+                    "parallelize_module, which torch does not reshard to fewer ranks"
+                )
             if hasattr(each._sharded_local_tensor, "fsdp_pre_all_gather"):
                 kind = type(each._sharded_local_tensor).__name__
                 return f"with tensors of class {kind}, which gather themselves in their own way"
@@ -102,6 +114,18 @@ class ParameterGroup:
     def parameters(self) -> list[Tensor]:
         """The sharded parameters."""
         return [each.sharded_param for each in self._group.fsdp_params]
+
+    @property
+    def gathered_shardings(self) -> list[tuple[Tensor, Sharding | None]]:
+        """Each sharded parameter, and how it lies over ranks when it is gathered: None where this
+        rank has the whole then, and not a part along other dimensions (``parallelize_module``).
+        """
+        return [
+            (each.sharded_param, _sharding(each._unsharded_dtensor_spec))
+            if each.is_dtensor
+            else (each.sharded_param, None)
+            for each in self._group.fsdp_params
+        ]
 
     @property
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
@@ -175,6 +199,26 @@ class ParameterGroup:
             if hasattr(each, "_unsharded_param"):
                 each.accumulate_unsharded_grad_if_needed()
                 each.to_accumulated_grad_if_needed()
+
+    def lay_gradients_out(self) -> None:
+        """Have the gradients that have come lie as their gathered parameters do: sums that ranks
+        have parts of (along "tp") are reduced there. Those ranks take part.
+
+        ``start_reduce`` does it where nobody has, in the thread that runs it: collectives of these
+        ranks that other threads start meanwhile could come before it on one rank, and behind it
+        on another.
+        """
+        if not any(each.is_dtensor for each in self._group.fsdp_params):
+            return
+        self.accumulate()
+        for each in self._group.fsdp_params:
+            if each.is_dtensor and hasattr(each, "_unsharded_param"):
+                lies = each._unsharded_dtensor_spec.placements
+                own = each._unsharded_param
+                own.grad = redistributed(own.grad, lies)
+                each.unsharded_accumulated_grad = redistributed(
+                    each.unsharded_accumulated_grad, lies
+                )
 
     @property
     def adds_in_another_dtype(self) -> bool:

@@ -42,20 +42,26 @@ def check_unanimous(said: Mapping[str, Any], groups: Groups) -> None:
 
 
 def check_layout(layout: RankLayout) -> None:
-    """Refuse meshes that differ, over the default process group: the trainer's are made by them.
+    """Refuse meshes that differ, and one that only some ranks have, over the default process group:
+    the trainer's are made by them. Does nothing for a trainer of one rank.
 
     Raises:
         PipelineError: names two ranks and what they were given.
     """
-    heard = gather((layout.pipelines, tuple(map(tuple, layout.places))))
-    for rank, (other, places) in enumerate(heard):
-        if (other, places) != heard[0]:
-            what = f"its pipelines are {heard[0][0]} on rank 0 and {other} on rank {rank}"
-            if other == heard[0][0]:
+    if len(layout.ranks) == 1:
+        return
+    heard = gather((layout.device_type, layout.pipelines, tuple(map(tuple, layout.places))))
+    kind, pipelines, places = heard[0]
+    for rank, (other_kind, others, other_places) in enumerate(heard):
+        if (others, other_places) != (pipelines, places):
+            what = f"its pipelines are {pipelines} on rank 0 and {others} on rank {rank}"
+            if others == pipelines:
                 what = (
-                    f"its pipelines are at the places {heard[0][1]} along 'dp_replicate', "
-                    f"'dp_shard' and 'tp' on rank 0 and {places} on rank {rank}"
+                    f"its pipelines are at the places {places} along 'dp_replicate', "
+                    f"'dp_shard' and 'tp' on rank 0 and {other_places} on rank {rank}"
                 )
+            if not (kind and other_kind):
+                what = f"rank {rank if kind else 0} has none: {what}"
             raise PipelineError(f"every rank must be given the same mesh, but {what}")
 
 

@@ -45,6 +45,15 @@ class StageReductions:
         """
         self._waits.append(self._run(call, beside))
 
+    def lay_out(self, group: ParameterGroup) -> None:
+        """Reduce what ranks that share its tensors have parts of.
+
+        Raises:
+            LostPeerError: one of them did not take part.
+        """
+        with self._losing("the ranks that share its tensors"):
+            group.lay_gradients_out()
+
     def finish(self) -> None:
         """Wait for all that were started; nothing where that was done.
 
@@ -104,6 +113,7 @@ class GroupReduction:
 
     def start(self) -> None:
         """Start to reduce what has come, in the parameters as they were gathered."""
+        self._together.lay_out(self._group)
         # Hooks are called where a group is reduced.
         hooked = has_accumulate_hooks(self._group.parameters)
         self._together.start(self._reduce, beside=not hooked)

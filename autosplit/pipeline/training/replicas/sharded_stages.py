@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -38,7 +38,8 @@ class ShardedStages:
         groups: the trainer's process groups.
 
     Attributes:
-        parameters: by ``id``, all sharded ones.
+        parameters: by ``id``, all sharded ones, each with how it lies over ranks when it is
+            gathered: None where this rank has the whole then.
 
     Raises:
         ShardedError: a stage is sharded over other ranks than those along "dp_shard", or in a way
@@ -53,12 +54,12 @@ class ShardedStages:
             for index, module in modules.items()
             if fsdp_part(module) is not None
         }
-        self.parameters = frozenset(
-            id(parameter)
+        self.parameters = {
+            id(parameter): lies
             for stage in self._stages.values()
             for group in stage.groups
-            for parameter in group.parameters
-        )
+            for parameter, lies in group.gathered_shardings
+        }
         for index, stage in self._stages.items():
             for group in stage.groups:
                 _check_lies(index, group, groups)
@@ -248,7 +249,7 @@ def _check_lies(stage: int, group: ParameterGroup, groups: Groups) -> None:
     )
 
 
-def _check_all_sharded(modules: Mapping[int, nn.Module], sharded: frozenset[int]) -> None:
+def _check_all_sharded(modules: Mapping[int, nn.Module], sharded: Collection[int]) -> None:
     """Not sharded here by itself: which modules are a group, and in which precision, is for whoever
     knows the model to say.
     """

@@ -1,0 +1,316 @@
+"""Steps of meshes beside those of torch.distributed.pipelining with FSDP2, DDP and DTensor."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import logging
+import math
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from autosplit.pipeline import PipelineTrainer
+from autosplit.pipeline.engine.processes.launch import launch
+from autosplit.pipelining import SplitPipelineStage
+from autosplit.torch_internals.dtensor import local_tensor
+
+from ..results import Rows, table
+from ..torch_pipelining.activations import activation_peak
+
+BLOCKS, MICROBATCHES = 8, 4
+_MOST = 45.0  # seconds that a rank waits for a message of a contender that has failed elsewhere
+
+MESHES: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
+    "pp 4": (("pp",), (4,)),
+    "pp 2 x dp_replicate 2": (("pp", "dp_replicate"), (2, 2)),
+    "pp 2 x dp_shard 2": (("pp", "dp_shard"), (2, 2)),
+    "pp 2 x tp 2": (("pp", "tp"), (2, 2)),
+    "pp 2 x dp_shard 2 x tp 2": (("pp", "dp_shard", "tp"), (2, 2, 2)),
+}
+SCHEDULES = {"1f1b": (1, "Schedule1F1B"), "interleaved": (2, "ScheduleInterleavedZeroBubble")}
+"""Stages a rank, and torch's schedule of that name."""
+
+TORCH, STAGE, TRAINER = "torch's stage", "our stage, torch's schedule", "our trainer"
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Of the model and of a microbatch."""
+
+    width: int = 256
+    rows: int = 4
+    tokens: int = 64
+
+
+class Block(nn.Module):
+    def __init__(self, index: int, width: int) -> None:
+        super().__init__()
+        torch.manual_seed(index)
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
+        return found
+
+
+@dataclasses.dataclass
+class Contender:
+    """One program that trains the stages of this rank.
+
+    Attributes:
+        step: forward and backward of a batch, whose gradients are reduced behind it.
+        modules: this rank's stages by index.
+    """
+
+    step: Callable[[], Any]
+    modules: dict[int, nn.Module]
+
+    def clear(self) -> None:
+        for module in self.modules.values():
+            module.zero_grad(set_to_none=True)
+
+    def gradients(self) -> dict[tuple[int, str], Tensor]:
+        return {
+            (stage, name.removeprefix("module.")): local_tensor(parameter.grad).clone()
+            for stage, module in self.modules.items()
+            for name, parameter in module.named_parameters()
+            if parameter.grad is not None
+        }
+
+
+class Task:
+    """What every contender trains on this rank."""
+
+    def __init__(self, mesh: DeviceMesh, schedule: str, sizes: Sizes) -> None:
+        self.mesh, self.sizes = mesh, sizes
+        self.names = mesh.mesh_dim_names or ()
+        self.chunks, self.torchs = SCHEDULES[schedule]
+        self.schedule = schedule
+        self.ranks, self.rank = mesh["pp"].size(), mesh.get_local_rank("pp")
+        self.stages = self.chunks * self.ranks
+        self.mine = [self.rank + self.ranks * at for at in range(self.chunks)]
+        share = 0
+        for name in ("dp_replicate", "dp_shard"):
+            if name in self.names:
+                share = share * mesh[name].size() + mesh.get_local_rank(name)
+        generator = torch.Generator().manual_seed(share)
+        shape = (MICROBATCHES * sizes.rows, sizes.tokens, sizes.width)
+        self.inputs, self.targets = (torch.randn(shape, generator=generator) for _ in range(2))
+
+    def build(self, index: int) -> nn.Module:
+        """A stage, its tensors shared and sharded by torch's tools; ZeRO-2 over microbatches."""
+        share = BLOCKS // self.stages
+        blocks = [Block(at, self.sizes.width) for at in range(index * share, (index + 1) * share)]
+        module: Any = nn.Sequential(*blocks)
+        if "tp" in self.names:
+            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            for block in module:
+                parallelize_module(block, self.mesh["tp"], plan)
+        if "dp_shard" in self.names:
+            for part in (*module, module):
+                fully_shard(part, mesh=self.mesh["dp_shard"], reshard_after_forward=False)
+        made: nn.Module = module
+        return made
+
+    def torch_schedule(self, kind: Any) -> Contender:
+        """A schedule of torch's, with stages of a kind."""
+        group = self.mesh["pp"].get_group()
+        modules: dict[int, Any] = {index: self.build(index) for index in self.mine}
+        if "dp_replicate" in self.names:
+            replicas = self.mesh["dp_replicate"].get_group()
+            for index, module in modules.items():
+                modules[index] = DistributedDataParallel(module, process_group=replicas)
+        stages = [
+            kind(module, index, self.stages, torch.device("cpu"), group=group)
+            for index, module in modules.items()
+        ]
+        given: Any = stages if self.chunks > 1 else stages[0]
+        made = getattr(schedules, self.torchs)(given, MICROBATCHES, loss_fn=F.mse_loss)
+        args = (self.inputs,) if 0 in self.mine else ()
+        kwargs = {"target": self.targets} if self.stages - 1 in self.mine else {}
+        return Contender(lambda: made.step(*args, **kwargs), modules)
+
+    def trainer(self, stack: contextlib.ExitStack) -> Contender:
+        """Ours."""
+        made = stack.enter_context(
+            PipelineTrainer(
+                self.build,
+                F.mse_loss,
+                lambda parameters: torch.optim.SGD(parameters, lr=0.0),
+                stages=self.stages,
+                microbatches=MICROBATCHES,
+                schedule=self.schedule,
+                mesh=self.mesh,
+            )
+        )
+        batch = self.inputs, self.targets
+        return Contender(lambda: made.forward_backward(batch), dict(made.modules))
+
+
+def measure(steps: int, only: str = "", sizes: Sizes | None = None) -> Iterator[dict[str, Any]]:
+    """A row for each mesh, schedule and contender whose name has ``only`` in it."""
+    for mesh, (_, shape) in MESHES.items():
+        for schedule in SCHEDULES:
+            name = f"{mesh}, {schedule}"
+            if only in name:
+                args = (mesh, schedule, steps, sizes or Sizes())
+                found = launch(on_rank, math.prod(shape), args, timeout=600)
+                for at, row in enumerate(found[0]):
+                    peaks = [rank[at]["peak"] for rank in found]
+                    same = all(rank[at]["same"] for rank in found)
+                    yield {**row, "name": f"{name}, {row['way']}", "peak": max(peaks), "same": same}
+
+
+def on_rank(name: str, schedule: str, steps: int, sizes: Sizes) -> Rows:
+    """Every contender in turn, in as many rounds as there are steps; each row of this rank."""
+    warnings.simplefilter("ignore")
+    logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)
+    names, shape = MESHES[name]
+
+    def task() -> Task:
+        """On groups of its own, which a contender that fails leaves unusable."""
+        gloo: Any = dist.ProcessGroupGloo
+        limit = gloo._Options()
+        limit._timeout = timedelta(seconds=_MOST)
+        override: Any = dict.fromkeys(names, ("gloo", limit)) if len(names) > 1 else None
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names, backend_override=override)
+        return Task(mesh, schedule, sizes)
+
+    rows: list[dict[str, Any]] = []
+    with contextlib.ExitStack() as stack:
+        ways = {
+            TRAINER: lambda: task().trainer(stack),
+            STAGE: lambda: task().torch_schedule(SplitPipelineStage),
+            TORCH: lambda: task().torch_schedule(PipelineStage),
+        }
+        made = {way: _started(make) for way, make in ways.items()}
+        running = {way: each for way, each in made.items() if isinstance(each, Contender)}
+        seconds = _in_turns(list(running.values()), steps)
+        expected = running[TORCH].gradients() if TORCH in running else {}
+        for way in (TORCH, STAGE, TRAINER):
+            row: dict[str, Any] = {"mesh": name, "schedule": schedule, "way": way, "said": ""}
+            row |= {"seconds": [], "peak": 0, "same": True}
+            if way in running:
+                mine = running[way].gradients()
+                row["seconds"] = seconds[[*running].index(way)]
+                row["same"] = mine.keys() == expected.keys() and all(
+                    torch.equal(mine[key], expected[key]) for key in mine
+                )
+                row["peak"] = _peak(running[way])
+            else:
+                row["said"] = str(made[way])
+            rows.append(row)
+    return rows
+
+
+def _started(make: Callable[[], Contender]) -> Contender | str:
+    """A contender behind its first two steps; or what a rank said that failed."""
+    said = ""
+    found: Contender | None = None
+    try:
+        found = make()
+        for _ in range(2):
+            found.step()
+            found.clear()
+    except Exception as error:
+        said = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, said)
+    bad: list[str] = [each for each in everywhere if each]
+    if bad or found is None:
+        return min(bad, key=lambda text: "timed out" in text.lower() or "closed" in text.lower())
+    return found
+
+
+def _in_turns(contenders: list[Contender], steps: int) -> list[list[float]]:
+    """Seconds of each contender's steps, of the slowest rank; gradients of the last are left."""
+    found: list[list[float]] = [[] for _ in contenders]
+    gc.disable()
+    for round_ in range(steps):
+        order = [*enumerate(contenders)]
+        for at, each in order if round_ % 2 == 0 else reversed(order):
+            each.clear()
+            dist.barrier()
+            start = time.perf_counter()
+            each.step()
+            taken = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+            dist.all_reduce(taken, dist.ReduceOp.MAX)
+            found[at].append(taken.item())
+        gc.collect()
+    gc.enable()
+    return found
+
+
+def _peak(contender: Contender) -> int:
+    contender.clear()
+    dist.barrier()
+    return activation_peak(contender.step, contender.modules.values())
+
+
+def render(rows: Rows) -> str:
+    """A line a contender; ratios above those of torch's stage are bold."""
+    cells = []
+    base: dict[str, Any] = {}
+    for row in rows:
+        if row["way"] == TORCH:
+            base = row
+        start = [row["mesh"], row["schedule"], row["way"]]
+        if not row["seconds"]:
+            cells.append([*start, "fails", "", "", "", "", "", _short(row["said"])])
+            continue
+        times = [1e3 * each for each in row["seconds"]]
+        compared = bool(base.get("seconds")) and row is not base
+        cells.append(
+            [
+                *start,
+                f"{statistics.median(times):.0f}",
+                f"{min(times):.0f} to {max(times):.0f}",
+                _ratio(_ratios(row, base)) if compared else "",
+                _spread(_ratios(row, base)) if compared else "",
+                f"{row['peak'] / 2**20:.1f}",
+                _bold(row["peak"] / base["peak"]) if compared and base["peak"] else "",
+                ("yes" if row["same"] else "no") if compared else "",
+            ]
+        )
+    headers = [
+        *("mesh", "schedule", "who", "step ms", "spread", "/ torch's", "its spread", "peak MiB"),
+        *("/ torch's", "bits of torch's"),
+    ]
+    return table(headers, cells)
+
+
+def _ratios(row: dict[str, Any], base: dict[str, Any]) -> list[float]:
+    """Of each round, as both have run close to each other."""
+    return [mine / other for mine, other in zip(row["seconds"], base["seconds"], strict=True)]
+
+
+def _ratio(ratios: Iterable[float]) -> str:
+    return _bold(statistics.median(ratios))
+
+
+def _spread(ratios: list[float]) -> str:
+    return f"{min(ratios):.2f} to {max(ratios):.2f}"
+
+
+def _bold(ratio: float) -> str:
+    return f"{ratio:.2f}" if ratio <= 1 else f"**{ratio:.2f}**"
+
+
+def _short(said: str) -> str:
+    return said if len(said) <= 120 else f"{said[:117]}..."

@@ -1,0 +1,263 @@
+"""What ranks run in test_sharded_tensors.py: stages that are sharded, and whose tensors ranks
+share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
+
+import autosplit
+from autosplit.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
+from autosplit.pipeline import PipelineTrainer
+
+from .tensor_parallel_workers import (
+    BLOCKS,
+    Block,
+    M,
+    Reference,
+    batch,
+    loss_of,
+    parallel,
+    stage_of,
+    still,
+    trainer,
+    whole,
+)
+from .workers import norm_of, refusal
+
+HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+Build = Callable[[int], Any]
+
+
+def sharded(mesh: DeviceMesh, build: Build, **options: Any) -> Build:
+    """A group for each block, and one for what is left."""
+
+    def stage(index: int) -> nn.Module:
+        module = build(index)
+        for part in module:
+            if isinstance(part, Block):
+                fully_shard(part, mesh=mesh["dp_shard"], **options)
+        made: nn.Module = fully_shard(module, mesh=mesh["dp_shard"], **options)
+        return made
+
+    return stage
+
+
+def norms_apart(mesh: DeviceMesh, stages: int) -> Build:
+    """Norms that the plan does not name, of which each rank has a copy, and other values on each
+    rank but the first.
+    """
+
+    def build(index: int) -> nn.Module:
+        module = stage_of(index, stages).eval()
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        for part in module:
+            if isinstance(part, Block):
+                parallelize_module(part, mesh["tp"], plan)
+                with torch.no_grad():
+                    part.norm.bias.add_(mesh.get_local_rank("tp"))
+        return module
+
+    return build
+
+
+class Eager:
+    """Losses and gradients of torch's FSDP2, which reduces behind the last microbatch."""
+
+    def __init__(self, model: Any, share: tuple[Tensor, Tensor]) -> None:
+        self.losses = []
+        for number, (x, y) in enumerate(zip(*(each.chunk(M) for each in share), strict=True)):
+            model.set_requires_gradient_sync(number == M - 1)
+            with loss_parallel():
+                loss = loss_of(model(x), y)
+                (loss / M).backward()
+            self.losses.append(whole(loss.detach()).item())
+        self.gradients = {name: whole(p.grad) for name, p in model.named_parameters()}
+
+
+def lie_alike(made: PipelineTrainer) -> bool:
+    pairs = [
+        (gradient, dict(made.modules[stage].named_parameters())[name])
+        for stage, gradients in made.gradients().items()
+        for name, gradient in gradients.items()
+    ]
+    return bool(pairs) and all(
+        (a.placements, a.device_mesh) == (b.placements, b.device_mesh) for a, b in pairs
+    )
+
+
+def gradients_of(made: PipelineTrainer, stages: int) -> dict[str, Tensor]:
+    """By name in the whole model."""
+    found = {}
+    for stage, gradients in made.gradients().items():
+        for name, gradient in gradients.items():
+            at, _, own = name.partition(".")
+            found[f"{int(at) + stage * BLOCKS // stages}.{own}"] = whole(gradient)
+    return found
+
+
+EXACT: dict[str, tuple[int, dict[str, Any]]] = {
+    "1f1b, slices": (2, {"slices": 2, "memory": "lean", "overlap": "none"}),
+    "gpipe, fused": (1, {"schedule": "gpipe", "split_backward": False}),
+}
+
+
+def exactness(mesh: DeviceMesh, expected: Any, case: str) -> dict[str, Any]:
+    stages, options = EXACT[case]
+    build = sharded(mesh, still(parallel(mesh, stages)))
+    share = batch(mesh.get_local_rank("dp_shard"))
+    with loss_parallel(), trainer(mesh, stages, build, **options) as made:
+        losses = made.forward_backward(share).tolist()
+        mine = gradients_of(made, stages)
+        return {
+            "losses": losses == expected.losses[mesh.get_local_rank("dp_shard")],
+            "evaluation": made.evaluate(share).tolist() == losses,
+            "gradients": all(torch.equal(g, expected.gradients[k]) for k, g in mine.items()),
+            "all": len(mine) == len(expected.gradients),
+            "lie": lie_alike(made),
+            "norm": made.grad_norm == norm_of(expected.gradients.values()),
+        }
+
+
+def beside_torch(
+    mesh: DeviceMesh, build: Callable[[DeviceMesh, int], Build], **options: Any
+) -> Any:
+    """A step held against FSDP2 of the same module."""
+    share = batch(mesh.get_local_rank("dp_shard"))
+    with torch.random.fork_rng():
+        plain = build(mesh, 1)(0)
+        for part in plain:  # as a trainer starts: with the first rank's values
+            if isinstance(part, Block) and not hasattr(part.norm.bias, "placements"):
+                dist.broadcast(part.norm.bias.detach(), group=mesh.get_group("tp"), group_src=0)
+        expected = Eager(sharded(mesh, lambda index: plain, **options)(0), share)
+    with loss_parallel(), trainer(mesh, 1, sharded(mesh, build(mesh, 1), **options)) as made:
+        losses = made.forward_backward(share).tolist()
+        mine = gradients_of(made, 1)
+        return {
+            "losses": losses == expected.losses,
+            "gradients": all(torch.equal(g, expected.gradients[k]) for k, g in mine.items()),
+            "norm": made.grad_norm == norm_of(expected.gradients.values()),
+        }
+
+
+def split(mesh: DeviceMesh) -> dict[str, bool]:
+    """Steps of a split module, held against FSDP2 of the same module unsplit."""
+    found = []
+    pending = []
+    for wrap in (lambda model: model, autosplit.split):
+        plain = sharded(mesh, still(parallel(mesh, 1)))(0)
+        model: Any = wrap(plain)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        seen = []
+        for step in range(2):
+            share = batch(mesh.get_local_rank("dp_shard"), step)
+            for number, (x, y) in enumerate(zip(*(e.chunk(M) for e in share), strict=True)):
+                plain.set_requires_gradient_sync(model is not plain or number == M - 1)
+                with loss_parallel():
+                    loss_of(model(x), y).backward()
+            pending += [isinstance(p.grad, DTensor) for p in model.parameters()]
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            seen += [norm, *model.parameters()]
+        found.append([whole(each.detach()) for each in seen])
+    return {
+        "steps": all(map(torch.equal, *found)),
+        "many": len(found[0]) > 20,
+        "pending gradients are DTensors": all(pending),
+    }
+
+
+def saved(mesh: DeviceMesh, folder: Path) -> dict[str, bool]:
+    """Train on 2 x 2, save, and go on there, in one process, and back again."""
+
+    def state(made: PipelineTrainer) -> dict[str, Tensor]:
+        found = {}
+        for name, parameter in made.modules[0].named_parameters():
+            found[name] = whole(parameter.detach()).clone()
+            for what, value in made.optimizer.state[parameter].items():
+                found[f"{name} {what}"] = whole(value).clone()
+        return found
+
+    def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+        return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+    found = {}
+    build = sharded(mesh, still(norms_apart(mesh, 1)))
+    own = mesh.get_local_rank("dp_shard")
+    with trainer(mesh, 1, build, max_grad_norm=0.5) as made:
+        made.step(batch(own))
+        save_checkpoint(made, folder / "shards", step=1)
+        before = state(made)
+        made.step(batch(own, 1))
+        after = state(made)
+    with trainer(mesh, 1, build, max_grad_norm=0.5) as made:
+        load_checkpoint(made, folder / "shards")
+        found["optimizer and model"] = same(before, state(made))
+        made.step(batch(own, 1))
+        found["goes on"] = same(after, state(made))
+    read = read_checkpoint(folder / "shards")
+    found["whole tensors"] = same(read, {k: v for k, v in before.items() if " " not in k})
+    with trainer(None, 1, ranks=1) as alone:
+        load_checkpoint(alone, folder / "shards", generators=False)
+        found["one process"] = same(before, state(alone))
+        alone.step(batch())
+        mine = state(alone)
+        save_checkpoint(alone, folder / f"alone{dist.get_rank()}")
+    dist.barrier()
+    everywhere: list[Any] = [None] * 4
+    dist.all_gather_object(everywhere, mine)
+    with trainer(mesh, 1, build) as made:
+        load_checkpoint(made, folder / "alone0")
+        found["and back"] = same(state(made), everywhere[0])
+    return found
+
+
+def refused(mesh: DeviceMesh) -> dict[str, str]:
+    def built(build: Build, over: DeviceMesh = mesh) -> str:
+        return refusal(lambda: trainer(over, 1, build))
+
+    def elsewhere(index: int) -> nn.Module:
+        """Ranks share tensors along dp_shard, and shards lie along tp."""
+        module = norms_apart(turned, 1)(index)
+        made: nn.Module = fully_shard(module, mesh=turned["dp_shard"])
+        return made
+
+    turned = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp_shard"))
+    some = mesh if dist.get_rank() % 2 else None
+    line = init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp_shard", "tp"))
+    fewer = sharded(line, norms_apart(line, 1), reshard_after_forward=2)
+    return {
+        "not shared": built(sharded(mesh, lambda index: stage_of(index, 1))),
+        "elsewhere": built(elsewhere),
+        "fewer ranks": built(fewer, line),
+        "on some ranks": refusal(lambda: trainer(some, 4, lambda index: stage_of(index, 4))),
+    }
+
+
+def four_ranks(folder: Path) -> dict[str, Any]:
+    """Cases on dp_shard 2 x tp 2."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+    expected = Reference(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "tp")))
+    found: dict[str, Any] = {case: exactness(mesh, expected, case) for case in EXACT}
+    found["norms apart"] = beside_torch(mesh, norms_apart)
+    found["half"] = beside_torch(mesh, lambda *args: still(parallel(*args)), mp_policy=HALF)
+    found["split"] = split(mesh)
+    found["saved"] = saved(mesh, folder)
+    found["refused"] = refused(mesh)
+    return found
