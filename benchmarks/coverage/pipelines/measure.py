@@ -57,10 +57,11 @@ def _of(name: str, stages: int, limit: float, ranks: KeptRanks) -> tuple[str, st
     if failed:
         worst = min(failed, key=lambda each: each.verdict is not Verdict.CRASHED)
         return (worst.verdict or Verdict.CRASHED).value, worst.detail, ""
-    return *_compared(Lesson(name), every), every[0].cut
+    return *compared(Lesson(name), every), every[0].cut
 
 
-def _compared(lesson: Lesson, every: Sequence[Trained]) -> tuple[str, str]:
+def compared(lesson: Lesson, every: Sequence[Trained]) -> tuple[str, str]:
+    """Verdict on what the ranks have seen, and what differs."""
     draws = every[0].draws
     mine = _united([each.seen for each in every])
     try:
