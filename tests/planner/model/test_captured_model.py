@@ -81,7 +81,7 @@ class Experts(nn.Module):
         x = self.first(x)
         chosen = (x[:, 0] > 0).long()
         order = chosen.argsort(stable=True)
-        sizes = torch.bincount(chosen, minlength=2).tolist()
+        sizes = nn.functional.one_hot(chosen, 2).sum(0).tolist()
         parts = x[order].split(sizes)
         made = [expert(part) for expert, part in zip(self.experts, parts, strict=True)]
         return self.last(torch.zeros_like(x).index_add(0, order, torch.cat(made)))
