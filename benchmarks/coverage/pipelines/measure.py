@@ -74,20 +74,17 @@ def compared(lesson: Lesson, every: Sequence[Trained]) -> tuple[str, str]:
     exact = _tried(lambda: taught(lesson, draws, torch.float64))
     wrong = out_of_tolerance(differing, mine, theirs, exact)
     verdict = Verdict.WRONG if wrong else Verdict.CLOSE
-    return verdict.value, "; ".join(
-        [f"{len(wrong or differing)} differ", *(wrong or differing)[:4]]
-    )
+    lines = wrong or differing
+    return verdict.value, "; ".join([f"{len(lines)} of {len(theirs)} differ", *lines[:4]])
 
 
 def _united(every: Sequence[Observed]) -> Observed:
     """What all ranks have seen; where they have seen different things under one name, that."""
     seen: Observed = {}
     for rank, own in enumerate(every):
-        if twice := differences(
-            {n: own[n] for n in own if n in seen}, {n: seen[n] for n in own if n in seen}
-        ):
-            seen |= dict.fromkeys(twice, f"rank {rank} has another than those before")
-        seen = own | seen
+        before = {name: seen[name] for name in own if name in seen}
+        other = differences({name: own[name] for name in before}, before)
+        seen = own | seen | dict.fromkeys(other, f"rank {rank} has another than those before")
     return seen
 
 
