@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import copy
+import functools
 import os
 import pathlib
 import random
@@ -17,7 +17,12 @@ from torch import Tensor, nn
 
 from autosplit.backends.compiled_graph import Backend, backend_named, prepare_joint
 from autosplit.backends.garbage_collection import collecting_new_objects_only
-from autosplit.capture.first_call import is_unshaped, materialise_lazy_parameters, warm_up
+from autosplit.capture.first_call import (
+    is_passing,
+    is_unshaped,
+    materialise_lazy_parameters,
+    warm_up,
+)
 from autosplit.errors import CaptureError, FailingCallError, FirstCallError, SplitError
 from autosplit.passes import Memory, PassError, SplitGraphs, run
 from autosplit.runtime.specializations.open_sizes import Dimensions
@@ -141,39 +146,13 @@ def _capture(
         if called and isinstance(error, ConstructionError):
             # It may draw random numbers, so nothing but the call itself will do.
             raise FirstCallError(str(error)) from error
-        if not _is_passing(error, module, args, kwargs, options, insist):
+        again = functools.partial(capture, **options)
+        if not is_passing(error, module, args, kwargs, again, insist=insist):
             raise
         if called:
             raise FirstCallError(str(error)) from error
         warm_up(module, args, kwargs)
         return capture(module, args, kwargs, cache=cache, **options)
-
-
-def _is_passing(
-    error: CaptureError,
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    options: dict[str, Any],
-    insist: bool,
-) -> bool:
-    """Whether a call after this one can be traced. Tried on a copy, so that a refusal leaves the
-    module as it was; not where a call of a copy leaves traces outside of it.
-    """
-    from autosplit.capture.joint_graph import PythonStateError, capture, first_call_differs
-
-    if isinstance(error, PythonStateError):
-        if not error.inside:
-            return False
-    elif not insist or not first_call_differs(module, args, kwargs):
-        return False
-    try:
-        twin = copy.deepcopy(module)
-        warm_up(twin, args, kwargs)
-        capture(twin, args, kwargs, **options)
-    except Exception:  # no copies of this one, or what its forward raises, it will raise again
-        return False
-    return True
 
 
 @contextlib.contextmanager

@@ -28,6 +28,7 @@ from .results import row, tally
 from .subject import Subject
 
 HERE = pathlib.Path(__file__).parent
+PIPELINES = "pipelines"  # a part of the results, asked for as transformers with --pipeline
 PARTS = ("modules", "opinfo", "transformers", "cache", "breaks", "generated")
 RUN = 20  # examples of one run of hypothesis
 SAVE_SECONDS = 20
@@ -48,17 +49,26 @@ def main() -> None:
     parser.add_argument(
         "--resume", action="store_true", help="skip what came out well with the same sources"
     )
+    parser.add_argument(
+        "--pipeline", type=int, default=0, help="train transformers in so many stages, on ranks"
+    )
+    parser.add_argument("--limit", type=float, default=180.0, help="seconds of one such training")
     options = parse(parser, PARTS)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.getLogger("torch").setLevel(logging.ERROR)  # it logs graph breaks
     results = Results.read(HERE / "results.json")
-    for part in options.parts or PARTS:
+    for part in _parts(options):
         keep = functools.partial(
             results.update, part, command=_command(part, options), environment=describe(threads=1)
         )
         _save_now_and_then(_run(part, options, results), keep)
     (HERE / "README.md").write_text(render(results, FACTOR, ROUNDINGS))
+
+
+def _parts(options: argparse.Namespace) -> Iterator[str]:
+    for part in options.parts or PARTS:
+        yield PIPELINES if options.pipeline and part == "transformers" else part
 
 
 def _save_now_and_then(found: Iterator[dict[str, Any]], keep: Callable[[Rows], None]) -> None:
@@ -85,7 +95,14 @@ def _run(part: str, options: argparse.Namespace, results: Results) -> Iterator[d
         if re.search(options.select, name) and name not in done
     }
     end = time.monotonic() + options.seconds
-    found = cache_hits.measure([*cases]) if part == "cache" else (each() for each in cases.values())
+    if part == "cache":
+        found = cache_hits.measure([*cases])
+    elif part == PIPELINES:
+        from .pipelines.measure import measure
+
+        found = measure([*cases], options.pipeline, options.limit)
+    else:
+        found = (each() for each in cases.values())
     for each in tqdm(found, desc=part, total=len(cases), mininterval=5):
         yield each
         if time.monotonic() > end:
@@ -107,6 +124,14 @@ def _cases(part: str, options: argparse.Namespace) -> Iterator[tuple[str, Examin
 
         for name, subjects in operator_database.entries(options.op_samples):
             yield name, functools.partial(_operator, name, subjects)
+    elif part == PIPELINES:
+        import transformers
+
+        from .pipelines import lesson
+
+        transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+        for name, (group, subject) in lesson.subjects().items():
+            yield name, functools.partial(_examined, subject, group)
     else:
         for group, subject in _subjects(part, options):
             yield subject.name, functools.partial(_examined, subject, group)
@@ -154,6 +179,8 @@ def _operator(name: str, subjects: Iterable[Subject]) -> dict[str, Any]:
 def _command(part: str, options: argparse.Namespace) -> str:
     """What to type for the whole of this part: a run in pieces ends up with the same rows."""
     words = ["python", "-m", "benchmarks.coverage", part]
+    if part == PIPELINES:
+        words[-1:] = ["transformers", "--pipeline", str(options.pipeline)]
     if part == "modules":
         words += ["--samples", str(options.samples)]
     if part == "opinfo":

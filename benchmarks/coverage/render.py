@@ -9,6 +9,7 @@ from ..results import Results, Rows
 from ..results import table as _table
 from . import cache_hits
 from .examine import Verdict
+from .pipelines import render as pipelines
 from .results import group
 
 PARTLY = "partly split"
@@ -57,6 +58,20 @@ parameter's gradient, buffers, and the random generator's state.
 
 {transformers}
 
+## Hugging Face architectures in a pipeline
+
+Every architecture in train mode, its dropout on, cut in two by
+`autosplit.partition(model, kwargs=microbatch, stages=2, microbatches=4, costs="estimate")` and
+trained three steps by `plan.trainer(...)`: 1F1B on two ranks, AdamW, 4 microbatches of two samples,
+the loss that the model computes from its labels where there are any. Compared with plain autograd
+in one process, by the rule above, are the losses of all microbatches, and after every step all
+gradients, parameters and buffers, under each of their names. What the operators of the second stage
+draw at random, the one process draws from a generator of its own, as the second rank does. A
+parameter that both ranks hold has the sum of two sums of gradients, rounded otherwise than in one
+process.
+
+{pipelines}
+
 ## Graph cache
 
 Each architecture in a process that makes its graphs, and in a second one that looks for them, which
@@ -95,6 +110,7 @@ def render(results: Results, factor: float, roundings: float) -> str:
         operators=_operators(results.rows("opinfo")),
         transformers_head=_models_head(models),
         transformers=_models(models),
+        pipelines=pipelines.render(results.rows("pipelines")),
         cache=cache_hits.render(results.rows("cache")),
         breaks=_listing(results.rows("breaks")),
         generated=_generated(results),

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autosplit.capture.forward_graph import capture_forward
+from autosplit.capture.first_call import is_passing, warm_up
+from autosplit.capture.forward_graph import CapturedForward, capture_forward
 from autosplit.capture.module_paths import name_modules, stack
 from autosplit.errors import CaptureError, PlanError
 from autosplit.planner.meta_init.meta_model import named_tensors, stand_in_tensors
@@ -59,7 +60,7 @@ class WholeModel:
         cls, model: nn.Module, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> WholeModel:
         """Capture ``model(*args, **kwargs)`` as it is now, training or not, without running it on
-        real data.
+        real data; but a model whose first call alone fills a cache or a setting is called once.
 
         Args:
             model: its parameters may be on the meta device; the graph is then for the device of
@@ -73,9 +74,10 @@ class WholeModel:
             PlanError: it computes nothing, or the inputs are none.
         """
         args, given = _apart(_inputs(args, kwargs))
+        has_values = not any(tensor.is_meta for tensor in named_tensors(model).values())
         try:
             with stand_in_tensors(model, _device(model, (args, given))):
-                forward = capture_forward(model, args, given)
+                forward = _captured(model, args, given, has_values=has_values)
         except CaptureError as error:
             raise CaptureError(
                 f"{error}\nOnly a model that is captured whole can be cut, also with cut_at. "
@@ -199,6 +201,22 @@ class WholeModel:
                 f"calls{_alike(name, list(first))}"
             )
         return min(inside)
+
+
+def _captured(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, has_values: bool
+) -> CapturedForward:
+    """The forward; behind the first call where that is another. Without values there is none."""
+    try:
+        return capture_forward(model, args, kwargs)
+    except CaptureError as error:
+        passing = has_values and is_passing(
+            error, model, args, kwargs, capture_forward, insist=True
+        )
+        if not passing:
+            raise
+    warm_up(model, args, kwargs)
+    return capture_forward(model, args, kwargs)
 
 
 def _inputs(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

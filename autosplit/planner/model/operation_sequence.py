@@ -183,11 +183,13 @@ def _forbidden(line: OperationSequence) -> dict[int, str]:
     unknown = []
     for index, node in enumerate(line.body):
         effect = line.effects[node]
+        last = min(line.last_use[node], len(line.body) - 1)
         if not isinstance(effect.value, Tensor):
-            last = min(line.last_use[node], len(line.body) - 1)
             bind(
                 index, last, f"{node.name} puts out something besides a tensor, which is read later"
             )
+        elif any(isinstance(size, torch.SymInt) for size in effect.value.shape):
+            bind(index, last, f"{node.name} puts out as much as the data says, which is read later")
         if effect.value is None and not effect.writes and not node.all_input_nodes:
             unknown.append(index)
     if unknown:

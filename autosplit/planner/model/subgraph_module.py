@@ -13,6 +13,7 @@ from torch.fx.node import map_aggregate
 from torch.utils.checkpoint import checkpoint
 
 from autosplit.capture.mode_switches import Switches, enters_autocast
+from autosplit.capture.workarounds.captured_functions import make_traceable
 from autosplit.errors import PlanError
 from autosplit.torch_internals.pytree import TreeSpec, tree_unflatten
 
@@ -136,6 +137,7 @@ def _move(node: fx.Node, old: torch.device, new: torch.device) -> None:
 
 def _copy(graph: fx.Graph, node: fx.Node, new: dict[fx.Node, fx.Node]) -> fx.Node:
     copy = graph.node_copy(node, new.__getitem__)
+    make_traceable(copy)
     if str(node.target) == "tag_activation_checkpoint":
         # The operator is for graphs only: run as it is, it would draw other numbers when it
         # computes again. What the user called is right in both.

@@ -1,0 +1,1 @@
+"""Architectures that ``autosplit.partition`` cuts, trained on ranks, against one process."""

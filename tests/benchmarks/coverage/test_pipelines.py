@@ -1,0 +1,80 @@
+"""What ``benchmarks.coverage transformers --pipeline`` finds, on what ranks might have seen."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from benchmarks.coverage.examine import Verdict
+from benchmarks.coverage.observe import Observed
+
+pytest.importorskip("transformers")
+
+from benchmarks.coverage.pipelines.lesson import Lesson
+from benchmarks.coverage.pipelines.measure import compared
+from benchmarks.coverage.pipelines.on_rank import Trained
+from benchmarks.coverage.pipelines.reference import taught
+from benchmarks.coverage.pipelines.render import render
+
+DRAWS = 4  # of gpt2's first stage: three dropouts of a layer, and that of the embedding
+
+
+@pytest.fixture(scope="module")
+def lesson() -> Lesson:
+    return Lesson("gpt2")
+
+
+@pytest.fixture
+def ranks(lesson: Lesson) -> list[Trained]:
+    """Two ranks that have trained as one process does; both have the tied embedding."""
+    seen = taught(lesson, DRAWS)
+    halves: list[Observed] = [{}, {}]
+    for name, value in seen.items():
+        first = "transformer.w" in name or "transformer.h.0" in name
+        second = not first or "transformer.wte" in name
+        for half, own in zip(halves, (first, second), strict=True):
+            half.update({name: value} if own else {})
+    return [Trained(draws=DRAWS, seen=half) for half in halves]
+
+
+def test_equal_is_equal(lesson: Lesson, ranks: list[Trained]) -> None:
+    assert compared(lesson, ranks) == (Verdict.EQUAL.value, "")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_parameter_that_differs_is_found(lesson: Lesson, ranks: list[Trained], rank: int) -> None:
+    """Of the tied one, on either rank: also where one rank alone is right."""
+    name = "transformer.wte.weight behind step 2"
+    ranks[rank].seen[name] = ranks[rank].seen[name] * 1.001
+    verdict, detail = compared(lesson, ranks)
+    assert verdict == Verdict.WRONG.value
+    assert detail.startswith(f"1 of {len(taught(lesson, DRAWS))} differ; {name}: ")
+
+
+def test_what_no_rank_has_is_found(lesson: Lesson, ranks: list[Trained]) -> None:
+    del ranks[1].seen["gradient of transformer.ln_f.weight [0]"]
+    verdict, detail = compared(lesson, ranks)
+    assert verdict == Verdict.WRONG.value
+    assert "gradient of transformer.ln_f.weight [0]: None, expected torch.float32 [32]" in detail
+
+
+def test_the_second_stage_draws_from_a_generator_of_its_own(
+    lesson: Lesson, ranks: list[Trained]
+) -> None:
+    other = [dataclasses.replace(each, draws=DRAWS - 1) for each in ranks]
+    verdict, detail = compared(lesson, other)
+    assert verdict == Verdict.WRONG.value
+    assert "output [0.0]" in detail
+    assert torch.equal(taught(lesson, 100)["output [0.0]"], taught(lesson, 101)["output [0.0]"])
+
+
+def test_the_table_lists_what_is_not_equal() -> None:
+    rows = [
+        {"name": "a", "group": "decoders", "verdict": "equal"},
+        {"name": "b", "group": "decoders", "verdict": "HUNG", "detail": "ranks [0] of 2\ncame"},
+    ]
+    text = render(rows)
+    assert text.startswith("1 of 2 come out equal.")
+    assert text.endswith("| b              | HUNG     | ranks [0] of 2 came |")
