@@ -73,9 +73,9 @@ class Experts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(8, 8)
-        self.experts = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(2))
-        self.last = nn.Linear(8, 3)
+        self.first = nn.Linear(8, 64)
+        self.experts = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(2))
+        self.last = nn.Linear(64, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -120,6 +120,7 @@ def test_stages_compute_what_the_model_computes(make: type[nn.Module]) -> None:
     loss = loss_of(model(x))
     loss.backward()
     whole = WholeModel.capture(model, x)
+    assert all(type(n) is int for sent in whole.crossing for each in sent for n in each.shape)
     split = cut(whole, [len(whole.blocks) - 1])
     found, gradients = run_stages(split, [x])
     assert torch.equal(found, loss)
