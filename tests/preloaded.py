@@ -16,11 +16,10 @@ import torch.distributed.tensor.parallel
 import torch.export._trace  # noqa: F401
 from torch._dynamo.backends.registry import list_backends
 
-list_backends()  # which Dynamo imports with the first capture
-
 from tests.cheap_tracing import trace_cheaply
 
 with contextlib.suppress(ImportError):
     import transformers.models.llama.modeling_llama  # noqa: F401
 
+list_backends()  # which Dynamo imports with the first capture
 trace_cheaply()

@@ -129,7 +129,7 @@ def _cases(part: str, options: argparse.Namespace) -> Iterator[tuple[str, Examin
 
         from .pipelines import lesson
 
-        transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+        transformers.logging.set_verbosity_error()
         for name, (group, subject) in lesson.subjects().items():
             yield name, functools.partial(_examined, subject, group)
     else:

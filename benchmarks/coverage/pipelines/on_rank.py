@@ -52,7 +52,7 @@ class Trained:
 
 def train_on_rank(name: str, stages: int, timeout: float) -> Trained:
     """Cut the architecture as a user does, and train it."""
-    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers.logging.set_verbosity_error()
     logging.getLogger("torch").setLevel(logging.ERROR)
     torch.compiler.reset()
     with warnings.catch_warnings():
