@@ -47,7 +47,7 @@ def unpack_graphs(data: bytes, mode: FakeTensorMode) -> SplitGraphs:
         NoArchiveError: they were not written by this version.
     """
     try:
-        memory, described, constants, written = GraphReader(data, []).load()
+        memory, described, constants, written = GraphReader(data).load()
         tensors, real = read_tensors(described, mode), [read_constant(*each) for each in constants]
         graphs = {
             name: read_graph(name, nodes, tensors, {key: real[at] for key, at in held.items()})
