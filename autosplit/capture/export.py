@@ -29,6 +29,7 @@ from autosplit.capture.workarounds.graph_modules import graph_put_aside
 from autosplit.capture.workarounds.long_loops import unrolling_limited
 from autosplit.capture.workarounds.output_hooks import install_output_hooks
 from autosplit.capture.workarounds.tensor_hooks import refuse_lost_hooks
+from autosplit.capture.workarounds.trace_log_headers import without_trace_log_headers
 from autosplit.errors import CaptureError
 from autosplit.torch_internals.pytree import tree_flatten
 from autosplit.torch_internals.version import TORCH
@@ -226,6 +227,7 @@ def _export(
         with (
             get_metrics_context(),
             dynamo_timed("fullgraph_capture"),
+            without_trace_log_headers(),
             # Inside: what torch 2.11 notes of a capture when it ends cannot hold functions.
             torch._dynamo.config.patch(ignore_logging_functions=_messages()),
         ):

@@ -24,14 +24,28 @@ def gradient_sources(joint: fx.Graph, *kinds: Kind) -> dict[str, frozenset[str]]
     depends on none (of ``round``, or without elements) is listed with the outputs that depend on
     its input or parameter.
     """
-    tangents = inputs(joint, Kind.TANGENT)
-    reached = {role.name: descendants([node]) for role, node in tangents.items()}
+    names = [role.name for role in inputs(joint, Kind.TANGENT)]
+    reached = _reached(joint)
     found = {
-        role: frozenset(name for name, nodes in reached.items() if value in nodes)
+        role: frozenset(name for at, name in enumerate(names) if reached[value] >> at & 1)
         for role, value in outputs(joint, *kinds)
         if isinstance(value, fx.Node)
     }
-    return {r.name: names or _computed_from(joint, r, reached) for r, names in found.items()}
+    return {r.name: of or _computed_from(joint, r, names) for r, of in found.items()}
+
+
+def _reached(joint: fx.Graph) -> dict[fx.Node, int]:
+    """Which tangents each node depends on, as bits in their order: a walk from each tangent would
+    take the square of the graph where every layer returns something, as those with a cache do.
+    """
+    bits = {node: 1 << at for at, node in enumerate(inputs(joint, Kind.TANGENT).values())}
+    found: dict[fx.Node, int] = {}
+    for node in joint.nodes:
+        own = bits.get(node, 0)
+        for operand in node.all_input_nodes:
+            own |= found[operand]
+        found[node] = own
+    return found
 
 
 def _computed_from(joint: fx.Graph, gradient: Role, known: Collection[str]) -> frozenset[str]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import pickle
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,23 +16,30 @@ from .archive_names import NoArchiveError, named_constant, named_global, named_o
 
 
 class GraphReader(pickle.Unpickler):
-    """An unpickler that looks up listed names only (``archive_names``)."""
+    """An unpickler that looks up listed names only (``archive_names``).
 
-    def __init__(self, data: bytes, tensors: list[Tensor]) -> None:
+    Args:
+        data: written by a ``GraphWriter``.
+        tensors: that the graph refers to.
+        nodes: that the graph has so far.
+    """
+
+    def __init__(
+        self, data: bytes, tensors: Sequence[Tensor] = (), nodes: Sequence[fx.Node] = ()
+    ) -> None:
         super().__init__(io.BytesIO(data))
-        self._tensors = tensors
+        self._referred = {"node": nodes, "tensor": tensors}
+        self._named: dict[Any, Any] = {}
 
     def persistent_load(self, pid: Any) -> Any:
         kind, what = pid
-        if kind == "node":
-            return _NodeReference(what)
-        if kind == "tensor":
-            return self._tensors[what]
-        if kind == "constant":
-            return named_constant(what)
-        if kind == "operator":
-            return named_operator(what)
-        raise NoArchiveError(f"unknown reference {pid!r}")
+        if kind in self._referred:
+            return self._referred[kind][what]
+        if pid not in self._named:
+            if kind not in _NAMED:
+                raise NoArchiveError(f"unknown reference {pid!r}")
+            self._named[pid] = _NAMED[kind](what)
+        return self._named[pid]
 
     def find_class(self, module: str, name: str) -> Any:
         found = named_global(module, name)
@@ -42,11 +48,10 @@ class GraphReader(pickle.Unpickler):
         return found
 
 
-@dataclasses.dataclass(frozen=True)
-class _NodeReference:
-    """Reference to a node by its position in the graph."""
-
-    at: int
+_NAMED: dict[str, Callable[[str], Any]] = {
+    "constant": named_constant,
+    "operator": named_operator,
+}
 
 
 def read_tensors(described: Iterable[tuple[Any, ...]], mode: FakeTensorMode) -> list[Tensor]:
@@ -78,24 +83,13 @@ def read_graph(
     """
     graph = fx.Graph()
     nodes: list[fx.Node] = []
-    for op, target, wanted, args, kwargs, meta in GraphReader(data, tensors).load():
-        args, kwargs = _filled(args, nodes), _filled(kwargs, nodes)
-        node = graph.create_node(op, target, args, dict(kwargs), wanted)
+    reader = GraphReader(data, tensors, nodes)
+    for _ in range(reader.load()):
+        op, target, wanted, args, kwargs, meta = reader.load()
+        node = graph.create_node(op, target, args, kwargs, wanted)
         if node.name != wanted:
             raise NoArchiveError(f"{wanted} of {name} cannot have its name")
         node.meta = meta
         nodes.append(node)
     # Python code of the whole graph is made where somebody asks for it, which is hardly ever.
     return _LazyGraphModule(constants, graph, class_name=name)
-
-
-def _filled(value: Any, nodes: list[fx.Node]) -> Any:
-    if isinstance(value, _NodeReference):
-        return nodes[value.at]
-    if isinstance(value, (tuple, list)):
-        return type(value)(_filled(item, nodes) for item in value)
-    if isinstance(value, dict):
-        return {key: _filled(item, nodes) for key, item in value.items()}
-    if isinstance(value, slice):
-        return slice(*(_filled(part, nodes) for part in (value.start, value.stop, value.step)))
-    return value

@@ -65,14 +65,15 @@ class GraphWriter:
             if node.op == "get_attr"
         }
         places = {node: at for at, node in enumerate(graph.nodes)}
-        records = [
-            (node.op, node.target, node.name, node.args, node.kwargs, self._meta(node))
-            for node in graph.nodes
-        ]
         if any(node.op == "call_module" for node in graph.nodes):
             raise NoArchiveError("the graphs call modules")
         try:
-            _Pickler(stream, self, places).dump(records)
+            # One record a node: its reader has all operands when it comes to a node.
+            pickler = _Pickler(stream, self, places)
+            pickler.dump(len(places))
+            for node in graph.nodes:
+                meta = self._meta(node)
+                pickler.dump((node.op, node.target, node.name, node.args, node.kwargs, meta))
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             raise NoArchiveError(str(error)) from error
         return constants, stream.getvalue()
