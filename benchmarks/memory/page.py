@@ -77,8 +77,9 @@ hold {standin.LAYERS} layers' tensors of {standin.ROWS} x {standin.WIDTH}, send 
 The targets are those of 1F1B, whose first rank holds N microbatches and the last one; ZB-H1 defers
 so many weight gradients that its ranks hold about the same anyway. *Activations* as in the first
 table, without the batch. *The paper's bound*: ceil((N+2)/2) microbatches of 1F1B. *The least
-bound*: the lowest that the schedule can keep over links of {balance.LINK.bandwidth / 1e9:g} GB/s,
-in hundredths of the plain peak. Losses are the same, bit for bit.""",
+bound*: the lowest that each pair of ranks can keep over links of
+{balance.LINK.bandwidth / 1e9:g} GB/s, in hundredths of the plain peak, in a step that is simulated
+to be at most 2% longer. Losses are the same, bit for bit.""",
         balance.measure_all,
         balance.render,
     ),

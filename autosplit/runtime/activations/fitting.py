@@ -8,13 +8,14 @@ from collections.abc import Sequence
 def fitting(sizes: Sequence[float], limit: float) -> list[int]:
     """The places of those that go, of sizes in the order in which they are to go.
 
-    One that does not fit is passed over. One is left out, small as it may be, where what fits
-    without it is more: a limit that is the sum of like tensors is met beside a smaller one.
+    One that does not fit is passed over. A small one is left out where more than twice as much goes
+    in its place: a limit that is the sum of like tensors is met beside a smaller one.
     """
-    best, most = _first(sizes, limit, None)
-    for left_out in best[::-1]:
+    in_order, there = _first(sizes, limit, None)
+    best, most = in_order, there
+    for left_out in reversed(in_order):
         found, total = _first(sizes, limit, left_out)
-        if total > most:
+        if total > max(most, there + sizes[left_out]):
             best, most = found, total
     return best
 
