@@ -34,7 +34,7 @@ def shifted(schedule: Schedule, starts: Starts, chance: random.Random) -> Schedu
     while (
         0 <= target + step < len(row)
         and abs(target - source) < most
-        and not _tied(row[source], row[target + step])
+        and not tied(row[source], row[target + step])
     ):
         target += step
     if target == source:
@@ -51,13 +51,13 @@ def filled(schedule: Schedule, starts: Starts, chance: random.Random) -> Schedul
     source = target + chance.randint(1, 2 * _REACH)
     while target > 0 and not row[target - 1].kind.is_compute:
         target -= 1  # what is to hide behind it, behind it
-    if source >= len(row) or any(_tied(row[source], each) for each in row[target:source]):
+    if source >= len(row) or any(tied(row[source], each) for each in row[target:source]):
         return None
     left = [*row[:source], *row[source + 1 :]]
     return with_row(schedule, rank, (*left[:target], row[source], *left[target:]))
 
 
-def _tied(one: Action, other: Action) -> bool:
+def tied(one: Action, other: Action) -> bool:
     """Whether two actions of a rank must keep their order."""
     if one.kind in TRANSFERS and other.kind in TRANSFERS:
         return True

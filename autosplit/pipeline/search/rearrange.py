@@ -16,11 +16,13 @@ from autosplit.pipeline.simulation.counted_costs import CountedCosts
 from autosplit.pipeline.simulation.rows.row_player import PlayedRows
 
 from .order_changes import Change
+from .relief import relief
 from .row_changes import changes_for
 
 _FEWEST = 20  # orders that are tried, however large they are
 _HEAT = 0.03  # of a step: by so much longer ones are kept at first
 _PRICE = 3.0  # of a step, for as much as the limit too much
+_RELIEF = 4  # times as often as another change, what takes measures where there is too much
 _ROUNDS = 3  # times of cooling down
 _SAME = 1 - 1e-9
 _TWICE = 0.3  # of the tries make two changes
@@ -53,7 +55,10 @@ def rearrange(
         work: actions to simulate in all.
         least: seconds that no step undercuts: what takes as little ends the search.
     """
-    walk = _Walk(costs, caps, changes_for(measures, costs), least)
+    changes = changes_for(measures, costs)
+    if measures:
+        changes += [relief(measures, costs, caps)] * _RELIEF
+    walk = _Walk(costs, caps, changes, least)
     best = walk.tried(start, math.inf)
     if best is None:
         return None

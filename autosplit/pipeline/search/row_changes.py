@@ -155,7 +155,7 @@ def _strictly_offloaded(
 def _journey(schedule: Schedule, chance: random.Random) -> tuple[int, int, int, Action] | None:
     """Rank, and places before which something that stays there could leave and come back."""
     rank = chance.randrange(len(schedule.ranks))
-    able = [each for each in _held(schedule.ranks[rank]) if each[1] > each[0] + 1]
+    able = [each for each in held(schedule.ranks[rank]) if each[1] > each[0] + 1]
     if not able:
         return None
     made, used = chance.choice(able)
@@ -177,10 +177,24 @@ def _strictly_evicted(schedule: Schedule, starts: Starts, chance: random.Random)
 def _sent(
     schedule: Schedule, starts: Starts, chance: random.Random, *, waits: bool
 ) -> Schedule | None:
+    found = _journey(schedule, chance)
+    return None if found is None else sent(schedule, starts, chance, found, waits=waits)
+
+
+def sent(
+    schedule: Schedule,
+    starts: Starts,
+    chance: random.Random,
+    found: tuple[int, int, int, Action],
+    *,
+    waits: bool,
+) -> Schedule | None:
+    """What a rank holds goes to its partner; the rank, and before which places it leaves and comes
+    back, and what uses it.
+    """
     count = len(schedule.ranks)
     partners = schedule.partners or tuple(range(count - 1, -1, -1))
-    found = _journey(schedule, chance)
-    if found is None or partners[found[0]] == found[0]:
+    if partners[found[0]] == found[0]:
         return None
     rank, leaves, comes, what = found
     row, partner = schedule.ranks[rank], partners[found[0]]
@@ -243,7 +257,7 @@ def _recomputed(schedule: Schedule, starts: Starts, chance: random.Random) -> Sc
     row = schedule.ranks[rank]
     able = [
         (made, used)
-        for made, used in _held(row)
+        for made, used in held(row)
         if row[made].kind is ActionKind.FORWARD and row[used].kind in BACKWARDS
     ]
     if not able:
@@ -254,7 +268,7 @@ def _recomputed(schedule: Schedule, starts: Starts, chance: random.Random) -> Sc
     return with_row(schedule, rank, (*row[:place], again, *row[place:]))
 
 
-def _held(row: Row) -> Iterator[tuple[int, int]]:
+def held(row: Row) -> Iterator[tuple[int, int]]:
     """Places of what makes and of what uses something that stays here meanwhile."""
     latest: dict[tuple[int, int], int] = {}
     for place, action in enumerate(row):
