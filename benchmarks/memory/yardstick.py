@@ -19,13 +19,13 @@ from ..split.targets import Target, verdicts
 from .settings import Settings
 
 SINGLE = Target("step / best single measure", at_most=1.0)
-BOUND = Target("step / solver's", at_most=1.02)
+SOLVER = Target("step / solver's best", at_most=1.02)
 CASES = range(20)
+_SECONDS = 15.0  # that the solver has for a case
 
 
 def measure_all(settings: Settings) -> Iterator[dict[str, Any]]:
     """One row for each case of two or three stages, one a rank, in small whole numbers."""
-    seconds = 2.0 if settings.size == "tiny" else 15.0
     for seed in CASES:
         costs, microbatches, limit = _case(seed)
         placement = tuple(range(len(costs.times)))
@@ -42,6 +42,7 @@ def measure_all(settings: Settings) -> Iterator[dict[str, Any]]:
             except ScheduleError:
                 continue
             single.append(one.timeline.step_time)
+        solved = least_step(costs, microbatches, limit, placement=placement, seconds=_SECONDS)
         yield {
             "name": str(seed),
             "stages": len(placement),
@@ -51,7 +52,8 @@ def measure_all(settings: Settings) -> Iterator[dict[str, Any]]:
             "step": found.timeline.step_time,
             "single": min(single, default=None),
             "unlimited": found.unlimited,
-            "least": least_step(costs, microbatches, limit, placement=placement, seconds=seconds),
+            "solution": solved.step,
+            "least": solved.bound,
         }
 
 
@@ -89,18 +91,23 @@ def render(rows: Rows) -> str:
             row["measures"] or "order only",
             f"{row['step'] / row['unlimited']:.3f}x",
             "" if row["single"] is None else SINGLE.cell(row["step"] / row["single"]),
-            BOUND.cell(row["step"] / row["least"]),
+            f"{row['solution']:g}",
+            f"{row['least']:g}",
+            SOLVER.cell(row["step"] / row["solution"]),
         ]
         for row in rows
     ]
-    headers = ["case", "N", "M", "limit", "measures", "of unlimited", SINGLE.title, BOUND.title]
+    headers = ["case", "N", "M", "limit", "measures", "of unlimited", SINGLE.title]
+    headers += ["solver's best", "proven bound", SOLVER.title]
     judged = {
         SINGLE: {
             row["name"]: row["step"] / row["single"] for row in rows if row["single"] is not None
         },
-        BOUND: {row["name"]: row["step"] / row["least"] for row in rows},
+        SOLVER: {row["name"]: row["step"] / row["solution"] for row in rows},
     }
     return (
-        f"{table(headers, lines)}\n\n{verdicts([*judged.items()])}\n\nThe solver's model lets a "
-        "transfer begin at any moment, where a rank begins one between two actions."
+        f"{table(headers, lines)}\n\n{verdicts([*judged.items()])}\n\nJudged by the best solution "
+        f"that the solver finds in {_SECONDS:g} seconds: where its proven bound is less, a shorter "
+        "step may exist. The solver's model lets a transfer begin at any moment, where a rank "
+        "begins one between two actions."
     )

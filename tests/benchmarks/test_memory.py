@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -105,7 +106,9 @@ def test_a_limit_is_judged_by_what_was_held_and_a_refusal_is_shown() -> None:
 
 
 def test_the_search_is_judged_beside_solver_and_single_measures() -> None:
-    row = {"stages": 2, "microbatches": 4, "limit": 10.0, "measures": "", "unlimited": 90.0}
-    text = yardstick.render([row | {"name": "0", "step": 104.0, "single": None, "least": 100.0}])
+    row: dict[str, Any] = {"stages": 2, "microbatches": 4, "limit": 10.0, "measures": ""}
+    row |= {"unlimited": 90.0}
+    row |= {"step": 104.0, "single": None, "solution": 100.0, "least": 50.0}
+    text = yardstick.render([row | {"name": "0"}])
     assert "missed by 0 (1.040)" in text
     assert "order only" in text

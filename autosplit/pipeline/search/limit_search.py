@@ -20,6 +20,7 @@ from autosplit.pipeline.simulation.timeline import Timeline
 from .named import named_schedules
 from .order_changes import adds_in_order
 from .rearrange import rearrange
+from .relief import early
 from .row_changes import without
 from .search import placements, search
 
@@ -38,6 +39,9 @@ _ORDERS = 60_000  # actions that each search for an order without measures plays
 _STARTS = 3  # schedules that other orders are looked for from
 _BASES = 3  # schedules without measures that several are tried on, the shortest first
 _PARTWAY = (0.0, 0.5)  # of the excess, what the first of several measures leaves to the next
+_SHORT = (
+    0.6  # of the work with several measures goes to a look from each start, the rest to the best
+)
 _SAME = 1 + 1e-6  # of a step
 
 
@@ -224,12 +228,27 @@ class LimitSearch:
         nearest = found.nearest
         if nearest is not None and not starts:
             starts.append(nearest[2])
-        starts = [*starts[: _STARTS - 1], self._bases[0][0]]
+        first = self._bases[0][0]
+        starts = [*starts[: _STARTS - 1], first]
+        together = len(measures) > 1
+        if together:
+            starts.append(early(first, measures, self._costs, self._caps))
+        whole = max(0, most - self.simulated)
+        end = self.simulated + int(whole * (_SHORT if together else 1.0))
         for place, start in enumerate(starts):
-            left = max(0, most - self.simulated) // (len(starts) - place)
-            better = rearrange(start, self._costs, self._caps, measures, left, least=least)
-            if better is not None:
-                self._keep(better, self._costs.timeline(better), start, found)
+            share = max(0, end - self.simulated) // (len(starts) - place)
+            self._walked(start, share, measures, found, least)
+        if together and found.fitting:
+            best = min(found.fitting.values(), key=lambda each: each.step).schedule
+            self._walked(best, max(0, most - self.simulated), measures, found, least)
+
+    def _walked(
+        self, start: Schedule, work: int, measures: tuple[str, ...], found: _Found, least: float
+    ) -> None:
+        """Keep what a start becomes in so many actions."""
+        better = rearrange(start, self._costs, self._caps, measures, work, least=least)
+        if better is not None:
+            self._keep(better, self._costs.timeline(better), start, found)
 
     def _measured(
         self,

@@ -42,6 +42,23 @@ def relief(measures: Sequence[str], costs: CountedCosts, caps: Sequence[float]) 
     return change
 
 
+def early(
+    schedule: Schedule, measures: Sequence[str], costs: CountedCosts, caps: Sequence[float]
+) -> Schedule:
+    """All Fs first, and away what is too much because of them, as far as the measures can."""
+    rows = tuple(
+        tuple(sorted(row, key=lambda action: action.kind is not ActionKind.FORWARD))
+        for row in schedule.ranks
+    )
+    changed, chance = replace(schedule, ranks=rows), random.Random(0)
+    for _ in range(2 * sum(map(len, rows))):
+        over = _first_over(changed, costs, caps)
+        if over is None:
+            break
+        changed = _relieved(changed, {}, chance, measures, *over) or changed
+    return changed
+
+
 def _pulled(schedule: Schedule, chance: random.Random) -> Schedule | None:
     """An F comes forward past some of what its rank computes."""
     rank = chance.randrange(len(schedule.ranks))

@@ -18,7 +18,7 @@ from autosplit.pipeline.search.search import caps_of
 from autosplit.pipeline.simulation.transfer import Link
 
 from .constraint_model import StepModel
-from .shortest_step import check_provable, solved
+from .shortest_step import Solved, check_provable, solved
 from .units import Units
 
 
@@ -30,8 +30,9 @@ def least_step(
     placement: Sequence[int],
     measures: Sequence[str] = ("balance", "offload", "recompute"),
     seconds: float = 60.0,
-) -> float:
-    """Seconds that no step within a limit undercuts, with whole microbatches moved; small cases.
+) -> Solved:
+    """The shortest step within a limit that a solver finds, and seconds that none undercuts, with
+    whole microbatches moved; small cases.
 
     Args:
         costs: of every stage.
@@ -39,7 +40,7 @@ def least_step(
         limit: of what a rank holds of its microbatches, one number or one for each rank.
         placement: the rank of every stage.
         measures: which may be taken.
-        seconds: how long to search; what is not proved by then is the bound so far.
+        seconds: how long to search; what is not proved by then is the best and the bound so far.
 
     Raises:
         ScheduleError: OR-tools is not installed, or too many actions.

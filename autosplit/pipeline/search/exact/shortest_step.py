@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.schedule.schedule import Schedule, check_counts
@@ -129,8 +129,17 @@ def _solved(solver: ModuleType, problem: Problem, seconds: float) -> tuple[Sched
     return schedule, bound
 
 
-def solved(build: Callable[[ModuleType], StepModel], seconds: float) -> float:
-    """What no solution of a model takes less than; infinite where there is none.
+class Solved(NamedTuple):
+    """Seconds of the best solution of a model, and what none takes less than; infinite where there
+    is none, or none was found.
+    """
+
+    step: float
+    bound: float
+
+
+def solved(build: Callable[[ModuleType], StepModel], seconds: float) -> Solved:
+    """The best solution of a model in so many seconds.
 
     Raises:
         ScheduleError: OR-tools is not installed.
@@ -139,9 +148,12 @@ def solved(build: Callable[[ModuleType], StepModel], seconds: float) -> float:
     model, engine = build(solver), _engine(solver, seconds)
     status = engine.solve(model.model)
     if status == solver.INFEASIBLE:
-        return math.inf
+        return Solved(math.inf, math.inf)
     slack = model.units.slack(model.problem.seconds)
-    return max(0.0, model.units.value(engine.best_objective_bound) - slack)
+    bound = max(0.0, model.units.value(engine.best_objective_bound) - slack)
+    if status not in (solver.OPTIMAL, solver.FEASIBLE):
+        return Solved(math.inf, bound)
+    return Solved(model.units.value(engine.objective_value), bound)
 
 
 def _engine(solver: ModuleType, seconds: float) -> Any:
