@@ -23,8 +23,8 @@ class Draws(TorchDispatchMode):
     """
 
     def __init__(self, first: int | None = None) -> None:
-        super().__init__()
-        self.count = 0
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count: int = 0
         self._first = first
         self._states = [torch.get_rng_state(), torch.get_rng_state()]
         self._current = 0
@@ -47,7 +47,8 @@ class Draws(TorchDispatchMode):
 
 def count_draws(forward: Callable[[], Any]) -> int:
     """How many operators of a forward draw random numbers."""
-    with Draws() as draws:
+    draws = Draws()
+    with draws:
         forward()
     return draws.count
 
