@@ -113,7 +113,6 @@ def gradients_of(made: PipelineTrainer, stages: int) -> dict[str, Tensor]:
 
 EXACT: dict[str, tuple[int, dict[str, Any]]] = {
     "1f1b, slices": (2, {"slices": 2, "memory": "lean", "overlap": "none"}),
-    "gpipe, fused": (1, {"schedule": "gpipe", "split_backward": False}),
 }
 
 
@@ -126,7 +125,6 @@ def exactness(mesh: DeviceMesh, expected: Any, case: str) -> dict[str, Any]:
         mine = gradients_of(made, stages)
         return {
             "losses": losses == expected.losses[mesh.get_local_rank("dp_shard")],
-            "evaluation": made.evaluate(share).tolist() == losses,
             "gradients": all(torch.equal(g, expected.gradients[k]) for k, g in mine.items()),
             "all": len(mine) == len(expected.gradients),
             "lie": lie_alike(made),
