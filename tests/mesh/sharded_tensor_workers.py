@@ -26,7 +26,7 @@ from autosplit.checkpoint import load_checkpoint, read_checkpoint, save_checkpoi
 from autosplit.pipeline import PipelineTrainer
 
 from .tensor_parallel_workers import (
-    BLOCKS,
+    FEW,
     Block,
     M,
     Reference,
@@ -107,7 +107,7 @@ def gradients_of(made: PipelineTrainer, stages: int) -> dict[str, Tensor]:
     for stage, gradients in made.gradients().items():
         for name, gradient in gradients.items():
             at, _, own = name.partition(".")
-            found[f"{int(at) + stage * BLOCKS // stages}.{own}"] = whole(gradient)
+            found[f"{int(at) + stage * FEW // stages}.{own}"] = whole(gradient)
     return found
 
 
@@ -251,7 +251,9 @@ def refused(mesh: DeviceMesh) -> dict[str, str]:
 def four_ranks(folder: Path) -> dict[str, Any]:
     """Cases on dp_shard 2 x tp 2."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
-    expected = Reference(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "tp")))
+    expected = Reference(
+        init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "tp")), FEW
+    )
     found: dict[str, Any] = {case: exactness(mesh, expected, case) for case in EXACT}
     found["norms apart"] = beside_torch(mesh, norms_apart)
     found["half"] = beside_torch(mesh, lambda *args: still(parallel(*args)), mp_policy=HALF)
