@@ -28,11 +28,6 @@ def trace_cheaply() -> None:
     if guards := _imported("torch._dynamo.guards", "profile_guard_manager"):
         # Times every guard behind a flush of the processor's caches, 20 ms a capture, for a log.
         guards.profile_guard_manager = lambda *args: 0.0
-    if utils := _imported("torch._dynamo.utils", "_metrics_context_tls"):
-        # Copies all of Inductor's settings, also for a log.
-        utils.record_compilation_metrics = _nothing
-        for context in vars(utils._metrics_context_tls).values():
-            context._on_exit = _nothing
     if generators := _imported("torch._decomp.decompositions_for_rng", "PhiloxState"):
         generators.PhiloxState.reset = _reset
     if tracing := _imported("torch.fx.experimental.proxy_tensor", "PythonKeyTracer"):
@@ -45,10 +40,6 @@ def _imported(module: str, name: str) -> Any:
     """The module, if it is imported and has such a name."""
     found = sys.modules.get(module)
     return found if hasattr(found, name) else None
-
-
-def _nothing(*args: object) -> None:
-    pass
 
 
 def _reset(self: Any) -> None:

@@ -229,7 +229,10 @@ def _started(make: Callable[[], Contender]) -> Contender | str:
             found.step()
             found.clear()
     except Exception as error:
-        said = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        said = f"{type(cause).__name__}: {str(cause).strip().partition('. ')[0].splitlines()[0]}"
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, said)
     bad: list[str] = [each for each in everywhere if each]

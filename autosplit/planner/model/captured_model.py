@@ -94,7 +94,7 @@ class WholeModel:
         """For each cut between two blocks, the tensors that go over it, without data."""
         line = self.line
         return tuple(
-            tuple(line.value(node) for node in line.crossing(block.first))
+            tuple(line.sent(node) for node in line.crossing(block.first))
             for block in self.blocks[1:]
         )
 
@@ -171,7 +171,7 @@ class WholeModel:
         module = StageModule(first, *pair)
         module.train(self.training)
         hold_state(module, self.model, program.state)
-        return module, [line.value(node) for node in given]
+        return module, [line.given_value(node) for node in given]
 
     def _place(self, name: str) -> int:
         """Where on the line a block or module of this name begins."""

@@ -105,6 +105,32 @@ class OperationSequence:
         inputs = self.forward.inputs
         return [node for node in outside if node in inputs or node in self.position]
 
+    def layout(self, node: fx.Node) -> tuple[int, ...] | None:
+        """The order of dimensions in which what a node gives lies in memory without gaps; None
+        where that is their own order, or there is none.
+
+        Messages are contiguous. What crosses a cut goes in this order, so that the stage behind
+        has it as the model has: with other strides, other kernels would run, and random numbers
+        would fall on other elements.
+        """
+        value = self.value(node)
+        if not isinstance(value, Tensor) or value.layout is not torch.strided:
+            return None
+        if value.is_contiguous() or any(isinstance(n, torch.SymInt) for n in value.shape):
+            return None
+        strides, sizes = tuple(value.stride()), tuple(value.shape)
+        order = sorted(range(value.dim()), key=lambda at: (-strides[at], -sizes[at]))
+        return tuple(order) if value.permute(order).is_contiguous() else None
+
+    def sent(self, node: fx.Node) -> Any:
+        """What crosses a cut for a node, without data."""
+        order = self.layout(node)
+        return self.value(node) if order is None else self.value(node).permute(order)
+
+    def given_value(self, node: fx.Node) -> Any:
+        """What a part is given for a node outside of it: sent, or an input as it is."""
+        return self.sent(node) if node in self.position else self.value(node)
+
     def crossing(self, cut: int) -> list[fx.Node]:
         """Operations before ``body[cut]`` whose results are read from there on."""
         return [n for n in self.body[:cut] if self.last_use[n] >= cut]

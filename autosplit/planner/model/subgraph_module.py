@@ -103,6 +103,10 @@ def make_stage_graph(
     new.update((node, held[forward.state[node]]) for node in state)
     for index, node in enumerate(inputs):
         placeholder = graph.placeholder(f"input_{index}")
+        order = line.layout(node) if node in line.position else None
+        if order is not None:
+            back = sorted(range(len(order)), key=order.__getitem__)
+            placeholder = graph.call_method("permute", (placeholder, back))
         if node is not None:
             new[node] = placeholder
     for node in line.ordered(read - set(new) - set(nodes)):
@@ -116,11 +120,18 @@ def make_stage_graph(
         kept = ("stack_trace", "nn_module_stack")
         new[node].meta = {key: node.meta[key] for key in kept if key in node.meta}
     switches.to(type(line.settings[nodes[0]])())
-    graph.output(tuple(new[node] for node in results))
+    if outputs is None:
+        graph.output(tuple(new[node] for node in results))
+    else:
+        graph.output(tuple(_sent(graph, new[node], line.layout(node)) for node in results))
     structure = _structure(line) if outputs is None else None
-    shapes = tuple(None if n is None else tuple(line.value(n).shape) for n in inputs)
+    shapes = tuple(None if n is None else tuple(line.given_value(n).shape) for n in inputs)
     module = fx.GraphModule(root, graph, "StageGraph")
     return StageGraph(module, names, shapes, structure, line.device)
+
+
+def _sent(graph: fx.Graph, node: fx.Node, order: Sequence[int] | None) -> fx.Node:
+    return node if order is None else graph.call_method("permute", (node, list(order)))
 
 
 def _move(node: fx.Node, old: torch.device, new: torch.device) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 from ...results import Rows, table
 from ..examine import Verdict
@@ -42,7 +43,7 @@ def render(rows: Rows) -> str:
     return "\n\n".join(lines)
 
 
-def _cells(name: str, rows: Rows) -> list[object]:
+def _cells(name: str, rows: Rows) -> list[Any]:
     counts = Counter(row["verdict"] for row in rows)
     return [name, len(rows), *(counts[column] or "" for column in _COLUMNS)]
 

@@ -126,3 +126,33 @@ def test_stages_compute_what_the_model_computes(make: type[nn.Module]) -> None:
     assert torch.equal(found, loss)
     for name, parameter in model.named_parameters():
         assert torch.equal(sum(gradients[name]), parameter.grad), name  # type: ignore[arg-type]
+
+
+class Permuted(nn.Module):
+    """What crosses lies in another order, in which the dropout behind it draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Conv1d(8, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x).transpose(1, 2)
+        return self.last(nn.functional.dropout(y, 0.5))
+
+
+def test_what_crosses_a_cut_keeps_its_strides() -> None:
+    """Messages are contiguous: what a stage is given is made so here."""
+    torch.manual_seed(0)
+    model, x = Permuted(), torch.randn(2, 5, 8)
+    whole = WholeModel.capture(model, x)
+    place = next(at for at, node in enumerate(whole.line.body) if "dropout" in node.name)
+    node = whole.line.body[place - 1]
+    assert not whole.line.value(node).is_contiguous()
+    whole = WholeModel(model, (x,), {}, whole.line, [place], training=True)
+    split = cut(whole, [next(i for i, b in enumerate(whole.blocks) if b.first == place)])
+    torch.manual_seed(1)
+    (sent,) = split.build(0)(x)
+    assert sent.is_contiguous()
+    found = split.build(1)(sent.contiguous())
+    torch.manual_seed(1)
+    assert torch.equal(found, model(x))

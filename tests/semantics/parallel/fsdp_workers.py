@@ -8,9 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import autosplit
@@ -111,12 +109,6 @@ def _offloaded(model: nn.Module) -> nn.Module:
     return fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
 
 
-def _parallel(model: nn.Module) -> nn.Module:
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-    parallelize_module(model, mesh["tp"], {"last": ColwiseParallel()})
-    return fully_shard(model, mesh=mesh["dp"])
-
-
 def _part_that_has_run() -> None:
     model = fully_shard(_nested(Model()))
     model(_x()).sum().backward()
@@ -131,7 +123,6 @@ def _broken(model: nn.Module) -> nn.Module:
 OTHERS: dict[str, Way] = {
     "around the split": lambda _: _shard_the_split(SHARDINGS["both"]),
     "offloaded": lambda _: autosplit.split(_offloaded(Model())),
-    "tensor parallel": lambda _: autosplit.split(_parallel(Model())),
     "of a part": lambda _: autosplit.split(fully_shard(Model()).block)(_x()),
     "of a part that has run": lambda _: _part_that_has_run(),
     "graph breaks": lambda _: autosplit.split(_broken(Model()))(_x()),

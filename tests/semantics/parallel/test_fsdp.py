@@ -9,7 +9,6 @@ from tests.semantics.parallel.fsdp_workers import cases, findings
 
 _SAID = {
     "offloaded": "called for FSDPModel with an offload policy",
-    "tensor parallel": "called for FSDPModel after they had become DTensors",
     "graph breaks": "fsdp_workers.py",
     "in parts": "dynamic=True does not go with parameters that fully_shard has sharded",
     "sharded later, in parts": "dynamic=True does not go with",
