@@ -39,9 +39,7 @@ _ORDERS = 60_000  # actions that each search for an order without measures plays
 _STARTS = 3  # schedules that other orders are looked for from
 _BASES = 3  # schedules without measures that several are tried on, the shortest first
 _PARTWAY = (0.0, 0.5)  # of the excess, what the first of several measures leaves to the next
-_SHORT = (
-    0.6  # of the work with several measures goes to a look from each start, the rest to the best
-)
+_SHORT = 0.6  # of the work with several measures is a look from each start, the rest for the best
 _SAME = 1 + 1e-6  # of a step
 
 

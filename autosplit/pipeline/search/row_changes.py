@@ -204,17 +204,17 @@ def sent(
     awaits = [replace(what, kind=ActionKind.AWAIT)] if waits else []
     # The later end first, so that the places of the earlier one hold.
     for place, own, other in (
-        (comes, [ActionKind.LOAD], [ActionKind.RETURN]),
-        (leaves, [ActionKind.EVICT], [ActionKind.ACCEPT]),
+        (comes, ActionKind.LOAD, ActionKind.RETURN),
+        (leaves, ActionKind.EVICT, ActionKind.ACCEPT),
     ):
         moment = max(clock[:place], default=0.0)
         before = sum(action.kind in TRANSFERS for action in row[:place])
         at = _place_by(theirs, moment, before, starts)
         if waits and chance.random() < 0.5 and at < len(theirs) and theirs[at].kind.is_compute:
             at += 1
-        changed[place:place] = [*(replace(what, kind=kind) for kind in own)]
-        theirs[at:at] = [*(replace(what, kind=kind) for kind in other)]
-        if waits and place == leaves:
+        changed.insert(place, replace(what, kind=own))
+        theirs.insert(at, replace(what, kind=other))
+        if waits and own is ActionKind.EVICT:
             wait = place + chance.randint(1, 2)
             changed[min(wait, comes + 1) : min(wait, comes + 1)] = awaits
         elif waits and chance.random() < 0.5:

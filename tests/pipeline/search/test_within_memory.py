@@ -68,17 +68,6 @@ def test_no_step_is_shorter_than_the_exact_solver_allows() -> None:
     assert found.timeline.step_time <= 1.02 * least
 
 
-def test_an_f_comes_forward_together_with_what_makes_room_for_it() -> None:
-    costs = Costs(
-        [(2.0, 3.0, 2.0), (3.0, 3.0, 2.0)],
-        [StageMemory(6.0, 3.0, 1.0), StageMemory(8.0, 3.0, 1.0)],
-    )
-    found = search_within(costs, 5, 10.0, placement=(0, 1), measures=("recompute",))
-    validate(found.schedule)
-    assert max(found.peaks) <= 10.0
-    assert found.timeline.step_time == 45.0  # what the exact solver proves with that measure
-
-
 def test_the_report_says_what_each_measure_costs_and_saves() -> None:
     costs = Costs([(2.0, 2.0, 2.0)] * 2, [StageMemory(6.0, 3.0, 1.0)] * 2)
     found = search_within(costs, 5, 13.0, placement=(0, 1), measures=("recompute",))
