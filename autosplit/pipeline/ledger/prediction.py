@@ -20,6 +20,7 @@ from autosplit.pipeline.schedule.level_by_order import LevelByOrder
 from autosplit.pipeline.schedule.moves import recomputed
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
+from autosplit.runtime.activations.fitting import fitting
 from autosplit.stage import Stage
 
 from .call_memory import CallMemory
@@ -138,13 +139,15 @@ class RankReplay:
         """What a microbatch holds alone, as far as it may leave: how much that is."""
         key = action.stage, action.microbatch
         limit = self._moved.get(action.stage)
-        total, gone = 0, []
         held = self._saved[key] if key in self._saved else self._deferred[key]
-        for _, storage in _alone(held):
-            if limit is None or total + storage.bytes <= limit:
-                gone.append(storage)
-                total += storage.bytes
-                storage.own = False  # counted as leaving
+        uses = self._stages[action.stage].functions.last_uses
+        alone = [(max(uses.get(r.name, 0) for r in roles), each) for roles, each in _alone(held)]
+        gone = [storage for _, storage in sorted(alone, key=lambda each: -each[0])]
+        if limit is not None:  # as held_storages does
+            gone = [gone[place] for place in fitting([each.bytes for each in gone], limit)]
+        for storage in gone:
+            storage.own = False  # counted as leaving
+        total = sum(storage.bytes for storage in gone)
         self._away[key] = gone
         if action.kind is ActionKind.EVICT:
             self.evicted.setdefault(f"{key[0]} {key[1]}", []).append(total)

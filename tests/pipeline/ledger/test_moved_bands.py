@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.engine.execution.recorder import recorder_on
+from autosplit.pipeline.engine.execution.stage_assembly import stage_memory
 from autosplit.pipeline.engine.memory.host_store import HostFileStore
 from autosplit.pipeline.engine.memory.moves import MicrobatchMoves
 from autosplit.pipeline.engine.memory.transferred_bytes import TransferredBytes
@@ -126,6 +128,19 @@ def test_what_is_on_its_way_is_in_transit_until_it_is_there(
         engine.step(workers.batch())
     assert seen
     assert all(seen)
+
+
+@pytest.mark.parametrize("share", [0.5, 0.8])
+def test_what_leaves_in_part_is_what_is_predicted_to(share: float) -> None:
+    plain = offloading(build("gpipe", 2, workers.MICROBATCHES, ranks=1))
+    with workers.trainer(schedule=plain, ranks=1) as engine:
+        engine.step(workers.batch())
+        held = {index: stage_memory(stage).saved for index, stage in engine.stages.items()}
+    moved = {index: int(share * size) for index, size in held.items()}
+    step = workers.recorded(schedule=replace(plain, moved=moved), ranks=1)
+    (measured,), (predicted,) = step.peak_activations, step.predicted
+    assert predicted is not None
+    assert measured <= predicted <= measured + workers.LARGEST
 
 
 def test_no_rank_holds_more_than_predicted_whatever_transfers_take(
