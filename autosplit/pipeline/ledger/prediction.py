@@ -20,7 +20,7 @@ from autosplit.pipeline.schedule.level_by_order import LevelByOrder
 from autosplit.pipeline.schedule.moves import recomputed
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
-from autosplit.runtime.activations.fitting import fitting
+from autosplit.runtime.activations.fitting import fitting, longest_needed_first
 from autosplit.stage import Stage
 
 from .call_memory import CallMemory
@@ -140,10 +140,9 @@ class RankReplay:
         key = action.stage, action.microbatch
         limit = self._moved.get(action.stage)
         held = self._saved[key] if key in self._saved else self._deferred[key]
-        uses = self._stages[action.stage].functions.last_uses
-        alone = [(max(uses.get(r.name, 0) for r in roles), each) for roles, each in _alone(held)]
-        gone = [storage for _, storage in sorted(alone, key=lambda each: -each[0])]
-        if limit is not None:  # as held_storages does
+        names = {each: [role.name for role in roles] for roles, each in _alone(held)}
+        gone = longest_needed_first(names, self._stages[action.stage].functions.last_uses)
+        if limit is not None:
             gone = [gone[place] for place in fitting([each.bytes for each in gone], limit)]
         for storage in gone:
             storage.own = False  # counted as leaving

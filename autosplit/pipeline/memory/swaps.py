@@ -13,13 +13,11 @@ from dataclasses import dataclass
 from itertools import product
 
 from autosplit.pipeline.schedule.action import ActionKind
-from autosplit.pipeline.simulation.activation_memory import StageMemory, moved_bytes
+from autosplit.pipeline.simulation.activation_memory import ROUNDING, StageMemory, moved_bytes
 from autosplit.runtime.activations.fitting import fitting
 
 from .occupancy import Held, Occupancy
 from .trips import Trip, in_whole
-
-_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,7 @@ def _share(there: Occupancy, bound: float, trips: Sequence[Trip]) -> float:
     share = 0.0
     for slot, level in enumerate(there.level):
         away = sum(trip.what.size for trip in trips if trip.out <= slot < trip.back)
-        over = level - bound * (1 + _ROUNDING)
+        over = level - bound * ROUNDING
         if over > 0.0:
             share = max(share, over / away if away else 2.0)
     return share
@@ -89,7 +87,7 @@ def _share(there: Occupancy, bound: float, trips: Sequence[Trip]) -> float:
 
 def _enough(size: StageMemory, largest: float, share: float) -> int:
     """The bytes of the fewest tensors that are a share of what a microbatch holds at most."""
-    asked = share * largest * (1 - _ROUNDING)
+    asked = share * largest / ROUNDING
     piece = max(size.pieces, default=largest / size.tensors)
     if not piece:
         return 0
@@ -119,7 +117,7 @@ def _needed(
             level[slot] -= travels(trip)
     for trip in trips:
         span, size = range(trip.out, trip.back), travels(trip)
-        if all(level[slot] + size <= bound * (1 + _ROUNDING) for slot in span):
+        if all(level[slot] + size <= bound * ROUNDING for slot in span):
             for slot in span:
                 level[slot] += size
         else:

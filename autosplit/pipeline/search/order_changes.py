@@ -39,8 +39,7 @@ def shifted(schedule: Schedule, starts: Starts, chance: random.Random) -> Schedu
         target += step
     if target == source:
         return None
-    left = [*row[:source], *row[source + 1 :]]
-    return with_row(schedule, rank, (*left[:target], row[source], *left[target:]))
+    return with_shift(schedule, rank, source, target)
 
 
 def filled(schedule: Schedule, starts: Starts, chance: random.Random) -> Schedule | None:
@@ -53,8 +52,20 @@ def filled(schedule: Schedule, starts: Starts, chance: random.Random) -> Schedul
         target -= 1  # what is to hide behind it, behind it
     if source >= len(row) or any(tied(row[source], each) for each in row[target:source]):
         return None
-    left = [*row[:source], *row[source + 1 :]]
+    return with_shift(schedule, rank, source, target)
+
+
+def with_shift(schedule: Schedule, rank: int, source: int, target: int) -> Schedule:
+    """The schedule with one action of a rank at another place of its row."""
+    row = schedule.ranks[rank]
+    left = (*row[:source], *row[source + 1 :])
     return with_row(schedule, rank, (*left[:target], row[source], *left[target:]))
+
+
+def with_action(schedule: Schedule, rank: int, place: int, action: Action) -> Schedule:
+    """The schedule with one action more in the row of a rank."""
+    row = schedule.ranks[rank]
+    return with_row(schedule, rank, (*row[:place], action, *row[place:]))
 
 
 def tied(one: Action, other: Action) -> bool:

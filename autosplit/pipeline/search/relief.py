@@ -9,13 +9,13 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autosplit.pipeline.schedule.action import Action, ActionKind
+from autosplit.pipeline.schedule.action import ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.activation_memory import ROUNDING, changes_of, levels
 from autosplit.pipeline.simulation.counted_costs import CountedCosts
 
-from .order_changes import BACKWARDS, Change, Starts, tied, with_row
-from .row_changes import held, sent
+from .order_changes import BACKWARDS, Change, Starts, tied, with_action, with_shift
+from .row_changes import held, offloaded, sent
 
 _MEASURES = 3  # that are taken at once, at most
 _LAST = 0.7  # of the choices fall on what is used last
@@ -70,8 +70,7 @@ def _pulled(schedule: Schedule, chance: random.Random) -> Schedule | None:
         passed += row[target].kind.is_compute
     if not passed:
         return None
-    left = [*row[:source], *row[source + 1 :]]
-    return with_row(schedule, rank, (*left[:target], row[source], *left[target:]))
+    return with_shift(schedule, rank, source, target)
 
 
 def _first_over(
@@ -108,25 +107,10 @@ def _relieved(
         if row[made].kind is not ActionKind.FORWARD or row[used].kind not in BACKWARDS:
             return None
         again = replace(row[used], kind=ActionKind.RECOMPUTE)
-        return with_row(schedule, rank, (*row[:used], again, *row[used:]))
+        return with_action(schedule, rank, used, again)
     leaves = chance.randint(made + 1, min(made + 2, place))
     comes = chance.randint(max(place + 1, used - 2), used)
     if measure == "balance":
         waits = chance.random() < 0.5
         return sent(schedule, starts, chance, (rank, leaves, comes, row[used]), waits=waits)
-    return with_row(schedule, rank, _offloaded(row, leaves, place, comes, row[used]))
-
-
-def _offloaded(
-    row: Sequence[Action], leaves: int, place: int, comes: int, what: Action
-) -> tuple[Action, ...]:
-    """The row with something at the host from before one place to another, gone by a third."""
-    return (
-        *row[:leaves],
-        replace(what, kind=ActionKind.OFFLOAD),
-        *row[leaves:place],
-        replace(what, kind=ActionKind.AWAIT),
-        *row[place:comes],
-        replace(what, kind=ActionKind.RELOAD),
-        *row[comes:],
-    )
+    return offloaded(schedule, (rank, leaves, comes, row[used]), wait=place)

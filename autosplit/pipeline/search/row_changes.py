@@ -23,8 +23,12 @@ from .order_changes import (
     filled,
     fused_or_split,
     shifted,
+    with_action,
     with_row,
 )
+
+Away = tuple[int, int, int, Action]
+"""What could be away: its rank, the places before which it leaves and comes back, and its use."""
 
 
 def changes_for(measures: Sequence[str], costs: Costs) -> list[Change]:
@@ -101,30 +105,14 @@ def _awaited(schedule: Schedule, starts: Starts, chance: random.Random) -> Sched
     waiting = set(_awaits(schedule, journey))
     if waiting:
         return _without(schedule, {journey.rank: waiting})
-    row = schedule.ranks[journey.rank]
     place = chance.randint(journey.leaves + 1, min(journey.leaves + 2, journey.comes))
-    action = Action(journey.stage, ActionKind.AWAIT, journey.microbatch)
-    return with_row(schedule, journey.rank, (*row[:place], action, *row[place:]))
+    return with_action(schedule, journey.rank, place, _await(journey))
 
 
 def _offloaded(schedule: Schedule, starts: Starts, chance: random.Random) -> Schedule | None:
     """Something more goes to the host, beside computation."""
     found = _journey(schedule, chance)
-    if found is None:
-        return None
-    rank, leaves, comes, what = found
-    row = schedule.ranks[rank]
-    return with_row(
-        schedule,
-        rank,
-        (
-            *row[:leaves],
-            replace(what, kind=ActionKind.OFFLOAD),
-            *row[leaves:comes],
-            replace(what, kind=ActionKind.RELOAD),
-            *row[comes:],
-        ),
-    )
+    return None if found is None else offloaded(schedule, found)
 
 
 def _strictly_offloaded(
@@ -134,26 +122,24 @@ def _strictly_offloaded(
     found = _journey(schedule, chance)
     if found is None:
         return None
+    _, leaves, comes, _ = found
+    return offloaded(schedule, found, wait=chance.randint(leaves, min(leaves + 1, comes)))
+
+
+def offloaded(schedule: Schedule, found: Away, *, wait: int | None = None) -> Schedule:
+    """What a rank holds goes to the host; the rank waits before a place until it has left."""
     rank, leaves, comes, what = found
     row = schedule.ranks[rank]
-    wait = chance.randint(leaves, min(leaves + 1, comes))
-    return with_row(
-        schedule,
-        rank,
-        (
-            *row[:leaves],
-            replace(what, kind=ActionKind.OFFLOAD),
-            *row[leaves:wait],
-            replace(what, kind=ActionKind.AWAIT),
-            *row[wait:comes],
-            replace(what, kind=ActionKind.RELOAD),
-            *row[comes:],
-        ),
-    )
+    out = (replace(what, kind=ActionKind.OFFLOAD), *row[leaves:comes])
+    if wait is not None:
+        at = wait - leaves + 1
+        out = (*out[:at], replace(what, kind=ActionKind.AWAIT), *out[at:])
+    back = replace(what, kind=ActionKind.RELOAD)
+    return with_row(schedule, rank, (*row[:leaves], *out, back, *row[comes:]))
 
 
-def _journey(schedule: Schedule, chance: random.Random) -> tuple[int, int, int, Action] | None:
-    """Rank, and places before which something that stays there could leave and come back."""
+def _journey(schedule: Schedule, chance: random.Random) -> Away | None:
+    """Something that stays at a rank and could leave and come back."""
     rank = chance.randrange(len(schedule.ranks))
     able = [each for each in held(schedule.ranks[rank]) if each[1] > each[0] + 1]
     if not able:
@@ -185,13 +171,11 @@ def sent(
     schedule: Schedule,
     starts: Starts,
     chance: random.Random,
-    found: tuple[int, int, int, Action],
+    found: Away,
     *,
     waits: bool,
 ) -> Schedule | None:
-    """What a rank holds goes to its partner; the rank, and before which places it leaves and comes
-    back, and what uses it.
-    """
+    """What a rank holds goes to its partner; where asked for, who sends waits until it has left."""
     count = len(schedule.ranks)
     partners = schedule.partners or tuple(range(count - 1, -1, -1))
     if partners[found[0]] == found[0]:
@@ -265,7 +249,7 @@ def _recomputed(schedule: Schedule, starts: Starts, chance: random.Random) -> Sc
     made, used = chance.choice(able)
     place = chance.randint(max(made + 1, used - 3), used)
     again = replace(row[used], kind=ActionKind.RECOMPUTE)
-    return with_row(schedule, rank, (*row[:place], again, *row[place:]))
+    return with_action(schedule, rank, place, again)
 
 
 def held(row: Row) -> Iterator[tuple[int, int]]:

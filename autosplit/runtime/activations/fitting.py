@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def longest_needed_first(names: Mapping[T, Iterable[str]], last_uses: Mapping[str, int]) -> list[T]:
+    """What is saved under some names, what is used last first; else in their order."""
+    ends = {each: max(last_uses.get(name, 0) for name in of) for each, of in names.items()}
+    return sorted(names, key=lambda each: -ends[each])
 
 
 def fitting(sizes: Sequence[float], limit: float) -> list[int]:

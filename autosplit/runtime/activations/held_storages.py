@@ -10,7 +10,7 @@ from autosplit.errors import SplitError
 from autosplit.torch_internals.dtensor import local_tensor
 
 from .detached_storages import StorageKey, has_bytes, is_part, storage_of
-from .fitting import fitting
+from .fitting import fitting, longest_needed_first
 from .in_flight import InFlightMicrobatch, InFlightMicrobatches
 
 
@@ -93,11 +93,9 @@ def own_storages(
     for other in others:
         shared.update(other.residuals.storages())
     found = {key: places for key, places in read.storages().items() if key not in shared}
-    uses = microbatch.functions.last_uses
-    ends = {
-        key: max(uses.get(read.name(place), 0) for place in places) for key, places in found.items()
-    }
-    ordered = [found[key] for key in sorted(found, key=lambda key: -ends[key])]
+    names = {key: map(read.name, places) for key, places in found.items()}
+    last_uses = microbatch.functions.last_uses
+    ordered = [found[key] for key in longest_needed_first(names, last_uses)]
     if limit is None:
         return ordered
     sizes = [read.storage_bytes(places[0]) for places in ordered]

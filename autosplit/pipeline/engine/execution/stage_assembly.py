@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
@@ -21,6 +22,7 @@ from autosplit.pipeline.schedule.action import ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
 from autosplit.pipeline.simulation.activation_memory import StageMemory
+from autosplit.runtime.activations.fitting import longest_needed_first
 from autosplit.runtime.gradient_accumulation import Accumulation
 from autosplit.runtime.split_options import SplitOptions
 from autosplit.stage import Stage
@@ -140,15 +142,16 @@ def _pieces(stage: Stage) -> tuple[float, ...]:
     parameters. Inputs are in it, though those of a batch do not travel.
     """
     functions = stage.functions
-    forward, uses = functions.graphs.forward.graph, functions.last_uses
+    forward = functions.graphs.forward.graph
     taken = set(graph_inputs(forward, Kind.INPUT).values())
     shared = {node for node in forward.find_nodes(op="placeholder") if node not in taken}
-    ends: dict[fx.Node, int] = {}
+    names: dict[fx.Node, list[str]] = defaultdict(list)
     for role, value in graph_outputs(forward, Kind.SAVED):
         root = storage_root(value)
         if root not in shared:
-            ends[root] = max(ends.get(root, 0), uses.get(role.name, 0))
-    return tuple(float(storage_bytes(root)) for root in sorted(ends, key=lambda root: -ends[root]))
+            names[root].append(role.name)
+    ordered = longest_needed_first(names, functions.last_uses)
+    return tuple(float(storage_bytes(root)) for root in ordered)
 
 
 def sizes(stage: TrainableStage) -> tuple[list[float], list[float]]:
