@@ -27,9 +27,11 @@ _RUN_GRAPHS = (
     "cli",
     "compare",
     "examples",
+    "mesh",
     "pipeline",
     "pipelining",
     "planner",
+    "sharded",
     "train",
 )
 
@@ -59,7 +61,11 @@ def _own_recompilations() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def _folder_of_graphs(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tmp_path_factory.mktemp("graphs"))
+    """One for all workers of pytest-xdist, whose folders lie beside each other."""
+    root = tmp_path_factory.getbasetemp()
+    folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "graphs"
+    folder.mkdir(exist_ok=True)
+    return str(folder)
 
 
 @pytest.fixture(autouse=True)
