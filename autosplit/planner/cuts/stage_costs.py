@@ -60,6 +60,7 @@ class PrefixSums:
         # Nothing crosses the end of the model.
         self._crossing = torch.tensor((*costs.crossing, 0.0), dtype=torch.float64)
         self._returning = torch.tensor((*costs.gradients, 0.0), dtype=torch.float64)
+        self._tables: dict[bool, tuple[Tensor, Tensor, Tensor]] = {}
 
     def stages(self, cuts: Tensor) -> StageCosts:
         """The stages of each way to cut.
@@ -104,6 +105,11 @@ class PrefixSums:
         Args:
             first: as the first stage of a pipeline, which computes no input gradient.
         """
+        if first not in self._tables:  # asked for stage by stage, by every schedule
+            self._tables[first] = self._table(first=first)
+        return self._tables[first]
+
+    def _table(self, *, first: bool) -> tuple[Tensor, Tensor, Tensor]:
         pieces = (self._sums[:, None, :] - self._sums[:, :, None]).clamp_(min=0.0)
         places = torch.arange(self.blocks + 1)
         pieces[:, places[:, None] >= places] = torch.nan

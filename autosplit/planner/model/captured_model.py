@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autosplit.backends.garbage_collection import collecting_new_objects_only
 from autosplit.capture.first_call import is_passing, warm_up
 from autosplit.capture.forward_graph import CapturedForward, capture_forward
 from autosplit.capture.module_paths import name_modules, stack
@@ -76,7 +77,8 @@ class WholeModel:
         args, given = _apart(_inputs(args, kwargs))
         has_values = not any(tensor.is_meta for tensor in named_tensors(model).values())
         try:
-            with stand_in_tensors(model, _device(model, (args, given))):
+            device = _device(model, (args, given))
+            with stand_in_tensors(model, device), collecting_new_objects_only():
                 forward = _captured(model, args, given, has_values=has_values)
         except CaptureError as error:
             raise CaptureError(
