@@ -23,10 +23,17 @@ Written by `python -m benchmarks.mesh`. {environment}
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How much to measure: timed steps of each case, and only cases with this in their name."""
+    """How much to measure.
+
+    Attributes:
+        steps: timed ones of each case.
+        only: cases with this in their name.
+        sliced: whether a slice of the cases that are held against one process will do.
+    """
 
     steps: int
     only: str
+    sliced: bool = False
 
 
 PARTS: dict[str, Part[Settings]] = {
@@ -42,7 +49,7 @@ PARTS: dict[str, Part[Settings]] = {
         "sharded each block: a reduction is a reduce-scatter, of which there is one for each "
         "block of a rank. Along tp, ranks share each block's products, and the process that "
         "gradients are held against is one of as many ranks along tp, with all stages on each.",
-        lambda settings: exactness.measure(settings.only),
+        lambda settings: exactness.measure(settings.only, settings.sliced),
         exactness.render,
     ),
     "parameters": Part(
@@ -68,10 +75,14 @@ PARTS: dict[str, Part[Settings]] = {
         "Collectives of a stage behind its weight gradients",
         "A tensor-parallel model of three attention and three MLP blocks on two ranks, whose "
         "all-reduces end 0, 0.5, 1 and 2 times as long after they began as a weight gradient's "
-        "product takes. Hidden is what the backward's waits are shorter by than all of that time; "
-        "what can be hidden follows from the graph's dependences and the times of its operators, "
-        "each measured alone. The goal is 90 % of that; what misses it is bold. Eager mode and "
-        "Inductor, also with its own reordering of collectives, are beside it.",
+        "product takes, one after another. So that all ways have the same to hide, matrix products "
+        "sleep for their floating-point operations (2 ms for a weight gradient of an MLP) and "
+        "compute nothing here; that gradients have the bits of eager mode is tried before, with "
+        "torch's kernels. Hidden is all of the collectives' time in a backward, without what waits "
+        "took of it. No order of the operators waits less than a bound by the graph's dependences "
+        "and the times of its operators, each measured alone: what can be hidden is the rest. The "
+        "goal is 90 % of that; what misses it is bold. torch.compile with Inductor, also with its "
+        "own reordering of collectives, is beside it.",
         lambda settings: collectives.measure(settings.steps, settings.only),
         collectives.render,
     ),
