@@ -66,8 +66,9 @@ PARTS: dict[str, Part[Settings]] = {
         "Two replicas of two ranks, stages that sleep for F, I and W alike, and a link between "
         "replicas on which the reduction of all of a rank's gradients takes 0.5 or 1 times as long "
         "as W of a microbatch. Hidden is the share of that time until the last rank of the "
-        "pipeline stops computing: the rest lengthens the step. The goal is 80 % where W lasts "
-        "longer, and steps within 3 % of the simulated ones; what misses it is bold.",
+        "pipeline stops computing: the rest lengthens the step. A rank with one stage, whose W "
+        "runs whole, has nothing left to compute when its gradients are there. The goal is 80 % "
+        "where W lasts longer, and steps within 3 % of the simulated ones; what misses it is bold.",
         lambda settings: hidden.measure(settings.steps, settings.only),
         hidden.render,
     ),
@@ -81,8 +82,10 @@ PARTS: dict[str, Part[Settings]] = {
         "torch's kernels. Hidden is all of the collectives' time in a backward, without what waits "
         "took of it. No order of the operators waits less than a bound by the graph's dependences "
         "and the times of its operators, each measured alone: what can be hidden is the rest. The "
-        "goal is 90 % of that; what misses it is bold. torch.compile with Inductor, also with its "
-        "own reordering of collectives, is beside it.",
+        "goal is 90 % of that; what misses it is bold. split chooses the weight gradients that I "
+        "computes for the time that it estimates for a collective, about half of such a product: "
+        "over slower links some are left to W that could have hidden one. Under torch.compile all "
+        "are in one graph. Inductor, also with its own reordering of collectives, is beside it.",
         lambda settings: collectives.measure(settings.steps, settings.only),
         collectives.render,
     ),
@@ -97,7 +100,9 @@ PARTS: dict[str, Part[Settings]] = {
         "to last and last to first; ratios are those of each round's steps, and a step is its "
         "slowest rank's. The peak is what a step allocates at most on a rank beyond the "
         "gradients that it leaves: activations, gathered parameters and buckets, but not those "
-        "of DistributedDataParallel, which keeps its own between steps. Ratios above 1 are bold. "
+        "of DistributedDataParallel, which keeps its own between steps; the least of three steps, "
+        "as threads of Gloo keep what collectives were given until they get a core. Ratios above 1 "
+        "are bold. "
         "Ranks share two cores, so that waits are worth little here: whoever waits lends its core.",
         lambda settings: beside.measure(settings.steps, settings.only),
         beside.render,
