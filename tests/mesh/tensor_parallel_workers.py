@@ -27,6 +27,7 @@ from autosplit.checkpoint import load_checkpoint, read_checkpoint, save_checkpoi
 from autosplit.pipeline import PipelineTrainer
 from tests.mesh.workers import adam, refusal
 from tests.pipeline.reference_stage import ReferenceStage
+from tests.ranks import forget_meshes
 
 WIDTH, ROWS, LENGTH, WORDS, M = 4, 8, 4, 8, 4
 FEW, BLOCKS = 2, 4  # of a model that is cut in two, and of one that is cut in four as well
@@ -233,6 +234,7 @@ def fail() -> None:
 
 
 def new_mesh(second: str = "tp") -> DeviceMesh:
+    forget_meshes()  # waits on the groups of one may have ended
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", second))
 
 
