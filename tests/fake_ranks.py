@@ -12,13 +12,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 @contextlib.contextmanager
 def fake_mesh(
-    shape: tuple[int, ...] = (2,), names: tuple[str, ...] = ("tp",)
+    shape: tuple[int, ...] = (2,), names: tuple[str, ...] = ("tp",), *, rank: int = 0
 ) -> Iterator[DeviceMesh]:
-    """A mesh of which this process is the first rank; nothing is exchanged."""
+    """A mesh of which this process is one rank; nothing is exchanged."""
     size = 1
     for each in shape:
         size *= each
-    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     try:
         yield init_device_mesh("cpu", shape, mesh_dim_names=names)
     finally:

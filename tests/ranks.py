@@ -67,6 +67,16 @@ def search_cheaply() -> None:
     vars(limit_search).update(_ALONE=6_000, _TOGETHER=15_000, _ORDERS=4_000)
 
 
+def forget_meshes() -> None:
+    """Torch keeps how operators run on DTensors by meshes that are equal to those of an earlier
+    call, whose process groups are gone.
+    """
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import debug
+
+        debug._clear_sharding_prop_cache()
+
+
 class Ranks:
     """Calls functions as ``launch`` does: as its ranks, in a process group of their own.
 
@@ -155,4 +165,5 @@ def _serve(number: int, pipe: Connection, folder: str) -> None:
         seed(0)
         if "torch._dynamo" in sys.modules:
             torch._dynamo.reset()
+        forget_meshes()
         work(job, number, pipe)

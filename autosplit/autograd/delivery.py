@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from autosplit.runtime.activations.saved_tensors import State
 from autosplit.runtime.functions import SplitFunctions
@@ -18,7 +17,7 @@ from autosplit.torch_internals.autograd.backward_task import without_autocast
 
 from .deferred_backward import DeferredBackward, summed_gradients
 from .engine_delivery import deliver_through_engine
-from .inplace_accumulation import inplace_sums
+from .inplace_accumulation import inplace_sums, note_written
 
 
 class Delivery:
@@ -126,6 +125,7 @@ class Delivery:
             sums = inplace_sums(
                 [state[name] for name in late],
                 [specs[name] for name in late],
+                [functions.gradient_shardings.get(name) for name in late],
                 # Not held while W lets go of it.
                 (tensor for work in works for tensor in (*work.deferred.read, *work.early)),
             )
@@ -133,7 +133,7 @@ class Delivery:
                 return False
             handed = [work.deferred for work in works]
             functions.backward_weight_together(handed, sums, self._accumulation)
-            increment_version(sums)  # compiled graphs do not
+            note_written(sums)
             for work in works if early else ():
                 parameters = [state[name] for name in early]
                 add_gradients(parameters, work.early, [name in borrowed for name in early])

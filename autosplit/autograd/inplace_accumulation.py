@@ -8,31 +8,52 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from autosplit.runtime.activations.saved_tensors import TensorSpec
+from autosplit.torch_internals.dtensor import Sharding, is_dtensor, local_tensor
 
 
 def inplace_sums(
-    parameters: Sequence[Tensor], specs: Sequence[TensorSpec], read: Iterable[Tensor | None]
+    parameters: Sequence[Tensor],
+    specs: Sequence[TensorSpec],
+    lying: Sequence[Sharding | None],
+    read: Iterable[Tensor | None],
 ) -> list[Tensor] | None:
     """The parameters' ``.grad`` as accumulators; None where W must not add into them.
 
     A graph is compiled for sums of its gradients' own dtype, and may write one sum before it has
     read what the others are made from. So every ``.grad`` must be there, be an ordinary tensor
     that lies as its parameter does, and share no memory with another or with what the graph reads.
+    One that is a DTensor must lie over ranks as the graph's gradient does.
 
     Args:
         parameters: dense ones, that do not overlap themselves.
         specs: their gradients', as they were traced.
+        lying: how their gradients lie over ranks, None for those that are no DTensors.
         read: what the graph reads; storages are compared whole.
     """
     sums: list[Tensor] = []
-    for parameter, spec in zip(parameters, specs, strict=True):
+    for parameter, spec, lies in zip(parameters, specs, lying, strict=True):
         total = parameter.grad
-        if total is None or not _fits(total, parameter, spec):
+        if total is None or not _lies(total, lies):
+            return None
+        if not _fits(local_tensor(total), local_tensor(parameter), spec):
             return None
         sums.append(total)
-    return sums if sums and _apart(sums, read) else None
+    return sums if sums and _apart([*map(local_tensor, sums)], read) else None
+
+
+def note_written(sums: Sequence[Tensor]) -> None:
+    """Count a write into each sum, as what added to it may be compiled, which does not."""
+    increment_version([*sums, *(local_tensor(each) for each in sums if is_dtensor(each))])
+
+
+def _lies(total: Tensor, lies: Sharding | None) -> bool:
+    """Whether a sum lies over ranks as a gradient does, or both are of this rank alone."""
+    if lies is None:
+        return not is_dtensor(total)
+    return is_dtensor(total) and Sharding.of(total) == lies
 
 
 def _fits(total: Tensor, parameter: Tensor, spec: TensorSpec) -> bool:

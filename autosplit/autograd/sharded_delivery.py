@@ -105,9 +105,11 @@ class ShardedDelivery(Delivery):
         ):
             early, borrowed = functions.early_parameters, functions.dependence.borrowed
             self._arrived(work, early, work.early, borrowed, reduction)
-            deferred = work.deferred
+            deferred, count = work.deferred, len(weight.parameter_names)
             for index, late in enumerate(weight.parameter_names):
-                found, deferred = weight.run(index, deferred, None, self._accumulation)
+                found, deferred = functions.weight_slice(
+                    count, index, deferred, None, self._accumulation
+                )
                 self._arrived(work, late, found, weight.borrowed(index), reduction)
 
     def _arrived(

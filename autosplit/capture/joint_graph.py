@@ -123,10 +123,12 @@ def capture(
         inputs = tuple(_input_name(name) for name, _ in flatten_named("", (args, kwargs)))
         foreseen, entry = _look_up(cache, module, exported, inputs, (args, kwargs), decompositions)
         open_sizes = InputSizes(exported, args, kwargs) if is_open(args, kwargs) else None
-        split = entry.find(exported.meta["fake_mode"]) if entry else None
-        if split and foreseen:
+        found = entry.find(exported.meta["fake_mode"]) if entry else None
+        if found and foreseen:
             guards.settle()
-            return Capture(split.joint, inputs, foreseen.names, foreseen.spec, guards, split, entry)
+            split, lying = found
+            made = split.joint, inputs, foreseen.names, foreseen.spec, guards, split, entry
+            return Capture(*made, shardings=lying)
         trace_as_run(exported)
         results = _Results(exported)
         joint = _joint(module, exported, args, kwargs, decompositions)

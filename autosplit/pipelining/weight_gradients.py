@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
-from autosplit.autograd.inplace_accumulation import inplace_sums
+from autosplit.autograd.inplace_accumulation import inplace_sums, note_written
 from autosplit.runtime.activations.in_flight import InFlightMicrobatch
 from autosplit.runtime.activations.saved_tensors import Residuals, State
 from autosplit.runtime.functions import SplitFunctions
@@ -132,7 +131,7 @@ class WeightGradients:
             sums = self._sums(functions, state, names, read)
             if sums is not None:
                 compute(sums)
-                increment_version(sums)  # compiled graphs do not
+                note_written(sums)
                 return
         found = compute(None)
         wanted = [
@@ -158,8 +157,13 @@ class WeightGradients:
         names: Sequence[str],
         read: Callable[[], Iterable[Tensor | None]],
     ) -> list[Tensor] | None:
-        specs = functions.dependence.gradient_specs
-        return inplace_sums([state[name] for name in names], [specs[n] for n in names], read())
+        specs, lying = functions.dependence.gradient_specs, functions.gradient_shardings
+        return inplace_sums(
+            [state[name] for name in names],
+            [specs[name] for name in names],
+            [lying.get(name) for name in names],
+            read(),
+        )
 
     def _adds_directly(self, functions: SplitFunctions, state: State) -> bool:
         if not functions.dependence.dense:

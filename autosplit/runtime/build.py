@@ -118,7 +118,7 @@ def _split(
     with writing(dump) if dump else contextlib.nullcontext():
         graphs = run(traced.joint, memory=memory, dump=dump)
     if traced.entry:
-        traced.entry.keep(graphs)
+        traced.entry.keep(graphs, traced.shardings)
     return graphs
 
 

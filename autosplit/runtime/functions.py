@@ -23,6 +23,7 @@ from autosplit.passes.graph import inputs, outputs
 from autosplit.passes.lowering.lent_memory import lent
 from autosplit.runtime.activations.last_uses import last_uses
 from autosplit.runtime.activations.saved_tensors import Constants, Residuals, State, TensorSpec
+from autosplit.torch_internals.dtensor import Sharding
 
 from .autocast_guard import AutocastGuard
 from .backward_graphs import BackwardGraphs
@@ -183,6 +184,12 @@ class SplitFunctions:
     @property
     def has_backward(self) -> bool:
         return self.graphs.backward is not None
+
+    @cached_property
+    def gradient_shardings(self) -> dict[str, Sharding]:
+        """Parameter -> how its gradient lies over ranks when it is made, where it is a DTensor."""
+        lying = self.capture.shardings.items()
+        return {role.name: lies for role, lies in lying if role.kind is Kind.PARAMETER_GRAD}
 
     @cached_property
     def defers_numbers(self) -> bool:

@@ -1,13 +1,12 @@
-"""How much of a tensor-parallel model's collectives its weight gradients hide: real ranks and
-kernels, over a link that takes time.
+"""How much of a tensor-parallel model's collectives its weight gradients hide: real ranks, whose
+products take known seconds, over a link that takes time.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,19 +16,18 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import autosplit
-from autosplit.passes.analysis.collective_order import (
-    CollectiveScheduler,
-    OperatorTimes,
-    exposed_time,
-)
-from autosplit.passes.analysis.collectives import is_start
+from autosplit.passes.analysis.collectives import is_exchange, is_start
 from autosplit.passes.graph import calls
 from autosplit.pipeline.engine.processes.launch import launch
+from autosplit.torch_internals.dtensor import local_tensor
 
 from ..results import Rows, table
+from .link import KnownProducts, SlowLink
 
 WIDTH, HEADS, TOKENS, BLOCKS = 256, 4, (8, 64), 3
-DELAYS = (0.0, 0.5, 1.0, 2.0)  # of a collective, in multiples of a weight gradient's product
+PRODUCT = 0.002  # seconds of a weight gradient's product in a rank's part of an MLP
+_FLOPS = 2 * WIDTH * 2 * WIDTH * TOKENS[0] * TOKENS[1]  # of that
+DELAYS = (0.0, 0.5, 1.0, 2.0)  # of a collective, in multiples of that product
 TARGET = 0.9
 WAYS = (
     "eager",
@@ -66,45 +64,6 @@ class Mlp(nn.Module):
         return result
 
 
-class SlowLink:
-    """Collectives of a process that end ``seconds`` after they begin, one after another, at least.
-
-    Their kernels for the CPU are replaced: Gloo does the work, and the wait sleeps.
-
-    Attributes:
-        seconds: how long.
-        exposed: seconds that waits have taken.
-    """
-
-    def __init__(self) -> None:
-        self.seconds = self.exposed = self._free = 0.0
-        self._under_way: dict[int, tuple[Any, float]] = {}
-        self._library = torch.library.Library("_c10d_functional", "IMPL")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that kernels are replaced
-            self._library.impl("all_reduce", self._all_reduce, "CPU")
-            self._library.impl("all_reduce_", self._all_reduce_, "CPU")
-            self._library.impl("wait_tensor", self._wait, "CPU")
-
-    def _all_reduce(self, tensor: Tensor, reduction: str, group: str) -> Tensor:
-        return self._all_reduce_(tensor.clone(), reduction, group)
-
-    def _all_reduce_(self, tensor: Tensor, reduction: str, group: str) -> Tensor:
-        work = dist.all_reduce(tensor, async_op=True)
-        self._free = max(time.perf_counter(), self._free) + self.seconds
-        self._under_way[tensor.untyped_storage().data_ptr()] = work, self._free
-        return tensor
-
-    def _wait(self, tensor: Tensor) -> Tensor:
-        work, end = self._under_way.pop(tensor.untyped_storage().data_ptr(), (None, 0.0))
-        if work is not None:
-            begun = time.perf_counter()
-            work.wait()
-            time.sleep(max(0.0, end - time.perf_counter()))
-            self.exposed += time.perf_counter() - begun
-        return tensor
-
-
 def _model(mesh: DeviceMesh) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(*(kind() for _ in range(BLOCKS) for kind in (Attention, Mlp)))
@@ -126,15 +85,6 @@ def _made(way: str, model: nn.Module) -> tuple[Callable[[Tensor], Tensor], Calla
     return compiled, lambda: None
 
 
-def _backward(loss: Tensor, weights: Callable[[], None]) -> float:
-    """Seconds from the loss to all gradients."""
-    dist.barrier()
-    start = time.perf_counter()
-    loss.backward()
-    weights()
-    return time.perf_counter() - start
-
-
 class _Timed(fx.Interpreter):
     """Seconds of every operator."""
 
@@ -154,103 +104,119 @@ class _Timed(fx.Interpreter):
         return result
 
 
-def _hideable(model: nn.Module, x: Tensor, delays: list[float]) -> list[float]:
-    """Seconds of collectives that the graph's dependences and operators' times let be hidden."""
+def _backward_graph(model: nn.Module, x: Tensor) -> fx.GraphModule:
+    """The unsplit backward, in the order in which it was traced."""
     graphs = autosplit.split(model, (x,), overlap="none", memory="fast").functions[0].graphs
-    backward = graphs.backward
-    if backward is None:
-        return [0.0] * len(delays)
-    values = [
-        torch.randn(value.shape) if value.is_floating_point() else torch.zeros_like(value)
-        for node in backward.graph.find_nodes(op="placeholder")
-        for value in [
-            torch.empty_strided(
-                node.meta["val"].shape, node.meta["val"].stride(), dtype=node.meta["val"].dtype
-            )
-        ]
-    ]
+    if graphs.backward is None:
+        raise RuntimeError("nothing of the model is trained")
+    return graphs.backward
+
+
+def _operator_seconds(backward: fx.GraphModule) -> dict[fx.Node, float]:
+    """Of each operator, alone."""
+    traced = [node.meta["val"] for node in backward.graph.find_nodes(op="placeholder")]
+    values = [torch.zeros(value.shape, dtype=value.dtype) for value in traced]
     rounds = [_Timed(backward) for _ in range(4)]
     for each in rounds:
         each.run(*values)
-    seconds = {n: statistics.median(each.seconds[n] for each in rounds) for n in rounds[0].seconds}
-    nodes = list(calls(backward.graph))
-    count = sum(map(is_start, nodes))
-    found = []
-    for delay in delays:
-        costs = OperatorTimes(lambda node: seconds[node], lambda node, delay=delay: delay)  # type: ignore[misc]
-        scheduler = CollectiveScheduler(nodes, costs)
-        orders = [scheduler.order(f, hold=h).nodes for f in (1.0, 2.0, 4.0) for h in (True, False)]
-        found.append(count * delay - min(exposed_time(o, costs=costs) for o in orders))
-    return found
+    return {n: statistics.median(each.seconds[n] for each in rounds) for n in rounds[0].seconds}
 
 
-def _rank(ways: tuple[str, ...], steps: int) -> list[dict[str, Any]]:
-    mesh, link = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), SlowLink()
+def least_exposed(
+    nodes: Sequence[fx.Node], seconds: Mapping[fx.Node, float], delay: float
+) -> float:
+    """Seconds for which a device that runs one operator at a time has to wait for collectives, in
+    whichever order it runs them, by what depends on what: a lower bound.
+
+    Args:
+        nodes: the operators, in an order in which they can run.
+        seconds: of each.
+        delay: from the start of a collective to its end; they follow each other.
+    """
+    own = {node: 0.0 if is_exchange(node) else seconds[node] for node in nodes}
+    before: dict[fx.Node, set[fx.Node]] = {}
+    for node in nodes:
+        read = [each for each in node.all_input_nodes if each in own]
+        before[node] = set(read).union(*(before[each] for each in read))
+    starts: dict[fx.Node, float] = {}
+    ends: list[float] = [sum(own.values())]
+    for node in filter(is_start, nodes):
+        found = [sum(own[each] for each in before[node])]
+        for earlier, start in starts.items():
+            between = [n for n in before[node] if earlier in before[n]]
+            found.append(start + delay + sum(own[each] for each in between))
+        starts[node] = max(found)
+        behind = [n for n in nodes if node in before[n]]
+        ends.append(starts[node] + delay + sum(own[each] for each in behind))
+    return max(ends) - ends[0]
+
+
+class _Ways:
+    """All ways of training the same model on this rank."""
+
+    def __init__(self, names: Sequence[str], mesh: DeviceMesh, x: Tensor) -> None:
+        self._x = x
+        self.models = {name: _model(mesh) for name in names}
+        self._made = {name: _made(name, model) for name, model in self.models.items()}
+
+    def run(self, name: str, link: SlowLink | None = None) -> float:
+        """Seconds of a backward, from the loss to all gradients."""
+        self.models[name].zero_grad()
+        forward, weights = self._made[name]
+        reorders = name == "Inductor, reordering"
+        with torch._inductor.config.patch(reorder_for_compute_comm_overlap=reorders):
+            loss = forward(self._x).square().mean()
+            dist.barrier()
+            if link is not None:
+                link.exposed = 0.0
+            start = time.perf_counter()
+            loss.backward()
+            weights()
+            return time.perf_counter() - start
+
+    def gradients(self, name: str) -> list[Tensor]:
+        return [local_tensor(p.grad).clone() for p in self.models[name].parameters()]
+
+
+def _rank(names: Sequence[str], steps: int) -> list[dict[str, Any]]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     torch.manual_seed(1)
     x = torch.randn(*TOKENS, WIDTH, requires_grad=True)
-    models = {way: _model(mesh) for way in ways}
-    made = {way: _made(way, models[way]) for way in ways}
-    for way in ways:  # compiles
-        reorders = way == "Inductor, reordering"
-        with torch._inductor.config.patch(reorder_for_compute_comm_overlap=reorders):
-            for _ in range(2):
-                forward, weights = made[way]
-                _backward(forward(x).square().mean(), weights)
-    product = _seconds(lambda: torch.mm(torch.randn(2 * WIDTH, 512), torch.randn(512, WIDTH)))
-    shared = torch.tensor([product])
-    dist.broadcast(shared, 0)
-    delays = [factor * shared.item() for factor in DELAYS]
-    hideable = _hideable(_model(mesh), x, delays)
-    count = 2 * BLOCKS
+    ways, backward = _Ways(names, mesh, x), _backward_graph(_model(mesh), x)
+    for _ in range(2):  # compiles, and has gradients to add to
+        for name in names:
+            ways.run(name)
+    expected = ways.gradients(names[0])
+    same = {name: all(map(torch.equal, ways.gradients(name), expected)) for name in names}
+    link, _products = SlowLink(), KnownProducts(PRODUCT / _FLOPS)
+    seconds, nodes = _operator_seconds(backward), list(calls(backward.graph))
+    count = sum(map(is_start, nodes))
     rows = []
-    gradients: dict[str, list[Tensor]] = {}
-    fastest: dict[tuple[str, float], float] = {}
-    idle: dict[str, float] = {}
-    for at, delay in enumerate(delays):
-        taken: dict[str, list[float]] = {way: [] for way in ways}
-        waited: dict[str, list[float]] = {way: [] for way in ways}
-        link.seconds = delay
+    for factor in DELAYS:
+        link.seconds = delay = factor * PRODUCT
+        found: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
         for _ in range(steps):
-            for way in ways:
-                models[way].zero_grad()
-                forward, weights = made[way]
-                loss = forward(x).square().mean()
-                link.exposed = 0.0
-                taken[way].append(_backward(loss, weights))
-                waited[way].append(link.exposed)
-        for way in ways:
-            seconds = fastest[way, delay] = statistics.median(taken[way])
-            gradients[way] = [_local(p.grad) for p in models[way].parameters()]
-            exposed = statistics.median(waited[way])
-            hidden = count * delay - (exposed - idle.setdefault(way, exposed))
+            for name in names:
+                taken = ways.run(name, link)
+                found[name].append((taken, link.exposed))
+        least = least_exposed(nodes, seconds, delay)
+        eager = statistics.median(taken for taken, _ in found[names[0]])
+        for name in names:
+            taken, exposed = map(statistics.median, zip(*found[name], strict=True))
             rows.append(
                 {
-                    "name": f"{way}, {DELAYS[at]:g}",
-                    "way": way,
+                    "name": f"{name}, {factor:g}",
+                    "way": name,
                     "delay": delay,
-                    "seconds": seconds,
+                    "seconds": taken,
                     "total": count * delay,
-                    "hidden": hidden,
-                    "hideable": hideable[at],
-                    "beside": seconds / fastest[ways[0], delay],
-                    "same": all(map(torch.equal, gradients[way], gradients[ways[0]])),
+                    "hidden": count * delay - exposed,
+                    "hideable": count * delay - least,
+                    "beside": taken / eager,
+                    "same": same[name],
                 }
             )
     return rows
-
-
-def _local(gradient: Any) -> Tensor:
-    local: Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-    return local.clone()
-
-
-def _seconds(call: Callable[[], Any]) -> float:
-    times = []
-    for _ in range(9):
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
 
 
 def measure(steps: int, only: str = "") -> Iterator[dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -51,6 +52,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "zb-v": {"schedule": "zb-v"},
 }
 MEMORY = ("fast", "balanced", "lean")
+_KINDS = ("1f1b", "interleaved", "zb-v")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,10 +112,24 @@ def cases() -> Iterator[Case]:
             yield from (Case(mesh, schedule, memory) for memory in settings)
 
 
-def measure(only: str = "") -> Iterator[dict[str, Any]]:
-    """A row for each case whose name has ``only`` in it."""
+def some_cases() -> Iterator[Case]:
+    """A slice of all: meshes of four ranks under each kind of schedule, those with three dimensions
+    under one, and the memory settings in turns.
+    """
+    memory, three = itertools.cycle(MEMORY), itertools.cycle(_KINDS)
+    for mesh, (names, shape) in MESHES.items():
+        if math.prod(shape) == 4:
+            kinds = [kind for kind in _KINDS if kind != "zb-v" or "pp" in names]
+        else:
+            kinds = [next(three)] if len(names) == 3 else []
+        yield from (Case(mesh, kind, next(memory)) for kind in kinds)
+
+
+def measure(only: str = "", sliced: bool = False) -> Iterator[dict[str, Any]]:
+    """A row for each case whose name has ``only`` in it; of a slice of them, where asked."""
     for mesh, (_, shape) in MESHES.items():
-        mine = [each for each in cases() if each.mesh == mesh and only in each.name]
+        every = some_cases() if sliced else cases()
+        mine = [each for each in every if each.mesh == mesh and only in each.name]
         if mine:
             found = launch(on_rank, math.prod(shape), (mine,), timeout=900)
             for number, case in enumerate(mine):

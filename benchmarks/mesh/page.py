@@ -23,10 +23,17 @@ Written by `python -m benchmarks.mesh`. {environment}
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How much to measure: timed steps of each case, and only cases with this in their name."""
+    """How much to measure.
+
+    Attributes:
+        steps: timed ones of each case.
+        only: cases with this in their name.
+        sliced: whether a slice of the cases that are held against one process will do.
+    """
 
     steps: int
     only: str
+    sliced: bool = False
 
 
 PARTS: dict[str, Part[Settings]] = {
@@ -42,7 +49,7 @@ PARTS: dict[str, Part[Settings]] = {
         "sharded each block: a reduction is a reduce-scatter, of which there is one for each "
         "block of a rank. Along tp, ranks share each block's products, and the process that "
         "gradients are held against is one of as many ranks along tp, with all stages on each.",
-        lambda settings: exactness.measure(settings.only),
+        lambda settings: exactness.measure(settings.only, settings.sliced),
         exactness.render,
     ),
     "parameters": Part(
@@ -59,8 +66,9 @@ PARTS: dict[str, Part[Settings]] = {
         "Two replicas of two ranks, stages that sleep for F, I and W alike, and a link between "
         "replicas on which the reduction of all of a rank's gradients takes 0.5 or 1 times as long "
         "as W of a microbatch. Hidden is the share of that time until the last rank of the "
-        "pipeline stops computing: the rest lengthens the step. The goal is 80 % where W lasts "
-        "longer, and steps within 3 % of the simulated ones; what misses it is bold.",
+        "pipeline stops computing: the rest lengthens the step. A rank with one stage, whose W "
+        "runs whole, has nothing left to compute when its gradients are there. The goal is 80 % "
+        "where W lasts longer, and steps within 3 % of the simulated ones; what misses it is bold.",
         lambda settings: hidden.measure(settings.steps, settings.only),
         hidden.render,
     ),
@@ -68,10 +76,16 @@ PARTS: dict[str, Part[Settings]] = {
         "Collectives of a stage behind its weight gradients",
         "A tensor-parallel model of three attention and three MLP blocks on two ranks, whose "
         "all-reduces end 0, 0.5, 1 and 2 times as long after they began as a weight gradient's "
-        "product takes. Hidden is what the backward's waits are shorter by than all of that time; "
-        "what can be hidden follows from the graph's dependences and the times of its operators, "
-        "each measured alone. The goal is 90 % of that; what misses it is bold. Eager mode and "
-        "Inductor, also with its own reordering of collectives, are beside it.",
+        "product takes, one after another. So that all ways have the same to hide, matrix products "
+        "sleep for their floating-point operations (2 ms for a weight gradient of an MLP) and "
+        "compute nothing here; that gradients have the bits of eager mode is tried before, with "
+        "torch's kernels. Hidden is all of the collectives' time in a backward, without what waits "
+        "took of it. No order of the operators waits less than a bound by the graph's dependences "
+        "and the times of its operators, each measured alone: what can be hidden is the rest. The "
+        "goal is 90 % of that; what misses it is bold. split chooses the weight gradients that I "
+        "computes for the time that it estimates for a collective, about half of such a product: "
+        "over slower links some are left to W that could have hidden one. Under torch.compile all "
+        "are in one graph. Inductor, also with its own reordering of collectives, is beside it.",
         lambda settings: collectives.measure(settings.steps, settings.only),
         collectives.render,
     ),
@@ -86,7 +100,9 @@ PARTS: dict[str, Part[Settings]] = {
         "to last and last to first; ratios are those of each round's steps, and a step is its "
         "slowest rank's. The peak is what a step allocates at most on a rank beyond the "
         "gradients that it leaves: activations, gathered parameters and buckets, but not those "
-        "of DistributedDataParallel, which keeps its own between steps. Ratios above 1 are bold. "
+        "of DistributedDataParallel, which keeps its own between steps; the least of three steps, "
+        "as threads of Gloo keep what collectives were given until they get a core. Ratios above 1 "
+        "are bold. "
         "Ranks share two cores, so that waits are worth little here: whoever waits lends its core.",
         lambda settings: beside.measure(settings.steps, settings.only),
         beside.render,

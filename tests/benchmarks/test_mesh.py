@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 
-from benchmarks.mesh import beside, exactness, hidden
+import torch
+from torch import fx
+
+from benchmarks.mesh import beside, collectives, exactness, hidden
 from benchmarks.mesh.page import PARTS, write
 from benchmarks.results import Results
+
+_EXCHANGE = torch.ops._c10d_functional
 
 
 def test_every_stage_has_blocks() -> None:
@@ -15,6 +21,34 @@ def test_every_stage_has_blocks() -> None:
         names, shape = exactness.MESHES[case.mesh]
         stages = case.stages(dict(zip(names, shape, strict=True)).get("pp", 1))
         assert len(exactness.stage_of(stages - 1, stages)) == exactness.BLOCKS // stages > 0
+
+
+def test_slice_has_every_mesh_of_four_ranks_schedule_and_memory_setting() -> None:
+    some = list(exactness.some_cases())
+    shapes = {name: math.prod(shape) for name, (_, shape) in exactness.MESHES.items()}
+    fours = {name for name, ranks in shapes.items() if ranks == 4}
+    assert fours < {case.mesh for case in some}
+    assert {case.memory for case in some} == {*exactness.MEMORY}
+    assert {case.schedule for case in some if shapes[case.mesh] == 8} == {
+        "1f1b",
+        "interleaved",
+        "zb-v",
+    }
+    assert len(some) < len(list(exactness.cases())) / 3
+
+
+def test_least_exposed_time_follows_from_dependences() -> None:
+    """One collective between two operators, and a third operator beside it."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    before, beside_it = (graph.call_function(torch.relu, (x,)) for _ in range(2))
+    start = graph.call_function(_EXCHANGE.all_reduce.default, (before, "sum", "0"))
+    wait = graph.call_function(_EXCHANGE.wait_tensor.default, (start,))
+    after = graph.call_function(torch.relu, (wait,))
+    nodes = [before, start, wait, after, beside_it]
+    for length, expected in ((1.0, 2.0), (3.0, 0.0), (9.0, 0.0)):
+        seconds = {before: 1.0, start: 5.0, wait: 5.0, after: 1.0, beside_it: length}
+        assert collectives.least_exposed(nodes, seconds, delay=3.0) == expected
 
 
 def test_reductions_that_are_not_hidden_and_two_norms_stand_out(tmp_path: Path) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,7 @@ from autosplit.checkpoint import load_checkpoint, read_checkpoint, save_checkpoi
 from autosplit.pipeline import PipelineTrainer
 from tests.mesh.workers import adam, refusal
 from tests.pipeline.reference_stage import ReferenceStage
+from tests.ranks import forget_meshes
 
 WIDTH, ROWS, LENGTH, WORDS, M = 4, 8, 4, 8, 4
 FEW, BLOCKS = 2, 4  # of a model that is cut in two, and of one that is cut in four as well
@@ -234,11 +233,8 @@ def fail() -> None:
     raise ValueError("bad weather")
 
 
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def new_mesh(second: str = "tp") -> DeviceMesh:
+    forget_meshes()  # waits on the groups of one may have ended
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", second))
 
 
@@ -379,17 +375,3 @@ def failing() -> str:
     groups, whose waits have ended, are of no more use to these processes.
     """
     return refusal(lambda: bad_weather(new_mesh(), fail))
-
-
-def dying(folder: Path) -> None:
-    """The same of one that dies, in a folder."""
-    heard = refusal(lambda: bad_weather(new_mesh(), die))
-    (folder / f"{dist.get_rank()}.txt").write_text(heard)
-    raise RuntimeError("a rank died")
-
-
-def eight_ranks() -> dict[str, Any]:
-    """A case on pp 2 x dp_replicate 2 x tp 2."""
-    names = ("pp", "dp_replicate", "tp")
-    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=names)
-    return exactness(mesh, Reference(mesh, FEW), "1f1b", FEW)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from autosplit.errors import PipelineError
 from tests.all_true import assert_all
 from tests.mesh import tensor_parallel_workers as workers
 from tests.ranks import Ranks
@@ -62,18 +61,3 @@ def test_a_part_that_is_no_number_is_seen_by_all(four: list[dict[str, Any]]) -> 
 def test_a_rank_that_fails_ends_those_that_wait_for_its_part(on_ranks: Ranks) -> None:
     for heard in on_ranks(workers.failing, 4, timeout=60):
         assert "rank 3 failed in 1F1: ValueError: bad weather" in heard
-
-
-def test_a_rank_that_dies_ends_those_that_wait_for_its_part(
-    on_ranks: Ranks, tmp_path: Path
-) -> None:
-    with pytest.raises(PipelineError):
-        on_ranks(workers.dying, 4, (tmp_path,), timeout=60)
-    how = ("rank 3 was killed by SIGKILL", "rank 3 ended without a word")  # once it is reaped
-    assert all((tmp_path / f"{rank}.txt").read_text().startswith(how) for rank in range(3))
-
-
-def test_replicas_of_shared_stages(on_ranks: Ranks) -> None:
-    found = on_ranks(workers.eight_ranks, 8, timeout=200)
-    assert all(each["losses"] and each["gradients"] for each in found)
-    assert len({each["norm"] for each in found}) == 1

@@ -10,44 +10,71 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autosplit.passes import SplitGraphs
+from autosplit.passes import Role, SplitGraphs
 from autosplit.passes.memory_policy import Memory
+from autosplit.torch_internals.dtensor import Sharding
+from autosplit.torch_internals.dtensor_facts import group_names, placement_facts, placement_of
 
 from .archive_names import NoArchiveError
 from .constant_data import read_constant
 from .graph_reader import GraphReader, read_graph, read_tensors
 from .graph_writer import GraphWriter
 
-__all__ = ["NoArchiveError", "pack_graphs", "unpack_graphs"]
+__all__ = ["NoArchiveError", "Shardings", "pack_graphs", "unpack_graphs"]
 
 
-def pack_graphs(graphs: SplitGraphs) -> bytes:
+Shardings = Mapping[Role, Sharding]
+"""Role of what is a DTensor outside of the graphs -> how it lies over ranks."""
+
+
+def pack_graphs(
+    graphs: SplitGraphs, shardings: Shardings = MappingProxyType({}), meshes: Sequence[Any] = ()
+) -> bytes:
     """The graphs as bytes, from which ``unpack_graphs`` makes the same graphs: the writer refuses
     whatever the reader would not read, or read as something else.
+
+    Args:
+        graphs: the graphs.
+        shardings: what of their inputs and results are DTensors.
+        meshes: that the reader has, too, in this order; DTensors are on these.
 
     Raises:
         NoArchiveError: they hold something that has no such form.
     """
-    writer = GraphWriter()
+    writer = GraphWriter({name for mesh in meshes for name in group_names(mesh)})
     memory = dataclasses.astuple(graphs.memory)
     written = {name: writer.graph(module) for name, module in graphs.graphs().items()}
     if not writer.tensors:
         raise NoArchiveError("no tensor is in them")
-    return pickle.dumps((memory, writer.tensors, writer.constants, written))
+    lying = [(role, *_described(lies, meshes)) for role, lies in shardings.items()]
+    return pickle.dumps((memory, writer.tensors, writer.constants, written, lying))
 
 
-def unpack_graphs(data: bytes, mode: FakeTensorMode) -> SplitGraphs:
-    """Split graphs from the bytes of ``pack_graphs``, with values of this fake mode.
+def _described(lies: Sharding, meshes: Sequence[Any]) -> tuple[Any, ...]:
+    placements = tuple(map(placement_facts, lies.placements))
+    if lies.mesh not in meshes or None in placements:
+        raise NoArchiveError(f"a tensor lies as {lies}, which only this process knows")
+    return meshes.index(lies.mesh), placements, tuple(lies.shape), tuple(lies.stride)
+
+
+def unpack_graphs(
+    data: bytes, mode: FakeTensorMode, meshes: Sequence[Any] = ()
+) -> tuple[SplitGraphs, Shardings]:
+    """Split graphs from the bytes of ``pack_graphs``, with values of this fake mode, and what of
+    their inputs and results are DTensors on these meshes.
 
     Raises:
         NoArchiveError: they were not written by this version.
     """
     try:
-        memory, described, constants, written = GraphReader(data).load()
+        memory, described, constants, written, lying = GraphReader(data).load()
         tensors, real = read_tensors(described, mode), [read_constant(*each) for each in constants]
         graphs = {
             name: read_graph(name, nodes, tensors, {key: real[at] for key, at in held.items()})
@@ -55,7 +82,13 @@ def unpack_graphs(data: bytes, mode: FakeTensorMode) -> SplitGraphs:
         }
         fields = [field.name for field in dataclasses.fields(SplitGraphs)]
         made: dict[str, Any] = {name: graphs.get(name) for name in fields}
-        return SplitGraphs(**{**made, "memory": Memory(*memory)})
+        shardings = {
+            role: Sharding(
+                meshes[at], tuple(map(placement_of, placements)), torch.Size(shape), stride
+            )
+            for role, at, placements, shape, stride in lying
+        }
+        return SplitGraphs(**{**made, "memory": Memory(*memory)}), shardings
     except NoArchiveError:
         raise
     except Exception as error:

@@ -16,7 +16,8 @@ from torch.fx.immutable_collections import immutable_dict, immutable_list
 from autosplit.passes import Kind, Role
 from autosplit.passes.origin import Origin
 
-NAMESPACES = frozenset({"aten", "prims"})
+EXCHANGES = frozenset({"_c10d_functional", "_dtensor"})
+NAMESPACES = frozenset({"aten", "prims"}) | EXCHANGES
 CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 CLASSES = (
     Kind,

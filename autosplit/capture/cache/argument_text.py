@@ -13,6 +13,7 @@ from torch._ops import HigherOrderOperator
 from torch.fx.node import _get_qualified_name
 
 from autosplit.passes.analysis.operators import OVERLOAD
+from autosplit.torch_internals.dtensor_facts import mesh_facts, placement_facts
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...))
 _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -50,7 +51,8 @@ def argument_text(value: Any) -> str:
         return "{" + ",".join(pairs) + "}"
     if isinstance(value, slice):
         return f"slice({','.join(map(argument_text, (value.start, value.stop, value.step)))})"
-    return target_name(value)
+    shared = placement_facts(value) or mesh_facts(value)
+    return target_name(value) if shared is None else f"{type(value).__name__}:{shared!r}"
 
 
 def target_name(function: Any) -> str:
@@ -74,6 +76,8 @@ def target_name(function: Any) -> str:
         name = _get_qualified_name(function)
     except (AttributeError, RuntimeError, AssertionError) as error:
         raise NoFingerprintError(f"{function!r} has no name") from error
+    if _lookup(name) is not function:  # a static method
+        name = f"{function.__module__}.{getattr(function, '__qualname__', own)}"
     if not name.startswith(_ROOTS) or _lookup(name) is not function:
         raise NoFingerprintError(f"{name} is no function of torch's")
     return name

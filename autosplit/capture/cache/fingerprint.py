@@ -19,6 +19,8 @@ from torch import Tensor, fx, nn
 
 from autosplit.capture.module_paths import stack
 from autosplit.passes.analysis.operators import OVERLOAD
+from autosplit.torch_internals.dtensor import is_dtensor
+from autosplit.torch_internals.dtensor_facts import dispatch_rules, meshes_of
 from autosplit.torch_internals.pytree import tree_flatten
 
 from .argument_text import NoFingerprintError, argument_text, is_torch_operator, target_name
@@ -50,6 +52,8 @@ def fingerprint_lines(
         yield f"input {at}: {known.describe(leaf, f'input {at}')}"
     for name, tensor in _state(module):
         yield f"state {name}: {known.describe(tensor, f'state {name}')}"
+    if meshes_of((*leaves, *(tensor for _, tensor in _state(module)))):
+        yield from _rules()
     yield from _graph_lines(exported, (*args, *kwargs.values()), known)
     for at, leaf in enumerate(results):
         described = known.name(leaf) if isinstance(leaf, Tensor) else argument_text(leaf)
@@ -128,6 +132,19 @@ def _called(target: Any) -> str:
     return target_name(target)
 
 
+def _rules() -> Iterator[str]:
+    """How operators on DTensors are traced, where that is not torch's way."""
+    for what, rule in dispatch_rules():
+        if not callable(rule):
+            yield f"{what} {rule!r}"
+            continue
+        where = str(getattr(rule, "__module__", ""))
+        if where.split(".")[0] != "torch" or "register_sharding" in where:
+            raise NoFingerprintError(f"somebody else's {rule!r} says how DTensors {what}")
+        if what.startswith("run"):  # others come with torch's version
+            yield f"{what} {where}.{getattr(rule, '__qualname__', '')}"
+
+
 def _state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
@@ -160,6 +177,8 @@ class _TensorNames:
         """All that tracing may look at but the data: metadata, and which storage it is."""
         if not isinstance(value, Tensor):
             return argument_text(value)
+        if is_dtensor(value):
+            return self._describe_shared(value, name)
         if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided:
             raise NoFingerprintError(f"{name} is a tensor of a kind of its own")
         self.add(value, name)
@@ -182,3 +201,23 @@ class _TensorNames:
             value.is_inference(),
         )
         return repr(facts)
+
+    def _describe_shared(self, value: Any, name: str) -> str:
+        """The same of a DTensor: how it lies over ranks, and what this rank has of it."""
+        self.add(value, name)
+        facts = (
+            self._names[id(value)],
+            type(value).__name__,
+            isinstance(value, nn.Parameter),
+            tuple(value.shape),
+            value.stride(),
+            value.dtype,
+            value.device,
+            value.requires_grad,
+            value.is_leaf,
+            value._is_view(),
+            getattr(value._spec, "shard_order", None),
+        )
+        lies = argument_text((value.device_mesh, tuple(value.placements)))
+        own = self.describe(value._local_tensor, f"{name} on this rank")
+        return f"{facts!r} {lies} {own}"

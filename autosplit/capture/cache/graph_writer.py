@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import operator
 import pickle
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from autosplit.passes.analysis.operators import OVERLOAD
 
-from .archive_names import CLASSES, CONSTANTS, NoArchiveError, is_known, named_global
+from .archive_names import CLASSES, CONSTANTS, EXCHANGES, NoArchiveError, is_known, named_global
 from .constant_data import describe_constant, is_plain
 
 # Metadata of the user's modules and of other graphs, or implied by the value; not read by passes
@@ -39,12 +40,17 @@ _FORGOTTEN = frozenset(
 class GraphWriter:
     """Writes graphs that share tensors.
 
+    Args:
+        groups: names of the process groups that graphs may exchange tensors in: those that who
+            reads them knows, too.
+
     Attributes:
         tensors: descriptions of the tensors of all graphs written, each once.
         constants: of the tensors with data that the graphs read, each once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, groups: Collection[str] = ()) -> None:
+        self._groups = groups
         self.tensors: list[tuple[Any, ...]] = []
         self.constants: list[tuple[Any, ...]] = []
         self._kept: dict[int, tuple[int, Tensor]] = {}
@@ -65,8 +71,10 @@ class GraphWriter:
             if node.op == "get_attr"
         }
         places = {node: at for at, node in enumerate(graph.nodes)}
-        if any(node.op == "call_module" for node in graph.nodes):
-            raise NoArchiveError("the graphs call modules")
+        for node in graph.nodes:
+            if node.op == "call_module":
+                raise NoArchiveError("the graphs call modules")
+            self._check_group(node)
         try:
             # One record a node: its reader has all operands when it comes to a node.
             pickler = _Pickler(stream, self, places)
@@ -77,6 +85,16 @@ class GraphWriter:
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             raise NoArchiveError(str(error)) from error
         return constants, stream.getvalue()
+
+    def _check_group(self, node: fx.Node) -> None:
+        """Refuse an exchange in a group that could be another one where the graph is read."""
+        target: Any = node.target
+        if not isinstance(target, OVERLOAD) or target.namespace not in EXCHANGES:
+            return
+        named = zip((each.name for each in target._schema.arguments), node.args, strict=False)
+        group = {**dict(named), **node.kwargs}.get("group_name")
+        if group is not None and group not in self._groups:
+            raise NoArchiveError(f"{target} is in the group {group!r}, of no DTensor's mesh")
 
     def _constant(self, target: str, module: fx.GraphModule) -> int:
         """Index of a tensor that tracing made: the module's own have no fingerprint."""

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import os
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch._inductor.config
@@ -15,9 +16,10 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autosplit.passes import SplitGraphs
-from autosplit.torch_internals.pytree import TreeSpec
+from autosplit.torch_internals.dtensor_facts import meshes_of
+from autosplit.torch_internals.pytree import TreeSpec, tree_flatten
 
-from .archive import NoArchiveError, pack_graphs, unpack_graphs
+from .archive import NoArchiveError, Shardings, pack_graphs, unpack_graphs
 from .argument_text import NoFingerprintError
 from .environment_key import environment_lines
 from .file_store import FileStore
@@ -52,32 +54,38 @@ class CacheEntry:
     Attributes:
         store: where its file is.
         key: names the file; None where the graph cannot be told from others.
+        meshes: those of the DTensors that the graph was captured for, which are in the key.
         outcome: what became of it, for the user.
     """
 
     store: FileStore
     key: str | None
+    meshes: Sequence[Any] = ()
     outcome: str = ""
 
-    def find(self, mode: FakeTensorMode) -> SplitGraphs | None:
-        """The graphs that were kept here, with values of a fake mode."""
+    def find(self, mode: FakeTensorMode) -> tuple[SplitGraphs, Shardings] | None:
+        """The graphs that were kept here, with values of a fake mode, and what of their inputs and
+        results are DTensors.
+        """
         if self.key is None:
             return None
         data = self.store.read(self.key)
         try:
-            found = None if data is None else unpack_graphs(data, mode)
+            found = None if data is None else unpack_graphs(data, mode, self.meshes)
         except NoArchiveError:
             found = None
         counters["autosplit"]["graph_hit" if found else "graph_miss"] += 1
         self.outcome = "found" if found else "made"
         return found
 
-    def keep(self, graphs: SplitGraphs) -> None:
-        """Store graphs, as they are before anything is compiled."""
+    def keep(self, graphs: SplitGraphs, shardings: Shardings) -> None:
+        """Store graphs, as they are before anything is compiled, and what of their inputs and
+        results are DTensors.
+        """
         if self.key is None:
             return
         try:
-            data = pack_graphs(graphs)
+            data = pack_graphs(graphs, shardings, self.meshes)
         except NoArchiveError as reason:
             self.give_up(str(reason))
             return
@@ -146,7 +154,8 @@ class SplitGraphCache:
                 digest.update(f"{line}\n".encode())
         except NoFingerprintError as reason:
             return self.without_key(str(reason))
-        return CacheEntry(self.store, digest.hexdigest())
+        values = (*tree_flatten(inputs)[0], *module.parameters(), *module.buffers())
+        return CacheEntry(self.store, digest.hexdigest(), meshes_of(values))
 
     def without_key(self, reason: str) -> CacheEntry:
         """The place of a graph that is made anew by every process."""

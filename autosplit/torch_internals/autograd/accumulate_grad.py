@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from autosplit.torch_internals.dtensor import is_dtensor, like, local_tensor
+
 T = TypeVar("T")
 
 _TENSOR_HOOKS = attrgetter("_backward_hooks")
@@ -127,7 +129,8 @@ def add_gradients(
     """
     sums = [parameter.grad for parameter in parameters]
     present = [total for total in sums if total is not None]
-    if len(present) == len(sums) and not any(map(_IS_SPARSE, present)):
+    apart = any(map(is_dtensor, grads)) or any(map(_IS_SPARSE, present))
+    if len(present) == len(sums) and not apart:
         torch._foreach_add_(present, list(grads))
         return
     for parameter, total, grad, copied in zip(parameters, sums, grads, borrowed, strict=True):
@@ -141,12 +144,13 @@ def add_gradients(
 
 def _is_plain(parameter: Tensor) -> bool:
     """Whether it is a leaf whose gradients are dense, in its own layout."""
+    own = local_tensor(parameter)
     return (
-        type(parameter) in (Tensor, torch.nn.Parameter)
+        (own is not parameter or type(parameter) in (Tensor, torch.nn.Parameter))
         and parameter.is_leaf
         and parameter.requires_grad
-        and parameter.layout is torch.strided
-        and torch.empty_like(parameter, device="meta").stride() == parameter.stride()
+        and own.layout is torch.strided
+        and torch.empty_like(own, device="meta").stride() == own.stride()
     )
 
 
@@ -164,10 +168,19 @@ def _nothing(*_: Any) -> None:
 
 
 def own_gradient(parameter: Tensor, grad: Tensor, borrowed: bool) -> Tensor:
-    """A gradient as ``.grad``: itself where it is not borrowed and has the parameter's strides."""
+    """A gradient as ``.grad``: itself where it is not borrowed and has the parameter's strides. Of
+    a DTensor, this rank's part; it lies over ranks as before, which need not be as the parameter.
+    """
     dtype = getattr(parameter, "grad_dtype", None) or grad.dtype
-    if borrowed or grad.stride() != parameter.stride() or grad.dtype is not dtype:
-        return torch.empty_like(parameter, dtype=dtype, requires_grad=False).copy_(grad)
+    if is_dtensor(grad):
+        part, own = local_tensor(grad), local_tensor(parameter)
+        return like(grad, _owned(own if own.shape == part.shape else part, part, borrowed, dtype))
+    return _owned(parameter, grad, borrowed, dtype)
+
+
+def _owned(layout: Tensor, grad: Tensor, borrowed: bool, dtype: torch.dtype) -> Tensor:
+    if borrowed or grad.stride() != layout.stride() or grad.dtype is not dtype:
+        return torch.empty_like(layout, dtype=dtype, requires_grad=False).copy_(grad)
     return grad.detach() if grad._base is not None else grad  # a view would keep its base
 
 

@@ -1,0 +1,174 @@
+"""What eight ranks run in test_three_dimensions.py."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
+
+from autosplit.errors import AutosplitError
+
+from .sharded_tensor_workers import Eager, gradients_of, lie_alike
+from .tensor_parallel_workers import (
+    FEW,
+    WIDTH,
+    Block,
+    M,
+    Reference,
+    batch,
+    exactness,
+    parallel,
+    trainer,
+    whole,
+)
+from .workers import norm_of
+
+
+def _mesh(*names: str) -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=names)
+
+
+def replicas_of_shared_stages() -> dict[str, Any]:
+    mesh = _mesh("pp", "dp_replicate", "tp")
+    found = exactness(mesh, Reference(mesh, FEW), "1f1b", FEW)
+    return {"losses": found["losses"], "gradients": found["gradients"]}
+
+
+def copies_of_shards_of_shared_tensors() -> dict[str, Any]:
+    """One stage, held against FSDP2 of the same module."""
+    mesh = _mesh("dp_replicate", "dp_shard", "tp")
+
+    def build(index: int) -> Any:
+        module, over = parallel(mesh, 1)(index).eval(), mesh["dp_replicate", "dp_shard"]
+        for part in module:
+            if isinstance(part, Block):
+                fully_shard(part, mesh=over)
+        return fully_shard(module, mesh=over)
+
+    share = batch(2 * mesh.get_local_rank("dp_replicate") + mesh.get_local_rank("dp_shard"))
+    expected = Eager(build(0), share)
+    with loss_parallel(), trainer(mesh, 1, build) as made:
+        losses = made.forward_backward(share).tolist()
+        mine = gradients_of(made, 1)
+        return {
+            "losses": losses == expected.losses,
+            "gradients": all(torch.equal(g, expected.gradients[k]) for k, g in mine.items()),
+            "all": mine.keys() == expected.gradients.keys(),
+            "lie": lie_alike(made),
+            "norm": made.grad_norm == norm_of(expected.gradients.values()),
+        }
+
+
+_to_live = 0
+"""How many calls this process has left, where it is to be killed."""
+
+
+@torch.library.custom_op("autosplit_tests::weather", mutates_args=())
+def weather(x: Tensor) -> Tensor:
+    global _to_live
+    _to_live -= 1
+    if _to_live == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return x.clone()
+
+
+weather.register_fake(torch.empty_like)
+weather.register_autograd(lambda ctx, grad: grad)
+
+
+class Odd(nn.Module):
+    """A block of which neither what a rank has along tp nor what it has the whole of can be sharded
+    evenly.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 6), nn.Linear(6, WIDTH)
+        self.mix = nn.Linear(WIDTH, WIDTH + 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = x + self.down(weather(self.up(x))) + self.mix(x)[..., 1:]
+        return found
+
+
+def odd(mesh: DeviceMesh, stages: int) -> Callable[[int], Any]:
+    """Stages of such blocks, two in all."""
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+
+    def build(index: int) -> Any:
+        parts = []
+        for number in range(index * FEW // stages, (index + 1) * FEW // stages):
+            torch.manual_seed(number)
+            parts.append(parallelize_module(Odd(), mesh["tp"], plan))
+        return nn.Sequential(*parts)
+
+    return build
+
+
+def uneven_shards(found: Path) -> None:
+    """Held against eager mode of the same modules in one stage, which are not sharded. Then rank 5
+    is killed in the second microbatch of a step.
+    """
+    global _to_live
+    mesh = _mesh("pp", "dp_shard", "tp")
+    model = odd(mesh, 1)(0)
+    losses, shares = [], []
+    for share in range(2):
+        model.zero_grad()
+        for x in batch(share)[0].chunk(M):
+            loss = model(x).square().mean()
+            (loss / M).backward()
+            losses.append(loss.item())
+        shares.append({name: whole(p.grad) for name, p in model.named_parameters()})
+    expected = {name: (shares[0][name] + shares[1][name]) / 2 for name in shares[0]}
+
+    def build(index: int) -> Any:
+        module = odd(mesh, 2)(index)
+        fully_shard(module[0], mesh=mesh["dp_shard"])
+        return fully_shard(module, mesh=mesh["dp_shard"])
+
+    own = mesh.get_local_rank("dp_shard")
+    with trainer(mesh, 2, build, loss_fn=lambda y, _: y.square().mean()) as made:
+        seen = made.forward_backward(batch(own)).tolist()
+        mine = gradients_of(made, 2)
+        rows = [p.to_local().shape[0] for m in made.modules.values() for p in m.parameters()]
+        same = {
+            "losses": seen == losses[own * M : (own + 1) * M],
+            "gradients": all(torch.equal(g, expected[name]) for name, g in mine.items()),
+            "all": 2 * len(mine) == len(expected),
+            "lie": lie_alike(made),
+            "norm": made.grad_norm == norm_of(expected.values()),
+            "uneven": sorted(set(rows)) == ([2, 3] if own == 0 else [1, 2]),
+        }
+        found.write_bytes(pickle.dumps(same))
+        _to_live = 2 if dist.get_rank() == 5 else 0
+        made.step(batch(own))
+
+
+def with_a_death(folder: Path) -> None:
+    """What the cases find, and what ranks see of one that is killed in the end, is left in a
+    folder.
+    """
+    rank = dist.get_rank()
+    for case in (replicas_of_shared_stages, copies_of_shards_of_shared_tensors):
+        (folder / f"{case.__name__}{rank}").write_bytes(pickle.dumps(case()))
+    try:
+        uneven_shards(folder / f"uneven_shards{rank}")
+    except AutosplitError as error:
+        (folder / f"seen{rank}").write_text(str(error))
+        raise
