@@ -17,11 +17,12 @@ from autosplit.pipeline.simulation.counted_costs import CountedCosts
 from autosplit.pipeline.simulation.step_costs import Costs
 from autosplit.pipeline.simulation.timeline import Timeline
 
+from .exact.row_model import solved_rows
 from .named import named_schedules
 from .order_changes import adds_in_order
 from .rearrange import rearrange
 from .relief import early
-from .row_changes import without
+from .row_changes import with_fewer_awaits, without
 from .search import placements, search
 
 MEASURES: Mapping[str, Callable[[Schedule, Costs, Sequence[float]], Schedule]] = {
@@ -35,6 +36,10 @@ _ALONE = 100_000
 """Actions simulated for one setting with one measure; what ``search`` plays is beside that."""
 
 _TOGETHER = 240_000  # with all of them, behind that
+_SOLVED = 5.0
+"""What the solver may take, where it is installed: in its own seconds, alike on every machine."""
+
+_MENDED = 60_000  # actions that are played to better what it finds
 _ORDERS = 60_000  # actions that each search for an order without measures plays
 _STARTS = 3  # schedules that other orders are looked for from
 _BASES = 3  # schedules without measures that several are tried on, the shortest first
@@ -239,6 +244,30 @@ class LimitSearch:
         if together and found.fitting:
             best = min(found.fitting.values(), key=lambda each: each.step).schedule
             self._walked(best, max(0, most - self.simulated), measures, found, least)
+        if measures == tuple(self._measures):
+            self._solved(measures, found, least)
+
+    def _solved(self, measures: tuple[str, ...], found: _Found, least: float) -> None:
+        """What a solver finds of small steps, and what that becomes with other orders."""
+        known = min((each.shortest for each in self._found_by.values()), default=math.inf)
+        first = self._bases[0][0]
+        if known <= least * _SAME or first.mirror is not None:
+            return
+        solution = solved_rows(
+            self._costs,
+            first.microbatches,
+            self._caps,
+            first.placement,
+            measures,
+            shorter_than=known,
+            effort=_SOLVED,
+        )
+        if solution is None:
+            return
+        start = with_fewer_awaits(solution, self._costs, self._caps)
+        if start is not None:
+            self._keep(start, self._costs.timeline(start), start, found)
+            self._walked(start, _MENDED, measures, found, least)
 
     def _walked(
         self, start: Schedule, work: int, measures: tuple[str, ...], found: _Found, least: float
