@@ -36,10 +36,10 @@ _ALONE = 100_000
 """Actions simulated for one setting with one measure; what ``search`` plays is beside that."""
 
 _TOGETHER = 240_000  # with all of them, behind that
-_SOLVED = 5.0
+_SOLVED = 3.0
 """What the solver may take, where it is installed: in its own seconds, alike on every machine."""
 
-_MENDED = 60_000  # actions that are played to better what it finds
+_MENDED = 30_000  # actions that are played to better what it finds
 _ORDERS = 60_000  # actions that each search for an order without measures plays
 _STARTS = 3  # schedules that other orders are looked for from
 _BASES = 3  # schedules without measures that several are tried on, the shortest first
@@ -244,7 +244,7 @@ class LimitSearch:
         if together and found.fitting:
             best = min(found.fitting.values(), key=lambda each: each.step).schedule
             self._walked(best, max(0, most - self.simulated), measures, found, least)
-        if measures == tuple(self._measures):
+        if together:
             self._solved(measures, found, least)
 
     def _solved(self, measures: tuple[str, ...], found: _Found, least: float) -> None:

@@ -217,11 +217,10 @@ class MemoryModel(StepModel):
             forward = maker - self.problem.microbatches * deferred
             move = Move(forward, deferred, rank, holder, chosen, left, gone, comes, there)
             self._moves.append(move)
-            self._keep(rank, start, self._until(rank, gone, chosen), size, chosen)
-            self._keep(rank, self._since(rank, comes, chosen), used, size, chosen)
+            self._keep(rank, start, self._until(rank, gone, chosen, holder), size, chosen)
+            self._keep(rank, comes, used, size, chosen)
             if holder is not None:
-                since = self._since(holder, left, chosen)
-                self._keep(holder, since, self._until(holder, there, chosen), size, chosen)
+                self._keep(holder, left, self._until(holder, there, chosen, rank), size, chosen)
         if maker in self._again and action.kind is FORWARD:
             chosen, begin, _ = self._again[maker]
             choices.append(chosen)
@@ -235,12 +234,8 @@ class MemoryModel(StepModel):
             model.add(sum(choices) == 1).only_enforce_if(present)
             model.add(sum(choices) == 0).only_enforce_if(~present)
 
-    def _since(self, rank: int, moment: Any, chosen: Any) -> Any:
-        """From when on what begins to arrive at a moment counts there."""
-        return moment
-
-    def _until(self, rank: int, moment: Any, chosen: Any) -> Any:
-        """Until when what has left at a moment counts there."""
+    def _until(self, rank: int, moment: Any, chosen: Any, taker: int | None) -> Any:
+        """Until when what has left a rank at a moment counts there; ``taker``: for which rank."""
         return moment
 
     def _keep(self, rank: int, start: Any, end: Any, size: int, present: Any) -> None:

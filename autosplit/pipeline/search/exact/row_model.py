@@ -130,22 +130,16 @@ class RowModel(MemoryModel):
             ):
                 self.model.add(self._starts[number + 1] >= self._ends[number])
 
-    def _since(self, rank: int, moment: Any, chosen: Any) -> Any:
-        begins = self._point(rank, chosen)
-        self.model.add(begins <= moment).only_enforce_if(chosen)
-        return begins
-
-    def _until(self, rank: int, moment: Any, chosen: Any) -> Any:
-        ends = self._point(rank, chosen)
+    def _until(self, rank: int, moment: Any, chosen: Any, taker: int | None) -> Any:
+        """What goes to a partner counts until the end of what is computed meanwhile. In place of
+        what goes to the host something may come before: that waits for it.
+        """
+        if taker is None:
+            return moment
+        ends = self._moment()
+        self._points[rank].append(self.model.new_optional_interval_var(ends, 0, ends, chosen, ""))
         self.model.add(ends >= moment).only_enforce_if(chosen)
         return ends
-
-    def _point(self, rank: int, chosen: Any) -> Any:
-        moment = self._moment()
-        self._points[rank].append(
-            self.model.new_optional_interval_var(moment, 0, moment, chosen, "")
-        )
-        return moment
 
     def _add_waits(self) -> None:
         """What is to hold more waits for what was sent away before the action before."""
@@ -194,10 +188,7 @@ class RowModel(MemoryModel):
         for move in taken:
             for rank, key, action in self._carried(move, computed, value):
                 placed[rank].append((key, action))
-        rows = tuple(
-            _with_offloads_late([action for _, action in sorted(row, key=lambda each: each[0])])
-            for row in placed
-        )
+        rows = tuple(_in_order(row) for row in placed)
         partners = None
         if any(move.holder is not None for move in taken):
             partners = tuple(reversed(range(len(rows))))
@@ -238,22 +229,31 @@ class RowModel(MemoryModel):
                 if rank is not None and kind is not None:
                     place = max((s for s, e, _ in computed[rank] if s <= begins < e), default=begins)
                     yield rank, _Key(place, False, begins, _MOVES, tie), replace(first, kind=kind)
-            if sender is not None:
-                rests = max((e for s, e, _ in computed[sender] if s < over < e), default=over)
+            if sender is None:
+                continue
+            rests = max((e for s, e, _ in computed[sender] if s < over < e), default=over)
+            if sender != move.rank or rests <= value(move.comes):
                 awaited = _Key(rests, False, rests, _AWAITS if over > begins else _LATE)
                 yield sender, awaited, replace(first, kind=ActionKind.AWAIT)
 
 
-def _with_offloads_late(row: Sequence[Action]) -> tuple[Action, ...]:
-    """Of what begins at one place, what goes to the host last: what arrives would wait for it."""
+def _in_order(placed: Sequence[tuple[_Key, Action]]) -> tuple[Action, ...]:
+    """A row. Of what begins at one place, what arrives before something has gone to the host comes
+    first, for it would wait for that.
+    """
     found: list[Action] = []
-    leaving: list[Action] = []
-    for action in row:
-        if action.kind is ActionKind.OFFLOAD:
-            leaving.append(action)
+    beside: list[tuple[int, _Key, Action]] = []
+
+    def settle() -> None:
+        found.extend(action for _, _, action in sorted(beside, key=lambda each: each[:2]))
+        beside.clear()
+
+    for key, action in sorted(placed, key=lambda each: each[0]):
+        if action.kind.is_move:
+            gone = key.tie[0] if action.kind is ActionKind.OFFLOAD else key.moment
+            beside.append((gone, key, action))
             continue
-        if not action.kind.is_move:
-            found += leaving
-            leaving.clear()
+        settle()
         found.append(action)
-    return (*found, *leaving)
+    settle()
+    return tuple(found)
