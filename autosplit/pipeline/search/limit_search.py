@@ -36,9 +36,7 @@ _ALONE = 100_000
 """Actions simulated for one setting with one measure; what ``search`` plays is beside that."""
 
 _TOGETHER = 240_000  # with all of them, behind that
-_SOLVED = 3.0
-"""What the solver may take, where it is installed: in its own seconds, alike on every machine."""
-
+_SOLVED = 3.0  # what a solver may take, in its own seconds, which are alike on every machine
 _MENDED = 30_000  # actions that are played to better what it finds
 _ORDERS = 60_000  # actions that each search for an order without measures plays
 _STARTS = 3  # schedules that other orders are looked for from
@@ -102,11 +100,14 @@ class LimitSearch:
         caps: Sequence[float],
         measures: Sequence[str],
         setting: str | int,
+        *,
+        solver: bool,
     ) -> None:
         self._costs = CountedCosts.of(costs)
         self._caps = caps
         self._measures = measures
         self._setting = setting
+        self._solver = solver
         self._found_by: dict[tuple[str, ...], _Found] = defaultdict(_Found)
         """By the measures that were tried."""
         self._bases = self._found(microbatches, ranks, placement)
@@ -251,7 +252,7 @@ class LimitSearch:
         """What a solver finds of small steps, and what that becomes with other orders."""
         known = min((each.shortest for each in self._found_by.values()), default=math.inf)
         first = self._bases[0][0]
-        if known <= least * _SAME or first.mirror is not None:
+        if not self._solver or known <= least * _SAME or first.mirror is not None:
             return
         solution = solved_rows(
             self._costs,

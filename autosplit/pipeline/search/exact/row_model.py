@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from importlib.metadata import version
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from autosplit.pipeline.simulation.step_costs import Costs
 
 from .memory_model import MemoryModel, Move
 
-LARGEST = 120  # actions of a step: of more, little is found in seconds
+_LARGEST = 120  # actions of a step: of more, little is found in seconds
 _Pair = tuple[ActionKind | None, ActionKind | None]
 _FINER = 1 - 1e-3  # of the best so far: what is hardly shorter is not worth a solution
 
@@ -29,7 +30,7 @@ _ENDS: dict[bool, tuple[_Pair, _Pair]] = {
     True: ((ActionKind.EVICT, ActionKind.ACCEPT), (ActionKind.RETURN, ActionKind.LOAD)),
     False: ((ActionKind.OFFLOAD, None), (None, ActionKind.RELOAD)),
 }
-"""By whether a partner has it: what begins at both ends where it leaves, and where it comes back."""
+"""By whether a partner has it: what begins at both ends as it leaves, and as it comes back."""
 
 _AWAITS, _MOVES, _LATE = range(3)  # at one moment: what takes no time is awaited behind it
 
@@ -47,8 +48,14 @@ class _Key(NamedTuple):
     tie: tuple[int, ...] = ()
 
 
-def solver_or_none() -> ModuleType | None:
-    """OR-tools' CP-SAT, where it is installed."""
+def solver_version() -> str | None:
+    """That of OR-tools; None where it is not installed. With the same one the same is found."""
+    if _solver() is None:
+        return None
+    return version("ortools")
+
+
+def _solver() -> ModuleType | None:
     try:
         from ortools.sat.python import cp_model
     except ModuleNotFoundError:
@@ -69,7 +76,7 @@ def solved_rows(
 ) -> Schedule | None:
     """A schedule that a solver finds; None where it is not installed, or finds none.
 
-    The same on every machine with the same OR-tools.
+    The same on every machine with the same ``solver_version``.
 
     Args:
         costs: of every stage, Ws in one piece.
@@ -80,16 +87,17 @@ def solved_rows(
         shorter_than: seconds of the best that is known; infinite where nothing is.
         effort: of the solver, in its own deterministic seconds.
     """
-    solver = solver_or_none()
-    if solver is None or costs.early_weights or effort <= 0.0:
+    if costs.early_weights or effort <= 0.0 or min(caps) <= 0.0:
         return None
-    if 3 * len(placement) * microbatches > LARGEST or min(caps) <= 0.0:
+    solver = _solver() if 3 * len(placement) * microbatches <= _LARGEST else None
+    if solver is None:
         return None
     problem = Problem(costs, placement, microbatches, caps)
     model = RowModel(solver, problem, measures, shorter_than)
     engine = solver.CpSolver()
     engine.parameters.num_workers = 1
     engine.parameters.random_seed = 0
+    engine.parameters.linearization_level = 0  # whole numbers only, alike on every processor
     engine.parameters.max_deterministic_time = effort
     if engine.solve(model.model) not in (solver.OPTIMAL, solver.FEASIBLE):
         return None
@@ -181,8 +189,7 @@ class RowModel(MemoryModel):
         """The rows of a solution; ``value`` gives a variable's."""
         computed = self._computed(value)
         placed = [
-            [(_Key(start, True, start, 0), action) for start, _, action in row]
-            for row in computed
+            [(_Key(start, True, start, 0), action) for start, _, action in row] for row in computed
         ]
         taken = [move for move in self._moves if value(move.chosen)]
         for move in taken:
@@ -227,7 +234,9 @@ class RowModel(MemoryModel):
             tie = over, first.stage, first.microbatch, sender == move.rank
             for rank, kind in ((sender, leaves), (taker, arrives)):
                 if rank is not None and kind is not None:
-                    place = max((s for s, e, _ in computed[rank] if s <= begins < e), default=begins)
+                    place = max(
+                        (s for s, e, _ in computed[rank] if s <= begins < e), default=begins
+                    )
                     yield rank, _Key(place, False, begins, _MOVES, tie), replace(first, kind=kind)
             if sender is None:
                 continue
