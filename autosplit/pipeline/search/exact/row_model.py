@@ -114,6 +114,8 @@ class RowModel(MemoryModel):
         shorter_than: seconds.
     """
 
+    finest = 200  # rows have an order, and play tells their times: small numbers are quick
+
     def __init__(
         self, solver: Any, problem: Problem, measures: Sequence[str], shorter_than: float
     ) -> None:
