@@ -80,8 +80,10 @@ def test_the_same_each_time_and_shorter_than_what_is_known() -> None:
     assert solved(BOTH_AT_ONCE, 3, 14.0, shorter_than=1.0) is None
 
 
-def test_it_finds_what_changes_of_single_rows_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_finds_what_a_short_search_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ortools")
+    for name, work in {"_ALONE": 2_000, "_TOGETHER": 4_000, "_ORDERS": 1_500}.items():
+        monkeypatch.setattr(limit_search, name, work)
     monkeypatch.setattr(limit_search, "_SOLVED", 2.0)
     without, found = (
         search_within(BOTH_AT_ONCE, 4, 14.0, placement=(0, 1), solver=solver)

@@ -22,7 +22,7 @@ from autosplit.pipeline.simulation.step_costs import Costs
 
 from .memory_model import MemoryModel, Move
 
-_LARGEST = 120  # actions of a step: of more, little is found in seconds
+_LARGEST = 48  # actions of a step: of more, little is found in seconds
 _Pair = tuple[ActionKind | None, ActionKind | None]
 _FINER = 1 - 1e-3  # of the best so far: what is hardly shorter is not worth a solution
 
