@@ -64,7 +64,9 @@ def search_cheaply() -> None:
     """Searches within a limit play as many orders as their time allows, for seconds each, also of
     the smallest pipelines.
     """
-    vars(limit_search).update(_ALONE=6_000, _TOGETHER=15_000, _ORDERS=4_000)
+    vars(limit_search).update(
+        _ALONE=6_000, _TOGETHER=15_000, _ORDERS=4_000, _SOLVED=0.0, _MENDED=3_000
+    )
 
 
 def forget_meshes() -> None:

@@ -31,6 +31,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12, help="timed steps of each contender")
     parser.add_argument("--rounds", type=int, default=15, help="timed microbatches of a stage")
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8], help="of stand-in stages")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of the solver for a case")
     parser.add_argument("--output", type=pathlib.Path, default=HERE, help="folder to write to")
     options = parse(parser, PARTS)
     warnings.simplefilter("ignore")
@@ -44,12 +45,13 @@ def main() -> None:
         options.steps,
         options.rounds,
         tuple(options.ranks),
+        options.seconds,
         options.output,
     )
     failed = []
     for name in options.parts or PARTS:
         words = ["python", "-m", "benchmarks.memory", name]
-        for option in ("size", "families", "microbatches", "steps", "rounds", "ranks"):
+        for option in ("size", "families", "microbatches", "steps", "rounds", "ranks", "seconds"):
             value = getattr(options, option)
             if value != parser.get_default(option):
                 many = value if isinstance(value, list) else [value]

@@ -15,6 +15,7 @@ class Settings:
     steps: timed steps of each contender.
     rounds: timed microbatches of a stage by itself.
     ranks: numbers of ranks of stand-in stages.
+    seconds: that the exact solver has for a case.
     folder: for pictures; None for none.
     """
 
@@ -24,4 +25,5 @@ class Settings:
     steps: int
     rounds: int
     ranks: tuple[int, ...]
+    seconds: float = 60.0
     folder: pathlib.Path | None = None

@@ -39,7 +39,12 @@ class StepModel:
         problem: the step.
         hint: an order that fits, from which the solver begins and which it need not exceed.
         beside: further seconds that are to be exact where they can be.
+
+    Attributes:
+        finest: units of time that what takes longest may have.
     """
+
+    finest = 1_000_000
 
     def __init__(
         self, solver: Any, problem: Problem, hint: Rows | None, beside: Iterable[float] = ()
@@ -47,7 +52,7 @@ class StepModel:
         self.problem = problem
         self.model = solver.CpModel()
         travels = [each for made in problem.makes for _, _, *travel in made for each in travel]
-        self.units = Units([*problem.seconds, *travels, *beside])
+        self.units = Units([*problem.seconds, *travels, *beside], self.finest)
         self._took = [self.units.nearest(each) for each in problem.seconds]
         played = None if hint is None else problem.play(hint)
         self._horizon = sum(self._took) + sum(map(self.units.nearest, travels))

@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from autosplit.pipeline.schedule.action import Action
-from autosplit.pipeline.search.problem import FORWARD, INPUT, Problem
+from autosplit.pipeline.search.problem import FORWARD, FULL, INPUT, WEIGHT, Problem
 from autosplit.pipeline.search.search import caps_of
 from autosplit.pipeline.simulation.transfer import Link
 
@@ -51,6 +51,30 @@ def least_step(
     return solved(lambda solver: MemoryModel(solver, problem, measures), seconds)
 
 
+class Move(NamedTuple):
+    """What one action leaves for the next, away for a while, if that is chosen.
+
+    Attributes:
+        forward: the number of the F of that microbatch.
+        deferred: whether it is what I leaves for W.
+        rank: whose it is.
+        holder: the rank that has it meanwhile; None for the host's store.
+        chosen: whether it is.
+        left: when it begins to leave, and ``gone``: has left.
+        comes: when it begins to come back, and ``back``: is there again.
+    """
+
+    forward: int
+    deferred: bool
+    rank: int
+    holder: int | None
+    chosen: Any
+    left: Any
+    gone: Any
+    comes: Any
+    back: Any
+
+
 class MemoryModel(StepModel):
     """The model of a problem with measures.
 
@@ -66,6 +90,9 @@ class MemoryModel(StepModel):
         """By F, whether it is run again, and from when to when."""
         self._lanes: dict[tuple[int, object], list[Any]] = defaultdict(list)
         self._kept: dict[int, list[tuple[Any, int]]] = defaultdict(list)
+        self._computes: dict[int, list[Any]] = defaultdict(list)
+        """By rank, when it computes."""
+        self._moves: list[Move] = []
         super().__init__(solver, problem, None, self._transfers(problem))
 
     def _transfers(self, problem: Problem) -> Iterator[float]:
@@ -81,7 +108,7 @@ class MemoryModel(StepModel):
                         yield from (size / link.bandwidth for size in (kept.saved, kept.deferred))
 
     def _add_ranks(self) -> None:
-        spans = defaultdict(list)
+        spans = self._computes
         for number in self._numbers:
             start, end = self._starts[number], self._ends[number]
             rank = self.problem.ranks[number]
@@ -105,7 +132,7 @@ class MemoryModel(StepModel):
         if rank < len(self.problem.caps) - 1:
             return
         memory, count = self.problem.costs.memory, self.problem.microbatches
-        numbers = (s for m in memory for s in (m.saved, m.deferred, m.inputs))
+        numbers = (s for m in memory for s in (m.saved, m.deferred, m.inputs, *m.workspace))
         units = Units(numbers, finest=10**6)
         for forward in self._numbers:
             action = self.problem.actions[forward]
@@ -126,12 +153,33 @@ class MemoryModel(StepModel):
             self._keep(
                 there, self._starts[inputs + count], self._ends[inputs + count], deferred, apart
             )
+            self._work(forward, units)
         for each, kept in self._kept.items():
             if not math.isinf(self.problem.caps[each]):
                 room = units.below(self.problem.caps[each])
                 self.model.add_cumulative([s for s, _ in kept], [d for _, d in kept], room)
         for lane in self._lanes.values():
             self.model.add_no_overlap(lane)
+
+    def _work(self, forward: int, units: Units) -> None:
+        """What actions on a microbatch hold while they run."""
+        size = self.problem.costs.memory[self.problem.actions[forward].stage]
+        inputs = forward + self.problem.microbatches
+        whole = self._fused.get(inputs)
+        spans = [
+            (FORWARD, forward, True),
+            (INPUT, inputs, True if whole is None else ~whole),
+            (WEIGHT, inputs + self.problem.microbatches, True if whole is None else ~whole),
+        ]
+        if whole is not None:
+            spans.append((FULL, inputs, whole))
+        rank = self.problem.ranks[forward]
+        for kind, number, present in spans:
+            size_beside = units.above(size.beside(kind))
+            self._keep(rank, self._starts[number], self._ends[number], size_beside, present)
+        if forward in self._again:
+            chosen, begin, finish = self._again[forward]
+            self._keep(rank, begin, finish, units.above(size.beside(FORWARD)), chosen)
 
     def _phase(self, maker: int, start: Any, made: Any, use: int, size: int, present: Any) -> None:
         """What is held from one action to the start of the next: here, away, or made again."""
@@ -165,10 +213,14 @@ class MemoryModel(StepModel):
             model.add(left >= made).only_enforce_if(chosen)
             model.add(comes >= gone + late).only_enforce_if(chosen)
             model.add(there + late <= used).only_enforce_if(chosen)
-            self._keep(rank, start, gone, size, chosen)
+            deferred = action.kind is not FORWARD
+            forward = maker - self.problem.microbatches * deferred
+            move = Move(forward, deferred, rank, holder, chosen, left, gone, comes, there)
+            self._moves.append(move)
+            self._keep(rank, start, self._until(rank, gone, chosen, holder), size, chosen)
             self._keep(rank, comes, used, size, chosen)
             if holder is not None:
-                self._keep(holder, left, there, size, chosen)
+                self._keep(holder, left, self._until(holder, there, chosen, rank), size, chosen)
         if maker in self._again and action.kind is FORWARD:
             chosen, begin, _ = self._again[maker]
             choices.append(chosen)
@@ -181,6 +233,10 @@ class MemoryModel(StepModel):
         else:
             model.add(sum(choices) == 1).only_enforce_if(present)
             model.add(sum(choices) == 0).only_enforce_if(~present)
+
+    def _until(self, rank: int, moment: Any, chosen: Any, taker: int | None) -> Any:
+        """Until when what has left a rank at a moment counts there; ``taker``: for which rank."""
+        return moment
 
     def _keep(self, rank: int, start: Any, end: Any, size: int, present: Any) -> None:
         if size:
