@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import os
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import torch._inductor.config
@@ -53,11 +54,16 @@ class CacheEntry:
         store: where its file is.
         key: names the file; None where the graph cannot be told from others.
         outcome: what became of it, for the user.
+        traced: keeps the call that it was captured for, given the key; None where that is not to
+            be kept, or is.
+        why_traced: why it was captured although the graphs are kept.
     """
 
     store: FileStore
     key: str | None
     outcome: str = ""
+    traced: Callable[[str], None] | None = None
+    why_traced: str = ""
 
     def find(self, mode: FakeTensorMode) -> SplitGraphs | None:
         """The graphs that were kept here, with values of a fake mode."""
@@ -70,6 +76,10 @@ class CacheEntry:
             found = None
         counters["autosplit"]["graph_hit" if found else "graph_miss"] += 1
         self.outcome = "found" if found else "made"
+        if found and self.why_traced:
+            self.outcome += f"; traced to look it up ({self.why_traced})"
+        if found:
+            self._keep_call()
         return found
 
     def keep(self, graphs: SplitGraphs) -> None:
@@ -82,12 +92,18 @@ class CacheEntry:
             self.give_up(str(reason))
             return
         written = self.store.write(self.key, data)
+        self._keep_call()
         self.outcome = "made and kept" if written else "made; the folder cannot be written"
+
+    def _keep_call(self) -> None:
+        keep, self.traced = self.traced, None
+        if keep is not None and self.key is not None:
+            keep(self.key)
 
     def give_up(self, reason: str) -> None:
         """Keep nothing, as this graph could be taken for another or has no form on disk."""
         counters["autosplit"]["graph_bypass"] += 1
-        self.key = None
+        self.key = self.traced = None
         self.outcome = f"made anew by every process ({reason})"
 
 
