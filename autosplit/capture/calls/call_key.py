@@ -58,12 +58,21 @@ def _settings(texts: ObjectTexts) -> Iterator[str]:
     if torch.autograd.forward_ad._current_level != -1:
         raise NoFingerprintError("it is called under forward-mode differentiation")
     yield f"state {GlobalStateGuard().__getstate__()}"
-    yield f"device {torch.get_default_device()}"
-    for name, value in sorted(torch._dynamo.config.shallow_copy_dict().items()):
+    yield f"device {torch.get_default_device()} {_accelerator()}"
+    flags = {name: each for name, each in vars(torch.__future__).items() if type(each) is bool}
+    yield f"future {sorted(flags.items())}"
+    for name, value in sorted(torch._dynamo.config.get_config_copy().items()):
         yield f"dynamo {name} {texts.loosely(value)}"
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         group = torch.distributed
         yield f"rank {group.get_rank()} {group.get_world_size()} {group.get_backend()}"
+
+
+def _accelerator() -> tuple[Any, ...]:
+    if not torch.accelerator.is_available():
+        return ()
+    here = torch.accelerator.current_device_index()
+    return torch.accelerator.current_accelerator(), here, torch.cuda.is_initialized()
 
 
 def _is_hooks(name: str) -> bool:

@@ -18,8 +18,7 @@ from autosplit.capture.cache.argument_text import NoFingerprintError
 from autosplit.capture.cache.file_store import FileStore
 from autosplit.torch_internals.pytree import TreeSpec
 
-from .call_key import call_lines
-from .kept_guards import KeptGuards, OtherwiseError
+from .call_errors import OtherwiseError
 from .object_text import ObjectTexts
 from .result_forms import read_spec, write_spec
 
@@ -85,6 +84,9 @@ class KeptCall:
         made = cls(store, ObjectTexts())
         digest = hashlib.sha256(b"call\n")
         try:
+            # What they import is not in every version of torch.
+            from .call_key import call_lines
+
             for line in environment:
                 digest.update(f"{line}\n".encode())
             for line in call_lines(module, args, kwargs, made.texts):
@@ -114,6 +116,8 @@ class KeptCall:
         return found
 
     def _read(self, data: bytes, function: FunctionType, scope: dict[str, Any]) -> FoundCall:
+        from .kept_guards import KeptGuards
+
         graphs, names, spec, told, fields = _PlainReader(io.BytesIO(data)).load()
         manager, kept = KeptGuards(*fields).manager(function, scope, self.texts)
         found = FoundCall(graphs, names, read_spec(spec), manager, kept)
@@ -139,6 +143,8 @@ class KeptCall:
         if self.key is None:
             return
         try:
+            from .kept_guards import KeptGuards
+
             made = KeptGuards.of(captured, function, scope, self.texts)
             self._guards = tuple(getattr(made, field.name) for field in dataclasses.fields(made))
             self._told = tuple(map(_warning, told))

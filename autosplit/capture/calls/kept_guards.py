@@ -26,6 +26,7 @@ from torch._guards import ChainedSource, Guard, GuardsSet, Source
 
 from autosplit.capture.cache.argument_text import NoFingerprintError
 
+from .call_errors import OtherwiseError
 from .guard_forms import GuardForm, SourceForm, SourceWriter, read_guard, read_options, read_sources
 from .guard_texts import guard_text, reads_process
 from .object_text import ObjectTexts
@@ -35,12 +36,11 @@ _BUILTINS = "__builtins_of_kept_guards"
 _ADDRESS = re.compile(r"_\d+_c\d+")
 _DIGEST = 16
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+# Modules of Python's own in which no function reads what others set.
+_PURE = {"_collections_abc", "abc", "collections", "contextlib", "copy", "dataclasses", "enum"}
+_PURE |= {"functools", "inspect", "numbers", "operator", "types", "typing"}
 _PYTHON = sysconfig.get_path("stdlib") + os.sep
 _PACKAGES = (sysconfig.get_path("purelib") + os.sep, sysconfig.get_path("platlib") + os.sep)
-
-
-class OtherwiseError(Exception):
-    """What the guards found is otherwise here; says what."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,19 +241,27 @@ def _refuse_made_names(table: Sequence[SourceForm], known: set[str]) -> None:
 def _refuse_unseen(codes: Sequence[CodeType], function: FunctionType, texts: ObjectTexts) -> None:
     """Refuse what was traced through code of which nothing in the key or the guards tells."""
     texts.exact(function)
+    foreign = sorted(name for name in texts.constant if not name.startswith("torch."))
+    if foreign:
+        raise NoFingerprintError(f"{foreign[0]} computes what tracing takes for a constant")
     for code in codes:
-        if code not in texts.codes and not _is_library(code.co_filename):
+        library = _library_module(code.co_filename)
+        # Dynamo guards nothing that Python's own modules read.
+        known = library in _PURE if library is not None else code in texts.codes
+        if not known and not code.co_filename.startswith(_TORCH):
             raise NoFingerprintError(
                 f"it goes through {code.co_qualname} ({code.co_filename}:{code.co_firstlineno}), "
-                "which is reached in a way that no guard tells"
+                "which is reached, or reads, in ways that no guard tells"
             )
 
 
-def _is_library(file: str) -> bool:
-    """Whether a file is torch's or Python's own, which have their versions in the key."""
-    if file.startswith((_TORCH, "<frozen ")):
-        return True
-    return file.startswith(_PYTHON) and not file.startswith(_PACKAGES)
+def _library_module(file: str) -> str | None:
+    """Name of the module of Python's own that a file is; None for another file."""
+    if file.startswith("<frozen "):
+        return file.removeprefix("<frozen ").rstrip(">")
+    if not file.startswith(_PYTHON) or file.startswith(_PACKAGES):
+        return None
+    return file.removeprefix(_PYTHON).partition(os.sep)[0].removesuffix(".py")
 
 
 def _integers(sizes: Any) -> tuple[int, ...]:

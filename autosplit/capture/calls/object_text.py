@@ -31,6 +31,7 @@ _GENERATORS = (random.Random, torch.Generator)
 _UNREAD = {"__dict__", "__weakref__", "__doc__", "__annotations__", "__abstractmethods__"}
 _UNREAD |= {"_abc_impl", "__annotate__", "__annotate_func__", "__annotations_cache__"}
 _STATIC = "_dynamo_static_input_type"  # a mark that Dynamo leaves on parameters
+_CONSTANT = "_dynamo_marked_constant"  # a mark of torch.compiler.assume_constant_result
 _HEAP_TYPE = 1 << 9  # made by a class statement: others are as their library's version has them
 _DEEPEST = 8
 _MOST = 500_000
@@ -44,10 +45,12 @@ class ObjectTexts:
 
     Attributes:
         codes: digests of the code of all functions that are in a text.
+        constant: functions among them whose results tracing is told to take for constants.
     """
 
     def __init__(self) -> None:
         self.codes = CodeDigests()
+        self.constant: set[str] = set()
         self._numbers: dict[int, tuple[int, Any]] = {}
         self._storages: dict[int, int] = {}
         self._classes: dict[type, str] = {}
@@ -209,6 +212,8 @@ class ObjectTexts:
         if known is None:
             name = f"{function.__module__}.{function.__qualname__}"
             self._functions[id(function)] = f"function {name}", function  # where it holds itself
+            if _CONSTANT in vars(function):
+                self.constant.add(name)
             cells = [self._cell(cell) for cell in function.__closure__ or ()]
             # Dynamo notes the address of what it wraps.
             own = {key: each for key, each in vars(function).items() if type(each) is not int}
