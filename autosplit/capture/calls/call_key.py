@@ -16,7 +16,7 @@ import torch._dynamo.config
 import torch.distributed
 import torch.nn.modules.module
 from torch import Tensor, nn
-from torch._dynamo.convert_frame import GlobalStateGuard
+from torch._C._dynamo.guards import GlobalStateGuard
 from torch._functorch._aot_autograd.utils import top_saved_tensors_hooks
 
 from autosplit.capture.cache.argument_text import NoFingerprintError, argument_text

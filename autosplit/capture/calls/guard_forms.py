@@ -60,7 +60,8 @@ class SourceWriter:
         Raises:
             NoFingerprintError: it has no such form.
         """
-        made, options = guard.create_fn, {}
+        made: Any = guard.create_fn
+        options: dict[str, Any] = {}
         if isinstance(made, functools.partial):
             if made.args:
                 raise NoFingerprintError("a guard has options without names")

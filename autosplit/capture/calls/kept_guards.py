@@ -19,8 +19,8 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
+from torch._C._dynamo.guards import GlobalStateGuard
 from torch._dynamo import guards as dynamo_guards
-from torch._dynamo.convert_frame import GlobalStateGuard
 from torch._dynamo.output_graph import OutputGraphCommon, OutputGraphGuardsState
 from torch._guards import ChainedSource, Guard, GuardsSet, Source
 

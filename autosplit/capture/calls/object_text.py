@@ -22,14 +22,29 @@ from .code_digest import CodeDigests
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented))
 _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
-_BUILTIN = (types.BuiltinFunctionType, types.WrapperDescriptorType, types.MethodDescriptorType)
-_BUILTIN += (types.ClassMethodDescriptorType, types.MethodWrapperType, types.GetSetDescriptorType)
-_BUILTIN += (types.MemberDescriptorType,)
+_BUILTIN = (
+    types.BuiltinFunctionType,
+    types.ClassMethodDescriptorType,
+    types.GetSetDescriptorType,
+    types.MemberDescriptorType,
+    types.MethodDescriptorType,
+    types.MethodWrapperType,
+    types.WrapperDescriptorType,
+)
 _WRAPPERS = (staticmethod, classmethod)
 _GENERATORS = (random.Random, torch.Generator)
 # Of a class; none says what a method does.
-_UNREAD = {"__dict__", "__weakref__", "__doc__", "__annotations__", "__abstractmethods__"}
-_UNREAD |= {"_abc_impl", "__annotate__", "__annotate_func__", "__annotations_cache__"}
+_UNREAD = {
+    "__abstractmethods__",
+    "__annotate__",
+    "__annotate_func__",
+    "__annotations__",
+    "__annotations_cache__",
+    "__dict__",
+    "__doc__",
+    "__weakref__",
+    "_abc_impl",
+}
 _STATIC = "_dynamo_static_input_type"  # a mark that Dynamo leaves on parameters
 _CONSTANT = "_dynamo_marked_constant"  # a mark of torch.compiler.assume_constant_result
 _HEAP_TYPE = 1 << 9  # made by a class statement: others are as their library's version has them
@@ -125,11 +140,23 @@ class ObjectTexts:
             raise NoFingerprintError(f"a {type(value).__qualname__} of layout {value.layout}")
         storage = value.untyped_storage()
         own = self._storages.setdefault(storage._cdata, len(self._storages))
-        facts = (tuple(value.shape), value.stride(), value.storage_offset(), value.dtype)
-        facts += (value.device, own, storage.nbytes(), value.requires_grad, value.is_leaf)  # type: ignore[assignment]
-        facts += (value._is_view(), value.is_conj(), value.is_neg(), value.is_inference())  # type: ignore[assignment]
-        marks = sorted(vars(value).keys() - {_STATIC})
-        facts += (value._backward_hooks is None, marks)  # type: ignore[assignment]
+        facts = (
+            tuple(value.shape),
+            value.stride(),
+            value.storage_offset(),
+            value.dtype,
+            value.device,
+            own,
+            storage.nbytes(),
+            value.requires_grad,
+            value.is_leaf,
+            value._is_view(),
+            value.is_conj(),
+            value.is_neg(),
+            value.is_inference(),
+            value._backward_hooks is None,
+            sorted(vars(value).keys() - {_STATIC}),
+        )
         return f"{type(value).__name__} #{self.number(value)} {facts}"
 
     def everything(self, root: Any) -> list[str]:
