@@ -116,7 +116,7 @@ def _export(
     guards.setters = setters(module, args, kwargs, caught, output.f_globals)
     if call is not None and guards.only_dynamos:
         scope = guards.variables(args, kwargs)
-        call.record(output, get_traced_fn(module)[0], scope or {}, told)
+        call.record(output, exported, get_traced_fn(module)[0], scope or {}, told)
     elif call is not None:
         call.give_up("what it reads is looked at in other ways than by Dynamo's guards")
     return exported, guards

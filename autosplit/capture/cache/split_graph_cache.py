@@ -79,7 +79,7 @@ class CacheEntry:
         if found and self.why_traced:
             self.outcome += f"; traced to look it up ({self.why_traced})"
         if found:
-            self._keep_call()
+            self.keep_call()
         return found
 
     def keep(self, graphs: SplitGraphs) -> None:
@@ -92,10 +92,11 @@ class CacheEntry:
             self.give_up(str(reason))
             return
         written = self.store.write(self.key, data)
-        self._keep_call()
+        self.keep_call()
         self.outcome = "made and kept" if written else "made; the folder cannot be written"
 
-    def _keep_call(self) -> None:
+    def keep_call(self) -> None:
+        """Store the call that the graphs were captured for, to be found untraced."""
         keep, self.traced = self.traced, None
         if keep is not None and self.key is not None:
             keep(self.key)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from types import FunctionType
 from typing import Any
 
-from torch import nn
+from torch import fx, nn
 from torch._dynamo.utils import counters
 
 from autosplit.capture.cache.argument_text import NoFingerprintError
@@ -54,12 +54,14 @@ class KeptCall:
         texts: of the objects in its key.
         key: names the file; None where the call cannot be told from others untraced.
         reason: why it is traced.
+        refusal: why such a call could not be captured, as found by ``find``.
     """
 
     store: FileStore
     texts: ObjectTexts
     key: str | None = None
     reason: str = ""
+    refusal: str = ""
     _guards: tuple[Any, ...] = ()
     _told: tuple[Any, ...] = ()
 
@@ -115,10 +117,14 @@ class KeptCall:
         counters["autosplit"]["call_hit" if found else "call_miss"] += 1
         return found
 
-    def _read(self, data: bytes, function: FunctionType, scope: dict[str, Any]) -> FoundCall:
+    def _read(self, data: bytes, function: FunctionType, scope: dict[str, Any]) -> FoundCall | None:
         from .kept_guards import KeptGuards
 
-        graphs, names, spec, told, fields = _PlainReader(io.BytesIO(data)).load()
+        form = _PlainReader(io.BytesIO(data)).load()
+        if isinstance(form, str):
+            self.refusal = form
+            return None
+        graphs, names, spec, told, fields = form
         manager, kept = KeptGuards(*fields).manager(function, scope, self.texts)
         found = FoundCall(graphs, names, read_spec(spec), manager, kept)
         for text, category, file, line in told:
@@ -128,6 +134,7 @@ class KeptCall:
     def record(
         self,
         captured: Any,
+        graph: fx.GraphModule | None,
         function: FunctionType,
         scope: dict[str, Any],
         told: Iterable[warnings.WarningMessage],
@@ -136,6 +143,7 @@ class KeptCall:
 
         Args:
             captured: its ``GraphCaptureOutput``.
+            graph: that it made.
             function: that was captured.
             scope: its variables, as guards name them.
             told: warnings that were passed on.
@@ -145,7 +153,7 @@ class KeptCall:
         try:
             from .kept_guards import KeptGuards
 
-            made = KeptGuards.of(captured, function, scope, self.texts)
+            made = KeptGuards.of(captured, graph, function, scope, self.texts)
             self._guards = tuple(getattr(made, field.name) for field in dataclasses.fields(made))
             self._told = tuple(map(_warning, told))
         except Exception as error:  # other versions of torch, or what strange objects raise
@@ -167,6 +175,11 @@ class KeptCall:
             self.give_up(_said(error))
         else:
             self.store.write(self.key, data)
+
+    def keep_refusal(self, message: str) -> None:
+        """Store that such a call cannot be captured, but another after it perhaps can."""
+        if self.key is not None:
+            self.store.write(self.key, pickle.dumps(message))
 
     def give_up(self, reason: str) -> None:
         """Have every process trace the call."""

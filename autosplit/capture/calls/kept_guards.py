@@ -19,12 +19,16 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
+from torch import fx
 from torch._C._dynamo.guards import GlobalStateGuard
 from torch._dynamo import guards as dynamo_guards
 from torch._dynamo.output_graph import OutputGraphCommon, OutputGraphGuardsState
 from torch._guards import ChainedSource, Guard, GuardsSet, Source
 
-from autosplit.capture.cache.argument_text import NoFingerprintError
+from autosplit.capture.cache.archive_names import named_operator
+from autosplit.capture.cache.argument_text import NoFingerprintError, is_torch_operator
+from autosplit.capture.cache.custom_operators import definition_text
+from autosplit.passes.analysis.operators import OVERLOAD
 
 from .call_errors import OtherwiseError
 from .guard_forms import GuardForm, SourceForm, SourceWriter, read_guard, read_options, read_sources
@@ -39,6 +43,7 @@ _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 # Modules of Python's own in which no function reads what others set.
 _PURE = {"_collections_abc", "abc", "collections", "contextlib", "copy", "dataclasses", "enum"}
 _PURE |= {"functools", "inspect", "numbers", "operator", "types", "typing"}
+_ENVIRONMENT = ("_Environ.", "_createenviron.")  # of ``os``: what is read there is guarded
 _PYTHON = sysconfig.get_path("stdlib") + os.sep
 _PACKAGES = (sysconfig.get_path("purelib") + os.sep, sysconfig.get_path("platlib") + os.sep)
 
@@ -54,6 +59,7 @@ class KeptGuards:
         ordered: sources of dictionaries whose keys' order counts.
         sizes: source of a tensor, its sizes and strides.
         imports: names that Dynamo gave modules among the forward's globals.
+        operators: custom operators in the graph, and digests of their definitions.
     """
 
     sources: tuple[SourceForm, ...]
@@ -62,11 +68,13 @@ class KeptGuards:
     ordered: tuple[int, ...]
     sizes: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]
     imports: tuple[tuple[str, str], ...]
+    operators: tuple[tuple[str, str], ...]
 
     @classmethod
     def of(
         cls,
         captured: Any,
+        graph: fx.GraphModule | None,
         function: FunctionType,
         scope: dict[str, Any],
         texts: ObjectTexts,
@@ -75,6 +83,7 @@ class KeptGuards:
 
         Args:
             captured: its ``GraphCaptureOutput``.
+            graph: that it made.
             function: that was captured.
             scope: its variables, as guards name them.
             texts: of the call's key.
@@ -103,6 +112,7 @@ class KeptGuards:
             tuple(sorted(ordered)),
             tuple(sizes),
             tuple(imports.items()),
+            tuple((op.name(), _definition(op)) for op in _custom_operators(graph)),
         )
         aliases = {alias: sys.modules[name] for alias, name in made_names.values()}
         here = scope | {"G": {**scope["G"], **aliases, _BUILTINS: scope["G"][builtin]}}
@@ -125,6 +135,9 @@ class KeptGuards:
             OtherwiseError: they would find something else than where they were kept.
             Exception: they cannot be asked here.
         """
+        for name, definition in self.operators:
+            if _definition(named_operator(name)) != definition:
+                raise OtherwiseError(f"the custom operator {name}")
         names = scope["G"]
         self._name_modules(names)
         sources = read_sources(self.sources)
@@ -200,6 +213,25 @@ class KeptGuards:
         return checked.guard_manager, checked
 
 
+def _custom_operators(graph: fx.GraphModule | None) -> list[Any]:
+    """Operators in a graph, and in those that it holds, that are not torch's: AOTAutograd goes
+    through their definitions, which Dynamo does not look at.
+    """
+    parts = [] if graph is None else [p for p in graph.modules() if isinstance(p, fx.GraphModule)]
+    called = {
+        each
+        for part in parts
+        for node in part.graph.nodes
+        for each in (node.target, *node.args)
+        if isinstance(each, OVERLOAD) and not is_torch_operator(each)
+    }
+    return sorted(called, key=lambda operator: str(operator.name()))
+
+
+def _definition(operator: Any) -> str:
+    return hashlib.sha256(definition_text(operator).encode()).hexdigest()
+
+
 def _refuse_unusual(output: Any) -> None:
     """Refuse a capture under settings that are in no key."""
     if output.aotautograd_guards or output.torch_function_mode_stack or output.functorch_layers:
@@ -247,7 +279,8 @@ def _refuse_unseen(codes: Sequence[CodeType], function: FunctionType, texts: Obj
     for code in codes:
         library = _library_module(code.co_filename)
         # Dynamo guards nothing that Python's own modules read.
-        known = library in _PURE if library is not None else code in texts.codes
+        pure = library in _PURE or code.co_qualname.startswith(_ENVIRONMENT)
+        known = pure if library is not None else code in texts.codes
         if not known and not code.co_filename.startswith(_TORCH):
             raise NoFingerprintError(
                 f"it goes through {code.co_qualname} ({code.co_filename}:{code.co_firstlineno}), "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import enum
 import functools
@@ -60,7 +61,8 @@ class ObjectTexts:
 
     Attributes:
         codes: digests of the code of all functions that are in a text.
-        constant: functions among them whose results tracing is told to take for constants.
+        constant: functions among them whose results tracing is told to take for constants, and
+            which cannot be asked for them.
     """
 
     def __init__(self) -> None:
@@ -239,16 +241,24 @@ class ObjectTexts:
         if known is None:
             name = f"{function.__module__}.{function.__qualname__}"
             self._functions[id(function)] = f"function {name}", function  # where it holds itself
-            if _CONSTANT in vars(function):
-                self.constant.add(name)
+            result = self._constant(function) if _CONSTANT in vars(function) else ""
             cells = [self._cell(cell) for cell in function.__closure__ or ()]
             # Dynamo notes the address of what it wraps.
             own = {key: each for key, each in vars(function).items() if type(each) is not int}
             parts = (function.__defaults__, function.__kwdefaults__, own)
             held = [self.loosely(part) for part in parts]
-            text = f"function {name} {self.codes.of(function.__code__)} {held} {cells}"
+            text = f"function {name} {self.codes.of(function.__code__)} {held} {cells} {result}"
             known = self._functions[id(function)] = text, function
         return known[0]
+
+    def _constant(self, function: types.FunctionType) -> str:
+        """What a function says whose result tracing is told to take for a constant."""
+        code = function.__code__
+        if not code.co_argcount + code.co_kwonlyargcount:
+            with contextlib.suppress(Exception):  # such a function would fail while it is traced
+                return self.exact(function())
+        self.constant.add(f"{function.__module__}.{function.__qualname__}")
+        return ""
 
     def _cell(self, cell: types.CellType) -> str:
         try:

@@ -312,7 +312,7 @@ N = P(4, 3)
 """Name -> (what the forward reads, how that changes)."""
 UNTRACED = "found"
 # Nothing says in another process whether these are the same.
-ALWAYS_TRACED = {"constant result", "environment read", "text of a class", "tensor"}
+ALWAYS_TRACED = {"environment read", "text of a class", "tensor"}
 
 
 @pytest.fixture
