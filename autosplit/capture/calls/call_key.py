@@ -58,6 +58,7 @@ def _settings(texts: ObjectTexts) -> Iterator[str]:
     if torch.autograd.forward_ad._current_level != -1:
         raise NoFingerprintError("it is called under forward-mode differentiation")
     yield f"state {GlobalStateGuard().__getstate__()}"
+    yield f"recursion {sys.getrecursionlimit()}"
     yield f"device {torch.get_default_device()} {_accelerator()}"
     flags = {name: each for name, each in vars(torch.__future__).items() if type(each) is bool}
     yield f"future {sorted(flags.items())}"

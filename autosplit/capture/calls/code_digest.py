@@ -43,6 +43,14 @@ class CodeDigests:
             self._found[id(code)] = known
         return known[0]
 
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def forget(self, count: int) -> None:
+        """Forget all but the first ``count`` that were asked for."""
+        while len(self._found) > count:
+            self._found.popitem()
+
     def __contains__(self, code: CodeType) -> bool:
         return id(code) in self._found
 

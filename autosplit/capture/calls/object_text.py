@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import _abc
+import abc
 import contextlib
 import copy
 import enum
@@ -117,14 +119,23 @@ class ObjectTexts:
             return f"dict({','.join(f'{key}={each}' for key, each in pairs)})"
         raise NoFingerprintError(f"nothing tells one {kind.__qualname__} from another")
 
-    def outline(self, value: Any) -> str:
-        """Text of an object by its class and number, a container's length and the keys of a
-        dictionary: what it holds is left out.
+    def outline(self, value: Any, *, attributes: bool = True) -> str:
+        """Text of an object by its class and number, a container's length, the keys of a
+        dictionary: what it holds is left out, but for names of its attributes and plain values
+        among them, which ``vars`` reads unguarded.
+
+        Args:
+            value: described.
+            attributes: whether it is read, not only there.
         """
         kind = type(value)
         if kind in PLAIN:
             return f"{kind.__name__}:{value!r}"
         text = f"{self._class(kind)} #{self.number(value)}"
+        plain = attributes and not isinstance(value, nn.Module)
+        own = getattr(value, "__dict__", None) if plain else None
+        if type(own) is dict and own:
+            text += f" with {[(name, self._plainly(each)) for name, each in own.items()]}"
         if isinstance(value, Mapping):
             keys = dict.keys(value) if isinstance(value, dict) else list(value)
             return f"{text} keys {[self.loosely(key) for key in keys]}"
@@ -197,14 +208,23 @@ class ObjectTexts:
             return named
         if isinstance(value, AbstractSet):
             return f"{self._class(type(value))} {sorted(map(self.loosely, value))}"
-        return self.outline(value)
+        return self.outline(value, attributes=False)
 
     def loosely(self, value: Any, depth: int = 3) -> str:
         """Exact where that can be, else the class."""
+        known = len(self._functions), len(self._classes), len(self.codes)
         try:
             return self.exact(value, depth)
         except NoFingerprintError:
+            # What was seen on the way is in no text.
+            for seen, count in zip((self._functions, self._classes), known, strict=False):
+                while len(seen) > count:
+                    seen.popitem()  # type: ignore[attr-defined]
+            self.codes.forget(known[-1])
             return f"some {self._name(type(value))}"
+
+    def _plainly(self, value: Any) -> str:
+        return self.exact(value) if type(value) in PLAIN else self._name(type(value))
 
     def _named(self, value: Any) -> str | None:
         """Text of a function, a module, an operator, or of what wraps a function."""
@@ -278,6 +298,7 @@ class ObjectTexts:
                 digest = hashlib.sha256()
                 for each in kind.__mro__:
                     digest.update(f"{self._name(each)}\n".encode())
+                    digest.update(f"{_registered(each)}\n".encode())
                     if each.__flags__ & _HEAP_TYPE:
                         for name, value in sorted(vars(each).items()):
                             if name not in _UNREAD:
@@ -290,6 +311,14 @@ class ObjectTexts:
     @staticmethod
     def _name(kind: type) -> str:
         return f"class {kind.__module__}.{kind.__qualname__}"
+
+
+def _registered(kind: type) -> list[str]:
+    """Names of the classes that count as subclasses of an abstract one, as ``isinstance`` asks."""
+    if type(kind) is not abc.ABCMeta or kind.__module__.startswith(("collections.", "typing")):
+        return []
+    found = (each() for each in _abc._get_dump(kind)[0])
+    return sorted(f"{each.__module__}.{each.__qualname__}" for each in found if each is not None)
 
 
 def _inside(value: Any) -> list[Any]:

@@ -308,6 +308,25 @@ def read(m, x): return N.a
 N = P(4, 3)
 """,
     ),
+    "attributes": (
+        """
+N = Thing(2)
+def read(m, x): return sum(vars(N).values())
+""",
+        """
+N.value = 3
+""",
+    ),
+    "registered class": (
+        """
+import abc
+class A(abc.ABC): pass
+def read(m, x): return 2 if issubclass(Thing, A) else 3
+""",
+        """
+A.register(Thing)
+""",
+    ),
 }
 """Name -> (what the forward reads, how that changes)."""
 UNTRACED = "found"
