@@ -126,7 +126,7 @@ def capture(
         found = _found(cache, call, module, args, kwargs)
         if found is not None:
             return found
-        exported, guards = _export(module, args, kwargs, by_value, call)
+        exported, guards = export(module, args, kwargs, by_value=by_value, call=call)
         divide_layers(exported)
         refuse_unbatched(exported)
         name_modules(exported, module)
@@ -197,14 +197,8 @@ def _found(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Capture | None:
-    """The capture of a call that was kept with its graphs.
-
-    Raises:
-        PythonStateError: such a call was refused.
-    """
+    """The capture of a call that was kept with its graphs."""
     known = None if call is None else Guards.found(module, args, kwargs, call)
-    if call is not None and call.refusal:
-        raise PythonStateError(call.refusal, inside=True, remembered=True)
     if known is None or cache is None:
         return None
     guards, call_found = known
@@ -214,21 +208,6 @@ def _found(
         return None
     names = _input_names(args, kwargs)
     return Capture(split.joint, names, call_found.names, call_found.spec, guards, split, entry)
-
-
-def _export(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    by_value: bool,
-    call: KeptCall | None,
-) -> tuple[fx.GraphModule, Guards]:
-    try:
-        return export(module, args, kwargs, by_value=by_value, call=call)
-    except PythonStateError as error:
-        if call is not None and error.inside:  # another process need not trace it to know
-            call.keep_refusal(str(error))
-        raise
 
 
 def _look_up(

@@ -152,8 +152,6 @@ def _capture(
                 tried.entry.keep_call()
 
         if not is_passing(error, module, args, kwargs, again, insist=insist):
-            if getattr(error, "remembered", False):  # it may be otherwise here
-                return capture(module, args, kwargs, **options)
             raise
         if called:
             raise FirstCallError(str(error)) from error

@@ -54,14 +54,12 @@ class KeptCall:
         texts: of the objects in its key.
         key: names the file; None where the call cannot be told from others untraced.
         reason: why it is traced.
-        refusal: why such a call could not be captured, as found by ``find``.
     """
 
     store: FileStore
     texts: ObjectTexts
     key: str | None = None
     reason: str = ""
-    refusal: str = ""
     _guards: tuple[Any, ...] = ()
     _told: tuple[Any, ...] = ()
 
@@ -117,14 +115,10 @@ class KeptCall:
         counters["autosplit"]["call_hit" if found else "call_miss"] += 1
         return found
 
-    def _read(self, data: bytes, function: FunctionType, scope: dict[str, Any]) -> FoundCall | None:
+    def _read(self, data: bytes, function: FunctionType, scope: dict[str, Any]) -> FoundCall:
         from .kept_guards import KeptGuards
 
-        form = _PlainReader(io.BytesIO(data)).load()
-        if isinstance(form, str):
-            self.refusal = form
-            return None
-        graphs, names, spec, told, fields = form
+        graphs, names, spec, told, fields = _PlainReader(io.BytesIO(data)).load()
         manager, kept = KeptGuards(*fields).manager(function, scope, self.texts)
         found = FoundCall(graphs, names, read_spec(spec), manager, kept)
         for text, category, file, line in told:
@@ -175,11 +169,6 @@ class KeptCall:
             self.give_up(_said(error))
         else:
             self.store.write(self.key, data)
-
-    def keep_refusal(self, message: str) -> None:
-        """Store that such a call cannot be captured, but another after it perhaps can."""
-        if self.key is not None:
-            self.store.write(self.key, pickle.dumps(message))
 
     def give_up(self, reason: str) -> None:
         """Have every process trace the call."""

@@ -40,13 +40,11 @@ class PythonStateError(CaptureError):
 
     Attributes:
         inside: all of that belongs to the module, so that a call of a copy leaves no traces.
-        remembered: it was found of such a call by an earlier process.
     """
 
-    def __init__(self, message: str, *, inside: bool, remembered: bool = False) -> None:
+    def __init__(self, message: str, *, inside: bool) -> None:
         super().__init__(message)
         self.inside = inside
-        self.remembered = remembered
 
 
 class Setter(NamedTuple):

@@ -222,28 +222,3 @@ def test_what_tracing_warns_of_is_said_again() -> None:
             autosplit.split(model, fullgraph=True)(torch.ones(2, 4))
         told.append([(str(each.message), each.category) for each in caught])
     assert told[0] == told[1] != []
-
-
-def test_a_first_call_that_differs_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its capture is refused in every process, and only one of them traces to know."""
-
-    class Filling(Small):
-        factors: list[float] | None = None
-
-        def forward(self, x: Tensor) -> dict[str, Tensor]:
-            if self.factors is None:
-                self.factors = [self.factor]
-            return {"loss": (self.layers(x) * self.factors[0]).sum()}
-
-    def grown() -> list[Tensor]:
-        torch.manual_seed(0)
-        split = autosplit.split(Filling(), fullgraph=True)
-        return [split(torch.ones(2, 4))["loss"] for _ in range(2)]
-
-    made = grown()
-
-    def fail(*args: object) -> None:
-        raise AssertionError("Dynamo was asked")
-
-    monkeypatch.setattr(export, "fullgraph_capture", fail)
-    assert all(map(torch.equal, made, grown()))
