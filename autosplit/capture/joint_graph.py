@@ -10,14 +10,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from torch import fx, nn
 from torch._functorch._aot_autograd.schemas import OutputType
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from autosplit.capture.cache.environment_key import environment_lines
 from autosplit.capture.cache.fingerprint import traced_value
 from autosplit.capture.cache.split_graph_cache import CacheEntry, PredictedResults, SplitGraphCache
 from autosplit.capture.effects.observers import unobserved
@@ -38,9 +42,11 @@ from autosplit.passes import Role, SplitGraphs
 from autosplit.torch_internals.dtensor import Sharding
 from autosplit.torch_internals.pytree import TreeSpec, flatten_named, tree_flatten, tree_unflatten
 
+from .calls.kept_call import KeptCall
 from .diagnosis import ConstructionError, user_errors
 from .dtensor_roles import shardings
-from .export import Guards, export
+from .export import export
+from .guards import Guards
 from .input_sizes import InputSizes, is_open
 from .module_paths import name_modules
 from .pytree_objects import hold
@@ -116,17 +122,24 @@ def capture(
         CaptureError: the module cannot be traced into one graph; names the user's line.
     """
     with user_errors(module), _same_tensors(module), unobserved():
-        exported, guards = export(module, args, kwargs, by_value=by_value)
+        call = _call(cache, module, args, kwargs, decompositions, by_value)
+        found = _found(cache, call, module, args, kwargs)
+        if found is not None:
+            return found
+        exported, guards = export(module, args, kwargs, by_value=by_value, call=call)
         divide_layers(exported)
         refuse_unbatched(exported)
         name_modules(exported, module)
-        inputs = tuple(_input_name(name) for name, _ in flatten_named("", (args, kwargs)))
+        inputs = _input_names(args, kwargs)
         foreseen, entry = _look_up(cache, module, exported, inputs, (args, kwargs), decompositions)
+        if entry and foreseen and call:
+            entry.traced = partial(call.keep, names=foreseen.names, spec=foreseen.spec)
+            entry.why_traced = call.reason
         open_sizes = InputSizes(exported, args, kwargs) if is_open(args, kwargs) else None
-        found = entry.find(exported.meta["fake_mode"]) if entry else None
-        if found and foreseen:
+        kept = entry.find(exported.meta["fake_mode"]) if entry else None
+        if kept and foreseen:
             guards.settle()
-            split, lying = found
+            split, lying = kept
             made = split.joint, inputs, foreseen.names, foreseen.spec, guards, split, entry
             return Capture(*made, shardings=lying)
         trace_as_run(exported)
@@ -156,6 +169,49 @@ def capture(
         shardings=lying,
         sizes=open_sizes or None,
     )
+
+
+def _call(
+    cache: SplitGraphCache | None,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    decompositions: Decompositions,
+    by_value: bool,
+) -> KeptCall | None:
+    """The call's place in the cache; None where nothing is looked up."""
+    if cache is None or is_open(args, kwargs):
+        return None
+
+    def environment() -> Iterator[str]:
+        yield from cache.options
+        yield from environment_lines(decompositions)
+        yield from map("takes {}".format, _input_names(args, kwargs))
+        yield f"by value {by_value}"
+
+    return KeptCall.of(cache.store, module, args, kwargs, environment())
+
+
+def _found(
+    cache: SplitGraphCache | None,
+    call: KeptCall | None,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Capture | None:
+    """The capture of a call that was kept with its graphs."""
+    known = None if call is None else Guards.found(module, args, kwargs, call)
+    if known is None or cache is None:
+        return None
+    guards, call_found = known
+    entry = CacheEntry(cache.store, call_found.graphs)
+    kept = entry.find(FakeTensorMode(shape_env=ShapeEnv()))
+    if kept is None:
+        return None
+    split, lying = kept
+    names = _input_names(args, kwargs)
+    made = split.joint, names, call_found.names, call_found.spec, guards, split, entry
+    return Capture(*made, shardings=lying)
 
 
 def _look_up(
@@ -260,6 +316,11 @@ class _Results:
         for index in self.copied:
             values[index] = values[index].clone()
         return hold(tree_unflatten(values, spec))
+
+
+def _input_names(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:
+    """Paths of all leaves of a call's inputs."""
+    return tuple(_input_name(name) for name, _ in flatten_named("", (args, kwargs)))
 
 
 def _input_name(path: str) -> str:

@@ -27,7 +27,7 @@ class Holder:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Skeleton:
+class Skeleton:
     """Class and attributes of an object without its tensors. Equal where class and attributes
     are.
     """
@@ -37,7 +37,7 @@ class _Skeleton:
     rest: dict[str, Any]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Skeleton) and self._key() == other._key()
+        return isinstance(other, Skeleton) and self._key() == other._key()
 
     def __hash__(self) -> int:
         return hash(self._key())
@@ -66,11 +66,11 @@ def _holds_tensors(leaf: Any, seen: set[int]) -> bool:
     return any(torch.is_tensor(item) or _holds_tensors(item, seen) for item in inside)
 
 
-def _flatten(holder: Holder) -> tuple[list[Any], _Skeleton]:
+def _flatten(holder: Holder) -> tuple[list[Any], Skeleton]:
     attributes = {name: hold(value) for name, value in vars(holder.value).items()}
     children = tuple(name for name, value in attributes.items() if _has_tensor(value))
     rest = {name: value for name, value in attributes.items() if name not in children}
-    skeleton = _Skeleton(type(holder.value), children, rest)
+    skeleton = Skeleton(type(holder.value), children, rest)
     return [attributes[name] for name in children], skeleton
 
 
@@ -78,7 +78,7 @@ def _has_tensor(tree: Any) -> bool:
     return any(map(torch.is_tensor, tree_flatten(tree)[0]))
 
 
-def _unflatten(children: Any, skeleton: _Skeleton) -> Any:
+def _unflatten(children: Any, skeleton: Skeleton) -> Any:
     value: Any = object.__new__(skeleton.kind)
     value.__dict__.update(skeleton.rest)
     value.__dict__.update(zip(skeleton.children, children, strict=True))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import pathlib
 import random
@@ -146,7 +145,12 @@ def _capture(
         if called and isinstance(error, ConstructionError):
             # It may draw random numbers, so nothing but the call itself will do.
             raise FirstCallError(str(error)) from error
-        again = functools.partial(capture, **options)
+
+        def again(twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            tried = capture(twin, args, kwargs, cache=cache, **options)
+            if tried.entry:  # its graphs are those of the call itself
+                tried.entry.keep_call()
+
         if not is_passing(error, module, args, kwargs, again, insist=insist):
             raise
         if called:

@@ -86,9 +86,11 @@ def read_graph(
     reader = GraphReader(data, tensors, nodes)
     for _ in range(reader.load()):
         op, target, wanted, args, kwargs, meta = reader.load()
-        node = graph.create_node(op, target, args, kwargs, wanted)
+        node = graph.create_node(op, target, (), {}, wanted)
         if node.name != wanted:
             raise NoArchiveError(f"{wanted} of {name} cannot have its name")
+        # Given at once, they would be searched for symbols, which no archive has.
+        node.args, node.kwargs = args, kwargs
         node.meta = meta
         nodes.append(node)
     # Python code of the whole graph is made where somebody asks for it, which is hardly ever.

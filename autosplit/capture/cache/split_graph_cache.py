@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch._inductor.config
@@ -56,12 +56,17 @@ class CacheEntry:
         key: names the file; None where the graph cannot be told from others.
         meshes: those of the DTensors that the graph was captured for, which are in the key.
         outcome: what became of it, for the user.
+        traced: keeps the call that it was captured for, given the key; None where that is not to
+            be kept, or is.
+        why_traced: why it was captured although the graphs are kept.
     """
 
     store: FileStore
     key: str | None
     meshes: Sequence[Any] = ()
     outcome: str = ""
+    traced: Callable[[str], None] | None = None
+    why_traced: str = ""
 
     def find(self, mode: FakeTensorMode) -> tuple[SplitGraphs, Shardings] | None:
         """The graphs that were kept here, with values of a fake mode, and what of their inputs and
@@ -76,6 +81,10 @@ class CacheEntry:
             found = None
         counters["autosplit"]["graph_hit" if found else "graph_miss"] += 1
         self.outcome = "found" if found else "made"
+        if found and self.why_traced:
+            self.outcome += f"; traced to look it up ({self.why_traced})"
+        if found:
+            self.keep_call()
         return found
 
     def keep(self, graphs: SplitGraphs, shardings: Shardings) -> None:
@@ -90,12 +99,19 @@ class CacheEntry:
             self.give_up(str(reason))
             return
         written = self.store.write(self.key, data)
+        self.keep_call()
         self.outcome = "made and kept" if written else "made; the folder cannot be written"
+
+    def keep_call(self) -> None:
+        """Store the call that the graphs were captured for, to be found untraced."""
+        keep, self.traced = self.traced, None
+        if keep is not None and self.key is not None:
+            keep(self.key)
 
     def give_up(self, reason: str) -> None:
         """Keep nothing, as this graph could be taken for another or has no form on disk."""
         counters["autosplit"]["graph_bypass"] += 1
-        self.key = None
+        self.key = self.traced = None
         self.outcome = f"made anew by every process ({reason})"
 
 

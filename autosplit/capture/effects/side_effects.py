@@ -26,6 +26,7 @@ from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten
 from .module_hooks import norm_hook
 
 _SOURCE = re.compile(r"\"([LG]\['[^\"]*)\"")
+_SIGN = "side effects"  # in a warning of Dynamo's that names the objects that are written to
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
 _COMPARED = (nn.Module, list, set, dict)
 # Kept by identity, entry by entry; buffers have a comparison of their own.
@@ -69,7 +70,7 @@ def setters(
     caught: list[warnings.WarningMessage],
     names: dict[str, Any],
 ) -> list[Setter]:
-    """Examine the side effects that Dynamo warned of; its other warnings are passed on.
+    """Examine the side effects that Dynamo warned of.
 
     Args:
         module: captured.
@@ -84,13 +85,17 @@ def setters(
     """
     found = []
     for warning in caught:
-        if "side effects" in str(warning.message):
+        if _SIGN in str(warning.message):
             found += _SOURCE.findall(str(warning.message))
-        else:
-            warnings.warn_explicit(
-                warning.message, warning.category, warning.filename, warning.lineno
-            )
     return _WrittenObjects(module, found, names).judge(args, kwargs) if found else []
+
+
+def pass_on(caught: list[warnings.WarningMessage]) -> list[warnings.WarningMessage]:
+    """Warn of what was caught, but for what Dynamo says of side effects; returns what was said."""
+    found = [warning for warning in caught if _SIGN not in str(warning.message)]
+    for warning in found:
+        warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+    return found
 
 
 class AttributeSnapshot:

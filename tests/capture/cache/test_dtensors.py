@@ -57,7 +57,11 @@ def trace(module: nn.Module) -> tuple[Any, str]:
     """A split module's functions, and what became of them."""
     before = counters["autosplit"].copy()
     (functions,) = autosplit.split(module, (torch.ones(2, 4, 8, requires_grad=True),)).functions
-    what = [name.removeprefix("graph_") for name in counters["autosplit"] - before]
+    what = [
+        name.removeprefix("graph_")
+        for name in counters["autosplit"] - before
+        if name.startswith("graph_")
+    ]
     return functions, " ".join(sorted(what))
 
 

@@ -1,0 +1,203 @@
+"""``KeptCall``: a call's place on disk, with what is to be known to use its graphs untraced."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import io
+import pickle
+import warnings
+from collections.abc import Iterable
+from types import FunctionType
+from typing import Any
+
+from torch import fx, nn
+from torch._dynamo.utils import counters
+
+from autosplit.capture.cache.argument_text import NoFingerprintError
+from autosplit.capture.cache.file_store import FileStore
+from autosplit.torch_internals.pytree import TreeSpec
+
+from .call_errors import OtherwiseError
+from .object_text import ObjectTexts
+from .result_forms import read_spec, write_spec
+
+
+@dataclasses.dataclass(frozen=True)
+class FoundCall:
+    """What is known of a call that was traced before.
+
+    Attributes:
+        graphs: key of its graphs.
+        names: paths of the leaves of its result.
+        spec: how the leaves make up the result.
+        manager: Dynamo's guards over the objects of this process.
+        kept: must live as long as they.
+    """
+
+    graphs: str
+    names: tuple[str, ...]
+    spec: TreeSpec
+    manager: Any
+    kept: Any
+
+
+@dataclasses.dataclass
+class KeptCall:
+    """A call that is about to be traced, or was.
+
+    What becomes of it is counted in ``torch._dynamo.utils.counters["autosplit"]``: ``call_hit``,
+    ``call_miss``, and ``call_bypass`` for one that every process traces.
+
+    Attributes:
+        store: where its file is.
+        texts: of the objects in its key.
+        key: names the file; None where the call cannot be told from others untraced.
+        reason: why it is traced.
+    """
+
+    store: FileStore
+    texts: ObjectTexts
+    key: str | None = None
+    reason: str = ""
+    _guards: tuple[Any, ...] = ()
+    _told: tuple[Any, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        store: FileStore,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        environment: Iterable[str],
+    ) -> KeptCall:
+        """The place of a call.
+
+        Args:
+            store: of graphs and calls.
+            module: that is called.
+            args: positional inputs.
+            kwargs: keyword inputs.
+            environment: lines of the key that are not the call's.
+        """
+        made = cls(store, ObjectTexts())
+        digest = hashlib.sha256(b"call\n")
+        try:
+            # What they import is not in every version of torch.
+            from .call_key import call_lines
+
+            for line in environment:
+                digest.update(f"{line}\n".encode())
+            for line in call_lines(module, args, kwargs, made.texts):
+                digest.update(f"{line}\n".encode())
+        except Exception as error:  # other versions of torch, or what strange objects raise
+            made.give_up(_said(error))
+        else:
+            made.key = digest.hexdigest()
+        return made
+
+    def find(self, function: FunctionType, scope: dict[str, Any] | None) -> FoundCall | None:
+        """What was kept of the call, where all that its guards read is as it was.
+
+        Args:
+            function: the forward.
+            scope: its variables, as guards name them; None where it cannot be called so.
+        """
+        if self.key is None or scope is None:
+            return None
+        data = self.store.read(self.key)
+        try:
+            found = None if data is None else self._read(data, function, scope)
+            self.reason = "" if found else "no such call was kept"
+        except Exception as error:
+            found, self.reason = None, _said(error)
+        counters["autosplit"]["call_hit" if found else "call_miss"] += 1
+        return found
+
+    def _read(self, data: bytes, function: FunctionType, scope: dict[str, Any]) -> FoundCall:
+        from .kept_guards import KeptGuards
+
+        graphs, names, spec, told, fields = _PlainReader(io.BytesIO(data)).load()
+        manager, kept = KeptGuards(*fields).manager(function, scope, self.texts)
+        found = FoundCall(graphs, names, read_spec(spec), manager, kept)
+        for text, category, file, line in told:
+            warnings.warn_explicit(text, _CATEGORIES[category], file, line)
+        return found
+
+    def record(
+        self,
+        captured: Any,
+        graph: fx.GraphModule | None,
+        function: FunctionType,
+        scope: dict[str, Any],
+        told: Iterable[warnings.WarningMessage],
+    ) -> None:
+        """Take down what Dynamo's capture of the call depends on.
+
+        Args:
+            captured: its ``GraphCaptureOutput``.
+            graph: that it made.
+            function: that was captured.
+            scope: its variables, as guards name them.
+            told: warnings that were passed on.
+        """
+        if self.key is None:
+            return
+        try:
+            from .kept_guards import KeptGuards
+
+            made = KeptGuards.of(captured, graph, function, scope, self.texts)
+            self._guards = tuple(getattr(made, field.name) for field in dataclasses.fields(made))
+            self._told = tuple(map(_warning, told))
+        except Exception as error:  # other versions of torch, or what strange objects raise
+            self.give_up(_said(error))
+
+    def keep(self, graphs: str, names: tuple[str, ...], spec: TreeSpec) -> None:
+        """Store what was recorded.
+
+        Args:
+            graphs: key of the call's graphs, which are stored.
+            names: paths of the leaves of the result.
+            spec: how the leaves make up the result.
+        """
+        if self.key is None or not self._guards:
+            return
+        try:
+            data = pickle.dumps((graphs, names, write_spec(spec), self._told, self._guards))
+        except Exception as error:
+            self.give_up(_said(error))
+        else:
+            self.store.write(self.key, data)
+
+    def give_up(self, reason: str) -> None:
+        """Have every process trace the call."""
+        counters["autosplit"]["call_bypass"] += 1
+        self.key, self.reason = None, reason
+
+
+_CATEGORIES = {
+    each.__name__: each
+    for each in (UserWarning, FutureWarning, DeprecationWarning, RuntimeWarning, SyntaxWarning)
+}
+
+
+def _warning(told: warnings.WarningMessage) -> tuple[str, str, str, int]:
+    if _CATEGORIES.get(told.category.__name__) is not told.category:
+        raise NoFingerprintError(f"tracing it warned with a {told.category.__qualname__}")
+    return str(told.message), told.category.__name__, told.filename, told.lineno
+
+
+def _said(error: Exception) -> str:
+    if isinstance(error, OtherwiseError):
+        return f"what it reads is otherwise here: {error}"
+    if isinstance(error, NoFingerprintError):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
+
+
+class _PlainReader(pickle.Unpickler):
+    """Reads plain data, and nothing that would run code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise NoFingerprintError(f"{module}.{name} is not read")
