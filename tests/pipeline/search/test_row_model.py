@@ -25,6 +25,7 @@ BOTH_AT_ONCE = Costs(
     Transfer(0.0, 8.0, host=Link(0.0, 4.0)),
 )
 LINKS = Transfer(0.0, 16.0, host=Link(0.0, 8.0))
+NO_TIME = Transfer(0.0, 1e6, host=Link(0.0, 1e6))
 WORKING = StageMemory(6.0, 3.0, 1.0, workspace=(0.5, 1.0, 0.5, 1.0))
 DEFERRING = StageMemory(6.0, 9.0, 1.0)
 
@@ -48,6 +49,7 @@ def solved(
     ("costs", "microbatches", "cap"),
     [
         (BOTH_AT_ONCE, 4, 14.0),
+        (replace(BOTH_AT_ONCE, transfer=NO_TIME), 3, 12.0),
         (Costs([(2.0, 2.0, 2.0)] * 3, [StageMemory(6.0, 3.0, 1.0)] * 3, LINKS), 2, 9.0),
         (Costs([(2.0, 2.0, 2.0)] * 2, [WORKING] * 2, LINKS), 4, 13.0),
         (Costs([(2.0, 3.0, 2.0)] * 2, [DEFERRING] * 2, LINKS), 4, 16.0),

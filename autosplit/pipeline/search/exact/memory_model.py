@@ -84,6 +84,8 @@ class MemoryModel(StepModel):
         measures: which may be taken.
     """
 
+    shortest = 0  # units of time that a transfer takes at least
+
     def __init__(self, solver: Any, problem: Problem, measures: Sequence[str]) -> None:
         self._measures = measures
         self._again: dict[int, tuple[Any, Any, Any]] = {}
@@ -203,7 +205,7 @@ class MemoryModel(StepModel):
         for link, out, back, holder in ways:
             chosen = model.new_bool_var("")
             choices.append(chosen)
-            took = self.units.nearest(bytes_there / link.bandwidth)
+            took = max(self.shortest, self.units.nearest(bytes_there / link.bandwidth))
             late = self.units.nearest(link.latency)
             left, gone, comes, there = (self._moment() for _ in range(4))
             for lane, first, last in ((out, left, gone), (back, comes, there)):
