@@ -17,6 +17,8 @@ from torch._guards import Guard, Source
 
 from autosplit.capture.cache.argument_text import NoFingerprintError
 
+from .hook_tables import HookTables, is_table_name
+
 _DATA = (type(None), bool, int, float, str, bytes)
 
 SourceForm = tuple[str, tuple[tuple[str, Any], ...]]
@@ -28,13 +30,15 @@ class SourceWriter:
 
     Args:
         names: names of globals that are to be called otherwise.
+        hooks: of the modules that guards look at.
 
     Attributes:
         table: class and fields of each; a field that is a source is the number of its row.
     """
 
-    def __init__(self, names: dict[str, str]) -> None:
+    def __init__(self, names: dict[str, str], hooks: HookTables) -> None:
         self.table: list[SourceForm] = []
+        self._hooks = hooks
         self._names = names
         self._rows: dict[Source, int] = {}
 
@@ -72,8 +76,11 @@ class SourceWriter:
         options.pop("recompile_hint", None)
         if kind == "TENSOR_MATCH":  # the tensor itself, as it was found
             options.pop("value", None)
-        named = tuple((name, self._field(name, value)) for name, value in options.items())
-        return self.row(guard.originating_source), kind, named
+        form = {name: self._field(name, value) for name, value in options.items()}
+        number = self._hooks.number(options.get("key"))
+        if number is not None and is_table_name(getattr(guard.originating_source, "member", "")):
+            form["key"] = "hook", number
+        return self.row(guard.originating_source), kind, tuple(form.items())
 
     def _field(self, name: str, value: Any) -> Any:
         if isinstance(value, Source):
@@ -106,7 +113,7 @@ def read_sources(table: Sequence[SourceForm]) -> list[Source]:
     return found
 
 
-def read_guard(form: GuardForm, sources: Sequence[Source]) -> Guard:
+def read_guard(form: GuardForm, sources: Sequence[Source], hooks: HookTables) -> Guard:
     """The guard of a form.
 
     Raises:
@@ -114,13 +121,18 @@ def read_guard(form: GuardForm, sources: Sequence[Source]) -> Guard:
     """
     row, kind, options = form
     make: Callable[..., None] = vars(GuardBuilder)[kind]
-    given = read_options(options, sources)
+    given = read_options(options, sources, hooks)
     return Guard(sources[row], functools.partial(make, **given) if given else make)
 
 
-def read_options(options: tuple[tuple[str, Any], ...], sources: Sequence[Source]) -> dict[str, Any]:
+def read_options(
+    options: tuple[tuple[str, Any], ...], sources: Sequence[Source], hooks: HookTables
+) -> dict[str, Any]:
     """A guard's options by name; sources among them as sources."""
-    return {name: _read(form, sources) for name, form in options}
+    return {
+        name: hooks.handle(form[1]) if form[0] == "hook" else _read(form, sources)
+        for name, form in options
+    }
 
 
 def _read(form: tuple[str, Any], sources: Sequence[Source]) -> Any:

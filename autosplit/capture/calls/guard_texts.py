@@ -83,7 +83,8 @@ def guard_text(kind: str, options: dict[str, Any], value: Any, texts: ObjectText
     if kind in {"DICT_CONTAINS", "DICT_NOT_CONTAINS"}:
         plain = isinstance(value, dict)
         found = dict.__contains__(value, options["key"]) if plain else options["key"] in value
-        return f"{kind} {_shape(value, texts)} {options['key']!r} {found}"
+        key = texts.hooks.key_text(value, options["key"]) or repr(options["key"])
+        return f"{kind} {_shape(value, texts)} {key} {found}"
     if kind in {"SET_CONTAINS", "SET_NOT_CONTAINS"}:
         return f"{kind} {_shape(value, texts)} {options['key']!r} {options['key'] in value}"
     raise NoFingerprintError(f"a guard is of kind {kind}")

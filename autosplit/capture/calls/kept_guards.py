@@ -23,6 +23,7 @@ from torch import fx
 from torch._C._dynamo.guards import GlobalStateGuard
 from torch._dynamo import guards as dynamo_guards
 from torch._dynamo.output_graph import OutputGraphCommon, OutputGraphGuardsState
+from torch._dynamo.source import ConstDictKeySource
 from torch._guards import ChainedSource, Guard, GuardsSet, Source
 
 from autosplit.capture.cache.archive_names import named_operator
@@ -96,7 +97,7 @@ class KeptGuards:
         builtin = str(output.name_of_builtins_dict_key_in_fglobals)
         made_names = _names_of_modules(output.guards, scope["G"])
         names = {name: alias for name, (alias, _) in made_names.items()}
-        writer = SourceWriter({builtin: _BUILTINS, **names})
+        writer = SourceWriter({builtin: _BUILTINS, **names}, texts.hooks)
         forms = [writer.guard(guard) for guard in sorted(output.guards, key=Guard.sort_key)]
         ordered = [writer.row(source) for source in output.guard_on_key_order]
         sizes = [
@@ -146,7 +147,8 @@ class KeptGuards:
         ):
             if digest != kept:
                 raise OtherwiseError(what)
-        return self._build(function, scope, sources)
+        guards = {read_guard(form, sources, texts.hooks) for form in self.guards}
+        return self._build(function, scope, sources, guards)
 
     def _name_modules(self, names: dict[str, Any]) -> None:
         """Add to a forward's globals what Dynamo adds: modules and builtins by names of its own."""
@@ -176,19 +178,28 @@ class KeptGuards:
             if reads_process(kind):
                 text = kind
             else:
-                given = read_options(options, sources)
+                given = read_options(options, sources, texts.hooks)
                 given = {k: value(v) if isinstance(v, Source) else v for k, v in given.items()}
+                found = value(source)
+                if isinstance(source, ConstDictKeySource):
+                    found = texts.hooks.key_text(value(source.base), found) or found
                 try:
-                    text = guard_text(kind, given, value(source), texts)
+                    text = guard_text(kind, given, found, texts)
                 except NoFingerprintError as reason:
                     raise NoFingerprintError(f"{source.name}: {reason}") from None
             yield hashlib.blake2b(text.encode(), digest_size=_DIGEST).digest(), source.name
         for row in self.ordered:
-            text = f"keys {list(map(texts.exact, value(sources[row])))}"
+            table = value(sources[row])
+            keys = [texts.hooks.key_text(table, key) or texts.exact(key) for key in table]
+            text = f"keys {keys}"
             yield hashlib.blake2b(text.encode(), digest_size=_DIGEST).digest(), sources[row].name
 
     def _build(
-        self, function: FunctionType, scope: dict[str, Any], sources: Sequence[Source]
+        self,
+        function: FunctionType,
+        scope: dict[str, Any],
+        sources: Sequence[Source],
+        guards: set[Guard],
     ) -> tuple[Any, Any]:
         state = OutputGraphGuardsState(
             local_scope=scope["L"],
@@ -202,7 +213,7 @@ class KeptGuards:
             functorch_layers=[],
             current_device=torch.utils._device.CURRENT_DEVICE,
             global_state_guard=GlobalStateGuard(),
-            _guards=GuardsSet({read_guard(form, sources) for form in self.guards}),  # type: ignore[arg-type]
+            _guards=GuardsSet(guards),  # type: ignore[arg-type]
             _aotautograd_guards=[],
             skip_guards_check=True,
             name_of_builtins_dict_key_in_fglobals=_BUILTINS,

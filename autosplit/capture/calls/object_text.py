@@ -21,6 +21,7 @@ from autosplit.capture.cache.argument_text import NoFingerprintError
 from autosplit.passes.analysis.operators import OVERLOAD
 
 from .code_digest import CodeDigests
+from .hook_tables import HookTable, HookTables
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented))
 _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
@@ -62,12 +63,14 @@ class ObjectTexts:
 
     Attributes:
         codes: digests of the code of all functions that are in a text.
+        hooks: of the modules that are in a text.
         constant: functions among them whose results tracing is told to take for constants, and
             which cannot be asked for them.
     """
 
     def __init__(self) -> None:
         self.codes = CodeDigests()
+        self.hooks = HookTables()
         self.constant: set[str] = set()
         self._numbers: dict[int, tuple[int, Any]] = {}
         self._storages: dict[int, int] = {}
@@ -137,7 +140,8 @@ class ObjectTexts:
             text += f" with {[(name, self._plainly(each)) for name, each in own.items()]}"
         if isinstance(value, Mapping):
             keys = dict.keys(value) if isinstance(value, dict) else list(value)
-            return f"{text} keys {[self.loosely(key) for key in keys]}"
+            texts = [self.hooks.key_text(value, key) or self.loosely(key) for key in keys]
+            return f"{text} keys {texts}"
         if isinstance(value, (Sequence, AbstractSet)):
             return f"{text} length {len(value)}"
         return text
@@ -190,7 +194,7 @@ class ObjectTexts:
             else:
                 lines.append(self._one(value))
                 self.number(value)
-                waiting.extend(reversed(_inside(value)))
+                waiting.extend(reversed(self._inside(value)))
             if len(lines) > _MOST:
                 raise NoFingerprintError(f"more than {_MOST} values hang on the module")
         return lines
@@ -198,6 +202,8 @@ class ObjectTexts:
     def _one(self, value: Any) -> str:
         if isinstance(value, Tensor):
             return self.tensor(value)
+        if isinstance(value, HookTable):
+            return f"{self._class(type(value.hooks))} hooks {self.hooks.numbers(value)}"
         if isinstance(value, _GENERATORS):
             raise NoFingerprintError(f"a {type(value).__qualname__} hangs on the module")
         if isinstance(value, type) or type(value) in _NAMED:
@@ -208,6 +214,24 @@ class ObjectTexts:
         if isinstance(value, AbstractSet):
             return f"{self._class(type(value))} {sorted(map(self.loosely, value))}"
         return self.outline(value, attributes=False)
+
+    def _inside(self, value: Any) -> list[Any]:
+        """Elements of a container, attributes of a module, names included."""
+        found: list[Any] = []
+        if isinstance(value, types.MethodType):
+            return [value.__self__]
+        if isinstance(value, functools.partial):
+            found += [value.func, value.args, value.keywords]
+        if isinstance(value, HookTable):
+            found += value.hooks.values()
+        elif isinstance(value, dict):
+            found += [each for pair in dict.items(value) for each in pair]
+        elif isinstance(value, (list, tuple)):
+            found += value
+        if isinstance(value, nn.Module):
+            own = vars(value) | self.hooks.of(value)
+            found += [each for pair in own.items() for each in pair]
+        return found
 
     def loosely(self, value: Any, depth: int = 3) -> str:
         """Exact where that can be, else the class."""
@@ -321,19 +345,3 @@ def _registered(kind: type) -> list[str]:
     dump: Any = vars(abc)["_get_dump"]
     found = (each() for each in dump(kind)[0])
     return sorted(f"{each.__module__}.{each.__qualname__}" for each in found if each is not None)
-
-
-def _inside(value: Any) -> list[Any]:
-    """Elements of a container, attributes of a module, names included."""
-    found: list[Any] = []
-    if isinstance(value, types.MethodType):
-        return [value.__self__]
-    if isinstance(value, functools.partial):
-        found += [value.func, value.args, value.keywords]
-    if isinstance(value, dict):
-        found += [each for pair in dict.items(value) for each in pair]
-    elif isinstance(value, (list, tuple)):
-        found += value
-    if isinstance(value, nn.Module):
-        found += [each for pair in vars(value).items() for each in pair]
-    return found

@@ -127,6 +127,38 @@ def test_what_was_found_is_guarded_as_what_was_traced() -> None:
     assert len(split.functions) == 3
 
 
+def hooked(*factors: float) -> Small:
+    """Each hook has a handle of its own in the process."""
+    model = Small(layers=2)
+    for factor in factors:
+        model.layers[0].register_forward_hook(lambda m, a, r, by=factor: r * by + 1)
+        model.layers[1].register_forward_pre_hook(lambda m, a, by=factor: (a[0] + by,))
+    return model
+
+
+def test_a_model_with_hooks_is_found_whatever_was_hooked_before() -> None:
+    assert outcome(hooked(2.0, 3.0)) == "made and kept"
+    assert outcome(hooked(2.0, 3.0)) == FOUND
+    assert outcome(hooked(3.0, 2.0)) == "made and kept"
+    assert outcome(hooked(2.0)) == "made and kept"
+    only_last = hooked(2.0, 3.0)
+    del only_last.layers[0]._forward_hooks[next(iter(only_last.layers[0]._forward_hooks))]
+    assert outcome(only_last) == "made and kept"
+
+
+def test_hooks_that_were_found_are_guarded() -> None:
+    """By this process's handles: what a hook is given and when it runs hangs on them."""
+    outcome(hooked(2.0, 3.0))
+    model, x = hooked(2.0, 3.0).eval(), torch.ones(2, 4)
+    outcome(model)
+    split = autosplit.split(model, fullgraph=True)
+    assert torch.equal(split(x)["loss"], model(x)["loss"])
+    first = next(iter(model.layers[0]._forward_hooks))
+    model.layers[0]._forward_hooks_always_called[first] = True
+    assert torch.equal(split(x)["loss"], model(x)["loss"])
+    assert len(split.functions) == 2
+
+
 @pytest.mark.parametrize("library", [torch, autosplit])
 def test_another_version_is_another_call(library: object, monkeypatch: pytest.MonkeyPatch) -> None:
     class Own(Small):
