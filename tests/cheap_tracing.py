@@ -1,4 +1,4 @@
-"""What tracing spends on nothing that a test looks at, left out.
+"""What tracing and seeding spend on nothing that a test looks at, left out.
 
 All for the whole process, nothing before torch's module is imported, and nothing in a torch that
 has other names for it.
@@ -15,12 +15,11 @@ import torch
 _EMPTY = torch.tensor(())
 
 
-def seed(number: int) -> None:
-    """``torch.manual_seed``, which keeps a stack trace for each accelerator that is not there."""
-    if torch.accelerator.is_available():
-        torch.manual_seed(number)
-    else:
-        torch.default_generator.manual_seed(number)
+def seed_cheaply() -> None:
+    """``torch.manual_seed`` keeps a stack trace for each kind of device that is not there."""
+    if not torch.accelerator.is_available():
+        for kind in (torch.cuda, torch.xpu, torch.mtia):
+            vars(kind)["manual_seed_all"] = _nothing
 
 
 def trace_cheaply() -> None:
@@ -40,6 +39,10 @@ def _imported(module: str, name: str) -> Any:
     """The module, if it is imported and has such a name."""
     found = sys.modules.get(module)
     return found if hasattr(found, name) else None
+
+
+def _nothing(seed: int) -> None:
+    """Seeds no device."""
 
 
 def _reset(self: Any) -> None:

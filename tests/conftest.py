@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from autosplit.pipeline.engine.processes.launch import launch
-from tests.cheap_tracing import seed, trace_cheaply
+from tests.cheap_tracing import seed_cheaply, trace_cheaply
 from tests.ranks import Ranks, collect_rarely, measure_cheaply, search_cheaply
 
 # Tests of how a split is made replace parts of that; none of them may find what another has made.
@@ -20,6 +20,7 @@ os.environ.setdefault("AUTOSPLIT_CACHE", "0")
 # Inductor's pool of processes takes longer to start than all that tests compile.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 collect_rarely()
+seed_cheaply()
 
 _RUN_GRAPHS = (
     "benchmarks",
@@ -41,7 +42,7 @@ def _one_thread_and_seed() -> Iterator[None]:
     """Bit-for-bit comparisons need one reduction order; two cores need no oversubscription."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    seed(0)
+    torch.manual_seed(0)
     trace_cheaply()
     measure_cheaply()
     search_cheaply()

@@ -16,10 +16,11 @@ import torch.distributed.tensor.parallel
 import torch.export._trace  # noqa: F401
 from torch._dynamo.backends.registry import list_backends
 
-from tests.cheap_tracing import trace_cheaply
+from tests.cheap_tracing import seed_cheaply, trace_cheaply
 
 with contextlib.suppress(ImportError):
     import transformers.models.llama.modeling_llama  # noqa: F401
 
 list_backends()  # which Dynamo imports with the first capture
 trace_cheaply()
+seed_cheaply()

@@ -22,7 +22,8 @@ from autosplit.pipeline.engine.processes.loopback import serve_store
 from autosplit.pipeline.engine.processes.outcome import Failure, Success, first_cause
 from autosplit.pipeline.engine.processes.worker import Job, work
 from autosplit.pipeline.search import limit_search
-from tests.cheap_tracing import seed, trace_cheaply
+from autosplit.pipeline.search.search import search
+from tests.cheap_tracing import trace_cheaply
 from tests.interpreters import interpreters
 
 T = TypeVar("T")
@@ -53,17 +54,20 @@ def collect_rarely() -> None:
 
 
 def measure_cheaply() -> None:
-    """Estimates ask for this machine's rates, which take 0.2 s of large matrices. Does nothing
-    before they are imported.
+    """Estimates ask for this machine's rates, which take 0.2 s of large matrices, and stages are
+    timed until that is exact. Does nothing before they are imported.
     """
     if speed := sys.modules.get("autosplit.planner.costs.device_speed"):
         speed._SIDE, speed._COPIED = 128, 2**20  # type: ignore[attr-defined]
+    if timing := sys.modules.get("autosplit.planner.costs.timing"):
+        timing._ENOUGH = 0.1  # type: ignore[attr-defined]
 
 
 def search_cheaply() -> None:
-    """Searches within a limit play as many orders as their time allows, for seconds each, also of
-    the smallest pipelines.
+    """Searches play as many orders as their time allows, for seconds each, also of the smallest
+    pipelines.
     """
+    search.__kwdefaults__["work"] = 60_000
     vars(limit_search).update(
         _ALONE=6_000, _TOGETHER=15_000, _ORDERS=4_000, _SOLVED=0.0, _MENDED=3_000
     )
@@ -164,7 +168,7 @@ def _serve(number: int, pipe: Connection, folder: str) -> None:
         measure_cheaply()
         search_cheaply()
         random.seed(0)
-        seed(0)
+        torch.manual_seed(0)
         if "torch._dynamo" in sys.modules:
             torch._dynamo.reset()
         forget_meshes()

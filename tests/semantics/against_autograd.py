@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import autosplit
-from tests.cheap_tracing import seed as torch_seed
 
 Loss = Callable[[Any], Tensor]
 
@@ -87,7 +86,7 @@ def forwards_first(module: nn.Module, microbatches: Iterable[Any], loss: Loss) -
 
 
 def seed(number: int) -> None:
-    torch_seed(number)
+    torch.manual_seed(number)
     random.seed(number)
     np.random.seed(number)
 

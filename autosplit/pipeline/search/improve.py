@@ -23,7 +23,9 @@ _TOLERANCE = 1e-9
 _HEAT = 0.02  # of the makespan: by so much longer steps are kept at first
 _ROUNDS = 3  # times of cooling down
 _TRIES = 16  # moves that are looked at for one that may be made
-_IN_ORDER = ((FORWARD,), (INPUT, FULL), (WEIGHT, FULL))  # on one stage
+_ORDERS = {FORWARD: 1, INPUT: 2, WEIGHT: 4, FULL: 2 | 4}
+"""Bits of the orders that an action of a stage is in: of its outputs, of the gradients that it
+sends, and of those that it adds up."""
 
 Move = tuple[int, int, int]
 """Rank, the place an action leaves, and the place where it goes.
@@ -188,8 +190,8 @@ def _tied(problem: Problem, one: int, other: int) -> bool:
         return False
     # A B sends the same gradient as an I, and channels are first in, first out. It adds the same as
     # a W, and sums have one order, with one rounding.
-    ordered = any(all(each.kind in kinds for each in (first, second)) for kinds in _IN_ORDER)
-    return ordered or first.microbatch == second.microbatch
+    ordered = _ORDERS[first.kind] & _ORDERS[second.kind]
+    return bool(ordered) or first.microbatch == second.microbatch
 
 
 def _exchanged(problem: Problem, row: list[int], place: int) -> list[int] | None:

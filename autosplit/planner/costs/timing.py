@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
@@ -16,6 +17,7 @@ from autosplit.text.quartiles import spread
 
 _WARMUP = 2
 _LEAST = 3
+_MORE = 8  # by this part more rounds than at the last look, the error is looked at again
 _ENOUGH = 0.01  # error of the sum of all medians, as a share of it, at which more adds nothing
 
 
@@ -56,10 +58,20 @@ def time_stages(
     for clock in clocks:
         clock.rounds = Rounds()
     start = last = time.perf_counter()
-    while not _enough([clock.rounds for clock in clocks], late=last - start > seconds):
+    looked = 0
+    for number in itertools.count(1):
         _round(clocks)
         progress(time.perf_counter() - last)
         last = time.perf_counter()
+        if number < _LEAST:
+            continue
+        if last - start > seconds:
+            break
+        # Each look goes through all that was measured; for short calls that would take longest.
+        if number >= looked + looked / _MORE:
+            if error([clock.rounds for clock in clocks]) < _ENOUGH:
+                break
+            looked = number
     return [clock.rounds for clock in clocks]
 
 
@@ -67,13 +79,6 @@ def error(rounds: Sequence[Rounds]) -> float:
     """By what share the sum of the medians of F and B may be off."""
     columns = [values for each in rounds for values in (each.forward, each.backward)]
     return sum(map(median_error, columns)) / sum(map(statistics.median, columns))
-
-
-def _enough(rounds: Sequence[Rounds], *, late: bool) -> bool:
-    """Whether the medians would hardly move with more rounds, or it is ``late``."""
-    if len(rounds[0].backward) < _LEAST:
-        return False
-    return late or error(rounds) < _ENOUGH
 
 
 def median_error(values: Sequence[float]) -> float:
