@@ -14,9 +14,11 @@ import heapq
 import operator
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import fx
 
+from ..memory_policy import Rates
 from .aliasing import is_free
 from .collectives import is_start, is_wait, start_of
 from .operator_cost import duration, exchange_duration
@@ -36,6 +38,11 @@ class OperatorTimes:
 
     operator: Callable[[fx.Node], float] = duration
     exchange: Callable[[fx.Node], float] = exchange_duration
+
+    @classmethod
+    def at(cls, rates: Rates | None) -> OperatorTimes:
+        """The times at these rates; estimates without."""
+        return cls(partial(duration, rates=rates), partial(exchange_duration, rates=rates))
 
 
 ESTIMATED = OperatorTimes()
@@ -96,7 +103,7 @@ class CollectiveScheduler:
         """An order.
 
         Args:
-            fill: how much of a collective's estimated time to fill.
+            fill: how much of a collective's time to fill.
             hold: whether what finds no room in one window may wait for a later one. Without, it
                 runs behind the first.
         """

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from autosplit.errors import PlanError
-from autosplit.planner.costs.device_speed import DeviceSpeed, measure_device
+from autosplit.mesh.device_speed import DeviceSpeed, measure_device
 from autosplit.planner.costs.estimate import estimate
 from autosplit.planner.costs.profile import profile
 from autosplit.planner.model.block_instance import StageOptions
