@@ -59,7 +59,7 @@ _CALL = 20_000  # bytes moved in the time that calling an operator takes (1 to 1
 
 # Links between devices are a tenth as fast as memory (NVLink beside HBM, loopback beside DRAM), and
 # an exchange takes tens of microseconds to begin.
-_LINK = 1 / 8
+_LINK = 8.0
 _START = 10.0 * _CALL
 
 _TRANSCENDENTAL = frozenset(
@@ -125,22 +125,25 @@ def duration(node: fx.Node, rates: Rates | None = None) -> float:
 
     Args:
         node: the node.
-        rates: None estimates the time, in that of moving one byte.
+        rates: by these, the longest of calling, computing and moving; None estimates the time, in
+            that of moving one byte.
     """
     moved = 0 if is_exchange(node) else traffic(node)
     if not moved:
         return 0.0
-    rates = rates or _estimated(node)
     passes = _SLOW if overload(node) in _TRANSCENDENTAL else 1
-    return rates.call + moved * passes / rates.bytes + flops(node) / rates.flops
+    if rates is None:
+        return _CALL + moved * passes + flops(node) / _balance(node)
+    return max(rates.call, moved * passes / rates.bytes, flops(node) / rates.flops)
 
 
 def exchange_duration(node: fx.Node, rates: Rates | None = None) -> float:
     """Time between the start of a collective and its end, as ``duration``."""
     largest = max(value_bytes(each.meta.get("val")) for each in (node, *node.all_input_nodes))
-    rates = rates or _estimated(node)
-    reduces_and_spreads = "all_reduce" in str(node.target)
-    return rates.start + largest * (2 if reduces_and_spreads else 1) / rates.exchanged
+    exchanged = largest * (2 if "all_reduce" in str(node.target) else 1)
+    if rates is None:
+        return _START + _LINK * exchanged
+    return rates.start + exchanged / rates.exchanged
 
 
 def recompute_cost(node: fx.Node) -> float | None:
@@ -160,11 +163,6 @@ def recompute_cost(node: fx.Node) -> float | None:
 def effort(node: fx.Node) -> int:
     """FLOPs of a node; for one that has none, its time in FLOPs."""
     return flops(node) or round(duration(node) * _balance(node))
-
-
-def _estimated(node: fx.Node) -> Rates:
-    """Rates in the time that moving one byte takes."""
-    return Rates(_balance(node), 1.0, _CALL, _LINK, _START)
 
 
 def _balance(node: fx.Node) -> float:

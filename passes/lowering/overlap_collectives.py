@@ -25,6 +25,7 @@ from .live_bytes import LiveBytes
 
 _FILLS = (1.0, 4.0, 0.25, 16.0)
 _SCALES = (0.25, 1.0, 4.0, 16.0)
+_FILLS_KNOWN = (1.0, 1.1, 1.25, 1.5, 2.0, 4.0)
 
 
 def overlap_collectives(program: SplitProgram) -> bool:
@@ -52,7 +53,7 @@ def overlap_in_graph(module: fx.GraphModule, rates: Rates | None = None) -> bool
     costs, scales = OperatorTimes.at(rates), _SCALES if rates is None else (1.0,)
     least, rest = _exposed(before, costs, scales), list(graph.nodes)
     chosen = before
-    for order in _candidates(graph, costs):
+    for order in _candidates(graph, costs, known=rates is not None):
         exposed = _exposed(order, costs, scales)
         if exposed < least:
             _arrange(graph, order)
@@ -62,12 +63,15 @@ def overlap_in_graph(module: fx.GraphModule, rates: Rates | None = None) -> bool
     return list(graph.nodes) != rest
 
 
-def _candidates(graph: fx.Graph, costs: OperatorTimes) -> Iterator[list[fx.Node]]:
+def _candidates(
+    graph: fx.Graph, costs: OperatorTimes, *, known: bool
+) -> Iterator[list[fx.Node]]:
     nodes = [node for node in graph.nodes if node.op not in {"placeholder", "output"}]
     scheduler = CollectiveScheduler(nodes, costs)
     for hold in (True, False):
-        for fill in _FILLS:
-            yield scheduler.order(fill, hold=hold).nodes
+        for fill in _FILLS_KNOWN if known else _FILLS:
+            for pack in (True, False) if known else (False,):
+                yield scheduler.order(fill, hold=hold, pack=pack).nodes
 
 
 def _exposed(order: list[fx.Node], costs: OperatorTimes, scales: tuple[float, ...]) -> float:
