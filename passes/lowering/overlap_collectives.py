@@ -63,9 +63,7 @@ def overlap_in_graph(module: fx.GraphModule, rates: Rates | None = None) -> bool
     return list(graph.nodes) != rest
 
 
-def _candidates(
-    graph: fx.Graph, costs: OperatorTimes, *, known: bool
-) -> Iterator[list[fx.Node]]:
+def _candidates(graph: fx.Graph, costs: OperatorTimes, *, known: bool) -> Iterator[list[fx.Node]]:
     nodes = [node for node in graph.nodes if node.op not in {"placeholder", "output"}]
     scheduler = CollectiveScheduler(nodes, costs)
     for hold in (True, False):

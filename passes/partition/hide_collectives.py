@@ -59,20 +59,28 @@ def hide_collectives(
 
     if rates is None:
         return divided(1.0)
-    tried = [(each, _exposed(_operators(graph, each.input), costs)) for each in map(divided, _FILLS)]
+    tried = [divided(fill) for fill in _FILLS]
+    exposed = [
+        _exposed(_operators(graph, each.input), costs, fill)
+        for each, fill in zip(tried, _FILLS, strict=True)
+    ]
     exchanges = sum(map(costs.exchange, filter(is_start, regions.input.runs)))
-    enough = min(exposed for _, exposed in tried) + _TOLERANCE * exchanges
-    return next(each for each, exposed in tried if exposed <= enough)
+    enough = min(exposed) + _TOLERANCE * exchanges
+    return next(each for each, time in zip(tried, exposed, strict=True) if time <= enough)
 
 
 def _operators(graph: fx.Graph, region: Region) -> list[fx.Node]:
     return [node for node in graph.nodes if node in region.runs and node.op == "call_function"]
 
 
-def _exposed(nodes: list[fx.Node], costs: OperatorTimes) -> float:
-    """Time for which I is left waiting, in the better of two orders."""
+def _exposed(nodes: list[fx.Node], costs: OperatorTimes, fill: float) -> float:
+    """Time for which I is left waiting, in the best of a few orders."""
     scheduler = CollectiveScheduler(nodes, costs)
-    orders = [scheduler.order(1.0, hold=True, pack=pack).nodes for pack in (True, False)]
+    orders = (
+        scheduler.order(each, hold=True, pack=pack).nodes
+        for each in {1.0, fill}
+        for pack in (True, False)
+    )
     return min(exposed_time(order, costs=costs) for order in orders)
 
 
