@@ -7,7 +7,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,9 @@ _FLOPS = 2 * WIDTH * 2 * WIDTH * TOKENS[0] * TOKENS[1]  # of that
 DELAYS = (0.0, 0.5, 1.0, 2.0)  # of a collective, in multiples of that product
 TARGET = 0.9
 MEASURED = "split, measured"
+Way: TypeAlias = str | CollectiveCosts
+"""One of ``WAYS``; costs stand for "split, measured"."""
+
 WAYS = (
     "eager",
     "split, overlap none",
@@ -78,13 +81,11 @@ def _model(mesh: DeviceMesh) -> nn.Module:
     return parallelize_module(model, mesh, plan)
 
 
-def _made(
-    way: str | CollectiveCosts, model: nn.Module
-) -> tuple[Callable[[Tensor], Tensor], Callable[[], None]]:
+def _made(way: Way, model: nn.Module) -> tuple[Callable[[Tensor], Tensor], Callable[[], None]]:
     """A model's forward, and what makes weight gradients that its backward has left.
 
     Args:
-        way: one of ``WAYS``; costs stand for "split, measured".
+        way: how it is trained.
         model: the model.
     """
     splits = {"split": "collectives", "split, overlap none": "none"}
@@ -94,7 +95,7 @@ def _made(
         return split, split.backward_weight
     if way == "eager":
         return model, lambda: None
-    compiled = torch.compile(model, backend="autosplit" if "autosplit" in way else "inductor")
+    compiled = torch.compile(model, backend="autosplit" if "autosplit" in str(way) else "inductor")
     return compiled, lambda: None
 
 
@@ -167,14 +168,12 @@ def least_exposed(
 class _Ways:
     """All ways of training the same model on this rank."""
 
-    def __init__(
-        self, names: Collection[str | CollectiveCosts], mesh: DeviceMesh, x: Tensor
-    ) -> None:
+    def __init__(self, names: Collection[Way], mesh: DeviceMesh, x: Tensor) -> None:
         self._x = x
         self.models = {name: _model(mesh) for name in names}
         self._made = {name: _made(name, model) for name, model in self.models.items()}
 
-    def run(self, name: str | CollectiveCosts, link: SlowLink | None = None) -> float:
+    def run(self, name: Way, link: SlowLink | None = None) -> float:
         """Seconds of a backward, from the loss to all gradients."""
         self.models[name].zero_grad()
         forward, weights = self._made[name]
@@ -189,10 +188,10 @@ class _Ways:
             weights()
             return time.perf_counter() - start
 
-    def gradients(self, name: str | CollectiveCosts) -> list[Tensor]:
+    def gradients(self, name: Way) -> list[Tensor]:
         return [local_tensor(p.grad).clone() for p in self.models[name].parameters()]
 
-    def left(self, name: str | CollectiveCosts) -> int | None:
+    def left(self, name: Way) -> int | None:
         """FLOPs of W, where there is one."""
         split = self._made[name][0]
         if not isinstance(split, autosplit.SplitModule):
@@ -219,8 +218,7 @@ def _rank(
     torch.manual_seed(1)
     x = torch.randn(*TOKENS, WIDTH, requires_grad=True)
     backward, weights = _graphs(_model(mesh), x)
-    contenders = dict.fromkeys((*names, *measured))
-    contenders.pop(MEASURED, None)
+    contenders: list[Way] = [*(name for name in names if name != MEASURED), *measured]
     ways = _Ways(contenders, mesh, x)
     for _ in range(2):  # compiles, and has gradients to add to
         for name in contenders:
