@@ -16,7 +16,6 @@ from torch.distributed.tensor.parallel import (
 
 import autosplit
 from autosplit.capture.aot_convention import copy_graph
-from autosplit.dynamo.fallback import Fallback
 from autosplit.passes import Kind, Rates, SplitGraphs, memory_setting, run
 from autosplit.passes.analysis.collective_order import OperatorTimes, exposed_time
 from autosplit.passes.analysis.collectives import is_start, is_wait, start_of
@@ -24,7 +23,6 @@ from autosplit.passes.analysis.operator_cost import flops, graph_flops, value_by
 from autosplit.passes.graph import calls, outputs
 from autosplit.passes.lowering.inplace_reuse import reusable_operands
 from autosplit.passes.lowering.live_bytes import LiveBytes
-from autosplit.runtime.split_options import SplitOptions
 from benchmarks.mesh.collectives import least_exposed
 from tests.fake_ranks import fake_mesh
 from tests.passes.graphs import joint_of
@@ -166,21 +164,6 @@ def test_collectives_begin_in_one_order_whatever_the_link(
     for made in by_delay.values():
         assert starts(made.backward_input) == starts(graphs[0].backward_input)
         assert starts(made.backward_weight) == starts(graphs[0].backward_weight)
-
-
-def test_is_an_option_of_what_torch_compile_runs_too() -> None:
-    found = {}
-    with fake_mesh() as mesh:
-        for overlap in ("none", "collectives"):
-            torch._dynamo.reset()
-            options = SplitOptions(overlap=overlap)
-            split = Fallback(model(mesh), options, False, dynamic=True).partial
-            assert split is not None
-            split(torch.randn(4, 32, 64, requires_grad=True))
-            (part,) = split._parts
-            assert part.graphs is not None
-            found[overlap] = products_under_way(part.graphs.backward)
-    assert found["none"] == 0 < found["collectives"]
 
 
 def test_model_without_collectives_is_left_alone() -> None:
