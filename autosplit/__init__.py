@@ -14,6 +14,9 @@ from .errors import (
     ScheduleError,
     SplitError,
 )
+from .mesh.collective_costs import CollectiveCosts, measure_collectives
+from .mesh.device_speed import DeviceSpeed
+from .mesh.link import Link
 from .module import SplitModule
 from .splitting import split
 from .stage import Stage
@@ -27,7 +30,10 @@ __all__ = [
     "AutosplitError",
     "CaptureError",
     "CheckpointError",
+    "CollectiveCosts",
     "DeferralWarning",
+    "DeviceSpeed",
+    "Link",
     "PipelineError",
     "PlanError",
     "ScheduleError",
@@ -36,6 +42,7 @@ __all__ = [
     "Stage",
     "__version__",
     "backward_weight",
+    "measure_collectives",
     "partition",
     "split",
 ]

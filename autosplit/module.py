@@ -20,6 +20,7 @@ from autosplit.autograd.pending_queue import PendingQueue, checked
 from autosplit.dump.dump import dump
 from autosplit.dump.tables import report
 from autosplit.dynamo.fallback import Fallback
+from autosplit.mesh.collective_costs import Overlap
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.gradient_accumulation import Accumulation
 from autosplit.runtime.input_overlap import refuse_overlap
@@ -111,7 +112,7 @@ class SplitModule(ModuleProxy):
         backend: str = "eager",
         memory: str | int = "balanced",
         accumulation: str = "exact",
-        overlap: str = "collectives",
+        overlap: Overlap = "collectives",
         fullgraph: bool = False,
         dynamic: bool | None = None,
         max_graphs: int = 64,

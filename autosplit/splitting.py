@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from autosplit.capture.first_call import materialise_lazy_parameters
+from autosplit.mesh.collective_costs import Overlap
 
 from .errors import (
     BackendError,
@@ -31,7 +32,7 @@ def split(
     backend: str = "eager",
     memory: str | int = "balanced",
     accumulation: str = "exact",
-    overlap: str = "collectives",
+    overlap: Overlap = "collectives",
     fullgraph: bool = False,
     dynamic: bool | None = None,
     max_graphs: int = 64,
@@ -74,7 +75,9 @@ def split(
             that fit, by estimated costs, into its waits for collectives of tensor parallelism, and
             all graphs of the backward wait as late as they can; results are the same bit for bit,
             and a graph holds at most the largest collective more. A model without collectives is
-            left as it is. ``"none"`` does without.
+            left as it is. ``"none"`` does without. ``CollectiveCosts``, such as
+            ``measure_collectives`` finds, are ``"collectives"`` by these costs: over a slow link
+            more weight gradients fit, over a fast one fewer. Give all ranks the same.
         fullgraph: refuse what one graph cannot hold. Otherwise such a model is split graph by
             graph under ``torch.compile``, and what no graph holds runs as ordinary autograd;
             ``report()`` says what and why.

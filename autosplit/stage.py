@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from autosplit.autograd.function import run_forward
+from autosplit.mesh.collective_costs import Overlap
 from autosplit.runtime.activations.held_storages import HeldStorages, lent_storages
 from autosplit.runtime.activations.in_flight import (
     InFlightMicrobatch,
@@ -63,7 +64,7 @@ class Stage:
         grad_dtype: torch.dtype | None = None,
         slices: int = 1,
         late_input: bool = False,
-        overlap: str = "collectives",
+        overlap: Overlap = "collectives",
     ) -> None:
         """Trace ``module(*args)``; inputs with ``requires_grad`` get a gradient from I.
 

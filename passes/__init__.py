@@ -6,7 +6,7 @@ Imports torch and networkx and nothing of autosplit.
 from .errors import PassError
 from .graph import Kind, Role, SplitGraphs, SplitProgram
 from .manager import PASSES, Pass, run
-from .memory_policy import MEMORY, Memory, memory_setting
+from .memory_policy import MEMORY, Memory, Rates, memory_setting
 
 __all__ = [
     "MEMORY",
@@ -15,6 +15,7 @@ __all__ = [
     "Memory",
     "Pass",
     "PassError",
+    "Rates",
     "Role",
     "SplitGraphs",
     "SplitProgram",

@@ -1,11 +1,32 @@
-"""The ``memory`` setting: how recomputation and early weight gradients are traded for memory."""
+"""The ``memory`` setting: how recomputation and early weight gradients are traded for memory, and
+what weight gradients hide.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from .errors import PassError
+
+
+class Rates(NamedTuple):
+    """What operators and collectives take, all in one unit of time.
+
+    Attributes:
+        flops: of matrix products and the like that a device does in it.
+        bytes: that its operators read and write in it.
+        call: time that any operator takes besides.
+        exchanged: bytes that ranks bring to each other in it, those of an all-reduce counted twice.
+        start: time that any collective takes besides.
+    """
+
+    flops: float
+    bytes: float
+    call: float
+    exchanged: float
+    start: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +43,9 @@ class Memory:
             ``waiting`` allows.
         late_input: whether I computes nothing where no input needs a gradient, and W does all of
             the backward in one graph: a pipeline's other stages wait for no such I.
+        overlap: whether what can run while collectives are under way does so, weight gradients
+            above all.
+        rates: by which that is decided; None: by estimates, from which links may be far.
     """
 
     name: str
@@ -30,6 +54,7 @@ class Memory:
     budget: int | None = None
     late_input: bool = False
     overlap: bool = False
+    rates: Rates | None = None
 
     @property
     def releases_weights(self) -> bool:
@@ -48,26 +73,30 @@ OVERLAP = ("collectives", "none")
 """What weight gradients may hide."""
 
 
-def memory_setting(memory: str | int, *, late_input: bool = False, overlap: str = "none") -> Memory:
+def memory_setting(
+    memory: str | int, *, late_input: bool = False, overlap: str | Rates = "none"
+) -> Memory:
     """The setting of that name; a number is a budget in bytes.
 
     A budget bounds the distinct storage that one microbatch holds between I and W, that is
     what I hands over. What F saves, what lives only inside a graph, and parameters and
-    gradients are not in it.
+    gradients are not in it. Rates for ``overlap`` are ``"collectives"`` by these.
 
     Raises:
         PassError: an unknown name (lists the known ones), or no number of bytes.
     """
-    if overlap not in OVERLAP:
+    rates = overlap if isinstance(overlap, Rates) else None
+    if rates is None and overlap not in OVERLAP:
         known = ", ".join(map(repr, OVERLAP))
         raise PassError(f"unknown overlap {overlap!r}; known ones: {known}")
-    hides = overlap == "collectives"
+    hides = rates is not None or overlap == "collectives"
     if isinstance(memory, str):
         if memory in MEMORY:
-            return dataclasses.replace(MEMORY[memory], late_input=late_input, overlap=hides)
+            named = MEMORY[memory]
+            return dataclasses.replace(named, late_input=late_input, overlap=hides, rates=rates)
     elif isinstance(memory, int) and not isinstance(memory, bool) and memory >= 0:
         name = f"{memory} bytes"
-        return Memory(name, BALANCED.recompute, 0.0, memory, late_input, hides)
+        return Memory(name, BALANCED.recompute, 0.0, memory, late_input, hides, rates)
     known = ", ".join(map(repr, MEMORY))
     raise PassError(
         f"memory is one of {known}, or the bytes that one microbatch may hold between I and W; "

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 from torch._functorch._aot_autograd import descriptors as d
 
-from autosplit.passes import Kind, PassError, Role, SplitGraphs, memory_setting, run
+from autosplit.passes import Kind, PassError, Rates, Role, SplitGraphs, memory_setting, run
 from autosplit.passes.analysis.aliasing import storage_root
 from autosplit.passes.graph import (
     FORWARD_OUTPUT,
@@ -152,7 +152,9 @@ def _grad_of(desc: Any) -> Any:
     raise PassError(f"the traced backward returns {desc!r}, which autosplit cannot split")
 
 
-def assemble(labelled: fx.GraphModule, num_forward: int, parameters: dict[int, str]) -> AotGraphs:
+def assemble(
+    labelled: fx.GraphModule, num_forward: int, parameters: dict[int, str], overlap: str | Rates
+) -> AotGraphs:
     """Split the graph and convert both halves to AOTAutograd's calling convention: tensors are
     saved before integers, those whose version AOTAutograd does not check last; the backward takes
     integers first.
@@ -164,8 +166,8 @@ def assemble(labelled: fx.GraphModule, num_forward: int, parameters: dict[int, s
     behind = enumerate(descs[num_forward:])
     meshes = {at: _grad_of(desc).idx for at, desc in behind if is_mesh(desc)}
     # What I computes of a parameter's gradient AOTAutograd would not take from it.
-    overlap = "none" if parameters else "collectives"
-    graphs = run(labelled, memory=memory_setting("balanced", overlap=overlap))
+    setting = memory_setting("balanced", overlap="none" if parameters else overlap)
+    graphs = run(labelled, memory=setting)
     if graphs.backward is None or graphs.backward_input is None:
         raise PassError("nothing in the graph has a gradient")
     primals = [node for node in joint_inputs if role_of(node).kind is not Kind.TANGENT]

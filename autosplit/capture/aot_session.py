@@ -37,7 +37,7 @@ from autosplit.capture.workarounds.margin_losses import (
 )
 from autosplit.capture.workarounds.recurrent_layers import divide_layers
 from autosplit.errors import CaptureError, ShardedError, SplitError
-from autosplit.passes import Kind, PassError, Role
+from autosplit.passes import Kind, PassError, Rates, Role
 from autosplit.passes.analysis.operators import is_effect
 from autosplit.passes.graph import placeholders
 
@@ -59,6 +59,7 @@ class Splitter:
             made it, under ordinary autograd.
         infer: a graph in which nothing is differentiated -> boxed.
         decompositions: operators to trace through; None for those of eager.
+        overlap: what weight gradients hide, see ``passes.memory_setting``.
     """
 
     compile: Callable[[AotGraphs], tuple[Boxed, Boxed]]
@@ -66,6 +67,7 @@ class Splitter:
     give_up: Callable[[str], None]
     infer: Callable[[fx.GraphModule], Boxed]
     decompositions: dict[Any, Callable[..., Any]] | None
+    overlap: str | Rates
 
 
 def compile_dynamo_graph(
@@ -205,7 +207,7 @@ class _AotSession:
         try:
             parameters = label(labelled.graph, self._roles, num_fwd_outputs, static)
             self._splitter.prepare(labelled)
-            aot = assemble(labelled, num_fwd_outputs, parameters)
+            aot = assemble(labelled, num_fwd_outputs, parameters, self._splitter.overlap)
             self._split = self._splitter.compile(aot)
             counters["autosplit"]["graph_bypass"] += 1  # of the cache, which has whole models only
         except PassError as error:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from autosplit.mesh.device_speed import DeviceSpeed, measure_device
 from autosplit.pipeline.builders.build import SCHEDULES
 from autosplit.pipeline.builders.schedule_request import ScheduleRequest
 from autosplit.planner.costs.block_costs import ModelCosts
-from autosplit.planner.costs.device_speed import DeviceSpeed, measure_device
 from autosplit.planner.costs.estimate import estimate
 from autosplit.planner.costs.limits import Limits
 from autosplit.planner.costs.trial_run import can_run_trial

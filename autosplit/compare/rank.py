@@ -16,9 +16,10 @@ from tqdm import tqdm
 
 from autosplit.dump.dump import dump
 from autosplit.mesh.dimensions import REPLICATE
+from autosplit.mesh.group_device import device_of_group
 from autosplit.pipeline.builders.build import SCHEDULES
 from autosplit.pipeline.engine.execution.stage_assembly import footprint
-from autosplit.pipeline.engine.messages.default_group import device_of_group, gather
+from autosplit.pipeline.engine.messages.default_group import gather
 from autosplit.pipeline.schedule.action import ActionKind
 from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.pipeline.simulation.simulate import simulate

@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import fx
 
-from autosplit.backends.compiled_graph import check_backend
 from autosplit.capture.aot_session import traced_modules
 from autosplit.errors import SplitError
+from autosplit.runtime.split_options import SplitOptions
 from autosplit.torch_internals.ddp_reducer import refuse_sharded
 
 from .compilation import Compilation
@@ -22,22 +22,22 @@ from .pending_weights import PendingOnParameters
 
 __all__ = ["SplittingBackend", "backend"]
 
+_OPTIONS = ("backend", "overlap")
+
 
 class SplittingBackend:
     """A Dynamo backend that splits.
 
     Args:
         owner: collects what is deferred; where None it waits on the parameters.
-        graphs: how the split graphs are run, a name of ``backends.compiled_graph.BACKENDS``.
-
-    Raises:
-        SplitError: ``graphs`` is unknown; lists the known names.
+        options: how graphs are split and run; of ``memory`` and ``late_input`` nothing is asked.
     """
 
-    def __init__(self, owner: DeferredGraphOwner | None = None, graphs: str = "eager") -> None:
-        check_backend(graphs)
+    def __init__(
+        self, owner: DeferredGraphOwner | None = None, options: SplitOptions | None = None
+    ) -> None:
         self._owner = PendingOnParameters() if owner is None else owner
-        self._graphs = graphs
+        self._options = options or SplitOptions()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SplittingBackend:
         """Itself: it is its owner's. Lightning has ``torch.compile`` copy what it is given, and a
@@ -53,27 +53,28 @@ class SplittingBackend:
         """
         for root in traced_modules(module):
             refuse_sharded(root)
-        return Compilation(module, example_inputs, self._owner, self._graphs)
+        return Compilation(module, example_inputs, self._owner, self._options)
 
 
 def backend(
     module: fx.GraphModule,
     example_inputs: Sequence[Any],
     *,
-    options: Mapping[str, str] | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
     """The backend that torch knows as ``"autosplit"``.
 
     Args:
         module: the graph.
         example_inputs: what Dynamo calls it with.
-        options: ``{"backend": name}``, how the split graphs are run.
+        options: ``{"backend": name, "overlap": what}``, either or both: how the split graphs are
+            run, and what weight gradients hide, see ``autosplit.split``.
 
     Raises:
-        SplitError: an option or a backend is unknown; lists the known ones.
+        SplitError: an option, a backend or an overlap is unknown; lists the known ones.
     """
     chosen = dict(options or {})
-    graphs = chosen.pop("backend", "eager")
-    if chosen:
-        raise SplitError(f"unknown option {min(chosen)!r}; known options: 'backend'")
-    return SplittingBackend(graphs=graphs)(module, example_inputs)
+    if unknown := chosen.keys() - set(_OPTIONS):
+        known = ", ".join(map(repr, _OPTIONS))
+        raise SplitError(f"unknown option {min(unknown)!r}; known options: {known}")
+    return SplittingBackend(options=SplitOptions(**chosen))(module, example_inputs)

@@ -24,7 +24,9 @@ from autosplit.capture.aot_session import (
     input_sources,
     refuse_thawed,
 )
+from autosplit.mesh.collective_costs import passes_overlap
 from autosplit.passes import Kind, Role
+from autosplit.runtime.split_options import SplitOptions
 from autosplit.torch_internals.autograd.accumulate_grad import has_gradient_hooks
 from autosplit.torch_internals.autograd.running_backward import compiled_node, linked_leaves
 from autosplit.torch_internals.distributed import data_parallel
@@ -49,10 +51,10 @@ class Compilation:
         module: fx.GraphModule,
         example_inputs: Sequence[Any],
         owner: DeferredGraphOwner,
-        graphs: str,
+        options: SplitOptions,
     ) -> None:
         self._owner = owner
-        self._backend = backend_named(graphs)
+        self._backend = backend_named(options.backend)
         self._frozen = frozen_parameters(example_inputs)
         self._split: SplitBackward | None = None
         roles = input_roles(input_sources(module), example_inputs, owner.name_of)
@@ -64,6 +66,7 @@ class Compilation:
             give_up=self._part.give_up,
             infer=self._infer,
             decompositions=self._backend.decompositions,
+            overlap=passes_overlap(options.overlap),
         )
         self._meshes = {
             at: value.device_mesh for at, value in enumerate(example_inputs) if is_dtensor(value)

@@ -118,4 +118,4 @@ class Fallback:
     def _by_graphs(self, reason: str, because: str = "") -> Partial:
         from .partial_model import Partial  # Dynamo takes over a second to import
 
-        return Partial(self._model, self._options.backend, reason, because)
+        return Partial(self._model, self._options, reason, because)

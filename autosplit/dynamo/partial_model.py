@@ -24,6 +24,7 @@ from autosplit.dump.tables import short_source
 from autosplit.errors import DeferralWarning, SplitError
 from autosplit.passes.lowering import codegen
 from autosplit.runtime.specializations.specialization import calls_itself
+from autosplit.runtime.split_options import SplitOptions
 from autosplit.text.writing import writing
 from autosplit.torch_internals.autograd.accumulate_grad import has_gradient_hooks
 from autosplit.torch_internals.ddp_reducer import synchronises
@@ -59,19 +60,23 @@ class Partial:
 
     Args:
         model: the model; it keeps its parameters and its Python side effects.
-        graphs: how split graphs are run, a name of ``autosplit.backends.compiled_graph.BACKENDS``.
+        options: how graphs are split and run; each is split as ``memory="balanced"``.
         reason: why no single graph holds it, for the report.
         because: the same in a line, for a warning.
     """
 
     def __init__(
-        self, model: nn.Module, graphs: str = "eager", reason: str = "", because: str = ""
+        self,
+        model: nn.Module,
+        options: SplitOptions | None = None,
+        reason: str = "",
+        because: str = "",
     ) -> None:
         self._model = model
-        self._graphs = graphs
+        self._options = options or SplitOptions()
         self.reason = reason
         self._because = because
-        self._compiled = compile_model(model, SplittingBackend(self, graphs))
+        self._compiled = compile_model(model, SplittingBackend(self, self._options))
         self._parts: list[Part] = []
         self._breaks: dict[BreakReason, None] = {}
         self._history: History | None = None
@@ -243,7 +248,7 @@ class Partial:
         self._latest = microbatch
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Partial, (self._model, self._graphs, self.reason, self._because)
+        return Partial, (self._model, self._options, self.reason, self._because)
 
 
 class _Begin:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autosplit.errors import PipelineError
+from autosplit.mesh.collective_costs import Overlap
 from autosplit.pipeline.builders.schedule_request import AUTO, ScheduleRequest
 from autosplit.pipeline.engine.execution.stage_assembly import SplitStage, StageFactory
 from autosplit.pipeline.schedule.schedule import Schedule
@@ -126,7 +127,7 @@ class PipelineTrainer(StageTrainer):
             the schedule has next to each other on a rank.
         grad_dtype: in which dtype they are, see ``autosplit.Stage``; None means each parameter's.
         overlap: what weight gradients hide in stages whose tensors ranks share, see
-            ``autosplit.split``; None means ``"collectives"``.
+            ``autosplit.split``; None means ``"collectives"``. The same on all ranks.
         stage_factory: makes stages in place of ``autosplit.Stage``.
 
     Raises:
@@ -166,7 +167,7 @@ class PipelineTrainer(StageTrainer):
         memory: str | int | None = None,
         accumulation: str | None = None,
         grad_dtype: torch.dtype | None = None,
-        overlap: str | None = None,
+        overlap: Overlap | None = None,
         stage_factory: StageFactory | None = None,
     ) -> None:
         factory = stage_factory_of(

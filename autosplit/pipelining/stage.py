@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from autosplit.autograd.function import run_forward
 from autosplit.errors import CaptureError, SplitError
+from autosplit.mesh.collective_costs import Overlap
 from autosplit.runtime.activations.in_flight import InFlightMicrobatch
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.gradient_accumulation import Accumulation
@@ -83,7 +84,7 @@ class SplitPipelineStage(RuntimeStage):
         backend: str = "eager",
         memory: str | int = "balanced",
         accumulation: str = "exact",
-        overlap: str = "collectives",
+        overlap: Overlap = "collectives",
         **others: Any,
     ) -> None:
         """The first seven arguments are those of torch's stage.

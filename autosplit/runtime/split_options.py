@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from autosplit.backends.compiled_graph import check_backend, holds_open_sizes
 from autosplit.errors import SplitError
+from autosplit.mesh.collective_costs import Overlap, passes_overlap
 from autosplit.passes import Memory, PassError, memory_setting
 
 
@@ -18,7 +19,7 @@ class SplitOptions:
         memory: what one microbatch holds, a setting or a budget in bytes.
         late_input: whether W does the whole backward where no input needs a gradient, see
             ``autosplit.Stage``.
-        overlap: what weight gradients hide.
+        overlap: what weight gradients hide, and by which costs.
 
     Raises:
         SplitError: an unknown backend, memory setting or overlap; lists the known ones.
@@ -27,12 +28,12 @@ class SplitOptions:
     backend: str = "eager"
     memory: str | int = "balanced"
     late_input: bool = False
-    overlap: str = "collectives"
+    overlap: Overlap = "collectives"
 
     def __post_init__(self) -> None:
         check_backend(self.backend)
         try:
-            memory_setting(self.memory, overlap=self.overlap)
+            memory_setting(self.memory, overlap=passes_overlap(self.overlap))
         except PassError as error:
             raise SplitError(str(error)) from None
 
@@ -44,4 +45,5 @@ class SplitOptions:
     @property
     def memory_policy(self) -> Memory:
         """The memory setting as the passes take it."""
-        return memory_setting(self.memory, late_input=self.late_input, overlap=self.overlap)
+        overlap = passes_overlap(self.overlap)
+        return memory_setting(self.memory, late_input=self.late_input, overlap=overlap)

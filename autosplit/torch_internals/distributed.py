@@ -1,10 +1,14 @@
-"""Detection of DistributedDataParallel, FSDP and torch.distributed.pipelining around a module."""
+"""Detection of DistributedDataParallel, FSDP and torch.distributed.pipelining around a module;
+collectives as graphs run them.
+"""
 
 from __future__ import annotations
 
 import sys
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -54,6 +58,14 @@ def is_wrapped_by_fsdp(module: nn.Module) -> bool:
     library = sys.modules.get("torch.distributed.fsdp")
     kind = getattr(library, "FullyShardedDataParallel", ())
     return any(isinstance(part, kind) for part in module.modules())
+
+
+def all_reduced(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum of a group's tensors, by the operators that graphs of DTensors have."""
+    exchange = torch.ops._c10d_functional
+    begun = exchange.all_reduce.default(tensor, "sum", group.group_name)
+    found: Tensor = exchange.wait_tensor.default(begun)
+    return found
 
 
 def csv_has_send_waits() -> bool:

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 
 from autosplit.errors import ScheduleError
+from autosplit.mesh.link import Link
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.engine.memory.host_store import open_store
 from autosplit.pipeline.memory.offload import offload
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.activation_memory import peak_memory
 from autosplit.pipeline.simulation.step_costs import Costs
-from autosplit.pipeline.simulation.transfer import Link, Transfer
+from autosplit.pipeline.simulation.transfer import Transfer
 
 from ..results import Rows, table
 from ..split.targets import Target, verdicts

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import autosplit
+from autosplit import CollectiveCosts
 from autosplit.passes.analysis.collectives import is_exchange, is_start
+from autosplit.passes.analysis.operator_cost import graph_flops
 from autosplit.passes.graph import calls
 from autosplit.pipeline.engine.processes.launch import launch
 from autosplit.torch_internals.dtensor import local_tensor
@@ -29,10 +31,15 @@ PRODUCT = 0.002  # seconds of a weight gradient's product in a rank's part of an
 _FLOPS = 2 * WIDTH * 2 * WIDTH * TOKENS[0] * TOKENS[1]  # of that
 DELAYS = (0.0, 0.5, 1.0, 2.0)  # of a collective, in multiples of that product
 TARGET = 0.9
+MEASURED = "split, measured"
+Way: TypeAlias = str | CollectiveCosts
+"""One of ``WAYS``; costs stand for "split, measured"."""
+
 WAYS = (
     "eager",
     "split, overlap none",
     "split",
+    MEASURED,
     "torch.compile, autosplit",
     "torch.compile, Inductor",
     "Inductor, reordering",
@@ -74,14 +81,21 @@ def _model(mesh: DeviceMesh) -> nn.Module:
     return parallelize_module(model, mesh, plan)
 
 
-def _made(way: str, model: nn.Module) -> tuple[Callable[[Tensor], Tensor], Callable[[], None]]:
-    """A model's forward, and what makes weight gradients that its backward has left."""
-    if way.startswith("split"):
-        split = autosplit.split(model, overlap="none" if "none" in way else "collectives")
+def _made(way: Way, model: nn.Module) -> tuple[Callable[[Tensor], Tensor], Callable[[], None]]:
+    """A model's forward, and what makes weight gradients that its backward has left.
+
+    Args:
+        way: how it is trained.
+        model: the model.
+    """
+    splits = {"split": "collectives", "split, overlap none": "none"}
+    overlap = way if isinstance(way, CollectiveCosts) else splits.get(way)
+    if overlap is not None:
+        split = autosplit.split(model, overlap=overlap)
         return split, split.backward_weight
     if way == "eager":
         return model, lambda: None
-    compiled = torch.compile(model, backend="autosplit" if "autosplit" in way else "inductor")
+    compiled = torch.compile(model, backend="autosplit" if "autosplit" in str(way) else "inductor")
     return compiled, lambda: None
 
 
@@ -104,12 +118,12 @@ class _Timed(fx.Interpreter):
         return result
 
 
-def _backward_graph(model: nn.Module, x: Tensor) -> fx.GraphModule:
-    """The unsplit backward, in the order in which it was traced."""
+def _graphs(model: nn.Module, x: Tensor) -> tuple[fx.GraphModule, int]:
+    """The unsplit backward, in the order in which it was traced, and the FLOPs of a whole W."""
     graphs = autosplit.split(model, (x,), overlap="none", memory="fast").functions[0].graphs
-    if graphs.backward is None:
+    if graphs.backward is None or graphs.backward_weight is None:
         raise RuntimeError("nothing of the model is trained")
-    return graphs.backward
+    return graphs.backward, graph_flops(graphs.backward_weight.graph)
 
 
 def _operator_seconds(backward: fx.GraphModule) -> dict[fx.Node, float]:
@@ -154,12 +168,12 @@ def least_exposed(
 class _Ways:
     """All ways of training the same model on this rank."""
 
-    def __init__(self, names: Sequence[str], mesh: DeviceMesh, x: Tensor) -> None:
+    def __init__(self, names: Collection[Way], mesh: DeviceMesh, x: Tensor) -> None:
         self._x = x
         self.models = {name: _model(mesh) for name in names}
         self._made = {name: _made(name, model) for name, model in self.models.items()}
 
-    def run(self, name: str, link: SlowLink | None = None) -> float:
+    def run(self, name: Way, link: SlowLink | None = None) -> float:
         """Seconds of a backward, from the loss to all gradients."""
         self.models[name].zero_grad()
         forward, weights = self._made[name]
@@ -174,35 +188,60 @@ class _Ways:
             weights()
             return time.perf_counter() - start
 
-    def gradients(self, name: str) -> list[Tensor]:
+    def gradients(self, name: Way) -> list[Tensor]:
         return [local_tensor(p.grad).clone() for p in self.models[name].parameters()]
 
+    def left(self, name: Way) -> int | None:
+        """FLOPs of W, where there is one."""
+        split = self._made[name][0]
+        if not isinstance(split, autosplit.SplitModule):
+            return None
+        weight = split.functions[0].graphs.backward_weight
+        return 0 if weight is None else graph_flops(weight.graph)
 
-def _rank(names: Sequence[str], steps: int) -> list[dict[str, Any]]:
+
+def _measured() -> list[CollectiveCosts]:
+    """What ranks measure over the link, for each delay."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    link, _products = SlowLink(), KnownProducts(PRODUCT / _FLOPS)
+    found = []
+    for factor in DELAYS:
+        link.seconds = factor * PRODUCT
+        found.append(autosplit.measure_collectives(mesh["tp"]))
+    return found
+
+
+def _rank(
+    names: Sequence[str], steps: int, measured: Sequence[CollectiveCosts]
+) -> list[dict[str, Any]]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     torch.manual_seed(1)
     x = torch.randn(*TOKENS, WIDTH, requires_grad=True)
-    ways, backward = _Ways(names, mesh, x), _backward_graph(_model(mesh), x)
+    backward, weights = _graphs(_model(mesh), x)
+    contenders: list[Way] = [*(name for name in names if name != MEASURED), *measured]
+    ways = _Ways(contenders, mesh, x)
     for _ in range(2):  # compiles, and has gradients to add to
-        for name in names:
+        for name in contenders:
             ways.run(name)
     expected = ways.gradients(names[0])
-    same = {name: all(map(torch.equal, ways.gradients(name), expected)) for name in names}
+    same = {name: all(map(torch.equal, ways.gradients(name), expected)) for name in contenders}
     link, _products = SlowLink(), KnownProducts(PRODUCT / _FLOPS)
     seconds, nodes = _operator_seconds(backward), list(calls(backward.graph))
     count = sum(map(is_start, nodes))
     rows = []
-    for factor in DELAYS:
+    for at, factor in enumerate(DELAYS):
         link.seconds = delay = factor * PRODUCT
+        own = {name: measured[at] if name == MEASURED else name for name in names}
         found: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
         for _ in range(steps):
             for name in names:
-                taken = ways.run(name, link)
+                taken = ways.run(own[name], link)
                 found[name].append((taken, link.exposed))
         least = least_exposed(nodes, seconds, delay)
         eager = statistics.median(taken for taken, _ in found[names[0]])
         for name in names:
             taken, exposed = map(statistics.median, zip(*found[name], strict=True))
+            left = ways.left(own[name])
             rows.append(
                 {
                     "name": f"{name}, {factor:g}",
@@ -213,7 +252,9 @@ def _rank(names: Sequence[str], steps: int) -> list[dict[str, Any]]:
                     "hidden": count * delay - exposed,
                     "hideable": count * delay - least,
                     "beside": taken / eager,
-                    "same": same[name],
+                    "same": same[own[name]],
+                    "early": None if left is None else 1 - left / weights,
+                    "costs": str(own[name]) if name == MEASURED else "",
                 }
             )
     return rows
@@ -222,7 +263,8 @@ def _rank(names: Sequence[str], steps: int) -> list[dict[str, Any]]:
 def measure(steps: int, only: str = "") -> Iterator[dict[str, Any]]:
     """A row for each way and delay; ways without ``only`` in their name are left out, but eager."""
     ways = tuple(way for way in WAYS if way == "eager" or only in way)
-    yield from launch(_rank, 2, (ways, steps), timeout=900)[0]
+    costs = launch(_measured, 2, timeout=300)[0] if MEASURED in ways else []
+    yield from launch(_rank, 2, (ways, steps, costs), timeout=900)[0]
 
 
 def render(rows: Rows) -> str:
@@ -231,7 +273,8 @@ def render(rows: Rows) -> str:
     for row in rows:
         share = row["hidden"] / row["hideable"] if row["hideable"] > 0 else None
         text = "" if share is None else f"{share:.0%}"
-        ours = row["way"] in ("split", "torch.compile, autosplit")
+        ours = row["way"] in ("split", MEASURED, "torch.compile, autosplit")
+        early = row.get("early")
         if ours and share is not None and share < TARGET:
             text = f"**{text}**"
         body.append(
@@ -244,6 +287,7 @@ def render(rows: Rows) -> str:
                 f"{row['hidden'] * 1e3:.1f}",
                 f"{row['hideable'] * 1e3:.1f}",
                 text,
+                "" if early is None else f"{early:.0%}",
                 "yes" if row["same"] else "no",
             ]
         )
@@ -256,6 +300,7 @@ def render(rows: Rows) -> str:
         "hidden",
         "can be",
         "share",
+        "W in I",
         "bits of eager",
     ]
     return table(headers, body)

@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from autosplit.mesh.link import Link
 from autosplit.pipeline import PipelineTrainer
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.engine.processes.launch import launch
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.simulation.reductions import Reductions, last_weights_by_stage
 from autosplit.pipeline.simulation.simulate import simulate
-from autosplit.pipeline.simulation.transfer import Link
 
 from ..results import Rows, table
 

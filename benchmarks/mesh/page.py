@@ -82,10 +82,13 @@ PARTS: dict[str, Part[Settings]] = {
         "torch's kernels. Hidden is all of the collectives' time in a backward, without what waits "
         "took of it. No order of the operators waits less than a bound by the graph's dependences "
         "and the times of its operators, each measured alone: what can be hidden is the rest. The "
-        "goal is 90 % of that; what misses it is bold. split chooses the weight gradients that I "
-        "computes for the time that it estimates for a collective, about half of such a product: "
-        "over slower links some are left to W that could have hidden one. Under torch.compile all "
-        "are in one graph. Inductor, also with its own reordering of collectives, is beside it.",
+        "goal is 90 % of that; what misses it is bold. Where nothing is said, split chooses the "
+        "weight gradients that I computes for the time that it estimates for a collective, about "
+        "half of such a product: over slower links some are left to W that could have hidden one. "
+        "Measured is `overlap=measure_collectives(mesh)`, measured over that link and with these "
+        "products by ranks of their own. W in I is the share of the weight gradients' FLOPs that I "
+        "computes. Under torch.compile all are in one graph. Inductor, also with its own "
+        "reordering of collectives, is beside it.",
         lambda settings: collectives.measure(settings.steps, settings.only),
         collectives.render,
     ),

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from autosplit.mesh.device_speed import measure_device
 from autosplit.pipeline.builders.schedule_request import ScheduleRequest
 from autosplit.pipeline.engine.processes.launch import launch
 from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.planner.costs.block_costs import ModelCosts, average
-from autosplit.planner.costs.device_speed import measure_device
 from autosplit.planner.costs.estimate import estimate
 from autosplit.planner.costs.limits import Limits
 from autosplit.planner.costs.links import measure_links

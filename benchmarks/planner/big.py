@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from autosplit.mesh.device_speed import DeviceSpeed, measure_device
 from autosplit.pipeline.builders.schedule_request import ScheduleRequest
 from autosplit.planner.costs.device_kinds import device_named
-from autosplit.planner.costs.device_speed import DeviceSpeed, measure_device
 from autosplit.planner.costs.estimate import estimate
 from autosplit.planner.cuts.solve import solve
 from autosplit.planner.meta_init.meta_model import meta_model

@@ -14,9 +14,12 @@ import heapq
 import operator
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from operator import itemgetter
 
 from torch import fx
 
+from ..memory_policy import Rates
 from .aliasing import is_free
 from .collectives import is_start, is_wait, start_of
 from .operator_cost import duration, exchange_duration
@@ -36,6 +39,11 @@ class OperatorTimes:
 
     operator: Callable[[fx.Node], float] = duration
     exchange: Callable[[fx.Node], float] = exchange_duration
+
+    @classmethod
+    def at(cls, rates: Rates | None) -> OperatorTimes:
+        """The times at these rates; estimates without."""
+        return cls(partial(duration, rates=rates), partial(exchange_duration, rates=rates))
 
 
 ESTIMATED = OperatorTimes()
@@ -92,20 +100,22 @@ class CollectiveScheduler:
             self._reads[node] = found
         self._urgent = self._before(node for node in nodes if is_start(node))
 
-    def order(self, fill: float, *, hold: bool) -> CollectiveOrder:
+    def order(self, fill: float, *, hold: bool, pack: bool = False) -> CollectiveOrder:
         """An order.
 
         Args:
-            fill: how much of a collective's estimated time to fill.
+            fill: how much of a collective's time to fill.
             hold: whether what finds no room in one window may wait for a later one. Without, it
                 runs behind the first.
+            pack: whether of what has room in a window the longest fills it first, and what would
+                stick out last. Without, the oldest does, which holds least.
         """
-        held = self._schedule(fill, frozenset(), hold=hold)
+        held = self._schedule(fill, frozenset(), hold=hold, pack=pack)
         if not hold:
             return held
         # What no window has room for need not be waited with, and keeps its operands alive.
         left = {n for n in self._heavy if n not in self._urgent and n not in held.hidden_in}
-        return self._schedule(fill, left, hold=True)
+        return self._schedule(fill, left, hold=True, pack=pack)
 
     def _before(self, nodes: Iterable[fx.Node]) -> set[fx.Node]:
         found: set[fx.Node] = set()
@@ -118,9 +128,9 @@ class CollectiveScheduler:
         return found
 
     def _schedule(
-        self, fill: float, in_place: Collection[fx.Node], *, hold: bool
+        self, fill: float, in_place: Collection[fx.Node], *, hold: bool, pack: bool
     ) -> CollectiveOrder:
-        run = _Run(self._index, self._heavy, self._reads, self._urgent, self._costs, fill)
+        run = _Run(self._index, self._heavy, self._reads, self._urgent, self._costs, fill, pack)
         while run.left:
             for each in run.over():
                 run.emit(each)
@@ -160,10 +170,12 @@ class _Run:
         urgent: Collection[fx.Node],
         costs: OperatorTimes,
         fill: float,
+        pack: bool,
     ) -> None:
         self.order = CollectiveOrder()
         self.left = len(heavy)
-        self._index, self._urgent, self._costs, self._fill = index, urgent, costs, fill
+        self._index, self._urgent, self._costs = index, urgent, costs
+        self._fill, self._pack = fill, pack
         self._done: set[fx.Node] = set()
         self._clock = self._link = 0.0
         self._ends: dict[fx.Node, float] = {}
@@ -204,16 +216,19 @@ class _Run:
     def fill_window(self, wait: fx.Node) -> None:
         """Run fillers until the collective is over."""
         end = self._end(wait)
-        tried: set[fx.Node] = set()
-        while self._clock < end:
-            ready = [pair for pair in self._ready[False, False] if pair[1] not in tried]
-            if not ready:
-                return
-            _, node = min(ready)
-            tried.add(node)
-            if (1 - _ROUNDING) * self._costs.operator(node) <= end - self._clock:
-                self.order.hidden_in[node] = wait
-                self.emit(node)
+        while (node := self._filler_for(end - self._clock)) is not None:
+            self.order.hidden_in[node] = wait
+            self.emit(node)
+
+    def _filler_for(self, left: float) -> fx.Node | None:
+        """The next filler for what is left of a window, if any has room."""
+        timed = [(self._costs.operator(node), at, node) for at, node in self._ready[False, False]]
+        room = [each for each in timed if (1 - _ROUNDING) * each[0] <= left]
+        if left <= 0 or not room:
+            return None
+        if not self._pack:
+            return min(room, key=itemgetter(1))[2]
+        return min(room, key=lambda e: (e[0] > left, abs(left - e[0]), e[1]))[2]
 
     def note_hidden(self, node: fx.Node) -> None:
         """Note whether a filler would run beside a collective whose result is not urgent."""

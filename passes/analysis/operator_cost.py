@@ -10,6 +10,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from ..graph import calls, tensor_of
+from ..memory_policy import Rates
 from .aliasing import is_free, is_view
 from .collectives import is_exchange
 from .operators import is_effect, is_random, overload
@@ -119,22 +120,30 @@ def value_bytes(value: Any) -> int:
     return 0
 
 
-def duration(node: fx.Node) -> float:
-    """Estimated time of a node, in the time that moving one byte takes; of a collective, none that
-    the device is busy for.
+def duration(node: fx.Node, rates: Rates | None = None) -> float:
+    """Time of a node in the unit of the rates; of a collective, none that the device is busy for.
+
+    Args:
+        node: the node.
+        rates: by these, the longest of calling, computing and moving; None estimates the time, in
+            that of moving one byte.
     """
     moved = 0 if is_exchange(node) else traffic(node)
     if not moved:
         return 0.0
     passes = _SLOW if overload(node) in _TRANSCENDENTAL else 1
-    return _CALL + moved * passes + flops(node) / _balance(node)
+    if rates is None:
+        return _CALL + moved * passes + flops(node) / _balance(node)
+    return max(rates.call, moved * passes / rates.bytes, flops(node) / rates.flops)
 
 
-def exchange_duration(node: fx.Node) -> float:
-    """Estimated time between the start of a collective and its end, as ``duration``."""
+def exchange_duration(node: fx.Node, rates: Rates | None = None) -> float:
+    """Time between the start of a collective and its end, as ``duration``."""
     largest = max(value_bytes(each.meta.get("val")) for each in (node, *node.all_input_nodes))
-    reduces_and_spreads = "all_reduce" in str(node.target)
-    return _START + _LINK * largest * (2 if reduces_and_spreads else 1)
+    exchanged = largest * (2 if "all_reduce" in str(node.target) else 1)
+    if rates is None:
+        return _START + _LINK * exchanged
+    return rates.start + exchanged / rates.exchanged
 
 
 def recompute_cost(node: fx.Node) -> float | None:

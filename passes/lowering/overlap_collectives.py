@@ -4,10 +4,10 @@ Traced, a wait stands right behind its collective. Here the wait moves to the fi
 needs it, and what depends on nothing that is under way comes before it: first what the next
 collective waits for, then weight gradients. Results are the same bit for bit.
 
-How long a collective takes on the link is estimated. So of several orders, made for fills of
-different size, that is taken which leaves the least time exposed over a range of links, from four
-times faster than estimated to sixteen times slower. An order must not hold more than the graph
-does in its own, plus the largest collective.
+Of several orders, made for fills of different size, that is taken which leaves the least time
+exposed: at the rates that are known, or by estimates over a range of links, from four times faster
+than estimated to sixteen times slower. An order must not hold more than the graph does in its own,
+plus the largest collective.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from ..analysis.collective_order import CollectiveScheduler, exposed_time
+from ..analysis.collective_order import CollectiveScheduler, OperatorTimes, exposed_time
 from ..analysis.collectives import is_start
 from ..analysis.operator_cost import value_bytes
 from ..graph import SplitProgram, calls, output_node
+from ..memory_policy import Rates
 from .live_bytes import LiveBytes
 
 _FILLS = (1.0, 4.0, 0.25, 16.0)
 _SCALES = (0.25, 1.0, 4.0, 16.0)
+_FILLS_KNOWN = (1.0, 1.1, 1.25, 1.5, 2.0, 4.0)
 
 
 def overlap_collectives(program: SplitProgram) -> bool:
@@ -31,15 +33,16 @@ def overlap_collectives(program: SplitProgram) -> bool:
     if not program.memory.overlap:
         return False
     backwards = [m for name, m in program.graphs().items() if name.startswith("backward")]
-    moved = [overlap_in_graph(module) for module in backwards]
+    moved = [overlap_in_graph(module, program.memory.rates) for module in backwards]
     return any(moved)
 
 
-def overlap_in_graph(module: fx.GraphModule) -> bool:
+def overlap_in_graph(module: fx.GraphModule, rates: Rates | None = None) -> bool:
     """Reorder one graph; True if anything was moved.
 
     Args:
         module: a graph without effects, whose inputs and outputs have roles.
+        rates: of operators and collectives; None: they are estimated.
     """
     graph = module.graph
     before = list(calls(graph))
@@ -47,10 +50,11 @@ def overlap_in_graph(module: fx.GraphModule) -> bool:
     if not starts:
         return False
     limit = LiveBytes(module).peak() + max(map(_bytes_under_way, starts))
-    least, rest = _exposed(before), list(graph.nodes)
+    costs, scales = OperatorTimes.at(rates), _SCALES if rates is None else (1.0,)
+    least, rest = _exposed(before, costs, scales), list(graph.nodes)
     chosen = before
-    for order in _candidates(graph):
-        exposed = _exposed(order)
+    for order in _candidates(graph, costs, known=rates is not None):
+        exposed = _exposed(order, costs, scales)
         if exposed < least:
             _arrange(graph, order)
             if LiveBytes(module).peak() <= limit:
@@ -59,17 +63,18 @@ def overlap_in_graph(module: fx.GraphModule) -> bool:
     return list(graph.nodes) != rest
 
 
-def _candidates(graph: fx.Graph) -> Iterator[list[fx.Node]]:
+def _candidates(graph: fx.Graph, costs: OperatorTimes, *, known: bool) -> Iterator[list[fx.Node]]:
     nodes = [node for node in graph.nodes if node.op not in {"placeholder", "output"}]
-    scheduler = CollectiveScheduler(nodes)
+    scheduler = CollectiveScheduler(nodes, costs)
     for hold in (True, False):
-        for fill in _FILLS:
-            yield scheduler.order(fill, hold=hold).nodes
+        for fill in _FILLS_KNOWN if known else _FILLS:
+            for pack in (True, False) if known else (False,):
+                yield scheduler.order(fill, hold=hold, pack=pack).nodes
 
 
-def _exposed(order: list[fx.Node]) -> float:
+def _exposed(order: list[fx.Node], costs: OperatorTimes, scales: tuple[float, ...]) -> float:
     """Time exposed, as a share of all exchanges, on average over links."""
-    return sum(exposed_time(order, scale) / scale for scale in _SCALES)
+    return sum(exposed_time(order, scale, costs) / scale for scale in scales)
 
 
 def _arrange(graph: fx.Graph, order: list[fx.Node]) -> None:

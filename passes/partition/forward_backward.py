@@ -79,7 +79,7 @@ def _fill_backward(program: SplitProgram, reach: Reachability) -> list[tuple[Rol
     graph = program.joint.graph
     regions = best_division(graph, reach, program.memory)
     if program.memory.overlap:
-        regions = hide_collectives(graph, reach, regions)
+        regions = hide_collectives(graph, reach, regions, program.memory.rates)
     program.regions = regions
     name_boundaries(graph, regions, reach)
     saved = {node: Role(Kind.SAVED, node.name) for node in regions.saved}

@@ -316,6 +316,8 @@ def test_options() -> None:
         compiled(model, options={"speed": "high"})(x)
     with pytest.raises(BackendCompilerFailed, match="unknown backend 'fast'; known backends:"):
         compiled(model, options={"backend": "fast"})(x)
+    with pytest.raises(BackendCompilerFailed, match="unknown overlap 'all'; known ones:"):
+        compiled(model, options={"overlap": "all"})(x)
 
 
 def test_name_is_registered() -> None:

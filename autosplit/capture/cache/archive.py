@@ -18,7 +18,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autosplit.passes import Role, SplitGraphs
-from autosplit.passes.memory_policy import Memory
+from autosplit.passes.memory_policy import Memory, Rates
 from autosplit.torch_internals.dtensor import Sharding
 from autosplit.torch_internals.dtensor_facts import group_names, placement_facts, placement_of
 
@@ -49,7 +49,8 @@ def pack_graphs(
         NoArchiveError: they hold something that has no such form.
     """
     writer = GraphWriter({name for mesh in meshes for name in group_names(mesh)})
-    memory = dataclasses.astuple(graphs.memory)
+    rates = graphs.memory.rates  # a tuple of a type of its own, which would be no plain data
+    memory = dataclasses.astuple(dataclasses.replace(graphs.memory, rates=None)), rates and [*rates]
     written = {name: writer.graph(module) for name, module in graphs.graphs().items()}
     if not writer.tensors:
         raise NoArchiveError("no tensor is in them")
@@ -88,7 +89,9 @@ def unpack_graphs(
             )
             for role, at, placements, shape, stride in lying
         }
-        return SplitGraphs(**{**made, "memory": Memory(*memory)}), shardings
+        (setting, rates) = memory
+        kept = dataclasses.replace(Memory(*setting), rates=rates and Rates(*rates))
+        return SplitGraphs(**{**made, "memory": kept}), shardings
     except NoArchiveError:
         raise
     except Exception as error:

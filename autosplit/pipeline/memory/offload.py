@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import product
 
+from autosplit.mesh.link import Link
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.step_costs import Costs
-from autosplit.pipeline.simulation.transfer import Link
 
 from .bounds import bounds_of, rank_by_rank, refuse_excess
 from .occupancy import Held, Occupancy

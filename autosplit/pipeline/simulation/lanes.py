@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from autosplit.errors import ScheduleError
+from autosplit.mesh.link import Link
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.moves import Journey, journeys_of, waited_departures
 from autosplit.pipeline.schedule.routes import Parcel
@@ -20,7 +21,7 @@ from autosplit.pipeline.schedule.schedule import Schedule
 
 from .activation_memory import StageMemory, moved_bytes
 from .step_graph import Message, StepGraph
-from .transfer import Link, Transfer
+from .transfer import Transfer
 
 
 @dataclass

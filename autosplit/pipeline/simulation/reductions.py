@@ -11,10 +11,10 @@ from typing import Any, TypeAlias
 
 from autosplit.errors import ScheduleError
 from autosplit.mesh.buckets import CAP
+from autosplit.mesh.link import Link
 from autosplit.pipeline.schedule.action import Action, ActionKind
 
 from .timeline import Span
-from .transfer import Link
 
 Rows: TypeAlias = tuple[tuple[Action, ...], ...]
 """Per rank, its actions in order."""

@@ -5,22 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from autosplit.errors import ScheduleError
+from autosplit.mesh.link import Link
 from autosplit.pipeline.schedule.routes import Parcel
 
 Bytes = float | Mapping[int, float | Sequence[float]]
 """Of one microbatch at each boundary: one number for all, or by the stage before the boundary one
 for all its outputs, or one for each.
 """
-
-
-class Link(NamedTuple):
-    """One link: seconds that a message is under way, and bytes that it carries in a second."""
-
-    latency: float = 0.0
-    bandwidth: float = math.inf
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from autosplit.errors import PlanError
-from autosplit.pipeline.simulation.transfer import Link
-
-from .device_speed import DeviceSpeed
+from autosplit.mesh.device_speed import DeviceSpeed
+from autosplit.mesh.link import Link
 
 EFFICIENCY = 0.5
 """The share of the promised rates that models reach, unless it is known better."""

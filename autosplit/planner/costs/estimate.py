@@ -7,6 +7,7 @@ from dataclasses import replace
 from torch import fx
 from tqdm import tqdm
 
+from autosplit.mesh.device_speed import DeviceSpeed, measure_device
 from autosplit.passes.analysis.operator_cost import flops, traffic
 from autosplit.pipeline.engine.execution.stage_assembly import footprint
 from autosplit.planner.model.block_instance import (
@@ -17,7 +18,6 @@ from autosplit.planner.model.block_instance import (
 )
 
 from .block_costs import BlockCost, ModelCosts
-from .device_speed import DeviceSpeed, measure_device
 from .profile import crossing_bytes, returning_bytes
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch.distributed as dist
 
 from autosplit.errors import PlanError
-from autosplit.pipeline.engine.messages.default_group import device_of_group
+from autosplit.mesh.group_device import device_of_group
 from autosplit.pipeline.engine.messages.link_times import measure_transfer, ring
 from autosplit.pipeline.engine.messages.process_groups import Groups
 from autosplit.pipeline.engine.processes.launch import launch

@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import autosplit
+from autosplit import CollectiveCosts, DeviceSpeed, Link
 from autosplit.capture.cache.archive import NoArchiveError, pack_graphs, unpack_graphs
 from autosplit.passes import SplitGraphs
 
@@ -63,6 +64,14 @@ def test_what_is_read_is_what_was_written(make: Callable[[], tuple[nn.Module, Te
     assert found.graphs().keys() == graphs.graphs().keys()
     for name, module in graphs.graphs().items():
         assert text(found.graphs()[name]) == text(module)
+
+
+def test_rates_are_kept() -> None:
+    costs = CollectiveCosts(Link(1e-5, 1e9), DeviceSpeed(1e12, 1e11))
+    (functions,) = autosplit.split(*MODELS["norms"](), overlap=costs).functions
+    found, _ = unpack_graphs(pack_graphs(functions.graphs), FakeTensorMode())
+    assert found.memory == functions.graphs.memory
+    assert found.memory.rates == costs.rates
 
 
 def test_graphs_are_kept_without_being_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,13 +15,15 @@ from torch.distributed.tensor.parallel import (
 )
 
 import autosplit
-from autosplit.passes import Kind, SplitGraphs, memory_setting, run
-from autosplit.passes.analysis.collective_order import exposed_time
+from autosplit.capture.aot_convention import copy_graph
+from autosplit.passes import Kind, Rates, SplitGraphs, memory_setting, run
+from autosplit.passes.analysis.collective_order import OperatorTimes, exposed_time
 from autosplit.passes.analysis.collectives import is_start, is_wait, start_of
-from autosplit.passes.analysis.operator_cost import flops, value_bytes
+from autosplit.passes.analysis.operator_cost import flops, graph_flops, value_bytes
 from autosplit.passes.graph import calls, outputs
 from autosplit.passes.lowering.inplace_reuse import reusable_operands
 from autosplit.passes.lowering.live_bytes import LiveBytes
+from benchmarks.mesh.collectives import least_exposed
 from tests.fake_ranks import fake_mesh
 from tests.passes.graphs import joint_of
 
@@ -36,15 +38,37 @@ class Mlp(nn.Module):
         return x + self.down(self.up(self.norm(x)).relu())
 
 
+PRODUCT = 2.0 * 4 * 64 * 64 * 128  # FLOPs of a product for a weight gradient on one of two ranks
+DELAYS = (0.05, 0.5, 1.0, 2.0)
+
+
+def linked(delay: float) -> Rates:
+    """A link on which a collective takes ``delay`` times as long as that product."""
+    return Rates(flops=PRODUCT, bytes=1e9, call=1e-4, exchanged=float("inf"), start=delay)
+
+
 @pytest.fixture(scope="module")
-def graphs() -> Iterator[tuple[SplitGraphs, SplitGraphs]]:
-    """A sequence-parallel model of three blocks, split without overlap and with it."""
+def splits() -> Iterator[dict[str | Rates, SplitGraphs]]:
+    """A sequence-parallel model of three blocks, split in several ways."""
     with fake_mesh() as mesh:
-        joints = [joint_of(model(mesh), torch.randn(4, 32, 64, requires_grad=True)) for _ in "12"]
-        yield tuple(
-            run(joint, memory=memory_setting("balanced", overlap=overlap))
-            for joint, overlap in zip(joints, ("none", "collectives"), strict=True)
-        )
+        joint = joint_of(model(mesh), torch.randn(4, 32, 64, requires_grad=True))
+        made = {}
+        for overlap in ("none", "collectives", *map(linked, DELAYS)):
+            copy = fx.GraphModule(joint, copy_graph(joint.graph))
+            made[overlap] = run(copy, memory=memory_setting("balanced", overlap=overlap))
+        yield made
+
+
+@pytest.fixture(scope="module")
+def graphs(splits: dict[str | Rates, SplitGraphs]) -> tuple[SplitGraphs, SplitGraphs]:
+    """Without overlap and with it."""
+    return splits["none"], splits["collectives"]
+
+
+@pytest.fixture(scope="module")
+def by_delay(splits: dict[str | Rates, SplitGraphs]) -> dict[float, SplitGraphs]:
+    """By rates at which collectives take so long."""
+    return {delay: splits[linked(delay)] for delay in DELAYS}
 
 
 def model(mesh: DeviceMesh) -> nn.Module:
@@ -106,6 +130,40 @@ def test_memory_grows_by_one_collective_at_most(graphs: tuple[SplitGraphs, Split
     limit = LiveBytes(plain.backward).peak() + largest
     assert LiveBytes(moved.backward).peak() <= limit
     assert LiveBytes(moved.backward_input).peak() <= limit
+
+
+@pytest.mark.parametrize("delay", [0.5, 1.0, 2.0])
+def test_i_hides_what_can_be_hidden_over_a_link_that_is_known(
+    delay: float, by_delay: dict[float, SplitGraphs], graphs: tuple[SplitGraphs, SplitGraphs]
+) -> None:
+    costs, made = OperatorTimes.at(linked(delay)), by_delay[delay]
+    assert made.backward is not None
+    nodes = list(calls(made.backward.graph))
+    least = least_exposed(nodes, {node: costs.operator(node) for node in nodes}, delay)
+    known, estimated, none = (
+        exposed_time(calls(each.backward_input.graph), costs=costs)  # type: ignore[union-attr]
+        for each in (made, graphs[1], graphs[0])
+    )
+    assert none - known >= 0.9 * (none - least)
+    assert estimated - known >= (1.0 if delay > 1 else 0.0)
+
+
+def test_i_takes_only_what_fills_its_waits(by_delay: dict[float, SplitGraphs]) -> None:
+    left = []
+    for made in by_delay.values():
+        assert made.backward_weight is not None
+        left.append(graph_flops(made.backward_weight.graph) / (6 * PRODUCT))
+    assert left[0] == 1.0
+    assert left == sorted(left, reverse=True)
+    assert left[-1] < left[1] < 1.0
+
+
+def test_collectives_begin_in_one_order_whatever_the_link(
+    by_delay: dict[float, SplitGraphs], graphs: tuple[SplitGraphs, SplitGraphs]
+) -> None:
+    for made in by_delay.values():
+        assert starts(made.backward_input) == starts(graphs[0].backward_input)
+        assert starts(made.backward_weight) == starts(graphs[0].backward_weight)
 
 
 def test_model_without_collectives_is_left_alone() -> None:

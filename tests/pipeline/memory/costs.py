@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from autosplit.mesh.link import Link
 from autosplit.pipeline.builders.build import SCHEDULES, build
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.pipeline.simulation.step_costs import Costs
-from autosplit.pipeline.simulation.transfer import Link, Transfer
+from autosplit.pipeline.simulation.transfer import Transfer
 
 FORMS = [
     ("1f1b", {"split_backward": False}),

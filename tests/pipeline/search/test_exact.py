@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from autosplit.errors import ScheduleError
+from autosplit.mesh.link import Link
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.search.exact.shortest_step import exact
 from autosplit.pipeline.search.exact.units import Units
@@ -16,7 +17,7 @@ from autosplit.pipeline.search.search import search
 from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
 from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.pipeline.simulation.step_costs import Costs
-from autosplit.pipeline.simulation.transfer import Link, Transfer
+from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.pipeline.validation.validate import validate
 
 pytest.importorskip("ortools")

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from autosplit.mesh.link import Link
 from autosplit.pipeline.search import limit_search
 from autosplit.pipeline.search.exact.row_model import RowModel, solved_rows, solver_version
 from autosplit.pipeline.search.limit_search import MEASURES
@@ -16,7 +17,7 @@ from autosplit.pipeline.search.problem import Problem
 from autosplit.pipeline.search.within_memory import search_within
 from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
 from autosplit.pipeline.simulation.step_costs import Costs
-from autosplit.pipeline.simulation.transfer import Link, Transfer
+from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.pipeline.validation.validate import validate
 
 BOTH_AT_ONCE = Costs(

@@ -12,6 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from autosplit.errors import ScheduleError
+from autosplit.mesh.link import Link
 from autosplit.pipeline.builders.build import SCHEDULES, build
 from autosplit.pipeline.builders.placement.fusing import fuse_adjacent
 from autosplit.pipeline.schedule.schedule import Schedule
@@ -27,7 +28,7 @@ from autosplit.pipeline.search.search import search
 from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
 from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.pipeline.simulation.step_costs import Costs
-from autosplit.pipeline.simulation.transfer import Link, Transfer
+from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.pipeline.validation.validate import validate
 from tests.pipeline.simulation.random_costs import costs_of
 from tests.pipeline.tables import chain_of, rows_of, seconds, small

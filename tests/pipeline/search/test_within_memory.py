@@ -9,13 +9,14 @@ from dataclasses import replace
 import pytest
 
 from autosplit.errors import ScheduleError
+from autosplit.mesh.link import Link
 from autosplit.pipeline.search.exact.memory_model import least_step
 from autosplit.pipeline.search.limit_search import MEASURES
 from autosplit.pipeline.search.named import named_schedules
 from autosplit.pipeline.search.within_memory import LimitError, search_within
 from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
 from autosplit.pipeline.simulation.step_costs import Costs
-from autosplit.pipeline.simulation.transfer import Link, Transfer
+from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.pipeline.validation.validate import validate
 
 

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
+from autosplit.mesh.link import Link
 from autosplit.pipeline.schedule.wiring import Source, Wiring
 from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.pipeline.simulation.step_costs import Costs
-from autosplit.pipeline.simulation.transfer import Link, Transfer
+from autosplit.pipeline.simulation.transfer import Transfer
 
 TIMES = st.tuples(st.integers(1, 4), st.integers(0, 4), st.integers(1, 4))
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from autosplit.errors import ScheduleError
+from autosplit.mesh.link import Link
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.activation_memory import (
     StageMemory,
@@ -17,7 +18,7 @@ from autosplit.pipeline.simulation.critical_path import critical_path
 from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.pipeline.simulation.step_costs import Costs
 from autosplit.pipeline.simulation.timeline import Timeline
-from autosplit.pipeline.simulation.transfer import Link, Transfer
+from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.report.idle_gaps import gaps
 from tests.pipeline.tables import schedule_of, seconds
 

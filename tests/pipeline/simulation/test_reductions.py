@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from autosplit.errors import ScheduleError
+from autosplit.mesh.link import Link
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.search.search import search
@@ -16,7 +17,6 @@ from autosplit.pipeline.simulation.reductions import Reductions, last_weights_by
 from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.pipeline.simulation.step_costs import Costs
 from autosplit.pipeline.simulation.timeline import Span, Timeline
-from autosplit.pipeline.simulation.transfer import Link
 
 LINK = Link(0.5, 10.0)
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autosplit.errors import ScheduleError
+from autosplit.mesh.link import Link
 from autosplit.pipeline.builders.build import SCHEDULES, build
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.wiring import Source, Wiring
@@ -16,7 +17,7 @@ from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.pipeline.simulation.step_costs import Costs
 from autosplit.pipeline.simulation.timeline import Timeline
-from autosplit.pipeline.simulation.transfer import Link, Transfer
+from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.pipeline.training.auto_schedule import usual_times
 from tests.pipeline.tables import chain_of, schedule_of, seconds, small
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from autosplit.errors import PlanError
-from autosplit.planner.costs.device_speed import DeviceSpeed, measure_device
+from autosplit.mesh.device_speed import DeviceSpeed
 from autosplit.planner.costs.estimate import estimate
 from autosplit.planner.costs.profile import profile
 from autosplit.planner.model.block_instance import StageOptions
@@ -77,17 +76,3 @@ def test_batch_norm_counts_its_batches() -> None:
     chain = Chain([nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Linear(32, 8)], X)
     costs = estimate(chain, device=COMPUTING)
     assert costs.blocks[1].parameters == 4 * 64
-
-
-def test_rates_of_this_machine() -> None:
-    found = measure_device()
-    assert found.flops_per_second > 1e8
-    assert found.bytes_per_second > 1e8
-    assert 0.0 < found.call < 1e-2
-
-
-def test_impossible_rates() -> None:
-    with pytest.raises(PlanError, match="flops_per_second must be > 0, got 0"):
-        DeviceSpeed(0.0, 1.0)
-    with pytest.raises(PlanError, match="call must be >= 0, got -1"):
-        DeviceSpeed(1.0, 1.0, -1)

@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autosplit.errors import PlanError, ScheduleError
+from autosplit.mesh.link import Link
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.builders.schedule_request import ScheduleRequest
-from autosplit.pipeline.simulation.transfer import Link, Transfer
+from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.pipeline.validation.validate import validate
 from autosplit.planner.costs.block_costs import BlockCost, ModelCosts
 from autosplit.planner.costs.limits import Limits

@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 
 from autosplit.dump.boundary import boundary_tensors, total_bytes
 from autosplit.errors import PipelineError
+from autosplit.mesh.collective_costs import Overlap
 from autosplit.passes import Kind
 from autosplit.passes.analysis.aliasing import distinct_bytes, storage_bytes, storage_root
 from autosplit.passes.graph import inputs as graph_inputs
@@ -87,7 +88,7 @@ class SplitStage:
     grad_dtype: torch.dtype | None = None
     slices: int = 1
     late_input: bool = True
-    overlap: str = "collectives"
+    overlap: Overlap = "collectives"
 
     def __post_init__(self) -> None:
         SplitOptions(self.backend, self.memory, overlap=self.overlap)

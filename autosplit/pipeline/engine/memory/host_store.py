@@ -17,9 +17,9 @@ from torch import Tensor
 
 from autosplit.device import settle
 from autosplit.errors import OutputError, PipelineError
+from autosplit.mesh.link import Link
 from autosplit.pipeline.schedule.action import ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
-from autosplit.pipeline.simulation.transfer import Link
 
 _LARGE = 2**22  # bytes
 _ROUNDS = 5

@@ -10,22 +10,13 @@ import torch
 import torch.distributed as dist
 
 from autosplit.errors import PipelineError
+from autosplit.mesh.group_device import device_of_group
 from autosplit.pipeline.engine.faults.store_register import Register, await_ending
 
 from . import plain_messages
 
 # Whoever loses a peer looks this long for what became of it.
 _PATIENCE = 1.0
-
-
-def device_of_group() -> torch.device:
-    """Where the default process group's tensors are: this process's GPU if the group has NCCL,
-    else the CPU.
-    """
-    # The backend has another name where it was left to torch, or given for each kind of device.
-    if "nccl" in dist.get_backend_config() and torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def gather(value: object) -> list[Any]:

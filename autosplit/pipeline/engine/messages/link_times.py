@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autosplit.pipeline.simulation.transfer import Link, Transfer
+from autosplit.mesh.link import Link
+from autosplit.pipeline.simulation.transfer import Transfer
 
 from .process_groups import Groups
 

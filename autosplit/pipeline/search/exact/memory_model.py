@@ -12,10 +12,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from autosplit.mesh.link import Link
 from autosplit.pipeline.schedule.action import Action
 from autosplit.pipeline.search.problem import FORWARD, FULL, INPUT, WEIGHT, Problem
 from autosplit.pipeline.search.search import caps_of
-from autosplit.pipeline.simulation.transfer import Link
 
 from .constraint_model import StepModel
 from .shortest_step import Solved, check_provable, solved

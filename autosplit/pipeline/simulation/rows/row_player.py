@@ -9,11 +9,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from autosplit.mesh.link import Link
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.pipeline.simulation.step_frame import StepFrame
-from autosplit.pipeline.simulation.transfer import Link, Transfer
+from autosplit.pipeline.simulation.transfer import Transfer
 
 from .row_programs import Row, RowProgram, peak_of, read_row
 from .row_run import Carried, Lane, RowRun

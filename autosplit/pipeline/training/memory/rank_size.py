@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from autosplit.mesh.link import Link
 from autosplit.pipeline.engine.execution.stage_assembly import TrainableStage
 from autosplit.pipeline.engine.memory.host_store import HostStore, measure_store
 from autosplit.pipeline.engine.messages.process_groups import Groups
@@ -13,7 +14,6 @@ from autosplit.pipeline.ledger.call_memory import CallMemory
 from autosplit.pipeline.ledger.prediction import RankReplay
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
-from autosplit.pipeline.simulation.transfer import Link
 from autosplit.pipeline.training.optimizer_step import OptimizerStep
 from autosplit.pipeline.training.state.rank_state import RankState
 from autosplit.stage import Stage

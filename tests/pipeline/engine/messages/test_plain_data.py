@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from autosplit.errors import CheckpointError, PipelineError
+from autosplit.mesh.link import Link
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.engine.messages.plain_data import read, written
 from autosplit.pipeline.engine.messages.shape_negotiation import TensorMeta
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.simulation.timeline import Span
-from autosplit.pipeline.simulation.transfer import Link
 
 SAME = [
     None,
@@ -77,7 +77,7 @@ HOSTILE = [
     {"data": [["autosplit.nowhere", "Span"], {}]},
     {"member": [["autosplit.pipeline.simulation.timeline", "Span"], 1]},
     {"row": [["autosplit.pipeline.simulation.timeline", "Span"], [0, 1, 2, 3]]},
-    {"row": [["autosplit.pipeline.simulation.transfer", "Link"], [0]]},
+    {"row": [["autosplit.mesh.link", "Link"], [0]]},
     {"member": [["autosplit.pipeline.schedule.action", "ActionKind"], "no such kind"]},
     {"error": [["autosplit.pipeline.simulation.timeline", "Span"], "text"]},
     {"error": [["builtins", "SystemExit"], "text"]},

@@ -8,13 +8,14 @@ from dataclasses import replace
 import pytest
 
 from autosplit.errors import ScheduleError
+from autosplit.mesh.link import Link
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.schedule.moves import journeys_of
 from autosplit.pipeline.search.row_changes import changes_for
 from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
 from autosplit.pipeline.simulation.counted_costs import CountedCosts
 from autosplit.pipeline.simulation.step_costs import Costs
-from autosplit.pipeline.simulation.transfer import Link, Transfer
+from autosplit.pipeline.simulation.transfer import Transfer
 
 MEASURES = ("balance", "offload", "recompute")
 LINKS = (

@@ -1,0 +1,91 @@
+"""What collectives and operators take: given, or measured by ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import autosplit
+from autosplit import CollectiveCosts, DeviceSpeed, Link, SplitError, Stage, measure_collectives
+from autosplit.pipeline import PipelineTrainer
+from tests.fake_ranks import fake_mesh
+
+DEVICE = DeviceSpeed(1e12, 1e11, 1e-6)
+
+
+def test_rates_are_seconds_of_both() -> None:
+    rates = CollectiveCosts(Link(1e-5, 1e9), DEVICE).rates
+    assert (rates.flops, rates.bytes, rates.call, rates.start) == (1e12, 1e11, 1e-6, 1e-5)
+    assert rates.exchanged == 2e9  # an all-reduce brings each byte there and back
+
+
+@pytest.mark.parametrize(
+    ("link", "said"),
+    [
+        (Link(-1.0, 1e9), "latency of a link must be finite seconds >= 0; got -1.0"),
+        (Link(math.inf, 1e9), "latency of a link must be finite seconds >= 0; got inf"),
+        (Link("1 ms", 1e9), "latency of a link must be finite seconds >= 0; got '1 ms'"),
+        (Link(0.0, 0.0), "bandwidth of a link must be bytes in a second > 0; got 0.0"),
+        (Link(0.0, math.nan), "bandwidth of a link must be bytes in a second > 0; got nan"),
+        (1e-5, r"takes a Link\(latency, bandwidth\) and a DeviceSpeed\(.*got a float and a Dev"),
+    ],
+)
+def test_links_that_cannot_be(link: Any, said: str) -> None:
+    with pytest.raises(SplitError, match=said):
+        CollectiveCosts(link, DEVICE)
+
+
+def test_device_that_is_none() -> None:
+    with pytest.raises(SplitError, match="got a Link and a NoneType"):
+        CollectiveCosts(Link(), None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong", [Link(1e-5, 1e9), 1e-3, None])
+def test_overlap_that_is_neither_a_name_nor_costs(wrong: Any) -> None:
+    said = r"'none', or the CollectiveCosts that autosplit.measure_collectives\(mesh\['tp'\]\)"
+    model, x = nn.Linear(2, 2), torch.ones(1, 2)
+    with pytest.raises(SplitError, match=said):
+        autosplit.split(model, overlap=wrong)
+    with pytest.raises(SplitError, match=said):
+        Stage(model, [x], overlap=wrong)
+    if wrong is not None:  # which is the default there
+        with pytest.raises(SplitError, match=said):
+            PipelineTrainer(
+                lambda index: model,
+                nn.functional.mse_loss,
+                torch.optim.SGD,
+                stages=1,
+                microbatches=1,
+                overlap=wrong,
+            )
+
+
+def test_ranks_that_cannot_be_measured() -> None:
+    with pytest.raises(SplitError, match=r"a DeviceMesh of one dimension.*or a process group; got"):
+        measure_collectives("tp")  # type: ignore[arg-type]
+    with fake_mesh((2, 2), ("pp", "tp")) as mesh:
+        with pytest.raises(SplitError, match=r"one dimension of a mesh.*2 dimensions: 'pp', 'tp'"):
+            measure_collectives(mesh)
+        others = dist.new_group([1, 2])
+        with pytest.raises(SplitError, match="by the ranks of the group; this rank is none"):
+            measure_collectives(others)
+    with (
+        fake_mesh((1,)) as mesh,
+        pytest.raises(SplitError, match=r"this group has one.*leave overlap= out"),
+    ):
+        measure_collectives(mesh["tp"])
+
+
+def test_what_is_measured_is_what_a_rank_finds() -> None:
+    """Of ranks that exchange nothing; real ones are in tests/semantics/parallel."""
+    with fake_mesh() as mesh:
+        found = measure_collectives(mesh["tp"])
+        assert measure_collectives(mesh.get_group(), dtype=torch.bfloat16).link.latency > 0.0
+    assert 0.0 < found.link.latency < 0.1
+    assert found.link.bandwidth > 1e6
+    assert found.device.flops_per_second > 1e8
