@@ -23,6 +23,28 @@ class Link(NamedTuple):
     bandwidth: float = math.inf
 
 
+class MoveCosts(NamedTuple):
+    """What moves take of their own rank, which does nothing else then.
+
+    On an accelerator that is nothing: copy engines carry them, and the host runs ahead of the
+    device.
+
+    Attributes:
+        leave: seconds until what a microbatch holds is on its way.
+        come: seconds to put it back once it is here.
+        slowing: seconds by which the rank computes longer for each second that a transfer takes by
+            itself. On the CPU threads copy what goes to a store, or to a partner by Gloo: where all
+            cores compute, they take the time from them.
+    """
+
+    leave: float = 0.0
+    come: float = 0.0
+    slowing: float = 0.0
+
+
+FREE_MOVES = MoveCosts()
+
+
 @dataclass(frozen=True)
 class Transfer:
     """Links between ranks: one in each direction, each carrying one message after the other.
@@ -40,6 +62,7 @@ class Transfer:
         pairs: links that differ from that, by the two ranks that they join, the lower one first.
         host: one link each way between every rank and its store on the host; None: they cost
             nothing.
+        moves: what moves take of the ranks.
 
     Raises:
         ScheduleError: a negative number, no bandwidth, or bytes that a bandwidth does not apply to.
@@ -51,6 +74,7 @@ class Transfer:
     gradient_bytes: Bytes | None = None
     pairs: Mapping[tuple[int, int], Link] = field(default_factory=dict)
     host: Link | None = None
+    moves: MoveCosts = FREE_MOVES
 
     def __post_init__(self) -> None:
         links = Link(self.latency, self.bandwidth), *self.pairs.values(), self.host or Link()
@@ -59,6 +83,9 @@ class Transfer:
                 raise ScheduleError(f"transfer must be finite seconds >= 0, got {latency!r}")
             if not bandwidth > 0.0:
                 raise ScheduleError(f"bandwidth must be bytes in a second > 0, got {bandwidth!r}")
+        for name, cost in self.moves._asdict().items():
+            if not (math.isfinite(cost) and cost >= 0.0):
+                raise ScheduleError(f"moves.{name} must be finite and >= 0, got {cost!r}")
         for one, other in self.pairs:
             if not 0 <= one < other:
                 raise ScheduleError(

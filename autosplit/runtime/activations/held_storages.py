@@ -135,5 +135,7 @@ def _in_order(
 def lent_storages(tensors: Iterable[Tensor | None]) -> frozenset[StorageKey]:
     """Storages in which tensors that were handed over are only a part."""
     return frozenset(
-        storage_of(tensor) for tensor in tensors if is_plain(tensor) and is_part(tensor)
+        storage_of(tensor)
+        for tensor in tensors
+        if tensor is not None and is_plain(tensor) and is_part(tensor)
     )
