@@ -22,8 +22,8 @@ from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.transfer import Link
 
 _LARGE = 2**23  # bytes, in all
-_LEAST = 2**12
-_ROUNDS = 5
+_PIECES = 32  # at most
+_ROUNDS = 3
 
 
 class HostStore(Protocol):
@@ -173,8 +173,8 @@ def measure_store(store: HostStore, piece: int = _LARGE) -> Link:
     """
     small = torch.zeros(1, dtype=torch.uint8)
     latency = min(max(_out_and_back(store, [small])) for _ in range(_ROUNDS))
-    piece = min(max(piece, _LEAST), _LARGE)
-    count = max(1, _LARGE // piece)
+    piece = min(max(piece, 1), _LARGE)
+    count = min(_LARGE // piece, _PIECES)
     seconds = []
     for _ in range(_ROUNDS):
         data = [torch.ones(piece, dtype=torch.uint8) for _ in range(count)]
