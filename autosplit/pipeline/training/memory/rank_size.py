@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 
+from autosplit.errors import PipelineError
 from autosplit.pipeline.engine.execution.stage_assembly import TrainableStage, stage_memory
 from autosplit.pipeline.engine.memory.copy_slowing import measure_slowing
 from autosplit.pipeline.engine.memory.host_store import HostFileStore, HostStore, measure_store
@@ -84,12 +85,18 @@ class RankSize:
         return {} if self.ledger is None else self.ledger.measured()
 
     def host_link(self) -> Link:
-        """The slowest rank's link to its store; collective."""
+        """The slowest rank's link to its store; collective.
+
+        Raises:
+            PipelineError: no rank has a store.
+        """
         links = self._groups.everybody.gather(
             None if self._store is None else measure_store(self._store, self._piece())
         )
-        latency, bandwidth = zip(*(each for each in links if each is not None), strict=True)
-        return Link(max(latency), min(bandwidth))
+        known = [each for each in links if each is not None]
+        if not known:
+            raise PipelineError("no rank has a store that could be measured: nothing is offloaded")
+        return Link(max(each.latency for each in known), min(each.bandwidth for each in known))
 
     def move_costs(self) -> MoveCosts:
         """What moves take of ranks, as they do of the slowest one; collective. How much copies slow
