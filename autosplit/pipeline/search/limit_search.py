@@ -22,7 +22,7 @@ from .named import named_schedules
 from .order_changes import adds_in_order
 from .rearrange import rearrange
 from .relief import early
-from .row_changes import with_fewer_awaits, without
+from .row_removals import with_fewer_awaits, without
 from .search import placements, search
 
 MEASURES: Mapping[str, Callable[[Schedule, Costs, Sequence[float]], Schedule]] = {
