@@ -19,6 +19,7 @@ _SECONDS = 0.012  # of each kind of work, alone or beside the other
 _ROUNDS = 3
 _WIDTH = 160  # of the matrices that are multiplied, which fit into a core's own cache
 _MOST = 2**20  # bytes that are copied at once
+_SLOWEST = 2.0  # what is more comes of something else that ran meanwhile
 
 
 def measure_slowing(store: HostStore, piece: int) -> float:
@@ -39,7 +40,7 @@ def measure_slowing(store: HostStore, piece: int) -> float:
             copied, beside = copies.in_a_second(_products)
         lost, taken = 1.0 - beside / products, copied / max(alone, 1e-9)
         found.append(lost / taken if taken else 0.0)
-    return max(0.0, statistics.median(found))
+    return min(max(0.0, statistics.median(found)), _SLOWEST)
 
 
 def _products() -> float:

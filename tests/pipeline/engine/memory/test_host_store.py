@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor
 
 from autosplit.errors import OutputError, PipelineError
+from autosplit.pipeline.engine.memory import copy_slowing
 from autosplit.pipeline.engine.memory.copy_slowing import measure_slowing
 from autosplit.pipeline.engine.memory.host_store import HostFileStore, measure_store, open_store
 
@@ -65,6 +68,23 @@ def test_no_file_where_none_can_be(tmp_path: Path) -> None:
             HostFileStore(folder)
     with pytest.raises(PipelineError, match=r"store=.x. is for stages on the CPU; those on cuda:0"):
         open_store(torch.device("cuda", 0), "x")
+
+
+@pytest.mark.parametrize(
+    ("beside", "copied", "slowing"), [(50, 50, 1.0), (100, 100, 0.0), (110, 90, 0.0), (10, 1, 2.0)]
+)
+def test_how_much_copies_slow_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside: int, copied: int, slowing: float
+) -> None:
+    """Of 100 products and 100 copies by themselves, so many are left side by side."""
+    products, copies = cycle((100, beside)), cycle((100, copied))
+
+    def in_a_second(_: object, meanwhile: Callable[[], Any]) -> tuple[float, Any]:
+        return next(copies), meanwhile()
+
+    monkeypatch.setattr(copy_slowing, "_products", lambda: next(products))
+    monkeypatch.setattr(copy_slowing._Copies, "in_a_second", in_a_second)
+    assert measure_slowing(HostFileStore(tmp_path), 5000) == slowing
 
 
 class _Noting(HostFileStore):
