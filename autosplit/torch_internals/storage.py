@@ -16,8 +16,9 @@ def versions(tensors: Iterable[Any]) -> tuple[int, ...]:
     """Autograd's version counter of each tensor; 0 for numbers."""
     tensors = tuple(tensors)
     try:
-        return tuple([tensor._version for tensor in tensors])
-    except (AttributeError, RuntimeError):
+        # A number has no version, nor has a None that stands for a tensor.
+        return tuple([getattr(tensor, "_version", 0) for tensor in tensors])
+    except RuntimeError:
         # Some kernels return None where their fake promises a tensor (a workspace not needed);
         # an inference tensor has no version, nor has a number.
         counted = [isinstance(t, torch.Tensor) and not t.is_inference() for t in tensors]

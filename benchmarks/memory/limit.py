@@ -13,10 +13,10 @@ import torch
 import autosplit
 from autosplit.errors import PipelineError
 from autosplit.pipeline.engine.execution.stage_assembly import stage_memory
-from autosplit.pipeline.engine.memory.host_store import measure_store, open_store
 from autosplit.pipeline.engine.messages.link_times import measure_transfer
 from autosplit.pipeline.engine.processes.launch import launch
 from autosplit.pipeline.schedule.action import ActionKind
+from autosplit.pipeline.simulation.rank_time import undisturbed
 from autosplit.pipeline.simulation.step_costs import Costs
 from autosplit.pipeline.simulation.timeline import median_durations
 from autosplit.pipeline.trainer import PipelineTrainer
@@ -94,7 +94,7 @@ def _compare(
     with tempfile.TemporaryDirectory() as folder:
         try:
             with trainer(memory_limit=limit, store=folder) as limited:
-                return row | _within(limited, batch, gradients, steps, folder)
+                return row | _within(limited, batch, gradients, steps)
         except PipelineError as error:
             return row | {"error": str(error)}
 
@@ -109,7 +109,6 @@ def _within(
     batch: Any,
     gradients: dict[int, dict[str, torch.Tensor]],
     steps: int,
-    folder: str,
 ) -> dict[str, Any]:
     """What a trainer does within its limit, once its schedule is settled."""
     for _ in range(_SETTLING):
@@ -129,7 +128,7 @@ def _within(
     trainer.record = "memory"
     trainer.step(batch)
     memory = trainer.memory()
-    simulated = _simulated(trainer, [each.spans for each in timelines], folder)
+    simulated = _simulated(trainer, [each.spans for each in timelines])
     with trainer.together("comparing gradients") as groups:
         bits = all(groups.gather(same))
     return {
@@ -144,12 +143,15 @@ def _within(
     }
 
 
-def _simulated(trainer: PipelineTrainer, steps: Any, folder: str) -> float:
-    """The step by its actions' measured times, the links and the store."""
+def _simulated(trainer: PipelineTrainer, steps: Any) -> float:
+    """The step by its actions' measured times, the links, the stores and what moves take of ranks;
+    what copies took of an action is not counted twice.
+    """
+    host, moves = trainer.store_costs()
+    steps = [undisturbed(spans, moves.slowing) for spans in steps]
     costs = measured_costs(trainer, steps, [(0, 1)])
-    host = measure_store(open_store(trainer.device, folder))
-    costs = dataclasses.replace(costs, transfer=dataclasses.replace(costs.transfer, host=host))
-    return costs.timeline(trainer.schedule).step_time
+    transfer = dataclasses.replace(costs.transfer, host=host, moves=moves)
+    return dataclasses.replace(costs, transfer=transfer).timeline(trainer.schedule).step_time
 
 
 def measured_costs(trainer: PipelineTrainer, steps: Any, pairs: list[tuple[int, int]]) -> Costs:

@@ -9,7 +9,7 @@ from typing import Any
 from autosplit.errors import ScheduleError
 from autosplit.mesh.link import Link
 from autosplit.pipeline.search.exact.memory_model import least_step
-from autosplit.pipeline.search.limit_search import MEASURES
+from autosplit.pipeline.search.measures import MEASURES
 from autosplit.pipeline.search.within_memory import search_within
 from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.pipeline.simulation.step_costs import Costs

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import permutations
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.memory import balance, offload, recompute
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.activation_memory import ROUNDING, peak_memory
 from autosplit.pipeline.simulation.counted_costs import CountedCosts
@@ -18,19 +15,14 @@ from autosplit.pipeline.simulation.step_costs import Costs
 from autosplit.pipeline.simulation.timeline import Timeline
 
 from .exact.row_model import solved_rows
+from .limit_findings import Fitting, Found, MeasureEffect, WithinMemory
+from .measures import MEASURES, chains
 from .named import named_schedules
 from .order_changes import adds_in_order
 from .rearrange import rearrange
 from .relief import early
-from .row_changes import with_fewer_awaits, without
+from .row_removals import with_fewer_awaits, without
 from .search import placements, search
-
-MEASURES: Mapping[str, Callable[[Schedule, Costs, Sequence[float]], Schedule]] = {
-    "balance": balance.nearest,
-    "offload": offload.nearest,
-    "recompute": recompute.nearest,
-}
-"""What can be done to a schedule that holds too much, by name."""
 
 _ALONE = 100_000
 """Actions simulated for one setting with one measure; what ``search`` plays is beside that."""
@@ -44,43 +36,6 @@ _BASES = 3  # schedules without measures that several are tried on, the shortest
 _PARTWAY = (0.0, 0.5)  # of the excess, what the first of several measures leaves to the next
 _SHORT = 0.6  # of the work with several measures is a look from each start, the rest for the best
 _SAME = 1 + 1e-6  # of a step
-
-
-@dataclass(frozen=True)
-class MeasureEffect:
-    """What one measure does beside the others: seconds that the step is longer than without it, and
-    by how much each rank's peak is less.
-    """
-
-    measure: str
-    seconds: float
-    saved: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class WithinMemory:
-    """A schedule within a limit, and how it came to be.
-
-    Attributes:
-        schedule: named ``"auto"``.
-        timeline: its step.
-        peaks: per rank, the most that it holds of its microbatches: by the order of its row, so
-            whatever transfers take.
-        setting: the memory setting of the split that it is for.
-        base: the schedule that the measures were taken on.
-        effects: per measure, what it did.
-        unlimited: seconds of the shortest step that was found without a limit.
-        simulated: how many actions the search played to find it.
-    """
-
-    schedule: Schedule
-    timeline: Timeline
-    peaks: tuple[float, ...]
-    setting: str | int
-    base: str
-    effects: tuple[MeasureEffect, ...]
-    unlimited: float
-    simulated: int = 0
 
 
 class LimitSearch:
@@ -108,7 +63,7 @@ class LimitSearch:
         self._measures = measures
         self._setting = setting
         self._solver = solver
-        self._found_by: dict[tuple[str, ...], _Found] = defaultdict(_Found)
+        self._found_by: dict[tuple[str, ...], Found] = defaultdict(Found)
         """By the measures that were tried."""
         self._bases = self._found(microbatches, ranks, placement)
         self.bound = self._bound(ranks)
@@ -217,7 +172,7 @@ class LimitSearch:
             longer = found.timeline.step_time - timeline.step_time
             yield MeasureEffect(measure, max(0.0, longer), saved)
 
-    def _rearranged(self, measures: tuple[str, ...], found: _Found, most: int) -> None:
+    def _rearranged(self, measures: tuple[str, ...], found: Found, most: int) -> None:
         """What the best become with other orders, and what shorter ones without measures do."""
         least = self._bases[0][1].step_time if self._bases else 0.0
         known = [found]
@@ -248,7 +203,7 @@ class LimitSearch:
         if together:
             self._solved(measures, found, least)
 
-    def _solved(self, measures: tuple[str, ...], found: _Found, least: float) -> None:
+    def _solved(self, measures: tuple[str, ...], found: Found, least: float) -> None:
         """What a solver finds of small steps, and what that becomes with other orders."""
         known = min((each.shortest for each in self._found_by.values()), default=math.inf)
         first = self._bases[0][0]
@@ -271,7 +226,7 @@ class LimitSearch:
             self._walked(start, _MENDED, measures, found, least)
 
     def _walked(
-        self, start: Schedule, work: int, measures: tuple[str, ...], found: _Found, least: float
+        self, start: Schedule, work: int, measures: tuple[str, ...], found: Found, least: float
     ) -> None:
         """Keep what a start becomes in so many actions."""
         better = rearrange(start, self._costs, self._caps, measures, work, least=least)
@@ -288,7 +243,7 @@ class LimitSearch:
     ) -> None:
         """The base with every chain of so many measures, until one of them costs nothing."""
         found = self._found_by[tuple(measures)]
-        for chain in _chains(measures, longest):
+        for chain in chains(measures, longest):
             if len(chain) > 1 and self.simulated > most:
                 return
             for partway in _PARTWAY if len(chain) > 1 else (0.0,):
@@ -321,7 +276,7 @@ class LimitSearch:
         peaks = peak_memory(schedule, self._costs.memory)
         return max(peak - cap * ROUNDING for peak, cap in zip(peaks, self._caps, strict=True))
 
-    def _keep(self, schedule: Schedule, timeline: Timeline, base: Schedule, found: _Found) -> bool:
+    def _keep(self, schedule: Schedule, timeline: Timeline, base: Schedule, found: Found) -> bool:
         """Note a schedule; whether it keeps the limit."""
         excess = self._excess(schedule)
         if found.nearest is None or excess < found.nearest[0]:
@@ -330,10 +285,10 @@ class LimitSearch:
             return False
         known = found.fitting.get(base.name)
         if known is None or timeline.step_time < known.step:
-            found.fitting[base.name] = _Fitting(timeline.step_time, schedule, timeline, base.name)
+            found.fitting[base.name] = Fitting(timeline.step_time, schedule, timeline, base.name)
         return True
 
-    def _described(self, best: _Fitting) -> WithinMemory:
+    def _described(self, best: Fitting) -> WithinMemory:
         return WithinMemory(
             replace(best.schedule, name="auto"),
             best.timeline,
@@ -343,38 +298,3 @@ class LimitSearch:
             (),
             math.inf,
         )
-
-
-class _Fitting(NamedTuple):
-    """A schedule that keeps the limit, and what it was made from."""
-
-    step: float
-    schedule: Schedule
-    timeline: Timeline
-    base: str
-
-
-@dataclass
-class _Found:
-    """What was found with some measures.
-
-    Attributes:
-        fitting: by base, the shortest step that keeps the limit.
-        nearest: by how much what comes nearest to the limit exceeds it, of which base, and itself.
-    """
-
-    fitting: dict[str, _Fitting] = field(default_factory=dict)
-    nearest: tuple[float, str, Schedule] | None = None
-
-    @property
-    def shortest(self) -> float:
-        """Seconds; infinite where nothing keeps the limit."""
-        return min((each.step for each in self.fitting.values()), default=math.inf)
-
-
-def _chains(measures: Sequence[str], most: int) -> Iterator[tuple[str, ...]]:
-    for length in range(1 if len(measures) == 1 else 2, most + 1):
-        for chain in permutations(measures, length):
-            # What was run again or sent to the host is not there for a partner to take.
-            if "balance" not in chain[1:]:
-                yield chain

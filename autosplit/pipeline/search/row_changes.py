@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 import random
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
 from autosplit.pipeline.schedule.action import Action, ActionKind
-from autosplit.pipeline.schedule.moves import Journey, journeys_of
+from autosplit.pipeline.schedule.moves import journeys_of
 from autosplit.pipeline.schedule.schedule import Schedule
-from autosplit.pipeline.simulation.activation_memory import ROUNDING
-from autosplit.pipeline.simulation.counted_costs import CountedCosts
 from autosplit.pipeline.simulation.step_costs import Costs
 
 from .order_changes import (
@@ -28,6 +25,7 @@ from .order_changes import (
     with_action,
     with_row,
 )
+from .row_removals import await_of, awaits_of, places_of, without_places
 
 Away = tuple[int, int, int, Action]
 """What could be away: its rank, the places before which it leaves and comes back, and its use."""
@@ -81,21 +79,9 @@ def _dropped(schedule: Schedule, starts: Starts, chance: random.Random) -> Sched
     chosen = chance.randrange(len(again) + len(journeys))
     if chosen < len(again):
         rank, place = again[chosen]
-        return _without(schedule, {rank: {place}})
+        return without_places(schedule, {rank: {place}})
     journey = journeys[chosen - len(again)]
-    return _without(schedule, _places(schedule, journey))
-
-
-def _awaits(schedule: Schedule, journey: Journey) -> Iterator[int]:
-    """Places of what waits for a journey's departure."""
-    row = schedule.ranks[journey.rank]
-    for place in range(journey.leaves + 1, journey.comes):
-        if row[place] == _await(journey):
-            yield place
-
-
-def _await(journey: Journey) -> Action:
-    return Action(journey.stage, ActionKind.AWAIT, journey.microbatch)
+    return without_places(schedule, places_of(schedule, journey))
 
 
 def _awaited(schedule: Schedule, starts: Starts, chance: random.Random) -> Schedule | None:
@@ -104,11 +90,11 @@ def _awaited(schedule: Schedule, starts: Starts, chance: random.Random) -> Sched
     if not journeys:
         return None
     journey = chance.choice(journeys)
-    waiting = set(_awaits(schedule, journey))
+    waiting = set(awaits_of(schedule, journey))
     if waiting:
-        return _without(schedule, {journey.rank: waiting})
+        return without_places(schedule, {journey.rank: waiting})
     place = chance.randint(journey.leaves + 1, min(journey.leaves + 2, journey.comes))
-    return with_action(schedule, journey.rank, place, _await(journey))
+    return with_action(schedule, journey.rank, place, await_of(journey))
 
 
 def _offloaded(schedule: Schedule, starts: Starts, chance: random.Random) -> Schedule | None:
@@ -265,70 +251,3 @@ def held(row: Row) -> Iterator[tuple[int, int]]:
         if made is not None and row[made].kind.is_compute and not action.kind.is_memory:
             yield made, place
         latest[key] = place
-
-
-def without(schedule: Schedule, measure: str) -> Schedule:
-    """The schedule with one measure less: the same where it is not taken."""
-    gone: dict[int, set[int]] = defaultdict(set)
-    if measure == "recompute":
-        for rank, row in enumerate(schedule.ranks):
-            again = (at for at, each in enumerate(row) if each.kind is ActionKind.RECOMPUTE)
-            gone[rank].update(again)
-    else:
-        for journey in journeys_of(schedule):
-            if (journey.partner is None) is (measure == "offload"):
-                for rank, places in _places(schedule, journey).items():
-                    gone[rank] |= places
-    return _without(schedule, gone) if any(gone.values()) else schedule
-
-
-def with_fewer_awaits(
-    schedule: Schedule, costs: CountedCosts, caps: Sequence[float]
-) -> Schedule | None:
-    """The schedule without those AWAITs that neither the step nor the caps need; None if it cannot
-    run.
-    """
-    played = costs.rows_played(schedule)
-    if played is None:
-        return None
-    room = [max(cap, peak) * ROUNDING for cap, peak in zip(caps, played.peaks, strict=True)]
-    for rank in range(len(schedule.ranks)):
-        for place in reversed(range(len(schedule.ranks[rank]))):
-            if schedule.ranks[rank][place].kind is not ActionKind.AWAIT:
-                continue
-            fewer = _without(schedule, {rank: {place}})
-            tried = costs.rows_played(fewer)
-            if (
-                tried is not None
-                and tried.makespan <= played.makespan * ROUNDING
-                and all(peak <= most for peak, most in zip(tried.peaks, room, strict=True))
-            ):
-                schedule = fewer
-    return schedule
-
-
-def _places(schedule: Schedule, journey: Journey) -> dict[int, set[int]]:
-    """By rank, the places of all that a journey is made of."""
-    found = {journey.rank: {journey.leaves, journey.comes, *_awaits(schedule, journey)}}
-    if journey.partner is not None:
-        theirs, latest = schedule.ranks[journey.partner], journey.returned
-        found[journey.partner] = {journey.accepted, latest}
-        for place in range(latest + 1, len(theirs)):
-            if theirs[place] == _await(journey):
-                found[journey.partner].add(place)
-            elif (theirs[place].stage, theirs[place].microbatch) == (
-                journey.stage,
-                journey.microbatch,
-            ):
-                break  # the next journey of the same
-    return found
-
-
-def _without(schedule: Schedule, gone: Mapping[int, set[int]]) -> Schedule:
-    rows = (
-        tuple(action for place, action in enumerate(row) if place not in gone[rank])
-        if rank in gone
-        else row
-        for rank, row in enumerate(schedule.ranks)
-    )
-    return replace(schedule, ranks=tuple(rows))

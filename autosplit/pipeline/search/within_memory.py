@@ -17,7 +17,9 @@ from autosplit.pipeline.simulation.activation_memory import ROUNDING
 from autosplit.pipeline.simulation.step_costs import Costs
 from autosplit.text.names import few
 
-from .limit_search import MEASURES, LimitSearch, WithinMemory
+from .limit_findings import WithinMemory
+from .limit_search import LimitSearch
+from .measures import MEASURES
 from .search import caps_of
 
 

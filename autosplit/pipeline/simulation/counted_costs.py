@@ -103,10 +103,11 @@ class CountedCosts(Costs):
         if laid is None:
             return super().timeline(schedule)
         graph, rows, seconds = laid
-        lanes = add_lanes(
-            graph, schedule, rows, ways(schedule, self.transfer, self.memory), journeys
-        )
+        way = ways(schedule, self.transfer, self.memory)
+        lanes = add_lanes(graph, schedule, rows, way, journeys, self.transfer.moves)
         seconds += [lanes.took[number] for number in range(len(seconds), len(graph.actions))]
+        for number, more in lanes.spent.items():
+            seconds[number] += more
         return run_step(
             schedule,
             graph,

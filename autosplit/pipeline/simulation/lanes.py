@@ -20,8 +20,9 @@ from autosplit.pipeline.schedule.routes import Parcel
 from autosplit.pipeline.schedule.schedule import Schedule
 
 from .activation_memory import StageMemory, moved_bytes
+from .rank_time import time_of_rank
 from .step_graph import Message, StepGraph
-from .transfer import Transfer
+from .transfer import FREE_MOVES, MoveCosts, Transfer
 
 
 @dataclass
@@ -32,12 +33,14 @@ class Lanes:
         rows: per lane, the numbers of its transfers in order.
         took: per transfer, the seconds for which it keeps its lane.
         latency: per transfer, the seconds from then until all is there.
+        spent: per action of a rank, the seconds that moves take of the rank then.
         ends: of every move of a rank, its rank, its action and its transfer.
     """
 
     rows: list[list[int]] = field(default_factory=list)
     took: dict[int, float] = field(default_factory=dict)
     latency: dict[int, float] = field(default_factory=dict)
+    spent: dict[int, float] = field(default_factory=dict)
     ends: list[tuple[int, Action, int]] = field(default_factory=list)
 
     def spans(self, starts: Sequence[float]) -> Iterator[tuple[int, Action, float, float]]:
@@ -90,6 +93,7 @@ def add_lanes(
     rows: Sequence[Sequence[int]],
     way: Way,
     journeys: Sequence[Journey] | None = None,
+    costs: MoveCosts = FREE_MOVES,
 ) -> Lanes:
     """Add the transfers of a schedule to its own step graph, with all that waits for them.
 
@@ -99,6 +103,7 @@ def add_lanes(
         rows: per rank, the numbers of its actions.
         way: the seconds of each transfer.
         journeys: those of the schedule, where they are known.
+        costs: what moves take of ranks.
     """
     journeys = journeys_of(schedule) if journeys is None else journeys
     if not journeys:
@@ -107,7 +112,37 @@ def add_lanes(
     for journey in journeys:
         builder.add(journey, rows, way)
     builder.close(schedule, rows)
+    builder.lanes.spent = _spent(schedule, rows, way, journeys, costs)
     return builder.lanes
+
+
+def _spent(
+    schedule: Schedule,
+    rows: Sequence[Sequence[int]],
+    way: Way,
+    journeys: Sequence[Journey],
+    costs: MoveCosts,
+) -> dict[int, float]:
+    """Seconds that moves take of ranks, by the number of an action."""
+    if costs == FREE_MOVES:
+        return {}
+    times = [time_of_rank(row, costs) for row in schedule.ranks]
+    spent = {
+        rows[rank][place]: seconds
+        for rank, time in enumerate(times)
+        for place, seconds in time.own.items()
+    }
+    for journey in journeys:
+        ends = [(journey.rank, journey.leaves, True), (journey.rank, journey.comes, False)]
+        if journey.partner is not None:
+            ends.append((journey.partner, journey.accepted, True))
+            ends.append((journey.partner, journey.returned, False))
+        for rank, place, out in ends:
+            if place in times[rank].beside:
+                number = rows[rank][place]
+                lost = costs.slowing * way(journey, out)[0]
+                spent[number] = spent.get(number, 0.0) + lost
+    return spent
 
 
 class _Builder:

@@ -82,7 +82,8 @@ def simulate(
         )
     feeds = None if wiring is None else Feeds(schedule.stages, wiring)
     graph, rows = StepGraph(schedule, feeds=feeds, transfer=transfer), rows_of(schedule)
-    lanes = add_lanes(graph, schedule, rows, ways(schedule, transfer, memory))
+    way = ways(schedule, transfer, memory)
+    lanes = add_lanes(graph, schedule, rows, way, costs=transfer.moves)
     seconds = _Seconds(graph, duration, lanes, gathers)
     return run_step(
         schedule,
@@ -173,6 +174,7 @@ class _Seconds(dict[int, float]):
         gathers: Sequence[float] | None,
     ) -> None:
         super().__init__(lanes.took)
+        self._spent = lanes.spent
         self._gathers = gathers
         self._actions = graph.actions
         self._duration = duration
@@ -180,8 +182,9 @@ class _Seconds(dict[int, float]):
     def __missing__(self, number: int) -> float:
         action, duration = self._actions[number], self._duration
         gathers = self._gathers if action.kind is ActionKind.UNSHARD else None
+        spent = self._spent.get(number, 0.0)
         if not action.kind.is_compute and gathers is None:
-            return 0.0
+            return spent
         if gathers is not None:
             value = gathers[action.stage]
         elif isinstance(duration, Mapping):
@@ -198,5 +201,5 @@ class _Seconds(dict[int, float]):
             raise ScheduleError(
                 f"the duration of {action} must be finite seconds >= 0, got {value!r}"
             )
-        self[number] = value
-        return value
+        self[number] = value + spent
+        return self[number]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from autosplit.errors import ScheduleError
 from autosplit.mesh.link import Link
@@ -14,6 +15,28 @@ Bytes = float | Mapping[int, float | Sequence[float]]
 """Of one microbatch at each boundary: one number for all, or by the stage before the boundary one
 for all its outputs, or one for each.
 """
+
+
+class MoveCosts(NamedTuple):
+    """What moves take of their own rank, which does nothing else then.
+
+    On an accelerator that is nothing: copy engines carry them, and the host runs ahead of the
+    device.
+
+    Attributes:
+        leave: seconds until what a microbatch holds is on its way.
+        come: seconds to put it back once it is here.
+        slowing: seconds by which the rank computes longer for each second that a transfer takes by
+            itself. On the CPU threads copy what goes to a store, or to a partner by Gloo: where all
+            cores compute, they take the time from them.
+    """
+
+    leave: float = 0.0
+    come: float = 0.0
+    slowing: float = 0.0
+
+
+FREE_MOVES = MoveCosts()
 
 
 @dataclass(frozen=True)
@@ -33,6 +56,7 @@ class Transfer:
         pairs: links that differ from that, by the two ranks that they join, the lower one first.
         host: one link each way between every rank and its store on the host; None: they cost
             nothing.
+        moves: what moves take of the ranks.
 
     Raises:
         ScheduleError: a negative number, no bandwidth, or bytes that a bandwidth does not apply to.
@@ -44,6 +68,7 @@ class Transfer:
     gradient_bytes: Bytes | None = None
     pairs: Mapping[tuple[int, int], Link] = field(default_factory=dict)
     host: Link | None = None
+    moves: MoveCosts = FREE_MOVES
 
     def __post_init__(self) -> None:
         links = Link(self.latency, self.bandwidth), *self.pairs.values(), self.host or Link()
@@ -52,6 +77,9 @@ class Transfer:
                 raise ScheduleError(f"transfer must be finite seconds >= 0, got {latency!r}")
             if not bandwidth > 0.0:
                 raise ScheduleError(f"bandwidth must be bytes in a second > 0, got {bandwidth!r}")
+        for name, cost in self.moves._asdict().items():
+            if not (math.isfinite(cost) and cost >= 0.0):
+                raise ScheduleError(f"moves.{name} must be finite and >= 0, got {cost!r}")
         for one, other in self.pairs:
             if not 0 <= one < other:
                 raise ScheduleError(

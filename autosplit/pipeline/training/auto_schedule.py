@@ -16,6 +16,7 @@ from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Wiring
 from autosplit.pipeline.search.search import search
 from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
+from autosplit.pipeline.simulation.rank_time import undisturbed
 from autosplit.pipeline.simulation.reductions import Reductions
 from autosplit.pipeline.simulation.step_costs import Costs
 from autosplit.pipeline.simulation.timeline import Span, median_durations, median_slices
@@ -146,7 +147,7 @@ class Tuner:
     def _costs(self, stages: Mapping[int, TrainableStage]) -> Costs:
         """What a step costs by what all ranks measured, or would take usually; collective."""
         links = self._links()
-        steps = self._steps[1:]
+        steps = [undisturbed(spans, links.moves.slowing) for spans in self._steps[1:]]
         seen: list[_Seen] = self._groups.everybody.gather(
             _Seen(
                 median_durations(steps),

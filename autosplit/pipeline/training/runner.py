@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from autosplit.errors import PipelineError
+from autosplit.mesh.link import Link
 from autosplit.pipeline.engine.execution.action_order import Order, as_scheduled
 from autosplit.pipeline.engine.execution.evaluation import forward_only
 from autosplit.pipeline.engine.execution.executor import Executor
@@ -32,6 +33,7 @@ from autosplit.pipeline.ledger.call_memory import CallMemory
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
 from autosplit.pipeline.simulation.timeline import Span
+from autosplit.pipeline.simulation.transfer import MoveCosts
 from autosplit.pipeline.training.agreement.batch_agreement import check_same_batch
 from autosplit.pipeline.training.agreement.batch_contents import compare_contents, summary_of
 from autosplit.pipeline.training.memory.limited_schedule import LimitTuner
@@ -210,6 +212,7 @@ class Runner:
         self.spans = recorder.spans() if recorder is not None else []
         self.ledger = ledger if record == MEMORY else None
         self._size.ledger = ledger
+        self._size.times = None if mode.moves is None else mode.moves.times
         if self._tuner is not None:
             self._tune(self._tuner)
         return self._agree(mode, losses, parts, clipping=clipping)
@@ -227,6 +230,10 @@ class Runner:
         mode, _, inputs, targets = self._ready(batch)
         prediction = RankPrediction(mode, _tensors(inputs, targets), self._calls)
         return prediction, self._size.fixed_bytes() - self._size.batch_bytes
+
+    def store_costs(self) -> tuple[Link, MoveCosts]:
+        """The links to ranks' stores, and what moves take of ranks; collective."""
+        return self._size.host_link(), self._size.move_costs()
 
     def refusal(self, batch: Batch | None) -> str:
         """Why a step could not take a batch; empty where it could. Collective; nothing is made for

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from autosplit.errors import AutosplitError, PipelineError
 from autosplit.mesh.dimensions import RankLayout
+from autosplit.mesh.link import Link
 from autosplit.pipeline.engine.execution.evaluation import eval_mode
 from autosplit.pipeline.engine.execution.microbatch import Batch
 from autosplit.pipeline.engine.execution.stage_assembly import SplitStage, TrainableStage
@@ -25,6 +26,7 @@ from autosplit.pipeline.engine.messages.step_results import Agreement
 from autosplit.pipeline.ledger.bands import StepMemory
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.timeline import Timeline
+from autosplit.pipeline.simulation.transfer import MoveCosts
 from autosplit.pipeline.training.agreement.option_agreement import (
     check_layout,
     check_unanimous,
@@ -325,6 +327,16 @@ class StageTrainer:
                 )
             rows = self._groups.gather(self._runner.spans)
         return Timeline(len(rows), tuple(span for row in rows for span in row))
+
+    def store_costs(self) -> tuple[Link, MoveCosts]:
+        """What a simulation needs to know of moves to ranks' stores, as measured now and in the
+        last steps: ``Transfer.host`` and ``Transfer.moves``. Call on all ranks, between steps.
+
+        Raises:
+            PipelineError: no rank has a store.
+        """
+        with self._guard("measuring stores"):
+            return self._runner.store_costs()
 
     def memory(self) -> StepMemory:
         """What all ranks held in the forward and backward of the last step, and the peak that was

@@ -48,6 +48,6 @@ def tuner_for(
         fixed=size.fixed_bytes,
         replay=size.replay,
         measured=size.measured,
-        links=lambda: replace(links(), host=size.host_link()),
+        links=lambda: replace(links(), host=size.host_link(), moves=size.move_costs()),
         **known,
     )

@@ -11,7 +11,7 @@ import torch
 from autosplit.errors import PlanError
 from autosplit.pipeline.builders.schedule_request import ScheduleRequest
 from autosplit.pipeline.schedule.schedule import Schedule
-from autosplit.pipeline.search.limit_search import MeasureEffect
+from autosplit.pipeline.search.limit_findings import MeasureEffect
 from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.pipeline.simulation.step_costs import Costs
 from autosplit.pipeline.simulation.transfer import Transfer

@@ -31,14 +31,33 @@ def is_plain(value: Any) -> bool:
     return type(value) in (Tensor, torch.nn.Parameter) and value.layout is torch.strided
 
 
-def has_bytes(value: Any) -> bool:
-    """Whether a value is its bytes, sizes and strides, and nobody but torch can write there."""
-    return (
-        is_plain(value)
-        and not (value.is_conj() or value.is_neg())
-        and value.untyped_storage().nbytes() > 0
-        and value.untyped_storage().resizable()
-    )
+class PlacedStorage(NamedTuple):
+    """A storage behind tensors of a list: the places of all that lie in it, and its bytes."""
+
+    places: tuple[int, ...]
+    bytes: int
+
+
+def detachable(tensors: Sequence[Any]) -> dict[StorageKey, PlacedStorage]:
+    """Storages of which each tensor is its bytes, sizes and strides, and in which nobody but torch
+    can write.
+    """
+    found: dict[StorageKey, list[int]] = {}
+    sizes: dict[StorageKey, int] = {}
+    for at, value in enumerate(tensors):
+        if not is_plain(value):
+            continue
+        storage = value.untyped_storage()
+        key = value.device, storage.data_ptr()
+        places = found.get(key)
+        if places is None:
+            found[key] = [at]
+            sizes[key] = storage.nbytes() if storage.resizable() else 0
+        else:
+            places.append(at)
+        if value.is_conj() or value.is_neg():
+            sizes[key] = 0
+    return {key: PlacedStorage(tuple(found[key]), size) for key, size in sizes.items() if size}
 
 
 def whole_storage(tensor: Tensor) -> Tensor:
@@ -75,18 +94,13 @@ class DetachedStorages:
     def __bool__(self) -> bool:
         return bool(self._away)
 
-    def take(self, tensors: list[Any], groups: Iterable[Sequence[int]]) -> list[Tensor]:
-        """Storages as bytes; None stands in the list for each tensor that lay in one.
-
-        Args:
-            tensors: the list.
-            groups: of each storage, the places of all tensors in it.
-        """
+    def take(self, tensors: list[Any], storages: Iterable[PlacedStorage]) -> list[Tensor]:
+        """Storages as bytes; None stands in the list for each tensor that lay in one."""
         found = []
-        for places in groups:
+        for places, size in storages:
             data = whole_storage(tensors[places[0]])
             views = [(at, StorageView.of(tensors[at])) for at in places]
-            self._away.append(_Away(views, data.numel(), data.device))
+            self._away.append(_Away(views, size, data.device))
             found.append(data)
             for at in places:
                 tensors[at] = None
@@ -98,9 +112,9 @@ class DetachedStorages:
         Raises:
             SplitError: these are not as many bytes, on the same devices, in the same order.
         """
-        expected = [f"{each.bytes} bytes on {each.device}" for each in self._away]
-        given = [_described(each) for each in storages]
-        if given != expected:
+        if len(storages) != len(self._away) or not all(map(_fits, self._away, storages)):
+            expected = [f"{each.bytes} bytes on {each.device}" for each in self._away]
+            given = [_described(each) for each in storages]
             raise SplitError(
                 f"expected the storages that were detached, {', '.join(expected) or 'none'}, as "
                 f"torch.uint8, each filling its own; got {', '.join(given) or 'none'}"
@@ -123,6 +137,17 @@ class _Away(NamedTuple):
     views: list[tuple[int, StorageView]]
     bytes: int
     device: torch.device
+
+
+def _fits(away: _Away, data: Tensor) -> bool:
+    size = data.numel()
+    return (
+        size == away.bytes
+        and data.dtype is torch.uint8
+        and data.is_contiguous()
+        and size == data.untyped_storage().nbytes()
+        and data.device == away.device
+    )
 
 
 def _described(data: Tensor) -> str:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 
 from torch import Tensor
 
 from autosplit.errors import SplitError
 from autosplit.torch_internals.dtensor import local_tensor
 
-from .detached_storages import StorageKey, has_bytes, is_part, storage_of
+from .detached_storages import PlacedStorage, StorageKey, is_part, is_plain, storage_of
 from .fitting import fitting, longest_needed_first
 from .in_flight import InFlightMicrobatch, InFlightMicrobatches
+
+_ORDERS = 256  # that are known at once
 
 
 class HeldStorages:
     """What the in-flight microbatches of a stage hold, each alone.
+
+    A rank asks for that between two actions, and steps are alike: what is the same as before is
+    not found again.
 
     Args:
         owner: whose, for messages.
@@ -29,12 +35,14 @@ class HeldStorages:
         self._owner = owner
         self._saved = saved
         self._deferred = deferred
+        self._orders: dict[Hashable, Sequence[PlacedStorage]] = {}
+        self._state: tuple[Hashable, AbstractSet[StorageKey]] = (), frozenset()
 
     def of(self, microbatch: int, kept: Iterable[Tensor]) -> list[Tensor]:
         """See ``Stage.held``."""
         own, others = self._find(microbatch)
-        places = own_storages(own, others, kept)
-        return [own.residuals.whole(each[0]) for each in places]
+        found = self._own(own, others, kept)
+        return [own.residuals.whole(each.places[0]) for each in found]
 
     def detach(self, microbatch: int, limit: int | None, kept: Iterable[Tensor]) -> list[Tensor]:
         """See ``Stage.detach_held``."""
@@ -44,7 +52,7 @@ class HeldStorages:
                 f"{self._owner}: tensors of microbatch {microbatch} are away already; put them "
                 "back with attach_held() first"
             )
-        return own.residuals.detach(own_storages(own, others, kept, limit))
+        return own.residuals.detach(self._own(own, others, kept, limit))
 
     def attach(self, microbatch: int, tensors: Sequence[Tensor]) -> None:
         """See ``Stage.attach_held``."""
@@ -66,40 +74,62 @@ class HeldStorages:
             )
         return here.get(microbatch), [*here.others(microbatch), *there.others(microbatch)]
 
+    def _own(
+        self,
+        microbatch: InFlightMicrobatch,
+        others: Iterable[InFlightMicrobatch],
+        kept: Iterable[Tensor],
+        limit: int | None = None,
+    ) -> Sequence[PlacedStorage]:
+        """Storages that could be away for a while.
 
-def own_storages(
-    microbatch: InFlightMicrobatch,
-    others: Iterable[InFlightMicrobatch],
-    kept: Iterable[Tensor] = (),
-    limit: int | None = None,
-) -> list[list[int]]:
-    """Of each storage that could be away for a while, the places of the tensors in it.
+        Not of parameters, buffers and constants, nor of what several microbatches or the caller
+        hold. Those that live longest come first; which of them fit into ``limit`` is said in
+        ``fitting``.
 
-    Not of parameters, buffers and constants, nor of what several microbatches or the caller hold.
-    Those that live longest come first; which of them fit into ``limit`` is said in ``fitting``.
+        Args:
+            microbatch: whose.
+            others: the stage's other microbatches.
+            kept: tensors of others besides.
+            limit: how many bytes in all; None for as many as there are.
+        """
+        given = {storage_of(each) for each in map(local_tensor, kept) if is_plain(each)}
+        shared = (microbatch.lent, given, self._of_state(microbatch))
+        found = dict(microbatch.residuals.storages())
+        for keys in (*shared, *(other.residuals.storages() for other in others)):
+            for key in found.keys() & keys:
+                del found[key]
+        storages = tuple(found.values())
+        alike = microbatch.functions, limit, storages
+        order = self._orders.get(alike)
+        if order is None:
+            if len(self._orders) >= _ORDERS:
+                self._orders.clear()
+            order = self._orders[alike] = _in_order(microbatch, storages, limit)
+        return order
 
-    Args:
-        microbatch: whose.
-        others: the stage's other microbatches.
-        kept: tensors of others besides.
-        limit: how many bytes in all; None for as many as there are.
-    """
-    shared = set(microbatch.lent)
-    read = microbatch.residuals
-    others_have = (*microbatch.state.values(), *read.read[len(read.tensors) :], *kept)
-    for tensor in map(local_tensor, others_have):
-        if has_bytes(tensor):
-            shared.add(storage_of(tensor))
-    for other in others:
-        shared.update(other.residuals.storages())
-    found = {key: places for key, places in read.storages().items() if key not in shared}
-    names = {key: map(read.name, places) for key, places in found.items()}
-    last_uses = microbatch.functions.last_uses
-    ordered = [found[key] for key in longest_needed_first(names, last_uses)]
+    def _of_state(self, microbatch: InFlightMicrobatch) -> AbstractSet[StorageKey]:
+        """Storages of what the microbatch reads besides; those of the last one asked for are known
+        while they lie where they lay.
+        """
+        every = (*map(local_tensor, microbatch.state.values()), *microbatch.residuals.fixed)
+        tensors = [tensor for tensor in every if is_plain(tensor)]
+        places = tuple([(id(tensor), tensor.data_ptr()) for tensor in tensors])
+        if places != self._state[0]:
+            self._state = places, {storage_of(tensor) for tensor in tensors}
+        return self._state[1]
+
+
+def _in_order(
+    microbatch: InFlightMicrobatch, storages: Sequence[PlacedStorage], limit: int | None
+) -> Sequence[PlacedStorage]:
+    """Storages of a microbatch in the order in which they go, as far as they fit."""
+    name = microbatch.residuals.name
+    names = {each: map(name, each.places) for each in storages}
+    ordered = longest_needed_first(names, microbatch.functions.last_uses)
     if limit is None:
         return ordered
-    sizes = [read.storage_bytes(places[0]) for places in ordered]
-    return [ordered[place] for place in fitting(sizes, limit)]
+    return [ordered[place] for place in fitting([each.bytes for each in ordered], limit)]
 
 
 def lent_storages(tensors: Iterable[Tensor | None]) -> frozenset[StorageKey]:
@@ -107,5 +137,5 @@ def lent_storages(tensors: Iterable[Tensor | None]) -> frozenset[StorageKey]:
     return frozenset(
         storage_of(tensor)
         for tensor in tensors
-        if tensor is not None and has_bytes(tensor) and is_part(tensor)
+        if tensor is not None and is_plain(tensor) and is_part(tensor)
     )

@@ -16,10 +16,9 @@ from autosplit.torch_internals.storage import allows_other_memory, versions
 
 from .detached_storages import (
     DetachedStorages,
+    PlacedStorage,
     StorageKey,
-    has_bytes,
-    is_plain,
-    storage_of,
+    detachable,
     whole_storage,
 )
 
@@ -121,6 +120,7 @@ class Residuals:
         "_names",
         "_places",
         "_state",
+        "_storages",
         "_stream",
         "_tensors",
     )
@@ -149,6 +149,7 @@ class Residuals:
         self._places = _places((*state, *self._constants))
         self._stream = stream_under(tensors)
         self._away = DetachedStorages()
+        self._storages: Mapping[StorageKey, PlacedStorage] | None = None
 
     @property
     def tensors(self) -> Sequence[Tensor]:
@@ -161,12 +162,18 @@ class Residuals:
         return self._state
 
     @property
+    def fixed(self) -> tuple[Tensor, ...]:
+        """State and constants that the next graph, or one after it, reads."""
+        return (*self._state, *self._constants)
+
+    @property
     def read(self) -> tuple[Tensor, ...]:
         """Tensors, state and constants that the next graph, or one after it, reads."""
-        return (*self.tensors, *self._state, *self._constants)
+        return (*self.tensors, *self.fixed)
 
     def put_away(self) -> None:
         """Release the tensors: autograd keeps them, packed by the user's hooks."""
+        self._storages = None
         self._tensors = [v if isinstance(v, _NUMBERS) else None for v in self._tensors]
 
     def bring_back(self, tensors: Iterable[Tensor]) -> None:
@@ -188,24 +195,20 @@ class Residuals:
         counts = list(self._counts)
         for at in places:
             (counts[at],) = versions((copies[at],))
-        self._tensors, self._counts = copies, tuple(counts)
+        self._tensors, self._counts, self._storages = copies, tuple(counts), None
 
     @property
     def is_away(self) -> bool:
         """Whether tensors are detached."""
         return bool(self._away)
 
-    def storages(self) -> dict[StorageKey, list[int]]:
-        """Storages that could be detached -> the places of the tensors that lie in them."""
-        found: dict[StorageKey, list[int]] = {}
-        for at, value in enumerate(self._tensors):
-            if is_plain(value):
-                found.setdefault(storage_of(value), []).append(at)
-        return {
-            key: places
-            for key, places in found.items()
-            if all(has_bytes(self._tensors[at]) for at in places)
-        }
+    def storages(self) -> Mapping[StorageKey, PlacedStorage]:
+        """Storages that could be detached; looked for once, as each microbatch asks for those of
+        all others.
+        """
+        if self._storages is None:
+            self._storages = detachable(self._tensors)
+        return self._storages
 
     def name(self, place: int) -> str:
         """The name of the tensor at a place."""
@@ -215,22 +218,14 @@ class Residuals:
         """The storage of the tensor at a place, as bytes."""
         return whole_storage(self._tensors[place])
 
-    def storage_bytes(self, place: int) -> int:
-        """Bytes of the storage of the tensor at a place."""
-        size: int = self._tensors[place].untyped_storage().nbytes()
-        return size
-
-    def detach(self, groups: Iterable[Sequence[int]]) -> list[Tensor]:
-        """Give away storages, as bytes.
-
-        Args:
-            groups: of each, the places of all tensors that lie in it.
+    def detach(self, storages: Iterable[PlacedStorage]) -> list[Tensor]:
+        """Give away some of ``storages()``, as bytes.
 
         Raises:
             SplitError: something was written in place since the hand-over.
         """
         self._check_unwritten()
-        found = self._away.take(self._tensors, groups)
+        found = self._away.take(self._tensors, storages)
         self._recount()
         return found
 
@@ -246,6 +241,7 @@ class Residuals:
         self._recount()
 
     def _recount(self) -> None:
+        self._storages = None
         self._counts = versions(self._tensors) + self._counts[len(self._tensors) :]
 
     def again(self) -> Residuals:
@@ -262,6 +258,7 @@ class Residuals:
                 (counts[at],) = versions((tensor,))
         twin._counts, twin._places = tuple(counts), self._places
         twin._stream, twin._late, twin._away = self._stream, self._late, self._away
+        twin._storages = None
         return twin
 
     def _apart(self, tensors: Iterable[Any]) -> list[Any]:
@@ -289,6 +286,7 @@ class Residuals:
                 "that."
             )
         tensors, self._tensors = self._tensors, []
+        self._storages = None
         follow(self._stream, tensors)
         tensors += self._state
         self._state = ()

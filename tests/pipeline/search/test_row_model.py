@@ -11,7 +11,7 @@ import pytest
 from autosplit.mesh.link import Link
 from autosplit.pipeline.search import limit_search
 from autosplit.pipeline.search.exact.row_model import RowModel, solved_rows, solver_version
-from autosplit.pipeline.search.limit_search import MEASURES
+from autosplit.pipeline.search.measures import MEASURES
 from autosplit.pipeline.search.order_changes import adds_in_order
 from autosplit.pipeline.search.problem import Problem
 from autosplit.pipeline.search.within_memory import search_within

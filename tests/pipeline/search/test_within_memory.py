@@ -11,7 +11,7 @@ import pytest
 from autosplit.errors import ScheduleError
 from autosplit.mesh.link import Link
 from autosplit.pipeline.search.exact.memory_model import least_step
-from autosplit.pipeline.search.limit_search import MEASURES
+from autosplit.pipeline.search.measures import MEASURES
 from autosplit.pipeline.search.named import named_schedules
 from autosplit.pipeline.search.within_memory import LimitError, search_within
 from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory

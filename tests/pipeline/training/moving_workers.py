@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from autosplit import PipelineError
 from autosplit.checkpoint import load_checkpoint, save_checkpoint
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.engine.memory.host_store import HostFileStore
@@ -144,6 +145,20 @@ def travelled() -> dict[str, list[int]]:
     return sent
 
 
+def costs() -> list[Any]:
+    """What a trainer measures of its moves and stores, and what one without stores says."""
+    gpipe = build("gpipe", 2, 3)
+    found: list[Any] = []
+    for change in (offloading, evicting):
+        with trainer(layers, 2, 3, schedule=change(gpipe), stage_factory=None) as engine:
+            engine.step(data(12))
+            try:
+                found.append(engine.store_costs())
+            except PipelineError as error:
+                found.append(str(error))
+    return found
+
+
 def two_ranks() -> dict[str, Any]:
     gpipe, late = build("gpipe", 2, 4), build("1f1b", 2, 4, **LATE)
     interleaved = build("interleaved", 4, 4, ranks=2)
@@ -167,6 +182,7 @@ def two_ranks() -> dict[str, Any]:
         "frozen": same(gpipe, _both, _first_frozen),
         "recorded": recorded(),
         "travelled": travelled(),
+        "costs": costs(),
     }
 
 

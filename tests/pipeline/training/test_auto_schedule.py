@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import pytest
 import torch
 
 from autosplit.pipeline.engine.messages.process_groups import Groups
-from autosplit.pipeline.schedule.action import ActionKind
+from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Source, Wiring
 from autosplit.pipeline.search.search import search
 from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.pipeline.simulation.step_costs import Costs
 from autosplit.pipeline.simulation.timeline import Span
-from autosplit.pipeline.simulation.transfer import Transfer
+from autosplit.pipeline.simulation.transfer import MoveCosts, Transfer
 from autosplit.pipeline.training import auto_schedule
 from autosplit.pipeline.training.auto_schedule import MEASURED, Tuner, first_schedule, with_whole
 from autosplit.pipeline.validation.validate import validate
@@ -40,7 +40,13 @@ class Puts:
     output_specs = ((torch.Size([2]), torch.float32, True), (torch.Size([1]), torch.int64, False))
 
 
-def tuned(whole: float, parts: int = 1, link: Transfer | None = None, **options: Any) -> Schedule:
+def tuned(
+    whole: float,
+    parts: int = 1,
+    link: Transfer | None = None,
+    beside: Sequence[Span] = (),
+    **options: Any,
+) -> Schedule:
     """What a tuner finds where F, I and W take a second each and a B ``whole`` seconds."""
     tuner = Tuner(
         first_schedule(2, 4, 2),
@@ -50,7 +56,7 @@ def tuned(whole: float, parts: int = 1, link: Transfer | None = None, **options:
     )
     seconds = dict.fromkeys(ActionKind, 1.0) | {ActionKind.BACKWARD: whole}
     timeline = simulate(tuner.measured, lambda action: seconds[action.kind])
-    spans = [part for span in timeline.spans for part in cut(span, parts)]
+    spans = [part for span in timeline.spans for part in cut(span, parts)] + [*beside]
     stages: Any = {0: Puts(), 1: Puts()}
     for _ in range(MEASURED):
         assert tuner.after_step(spans, stages) is None
@@ -133,3 +139,19 @@ def test_the_link_and_what_goes_over_it_count(monkeypatch: pytest.MonkeyPatch) -
     assert (costs.wiring, costs.early_weights) == (wiring, True)
     assert costs.slices == {0: pytest.approx([0.5, 0.5]), 1: pytest.approx([0.5, 0.5])}
     assert (plain.wiring, plain.early_weights, plain.slices) == (None, False, 1)
+
+
+def test_what_copies_took_of_measured_actions_is_not_in_their_times(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is in the simulated moves, which may stand elsewhere."""
+    asked: list[Costs] = []
+
+    def noted(costs: Costs, *args: Any, **options: Any) -> Schedule:
+        asked.append(costs)
+        return search(costs, *args, **options)
+
+    monkeypatch.setattr(auto_schedule, "search", noted)
+    copies = [Span(0, Action.parse("0OFFLOAD0"), 0.0, 100.0)]
+    tuned(2.0, link=Transfer(moves=MoveCosts(slowing=1.0)), beside=copies)
+    assert asked[0].times == [(0.5, 0.5, 0.5), (1.0, 1.0, 1.0)]

@@ -79,6 +79,17 @@ def test_a_storage_travels_once_and_no_parameter_does(two: Results) -> None:
         assert 4 * wide <= size < 5 * wide
 
 
+def test_what_moves_cost_is_measured_in_steps(two: Results) -> None:
+    """The same on both ranks, as both search with it."""
+    (link, moves), refused = two[0]["costs"]
+    assert two[1]["costs"] == two[0]["costs"]
+    assert link.bandwidth > 0
+    assert 0 < moves.leave < 1
+    assert 0 < moves.come < 1
+    assert moves.slowing >= 0
+    assert refused == "no rank has a store that could be measured: nothing is offloaded"
+
+
 def test_all_in_one_process() -> None:
     for schedule in (build("gpipe", 2, 4, ranks=1), build("zb-v", 4, 4, ranks=1)):
         assert moving_workers.same(schedule, offloading, ranks=1) == "the same"

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from autosplit import SplitError, Stage
+from autosplit.runtime.activations import held_storages, saved_tensors
 from autosplit.torch_internals.storage import distinct_storage_bytes, is_gone
 from tests.microbatches import reference
 from tests.zoo import CASES
@@ -232,3 +235,39 @@ def test_a_write_is_noticed_before_tensors_leave_and_while_they_are_away() -> No
     x.add_(1.0)
     with pytest.raises(SplitError, match=written):
         stage.detach_held(0)
+
+
+class _Counted:
+    """A function with how often it was called."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self.calls = 0
+
+    def __call__(self, *args: Any) -> Any:
+        self.calls += 1
+        return self._function(*args)
+
+
+def test_what_is_the_same_in_every_step_is_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which storages go, and in which order; and a microbatch's are looked for once while others
+    leave.
+    """
+    order, fit = _Counted(held_storages.longest_needed_first), _Counted(held_storages.fitting)
+    look = _Counted(saved_tensors.detachable)
+    monkeypatch.setattr(held_storages, "longest_needed_first", order)
+    monkeypatch.setattr(held_storages, "fitting", fit)
+    monkeypatch.setattr(saved_tensors, "detachable", look)
+    model = nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 6), nn.GELU())
+    stage = Stage(model, [torch.zeros(2, 6, requires_grad=True)])
+    microbatches = range(6)
+    for _ in range(3):
+        for microbatch in microbatches:
+            stage.forward(microbatch, [torch.randn(2, 6)])
+        given = [stage.detach_held(microbatch, 100) for microbatch in microbatches]
+        assert all(0 < sum(tensor.numel() for tensor in each) <= 100 for each in given)
+        for microbatch, each in zip(microbatches, given, strict=True):
+            stage.attach_held(microbatch, each)
+            stage.backward(microbatch, [torch.ones(2, 6)])
+    assert (order.calls, fit.calls) == (1, 1)
+    assert look.calls <= 3 * 2 * len(microbatches)  # once as it leaves, and once when it is away

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import math
 import os
+import statistics
 import tempfile
 import time
 import weakref
@@ -21,8 +21,9 @@ from autosplit.mesh.link import Link
 from autosplit.pipeline.schedule.action import ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
 
-_LARGE = 2**22  # bytes
-_ROUNDS = 5
+_LARGE = 2**23  # bytes, in all
+_PIECES = 32  # at most
+_ROUNDS = 3
 
 
 class HostStore(Protocol):
@@ -162,18 +163,35 @@ class PinnedStore:
         self._free[ticket.numel()].append(ticket)
 
 
-def measure_store(store: HostStore) -> Link:
-    """How long it takes to put and to take, the slower of the two."""
-    small, large = torch.zeros(1, dtype=torch.uint8), torch.zeros(_LARGE, dtype=torch.uint8)
-    best = [math.inf, math.inf]
+def measure_store(store: HostStore, piece: int = _LARGE) -> Link:
+    """How long it takes to put and to take, the slower of the two.
+
+    Args:
+        store: which.
+        piece: bytes of a storage, of which several go out before they come back, as in a step. Of
+            small ones the bandwidth is less, for each is a call of its own.
+    """
+    small = torch.zeros(1, dtype=torch.uint8)
+    latency = min(max(_out_and_back(store, [small])) for _ in range(_ROUNDS))
+    piece = min(max(piece, 1), _LARGE)
+    count = min(_LARGE // piece, _PIECES)
+    seconds = []
     for _ in range(_ROUNDS):
-        for at, data in enumerate((small, large)):
-            start = time.perf_counter()
-            ticket = store.put(data)
-            between = time.perf_counter()
-            store.take(ticket, torch.empty_like(data))
-            best[at] = min(best[at], max(between - start, time.perf_counter() - between))
-    return Link(best[0], _LARGE / max(best[1] - best[0], 1e-9))
+        data = [torch.ones(piece, dtype=torch.uint8) for _ in range(count)]
+        seconds.append(max(_out_and_back(store, data)))
+    return Link(latency, count * piece / max(statistics.median(seconds), 1e-9))
+
+
+def _out_and_back(store: HostStore, data: list[Tensor]) -> tuple[float, float]:
+    """Seconds for each of the two; what comes back comes into new memory."""
+    start = time.perf_counter()
+    tickets = [store.put(each) for each in data]
+    between = time.perf_counter()
+    found = []
+    for each, ticket in zip(data, tickets, strict=True):
+        found.append(torch.empty_like(each))
+        store.take(ticket, found[-1])
+    return between - start, time.perf_counter() - between
 
 
 def offloads(schedule: Schedule) -> bool:

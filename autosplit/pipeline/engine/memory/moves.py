@@ -25,6 +25,7 @@ from autosplit.pipeline.simulation.timeline import Span
 
 from .host_store import HostStore
 from .lane import Lane, RunningMove
+from .move_times import MoveTimes
 from .partner_link import PartnerLink
 from .transferred_bytes import TransferredBytes
 
@@ -64,6 +65,7 @@ class MicrobatchMoves:
 
     Attributes:
         transferred: likewise.
+        times: how long moves kept the rank's own thread.
 
     Raises:
         PipelineError: a stage whose microbatches are moved cannot do that.
@@ -86,6 +88,7 @@ class MicrobatchMoves:
         self._stages = stages
         self._rank = rank
         self._device = device
+        self.times = MoveTimes(device)
         self._row = schedule.ranks[rank]
         self._moved = schedule.moved
         self._store = store
@@ -161,9 +164,10 @@ class MicrobatchMoves:
             if arrival is not None:
                 stage, microbatch, came = arrival
                 tensors = self._await(self._begun[came])
-                take_over(tensors)
-                stage.attach_held(microbatch, tensors)
-                tensors.clear()
+                with self.times.coming():
+                    take_over(tensors)
+                    stage.attach_held(microbatch, tensors)
+                    tensors.clear()
 
         return wait
 
@@ -197,6 +201,7 @@ class MicrobatchMoves:
             return
         link, what = self._link(), f"{self._row[journey.leaves]}"
 
+        @self.times.leaving()
         def evict() -> RunningMove:
             storages = self._detached(journey, stage)
             self._sizes[journey.leaves] = [tensor.numel() for tensor in storages]
@@ -230,6 +235,7 @@ class MicrobatchMoves:
         if store is None:
             raise PipelineError(f"{self._row[journey.leaves]} is scheduled, and there is no store")
 
+        @self.times.leaving()
         def offload() -> RunningMove:
             storages = self._detached(journey, stage)
             self._sizes[journey.leaves] = [tensor.numel() for tensor in storages]

@@ -2,7 +2,8 @@
 
 What a microbatch holds may be away at the partner or in the host's store, whole, or be made again.
 Of moves the model has less than the engine keeps to: a transfer may begin at any moment and stands
-in no row, so no step of ours can be shorter than what it finds for whole microbatches.
+in no row, and takes nothing of its rank, so no step of ours can be shorter than what it finds for
+whole microbatches.
 """
 
 from __future__ import annotations

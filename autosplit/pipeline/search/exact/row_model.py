@@ -2,8 +2,9 @@
 
 What leaves and what comes counts while a rank computes as if it were there from the start of that
 action to its end, and what is to hold more waits for what was sent away before. So a solution has
-rows that keep the limit by their order, and take no longer. Some rows are better than that: those
-in which one transfer comes in place of another while a rank computes.
+rows that keep the limit by their order, and take no longer but for what moves take of their ranks
+(``Transfer.moves``), which is not in the model: whoever takes them simulates them. Some rows are
+better than that: those in which one transfer comes in place of another while a rank computes.
 """
 
 from __future__ import annotations

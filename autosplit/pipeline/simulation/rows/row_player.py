@@ -17,7 +17,7 @@ from autosplit.pipeline.simulation.step_frame import StepFrame
 from autosplit.pipeline.simulation.transfer import Transfer
 
 from .row_programs import Row, RowProgram, peak_of, read_row
-from .row_run import Carried, Lane, RowRun
+from .row_run import Carried, Lane, Place, RowRun
 
 _MOST_ROWS = 4096  # that are known at once
 _TO_PARTNER = (ActionKind.EVICT, ActionKind.RETURN)
@@ -58,7 +58,8 @@ class RowPlayer:
     def play(self, schedule: Schedule) -> PlayedRows | None:
         """How a legal schedule runs; None if it cannot."""
         programs = self._programs_of(schedule)
-        run = RowRun(self.frame, programs, self._lanes(schedule, programs))
+        lanes = self._lanes(schedule, programs)
+        run = RowRun(self.frame, programs, lanes, self._lost(programs, lanes))
         if not run.ends():
             return None
         starts = _Starts(self.frame.numbers, run.starts)
@@ -79,7 +80,9 @@ class RowPlayer:
     def _program(self, row: Row, rank: int) -> RowProgram:
         known = self._programs.get((rank, id(row)))
         if known is None:
-            known = read_row(row, self.frame.numbers, self._memory, self._moved)
+            known = read_row(
+                row, self.frame.numbers, self._memory, self._moved, self._transfer.moves
+            )
             self._programs[rank, id(row)] = known
         return known
 
@@ -131,6 +134,21 @@ class RowPlayer:
                         )
                     )
         return lanes
+
+    def _lost(
+        self, programs: Sequence[RowProgram], lanes: Mapping[Lane, Sequence[Carried]]
+    ) -> dict[Place, float]:
+        """Seconds of computing that ranks lose to transfers, by the places that begin them."""
+        slowing = self._transfer.moves.slowing
+        if not slowing:
+            return {}
+        return {
+            (rank, place): slowing * each.took
+            for carried in lanes.values()
+            for each in carried
+            for rank, place in each.reached
+            if place in programs[rank].beside
+        }
 
     def _peaks(self, schedule: Schedule, programs: Sequence[RowProgram]) -> list[float]:
         found = []

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from autosplit.pipeline.schedule.action import ARRIVALS, Action, ActionKind
 from autosplit.pipeline.schedule.moves import recomputed, waited_departures
 from autosplit.pipeline.simulation.activation_memory import Change, StageMemory, levels, moved_bytes
+from autosplit.pipeline.simulation.rank_time import time_of_rank
+from autosplit.pipeline.simulation.transfer import FREE_MOVES, MoveCosts
 
 _TO_HOST = (ActionKind.OFFLOAD, ActionKind.RELOAD)
 _NONE = Change(0.0, 0.0)
@@ -26,11 +29,13 @@ class RowEntry(NamedTuple):
         number: of a compute action in the frame; -1 for others.
         waits: the places of departures that the rank waits for.
         use: that of the arrival that it uses; -1 for none.
+        spent: seconds that moves take of the rank there, whatever transfers take.
     """
 
     number: int
     waits: Sequence[int]
     use: int
+    spent: float = 0.0
 
 
 @dataclass(eq=False)
@@ -45,6 +50,7 @@ class RowProgram:
         keys: by the place of a move, whose it is.
         sizes: how much travels of what is the rank's own.
         changes: by place, of compute actions.
+        beside: the places of moves whose transfers run beside computation and slow it down.
         peaks: by how much comes from the partner, the most that is held.
     """
 
@@ -55,6 +61,7 @@ class RowProgram:
     keys: dict[int, Key]
     sizes: dict[Key, float]
     changes: list[Change]
+    beside: AbstractSet[int] = frozenset()
     peaks: dict[tuple[float, ...], float] = field(default_factory=dict)
 
 
@@ -76,6 +83,15 @@ class _Reader:
         self._away: dict[tuple[int, int], int] = {}
         self._back: dict[tuple[int, int], int] = {}
         self._deferred: set[tuple[int, int]] = set()
+
+    def spend(self, costs: MoveCosts) -> None:
+        """Note what moves take of the rank."""
+        if costs == FREE_MOVES:
+            return
+        found = self.program
+        own, found.beside = time_of_rank(found.row, costs)
+        for place, seconds in own.items():
+            found.steps[place] = found.steps[place]._replace(spent=seconds)
 
     def compute(self, place: int, action: Action) -> None:
         kind, at, use = action.kind, (action.stage, action.microbatch), -1
@@ -116,6 +132,7 @@ def read_row(
     numbers: Mapping[Action, int],
     memory: Sequence[StageMemory],
     moved: Mapping[int, int],
+    costs: MoveCosts,
 ) -> RowProgram:
     """Read a row of a legal schedule.
 
@@ -124,6 +141,7 @@ def read_row(
         numbers: of compute actions.
         memory: by stage.
         moved: see ``Schedule.moved``.
+        costs: what moves take of ranks.
     """
     reader = _Reader(row, numbers, memory, moved)
     for place, action in enumerate(row):
@@ -133,6 +151,7 @@ def read_row(
             reader.wait(place)
         else:
             reader.move(place, action)
+    reader.spend(costs)
     return reader.program
 
 

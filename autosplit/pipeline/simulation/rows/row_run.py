@@ -45,10 +45,12 @@ class RowRun:
         frame: StepFrame,
         programs: Sequence[RowProgram],
         lanes: Mapping[Lane, Sequence[Carried]],
+        lost: Mapping[Place, float],
     ) -> None:
         graph = frame.graph
         self._needs, self._makes, self._seconds = graph.needs, graph.makes, frame.seconds
         self._programs = programs
+        self._lost = lost
         self._lanes = [*lanes.values()]
         self._carried = [0] * len(self._lanes)
         self._free = [0.0] * len(self._lanes)
@@ -74,12 +76,13 @@ class RowRun:
     def _compute(self, rank: int) -> bool:
         """Let a rank go on until it waits for something; whether it did."""
         steps, over, reached = self._programs[rank].steps, self._over[rank], self._reached[rank]
-        needs, ready, seconds = self._needs, self._ready, self._seconds
+        needs, ready, seconds, lost = self._needs, self._ready, self._seconds, self._lost
         begun, now = self._places[rank], self.clocks[rank]
         place = begun
         while place < len(steps):
-            number, waits, use = steps[place]
+            number, waits, use, spent = steps[place]
             if number < 0 and not waits:
+                now += spent + lost.get((rank, place), 0.0)
                 reached[place] = now
                 place += 1
                 continue
@@ -95,7 +98,7 @@ class RowRun:
                 start = max(start, *ends)
             if number >= 0:
                 self.starts[number] = start
-                start += seconds[number]
+                start += seconds[number] + spent
                 self._send(number, start)
             now = start
             place += 1

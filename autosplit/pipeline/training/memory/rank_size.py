@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 
+from autosplit.errors import PipelineError
 from autosplit.mesh.link import Link
-from autosplit.pipeline.engine.execution.stage_assembly import TrainableStage
-from autosplit.pipeline.engine.memory.host_store import HostStore, measure_store
+from autosplit.pipeline.engine.execution.stage_assembly import TrainableStage, stage_memory
+from autosplit.pipeline.engine.memory.copy_slowing import measure_slowing
+from autosplit.pipeline.engine.memory.host_store import HostFileStore, HostStore, measure_store
+from autosplit.pipeline.engine.memory.move_times import MoveTimes
 from autosplit.pipeline.engine.messages.process_groups import Groups
 from autosplit.pipeline.engine.messages.shape_negotiation import TensorMeta
 from autosplit.pipeline.ledger.bytes_by_owner import state_of
@@ -14,6 +18,7 @@ from autosplit.pipeline.ledger.call_memory import CallMemory
 from autosplit.pipeline.ledger.prediction import RankReplay
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
+from autosplit.pipeline.simulation.transfer import MoveCosts
 from autosplit.pipeline.training.optimizer_step import OptimizerStep
 from autosplit.pipeline.training.state.rank_state import RankState
 from autosplit.stage import Stage
@@ -40,6 +45,7 @@ class RankSize:
         boundaries: gives what a stage puts out.
         batch_bytes: those of the batch.
         ledger: of the last step, where that was measured.
+        times: how long moves kept this rank's thread in the last steps, where they have any.
     """
 
     def __init__(
@@ -57,6 +63,8 @@ class RankSize:
         self.boundaries: Callable[[int], Sequence[TensorMeta]] = lambda stage: ()
         self.batch_bytes = 0
         self.ledger: RankLedger | None = None
+        self.times: MoveTimes | None = None
+        self._slowing: float | None = None
 
     def fixed_bytes(self) -> int:
         """Bytes of parameters, gradients, optimizer state and batch."""
@@ -78,9 +86,35 @@ class RankSize:
         return {} if self.ledger is None else self.ledger.measured()
 
     def host_link(self) -> Link:
-        """The slowest rank's link to its store; collective."""
+        """The slowest rank's link to its store; collective.
+
+        Raises:
+            PipelineError: no rank has a store.
+        """
         links = self._groups.everybody.gather(
-            None if self._store is None else measure_store(self._store)
+            None if self._store is None else measure_store(self._store, self._piece())
         )
-        latency, bandwidth = zip(*(each for each in links if each is not None), strict=True)
-        return Link(max(latency), min(bandwidth))
+        known = [each for each in links if each is not None]
+        if not known:
+            raise PipelineError("no rank has a store that could be measured: nothing is offloaded")
+        return Link(max(each.latency for each in known), min(each.bandwidth for each in known))
+
+    def move_costs(self) -> MoveCosts:
+        """What moves take of ranks, as they do of the slowest one; collective. How much copies slow
+        them down is measured once, on all at the same time.
+        """
+        if self._slowing is None:
+            self._groups.everybody.gather(None)  # to begin together
+            store, own = self._store, 0.0
+            if isinstance(store, HostFileStore):
+                own = measure_slowing(store, self._piece())
+            self._slowing = statistics.median(self._groups.everybody.gather(own))
+        noted = MoveCosts() if self.times is None else self.times.costs()
+        heard = self._groups.everybody.gather(noted)
+        leave, come = (max(each) for each in zip(*((a.leave, a.come) for a in heard), strict=True))
+        return MoveCosts(leave, come, self._slowing)
+
+    def _piece(self) -> int:
+        """Bytes of a storage that stages hold, on the average."""
+        pieces = [each for stage in self.stages.values() for each in stage_memory(stage).pieces]
+        return int(sum(pieces) / max(1, len(pieces)))

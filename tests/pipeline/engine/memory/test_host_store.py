@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from autosplit.errors import OutputError, PipelineError
+from autosplit.pipeline.engine.memory import copy_slowing
+from autosplit.pipeline.engine.memory.copy_slowing import measure_slowing
 from autosplit.pipeline.engine.memory.host_store import HostFileStore, measure_store, open_store
 
 
@@ -62,6 +68,51 @@ def test_no_file_where_none_can_be(tmp_path: Path) -> None:
             HostFileStore(folder)
     with pytest.raises(PipelineError, match=r"store=.x. is for stages on the CPU; those on cuda:0"):
         open_store(torch.device("cuda", 0), "x")
+
+
+@pytest.mark.parametrize(
+    ("beside", "copied", "slowing"), [(50, 50, 1.0), (100, 100, 0.0), (110, 90, 0.0), (10, 1, 2.0)]
+)
+def test_how_much_copies_slow_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside: int, copied: int, slowing: float
+) -> None:
+    """Of 100 products and 100 copies by themselves, so many are left side by side."""
+    products, copies = cycle((100, beside)), cycle((100, copied))
+
+    def in_a_second(_: object, meanwhile: Callable[[], Any]) -> tuple[float, Any]:
+        return next(copies), meanwhile()
+
+    monkeypatch.setattr(copy_slowing, "_products", lambda: next(products))
+    monkeypatch.setattr(copy_slowing._Copies, "in_a_second", in_a_second)
+    assert measure_slowing(HostFileStore(tmp_path), 5000) == slowing
+
+
+class _Noting(HostFileStore):
+    """A store that notes what it is given."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.sizes: list[int] = []
+
+    def put(self, data: Tensor) -> Any:
+        self.sizes.append(data.numel())
+        return super().put(data)
+
+
+@pytest.mark.parametrize("piece", [1, 5000, 2**20, 2**30])
+def test_a_store_is_measured_with_what_stages_hold(tmp_path: Path, piece: int) -> None:
+    """Few pieces, though: it may be slow."""
+    store = _Noting(tmp_path)
+    assert measure_store(store, piece).bandwidth > 0
+    assert {*store.sizes} == {1, min(piece, 2**23)}
+    assert len(store.sizes) < 120
+
+
+def test_copies_leave_nothing_in_a_store(tmp_path: Path) -> None:
+    store = _Noting(tmp_path)
+    assert measure_slowing(store, 5000) >= 0
+    assert {*store.sizes} == {5000}
+    assert [each.name for each in threading.enumerate()].count("autosplit-copies") == 0
 
 
 def test_a_store_is_measured(tmp_path: Path) -> None:

@@ -15,17 +15,18 @@ from autosplit.pipeline.search.row_changes import changes_for
 from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
 from autosplit.pipeline.simulation.counted_costs import CountedCosts
 from autosplit.pipeline.simulation.step_costs import Costs
-from autosplit.pipeline.simulation.transfer import Transfer
+from autosplit.pipeline.simulation.transfer import MoveCosts, Transfer
 
 MEASURES = ("balance", "offload", "recompute")
 LINKS = (
     Transfer(0.0, 8.0, host=Link(0.0, 4.0)),
     Transfer(0.25, 4.0, message_bytes=2.0, host=Link(0.125, 8.0), pairs={(0, 1): Link(0.5, 2.0)}),
     Transfer(),
+    Transfer(0.0, 8.0, host=Link(0.0, 4.0), moves=MoveCosts(0.25, 0.5, 0.75)),
 )
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(8))
 def test_the_same_steps(seed: int) -> None:
     chance = random.Random(seed)
     ranks = 2 + seed % 2
@@ -33,7 +34,7 @@ def test_the_same_steps(seed: int) -> None:
     costs = Costs(
         [(float(chance.randint(1, 4)), 3.0, 2.0) for _ in range(stages)],
         [StageMemory(8.0, float(chance.choice((4, 10))), 1.0, tensors=4) for _ in range(stages)],
-        LINKS[seed % 3],
+        LINKS[seed % 4],
     )
     schedule = build("interleaved" if seed == 4 else "zb-h1", stages, 4, ranks=ranks)
     schedule = replace(schedule, moved={0: 4} if seed % 2 else {})
