@@ -2,25 +2,67 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+
 import pytest
 
 from benchmarks.faults.cells import PLACES, Cell, cells
-from benchmarks.faults.judge import judge, names
+from benchmarks.faults.judge import Finding, judge, names
 from benchmarks.faults.page import render
 from benchmarks.results import Results
+from tests.interpreters import interpreters
 
-
-@pytest.mark.parametrize(
-    "cell",
-    [
-        Cell("kill", "compile", 3, "launch"),
-        Cell("stop", "optimizer", 2, "launch"),
-        Cell("sleep", "loader", 2, "torchrun"),
-    ],
-    ids=lambda cell: cell.name,
+CELLS = (
+    Cell("sleep", "loader", 2, "torchrun"),
+    Cell("stop", "optimizer", 2, "launch"),
+    Cell("kill", "compile", 3, "launch"),
 )
-def test_every_survivor_names_rank_and_cause(cell: Cell) -> None:
-    found = judge(cell, timeout=4.0)
+
+
+def judged(cell: Cell, cache: str, pipe: Connection) -> None:
+    """Run a cell in a process of its own, whose ranks begin with what it has imported."""
+    os.environ["AUTOSPLIT_CACHE"] = cache
+    fork = multiprocessing.get_context("fork")
+    launching = sys.modules["autosplit.pipeline.engine.processes.launch"]
+    launching.get_context = lambda method: fork  # type: ignore[attr-defined]
+    try:
+        pipe.send(judge(cell, timeout=4.0))
+    except BaseException:
+        pipe.send(traceback.format_exc())
+
+
+@pytest.fixture(scope="module")
+def running(_folder_of_graphs: str) -> Iterator[dict[str, tuple[BaseProcess, Connection]]]:
+    """All cells at the same time: most of theirs is waiting."""
+    started: dict[str, tuple[BaseProcess, Connection]] = {}
+    try:
+        for cell in CELLS:
+            ours, theirs = interpreters().Pipe(duplex=False)
+            process = interpreters().Process(target=judged, args=(cell, _folder_of_graphs, theirs))
+            process.start()
+            theirs.close()
+            started[cell.name] = process, ours
+        yield started
+    finally:
+        for process, ours in started.values():
+            process.join(10)
+            process.kill()
+            process.join()
+            ours.close()
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
+def test_every_survivor_names_rank_and_cause(
+    cell: Cell, running: dict[str, tuple[BaseProcess, Connection]]
+) -> None:
+    found = running[cell.name][1].recv()
+    assert isinstance(found, Finding), found
     assert found.wrong == []
     assert found.alive == 0
     assert found.left == []

@@ -62,7 +62,7 @@ def test_a_folder_is_trained_and_goes_on_over_another_number_of_ranks(
     """The weights that are there are where it begins; all is as in one process."""
     torch.manual_seed(0)
     folder, checkpoint, log = tmp_path / "model", tmp_path / "run", tmp_path / "log.jsonl"
-    LlamaForCausalLM(tiny()).save_pretrained(folder)
+    LlamaForCausalLM(tiny(num_hidden_layers=1)).save_pretrained(folder)
     options = ("--lr", 0.01, "--estimate", "--checkpoint", checkpoint, "--history", log)
     options = (*options, "--microbatches", 4, "--every", 1)
     first = run(folder, text, *options, "--steps", 2)

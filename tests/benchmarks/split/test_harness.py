@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from benchmarks.results import Results
 from benchmarks.split import __main__ as command
-from benchmarks.split import clock, gathering, operations, reference, steps
+from benchmarks.split import clock, gathering, memory, operations, reference, steps
 from benchmarks.split.contenders import Autograd, Autosplit, ByHand, Contender, TorchSplit, eager
 from benchmarks.split.meter import levels
 from benchmarks.split.models import BUILDERS, SIZES, Subject, build
@@ -220,6 +220,8 @@ def test_contender_that_fails_is_a_result(subject: Subject) -> None:
 
 
 def test_command_writes_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operations, "MEMORY", ("fast", "lean"))
+    monkeypatch.setattr(memory, "MEMORY", ("balanced", "lean"))
     words = "split eager flops memory --models resnet --threads 1 --rounds 2 --size tiny --output"
     monkeypatch.setattr(sys, "argv", [*words.split(), str(tmp_path / "new")])
     command.main()
