@@ -320,14 +320,15 @@ def saved(mesh: DeviceMesh, folder: Path) -> dict[str, bool]:
     found = {}
     build = parallel(mesh, 2)
     with loss_parallel():
-        with trainer(mesh, 2, build, max_grad_norm=0.5) as made:
+        reference = {"stage_factory": ReferenceStage}
+        with trainer(mesh, 2, build, max_grad_norm=0.5, **reference) as made:
             made.step(batch())
             # It is written while the next step runs.
             save_checkpoint(made, folder / "shared", names=named, step=1, asynchronous=True)
             before = state(made)
             made.step(batch(0, 1))
             after = state(made)
-        with trainer(mesh, 2, build, max_grad_norm=0.5, stage_factory=ReferenceStage) as made:
+        with trainer(mesh, 2, build, max_grad_norm=0.5) as made:
             assert load_checkpoint(made, folder / "shared", names=named).step == 1
             found["optimizer and model"] = same(before, state(made))
             made.step(batch(0, 1))  # with the random numbers of before
@@ -337,7 +338,7 @@ def saved(mesh: DeviceMesh, folder: Path) -> dict[str, bool]:
     model = {key: value for each in everywhere for key, value in each.items() if " " not in key}
     read = read_checkpoint(folder / "shared")
     found["whole tensors"] = read.keys() == model.keys() and same(model, read)
-    with trainer(None, 1, ranks=1, stage_factory=ReferenceStage) as alone:
+    with trainer(None, 1, ranks=1, **reference) as alone:
         load_checkpoint(alone, folder / "shared", generators=False)
         mine = state(alone)
         found["one process"] = all(same(each, mine) for each in everywhere)
