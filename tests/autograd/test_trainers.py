@@ -19,7 +19,7 @@ transformers = pytest.importorskip("transformers")
 
 def tiny_llama() -> nn.Module:
     config = transformers.LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
         num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=16,
         attn_implementation="eager", use_cache=False,
     )  # fmt: skip

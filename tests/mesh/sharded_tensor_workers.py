@@ -24,7 +24,6 @@ from torch.distributed.tensor.parallel import (
 import autosplit
 from autosplit.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
 from autosplit.pipeline import PipelineTrainer
-
 from tests.pipeline.reference_stage import ReferenceStage
 
 from .tensor_parallel_workers import (
