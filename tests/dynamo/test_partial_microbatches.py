@@ -9,6 +9,7 @@ import weakref
 import torch
 from torch import Tensor, nn
 
+from autosplit.backends.garbage_collection import collecting_new_objects_only
 from autosplit.dynamo.partial_model import Partial
 from tests.dynamo.breaking import (
     Nested,
@@ -125,6 +126,7 @@ def test_gradients_of_inputs_only_defer_nothing() -> None:
     assert model.a.weight.grad is None
 
 
+@collecting_new_objects_only()
 def test_microbatch_dies_with_its_weight_gradients() -> None:
     partial = Partial(TwoLayers())
     x = torch.randn(3, 4)

@@ -26,12 +26,12 @@ from torch.distributed.tensor.parallel import (
 from autosplit import CollectiveCosts, DeviceSpeed, Link
 from autosplit.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
 from autosplit.pipeline import PipelineTrainer
-from tests.mesh.workers import adam, refusal
+from tests.mesh.workers import adam, norm_of, refusal
 from tests.pipeline.reference_stage import ReferenceStage
 from tests.ranks import forget_meshes
 
 WIDTH, ROWS, LENGTH, WORDS, M = 4, 8, 4, 8, 4
-FEW, BLOCKS = 2, 4  # of a model that is cut in two, and of one that is cut in four as well
+FEW, MANY = 2, 4  # blocks of a model, which may be cut into as many stages
 
 
 class Block(nn.Module):
@@ -121,7 +121,7 @@ def coordinate(mesh: DeviceMesh, name: str) -> int:
 class Reference:
     """Eager mode's losses and gradients of the same modules in one stage, tensors shared alike."""
 
-    def __init__(self, mesh: DeviceMesh, count: int = BLOCKS) -> None:
+    def __init__(self, mesh: DeviceMesh, count: int = FEW) -> None:
         self._count = count
         replicas = mesh["dp_replicate"].size() if "dp_replicate" in mesh.mesh_dim_names else 1
         model = parallel(mesh, 1, count)(0).eval()
@@ -141,6 +141,7 @@ class Reference:
                 gradient = whole(parameter.grad)
                 sums[name] = sums[name] + gradient if name in sums else gradient
         self.gradients = {name: total / replicas for name, total in sums.items()}
+        self.norm = norm_of(self.gradients.values())
 
     def agrees(self, made: PipelineTrainer, stages: int) -> bool:
         """Whether a trainer's gradients are these, bit for bit, and lie as their parameters do."""
@@ -174,19 +175,19 @@ def not_a_number(made: PipelineTrainer, given: tuple[Tensor, Tensor]) -> str:
 
 SLOW = CollectiveCosts(Link(1.0), DeviceSpeed(1e12, 1e11))
 
-EXACT: dict[str, tuple[int, dict[str, Any]]] = {
-    "1f1b": (2, {"slices": 1}),
-    "interleaved": (4, {"schedule": "interleaved", "memory": "lean", "overlap": "none"}),
-    "zb-v": (4, {"schedule": "zb-v", "memory": "fast", "overlap": SLOW}),
-    "recomputed": (2, {"memory": 1000, "accumulation": "exact", "weights": "2bp"}),
+EXACT: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "1f1b": (2, FEW, {"slices": 1}),
+    "interleaved": (4, MANY, {"schedule": "interleaved", "memory": "lean", "overlap": "none"}),
+    "zb-v": (4, MANY, {"schedule": "zb-v", "memory": "fast", "overlap": SLOW}),
+    "recomputed": (2, MANY, {"memory": 1000, "accumulation": "exact", "weights": "2bp"}),
 }
+"""Stages, blocks, and options."""
 
 
-def exactness(
-    mesh: DeviceMesh, reference: Reference, case: str, count: int = BLOCKS
-) -> dict[str, Any]:
-    """A step's losses and gradients against eager mode, and the norm."""
-    stages, options = EXACT[case]
+def exactness(mesh: DeviceMesh, references: dict[int, Reference], case: str) -> dict[str, Any]:
+    """A step's losses, gradients and norm against eager mode."""
+    stages, count, options = EXACT[case]
+    reference = references[count]
     build = still(parallel(mesh, stages, count))
     with loss_parallel(), trainer(mesh, stages, build, **options) as made:
         replica = coordinate(mesh, "dp_replicate")
@@ -194,7 +195,7 @@ def exactness(
         found = {
             "losses": seen == reference.losses[replica],
             "gradients": reference.agrees(made, stages),
-            "norm": made.grad_norm,
+            "norm": made.grad_norm == reference.norm,
         }
         if case == "1f1b":
             found["nan"] = not_a_number(made, batch(replica))
@@ -292,8 +293,8 @@ def refused() -> dict[str, str]:
         "other widths": ran(widened),
         "early": ran(ours, early_weights=True),
         "memory": ran(ours, memory="lean" if rank % 2 else "fast"),
-        "other batches": ran(ours, batches=2),
-        "other seeds": ran(seeded),
+        "other batches": ran(ours, batches=2, stage_factory=ReferenceStage),
+        "other seeds": ran(seeded, stage_factory=ReferenceStage),
         "handed on": ran(handed_on),
     }
 
@@ -322,7 +323,8 @@ def saved(mesh: DeviceMesh, folder: Path) -> dict[str, bool]:
     found = {}
     build = parallel(mesh, 2)
     with loss_parallel():
-        with trainer(mesh, 2, build, max_grad_norm=0.5) as made:
+        reference = {"stage_factory": ReferenceStage}
+        with trainer(mesh, 2, build, max_grad_norm=0.5, **reference) as made:
             made.step(batch())
             # It is written while the next step runs.
             save_checkpoint(made, folder / "shared", names=named, step=1, asynchronous=True)
@@ -339,7 +341,7 @@ def saved(mesh: DeviceMesh, folder: Path) -> dict[str, bool]:
     model = {key: value for each in everywhere for key, value in each.items() if " " not in key}
     read = read_checkpoint(folder / "shared")
     found["whole tensors"] = read.keys() == model.keys() and same(model, read)
-    with trainer(None, 1, ranks=1) as alone:
+    with trainer(None, 1, ranks=1, **reference) as alone:
         load_checkpoint(alone, folder / "shared", generators=False)
         mine = state(alone)
         found["one process"] = all(same(each, mine) for each in everywhere)
@@ -361,12 +363,9 @@ def four_ranks(folder: Path) -> dict[str, Any]:
     """Cases on pp 2 x tp 2."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
     turned = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "pp"))
-    reference = Reference(mesh)
+    references = {count: Reference(mesh, count) for count in (FEW, MANY)}
     found: dict[str, Any] = {
-        case: exactness(turned if case == "zb-v" else mesh, Reference(turned), case)
-        if case == "zb-v"
-        else exactness(mesh, reference, case)
-        for case in EXACT
+        case: exactness(turned if case == "zb-v" else mesh, references, case) for case in EXACT
     }
     found["saved"] = saved(mesh, folder)
     found["refused"] = refused()

@@ -33,13 +33,10 @@ def four(on_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> list[dict
 
 
 def test_losses_gradients_and_norm(four: list[dict[str, Any]]) -> None:
-    """Bit for bit those of eager mode with the tensors shared alike, in one stage; the norm is the
-    same bits under each schedule and cut.
-    """
+    """Bit for bit those of eager mode with the tensors shared alike, in one stage."""
     for found in four:
         seen = [found[case] for case in workers.EXACT]
-        assert all(each["losses"] and each["gradients"] for each in seen), found
-        assert {each["norm"] for each in seen} == {four[0]["1f1b"]["norm"]}
+        assert all(each["losses"] and each["gradients"] and each["norm"] for each in seen), found
 
 
 def test_checkpoints(four: list[dict[str, Any]]) -> None:

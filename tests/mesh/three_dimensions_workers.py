@@ -45,16 +45,16 @@ def _mesh(*names: str) -> DeviceMesh:
 
 def replicas_of_shared_stages() -> dict[str, Any]:
     mesh = _mesh("pp", "dp_replicate", "tp")
-    found = exactness(mesh, Reference(mesh, FEW), "1f1b", FEW)
-    return {"losses": found["losses"], "gradients": found["gradients"]}
+    found = exactness(mesh, {FEW: Reference(mesh)}, "1f1b")
+    return {name: found[name] for name in ("losses", "gradients", "norm")}
 
 
 def copies_of_shards_of_shared_tensors() -> dict[str, Any]:
-    """One stage, held against FSDP2 of the same module."""
+    """A block and a head in one stage, held against FSDP2 of the same module."""
     mesh = _mesh("dp_replicate", "dp_shard", "tp")
 
     def build(index: int) -> Any:
-        module, over = parallel(mesh, 1)(index).eval(), mesh["dp_replicate", "dp_shard"]
+        module, over = parallel(mesh, 1, 1)(index).eval(), mesh["dp_replicate", "dp_shard"]
         for part in module:
             if isinstance(part, Block):
                 fully_shard(part, mesh=over)

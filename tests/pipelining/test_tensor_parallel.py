@@ -52,15 +52,14 @@ class Pipeline:
         torch.manual_seed(0)
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
         plan: dict[str, Any] = {}
-        for at in range(3):
+        for at in range(2):
             plan |= {
                 f"{at}.norm": SequenceParallel(),
                 f"{at}.up": ColwiseParallel(input_layouts=Shard(1)),
                 f"{at}.down": RowwiseParallel(output_layouts=Shard(1)),
             }
         self.parts: list[Any] = [
-            parallelize_module(nn.Sequential(Mlp(), Mlp(), Mlp()), mesh, plan)
-            for _ in range(STAGES)
+            parallelize_module(nn.Sequential(Mlp(), Mlp()), mesh, plan) for _ in range(STAGES)
         ]
         stages = [kind(part, at, STAGES, CPU) for at, part in enumerate(self.parts)]
         self.schedule = ScheduleInterleavedZeroBubble(
@@ -111,7 +110,7 @@ def test_weight_gradients_join_the_sums_one_by_one(both: tuple[Pipeline, Pipelin
     with Products() as products:
         pipeline.step()
     assert all(a is b for a, b in zip(before, pipeline.gradients(), strict=True))
-    assert len(products.made) >= 6 * 2 * STAGES
+    assert len(products.made) >= 4 * 2 * STAGES
     assert products.most <= 2
 
 

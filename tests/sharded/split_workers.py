@@ -103,16 +103,18 @@ class Pair:
         return losses
 
     def differences(self) -> list[str]:
-        """Parameters and gradients that differ."""
+        """Parameters and gradients of which this rank's shards differ."""
         found = []
         pairs = zip(self.plain.named_parameters(), self.split.named_parameters(), strict=True)
         for (name, a), (other, b) in pairs:
             found += [] if name == other else [f"{name} is {other}"]
-            found += [] if torch.equal(local(a), local(b)) else [f"{name} differs"]
+            found += [] if torch.equal(shard_of(a), shard_of(b)) else [f"{name} differs"]
             if a.grad is None or b.grad is None:
                 found += [] if a.grad is b.grad else [f"gradient of {name}: {a.grad}, {b.grad}"]
-            elif not torch.equal(local(a.grad), local(b.grad)) or type(a.grad) is not type(b.grad):
-                worst = (local(a.grad) - local(b.grad)).abs().max()
+            elif type(a.grad) is not type(b.grad) or not torch.equal(
+                shard_of(a.grad), shard_of(b.grad)
+            ):
+                worst = (shard_of(a.grad) - shard_of(b.grad)).abs().max()
                 found.append(f"gradient of {name} differs by {worst} ({type(b.grad).__name__})")
         return found
 
@@ -149,6 +151,11 @@ class Pair:
                 found.append(f"reduced {early} in backward, then {ours}; FSDP2 {theirs}")
             found += self.step()
         return found
+
+
+def shard_of(tensor: Tensor) -> Tensor:
+    found: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return found
 
 
 def local(tensor: Tensor) -> Tensor:

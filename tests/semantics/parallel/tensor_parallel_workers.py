@@ -70,24 +70,20 @@ class Language(nn.Module):
 
 
 def blocks(mesh: DeviceMesh) -> nn.Module:
-    model = nn.Sequential(Attention(), Mlp(), Mlp())
+    model = nn.Sequential(Attention(), Mlp())
     plan = {"0." + name: ColwiseParallel() for name in "qkv"} | {"0.out": RowwiseParallel()}
-    for at in "12":
-        plan |= {f"{at}.up": ColwiseParallel(), f"{at}.down": RowwiseParallel()}
+    plan |= {"1.up": ColwiseParallel(), "1.down": RowwiseParallel()}
     return parallelize_module(model, mesh, plan)
 
 
 def sequence_parallel(mesh: DeviceMesh) -> nn.Module:
     """Activations between the products are sharded along the sequence."""
-    model = nn.Sequential(Mlp(), Mlp())
-    plan: dict[str, Any] = {}
-    for at in "01":
-        plan |= {
-            f"{at}.norm": SequenceParallel(),
-            f"{at}.up": ColwiseParallel(input_layouts=Shard(1)),
-            f"{at}.down": RowwiseParallel(output_layouts=Shard(1)),
-        }
-    return parallelize_module(model, mesh, plan)
+    plan = {
+        "norm": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": RowwiseParallel(output_layouts=Shard(1)),
+    }
+    return parallelize_module(Mlp(), mesh, plan)
 
 
 def prepared(mesh: DeviceMesh) -> nn.Module:
