@@ -6,11 +6,9 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -23,6 +21,7 @@ from autosplit.pipeline.simulation.reductions import Reductions, last_weights_by
 from autosplit.pipeline.simulation.simulate import simulate
 
 from ..results import Rows, table
+from .throttled_link import Throttled
 
 _MESSAGE = torch.Size([64])
 _PARTS = 8  # parameters of a stage, a slice of W each
@@ -133,47 +132,6 @@ class SleepingStage:
                 parameter.grad = torch.ones_like(parameter)
 
 
-class _Throttled:
-    """Lets each all-reduce of gradients of this rank take its time, one after another."""
-
-    def __init__(self, link: Link) -> None:
-        self._link = link
-        self._reduce = dist.all_reduce
-        self._lane = ThreadPoolExecutor(1)
-
-    def __enter__(self) -> None:
-        def all_reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            work = self._reduce(tensor, *args, **kwargs)
-            if not kwargs.get("async_op") or tensor.dtype != torch.float32:
-                return work
-            seconds = self._link.latency + tensor.nbytes / self._link.bandwidth
-            return _Late(self._lane.submit(self._carry, work, seconds))
-
-        dist.all_reduce = all_reduce
-
-    def _carry(self, work: dist.Work, seconds: float) -> None:
-        end = time.perf_counter() + seconds
-        work.wait()
-        time.sleep(max(0.0, end - time.perf_counter()))
-
-    def __exit__(self, *_: object) -> None:
-        dist.all_reduce = self._reduce
-        self._lane.shutdown()
-
-
-class _Late:
-    """What is under way."""
-
-    def __init__(self, future: Future[None]) -> None:
-        self._future = future
-
-    def wait(self) -> None:
-        self._future.result()
-
-    def get_future(self) -> Future[None]:
-        return self._future
-
-
 def measure(steps: int, only: str = "") -> Iterator[dict[str, Any]]:
     """A row for each case whose name has ``only`` in it, on two pipelines of two ranks."""
     mine = [case for case in CASES if only in case.name]
@@ -196,7 +154,7 @@ def _run(case: Case, steps: int) -> dict[str, Any]:
     hidden, seconds = [], []
     batch = (torch.zeros(case.microbatches, 1), torch.zeros(case.microbatches, 1))
     with (
-        _Throttled(case.link),
+        Throttled(case.link),
         PipelineTrainer(
             Sleeper,
             nn.functional.mse_loss,

@@ -6,7 +6,7 @@ import dataclasses
 
 from ..part import Part, fill
 from ..results import Results
-from . import beside, collectives, exactness, hidden, parameters
+from . import beside, collectives, exactness, hidden, hidden_llama, parameters
 
 _PAGE = """\
 # Meshes: pipelines with replicas
@@ -70,6 +70,15 @@ PARTS: dict[str, Part[Settings]] = {
         "runs whole, has nothing left to compute when its gradients are there. The goal is 80 % "
         "where W lasts longer, and steps within 3 % of the simulated ones; what misses it is bold.",
         lambda settings: hidden.measure(settings.steps, settings.only),
+        hidden.render,
+    ),
+    "llama": Part(
+        "Reductions of a Llama behind its W",
+        "The same of two replicas of a Llama of four layers (width 256, microbatches of 256 "
+        "words) that compute: the times of F, I and W in the simulated steps are those of steps "
+        "over the link between the two processes as it is. Hidden is what both ranks' Ws leave; "
+        "the goals are the same.",
+        lambda settings: hidden_llama.measure(settings.steps, settings.only),
         hidden.render,
     ),
     "collectives": Part(

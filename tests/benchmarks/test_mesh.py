@@ -71,6 +71,7 @@ def test_reductions_that_are_not_hidden_and_two_norms_stand_out(tmp_path: Path) 
     found = {"hidden": 0.5, "hidden_simulated": 0.9, "simulated": 1.0, "without": 0.9}
     rows = [{"name": slept.name, **dataclasses.asdict(slept), **found, "measured": 1.2}]
     results.update("hidden", rows, "command", "machine")
+    results.update("llama", rows, "command", "machine")
     held = {"name": "zb-v", "ours": 120, "torch": 100, "between": 50, "whole": 200}
     results.update("parameters", [held], "command", "machine")
     sent = {"name": "split, 1", "way": "split", "delay": 0.001, "seconds": 0.1, "total": 0.006}
