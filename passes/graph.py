@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -238,7 +239,11 @@ def descendants(roots: list[fx.Node]) -> set[fx.Node]:
 
 def source_line(node: fx.Node) -> str:
     """``file:line code`` of the user's statement that made the node, or an empty string."""
-    trace = node.meta.get("stack_trace") or ""
+    return _user_line(node.meta.get("stack_trace") or "")
+
+
+@functools.lru_cache(maxsize=1024)  # layers repeat the lines of one
+def _user_line(trace: str) -> str:
     lines = [line.strip() for line in trace.strip().splitlines()]
     for index in range(len(lines) - 1, -1, -1):
         if lines[index].startswith('File "'):

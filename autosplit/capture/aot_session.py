@@ -44,6 +44,7 @@ from autosplit.passes.graph import placeholders
 from .aot_convention import AotGraphs, assemble, copy_graph, label, without_deferred
 
 _ROOT = re.compile(r"[LG]\['\w+'\]")
+_MARK = "_is_torch_compile"  # an attribute meant for the wrapper that ``torch.compile`` returns
 
 Boxed = Callable[[list[Any]], list[Any]]
 
@@ -116,7 +117,10 @@ def compile_model(
     # can (from 2.13), the count of recompilations is kept apart for each.
     isolate = "isolate_recompiles" in inspect.signature(torch.compile).parameters
     options = {"isolate_recompiles": True} if isolate else {}
+    before = _MARK in vars(model)
     compiled = torch.compile(model, backend=backend, **options)  # type: ignore[call-overload]
+    if not before:  # the model is called without it, too, and is to be known as it was
+        vars(model).pop(_MARK, None)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         # As in a whole-graph capture, recurrent layers are traced into.

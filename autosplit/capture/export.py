@@ -6,6 +6,7 @@ import builtins
 import logging
 import warnings
 from collections import ChainMap
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch._dynamo.utils import dynamo_timed, get_metrics_context
 from torch._export.utils import _compiling_state_context
 
 from autosplit.capture.effects.python_random import refuse_drawn
-from autosplit.capture.effects.side_effects import pass_on, setters
+from autosplit.capture.effects.side_effects import PythonStateError, pass_on, setters
 from autosplit.capture.workarounds.causal_mask import masks_decided
 from autosplit.capture.workarounds.custom_functions import refuse_absent_gradients
 from autosplit.capture.workarounds.graph_modules import graph_put_aside
@@ -113,12 +114,24 @@ def _export(
     if made is not None:
         output.f_globals.pop(made.backend_id, None)
     told = pass_on(caught)
-    guards.setters = setters(module, args, kwargs, caught, output.f_globals)
-    if call is not None and guards.only_dynamos:
+
+    def record() -> None:
+        if call is None:
+            return
+        if not guards.only_dynamos:
+            call.give_up("what it reads is looked at in other ways than by Dynamo's guards")
+            return
         scope = guards.variables(args, kwargs)
         call.record(output, exported, get_traced_fn(module)[0], scope or {}, told)
-    elif call is not None:
-        call.give_up("what it reads is looked at in other ways than by Dynamo's guards")
+
+    try:
+        guards.setters = setters(module, args, kwargs, caught, output.f_globals)
+    except PythonStateError as error:
+        if call is not None and error.inside:
+            record()
+            error.remember = partial(call.keep_refusal, str(error))
+        raise
+    record()
     return exported, guards
 
 

@@ -14,13 +14,13 @@ from torch._dynamo.convert_frame import CaptureOutput, get_traced_fn
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
 
 from autosplit.capture.effects.observers import is_observed, unobserved
-from autosplit.capture.effects.side_effects import Setter
+from autosplit.capture.effects.side_effects import PythonStateError, Setter
 from autosplit.capture.workarounds.causal_mask import MaskDecision
 from autosplit.capture.workarounds.eager_settings import AS_IN_EAGER
 from autosplit.errors import CaptureError
 from autosplit.torch_internals.pytree import tree_flatten
 
-from .calls.kept_call import FoundCall, KeptCall
+from .calls.kept_call import FoundCall, KeptCall, RefusedCall
 from .diagnosis import definition
 from .forward_scope import ForwardScope
 from .input_sizes import is_open
@@ -100,7 +100,11 @@ class Guards:
     def found(
         cls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: KeptCall
     ) -> tuple[Guards, FoundCall] | None:
-        """The guards of a call that was traced before, and what else is known of it."""
+        """The guards of a call that was traced before, and what else is known of it.
+
+        Raises:
+            PythonStateError: tracing it would be in vain.
+        """
         scope = ForwardScope(module)
         with (
             get_metrics_context(),
@@ -108,6 +112,8 @@ class Guards:
             torch._dynamo.config.patch(DYNAMO),
         ):
             known = call.find(scope.function, scope.of(args, kwargs))
+        if isinstance(known, RefusedCall):
+            raise PythonStateError(known.message, inside=True, passing=True)
         return None if known is None else (cls(module, scope, known.manager, known.kept), known)
 
     @property

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import time
 from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from autosplit.compare.workload import example_of
 from autosplit.mesh.device_speed import DeviceSpeed, measure_device
 from autosplit.pipeline.builders.build import SCHEDULES
 from autosplit.pipeline.builders.schedule_request import ScheduleRequest
@@ -24,20 +28,37 @@ from autosplit.planner.cuts.rank_measurement import (
     refined_by_trial_runs,
 )
 from autosplit.planner.cuts.solve import Solution
+from autosplit.planner.meta_init.meta_model import meta_model
 from autosplit.planner.model.block_instance import StageOptions
 from autosplit.planner.model.captured_model import WholeModel
 from autosplit.planner.plan.alternatives import Configuration
 from autosplit.planner.plan.plan import made_for
-from autosplit.planner.plan.plan_search import count_settings
+from autosplit.planner.plan.plan_search import MEMORY, count_settings, microbatch_sizes
 from autosplit.planner.plan.plan_signature import PlanSignature
 from autosplit.runtime.split_options import SplitOptions
 
+from .costs_ahead import CostsAhead
 from .example_inputs import memory_for_trials, resized
 from .plan_request import PlanRequest
 
+_SLOW = 4.0
+"""Seconds for a model to be captured, beyond which a second process is worth its start."""
+
 
 class KnownCosts:
-    """The costs of a model by microbatch size and memory setting, each found once."""
+    """The costs of a model by microbatch size and memory setting, each found once.
+
+    Estimates of a large model are made by two processes: one size each at a time.
+
+    Args:
+        model: the model.
+        args: positional example inputs.
+        kwargs: keyword example inputs.
+        request: what is planned.
+        batch: samples in a step.
+        build: makes model and inputs again, in another process; None to have no other.
+        device: how fast operators are, where that is known.
+    """
 
     def __init__(
         self,
@@ -46,19 +67,55 @@ class KnownCosts:
         kwargs: dict[str, Any],
         request: PlanRequest,
         batch: int,
+        build: Callable[[], Any] | None = None,
+        device: DeviceSpeed | None = None,
     ) -> None:
         self.made_for: dict[int, PlanSignature] = {}
         self._model, self._args, self._kwargs = model, args, kwargs
         self._request = request
         self._wholes: dict[int, WholeModel] = {}
         self._known: dict[tuple[int, str | int], ModelCosts] = {}
-        self._device: DeviceSpeed | None = None
+        self._device = device
+        self._build, self._batch = build, batch
+        self._ahead: CostsAhead | None = None
         self._share = request.seconds / count_settings(request.space, request.devices, batch)
 
     def __call__(self, size: int, memory: str | int) -> ModelCosts:
         if (size, memory) not in self._known:
-            self._known[size, memory] = self._find(self._whole(size), memory)
+            self._take(size, memory)
+        if (size, memory) not in self._known:
+            start = time.monotonic()
+            whole = self._whole(size)
+            slow = time.monotonic() - start > _SLOW
+            self._known[size, memory] = self._find(whole, memory)
+            if slow:
+                self._look_ahead(size)
         return self._known[size, memory]
+
+    def close(self) -> None:
+        """End what another process is still at."""
+        if self._ahead is not None:
+            self._ahead.close()
+
+    def _look_ahead(self, size: int) -> None:
+        """Have another process begin with the sizes that will be asked for last."""
+        if self._build is None or self._ahead is not None or not self._request.estimated:
+            return
+        sizes = [
+            each
+            for each in microbatch_sizes(self._request.space, self._request.devices, self._batch)
+            if each != size and each not in self._wholes
+        ]
+        theirs = sizes[(len(sizes) + 1) // 2 :]
+        # In the order in which they are asked for.
+        keys = list(itertools.product(self._request.space.memory or MEMORY, theirs))
+        given = (self._build, self._request, self._batch, self._device)
+        self._ahead = CostsAhead.start(_costs_of_keys, given, keys)
+
+    def _take(self, size: int, memory: str | int) -> None:
+        found = None if self._ahead is None else self._ahead.take((memory, size))
+        if found is not None:
+            self._known[size, memory], self.made_for[size] = found
 
     def rehearsed(self, best: Configuration, limits: Limits) -> Solution | None:
         """The stages of a configuration after rehearsals; None where none can be run here."""
@@ -107,6 +164,20 @@ class KnownCosts:
             return profile_together(whole, options, self._share, alone=not grouped())
         self._device = self._device or self._speed()
         return estimate(whole, options, device=self._device)
+
+
+def _costs_of_keys(
+    build: Callable[[], Any],
+    request: PlanRequest,
+    batch: int,
+    device: DeviceSpeed,
+    keys: Sequence[tuple[str, int]],
+) -> Iterator[tuple[ModelCosts, PlanSignature]]:
+    """The costs under each memory setting and size, in a process that has no model yet."""
+    model, args, kwargs = example_of(meta_model(build), "the factory")
+    costs = KnownCosts(model, args, kwargs, request, batch, device=device)
+    for memory, size in keys:
+        yield costs(size, memory), costs.made_for[size]
 
 
 def _computes_in(model: nn.Module) -> torch.dtype:

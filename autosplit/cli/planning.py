@@ -118,14 +118,17 @@ def _plan(build: Callable[[], Any], name: str, request: PlanRequest) -> PlanResu
         limits = replace(limits, links=links)
     if not request.estimated and limits.measures:
         limits = replace(limits, links=with_host(limits.links, alone=not grouped()))
-    source = KnownCosts(model, args, kwargs, request, batch)
-    found = search_plans(
-        source,
-        request.devices,
-        batch,
-        space=request.space,
-        limits=limits,
-    )
+    source = KnownCosts(model, args, kwargs, request, batch, build)
+    try:
+        found = search_plans(
+            source,
+            request.devices,
+            batch,
+            space=request.space,
+            limits=limits,
+        )
+    finally:
+        source.close()
     best = found[0]
     seen = source.rehearsed(best, limits) if request.rehearse and not request.estimated else None
     made = source.made_for[best.microbatch_size]

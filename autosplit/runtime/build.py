@@ -89,7 +89,8 @@ def trace(
     with _TRACING, _undrawn(), collecting_new_objects_only():
         dump = _dump_folder(module)
         cache = None if dump else _graph_cache(options.backend, setting)
-        traced = _capture(module, args, kwargs, compiler, cache, called, insist, by_value)
+        calls = (called, insist, by_value)
+        traced = _capture(module, args, kwargs, compiler, setting, cache, *calls)
         try:
             functions = SplitFunctions(traced, _split(traced, compiler, setting, dump), compiler)
         except PassError as error:
@@ -126,6 +127,7 @@ def _capture(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     backend: Backend,
+    memory: Memory,
     cache: SplitGraphCache | None,
     called: bool,
     insist: bool,
@@ -148,8 +150,9 @@ def _capture(
 
         def again(twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             tried = capture(twin, args, kwargs, cache=cache, **options)
-            if tried.entry:  # its graphs are those of the call itself
-                tried.entry.keep_call()
+            if tried.entry:  # what comes of it is looked up by the call after this one
+                with contextlib.suppress(PassError):  # which is told of it
+                    _split(tried, backend, memory, None)
 
         if not is_passing(error, module, args, kwargs, again, insist=insist):
             raise

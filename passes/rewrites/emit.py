@@ -31,8 +31,7 @@ def emit(graph: fx.Graph, like: fx.Node, target: Any, *args: Any, **options: Any
 
 def erase(graph: fx.Graph, nodes: list[fx.Node]) -> None:
     """Erase the nodes without readers, in reverse order of the graph."""
-    place = {node: index for index, node in enumerate(graph.nodes)}
-    for node in sorted(nodes, key=place.__getitem__, reverse=True):
+    for node in sorted(nodes, reverse=True):  # nodes compare by their places
         if not node.users:
             graph.erase_node(node)
 

@@ -89,9 +89,10 @@ def read_graph(
         node = graph.create_node(op, target, (), {}, wanted)
         if node.name != wanted:
             raise NoArchiveError(f"{wanted} of {name} cannot have its name")
-        # Given at once, they would be searched for symbols, which no archive has.
-        node.args, node.kwargs = args, kwargs
-        node.meta = meta
+        # Given to begin with, they would be searched for symbols, which no archive has; and a node
+        # that is given an attribute leaves its graph's tables of nodes and enters them again.
+        node._update_args_kwargs(args, kwargs)
+        node.meta.update(meta)
         nodes.append(node)
     # Python code of the whole graph is made where somebody asks for it, which is hardly ever.
     return _LazyGraphModule(constants, graph, class_name=name)

@@ -43,6 +43,11 @@ class CodeDigests:
             self._found[id(code)] = known
         return known[0]
 
+    def __copy__(self) -> CodeDigests:
+        made = CodeDigests()
+        made._found = dict(self._found)
+        return made
+
     def __len__(self) -> int:
         return len(self._found)
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import io
-import pickle
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import FunctionType
 from typing import Any
 
@@ -19,6 +17,7 @@ from autosplit.capture.cache.file_store import FileStore
 from autosplit.torch_internals.pytree import TreeSpec
 
 from .call_errors import OtherwiseError
+from .call_file import CallForm, Told, read_forms, with_form
 from .object_text import ObjectTexts
 from .result_forms import read_spec, write_spec
 
@@ -42,9 +41,23 @@ class FoundCall:
     kept: Any
 
 
+@dataclasses.dataclass(frozen=True)
+class RefusedCall:
+    """A call that an earlier process traced in vain; one after it can be captured.
+
+    Attributes:
+        message: why this one cannot.
+    """
+
+    message: str
+
+
 @dataclasses.dataclass
 class KeptCall:
     """A call that is about to be traced, or was.
+
+    Under one key may be several, as a model's first call and those after it: attributes of objects
+    that hang on the module are in no key, only guards read them.
 
     What becomes of it is counted in ``torch._dynamo.utils.counters["autosplit"]``: ``call_hit``,
     ``call_miss``, and ``call_bypass`` for one that every process traces.
@@ -61,7 +74,7 @@ class KeptCall:
     key: str | None = None
     reason: str = ""
     _guards: tuple[Any, ...] = ()
-    _told: tuple[Any, ...] = ()
+    _told: tuple[Told, ...] = ()
 
     @classmethod
     def of(
@@ -97,7 +110,9 @@ class KeptCall:
             made.key = digest.hexdigest()
         return made
 
-    def find(self, function: FunctionType, scope: dict[str, Any] | None) -> FoundCall | None:
+    def find(
+        self, function: FunctionType, scope: dict[str, Any] | None
+    ) -> FoundCall | RefusedCall | None:
         """What was kept of the call, where all that its guards read is as it was.
 
         Args:
@@ -106,22 +121,40 @@ class KeptCall:
         """
         if self.key is None or scope is None:
             return None
-        data = self.store.read(self.key)
-        try:
-            found = None if data is None else self._read(data, function, scope)
-            self.reason = "" if found else "no such call was kept"
-        except Exception as error:
-            found, self.reason = None, _said(error)
+        found, self.reason = self._look(function, scope)
         counters["autosplit"]["call_hit" if found else "call_miss"] += 1
         return found
 
-    def _read(self, data: bytes, function: FunctionType, scope: dict[str, Any]) -> FoundCall:
+    def _look(
+        self, function: FunctionType, scope: dict[str, Any]
+    ) -> tuple[FoundCall | RefusedCall | None, str]:
+        """The first call that fits, or why the one that was kept last does not."""
+        data = self.store.read(str(self.key))
+        reasons = []
+        try:
+            for form in [] if data is None else read_forms(data):
+                try:
+                    return self._use(form, function, scope), ""
+                except Exception as error:
+                    reasons.append(_said(error))
+        except Exception as error:
+            reasons.append(_said(error))
+        return None, (reasons or ["no such call was kept"])[0]
+
+    def _use(
+        self, form: CallForm, function: FunctionType, scope: dict[str, Any]
+    ) -> FoundCall | RefusedCall:
         from .kept_guards import KeptGuards
 
-        graphs, names, spec, told, fields = _PlainReader(io.BytesIO(data)).load()
-        manager, kept = KeptGuards(*fields).manager(function, scope, self.texts)
-        found = FoundCall(graphs, names, read_spec(spec), manager, kept)
-        for text, category, file, line in told:
+        guards, texts = KeptGuards(*form.guards), self.texts.apart()
+        found: FoundCall | RefusedCall
+        if form.refusal:
+            guards.compare(scope, texts)
+            found = RefusedCall(form.refusal)
+        else:
+            manager, kept = guards.manager(function, scope, texts)
+            found = FoundCall(form.graphs, form.names, read_spec(form.spec), manager, kept)
+        for text, category, file, line in form.told:
             warnings.warn_explicit(text, _CATEGORIES[category], file, line)
         return found
 
@@ -161,10 +194,22 @@ class KeptCall:
             names: paths of the leaves of the result.
             spec: how the leaves make up the result.
         """
+        self._write(lambda: {"graphs": graphs, "names": names, "spec": write_spec(spec)})
+
+    def keep_refusal(self, message: str) -> None:
+        """Store that what was recorded cannot be captured, but a call after it can.
+
+        Args:
+            message: why it cannot.
+        """
+        self._write(lambda: {"refusal": message})
+
+    def _write(self, what: Callable[[], dict[str, Any]]) -> None:
         if self.key is None or not self._guards:
             return
         try:
-            data = pickle.dumps((graphs, names, write_spec(spec), self._told, self._guards))
+            form = CallForm(self._guards, self._told, **what())
+            data = with_form(self.store.read(self.key), form)
         except Exception as error:
             self.give_up(_said(error))
         else:
@@ -182,7 +227,7 @@ _CATEGORIES = {
 }
 
 
-def _warning(told: warnings.WarningMessage) -> tuple[str, str, str, int]:
+def _warning(told: warnings.WarningMessage) -> Told:
     if _CATEGORIES.get(told.category.__name__) is not told.category:
         raise NoFingerprintError(f"tracing it warned with a {told.category.__qualname__}")
     return str(told.message), told.category.__name__, told.filename, told.lineno
@@ -194,10 +239,3 @@ def _said(error: Exception) -> str:
     if isinstance(error, NoFingerprintError):
         return str(error)
     return f"{type(error).__name__}: {error}"
-
-
-class _PlainReader(pickle.Unpickler):
-    """Reads plain data, and nothing that would run code."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        raise NoFingerprintError(f"{module}.{name} is not read")

@@ -136,19 +136,35 @@ class KeptGuards:
             OtherwiseError: they would find something else than where they were kept.
             Exception: they cannot be asked here.
         """
+        sources = self.compare(scope, texts)
+        guards = {read_guard(form, sources, texts.hooks) for form in self.guards}
+        return self._build(function, scope, sources, guards)
+
+    def compare(self, scope: dict[str, Any], texts: ObjectTexts) -> list[Source]:
+        """Compare what the guards find in this process.
+
+        Args:
+            scope: variables of what would be captured.
+            texts: of the call's key.
+
+        Returns:
+            where they look.
+
+        Raises:
+            OtherwiseError: they would find something else than where they were kept.
+            Exception: they cannot be asked here.
+        """
         for name, definition in self.operators:
             if _definition(named_operator(name)) != definition:
                 raise OtherwiseError(f"the custom operator {name}")
-        names = scope["G"]
-        self._name_modules(names)
+        self._name_modules(scope["G"])
         sources = read_sources(self.sources)
         for (digest, what), kept in zip(
             self._digests(sources, scope, texts), self.digests, strict=True
         ):
             if digest != kept:
                 raise OtherwiseError(what)
-        guards = {read_guard(form, sources, texts.hooks) for form in self.guards}
-        return self._build(function, scope, sources, guards)
+        return sources
 
     def _name_modules(self, names: dict[str, Any]) -> None:
         """Add to a forward's globals what Dynamo adds: modules and builtins by names of its own."""

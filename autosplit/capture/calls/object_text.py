@@ -10,6 +10,7 @@ import functools
 import hashlib
 import random
 import types
+import typing
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
@@ -45,6 +46,7 @@ _UNREAD = {
     "__annotations_cache__",
     "__dict__",
     "__doc__",
+    "__slotnames__",  # left by the first copy of an object
     "__weakref__",
     "_abc_impl",
 }
@@ -82,6 +84,13 @@ class ObjectTexts:
         """The same texts, and numbers that go on from here, whatever is numbered otherwise."""
         made = copy.copy(self)
         made._numbers, made._storages = dict(self._numbers), dict(self._storages)
+        return made
+
+    def apart(self) -> ObjectTexts:
+        """A copy: what it is asked for is not in these texts."""
+        made = self.counting_on()
+        made.codes, made.constant = copy.copy(self.codes), set(self.constant)
+        made._classes, made._functions = dict(self._classes), dict(self._functions)
         return made
 
     def number(self, value: Any) -> int:
@@ -277,6 +286,9 @@ class ObjectTexts:
         if type(value) is property:
             parts = (value.fget, value.fset, value.fdel)
             return f"property {[self.loosely(part) for part in parts]}"
+        name = getattr(value, "_name", None) if type(value).__module__ == "typing" else None
+        if isinstance(name, str) and getattr(typing, name, None) is value:  # ``Any`` and the like
+            return f"typing.{name}"
         if isinstance(value, functools.cached_property):
             return f"cached property {self.loosely(value.func)}"
         return None

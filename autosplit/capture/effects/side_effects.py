@@ -12,6 +12,7 @@ import copy
 import inspect
 import re
 import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -40,11 +41,15 @@ class PythonStateError(CaptureError):
 
     Attributes:
         inside: all of that belongs to the module, so that a call of a copy leaves no traces.
+        passing: an earlier process found that a call after such a one can be traced.
+        remember: keeps for other processes that this is so.
     """
 
-    def __init__(self, message: str, *, inside: bool) -> None:
+    def __init__(self, message: str, *, inside: bool, passing: bool = False) -> None:
         super().__init__(message)
         self.inside = inside
+        self.passing = passing
+        self.remember: Callable[[], None] = lambda: None
 
 
 class Setter(NamedTuple):

@@ -262,6 +262,12 @@ def count_settings(space: SearchSpace, devices: int, batch: int) -> int:
     return len(space.memory or MEMORY) * len(_microbatches(space, devices, batch))
 
 
+def microbatch_sizes(space: SearchSpace, devices: int, batch: int) -> list[int]:
+    """For microbatches of how many samples a search asks the costs, in this order."""
+    _check(space, devices, batch)
+    return [batch // count for count in _microbatches(space, devices, batch)]
+
+
 def _divisors(batch: int) -> list[int]:
     small = [count for count in range(1, math.isqrt(batch) + 1) if batch % count == 0]
     return sorted({*small, *(batch // count for count in small)})
