@@ -64,7 +64,7 @@ def test_groups_are_aborted_all_at_once() -> None:
 @pytest.mark.parametrize("config", ["cuda:nccl", "cpu:gloo,cuda:nccl"])
 def test_a_group_with_nccl_is_on_the_gpu(monkeypatch: pytest.MonkeyPatch, config: str) -> None:
     """Also where ``get_backend`` says "undefined": the user left the backend to torch."""
-    monkeypatch.setattr(dist, "get_backend_config", lambda: config)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert device_of_group() == CUDA
