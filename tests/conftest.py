@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import os
 import sys
@@ -98,6 +99,12 @@ def launched_on_ranks(on_ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     assert names, "nobody has imported launch"
     for name in names:
         monkeypatch.setattr(sys.modules[name], "launch", on_ranks)
+
+
+def pytest_sessionfinish() -> None:
+    """pytest collects garbage five times in the end, each time through all that was imported."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
