@@ -20,7 +20,7 @@ SAID = {
     "other widths": ("hold parts of the same stages, which must be built alike",),
     "early": ("early_weights=True", "must run their collectives in one order"),
     "memory": ("every rank must build the same trainer, but memory is 'fast' on rank 0 and",),
-    "other batches": ("share the tensors of their stages and were given different batches",),
+    "other batches": ("share the tensors of their stages and were given different batches: give ",),
     "other seeds": ("share the tensors of a stage and have the losses", "the same seed"),
     "handed on": ("returns output, a DTensor", "use_local_output=True"),
 }

@@ -163,8 +163,8 @@ class _WrittenObjects:
         objects = {s: eval(s, {"G": names}) for s in kept if s.startswith("G[")}
         self._globals = {s: value for s, value in objects.items() if not _is_context(value)}
         local = [s for s in kept if s.startswith("L[")]
-        self._buffers = any("._buffers" in s for s in local)
-        local = [s for s in local if "._buffers" not in s]
+        self._buffers = [s for s in local if "._buffers" in s]
+        local = [s for s in local if s not in self._buffers]
         self._below = [s for s in local if isinstance(self._find(s, module), _COMPARED)]
         self._others = [s for s in local if s not in self._below]
 
@@ -206,7 +206,10 @@ class _WrittenObjects:
         if containers:
             return containers
         earlier = {source: dict(space) for source, space in outside.items()}
-        twin, mode = _without_data(self.module)
+        try:
+            twin, mode = _without_data(self.module)
+        except Exception:  # there are no copies of this one, as of one that fully_shard has sharded
+            return [*outside, *self._below, *self._buffers]
         written = {source: self._find(source, twin) for source in self._below}
         common = [s for s, each in written.items() if each is self._find(s, self.module)]
         if common:

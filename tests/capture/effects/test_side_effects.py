@@ -95,6 +95,20 @@ def test_what_every_call_changes_is_refused(model: nn.Module, named: str, inside
     assert before == SEEN
 
 
+class Unique:
+    """As a process group is, which every sharded module has."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise TypeError("there is one of it")
+
+
+@pytest.mark.parametrize(("effect", "held"), [(append, {"log": []}), (count, {"calls": 0})])
+def test_what_a_module_without_copies_changes_is_named(effect: Any, held: dict[str, Any]) -> None:
+    name = "self.log" if "log" in held else "self"
+    with pytest.raises(PythonStateError, match=f"changes Python state, {name}, which a graph"):
+        traced(Effect(effect, only=Unique(), **held))
+
+
 def test_a_refused_module_is_left_as_it_was() -> None:
     model = Effect(count, calls=0)
     with pytest.raises(PythonStateError):

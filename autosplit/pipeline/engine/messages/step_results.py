@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from autosplit.errors import PipelineError
+from autosplit.mesh.dimensions import REPLICATE, SHARD, RankLayout
 from autosplit.mesh.exact_norm import norm_of
 from autosplit.pipeline.engine.faults.first_error import Guard
 
@@ -94,10 +95,8 @@ class Agreement:
                 one, other = self._layout.pipelines[first], self._layout.pipelines[row]
                 raise PipelineError(
                     f"the ranks {list(one)} and {list(other)} share the tensors of their stages "
-                    "and were given different batches: give all ranks along 'tp' the same one, "
-                    "those along 'dp_replicate' shares of their own, as "
-                    "DistributedSampler(num_replicas=mesh['dp_replicate'].size(), "
-                    "rank=mesh.get_local_rank('dp_replicate')) does"
+                    "and were given different batches: give all ranks along 'tp' the same one"
+                    f"{_own_shares(self._layout)}"
                 )
             if not torch.allclose(
                 losses[first], losses[row], rtol=precision, atol=0.0, equal_nan=True
@@ -114,3 +113,17 @@ class Agreement:
         """The norm of the model's gradient; waits like ``wait``."""
         with self._guard("the end of a step"):
             return norm_of(self._sum.wait()[self._squares :])
+
+
+def _own_shares(layout: RankLayout) -> str:
+    """What other ranks than those along "tp" are to be given; empty where there are none."""
+    along = {REPLICATE: layout.replicas, SHARD: layout.shards}
+    several = [name for name, ranks in along.items() if ranks > 1]
+    if not several:
+        return ""
+    count = " * ".join(f"mesh[{name!r}].size()" for name in several)
+    place = f" * mesh[{SHARD!r}].size() + ".join(f"mesh.get_local_rank({n!r})" for n in several)
+    return (
+        f", those along {' and '.join(map(repr, several))} shares of their own, as "
+        f"DistributedSampler(num_replicas={count}, rank={place}) does"
+    )

@@ -224,8 +224,13 @@ def _sharded(module: nn.Module) -> ShardedModule:
 
 
 def _advice(groups: Groups) -> str:
-    names = f"{SHARD!r}" if groups.layout.replicas == 1 else f"{REPLICATE!r}, {SHARD!r}"
-    return f"fully_shard(module, mesh=mesh[{names}]), with the mesh that PipelineTrainer gets"
+    call = "fully_shard(module, mesh=mesh[{}]), with the mesh that PipelineTrainer gets"
+    if groups.layout.replicas == 1:
+        return call.format(f"{SHARD!r}")
+    return call.format(f"{REPLICATE!r}, {SHARD!r}") + (
+        f", where init_device_mesh named {REPLICATE!r} before {SHARD!r}: torch takes the "
+        "dimensions of a mesh in their order only"
+    )
 
 
 def _check_lies(stage: int, group: ParameterGroup, groups: Groups) -> None:
