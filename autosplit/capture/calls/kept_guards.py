@@ -31,7 +31,15 @@ from autosplit.capture.cache.custom_operators import definition_text
 from autosplit.passes.analysis.operators import OVERLOAD
 
 from .call_errors import OtherwiseError
-from .guard_forms import GuardForm, SourceForm, SourceWriter, read_guard, read_options, read_sources
+from .guard_forms import (
+    GuardForm,
+    SourceForm,
+    SourceWriter,
+    looked_at,
+    read_guard,
+    read_options,
+    read_sources,
+)
 from .guard_texts import guard_text, reads_process
 from .object_text import ObjectTexts
 
@@ -176,7 +184,7 @@ class KeptGuards:
             if reads_process(kind):
                 text = kind
             else:
-                given = read_options(options, sources)
+                given, source = looked_at(kind, read_options(options, sources), source)
                 given = {k: value(v) if isinstance(v, Source) else v for k, v in given.items()}
                 try:
                     text = guard_text(kind, given, value(source), texts)
