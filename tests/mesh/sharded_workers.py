@@ -197,7 +197,7 @@ def half(mesh: DeviceMesh) -> dict[str, bool]:
         own = {name: torch.zeros_like(total) for name, total in sums.items()}
         for x, y in zip(*(each.chunk(M) for each in share(replica)), strict=True):
             model.zero_grad()
-            (F.mse_loss(model(x.bfloat16()), y) / M).backward()
+            (F.mse_loss(model(x.bfloat16()).float(), y) / M).backward()
             for name, p in model.named_parameters():
                 own[name] += p.grad
         for name, total in own.items():

@@ -101,9 +101,9 @@ class Program:
         if self.last:
             self.losses = []
             given |= {"target": self.target, "losses": self.losses}
-        self.output = self.schedule.step(
-            *(self.args if 0 in self.mine else ()), loss_kwargs=self.loss_kwargs, **given
-        )
+        if self.loss_kwargs:  # torch 2.11 takes none
+            given["loss_kwargs"] = self.loss_kwargs
+        self.output = self.schedule.step(*(self.args if 0 in self.mine else ()), **given)
         return self.output
 
     def plain_step(self) -> list[Any]:

@@ -22,9 +22,15 @@ from torch.distributed.tensor.parallel import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autosplit.pipelining import SplitPipelineStage
+from autosplit.torch_internals.pipelining.versions import SUPPORTED
+from autosplit.torch_internals.version import TORCH
 from tests.semantics.parallel.tensor_parallel_workers import Mlp
 
 from .programs import CPU, mean_square
+
+pytestmark = pytest.mark.skipif(
+    TORCH not in SUPPORTED, reason="another torch.distributed.pipelining"
+)
 
 STAGES = 2
 

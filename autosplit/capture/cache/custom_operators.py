@@ -48,7 +48,7 @@ class _Definitions:
         if not self._is_new(found, name):
             return
         others = _kernels(name) - _KERNELS - DEVICES
-        if others or found._torch_dispatch_fns or found._autocast_dtype:
+        if others or found._torch_dispatch_fns or _casts(found):
             raise NoFingerprintError(f"{name} is a custom operator with kernels besides its own")
         yield f"operator {name} {found._schema} {sorted(map(str, found._tags))}"
         for function in (found._abstract_fn, found._setup_context_fn, found._backward_fn):
@@ -114,6 +114,14 @@ def _kernels(operator: str) -> set[str]:
     space, _, name = operator.partition("::")
     split: Sequence[list[str]] = [each.split("/") for each in torch.library._impls.copy()]
     return {key for where, what, key in split if (where, what.partition(".")[0]) == (space, name)}
+
+
+def _casts(operator: Any) -> bool:
+    """Whether an operator casts its inputs under autocast: it keeps dtypes, by device in one
+    dictionary or, on torch 2.11, each in a field.
+    """
+    kept = [value for name, value in vars(operator).items() if name.startswith("_autocast_")]
+    return not kept or any(kept)  # where none is kept it is out of sight
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:

@@ -135,6 +135,24 @@ def read_options(
     }
 
 
+def looked_at(kind: str, options: dict[str, Any], source: Source) -> tuple[dict[str, Any], Source]:
+    """Options and source of a guard as torch has them since 2.12: before, the source of a guard of
+    an attribute is that of the attribute, which need not exist, instead of the object's.
+
+    Raises:
+        NoFingerprintError: it is the source of something else.
+    """
+    if kind != "HASATTR" or "attr" in options:
+        return options, source
+    while isinstance(source, torch._dynamo.source.NNModuleSource):
+        source = source.base
+    if isinstance(source, torch._dynamo.source.CodeSource):
+        return {"attr": "__code__"}, source.base
+    if isinstance(source, torch._dynamo.source.AttrSource):
+        return {"attr": source.member}, source.base
+    raise NoFingerprintError(f"a guard of an attribute reads a {type(source).__qualname__}")
+
+
 def _read(form: tuple[str, Any], sources: Sequence[Source]) -> Any:
     what, value = form
     return sources[value] if what == "source" else value

@@ -32,7 +32,15 @@ from autosplit.capture.cache.custom_operators import definition_text
 from autosplit.passes.analysis.operators import OVERLOAD
 
 from .call_errors import OtherwiseError
-from .guard_forms import GuardForm, SourceForm, SourceWriter, read_guard, read_options, read_sources
+from .guard_forms import (
+    GuardForm,
+    SourceForm,
+    SourceWriter,
+    looked_at,
+    read_guard,
+    read_options,
+    read_sources,
+)
 from .guard_texts import guard_text, reads_process
 from .object_text import ObjectTexts
 
@@ -194,7 +202,8 @@ class KeptGuards:
             if reads_process(kind):
                 text = kind
             else:
-                given = read_options(options, sources, texts.hooks)
+                read = read_options(options, sources, texts.hooks)
+                given, source = looked_at(kind, read, source)
                 given = {k: value(v) if isinstance(v, Source) else v for k, v in given.items()}
                 found = value(source)
                 if isinstance(source, ConstDictKeySource):

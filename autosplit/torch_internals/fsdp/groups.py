@@ -121,7 +121,7 @@ class ParameterGroup:
         rank has the whole then, and not a part along other dimensions (``parallelize_module``).
         """
         return [
-            (each.sharded_param, _sharding(each._unsharded_dtensor_spec))
+            (each.sharded_param, _sharding(_gathered_spec(each)))
             if each.is_dtensor
             else (each.sharded_param, None)
             for each in self._group.fsdp_params
@@ -196,9 +196,13 @@ class ParameterGroup:
         ``reduce_dtype``.
         """
         for each in self._group.fsdp_params:
-            if hasattr(each, "_unsharded_param"):
+            if not hasattr(each, "_unsharded_param"):
+                continue
+            if _sums_apart(each):
                 each.accumulate_unsharded_grad_if_needed()
                 each.to_accumulated_grad_if_needed()
+            else:
+                _put_in_dtype(each._unsharded_param, each.unsharded_grad_dtype)
 
     def lay_gradients_out(self) -> None:
         """Have the gradients that have come lie as their gathered parameters do: sums that ranks
@@ -213,12 +217,13 @@ class ParameterGroup:
         self.accumulate()
         for each in self._group.fsdp_params:
             if each.is_dtensor and hasattr(each, "_unsharded_param"):
-                lies = each._unsharded_dtensor_spec.placements
+                lies = _gathered_spec(each).placements
                 own = each._unsharded_param
                 own.grad = redistributed(own.grad, lies)
-                each.unsharded_accumulated_grad = redistributed(
-                    each.unsharded_accumulated_grad, lies
-                )
+                if _sums_apart(each):
+                    each.unsharded_accumulated_grad = redistributed(
+                        each.unsharded_accumulated_grad, lies
+                    )
 
     @property
     def adds_in_another_dtype(self) -> bool:
@@ -300,5 +305,27 @@ class ParameterGroup:
         """Drop what was accumulated for one of the sharded parameters (its ``id``)."""
         for each in self._group.fsdp_params:
             if id(each.sharded_param) == sharded and hasattr(each, "_unsharded_param"):
-                each.unsharded_accumulated_grad = None
+                if _sums_apart(each):
+                    each.unsharded_accumulated_grad = None
                 each._unsharded_param.grad = None
+
+
+def _gathered_spec(parameter: Any) -> Any:
+    """How a gathered parameter lies over the ranks of other dimensions; torch 2.11's name of it."""
+    known = hasattr(parameter, "_unsharded_dtensor_spec")
+    return parameter._unsharded_dtensor_spec if known else parameter._tp_spec
+
+
+def _sums_apart(parameter: Any) -> bool:
+    """Whether sums of another dtype lie beside ``.grad`` of the gathered parameter; from torch 2.15
+    on they are in it.
+    """
+    return hasattr(parameter, "accumulate_unsharded_grad_if_needed")
+
+
+def _put_in_dtype(gathered: nn.Parameter, dtype: torch.dtype | None) -> None:
+    grad = gathered.grad
+    if grad is not None and dtype not in (None, grad.dtype):
+        gathered.grad = None
+        gathered.grad_dtype = dtype  # type: ignore[assignment]
+        gathered.grad = grad.to(dtype)
