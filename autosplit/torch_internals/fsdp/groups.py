@@ -327,5 +327,5 @@ def _put_in_dtype(gathered: nn.Parameter, dtype: torch.dtype | None) -> None:
     grad = gathered.grad
     if grad is not None and dtype not in (None, grad.dtype):
         gathered.grad = None
-        gathered.grad_dtype = dtype  # type: ignore[assignment]
+        gathered.grad_dtype = dtype
         gathered.grad = grad.to(dtype)
