@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch._subclasses import fake_impls
 
 DEVICES = frozenset({"CPU", "CUDA", "HPU", "MPS", "MTIA", "XPU", "PrivateUse1"})
 """Keys of kernels that tracing does not run."""
@@ -18,7 +19,7 @@ _UNTRACED = DEVICES | {"Meta", "FuncTorchBatched"}
 
 def overridden() -> list[str]:
     """Names of the operators."""
-    named = [name.split("/") for name in torch.library._impls.copy()]
+    named = [name.split("/") for name in torch.library._impls.copy() - _torchs()]
     found = {f"aten::{op}" for space, op, key in named if space == "aten" and key not in _UNTRACED}
     # torch registers for autograd as a whole, but for some operators of its tests. Kernels for
     # one device are found where they come from C++, too.
@@ -26,6 +27,15 @@ def overridden() -> list[str]:
         every = torch._C._dispatch_get_registrations_for_dispatch_key(f"Autograd{device}")
         found |= {op for op in every if re.match("aten::(?!_test_)", op)}
     return sorted(found)
+
+
+def _torchs() -> set[str]:
+    """What torch registers when it is imported: torch 2.15 has kernels of ``to_dense`` for tracing
+    in Python.
+    """
+    values = vars(fake_impls).values()
+    libraries = [value for value in values if isinstance(value, torch.library.Library)]
+    return {name for library in libraries for name in library._op_impls}
 
 
 @contextlib.contextmanager

@@ -62,6 +62,10 @@ def make_ready(root: Any) -> None:
 
 def finish_backward(root: Any) -> None:
     """Wait for the reductions below a root, as FSDP does at the end of a backward."""
+    context = root._state_ctx
+    # torch 2.15 notes in the backward's hooks whether its user is to finish it.
+    if getattr(context, "manual_backward_finalization_active", False) is None:
+        context.manual_backward_finalization_active = context.manual_backward_finalization
     root._root_post_backward_final_callback()
 
 

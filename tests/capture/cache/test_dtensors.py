@@ -23,7 +23,12 @@ import autosplit
 from autosplit.capture.cache import split_graph_cache
 from autosplit.capture.cache.split_graph_cache import VARIABLE
 from autosplit.passes.lowering import codegen
+from autosplit.torch_internals.version import TORCH
 from tests.fake_ranks import fake_mesh
+
+KEPT = pytest.mark.skipif(
+    TORCH < (2, 12), reason="torch 2.11 captures calls of functions that it makes for each call"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -65,6 +70,7 @@ def trace(module: nn.Module) -> tuple[Any, str]:
     return functions, " ".join(sorted(what))
 
 
+@KEPT
 def test_what_is_read_back_is_what_was_made() -> None:
     with fake_mesh() as mesh:
         made, first = trace(model(mesh))
@@ -77,6 +83,7 @@ def test_what_is_read_back_is_what_was_made() -> None:
     assert {"parameter", "output", "tangent"} <= kinds
 
 
+@KEPT
 def test_other_ranks_have_other_graphs() -> None:
     """Another place among the ranks, more of them, another name of the dimension."""
     found = []
@@ -86,6 +93,7 @@ def test_other_ranks_have_other_graphs() -> None:
     assert found == ["miss", "miss", "miss", "miss", "hit"]
 
 
+@KEPT
 def test_other_groups_and_placements_have_other_graphs() -> None:
     """Graphs know groups by their names."""
     with fake_mesh((4,)):
@@ -101,6 +109,7 @@ def test_other_groups_and_placements_have_other_graphs() -> None:
         assert trace(model(mesh, names="up down"))[1] == "miss"
 
 
+@KEPT
 def test_graphs_made_under_other_rules_are_others() -> None:
     with fake_mesh() as mesh:
         assert trace(model(mesh))[1] == "miss"
@@ -119,6 +128,7 @@ def test_somebody_elses_rule_is_out_of_sight(monkeypatch: pytest.MonkeyPatch) ->
         assert trace(model(mesh))[1] == "bypass"
 
 
+@KEPT
 def test_group_of_no_mesh_in_the_key_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """It could be one of other ranks where the graph is read."""
     monkeypatch.setattr(split_graph_cache, "meshes_of", lambda values: [])
