@@ -309,7 +309,7 @@ class CountsUnderLock(nn.Module):
 
 def test_side_effect_of_a_module_that_cannot_be_copied() -> None:
     split = autosplit.split(CountsUnderLock(), fullgraph=True)
-    with pytest.raises(CaptureError, match=r"cannot pickle '_thread.lock'"):
+    with pytest.raises(CaptureError, match="changes Python state, self, which a graph"):
         split(torch.randn(2, 3))
     parts = autosplit.split(CountsUnderLock())
     parts(torch.randn(2, 3)).sum().backward()
