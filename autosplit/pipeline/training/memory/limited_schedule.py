@@ -162,13 +162,23 @@ class LimitTuner(Tuner):
             self._measured = self._running, most
         return most
 
-    def _note_graphs(self, schedule: Schedule) -> None:
-        """Note what this rank's actions hold beside microbatches under a schedule; collective."""
+    def _note_graphs(self, schedule: Schedule, *, least: bool = False) -> None:
+        """Note what this rank's actions hold beside microbatches under a schedule; collective.
+
+        Args:
+            schedule: legal.
+            least: of actions of a kind what the least of them holds, rather than the most.
+        """
         place, known = 0, self._by_size(schedule)
+        found: dict[tuple[int, ActionKind], int] = {}
         for action, level in self._played(schedule):
             count = len(action.microbatches)
-            _raise(self._graphs, action, level - max(known[place : place + count]))
+            size, key = level - max(known[place : place + count]), _key(action)
+            if action.kind.is_compute:
+                found[key] = (min if least else max)(size, found.get(key, size))
             place += count
+        for key, size in found.items():
+            self._graphs[key] = max(size, self._graphs.get(key, 0))
 
     def _by_size(self, schedule: Schedule) -> list[int]:
         """What this rank's microbatches hold during each action of its row."""
@@ -234,9 +244,9 @@ class LimitTuner(Tuner):
         """The shortest step that is found within the limit; collective."""
         self._fixed_by_rank = self._most(self._fixed())
         self._sizes = costs.memory
-        self._note_graphs(self._running)
+        # What holds too much may do so beside microbatches as well: GPipe keeps all it has sent.
+        self._note_graphs(self._running, least=max(self._held(self._running)) > self._limit)
         nearest: list[tuple[float, Schedule]] = []
-        graphs = dict(self._graphs)
         weighed, aim = self._weighed(costs), float(self._limit)
         # Every rank searches for itself, and all have to find the same.
         solver = len(set(self._groups.everybody.gather(solver_version()))) == 1
@@ -270,25 +280,21 @@ class LimitTuner(Tuner):
                     break
         # The search may miss what is known to fit, or what a refusal advised a limit for.
         there = [(max(self._held(each)), each) for each in (self._running, self._schedule)]
-        there += self._frugal(costs, graphs)
+        there += self._frugal(costs)
         least, found = min([*nearest, *there], key=itemgetter(0))
         if least > self._limit:
             self._refuse(*min(there, key=itemgetter(0)))
         self._running = found
         return found
 
-    def _frugal(self, costs: Costs, graphs: Beside) -> list[tuple[float, Schedule]]:
+    def _frugal(self, costs: Costs) -> list[tuple[float, Schedule]]:
         """What the search has to offer for a limit that nothing keeps, with the most that a rank
-        holds then; the same whatever the limit is, so that a limit that a refusal advised finds it
-        again.
-
-        Args:
-            costs: of every stage.
-            graphs: what is known of what actions hold beside microbatches.
+        holds then; the same whatever the limit and the trainer's own schedule are, so that a limit
+        that a refusal advised finds it again.
         """
         schedule = self._schedule
         found: list[tuple[float, Schedule]] = []
-        noted, self._graphs = self._graphs, dict(graphs)
+        noted, self._graphs = self._graphs, {}
         seen: list[Costs] = []
         while len(seen) < _TRIES and (weighed := self._weighed(costs)) not in seen:
             seen.append(weighed)

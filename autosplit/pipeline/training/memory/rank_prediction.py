@@ -18,7 +18,7 @@ class RankPrediction:
     """Predicts a rank's peak.
 
     Args:
-        mode: what is run; its stages are built.
+        mode: what is run; its stages are built. It is predicted for the schedule that it has now.
         batch: the tensors of the batch, None for what the rank does not take.
         calls: knows what stages' calls hold.
 
@@ -28,13 +28,14 @@ class RankPrediction:
 
     def __init__(self, mode: Mode, batch: Iterable[Tensor | None], calls: CallMemory) -> None:
         self._mode = mode
+        self._schedule, self._moves = mode.schedule, mode.moves
         self._calls = calls
         self.batch_bytes = distinct_storage_bytes(batch)
 
     def evicted(self) -> Evicted:
         """What this rank sends its partner."""
         replay = self._replay()
-        if replay is None or self._mode.moves is None:
+        if replay is None or self._moves is None:
             return {}
         replay.peak({})
         return replay.evicted
@@ -55,5 +56,5 @@ class RankPrediction:
             return None
         boundaries = mode.negotiation.learn
         return RankReplay(
-            without_sharding(mode.schedule), mode.rank, mode.feeds, stages, boundaries, self._calls
+            without_sharding(self._schedule), mode.rank, mode.feeds, stages, boundaries, self._calls
         )
