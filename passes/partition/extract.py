@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection
 from typing import Any
 
@@ -47,6 +48,7 @@ def extract(
         if isinstance(value, fx.Node):
             copy_behind(graph, value, copies)
     values = fx.node.map_arg([value for _, value in returns], copies.__getitem__)
+    _take_apart_at_once(graph)
     roles = [role for role, _ in returns]
     set_outputs(graph, list(zip(roles, values, strict=True)))
     return module_like(module, _placeholders_first(graph), name)
@@ -80,6 +82,16 @@ def copy_placeholder(graph: fx.Graph, node: fx.Node, role: Role | None = None) -
     copy.target = copy.name  # where the name was taken, it got a number
     copy.meta = {**node.meta, "role": role or role_of(node)}
     return copy
+
+
+def _take_apart_at_once(graph: fx.Graph) -> None:
+    """Items right behind the operators that make them: a tuple that waits for one of its items to
+    be read keeps them all.
+    """
+    for node in reversed(graph.find_nodes(op="call_function", target=operator.getitem)):
+        made = node.args[0]
+        if isinstance(made, fx.Node) and made.op != "placeholder":
+            made.append(node)
 
 
 def _placeholders_first(graph: fx.Graph) -> fx.Graph:

@@ -158,10 +158,13 @@ class MessageReplay:
             return self._here.pop(parcel)
         peer = self._source[parcel]
         self._post(peer, self._place[parcel] + 1 + _PREFETCH)
+        values = self._coming.pop(parcel)
+        if not any(values):  # nothing travels, so nothing tells what has arrived
+            return self._complete(parcel, values)
         while self._retired[peer] < self._routes.proven[parcel]:
             self._level.release(self._sent[peer].popleft())
             self._retired[peer] += 1
-        return self._complete(parcel, self._coming.pop(parcel))
+        return self._complete(parcel, values)
 
     def _complete(self, parcel: Parcel, values: Values) -> Values:
         """What came, with what was kept for this stage of what came before."""

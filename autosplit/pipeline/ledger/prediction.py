@@ -189,6 +189,9 @@ class RankReplay:
 
     def _backward(self, action: Action) -> None:
         functions = self._stages[action.stage].functions
+        if functions.graphs.backward is None:
+            self._pass_over(action)
+            return
         taken = self._saved.pop((action.stage, action.microbatch))
         pairs = zip(functions.capture.outputs, self._messages.gradients(action), strict=False)
         for name, storage in pairs:
@@ -203,7 +206,18 @@ class RankReplay:
             self._deferred[action.stage, action.microbatch] = made
         self._messages.deliver(result_of(action), inputs)
 
+    def _pass_over(self, action: Action) -> None:
+        """The backward of a stage with nothing to differentiate."""
+        self._saved.pop((action.stage, action.microbatch), None)
+        self._level.release(each for each in self._messages.gradients(action) if each)
+        if action.kind is ActionKind.BACKWARD_INPUT:
+            self._deferred[action.stage, action.microbatch] = {}
+        count = len(self._stages[action.stage].functions.capture.inputs)
+        self._messages.deliver(result_of(action), [None] * count)
+
     def _weight(self, action: Action) -> None:
+        if self._stages[action.stage].functions.graphs.backward is None:
+            return
         taken: Held = {}
         for place, microbatch in enumerate(action.microbatches):
             deferred = self._deferred.pop((action.stage, microbatch))

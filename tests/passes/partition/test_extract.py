@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection
 
 import torch
@@ -84,6 +85,30 @@ def test_recomputed_values_run_just_before_their_first_reader() -> None:
     g = Chain()
     part = g.part([g.x, g.a, g.b, g.c, g.d], on_demand=[g.a, g.b])
     assert names(part) == ["x", "c", "a", "b", "d", "output"]
+
+
+def test_items_follow_what_makes_them_though_they_are_read_later() -> None:
+    """A tuple that waits for the reader of its last item would keep all of them."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["role"] = Role(Kind.INPUT, "x")
+    call = "call_function"
+    pair = graph.create_node(call, aten.aminmax.default, (x,), name="pair")
+    low = graph.create_node(call, operator.getitem, (pair, 0), name="low")
+    high = graph.create_node(call, operator.getitem, (pair, 1), name="high")
+    other = graph.create_node(call, aten.exp.default, (low,), name="other")
+    graph.output([other, high])
+    for node in graph.nodes:
+        node.meta["val"] = torch.empty(3, device="meta")
+    part = extract(
+        fx.GraphModule(nn.Module(), graph),
+        "part",
+        carried=[],
+        compute={x, pair, low, high, other},
+        returns=[(RESULT, other), (SAVED, high)],
+        on_demand=[pair, low, high],
+    )
+    assert names(part) == ["x", "pair", "low", "high", "other", "output"]
 
 
 def test_a_result_that_is_no_node_is_returned_as_it_is() -> None:

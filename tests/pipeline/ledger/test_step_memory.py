@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 
 import pytest
 import torch
@@ -82,6 +83,13 @@ def test_two_ranks_hear_the_same_and_hold_what_was_predicted(on_ranks: Ranks) ->
     assert all(size >= 2 * message and size % message == 0 for size in transit)
     # More microbatches are in flight on the first rank.
     assert max(band.held["saved"] for band in found.bands[0]) > 0
+
+
+def test_a_frozen_stage_holds_what_it_sends_and_is_predicted_too(on_ranks: Ranks) -> None:
+    """Nothing comes back that would tell that it has arrived."""
+    found, _ = on_ranks(partial(workers.recorded, frozen=0), 2, timeout=120.0)
+    assert found.predicted == found.peak_activations
+    assert max(band.held["saved"] for band in found.bands[0]) == 0
 
 
 def test_after_100_steps_every_band_is_as_it_was(on_ranks: Ranks) -> None:

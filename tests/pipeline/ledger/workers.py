@@ -65,11 +65,12 @@ def trainer(
     stages: int = 2,
     block: Callable[[], nn.Module] = Block,
     loss_fn: Callable[[Tensor, Tensor], Tensor] = mean_square,
+    frozen: int | None = None,
     **options: Any,
 ) -> PipelineTrainer:
     torch.manual_seed(0)
     return PipelineTrainer(
-        lambda index: block(),
+        lambda index: block().requires_grad_(index != frozen),
         loss_fn,
         torch.optim.AdamW,
         stages=stages,

@@ -106,14 +106,27 @@ class SplitStage:
         return Stage(module, args, index=index, **vars(self))
 
 
+def traced(stage: TrainableStage) -> Stage | None:
+    """The stage whose graphs are run; None where it is of another class, and nothing is known."""
+    found = stage.traced if isinstance(stage, _Frozen) else stage
+    return found if isinstance(found, Stage) else None
+
+
+def all_traced(stages: Mapping[int, TrainableStage]) -> dict[int, Stage] | None:
+    """``traced`` of each; None where nothing is known of one."""
+    found = {index: known for index, each in stages.items() if (known := traced(each)) is not None}
+    return found if len(found) == len(stages) else None
+
+
 def footprint(stage: TrainableStage) -> tuple[float, float]:
     """Bytes that a stage keeps of one microbatch: from F to the backward, and from I to W.
 
     A stage that does not say counts as 1 each, so that microbatches are counted.
     """
-    if not isinstance(stage, Stage):
+    known = traced(stage)
+    if known is None:
         return (1.0, 1.0)
-    graphs = stage.functions.graphs
+    graphs = known.functions.graphs
     if graphs.backward is None or graphs.backward_input is None or graphs.backward_weight is None:
         return (0.0, 0.0)
     saved = boundary_tensors(graphs.forward, graphs.backward, Kind.SAVED)
@@ -124,9 +137,10 @@ def footprint(stage: TrainableStage) -> tuple[float, float]:
 def stage_memory(stage: TrainableStage) -> StageMemory:
     """What a stage keeps of one microbatch, as ``footprint``, and how it would travel."""
     saved, deferred = footprint(stage)
-    if not isinstance(stage, Stage):
+    known = traced(stage)
+    if known is None or isinstance(stage, _Frozen):
         return StageMemory(saved, deferred)
-    forward = stage.functions.graphs.forward
+    forward = known.functions.graphs.forward
     count = len(graph_outputs(forward.graph, Kind.SAVED))
     taken = list(graph_inputs(forward.graph, Kind.INPUT).values())
     return StageMemory(
@@ -134,7 +148,7 @@ def stage_memory(stage: TrainableStage) -> StageMemory:
         deferred,
         float(distinct_bytes(taken)),
         tensors=max(count, 1),
-        pieces=_pieces(stage),
+        pieces=_pieces(known),
     )
 
 
@@ -237,9 +251,13 @@ def compile_stages(stages: Mapping[int, TrainableStage], schedule: Schedule) -> 
 class _Frozen:
     """A stage with nothing to differentiate: its backward actions are empty, and it holds
     nothing.
+
+    Attributes:
+        traced: whose forward it runs.
     """
 
     def __init__(self, stage: TrainableStage, inputs: int) -> None:
+        self.traced = stage
         self._inputs = inputs
         self._forward = stage.forward
         self.output_specs = stage.output_specs

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from autosplit.pipeline.engine.execution.mode import Mode
+from autosplit.pipeline.engine.execution.stage_assembly import all_traced
 from autosplit.pipeline.ledger.call_memory import CallMemory
 from autosplit.pipeline.ledger.prediction import Evicted, RankReplay
 from autosplit.pipeline.schedule.sharding import without_sharding
-from autosplit.stage import Stage
 from autosplit.torch_internals.storage import distinct_storage_bytes
 
 
@@ -51,8 +51,8 @@ class RankPrediction:
 
     def _replay(self) -> RankReplay | None:
         mode = self._mode
-        stages = {i: each for i, each in mode.stages.items() if isinstance(each, Stage)}
-        if len(stages) < len(mode.stages):
+        stages = all_traced(mode.stages)
+        if stages is None:
             return None
         boundaries = mode.negotiation.learn
         return RankReplay(

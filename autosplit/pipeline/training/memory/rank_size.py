@@ -7,7 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 from autosplit.errors import PipelineError
 from autosplit.mesh.link import Link
-from autosplit.pipeline.engine.execution.stage_assembly import TrainableStage, stage_memory
+from autosplit.pipeline.engine.execution.stage_assembly import (
+    TrainableStage,
+    all_traced,
+    stage_memory,
+)
 from autosplit.pipeline.engine.memory.copy_slowing import measure_slowing
 from autosplit.pipeline.engine.memory.host_store import HostFileStore, HostStore, measure_store
 from autosplit.pipeline.engine.memory.move_times import MoveTimes
@@ -21,7 +25,6 @@ from autosplit.pipeline.schedule.wiring import Feeds
 from autosplit.pipeline.simulation.transfer import MoveCosts
 from autosplit.pipeline.training.optimizer_step import OptimizerStep
 from autosplit.pipeline.training.state.rank_state import RankState
-from autosplit.stage import Stage
 from autosplit.torch_internals.dtensor import local_tensor
 from autosplit.torch_internals.optimizer_state import state_bytes
 from autosplit.torch_internals.storage import distinct_storage_bytes
@@ -75,8 +78,8 @@ class RankSize:
 
     def replay(self, schedule: Schedule) -> RankReplay | None:
         """Plays this rank's part of a schedule; None where a stage's graphs are not known."""
-        stages = {i: each for i, each in self.stages.items() if isinstance(each, Stage)}
-        if len(stages) < len(self.stages):
+        stages = all_traced(self.stages)
+        if stages is None:
             return None
         rank = self._groups.rank
         return RankReplay(schedule, rank, self._feeds, stages, self.boundaries, self._calls)
