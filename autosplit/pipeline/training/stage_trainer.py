@@ -144,8 +144,8 @@ class StageTrainer:
             "stages": setup.stages.count,
             "microbatches": options.schedule.microbatches,
             "schedule": setup.schedule,
+            "memory_limit": options.memory_limit,  # first: what has one measures as "auto" does
             "schedule='auto'": options.tunes,
-            "memory_limit": options.memory_limit,
             "shapes": options.shapes,
             "autocast": options.autocast,
             "max_grad_norm": options.max_grad_norm,

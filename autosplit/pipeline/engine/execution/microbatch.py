@@ -62,7 +62,7 @@ class BatchSplitter:
 
         Raises:
             PipelineError: a part is missing, is not made of tensors, cannot be divided, or has
-                another shape or dtype than in the first step.
+                another shape or dtype than at first.
         """
         if batch is None:
             batch = (None, None)
@@ -162,9 +162,10 @@ class BatchSplitter:
         first = self.agreed.setdefault(name, now)
         if now != first:
             raise PipelineError(
-                f"the batch's {name} are {listed(now)}, but were {listed(first)} in the "
-                "first step: the shapes of a pipeline are static; pad or drop the odd batch, or "
-                "build the trainer with shapes=N for N shapes of inputs"
+                f"the batch's {name} are {listed(now)}, but were {listed(first)} at first: the "
+                "shapes of this pipeline are static; pad or drop the odd batch, or build the "
+                "trainer with shapes=N for N shapes of inputs (without memory_limit, which is for "
+                "one)"
             )
 
 

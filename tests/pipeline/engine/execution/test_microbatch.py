@@ -122,7 +122,7 @@ def test_parts_that_a_rank_does_not_need_are_checked_too() -> None:
 @pytest.mark.parametrize(
     ("later", "text"),
     [
-        (torch.zeros(6, 3), "inputs are float32[6, 3], but were float32[4, 3] in the first step"),
+        (torch.zeros(6, 3), "inputs are float32[6, 3], but were float32[4, 3] at first"),
         (torch.zeros(4, 3).long(), "inputs are int64[4, 3], but were float32[4, 3]"),
         ((torch.zeros(4, 3), torch.zeros(4)), "inputs are float32[4, 3], float32[4], but were"),
     ],
