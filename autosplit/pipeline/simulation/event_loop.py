@@ -51,7 +51,7 @@ def play(
         early: per rank, the Ws that run in its waits, all of which take no seconds in their place;
             empty: Ws run where the rows have them.
     """
-    needs, makes, takers = graph.needs, graph.makes, graph.takers
+    needs, makes, takers, sending = graph.needs, graph.makes, graph.takers, graph.sending
     starts, causes = [-1.0] * len(needs), [-1] * len(needs)
     ready = [-1.0] * len(takers)
     blocked = [False] * len(takers)
@@ -93,6 +93,7 @@ def play(
                     if blocked[parcel]:
                         movable.append(takers[parcel])
                         blocked[parcel] = False
+                now += sending[action]
                 continue
             break
         places[rank], clocks[rank] = place, now

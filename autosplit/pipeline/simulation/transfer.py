@@ -18,7 +18,7 @@ for all its outputs, or one for each.
 
 
 class MoveCosts(NamedTuple):
-    """What moves take of their own rank, which does nothing else then.
+    """What moves, and messages, take of their own rank, which does nothing else then.
 
     On an accelerator that is nothing: copy engines carry them, and the host runs ahead of the
     device.
@@ -29,11 +29,13 @@ class MoveCosts(NamedTuple):
         slowing: seconds by which the rank computes longer for each second that a transfer takes by
             itself. On the CPU threads copy what goes to a store, or to a partner by Gloo: where all
             cores compute, they take the time from them.
+        send: seconds until a message to another stage is on its way.
     """
 
     leave: float = 0.0
     come: float = 0.0
     slowing: float = 0.0
+    send: float = 0.0
 
 
 FREE_MOVES = MoveCosts()

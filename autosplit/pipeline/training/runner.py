@@ -213,6 +213,7 @@ class Runner:
         self.ledger = ledger if record == MEMORY else None
         self._size.ledger = ledger
         self._size.times = None if mode.moves is None else mode.moves.times
+        self._size.send_seconds = mode.messages.send_seconds
         if self._tuner is not None:
             self._tune(self._tuner)
         return self._agree(mode, losses, parts, clipping=clipping)

@@ -99,3 +99,15 @@ def test_measured_actions_are_corrected_by_what_was_copied_beside_them() -> None
 def test_impossible_costs_are_refused() -> None:
     with pytest.raises(ScheduleError, match=r"moves\.come must be finite and >= 0, got -1"):
         Transfer(moves=MoveCosts(0.0, -1.0))
+
+
+def test_a_message_keeps_its_sender_until_it_is_on_its_way() -> None:
+    """What it sends leaves at once; what the rank does next begins later, unless it waits."""
+    schedule = schedule_of("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1", split_backward=False)
+    costs = Costs([(1.0, 1.0, 1.0)] * 2, SIZES * 2, Transfer(0.5, moves=MoveCosts(send=0.25)))
+    starts = _starts(costs.timeline(schedule))
+    assert (starts["0F0"], starts["0F1"]) == (0.0, 1.25)
+    assert starts["1F0"] == 1.5
+    assert starts["1B0"] == 2.5
+    assert starts["0B0"] == 5.0
+    assert starts["1F1"] == 4.75

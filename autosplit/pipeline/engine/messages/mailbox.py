@@ -17,6 +17,8 @@ from .process_groups import PointToPoint, lost
 from .receive_buffers import Buffers
 from .shape_negotiation import Negotiation, TensorMeta
 
+_NOTED = 64  # of the last messages
+
 
 class _Message:
     """Tensors being sent or filled. They live here until every operation on them is complete."""
@@ -40,6 +42,9 @@ class Outbox:
 
     Nothing here asks whether a send is complete: Gloo only knows after a wait, and a wait that
     times out closes the connection. So waits happen where they are known to return at once.
+
+    Attributes:
+        took: seconds in which each of the last messages was handed over.
     """
 
     def __init__(self, link: PointToPoint, peer: int) -> None:
@@ -48,6 +53,7 @@ class Outbox:
         self._link = link
         self._pending: deque[_Message] = deque()
         self._retired = 0
+        self.took: deque[float] = deque(maxlen=_NOTED)
 
     def put(self, parcel: Parcel, tensors: list[Tensor]) -> None:
         """Start sending; ``tensors`` are contiguous."""
@@ -61,6 +67,7 @@ class Outbox:
                     message.works.append(work)
         except RuntimeError as error:
             raise self._lost(parcel, start, error) from error
+        self.took.append(perf_counter() - start)
 
     def retire(self, count: int) -> None:
         """Let go of the first ``count`` messages of this step; waits for any still under way."""

@@ -49,6 +49,7 @@ class RowRun:
     ) -> None:
         graph = frame.graph
         self._needs, self._makes, self._seconds = graph.needs, graph.makes, frame.seconds
+        self._sending = graph.sending
         self._programs = programs
         self._lost = lost
         self._lanes = [*lanes.values()]
@@ -100,6 +101,7 @@ class RowRun:
                 self.starts[number] = start
                 start += seconds[number] + spent
                 self._send(number, start)
+                start += self._sending[number]
             now = start
             place += 1
         self._places[rank], self.clocks[rank] = place, now

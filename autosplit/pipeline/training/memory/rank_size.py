@@ -67,6 +67,7 @@ class RankSize:
         self.batch_bytes = 0
         self.ledger: RankLedger | None = None
         self.times: MoveTimes | None = None
+        self.send_seconds = 0.0
         self._slowing: float | None = None
 
     def fixed_bytes(self) -> int:
@@ -103,8 +104,8 @@ class RankSize:
         return Link(max(each.latency for each in known), min(each.bandwidth for each in known))
 
     def move_costs(self) -> MoveCosts:
-        """What moves take of ranks, as they do of the slowest one; collective. How much copies slow
-        them down is measured once, on all at the same time.
+        """What moves and messages take of ranks, as of the slowest one; collective. How much copies
+        slow them down is measured once, on all at the same time.
         """
         if self._slowing is None:
             self._groups.everybody.gather(None)  # to begin together
@@ -113,9 +114,9 @@ class RankSize:
                 own = measure_slowing(store, self._piece())
             self._slowing = statistics.median(self._groups.everybody.gather(own))
         noted = MoveCosts() if self.times is None else self.times.costs()
-        heard = self._groups.everybody.gather(noted)
-        leave, come = (max(each) for each in zip(*((a.leave, a.come) for a in heard), strict=True))
-        return MoveCosts(leave, come, self._slowing)
+        heard = self._groups.everybody.gather((noted.leave, noted.come, self.send_seconds))
+        leave, come, send = (max(each) for each in zip(*heard, strict=True))
+        return MoveCosts(leave, come, self._slowing, send)
 
     def _piece(self) -> int:
         """Bytes of a storage that stages hold, on the average."""

@@ -22,7 +22,7 @@ LINKS = (
     Transfer(0.0, 8.0, host=Link(0.0, 4.0)),
     Transfer(0.25, 4.0, message_bytes=2.0, host=Link(0.125, 8.0), pairs={(0, 1): Link(0.5, 2.0)}),
     Transfer(),
-    Transfer(0.0, 8.0, host=Link(0.0, 4.0), moves=MoveCosts(0.25, 0.5, 0.75)),
+    Transfer(0.0, 8.0, host=Link(0.0, 4.0), moves=MoveCosts(0.25, 0.5, 0.75, 0.125)),
 )
 
 
