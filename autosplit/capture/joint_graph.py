@@ -135,13 +135,14 @@ def capture(
         if entry and foreseen and call:
             entry.traced = partial(call.keep, names=foreseen.names, spec=foreseen.spec)
             entry.why_traced = call.reason
+        elif entry and entry.symbols:
+            entry.why_traced = "sizes are left open"
         open_sizes = InputSizes(exported, args, kwargs) if is_open(args, kwargs) else None
         kept = entry.find(exported.meta["fake_mode"]) if entry else None
         if kept and foreseen:
-            guards.settle()
             split, lying = kept
             made = split.joint, inputs, foreseen.names, foreseen.spec, guards, split, entry
-            return Capture(*made, shardings=lying)
+            return Capture(*made, shardings=lying, sizes=open_sizes or None)
         trace_as_run(exported)
         results = _Results(exported)
         joint = _joint(module, exported, args, kwargs, decompositions)

@@ -103,7 +103,8 @@ def trace(
 def _graph_cache(backend: str, memory: Memory) -> SplitGraphCache | None:
     from autosplit.capture.joint_graph import SplitGraphCache
 
-    return SplitGraphCache.open(backend, repr(memory))
+    # A budget is met for the sizes of the example, not for all that are left open.
+    return SplitGraphCache.open(backend, repr(memory), exact=memory.budget is not None)
 
 
 def _split(

@@ -1,0 +1,189 @@
+"""``SizeSymbols``: the sizes that a graph leaves open, and what is assumed of them.
+
+Dynamo gives a size that is left open a symbol, and its environment of shapes notes what holds of
+symbols: ranges, equalities, and guards, by which tracing has decided. A graph that is kept is valid
+where all of this holds. What Dynamo assumed is in the graph's key; what AOTAutograd and the passes
+assumed after it is kept with the graph, and a process that finds the graph assumes the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import sympy
+import torch.fx.experimental._config
+from torch import SymBool, SymFloat, SymInt
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.sym_node import SymNode
+
+from .argument_text import NoFingerprintError
+from .size_expressions import Form, read_expression, write_expression
+
+NUMBERS: dict[str, tuple[type, Any]] = {
+    "int": (int, SymInt),
+    "float": (float, SymFloat),
+    "bool": (bool, SymBool),
+}
+"""Kinds of numbers that follow from sizes."""
+_UNUSUAL = (
+    "deferred_runtime_asserts",
+    "exclusion_constraints",
+    "size_like",
+    "specializations",
+    "unbacked_inputs",
+    "unbacked_renamings",
+    "var_to_hint_override",
+)
+"""What an environment has where sizes are more than those of inputs, or users told of them."""
+
+
+class Assumptions(NamedTuple):
+    """What tracing and passes assumed of open sizes after Dynamo.
+
+    Attributes:
+        guards: that they added, in order.
+        state: all that is assumed of sizes then, as text.
+    """
+
+    guards: tuple[Form, ...]
+    state: str
+
+
+class SizeSymbols:
+    """The symbols of one environment of shapes, as they are when Dynamo has captured a graph.
+
+    Args:
+        mode: of the values in the graph.
+
+    Raises:
+        NoFingerprintError: another process could not tell what is assumed of them.
+    """
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._env: Any = mode.shape_env
+        self.values: dict[sympy.Symbol, sympy.Integer] = {}
+        if self._env is not None and self._env.var_to_range:
+            self.values = _values(self._env)
+        named = {symbol: _sources(self._env, symbol) for symbol in self.values}
+        self._symbols = tuple(sorted(named, key=named.__getitem__))
+        self._numbers = {symbol: at for at, symbol in enumerate(self._symbols)}
+        self._names = tuple(named[symbol] for symbol in self._symbols)
+        self._known = len(self._env.guards) if self else 0
+
+    def __bool__(self) -> bool:
+        """Whether any size was left open."""
+        return bool(self.values)
+
+    def lines(self, *, exact: bool = False) -> Iterator[str]:
+        """Lines of the key of a graph over these sizes.
+
+        Args:
+            exact: whether it is for the sizes of its example only.
+        """
+        if not self:
+            return
+        config: Any = torch.fx.experimental._config
+        yield f"sizes {self._env.settings} {config.get_hash().hex()}"
+        for at, symbol in enumerate(self._symbols):
+            kind = symbol.is_integer, symbol.is_positive, symbol.is_nonnegative
+            yield f"size {at}: {self._names[at]} {kind} {self.values[symbol] if exact else ''}"
+        yield self._state()
+
+    def text(self, number: Any) -> str:
+        """Text of a size: a number, or how it follows from those that are open."""
+        return repr(self.write(number)) if isinstance(number, SymInt) else repr(number)
+
+    def write(self, number: SymInt | SymFloat | SymBool) -> tuple[str, Form]:
+        """Kind of a number, and how it follows from the sizes.
+
+        Raises:
+            NoFingerprintError: it does not.
+        """
+        node: Any = number.node
+        if node.shape_env is not self._env:
+            raise NoFingerprintError("a size is of another environment")
+        return node.pytype.__name__, write_expression(node.expr, self._numbers)
+
+    def read(self, kind: str, form: Form) -> Any:
+        """The number of ``write``.
+
+        Raises:
+            NoFingerprintError: it is none.
+        """
+        if kind not in NUMBERS:
+            raise NoFingerprintError(f"a number is a {kind}")
+        plain, symbolic = NUMBERS[kind]
+        expression = read_expression(form, self._symbols)
+        return symbolic(SymNode(expression, self._env, plain, None))
+
+    def assumed(self) -> Assumptions:
+        """What was assumed since Dynamo captured the graph.
+
+        Raises:
+            NoFingerprintError: that has no form on disk.
+        """
+        added = self._env.guards[self._known :]
+        if any(guard.size_oblivious for guard in added):
+            raise NoFingerprintError("sizes were compared as if they were never 0 or 1")
+        guards = tuple(write_expression(guard.expr, self._numbers) for guard in added)
+        return Assumptions(guards, self._state())
+
+    def satisfy(self, assumptions: Assumptions) -> bool:
+        """Whether assumptions of another process hold for the sizes of this one's example; nothing
+        is assumed by asking.
+        """
+        guards = (read_expression(form, self._symbols) for form in assumptions.guards)
+        return all(guard.xreplace(self.values) is sympy.true for guard in guards)
+
+    def assume(self, assumptions: Assumptions) -> bool:
+        """Assume what another process did, so that the guards of this one's capture check it;
+        whether all is now assumed as it was there.
+        """
+        for form in assumptions.guards:
+            guard = read_expression(form, self._symbols)
+            if self._env.evaluate_expr(guard) is not sympy.true:
+                return False
+        return self.assumed() == assumptions
+
+    def _state(self) -> str:
+        env, numbers = self._env, self._numbers
+        if _values(env).keys() != numbers.keys():
+            raise NoFingerprintError("sizes were left open that Dynamo did not see")
+        held = [
+            (at, str(env.var_to_range[symbol]), self._replaced(symbol))
+            for at, symbol in enumerate(self._symbols)
+        ]
+        divisible = sorted(repr(write_expression(each, numbers)) for each in env.divisible)
+        guards = [
+            (write_expression(guard.expr, numbers), guard.size_oblivious) for guard in env.guards
+        ]
+        return repr((held, divisible, guards))
+
+    def _replaced(self, symbol: sympy.Symbol) -> Form | None:
+        if symbol not in self._env.replacements:
+            return None
+        return write_expression(self._env.replacements[symbol], self._numbers)
+
+
+def _sources(env: Any, symbol: sympy.Symbol) -> tuple[str, ...]:
+    """Where the forward finds a size."""
+    found = tuple(str(source.name) for source in env.var_to_sources.get(symbol, ()))
+    if not found:
+        raise NoFingerprintError(f"{symbol} is the size of no input")
+    return found
+
+
+def _values(env: Any) -> dict[sympy.Symbol, sympy.Integer]:
+    """The sizes of the example.
+
+    Raises:
+        NoFingerprintError: there are other symbols than sizes of inputs.
+    """
+    # Until torch 2.12 they had another name.
+    values = getattr(env, "backed_var_to_val", None) or getattr(env, "var_to_val", None) or {}
+    if values.keys() != env.var_to_range.keys() or any(getattr(env, n, None) for n in _UNUSUAL):
+        raise NoFingerprintError("sizes depend on data, or are constrained")
+    if not all(isinstance(value, sympy.Integer) for value in values.values()):
+        raise NoFingerprintError("numbers besides sizes are left open")
+    return dict(values)
