@@ -15,12 +15,16 @@ from torch.utils._sympy import functions
 from .argument_text import NoFingerprintError
 
 Form: TypeAlias = "int | tuple[Any, ...]"
-"""A number, ``("symbol", number)``, or a name of an operation before its arguments."""
+"""An integer, ``("float", digits)``, ``("symbol", number)``, or a name and arguments."""
 
 _NAMES = (
+    "BitwiseFn_bitwise_and",
+    "BitwiseFn_bitwise_or",
+    "BitwiseFn_bitwise_xor",
     "CeilDiv",
     "CeilToInt",
     "CleanDiv",
+    "FloatPow",
     "FloatTrueDiv",
     "FloorDiv",
     "FloorToInt",
@@ -30,6 +34,7 @@ _NAMES = (
     "Min",
     "Mod",
     "ModularIndexing",
+    "OpaqueUnaryFn_sqrt",
     "PowByNatural",
     "PythonMod",
     "ToFloat",
@@ -90,6 +95,8 @@ def read_expression(form: Form, symbols: Sequence[sympy.Symbol]) -> Any:
     name, *arguments = form
     if name == "symbol":
         return symbols[arguments[0]]
+    if name == "float":
+        return sympy.Float(float.fromhex(arguments[0]))
     if name not in _KNOWN:
         raise NoFingerprintError(f"sizes with {name} are not read")
     return _KNOWN[name](*(read_expression(each, symbols) for each in arguments))
@@ -98,16 +105,14 @@ def read_expression(form: Form, symbols: Sequence[sympy.Symbol]) -> Any:
 def _write(expression: Any, numbers: Mapping[sympy.Symbol, int]) -> Form:
     if isinstance(expression, sympy.Integer):
         return int(expression)
+    if isinstance(expression, sympy.Float):
+        return "float", float(expression).hex()
     if isinstance(expression, sympy.Symbol):
         if expression not in numbers:
             raise NoFingerprintError(f"{expression} follows from no size of an input")
         return "symbol", numbers[expression]
     name = type(expression).__name__
-    for known, kind in _KNOWN.items():  # sympy's relations have longer names of their own
-        if type(expression) is kind:
-            name = known
-            break
-    else:
+    if _KNOWN.get(name) is not type(expression):
         raise NoFingerprintError(f"sizes with {name} ({expression}) have no form on disk")
     # In which order sympy has operands depends on how symbols are called.
     arguments = [_write(each, numbers) for each in expression.args]

@@ -43,7 +43,7 @@ class Assumptions(NamedTuple):
 
     Attributes:
         guards: that they added, in order.
-        state: all that is assumed of sizes then, as text.
+        state: ranges and equalities that follow from all guards, as text.
     """
 
     guards: tuple[Form, ...]
@@ -88,7 +88,7 @@ class SizeSymbols:
         for at, symbol in enumerate(self._symbols):
             kind = symbol.is_integer, symbol.is_positive, symbol.is_nonnegative
             yield f"size {at}: {self._names[at]} {kind} {self.values[symbol] if exact else ''}"
-        yield self._state()
+        yield f"{self._state()} {self._guards()}"
 
     def text(self, number: Any) -> str:
         """Text of a size: a number, or how it follows from those that are open."""
@@ -123,11 +123,7 @@ class SizeSymbols:
         Raises:
             NoFingerprintError: that has no form on disk.
         """
-        added = self._env.guards[self._known :]
-        if any(guard.size_oblivious for guard in added):
-            raise NoFingerprintError("sizes were compared as if they were never 0 or 1")
-        guards = tuple(write_expression(guard.expr, self._numbers) for guard in added)
-        return Assumptions(guards, self._state())
+        return Assumptions(self._guards(self._known), self._state())
 
     def satisfy(self, assumptions: Assumptions) -> bool:
         """Whether assumptions of another process hold for the sizes of this one's example; nothing
@@ -138,27 +134,31 @@ class SizeSymbols:
 
     def assume(self, assumptions: Assumptions) -> bool:
         """Assume what another process did, so that the guards of this one's capture check it;
-        whether all is now assumed as it was there.
+        whether sizes are now as they were there. A guard that follows from others is not added.
         """
         for form in assumptions.guards:
             guard = read_expression(form, self._symbols)
             if self._env.evaluate_expr(guard) is not sympy.true:
                 return False
-        return self.assumed() == assumptions
+        return self._state() == assumptions.state
+
+    def _guards(self, since: int = 0) -> tuple[Form, ...]:
+        """Guards in the order in which they were added, each once."""
+        added = self._env.guards[since:]
+        if any(guard.size_oblivious for guard in added):
+            raise NoFingerprintError("sizes were compared as if they were never 0 or 1")
+        return tuple(dict.fromkeys(write_expression(each.expr, self._numbers) for each in added))
 
     def _state(self) -> str:
+        """Ranges of sizes, what they were found to be equal to, and divisible by."""
         env, numbers = self._env, self._numbers
-        if _values(env).keys() != numbers.keys():
-            raise NoFingerprintError("sizes were left open that Dynamo did not see")
+        _refuse_unusual(env)
         held = [
             (at, str(env.var_to_range[symbol]), self._replaced(symbol))
             for at, symbol in enumerate(self._symbols)
         ]
         divisible = sorted(repr(write_expression(each, numbers)) for each in env.divisible)
-        guards = [
-            (write_expression(guard.expr, numbers), guard.size_oblivious) for guard in env.guards
-        ]
-        return repr((held, divisible, guards))
+        return repr((held, divisible))
 
     def _replaced(self, symbol: sympy.Symbol) -> Form | None:
         if symbol not in self._env.replacements:
@@ -182,8 +182,15 @@ def _values(env: Any) -> dict[sympy.Symbol, sympy.Integer]:
     """
     # Until torch 2.12 they had another name.
     values = getattr(env, "backed_var_to_val", None) or getattr(env, "var_to_val", None) or {}
-    if values.keys() != env.var_to_range.keys() or any(getattr(env, n, None) for n in _UNUSUAL):
-        raise NoFingerprintError("sizes depend on data, or are constrained")
+    if values.keys() != env.var_to_range.keys():
+        raise NoFingerprintError("sizes depend on data")
+    _refuse_unusual(env)
     if not all(isinstance(value, sympy.Integer) for value in values.values()):
         raise NoFingerprintError("numbers besides sizes are left open")
     return dict(values)
+
+
+def _refuse_unusual(env: Any) -> None:
+    found = [name for name in _UNUSUAL if getattr(env, name, None)]
+    if found:
+        raise NoFingerprintError(f"sizes depend on data, or are constrained ({found[0]})")

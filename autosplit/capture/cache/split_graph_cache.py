@@ -19,7 +19,7 @@ from autosplit.passes import SplitGraphs
 from autosplit.torch_internals.dtensor_facts import meshes_of
 from autosplit.torch_internals.pytree import TreeSpec, tree_flatten
 
-from .alternatives import Alternative, read_alternatives, with_alternative
+from .alternatives import key_under, read_assumptions, with_assumptions
 from .archive import NoArchiveError, Shardings, pack_graphs, unpack_graphs
 from .argument_text import NoFingerprintError
 from .environment_key import environment_lines
@@ -99,11 +99,11 @@ class CacheEntry:
         data = self.store.read(key)
         if self.symbols is None:
             return data
-        for each in read_alternatives(data):
-            if self.symbols.satisfy(each.assumptions):
-                kept = self.store.read(each.key)
+        for each in read_assumptions(data):
+            if self.symbols.satisfy(each):
+                kept = self.store.read(key_under(key, each))
                 # What is assumed stays so: if the graphs are made, they are made for that.
-                return kept if kept and self.symbols.assume(each.assumptions) else None
+                return kept if kept and self.symbols.assume(each) else None
         return None
 
     def keep(self, graphs: SplitGraphs, shardings: Shardings) -> None:
@@ -124,9 +124,9 @@ class CacheEntry:
     def _write(self, key: str, data: bytes) -> bool:
         if self.symbols is None:
             return self.store.write(key, data)
-        made = Alternative.of(key, self.symbols.assumed())
-        written = self.store.write(made.key, data)
-        return written and self.store.write(key, with_alternative(self.store.read(key), made))
+        made = self.symbols.assumed()
+        written = self.store.write(key_under(key, made), data)
+        return written and self.store.write(key, with_assumptions(self.store.read(key), made))
 
     def keep_call(self) -> None:
         """Store the call that the graphs were captured for, to be found untraced."""
