@@ -1,4 +1,4 @@
-"""Processes that begin with what takes longest to import; nothing of autosplit is there yet."""
+"""Processes that begin with what takes longest to import, with or without autosplit."""
 
 from __future__ import annotations
 
@@ -12,16 +12,45 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.popen_forkserver import Popen
+from multiprocessing.process import BaseProcess
 
 _PLACES = ("_forkserver_address", "_forkserver_authkey")  # the latter since Python 3.14
 
 
 def interpreters() -> ForkServerContext:
-    """Starts processes as ``"spawn"`` does, but from one that has imported torch already."""
+    """Starts processes as ``"spawn"`` does, but from one that has imported torch already; nothing
+    of autosplit is there yet.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.preloaded"])
     return context
+
+
+def rank_processes() -> ForkServerContext:
+    """Likewise from one that has imported what ranks need of autosplit, too."""
+    _ranks_server.set_forkserver_preload(["tests.preloaded", "tests.ranks"])
+    return _RankContext()
+
+
+_ranks_server = forkserver.ForkServer()  # multiprocessing has one, for whatever is preloaded first
+
+
+class _RankProcess(ForkServerProcess):
+    @staticmethod
+    def _Popen(process: BaseProcess) -> Popen:  # noqa: N802
+        """Starts it from the other server. There is no public way."""
+        usual = forkserver.connect_to_new_process
+        forkserver.connect_to_new_process = _ranks_server.connect_to_new_process
+        try:
+            return Popen(process)
+        finally:
+            forkserver.connect_to_new_process = usual
+
+
+class _RankContext(ForkServerContext):
+    Process = _RankProcess
 
 
 def printed_by(program: str, *arguments: str, environment: Mapping[str, str] | None = None) -> str:
@@ -59,22 +88,33 @@ def _run(
 
 
 @dataclass(frozen=True)
-class Server:
-    """The process that others are started from, which a started one can start others from.
+class Servers:
+    """The processes that others are started from, which a started one can start others from.
 
-    By itself it would start a server of its own. There is no public way.
+    By itself it would start servers of its own. There is no public way.
     """
 
-    places: dict[str, object]
+    places: tuple[dict[str, object], ...]
 
     @classmethod
-    def running(cls) -> Server:
-        """That of this process, started if there is none."""
+    def running(cls) -> Servers:
+        """Those of this process, started if there are none."""
         interpreters()
-        forkserver.ensure_running()
-        own = vars(forkserver._forkserver)
-        return cls({name: own[name] for name in _PLACES if name in own})
+        rank_processes()
+        for server in _servers():
+            server.ensure_running()
+        own = map(vars, _servers())
+        return cls(tuple({name: each[name] for name in _PLACES if name in each} for each in own))
 
-    def join(self) -> None:
-        """Start this process's others from it."""
-        vars(forkserver._forkserver).update(self.places, ensure_running=lambda: None)
+    def join(self, *, ranks: bool = False) -> None:
+        """Start this process's others from them; all of them as ranks, if so asked."""
+        alive = vars(forkserver._forkserver)["_forkserver_alive_fd"]  # all that a process gets
+        for server, places in zip(_servers(), self.places, strict=True):
+            known = {**places, "_forkserver_alive_fd": alive}
+            vars(server).update(known, ensure_running=lambda: None)
+        if ranks:
+            forkserver.connect_to_new_process = _ranks_server.connect_to_new_process
+
+
+def _servers() -> tuple[forkserver.ForkServer, ...]:
+    return forkserver._forkserver, _ranks_server

@@ -24,7 +24,7 @@ from autosplit.pipeline.engine.processes.worker import Job, work
 from autosplit.pipeline.search import limit_search
 from autosplit.pipeline.search.search import search
 from tests.cheap_tracing import trace_cheaply
-from tests.interpreters import interpreters
+from tests.interpreters import rank_processes
 
 T = TypeVar("T")
 
@@ -134,7 +134,7 @@ class Ranks:
 
 
 def _started(number: int, folder: str) -> _Rank:
-    context = interpreters()
+    context = rank_processes()
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(number, theirs, folder), name=f"rank {number}")
     process.start()

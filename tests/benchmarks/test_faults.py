@@ -16,7 +16,7 @@ from benchmarks.faults.cells import PLACES, Cell, cells
 from benchmarks.faults.judge import Finding, judge, names
 from benchmarks.faults.page import render
 from benchmarks.results import Results
-from tests.interpreters import interpreters
+from tests.interpreters import rank_processes
 
 CELLS = (
     Cell("sleep", "loader", 2, "torchrun"),
@@ -41,10 +41,11 @@ def judged(cell: Cell, cache: str, pipe: Connection) -> None:
 def running(_folder_of_graphs: str) -> Iterator[dict[str, tuple[BaseProcess, Connection]]]:
     """All cells at the same time: most of theirs is waiting."""
     started: dict[str, tuple[BaseProcess, Connection]] = {}
+    context = rank_processes()
     try:
         for cell in CELLS:
-            ours, theirs = interpreters().Pipe(duplex=False)
-            process = interpreters().Process(target=judged, args=(cell, _folder_of_graphs, theirs))
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=judged, args=(cell, _folder_of_graphs, theirs))
             process.start()
             theirs.close()
             started[cell.name] = process, ours

@@ -16,7 +16,7 @@ from multiprocessing.context import ForkServerContext
 
 import pytest
 
-from tests.interpreters import Server, interpreters
+from tests.interpreters import Servers, interpreters, rank_processes
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -44,7 +44,7 @@ def test_the_blocks_of_a_page_run(page: pathlib.Path, tmp_path: pathlib.Path) ->
 def outcome(context: ForkServerContext, script: pathlib.Path) -> str:
     """The error that a script ends with."""
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=run, args=(script, theirs, Server.running()))
+    process = context.Process(target=run, args=(script, theirs, Servers.running()))
     process.start()
     theirs.close()
     try:
@@ -58,12 +58,12 @@ def outcome(context: ForkServerContext, script: pathlib.Path) -> str:
     return found or ("" if process.exitcode == 0 else f"it left with {process.exitcode}")
 
 
-def run(script: pathlib.Path, pipe: Connection, server: Server) -> None:
-    """As ``python script.py`` in the folder of the script would; the ranks that it launches begin
-    as it does.
+def run(script: pathlib.Path, pipe: Connection, servers: Servers) -> None:
+    """As ``python script.py`` in the folder of the script would; the ranks that it launches have
+    imported torch and autosplit when they begin.
     """
-    server.join()
-    context = interpreters()
+    servers.join()
+    context = rank_processes()
     multiprocessing.get_context = lambda method=None: context
     os.chdir(script.parent)
     sys.path.insert(0, str(script.parent))

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from tests.interpreters import Server, interpreters
+from tests.interpreters import Servers, interpreters
 from tests.ranks import Ranks
 
 STEPS, KILLED = 4, 4  # saved behind the second step
@@ -45,9 +45,9 @@ def rank(folder: str, name: str, cache: str) -> None:
     train(settings(folder, name))
 
 
-def agent(folder: str, cache: str, server: Server, pipe: Connection) -> None:
+def agent(folder: str, cache: str, servers: Servers, pipe: Connection) -> None:
     """What ``torchrun --nproc-per-node 2 --max-restarts 1`` does."""
-    server.join()
+    servers.join(ranks=True)
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=2, max_restarts=1, start_method="forkserver",
         rdzv_backend="c10d", rdzv_endpoint="localhost:0", run_id="restarts", monitor_interval=0.1,
@@ -70,7 +70,7 @@ def test_losses_are_those_of_a_run_that_nothing_happened_to(
     on_ranks(uninterrupted, 2, (str(tmp_path), cache), timeout=60)
     ours, theirs = interpreters().Pipe(duplex=False)
     process = interpreters().Process(
-        target=agent, args=(str(tmp_path), cache, Server.running(), theirs)
+        target=agent, args=(str(tmp_path), cache, Servers.running(), theirs)
     )
     process.start()
     theirs.close()

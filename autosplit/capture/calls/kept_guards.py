@@ -43,6 +43,7 @@ from .guard_forms import (
 )
 from .guard_texts import guard_text, reads_process
 from .object_text import ObjectTexts
+from .unusual_captures import refuse_unusual
 
 _BUILTINS = "__builtins_of_kept_guards"
 """Name of the builtins among a forward's globals: Dynamo's has a number of the process's."""
@@ -101,7 +102,7 @@ class KeptGuards:
             NoFingerprintError: another process could not tell whether it may use the graph.
         """
         output = captured.output_graph
-        _refuse_unusual(output)
+        refuse_unusual(output)
         builtin = str(output.name_of_builtins_dict_key_in_fglobals)
         made_names = _names_of_modules(output.guards, scope["G"])
         names = {name: alias for name, (alias, _) in made_names.items()}
@@ -266,17 +267,6 @@ def _custom_operators(graph: fx.GraphModule | None) -> list[Any]:
 
 def _definition(operator: Any) -> str:
     return hashlib.sha256(definition_text(operator).encode()).hexdigest()
-
-
-def _refuse_unusual(output: Any) -> None:
-    """Refuse a capture under settings that are in no key."""
-    if output.aotautograd_guards or output.torch_function_mode_stack or output.functorch_layers:
-        raise NoFingerprintError("it was captured under modes, or with inputs that overlap")
-    if output.dual_level != -1 or output.export or output.export_constraints:
-        raise NoFingerprintError("it was captured under forward-mode differentiation")
-    shapes = output.shape_env
-    if shapes is not None and (shapes.guards or shapes.var_to_range):
-        raise NoFingerprintError("sizes are symbols")
 
 
 def _names_of_modules(guards: Iterable[Guard], names: dict[str, Any]) -> dict[str, tuple[str, str]]:

@@ -5,23 +5,22 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from autosplit.backends.garbage_collection import collecting_new_objects_only
-from autosplit.capture.first_call import is_passing, warm_up
-from autosplit.capture.forward_graph import CapturedForward, capture_forward
-from autosplit.capture.module_paths import name_modules, stack
-from autosplit.errors import CaptureError, PlanError
-from autosplit.planner.meta_init.meta_model import named_tensors, stand_in_tensors
-from autosplit.torch_internals.module_state import hold_state, modes_kept
+from autosplit.capture.module_paths import stack
+from autosplit.errors import PlanError
+from autosplit.planner.meta_init.meta_model import named_tensors
+from autosplit.torch_internals.module_state import hold_state
 from autosplit.torch_internals.pytree import flatten_named, tree_flatten, tree_unflatten
 
 from .blocks import find_cuts, make_blocks
+from .capture_model import capture_model
 from .operation_sequence import OperationSequence
+from .other_mode import OtherMode
 from .subgraph_module import StageModule, make_stage_graph
 
 
@@ -75,20 +74,7 @@ class WholeModel:
             PlanError: it computes nothing, or the inputs are none.
         """
         args, given = _apart(_inputs(args, kwargs))
-        has_values = not any(tensor.is_meta for tensor in named_tensors(model).values())
-        try:
-            device = _device(model, (args, given))
-            with stand_in_tensors(model, device), collecting_new_objects_only():
-                forward = _captured(model, args, given, has_values=has_values)
-        except CaptureError as error:
-            raise CaptureError(
-                f"{error}\nOnly a model that is captured whole can be cut, also with cut_at. "
-                "Change that line, or cut by hand: give the trainer a list of stages, each a module"
-            ) from error
-        name_modules(forward.module, model)
-        line = OperationSequence(forward)
-        if not line.body:
-            raise PlanError(f"{type(model).__name__} computes nothing that could be a stage")
+        line = capture_model(model, args, given, _device(model, (args, given)))
         return cls(model, args, given, line, training=model.training)
 
     @cached_property
@@ -101,16 +87,11 @@ class WholeModel:
         )
 
     @cached_property
-    def twin(self) -> WholeModel:
-        """The model in the other mode: captured for evaluation if this is for training.
-
-        Raises:
-            CaptureError: in that mode it cannot be captured.
-        """
-        with modes_kept([self.model]):
-            if self.model.training is self.training:
-                self.model.train(not self.training)
-            return WholeModel.capture(self.model, self.args, self.kwargs)
+    def other_mode(self) -> OtherMode:
+        """The model as it is now in the other mode: for evaluation if this is for training."""
+        device = _device(self.model, (self.args, self.kwargs))
+        capture = partial(capture_model, args=self.args, kwargs=self.kwargs, device=device)
+        return OtherMode(self.model, not self.training, capture)
 
     def index(self, name: str) -> int:
         """Which block has this name.
@@ -203,22 +184,6 @@ class WholeModel:
                 f"calls{_alike(name, list(first))}"
             )
         return min(inside)
-
-
-def _captured(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, has_values: bool
-) -> CapturedForward:
-    """The forward; behind the first call where that is another. Without values there is none."""
-    try:
-        return capture_forward(model, args, kwargs)
-    except CaptureError as error:
-        passing = has_values and is_passing(
-            error, model, args, kwargs, capture_forward, insist=True
-        )
-        if not passing:
-            raise
-    warm_up(model, args, kwargs)
-    return capture_forward(model, args, kwargs)
 
 
 def _inputs(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -15,6 +15,38 @@ from .captured_model import WholeModel
 from .subgraph_module import StageGraph
 
 
+@dataclass(frozen=True)
+class StageNames:
+    """The names of parameters and buffers, in the model and in its stages.
+
+    Attributes:
+        held: what each stage holds, in the model's order.
+        aliases: all names that the model has for what has this first name.
+    """
+
+    held: tuple[tuple[str, ...], ...]
+    aliases: Mapping[str, Sequence[str]]
+
+    def renamed(self, stage: int, program: StageGraph) -> StageGraph:
+        """With the names that a stage has for what the program reads.
+
+        Raises:
+            PlanError: it reads what only other stages hold.
+        """
+        own = set(self.held[stage])
+        found = []
+        for first in program.state:
+            if own.isdisjoint(self.aliases[first]):
+                raise PlanError(f"stage {stage} would read {first!r}, which other stages hold")
+            found.append(self.local(stage, first))
+        return replace(program, state=tuple(found))
+
+    def local(self, stage: int, first: str) -> str:
+        """The first name that a stage has for what has this first name in the model."""
+        own = self.held[stage]
+        return next(name for name in self.aliases[first] if name in own)
+
+
 class StageState:
     """Every parameter and buffer of a model is in the stages that read it. What no stage reads is
     with its neighbours in the model, so that the stages together have all that the model has.
@@ -24,7 +56,7 @@ class StageState:
         nodes: the operations of every stage.
 
     Attributes:
-        names: of what each stage holds, in the model's order.
+        names: of what each stage holds.
     """
 
     def __init__(self, whole: WholeModel, nodes: Sequence[Sequence[fx.Node]]) -> None:
@@ -38,7 +70,8 @@ class StageState:
             for stage, names in self._place(first).items():
                 held[stage].update(names)
         order = [name for names in self._aliases.values() for name in names]
-        self.names = tuple(tuple(name for name in order if name in own) for own in held)
+        every = tuple(tuple(name for name in order if name in own) for own in held)
+        self.names = StageNames(every, self._aliases)
 
     def shared(self) -> tuple[tuple[tuple[int, str], ...], ...]:
         """Of each parameter in several stages, where it is: (stage, name)."""
@@ -46,27 +79,10 @@ class StageState:
         for first in self._whole.line.forward.parameters & self._readers.keys():
             place = self._place(first)
             if len(place) > 1:
-                found.append(tuple((stage, self._local(stage, first)) for stage in sorted(place)))
+                found.append(
+                    tuple((stage, self.names.local(stage, first)) for stage in sorted(place))
+                )
         return tuple(sorted(found))
-
-    def renamed(self, stage: int, program: StageGraph) -> StageGraph:
-        """With the names that a stage has for what the program reads.
-
-        Raises:
-            PlanError: it reads what only other stages hold.
-        """
-        own = set(self.names[stage])
-        found = []
-        for first in program.state:
-            if own.isdisjoint(self._aliases[first]):
-                raise PlanError(f"stage {stage} would read {first!r}, which other stages hold")
-            found.append(self._local(stage, first))
-        return replace(program, state=tuple(found))
-
-    def _local(self, stage: int, first: str) -> str:
-        """The first name that a stage has for what has this first name in the model."""
-        own = self.names[stage]
-        return next(name for name in self._aliases[first] if name in own)
 
     def _find_readers(self, nodes: Sequence[Sequence[fx.Node]]) -> dict[str, dict[int, set[str]]]:
         """First name -> stage -> the modules that read it there."""

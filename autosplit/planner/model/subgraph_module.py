@@ -169,6 +169,31 @@ def _identifier(name: str) -> str:
     return "state_" + "".join(c if c.isalnum() else "_" for c in name)
 
 
+@dataclass(frozen=True)
+class LaterGraph:
+    """The graph of a stage in a mode in which the model has not been captured yet.
+
+    Attributes:
+        make: captures the model, the first time that one of its stages asks, and cuts it.
+        device: where the graph shall run.
+    """
+
+    make: Callable[[], StageGraph | PlanError]
+    device: torch.device
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LaterGraph:
+        return self  # stages that are copied ask for the same capture
+
+    def moved(self, device: torch.device) -> LaterGraph:
+        """The same for another device."""
+        return replace(self, device=device)
+
+    def made(self) -> StageGraph | PlanError:
+        """The graph, or why there is none."""
+        found = self.make()
+        return found if isinstance(found, PlanError) else found.moved(self.device)
+
+
 class StageModule(nn.Module):
     """A part of a model. Its parameters and buffers have the names that they have in the model.
 
@@ -177,18 +202,37 @@ class StageModule(nn.Module):
     Args:
         index: which stage it is.
         training: what it runs in training.
-        evaluation: makes what it runs after ``eval()``, once it is asked for.
+        evaluation: what it runs in evaluation.
     """
 
     def __init__(
         self,
         index: int,
-        training: StageGraph | PlanError,
-        evaluation: StageGraph | PlanError,
+        training: StageGraph | LaterGraph | PlanError,
+        evaluation: StageGraph | LaterGraph | PlanError,
     ) -> None:
         super().__init__()
         self._index = index
         self._programs = (evaluation, training)
+
+    def train(self, mode: bool = True) -> StageModule:
+        """Training or evaluation; the graph for it is made now, if it has not been."""
+        super().train(mode)
+        self.enter(mode)
+        return self
+
+    def enter(self, mode: bool) -> StageGraph | PlanError:
+        """What ``train`` does, without the modules inside, which no graph asks.
+
+        Returns:
+            what runs from now on.
+        """
+        self.training = mode
+        program = self._programs[mode]
+        if isinstance(program, LaterGraph):
+            program = program.made()
+            self._programs = (self._programs[0], program) if mode else (program, self._programs[1])
+        return program
 
     def forward(self, *inputs: Tensor) -> Any:
         """Run the stage.
@@ -205,7 +249,9 @@ class StageModule(nn.Module):
         """What ``to`` and the like do to parameters and buffers; programs go where those go."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
-        def along(program: StageGraph | PlanError) -> StageGraph | PlanError:
+        def along(
+            program: StageGraph | LaterGraph | PlanError,
+        ) -> StageGraph | LaterGraph | PlanError:
             if isinstance(program, PlanError):
                 return program
             return program.moved(fn(torch.empty(0, device=program.device)).device)
@@ -214,6 +260,19 @@ class StageModule(nn.Module):
         self._programs = (along(evaluation), along(training))
         return self
 
+    def _made_late(self) -> StageGraph | PlanError:
+        """The graph for a mode that the attribute was set to, without ``train()``.
+
+        Raises:
+            PlanError: this call is being traced, in which nothing else can be.
+        """
+        if torch.compiler.is_compiling():
+            raise PlanError(
+                f"stage {self._index} has no graph yet for the mode that its attribute `training` "
+                "was set to: call train() or eval()"
+            )
+        return self.enter(self.training)
+
     def check_inputs(self, inputs: Sequence[Tensor]) -> StageGraph:
         """What runs on these inputs.
 
@@ -221,6 +280,8 @@ class StageModule(nn.Module):
             PlanError: as for a call.
         """
         program = self._programs[1 if self.training else 0]
+        if isinstance(program, LaterGraph):
+            program = self._made_late()
         if isinstance(program, PlanError):
             raise program
         if len(inputs) != len(program.shapes):

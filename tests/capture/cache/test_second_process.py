@@ -14,9 +14,11 @@ import torch, autosplit
 from torch._dynamo.utils import counters
 torch.set_num_threads(1)
 torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+model = torch.nn.Sequential(
+    torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Tanh(), torch.nn.Linear(4, 2)
+)
 split = autosplit.split(model)
-split(torch.ones(3, 4)).sum().backward()
+split(torch.arange(12.0).reshape(3, 4)).sum().backward()
 split.backward_weight()
 found = counters["autosplit"]
 print(found["graph_hit"], found["graph_miss"], found["call_hit"])
