@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 import sympy
 import torch.fx.experimental._config
 from torch import SymBool, SymFloat, SymInt
+from torch._dynamo.source import CallMethodItemSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.sym_node import SymNode
+from torch.utils._sympy.value_ranges import ValueRanges
 
 from .argument_text import NoFingerprintError
 from .size_expressions import Form, read_expression, write_expression
@@ -26,6 +28,7 @@ NUMBERS: dict[str, tuple[type, Any]] = {
     "bool": (bool, SymBool),
 }
 """Kinds of numbers that follow from sizes."""
+_ANY = ValueRanges.unknown_int()
 _UNUSUAL = (
     "deferred_runtime_asserts",
     "exclusion_constraints",
@@ -64,7 +67,8 @@ class SizeSymbols:
         self._env: Any = mode.shape_env
         self.values: dict[sympy.Symbol, sympy.Integer] = {}
         if self._env is not None and self._env.var_to_range:
-            self.values = _values(self._env)
+            read = _merely_read(self._env)
+            self.values = {size: n for size, n in _values(self._env).items() if size not in read}
         named = {symbol: _sources(self._env, symbol) for symbol in self.values}
         self._symbols = tuple(sorted(named, key=named.__getitem__))
         self._numbers = {symbol: at for at, symbol in enumerate(self._symbols)}
@@ -188,6 +192,17 @@ def _values(env: Any) -> dict[sympy.Symbol, sympy.Integer]:
     if not all(isinstance(value, sympy.Integer) for value in values.values()):
         raise NoFingerprintError("numbers besides sizes are left open")
     return dict(values)
+
+
+def _merely_read(env: Any) -> set[sympy.Symbol]:
+    """Symbols of tensors of one integer of which nothing is assumed: those in which batch
+    normalisation counts batches.
+    """
+    assumed = [guard.expr for guard in env.guards]
+    assumed += [*env.divisible, *env.replacements, *env.replacements.values()]
+    known = {symbol for each in assumed for symbol in each.free_symbols}
+    free = {symbol for symbol, bounds in env.var_to_range.items() if bounds == _ANY} - known
+    return {each for each in free if isinstance(env.var_to_sources[each][0], CallMethodItemSource)}
 
 
 def _refuse_unusual(env: Any) -> None:
