@@ -97,6 +97,8 @@ def trace(
             name = type(module).__name__
             raise SplitError(f"{name} was captured but cannot be split: {error}") from error
         traced.guards.settle()
+        if traced.entry:
+            traced.entry.keep_call()
         return functions
 
 

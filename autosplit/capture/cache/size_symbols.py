@@ -8,7 +8,7 @@ assumed after it is kept with the graph, and a process that finds the graph assu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import sympy
@@ -58,21 +58,26 @@ class SizeSymbols:
 
     Args:
         mode: of the values in the graph.
+        order: by which they are numbered; None for that of where the forward finds them.
+
+    Attributes:
+        values: those of the example.
+        order: the symbols by their numbers.
 
     Raises:
         NoFingerprintError: another process could not tell what is assumed of them.
     """
 
-    def __init__(self, mode: FakeTensorMode) -> None:
+    def __init__(self, mode: FakeTensorMode, order: Sequence[sympy.Symbol] | None = None) -> None:
         self._env: Any = mode.shape_env
         self.values: dict[sympy.Symbol, sympy.Integer] = {}
         if self._env is not None and self._env.var_to_range:
             read = _merely_read(self._env)
             self.values = {size: n for size, n in _values(self._env).items() if size not in read}
         named = {symbol: _sources(self._env, symbol) for symbol in self.values}
-        self._symbols = tuple(sorted(named, key=named.__getitem__))
-        self._numbers = {symbol: at for at, symbol in enumerate(self._symbols)}
-        self._names = tuple(named[symbol] for symbol in self._symbols)
+        self.order = tuple(sorted(named, key=named.__getitem__) if order is None else order)
+        self._numbers = {symbol: at for at, symbol in enumerate(self.order)}
+        self._names = tuple(named[symbol] for symbol in self.order)
         self._known = len(self._env.guards) if self else 0
 
     def __bool__(self) -> bool:
@@ -89,7 +94,7 @@ class SizeSymbols:
             return
         config: Any = torch.fx.experimental._config
         yield f"sizes {self._env.settings} {config.get_hash().hex()}"
-        for at, symbol in enumerate(self._symbols):
+        for at, symbol in enumerate(self.order):
             kind = symbol.is_integer, symbol.is_positive, symbol.is_nonnegative
             yield f"size {at}: {self._names[at]} {kind} {self.values[symbol] if exact else ''}"
         yield f"{self._state()} {self._guards()}"
@@ -118,22 +123,30 @@ class SizeSymbols:
         if kind not in NUMBERS:
             raise NoFingerprintError(f"a number is a {kind}")
         plain, symbolic = NUMBERS[kind]
-        expression = read_expression(form, self._symbols)
+        expression = read_expression(form, self.order)
         return symbolic(SymNode(expression, self._env, plain, None))
 
-    def assumed(self) -> Assumptions:
-        """What was assumed since Dynamo captured the graph.
+    def write_size(self, size: Any) -> int | tuple[str, Form]:
+        """An integer as it is, another number as by ``write``."""
+        return size if type(size) is int else self.write(size)
+
+    def sizes(self, written: Iterable[Any]) -> list[Any]:
+        """The sizes of ``write_size``."""
+        return [size if type(size) is int else self.read(*size) for size in written]
+
+    def assumed(self, *, everything: bool = False) -> Assumptions:
+        """What was assumed since Dynamo captured the graph, or at all.
 
         Raises:
             NoFingerprintError: that has no form on disk.
         """
-        return Assumptions(self._guards(self._known), self._state())
+        return Assumptions(self._guards(0 if everything else self._known), self._state())
 
     def satisfy(self, assumptions: Assumptions) -> bool:
         """Whether assumptions of another process hold for the sizes of this one's example; nothing
         is assumed by asking.
         """
-        guards = (read_expression(form, self._symbols) for form in assumptions.guards)
+        guards = (read_expression(form, self.order) for form in assumptions.guards)
         return all(guard.xreplace(self.values) is sympy.true for guard in guards)
 
     def assume(self, assumptions: Assumptions) -> bool:
@@ -141,7 +154,7 @@ class SizeSymbols:
         whether sizes are now as they were there. A guard that follows from others is not added.
         """
         for form in assumptions.guards:
-            guard = read_expression(form, self._symbols)
+            guard = read_expression(form, self.order)
             if self._env.evaluate_expr(guard) is not sympy.true:
                 return False
         return self._state() == assumptions.state
@@ -159,7 +172,7 @@ class SizeSymbols:
         _refuse_unusual(env)
         held = [
             (at, str(env.var_to_range[symbol]), self._replaced(symbol))
-            for at, symbol in enumerate(self._symbols)
+            for at, symbol in enumerate(self.order)
         ]
         divisible = sorted(repr(write_expression(each, numbers)) for each in env.divisible)
         return repr((held, divisible))

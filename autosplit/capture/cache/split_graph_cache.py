@@ -59,9 +59,10 @@ class CacheEntry:
         key: names the file; None where the graph cannot be told from others.
         meshes: those of the DTensors that the graph was captured for, which are in the key.
         symbols: sizes that the graph leaves open; None where it leaves none.
+        assumed: whether the key is that of graphs whose assumptions of sizes are made already.
         outcome: what became of it, for the user.
-        traced: keeps the call that it was captured for, given the key; None where that is not to
-            be kept, or is.
+        traced: keeps the call that it was captured for, given the key of its graphs and the sizes
+            that they leave open; None where that is not to be kept, or is.
         why_traced: why it was captured although the graphs are kept.
     """
 
@@ -69,9 +70,11 @@ class CacheEntry:
     key: str | None
     meshes: Sequence[Any] = ()
     symbols: SizeSymbols | None = None
+    assumed: bool = False
     outcome: str = ""
-    traced: Callable[[str], None] | None = None
+    traced: Callable[[str, SizeSymbols | None], None] | None = None
     why_traced: str = ""
+    _graphs: str = ""
 
     def find(self, mode: FakeTensorMode) -> tuple[SplitGraphs, Shardings] | None:
         """The graphs that were kept here, with values of a fake mode, and what of their inputs and
@@ -88,7 +91,7 @@ class CacheEntry:
         self.outcome = "found" if found else "made"
         if found and self.why_traced:
             self.outcome += f"; traced to look it up ({self.why_traced})"
-        if found:
+        if found and self.symbols is None:
             self.keep_call()
         return found
 
@@ -96,12 +99,13 @@ class CacheEntry:
         """What is stored under a key; where sizes are left open, the first graphs whose assumptions
         of sizes hold here, which are assumed then.
         """
-        data = self.store.read(key)
-        if self.symbols is None:
+        data, self._graphs = self.store.read(key), key
+        if self.symbols is None or self.assumed:
             return data
         for each in read_assumptions(data):
             if self.symbols.satisfy(each):
-                kept = self.store.read(key_under(key, each))
+                self._graphs = key_under(key, each)
+                kept = self.store.read(self._graphs)
                 # What is assumed stays so: if the graphs are made, they are made for that.
                 return kept if kept and self.symbols.assume(each) else None
         return None
@@ -118,21 +122,26 @@ class CacheEntry:
         except _NO_FORM as reason:
             self.give_up(str(reason))
             return
-        self.keep_call()
+        if self.symbols is None:
+            self.keep_call()
         self.outcome = "made and kept" if written else "made; the folder cannot be written"
 
     def _write(self, key: str, data: bytes) -> bool:
+        self._graphs = key
         if self.symbols is None:
             return self.store.write(key, data)
         made = self.symbols.assumed()
-        written = self.store.write(key_under(key, made), data)
+        self._graphs = key_under(key, made)
+        written = self.store.write(self._graphs, data)
         return written and self.store.write(key, with_assumptions(self.store.read(key), made))
 
     def keep_call(self) -> None:
-        """Store the call that the graphs were captured for, to be found untraced."""
+        """Store the call that the graphs were captured for, to be found untraced. Where sizes are
+        left open, this is for the caller, once nothing more is assumed of them.
+        """
         keep, self.traced = self.traced, None
         if keep is not None and self.key is not None:
-            keep(self.key)
+            keep(self._graphs, self.symbols)
 
     def give_up(self, reason: str) -> None:
         """Keep nothing, as this graph could be taken for another or has no form on disk."""

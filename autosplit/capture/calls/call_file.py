@@ -23,6 +23,7 @@ class CallForm(NamedTuple):
         names: paths of the leaves of its result.
         spec: how the leaves make up the result, as ``write_spec`` has it.
         refusal: why it cannot be captured, although a call after it can.
+        places: where its inputs say the sizes that are left open, by numbers of these.
     """
 
     guards: tuple[Any, ...]
@@ -31,6 +32,7 @@ class CallForm(NamedTuple):
     names: tuple[str, ...] = ()
     spec: Any = None
     refusal: str = ""
+    places: tuple[tuple[int, int, str, int], ...] = ()
 
 
 def read_forms(data: bytes) -> list[CallForm]:
