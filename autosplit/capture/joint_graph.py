@@ -138,6 +138,8 @@ def capture(
             known: dict[str, Any] = {"names": foreseen.names, "spec": foreseen.spec}
             entry.traced = partial(call.keep, **known, places=places)
             entry.why_traced = call.reason
+        elif entry and entry.symbols:
+            entry.why_traced = "sizes are left open under a budget"
         kept = entry.find(exported.meta["fake_mode"]) if entry else None
         if kept and foreseen:
             split, lying = kept

@@ -134,6 +134,10 @@ class SizeSymbols:
         """The sizes of ``write_size``."""
         return [size if type(size) is int else self.read(*size) for size in written]
 
+    def leaves_any(self, number: Any) -> bool:
+        """Whether a number is the value of a tensor of which nothing is assumed."""
+        return isinstance(number, SymInt) and number.node.expr in _merely_read(self._env)
+
     def assumed(self, *, everything: bool = False) -> Assumptions:
         """What was assumed since Dynamo captured the graph, or at all.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import sympy
 import torch
@@ -27,6 +27,11 @@ _PROPERTIES = {each.name: each for each in TensorProperty}
 
 Place = tuple[int, str, int | None]
 """Row of a tensor's source, and which of its sizes, strides or offset."""
+
+
+_Integers: TypeAlias = "tuple[int | None, ...]"
+KnownLayout: TypeAlias = tuple[int, _Integers, _Integers]
+"""Row of an input's source, its sizes and strides; None for those that are left open."""
 
 
 class CallSizes(NamedTuple):
@@ -59,8 +64,9 @@ class CallSizes(NamedTuple):
         tensors = []
         for each in env.tracked_fakes or ():
             if not isinstance(each.fake, Tensor):
-                raise NoFingerprintError("numbers besides sizes are left open")
-            if any(map(_is_open, _layout(each.fake))):
+                if not symbols.leaves_any(each.fake):
+                    raise NoFingerprintError("numbers besides sizes are left open")
+            elif any(map(_is_open, _layout(each.fake))):
                 tensors.append((row(each.source), *_written(each.fake, symbols)))
         places = tuple(_place(env.var_to_sources[each][0], row) for each in symbols.order)
         return cls(places, tuple(tensors), tuple(symbols.assumed(everything=True)))
@@ -140,3 +146,30 @@ def _place(source: Any, row: Callable[[Source], int]) -> Place:
     if not isinstance(source, TensorPropertySource):
         raise NoFingerprintError(f"{source.name} is left open, which is no size of a tensor")
     return row(source.base), source.prop.name, source.idx
+
+
+def known_layouts(
+    output: Any, row: Callable[[Source], int], open_sizes: bool
+) -> tuple[KnownLayout, ...]:
+    """Sizes and strides of all inputs, as far as they are known now.
+
+    Args:
+        output: Dynamo's ``OutputGraph``.
+        row: of a source.
+        open_sizes: whether some may be left open.
+
+    Raises:
+        NoFingerprintError: some are, and may not be.
+    """
+    found = output.input_source_to_sizes_strides.items()
+    return tuple(
+        (row(source), _known(each["size"], open_sizes), _known(each["stride"], open_sizes))
+        for source, each in found
+    )
+
+
+def _known(sizes: Any, open_sizes: bool) -> _Integers:
+    found = tuple(each if type(each) is int else each.node.maybe_as_int() for each in sizes)
+    if None in found and not open_sizes:
+        raise NoFingerprintError("sizes are symbols")
+    return found

@@ -34,7 +34,7 @@ from autosplit.capture.cache.size_symbols import SizeSymbols
 from autosplit.passes.analysis.operators import OVERLOAD
 
 from .call_errors import OtherwiseError
-from .call_sizes import CallSizes
+from .call_sizes import CallSizes, KnownLayout, known_layouts
 from .guard_forms import (
     GuardForm,
     SourceForm,
@@ -48,7 +48,6 @@ from .guard_texts import guard_text, reads_process
 from .object_text import ObjectTexts
 from .unusual_captures import refuse_unusual
 
-_Integers: TypeAlias = "tuple[int | None, ...]"
 SettledSizes: TypeAlias = tuple[FakeTensorMode, SizeSymbols]
 """Of the values of a graph, and its sizes that are left open."""
 _BUILTINS = "__builtins_of_kept_guards"
@@ -83,7 +82,7 @@ class KeptGuards:
     guards: tuple[GuardForm, ...]
     digests: tuple[bytes, ...]
     ordered: tuple[int, ...]
-    sizes: tuple[tuple[int, _Integers, _Integers], ...]
+    sizes: tuple[KnownLayout, ...]
     imports: tuple[tuple[str, str], ...]
     operators: tuple[tuple[str, str], ...]
     open_sizes: tuple[Any, ...] = ()
@@ -120,7 +119,7 @@ class KeptGuards:
         writer = SourceWriter({builtin: _BUILTINS, **names}, texts.hooks)
         forms = [writer.guard(guard) for guard in sorted(output.guards, key=Guard.sort_key)]
         ordered = [writer.row(source) for source in output.guard_on_key_order]
-        sizes = _sizes(output, writer, open_sizes)
+        sizes = known_layouts(output, writer.row, open_sizes)
         imports = {**output.import_sources, **dict(made_names.values())}
         _refuse_made_names(writer.table, {*imports, _BUILTINS})
         made = cls(
@@ -152,7 +151,7 @@ class KeptGuards:
         """
         output = captured.output_graph
         writer = SourceWriter.going_on(self.sources, read_sources(self.sources), texts.hooks)
-        sizes = _sizes(output, writer, True)
+        sizes = known_layouts(output, writer.row, True)
         found = CallSizes.of(output.shape_env, symbols, writer.row)
         return dataclasses.replace(
             self, sources=tuple(writer.table), sizes=sizes, open_sizes=tuple(found)
@@ -357,26 +356,3 @@ def _library_module(file: str) -> str | None:
     if not file.startswith(_PYTHON) or file.startswith(_PACKAGES):
         return None
     return file.removeprefix(_PYTHON).partition(os.sep)[0].removesuffix(".py")
-
-
-def _sizes(
-    output: Any, writer: SourceWriter, open_sizes: bool
-) -> tuple[tuple[int, _Integers, _Integers], ...]:
-    """Sizes and strides of the inputs as they are known now."""
-    found = output.input_source_to_sizes_strides.items()
-    return tuple(
-        (
-            writer.row(source),
-            _integers(known["size"], open_sizes),
-            _integers(known["stride"], open_sizes),
-        )
-        for source, known in found
-    )
-
-
-def _integers(sizes: Any, open_sizes: bool) -> _Integers:
-    known = (each if type(each) is int else each.node.maybe_as_int() for each in sizes)
-    found = tuple(known)
-    if None in found and not open_sizes:
-        raise NoFingerprintError("sizes are symbols")
-    return found

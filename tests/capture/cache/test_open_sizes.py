@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pathlib
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -12,15 +13,22 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import autosplit
+from autosplit.capture import joint_graph
+from autosplit.capture.cache import archive, split_graph_cache
 from autosplit.capture.cache.alternatives import read_assumptions, with_assumptions
 from autosplit.capture.cache.size_symbols import Assumptions, SizeSymbols
 from autosplit.capture.cache.split_graph_cache import VARIABLE
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+@pytest.fixture(autouse=True, params=["untraced", "traced"])
+def traced(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> bool:
+    """Whether graphs are looked up by what Dynamo traced, or by the call."""
     monkeypatch.setenv(VARIABLE, str(tmp_path / "kept"))
-    return tmp_path / "kept"
+    if request.param == "traced":
+        monkeypatch.setattr(joint_graph, "_found", lambda *_: None)
+    return bool(request.param == "traced")
 
 
 class Layer(nn.Module):
@@ -55,10 +63,8 @@ def train(
         split(x).square().sum().backward()
         split.backward_weight()
         plain(y).square().sum().backward()
-        found = [
-            (a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True)
-        ]
-        assert all(torch.equal(a, b) for a, b in [*found, (x.grad, y.grad)])
+        for ours, autograds in zip((x, *model.parameters()), (y, *plain.parameters()), strict=True):
+            torch.testing.assert_close(ours.grad, autograds.grad, rtol=0, atol=0)
     after = counters["autosplit"] - before
     return after["graph_hit"], after["graph_miss"], after["graph_bypass"]
 
@@ -151,13 +157,37 @@ def test_assumptions_that_come_out_otherwise_are_refused(monkeypatch: pytest.Mon
 
 
 def test_reports_say_what_became_of_it() -> None:
-    def said() -> str:
+    def said(x: Tensor) -> str:
         split = autosplit.split(Layer(smooth), dynamic=True)
-        split(torch.ones(5, 4)).sum().backward()
+        split(x).sum().backward()
         return split.report().partition("Graph cache: ")[2].partition(".\n")[0]
 
-    assert said() == "made and kept"
-    assert said() == "found; traced to look it up (sizes are left open)"
+    assert said(torch.ones(5, 4)) == "made and kept"
+    assert said(torch.ones(7, 4)) == "found"
+    assert said(torch.ones(4, 5).t()) == "made and kept"
+    assert said(torch.ones(4, 7).t()) == (
+        "found; traced to look it up (sizes of a tensor are left open that is not contiguous)"
+    )
+
+
+def test_what_the_guards_would_not_check_is_refused(
+    traced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A guard that is added when the guards of a call that was found are built already."""
+    assert train(smooth, (5,)) == (0, 1, 0)
+    unpack = archive.unpack_graphs
+
+    def assuming(data: bytes, mode: Any, *others: Any) -> Any:
+        size, *_ = SizeSymbols(mode).order
+        mode.shape_env.evaluate_expr(size < 100)
+        return unpack(data, mode, *others)
+
+    monkeypatch.setattr(split_graph_cache, "unpack_graphs", assuming)
+    split = autosplit.split(Layer(smooth), dynamic=True)
+    for count in (7, 200):
+        split(torch.ones(count, 4, requires_grad=True)).sum().backward()
+    assert len(split.functions) == 2
+    assert ("more was assumed of sizes" in split.report()) is not traced
 
 
 def test_a_key_has_eight_graphs_at_most() -> None:
