@@ -66,6 +66,8 @@ class Guards:
         self._kept = kept
         self._unsettled: CaptureOutput | None = None
         self._open = False
+        self._shapes: Any = None
+        self._checked = 0
         self._constants: list[tuple[CodeType, Any]] = []
         self._answers: tuple[MaskDecision, ...] = ()
         self.setters: list[Setter] = []
@@ -114,12 +116,18 @@ class Guards:
             known = call.find(scope.function, scope.of(args, kwargs))
         if isinstance(known, RefusedCall):
             raise PythonStateError(known.message, inside=True, passing=True)
-        return None if known is None else (cls(module, scope, known.manager, known.kept), known)
+        if known is None:
+            return None
+        made = cls(module, scope, known.manager, known.kept)
+        if known.open_sizes is not None:
+            made._shapes = known.open_sizes[0].shape_env
+            made._checked = len(made._shapes.guards)
+        return made, known
 
     @property
     def only_dynamos(self) -> bool:
         """Whether nothing is asked but Dynamo's own guards."""
-        return not (self._open or self._constants or self._answers or self.setters)
+        return not (self._constants or self._answers or self.setters)
 
     def variables(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
         """Variables of the forward in one call, as guards name them."""
@@ -130,6 +138,8 @@ class Guards:
         assume more after Dynamo's capture, so this comes behind them; what would be assumed later
         is refused.
         """
+        if self._shapes is not None:
+            self._settle_found()
         if self._unsettled is None:
             return
         output, self._unsettled = self._unsettled.graph_capture_output, None
@@ -142,6 +152,18 @@ class Guards:
         sizes = output.output_graph.shape_env
         if self._open and sizes is not None:
             vars(sizes)["_error_on_new_guards"] = True
+
+    def _settle_found(self) -> None:
+        """Refuse what nobody would check: the guards were built with all that was assumed where the
+        graphs were made.
+        """
+        if len(self._shapes.guards) > self._checked:
+            raise CaptureError(
+                f"{type(self.module).__name__}: more was assumed of sizes, "
+                f"{self._shapes.guards[-1].expr}, than by the process that kept its graphs; "
+                "set AUTOSPLIT_CACHE=0 to capture it anew"
+            )
+        vars(self._shapes)["_error_on_new_guards"] = True
 
     def hold(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the graph may run for these inputs, with the module as it is now."""

@@ -132,16 +132,19 @@ def capture(
         name_modules(exported, module)
         inputs = _input_names(args, kwargs)
         foreseen, entry = _look_up(cache, module, exported, inputs, (args, kwargs), decompositions)
-        if entry and foreseen and call:
-            entry.traced = partial(call.keep, names=foreseen.names, spec=foreseen.spec)
-            entry.why_traced = call.reason
         open_sizes = InputSizes(exported, args, kwargs) if is_open(args, kwargs) else None
+        if entry and foreseen and call:
+            places = open_sizes.places if open_sizes is not None else {}
+            known: dict[str, Any] = {"names": foreseen.names, "spec": foreseen.spec}
+            entry.traced = partial(call.keep, **known, places=places)
+            entry.why_traced = call.reason
+        elif entry and entry.symbols:
+            entry.why_traced = "sizes are left open under a budget"
         kept = entry.find(exported.meta["fake_mode"]) if entry else None
         if kept and foreseen:
-            guards.settle()
             split, lying = kept
             made = split.joint, inputs, foreseen.names, foreseen.spec, guards, split, entry
-            return Capture(*made, shardings=lying)
+            return Capture(*made, shardings=lying, sizes=open_sizes or None)
         trace_as_run(exported)
         results = _Results(exported)
         joint = _joint(module, exported, args, kwargs, decompositions)
@@ -180,7 +183,8 @@ def _call(
     by_value: bool,
 ) -> KeptCall | None:
     """The call's place in the cache; None where nothing is looked up."""
-    if cache is None or is_open(args, kwargs):
+    varies = is_open(args, kwargs)
+    if cache is None or (varies and cache.exact):
         return None
 
     def environment() -> Iterator[str]:
@@ -189,7 +193,7 @@ def _call(
         yield from map("takes {}".format, _input_names(args, kwargs))
         yield f"by value {by_value}"
 
-    return KeptCall.of(cache.store, module, args, kwargs, environment())
+    return KeptCall.of(cache.store, module, args, kwargs, environment(), varies)
 
 
 def _found(
@@ -204,14 +208,19 @@ def _found(
     if known is None or cache is None:
         return None
     guards, call_found = known
-    entry = CacheEntry(cache.store, call_found.graphs)
-    kept = entry.find(FakeTensorMode(shape_env=ShapeEnv()))
+    mode, symbols = call_found.open_sizes or (FakeTensorMode(shape_env=ShapeEnv()), None)
+    entry = CacheEntry(cache.store, call_found.graphs, symbols=symbols, assumed=True)
+    kept = entry.find(mode)
     if kept is None:
         return None
     split, lying = kept
+    sizes = None
+    if symbols is not None:
+        places = {symbols.order[number]: each for number, each in call_found.places.items()}
+        sizes = InputSizes.known(mode.shape_env, places, args, kwargs) or None
     names = _input_names(args, kwargs)
     made = split.joint, names, call_found.names, call_found.spec, guards, split, entry
-    return Capture(*made, shardings=lying)
+    return Capture(*made, shardings=lying, sizes=sizes)
 
 
 def _look_up(

@@ -97,13 +97,16 @@ def trace(
             name = type(module).__name__
             raise SplitError(f"{name} was captured but cannot be split: {error}") from error
         traced.guards.settle()
+        if traced.entry:
+            traced.entry.keep_call()
         return functions
 
 
 def _graph_cache(backend: str, memory: Memory) -> SplitGraphCache | None:
     from autosplit.capture.joint_graph import SplitGraphCache
 
-    return SplitGraphCache.open(backend, repr(memory))
+    # A budget is met for the sizes of the example, not for all that are left open.
+    return SplitGraphCache.open(backend, repr(memory), exact=memory.budget is not None)
 
 
 def _split(

@@ -2,8 +2,9 @@
 
 Values without data become descriptions; operators and types are named, and only those that are
 listed in ``archive_names`` are looked up when bytes are read, so that reading runs nobody's code.
-Constants that tracing made have their data in it. A graph that holds anything else (bodies of
-higher-order operators, symbolic sizes) cannot be archived.
+Constants that tracing made have their data in it. Sizes that are left open are numbered, and others
+written as what follows from them. A graph that holds anything else (bodies of higher-order
+operators, sizes that depend on data) cannot be archived.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from .archive_names import NoArchiveError
 from .constant_data import read_constant
 from .graph_reader import GraphReader, read_graph, read_tensors
 from .graph_writer import GraphWriter
+from .size_symbols import SizeSymbols
 
 __all__ = ["NoArchiveError", "Shardings", "pack_graphs", "unpack_graphs"]
 
@@ -35,7 +37,10 @@ Shardings = Mapping[Role, Sharding]
 
 
 def pack_graphs(
-    graphs: SplitGraphs, shardings: Shardings = MappingProxyType({}), meshes: Sequence[Any] = ()
+    graphs: SplitGraphs,
+    shardings: Shardings = MappingProxyType({}),
+    meshes: Sequence[Any] = (),
+    symbols: SizeSymbols | None = None,
 ) -> bytes:
     """The graphs as bytes, from which ``unpack_graphs`` makes the same graphs: the writer refuses
     whatever the reader would not read, or read as something else.
@@ -44,18 +49,20 @@ def pack_graphs(
         graphs: the graphs.
         shardings: what of their inputs and results are DTensors.
         meshes: that the reader has, too, in this order; DTensors are on these.
+        symbols: sizes that are left open; None where none is.
 
     Raises:
         NoArchiveError: they hold something that has no such form.
     """
-    writer = GraphWriter({name for mesh in meshes for name in group_names(mesh)})
+    writer = GraphWriter({name for mesh in meshes for name in group_names(mesh)}, symbols)
     rates = graphs.memory.rates  # a tuple of a type of its own, which would be no plain data
     memory = dataclasses.astuple(dataclasses.replace(graphs.memory, rates=None)), rates and [*rates]
     written = {name: writer.graph(module) for name, module in graphs.graphs().items()}
     if not writer.tensors:
         raise NoArchiveError("no tensor is in them")
     lying = [(role, *_described(lies, meshes)) for role, lies in shardings.items()]
-    return pickle.dumps((memory, writer.tensors, writer.constants, written, lying))
+    made = writer.tensors, writer.numbers, writer.constants
+    return pickle.dumps((memory, *made, written, lying))
 
 
 def _described(lies: Sharding, meshes: Sequence[Any]) -> tuple[Any, ...]:
@@ -66,19 +73,26 @@ def _described(lies: Sharding, meshes: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def unpack_graphs(
-    data: bytes, mode: FakeTensorMode, meshes: Sequence[Any] = ()
+    data: bytes,
+    mode: FakeTensorMode,
+    meshes: Sequence[Any] = (),
+    symbols: SizeSymbols | None = None,
 ) -> tuple[SplitGraphs, Shardings]:
-    """Split graphs from the bytes of ``pack_graphs``, with values of this fake mode, and what of
-    their inputs and results are DTensors on these meshes.
+    """Split graphs from the bytes of ``pack_graphs``, with values of this fake mode and sizes that
+    follow from these symbols, and what of their inputs and results are DTensors on these meshes.
 
     Raises:
         NoArchiveError: they were not written by this version.
     """
     try:
-        memory, described, constants, written, lying = GraphReader(data).load()
-        tensors, real = read_tensors(described, mode), [read_constant(*each) for each in constants]
+        memory, described, sizes, constants, written, lying = GraphReader(data).load()
+        numbers = _read_numbers(sizes, symbols)
+        tensors = read_tensors(described, mode, numbers)
+        real = [read_constant(*each) for each in constants]
         graphs = {
-            name: read_graph(name, nodes, tensors, {key: real[at] for key, at in held.items()})
+            name: read_graph(
+                name, nodes, tensors, {key: real[at] for key, at in held.items()}, numbers
+            )
             for name, (held, nodes) in written.items()
         }
         fields = [field.name for field in dataclasses.fields(SplitGraphs)]
@@ -96,3 +110,10 @@ def unpack_graphs(
         raise
     except Exception as error:
         raise NoArchiveError(f"{type(error).__name__}: {error}") from error
+
+
+def _read_numbers(forms: Sequence[Any], symbols: SizeSymbols | None) -> list[Any]:
+    """Numbers that follow from sizes that are left open."""
+    if symbols is None and forms:
+        raise NoArchiveError("sizes are symbolic")
+    return [] if symbols is None else [symbols.read(*form) for form in forms]

@@ -6,6 +6,7 @@ anybody else's.
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any
 
@@ -31,7 +32,23 @@ CLASSES = (
     range,
     slice,
 )
-KNOWN = {(each.__module__, each.__qualname__): each for each in CLASSES}
+ON_SIZES = (
+    math.ceil,
+    math.floor,
+    math.trunc,
+    torch.sym_float,
+    torch.sym_int,
+    torch.sym_ite,
+    torch.sym_max,
+    torch.sym_min,
+    torch.sym_not,
+    torch.sym_sqrt,
+    torch.sym_sum,
+)
+"""Functions of sizes that are left open, besides those of ``operator``."""
+KNOWN: dict[tuple[str, str], Any] = {
+    (each.__module__, each.__qualname__): each for each in (*CLASSES, *ON_SIZES)
+}
 
 
 class NoArchiveError(Exception):
@@ -39,7 +56,7 @@ class NoArchiveError(Exception):
 
 
 def named_global(module: str | None, name: str | None) -> Any:
-    """A class of the list, or a function of ``operator``; None for any other name."""
+    """A class or a function of the lists, or one of ``operator``; None for any other name."""
     if module in {"operator", "_operator"} and name in operator.__all__:
         found = getattr(operator, name)
         return None if isinstance(found, type) else found

@@ -2,16 +2,16 @@
 
 Everything that AOTAutograd can see is in it: operators and their arguments, where each input
 comes from and how it lies in memory, the state of the module, how results are put together, and
-what bodies of higher-order operators hold and custom operators are made of. What has no text that
-says all of it (constant tensors, code that is out of sight, sizes that are symbols) has no
-fingerprint.
+what bodies of higher-order operators hold and custom operators are made of. Sizes that are left
+open are in it as symbols. What has no text that says all of it (constant tensors, code that is out
+of sight, sizes that depend on data) has no fingerprint.
 """
 
 from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from autosplit.torch_internals.pytree import tree_flatten
 
 from .argument_text import NoFingerprintError, argument_text, is_torch_operator, target_name
 from .custom_operators import definition_text
+from .size_symbols import SizeSymbols
 
 
 def fingerprint_lines(
@@ -33,6 +34,7 @@ def fingerprint_lines(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     results: list[Any],
+    symbols: SizeSymbols,
 ) -> Iterator[str]:
     """The fingerprint, line by line.
 
@@ -42,11 +44,13 @@ def fingerprint_lines(
         args: that it was captured for.
         kwargs: that it was captured for.
         results: leaves of what the module returns; tensors stand for those that it computes.
+        symbols: sizes that are left open.
 
     Raises:
         NoFingerprintError: the graph has none.
     """
-    known = _TensorNames()
+    given = list(_given(exported, (*args, *kwargs.values())))
+    known = _TensorNames(symbols, given)
     leaves = tree_flatten((args, kwargs))[0]
     for at, leaf in enumerate(leaves):
         yield f"input {at}: {known.describe(leaf, f'input {at}')}"
@@ -54,26 +58,29 @@ def fingerprint_lines(
         yield f"state {name}: {known.describe(tensor, f'state {name}')}"
     if meshes_of((*leaves, *(tensor for _, tensor in _state(module)))):
         yield from _rules()
-    yield from _graph_lines(exported, (*args, *kwargs.values()), known)
+    yield from _graph_lines(exported, given, known)
     for at, leaf in enumerate(results):
-        described = known.name(leaf) if isinstance(leaf, Tensor) else argument_text(leaf)
-        yield f"result {at}: {described}"
+        yield f"result {at}: {known.name(leaf)}"
+
+
+def _given(exported: fx.GraphModule, values: tuple[Any, ...]) -> Iterator[tuple[fx.Node, Any, Any]]:
+    """Each placeholder, with the value given for it and what stood for that when it was traced."""
+    codegen: Any = exported.graph._codegen
+    holes = exported.graph.find_nodes(op="placeholder")
+    for node, value in zip(holes, codegen.dynamo_bytecode_flatten(*values), strict=True):
+        yield node, value, traced_value(node)
 
 
 def _graph_lines(
-    exported: fx.GraphModule, values: tuple[Any, ...], known: _TensorNames
+    exported: fx.GraphModule, given: Iterable[tuple[fx.Node, Any, Any]], known: _TensorNames
 ) -> Iterator[str]:
     """Lines of the placeholders, with the tensors given for them, of the other nodes, and of the
     bodies of higher-order operators.
     """
-    codegen: Any = exported.graph._codegen
-    given = codegen.dynamo_bytecode_flatten(*values)
-    holes = exported.graph.find_nodes(op="placeholder")
-    for node, value in zip(holes, given, strict=True):
-        traced = node.meta.get("val")
-        if isinstance(traced, Tensor) and not all(type(size) is int for size in traced.shape):
-            raise NoFingerprintError(f"sizes of {known.name(value)} are symbols")
-        yield f"placeholder {node.name}: {known.name(value)}"
+    for node, value, traced in given:
+        # A size that is given was traced as a symbol, which tells more than what it is here.
+        source = traced if isinstance(traced, torch.SymInt) else value
+        yield f"placeholder {node.name}: {known.name(source)}"
         known.add(traced, f"node {node.name}")
     for node in exported.graph.nodes:
         if node.op != "placeholder":
@@ -150,10 +157,19 @@ def _state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_buffers(remove_duplicate=False)
 
 
+def _has_open_sizes(traced: Any) -> bool:
+    if not isinstance(traced, Tensor):
+        return False
+    layout = (*traced.shape, *traced.stride(), traced.storage_offset())
+    return not all(type(size) is int for size in layout)
+
+
 class _TensorNames:
     """Names of tensors, and numbers of their storages."""
 
-    def __init__(self) -> None:
+    def __init__(self, symbols: SizeSymbols, given: Iterable[tuple[fx.Node, Any, Any]]) -> None:
+        self._symbols = symbols
+        self._open = {id(value): traced for _, value, traced in given if _has_open_sizes(traced)}
         self._names: dict[int, str] = {}
         self._storages: dict[int, int] = {}
         self._kept: list[Tensor] = []
@@ -165,6 +181,8 @@ class _TensorNames:
             self._kept.append(tensor)
 
     def name(self, tensor: Any) -> str:
+        if isinstance(tensor, torch.SymInt):
+            return self._symbols.text(tensor)
         if not isinstance(tensor, Tensor):
             return argument_text(tensor)
         if id(tensor) not in self._names:
@@ -186,13 +204,10 @@ class _TensorNames:
         facts = (
             self._names[id(value)],
             type(value).__name__,
-            tuple(value.shape),
-            value.stride(),
-            value.storage_offset(),
+            *self._layout(value),
             value.dtype,
             value.device,
             self._storages.setdefault(storage._cdata, len(self._storages)),
-            storage.nbytes(),
             value.requires_grad,
             value.is_leaf,
             value._is_view(),
@@ -202,8 +217,22 @@ class _TensorNames:
         )
         return repr(facts)
 
+    def _layout(self, value: Tensor) -> tuple[Any, ...]:
+        """Sizes, strides, offset, and the bytes of the storage, which no guard looks at where sizes
+        are left open.
+        """
+        traced = self._open.get(id(value))
+        if traced is None:
+            shape, bytes_ = tuple(value.shape), value.untyped_storage().nbytes()
+            return shape, value.stride(), value.storage_offset(), bytes_
+        text = self._symbols.text
+        sizes, steps = [*map(text, traced.shape)], [*map(text, traced.stride())]
+        return sizes, steps, text(traced.storage_offset())
+
     def _describe_shared(self, value: Any, name: str) -> str:
         """The same of a DTensor: how it lies over ranks, and what this rank has of it."""
+        if id(value) in self._open:
+            raise NoFingerprintError(f"sizes of {name}, a DTensor, are symbols")
         self.add(value, name)
         facts = (
             self._names[id(value)],

@@ -16,6 +16,10 @@ from autosplit.passes.analysis.operators import OVERLOAD
 
 from .archive_names import CLASSES, CONSTANTS, EXCHANGES, NoArchiveError, is_known, named_global
 from .constant_data import describe_constant, is_plain
+from .size_expressions import Form
+from .size_symbols import NUMBERS, SizeSymbols
+
+_NUMBERS = tuple(symbolic for _, symbolic in NUMBERS.values())
 
 # Metadata of the user's modules and of other graphs, or implied by the value; not read by passes
 # and backends.
@@ -43,15 +47,20 @@ class GraphWriter:
     Args:
         groups: names of the process groups that graphs may exchange tensors in: those that who
             reads them knows, too.
+        symbols: sizes that are left open.
 
     Attributes:
         tensors: descriptions of the tensors of all graphs written, each once.
+        numbers: how sizes and other numbers follow from sizes that are left open, each once.
         constants: of the tensors with data that the graphs read, each once.
     """
 
-    def __init__(self, groups: Collection[str] = ()) -> None:
+    def __init__(self, groups: Collection[str] = (), symbols: SizeSymbols | None = None) -> None:
         self._groups = groups
+        self._symbols = symbols
         self.tensors: list[tuple[Any, ...]] = []
+        self.numbers: list[tuple[str, Form]] = []
+        self._places: dict[tuple[str, Form], int] = {}
         self.constants: list[tuple[Any, ...]] = []
         self._kept: dict[int, tuple[int, Tensor]] = {}
         self._numbers: dict[int, int] = {}
@@ -106,6 +115,20 @@ class GraphWriter:
             self.constants.append(describe_constant(tensor))
         return self._kept[id(tensor)][0]
 
+    def symbolic(self, number: Any) -> int:
+        """Index of the number that follows from open sizes."""
+        if self._symbols is None:
+            raise NoArchiveError("sizes are symbolic")
+        form = self._symbols.write(number)
+        if form not in self._places:
+            self._places[form] = len(self.numbers)
+            self.numbers.append(form)
+        return self._places[form]
+
+    def _size(self, size: Any) -> Any:
+        """An integer as it is, another in a tuple."""
+        return size if type(size) is int else (self.symbolic(size),)
+
     def number(self, tensor: Tensor) -> int:
         """Index of the tensor's description."""
         if id(tensor) not in self._numbers:
@@ -126,17 +149,14 @@ class GraphWriter:
         if not plain or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
             raise NoArchiveError(f"a value is a {type(tensor).__name__} of a kind of its own")
         storage = tensor.untyped_storage()
-        sizes = (*tensor.shape, *tensor.stride(), tensor.storage_offset(), storage.nbytes())
-        if any(type(size) is not int for size in sizes):
-            raise NoArchiveError("sizes are symbolic")
         return (
             self._storages.setdefault(storage._cdata, len(self._storages)),
-            sizes[-1],
+            self._size(storage.nbytes()),
             str(tensor.dtype).removeprefix("torch."),
             str(tensor.device),
-            tuple(tensor.shape),
-            tensor.stride(),
-            sizes[-2],
+            tuple(map(self._size, tensor.shape)),
+            tuple(map(self._size, tensor.stride())),
+            self._size(tensor.storage_offset()),
             tensor.requires_grad,
             isinstance(tensor, torch.nn.Parameter),
         )
@@ -153,6 +173,8 @@ class _Pickler(pickle.Pickler):
             return "node", self._places[obj]
         if isinstance(obj, Tensor):
             return "tensor", self._writer.number(obj)
+        if isinstance(obj, _NUMBERS):
+            return "number", self._writer.symbolic(obj)
         if isinstance(obj, CONSTANTS):
             return "constant", str(obj).removeprefix("torch.")
         if isinstance(obj, OVERLOAD):

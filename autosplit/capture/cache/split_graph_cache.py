@@ -19,13 +19,16 @@ from autosplit.passes import SplitGraphs
 from autosplit.torch_internals.dtensor_facts import meshes_of
 from autosplit.torch_internals.pytree import TreeSpec, tree_flatten
 
+from .alternatives import key_under, read_assumptions, with_assumptions
 from .archive import NoArchiveError, Shardings, pack_graphs, unpack_graphs
 from .argument_text import NoFingerprintError
 from .environment_key import environment_lines
 from .file_store import FileStore
 from .fingerprint import fingerprint_lines
+from .size_symbols import SizeSymbols
 
 VARIABLE = "AUTOSPLIT_CACHE"
+_NO_FORM = (NoArchiveError, NoFingerprintError)
 _OFF = {"0", "off", "no", "false"}
 
 
@@ -55,18 +58,23 @@ class CacheEntry:
         store: where its file is.
         key: names the file; None where the graph cannot be told from others.
         meshes: those of the DTensors that the graph was captured for, which are in the key.
+        symbols: sizes that the graph leaves open; None where it leaves none.
+        assumed: whether the key is that of graphs whose assumptions of sizes are made already.
         outcome: what became of it, for the user.
-        traced: keeps the call that it was captured for, given the key; None where that is not to
-            be kept, or is.
+        traced: keeps the call that it was captured for, given the key of its graphs and the sizes
+            that they leave open; None where that is not to be kept, or is.
         why_traced: why it was captured although the graphs are kept.
     """
 
     store: FileStore
     key: str | None
     meshes: Sequence[Any] = ()
+    symbols: SizeSymbols | None = None
+    assumed: bool = False
     outcome: str = ""
-    traced: Callable[[str], None] | None = None
+    traced: Callable[[str, SizeSymbols | None], None] | None = None
     why_traced: str = ""
+    _graphs: str = ""
 
     def find(self, mode: FakeTensorMode) -> tuple[SplitGraphs, Shardings] | None:
         """The graphs that were kept here, with values of a fake mode, and what of their inputs and
@@ -74,18 +82,33 @@ class CacheEntry:
         """
         if self.key is None:
             return None
-        data = self.store.read(self.key)
         try:
-            found = None if data is None else unpack_graphs(data, mode, self.meshes)
-        except NoArchiveError:
+            data = self._assuming(self.key)
+            found = (data and unpack_graphs(data, mode, self.meshes, self.symbols)) or None
+        except _NO_FORM:
             found = None
         counters["autosplit"]["graph_hit" if found else "graph_miss"] += 1
         self.outcome = "found" if found else "made"
         if found and self.why_traced:
             self.outcome += f"; traced to look it up ({self.why_traced})"
-        if found:
+        if found and self.symbols is None:
             self.keep_call()
         return found
+
+    def _assuming(self, key: str) -> bytes | None:
+        """What is stored under a key; where sizes are left open, the first graphs whose assumptions
+        of sizes hold here, which are assumed then.
+        """
+        data, self._graphs = self.store.read(key), key
+        if self.symbols is None or self.assumed:
+            return data
+        for each in read_assumptions(data):
+            if self.symbols.satisfy(each):
+                self._graphs = key_under(key, each)
+                kept = self.store.read(self._graphs)
+                # What is assumed stays so: if the graphs are made, they are made for that.
+                return kept if kept and self.symbols.assume(each) else None
+        return None
 
     def keep(self, graphs: SplitGraphs, shardings: Shardings) -> None:
         """Store graphs, as they are before anything is compiled, and what of their inputs and
@@ -94,19 +117,31 @@ class CacheEntry:
         if self.key is None:
             return
         try:
-            data = pack_graphs(graphs, shardings, self.meshes)
-        except NoArchiveError as reason:
+            data = pack_graphs(graphs, shardings, self.meshes, self.symbols)
+            written = self._write(self.key, data)
+        except _NO_FORM as reason:
             self.give_up(str(reason))
             return
-        written = self.store.write(self.key, data)
-        self.keep_call()
+        if self.symbols is None:
+            self.keep_call()
         self.outcome = "made and kept" if written else "made; the folder cannot be written"
 
+    def _write(self, key: str, data: bytes) -> bool:
+        self._graphs = key
+        if self.symbols is None:
+            return self.store.write(key, data)
+        made = self.symbols.assumed()
+        self._graphs = key_under(key, made)
+        written = self.store.write(self._graphs, data)
+        return written and self.store.write(key, with_assumptions(self.store.read(key), made))
+
     def keep_call(self) -> None:
-        """Store the call that the graphs were captured for, to be found untraced."""
+        """Store the call that the graphs were captured for, to be found untraced. Where sizes are
+        left open, this is for the caller, once nothing more is assumed of them.
+        """
         keep, self.traced = self.traced, None
         if keep is not None and self.key is not None:
-            keep(self.key)
+            keep(self._graphs, self.symbols)
 
     def give_up(self, reason: str) -> None:
         """Keep nothing, as this graph could be taken for another or has no form on disk."""
@@ -122,13 +157,15 @@ class SplitGraphCache:
     Attributes:
         store: where they are.
         options: all that the caller chose.
+        exact: whether graphs that leave sizes open are found for the sizes of their example only.
     """
 
     store: FileStore
     options: tuple[str, ...]
+    exact: bool = False
 
     @classmethod
-    def open(cls, *options: str) -> SplitGraphCache | None:
+    def open(cls, *options: str, exact: bool = False) -> SplitGraphCache | None:
         """The user's cache: beside Inductor's, or where ``AUTOSPLIT_CACHE`` says; None where that
         is ``0``, or where torch's caches are off.
         """
@@ -137,7 +174,7 @@ class SplitGraphCache:
             return None
         beside = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir()
         folder = pathlib.Path(chosen) if chosen else pathlib.Path(beside, "autosplit")
-        return cls(FileStore(folder), options)
+        return cls(FileStore(folder), options, exact)
 
     def entry(
         self,
@@ -160,18 +197,21 @@ class SplitGraphCache:
         """
         digest = hashlib.sha256()
         try:
+            symbols = SizeSymbols(exported.meta["fake_mode"])
             for line in (
                 *self.options,
                 *environment_lines(decompositions),
                 *map("takes {}".format, names),
                 *map("returns {}".format, results.names),
-                *fingerprint_lines(module, exported, *inputs, results.leaves),
+                *symbols.lines(exact=self.exact),
+                *fingerprint_lines(module, exported, *inputs, results.leaves, symbols),
             ):
                 digest.update(f"{line}\n".encode())
         except NoFingerprintError as reason:
             return self.without_key(str(reason))
         values = (*tree_flatten(inputs)[0], *module.parameters(), *module.buffers())
-        return CacheEntry(self.store, digest.hexdigest(), meshes_of(values))
+        found = digest.hexdigest(), meshes_of(values), symbols or None
+        return CacheEntry(self.store, *found)
 
     def without_key(self, reason: str) -> CacheEntry:
         """The place of a graph that is made anew by every process."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import pickle
 from typing import Any, NamedTuple
 
-from autosplit.capture.cache.argument_text import NoFingerprintError
+from autosplit.capture.cache.plain_data import read_plain
 
 _MOST = 8
 """How many calls one key has at most; those kept last stay."""
@@ -24,6 +23,7 @@ class CallForm(NamedTuple):
         names: paths of the leaves of its result.
         spec: how the leaves make up the result, as ``write_spec`` has it.
         refusal: why it cannot be captured, although a call after it can.
+        places: where its inputs say the sizes that are left open, by numbers of these.
     """
 
     guards: tuple[Any, ...]
@@ -32,6 +32,7 @@ class CallForm(NamedTuple):
     names: tuple[str, ...] = ()
     spec: Any = None
     refusal: str = ""
+    places: tuple[tuple[int, int, str, int], ...] = ()
 
 
 def read_forms(data: bytes) -> list[CallForm]:
@@ -40,7 +41,7 @@ def read_forms(data: bytes) -> list[CallForm]:
     Raises:
         Exception: it is no such file.
     """
-    return [CallForm(*fields) for fields in _PlainReader(io.BytesIO(data)).load()]
+    return [CallForm(*fields) for fields in read_plain(data)]
 
 
 def with_form(data: bytes | None, form: CallForm) -> bytes:
@@ -60,10 +61,3 @@ def with_form(data: bytes | None, form: CallForm) -> bytes:
         known = []
     others = [each for each in known if each.guards != form.guards]
     return pickle.dumps([tuple(each) for each in (form, *others)[:_MOST]])
-
-
-class _PlainReader(pickle.Unpickler):
-    """Reads plain data, and nothing that would run code."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        raise NoFingerprintError(f"{module}.{name} is not read")

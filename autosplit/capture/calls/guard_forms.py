@@ -42,6 +42,16 @@ class SourceWriter:
         self._names = names
         self._rows: dict[Source, int] = {}
 
+    @classmethod
+    def going_on(
+        cls, table: Sequence[SourceForm], sources: Sequence[Source], hooks: HookTables
+    ) -> SourceWriter:
+        """A writer that begins with a table, and the sources that it was read as."""
+        made = cls({}, hooks)
+        made.table = list(table)
+        made._rows = {source: row for row, source in enumerate(sources)}
+        return made
+
     def row(self, source: Source) -> int:
         """Number of a source's row.
 

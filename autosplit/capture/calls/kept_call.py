@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import fx, nn
 from torch._dynamo.utils import counters
@@ -21,6 +21,11 @@ from .call_file import CallForm, Told, read_forms, with_form
 from .object_text import ObjectTexts
 from .result_forms import read_spec, write_spec
 
+if TYPE_CHECKING:
+    from autosplit.capture.cache.size_symbols import SizeSymbols
+
+    from .kept_guards import KeptGuards, SettledSizes
+
 
 @dataclasses.dataclass(frozen=True)
 class FoundCall:
@@ -32,6 +37,9 @@ class FoundCall:
         spec: how the leaves make up the result.
         manager: Dynamo's guards over the objects of this process.
         kept: must live as long as they.
+        open_sizes: fake mode of the graphs, and sizes that they leave open; None where all of the
+            graphs' sizes are known.
+        places: number of such a size -> where the inputs say it.
     """
 
     graphs: str
@@ -39,6 +47,8 @@ class FoundCall:
     spec: TreeSpec
     manager: Any
     kept: Any
+    open_sizes: SettledSizes | None = None
+    places: Mapping[int, tuple[int, str, int]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,13 +77,16 @@ class KeptCall:
         texts: of the objects in its key.
         key: names the file; None where the call cannot be told from others untraced.
         reason: why it is traced.
+        open_sizes: whether sizes are to be left open.
     """
 
     store: FileStore
     texts: ObjectTexts
     key: str | None = None
     reason: str = ""
-    _guards: tuple[Any, ...] = ()
+    open_sizes: bool = False
+    _guards: KeptGuards | None = None
+    _captured: Any = None
     _told: tuple[Told, ...] = ()
 
     @classmethod
@@ -84,6 +97,7 @@ class KeptCall:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         environment: Iterable[str],
+        open_sizes: bool = False,
     ) -> KeptCall:
         """The place of a call.
 
@@ -93,8 +107,9 @@ class KeptCall:
             args: positional inputs.
             kwargs: keyword inputs.
             environment: lines of the key that are not the call's.
+            open_sizes: whether sizes are to be left open.
         """
-        made = cls(store, ObjectTexts())
+        made = cls(store, ObjectTexts(), open_sizes=open_sizes)
         digest = hashlib.sha256(b"call\n")
         try:
             # What they import is not in every version of torch.
@@ -152,8 +167,9 @@ class KeptCall:
             guards.compare(scope, texts)
             found = RefusedCall(form.refusal)
         else:
-            manager, kept = guards.manager(function, scope, texts)
-            found = FoundCall(form.graphs, form.names, read_spec(form.spec), manager, kept)
+            made = guards.manager(function, scope, texts)
+            places = {number: (leaf, kind, at) for number, leaf, kind, at in form.places}
+            found = FoundCall(form.graphs, form.names, read_spec(form.spec), *made, places)
         for text, category, file, line in form.told:
             warnings.warn_explicit(text, _CATEGORIES[category], file, line)
         return found
@@ -180,21 +196,42 @@ class KeptCall:
         try:
             from .kept_guards import KeptGuards
 
-            made = KeptGuards.of(captured, graph, function, scope, self.texts)
-            self._guards = tuple(getattr(made, field.name) for field in dataclasses.fields(made))
+            facts = captured, graph, function, scope, self.texts, self.open_sizes
+            self._guards = KeptGuards.of(*facts)
+            self._captured = captured if self.open_sizes else None
             self._told = tuple(map(_warning, told))
         except Exception as error:  # other versions of torch, or what strange objects raise
             self.give_up(_said(error))
 
-    def keep(self, graphs: str, names: tuple[str, ...], spec: TreeSpec) -> None:
+    def keep(
+        self,
+        graphs: str,
+        symbols: SizeSymbols | None,
+        *,
+        names: tuple[str, ...],
+        spec: TreeSpec,
+        places: Mapping[Any, tuple[int, str, int]],
+    ) -> None:
         """Store what was recorded.
 
         Args:
             graphs: key of the call's graphs, which are stored.
+            symbols: sizes that they leave open; nothing more will be assumed of these.
             names: paths of the leaves of the result.
             spec: how the leaves make up the result.
+            places: symbol of such a size -> where the inputs say it.
         """
-        self._write(lambda: {"graphs": graphs, "names": names, "spec": write_spec(spec)})
+
+        def results() -> dict[str, Any]:
+            made = {"graphs": graphs, "names": names, "spec": write_spec(spec)}
+            if symbols is None or self._guards is None:
+                return made
+            self._guards = self._guards.settled(self._captured, symbols, self.texts)
+            numbers = {symbol: at for at, symbol in enumerate(symbols.order)}
+            found = ((numbers[size], *place) for size, place in places.items() if size in numbers)
+            return made | {"places": tuple(found)}
+
+        self._write(results)
 
     def keep_refusal(self, message: str) -> None:
         """Store that what was recorded cannot be captured, but a call after it can.
@@ -205,10 +242,13 @@ class KeptCall:
         self._write(lambda: {"refusal": message})
 
     def _write(self, what: Callable[[], dict[str, Any]]) -> None:
-        if self.key is None or not self._guards:
+        if self.key is None or self._guards is None:
             return
         try:
-            form = CallForm(self._guards, self._told, **what())
+            given = what()
+            fields = dataclasses.fields(self._guards)
+            guards = tuple(getattr(self._guards, field.name) for field in fields)
+            form = CallForm(guards, self._told, **given)
             data = with_form(self.store.read(self.key), form)
         except Exception as error:
             self.give_up(_said(error))

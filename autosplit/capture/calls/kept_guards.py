@@ -14,9 +14,9 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import CodeType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
@@ -25,13 +25,16 @@ from torch._dynamo import guards as dynamo_guards
 from torch._dynamo.output_graph import OutputGraphCommon, OutputGraphGuardsState
 from torch._dynamo.source import ConstDictKeySource
 from torch._guards import ChainedSource, Guard, GuardsSet, Source
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autosplit.capture.cache.archive_names import named_operator
 from autosplit.capture.cache.argument_text import NoFingerprintError, is_torch_operator
 from autosplit.capture.cache.custom_operators import definition_text
+from autosplit.capture.cache.size_symbols import SizeSymbols
 from autosplit.passes.analysis.operators import OVERLOAD
 
 from .call_errors import OtherwiseError
+from .call_sizes import CallSizes, KnownLayout, known_layouts
 from .guard_forms import (
     GuardForm,
     SourceForm,
@@ -45,6 +48,8 @@ from .guard_texts import guard_text, reads_process
 from .object_text import ObjectTexts
 from .unusual_captures import refuse_unusual
 
+SettledSizes: TypeAlias = tuple[FakeTensorMode, SizeSymbols]
+"""Of the values of a graph, and its sizes that are left open."""
 _BUILTINS = "__builtins_of_kept_guards"
 """Name of the builtins among a forward's globals: Dynamo's has a number of the process's."""
 _ADDRESS = re.compile(r"_\d+_c\d+")
@@ -67,18 +72,20 @@ class KeptGuards:
         guards: what they look for.
         digests: of what each found.
         ordered: sources of dictionaries whose keys' order counts.
-        sizes: source of a tensor, its sizes and strides.
+        sizes: source of a tensor, its sizes and strides; None for those that are left open.
         imports: names that Dynamo gave modules among the forward's globals.
         operators: custom operators in the graph, and digests of their definitions.
+        open_sizes: fields of its ``CallSizes``; empty where none are left open.
     """
 
     sources: tuple[SourceForm, ...]
     guards: tuple[GuardForm, ...]
     digests: tuple[bytes, ...]
     ordered: tuple[int, ...]
-    sizes: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]
+    sizes: tuple[KnownLayout, ...]
     imports: tuple[tuple[str, str], ...]
     operators: tuple[tuple[str, str], ...]
+    open_sizes: tuple[Any, ...] = ()
 
     @classmethod
     def of(
@@ -88,8 +95,10 @@ class KeptGuards:
         function: FunctionType,
         scope: dict[str, Any],
         texts: ObjectTexts,
+        open_sizes: bool = False,
     ) -> KeptGuards:
-        """The guards of what Dynamo captured.
+        """The guards of what Dynamo captured. Where sizes are left open, ``settled`` says later
+        what is assumed of them.
 
         Args:
             captured: its ``GraphCaptureOutput``.
@@ -97,22 +106,20 @@ class KeptGuards:
             function: that was captured.
             scope: its variables, as guards name them.
             texts: of the call's key.
+            open_sizes: whether sizes were to be left open.
 
         Raises:
             NoFingerprintError: another process could not tell whether it may use the graph.
         """
         output = captured.output_graph
-        refuse_unusual(output)
+        refuse_unusual(output, open_sizes)
         builtin = str(output.name_of_builtins_dict_key_in_fglobals)
         made_names = _names_of_modules(output.guards, scope["G"])
         names = {name: alias for name, (alias, _) in made_names.items()}
         writer = SourceWriter({builtin: _BUILTINS, **names}, texts.hooks)
         forms = [writer.guard(guard) for guard in sorted(output.guards, key=Guard.sort_key)]
         ordered = [writer.row(source) for source in output.guard_on_key_order]
-        sizes = [
-            (writer.row(source), _integers(found["size"]), _integers(found["stride"]))
-            for source, found in output.input_source_to_sizes_strides.items()
-        ]
+        sizes = known_layouts(output, writer.row, open_sizes)
         imports = {**output.import_sources, **dict(made_names.values())}
         _refuse_made_names(writer.table, {*imports, _BUILTINS})
         made = cls(
@@ -120,7 +127,7 @@ class KeptGuards:
             tuple(forms),
             (),
             tuple(sorted(ordered)),
-            tuple(sizes),
+            sizes,
             tuple(imports.items()),
             tuple((op.name(), _definition(op)) for op in _custom_operators(graph)),
         )
@@ -131,10 +138,30 @@ class KeptGuards:
         _refuse_unseen(captured.traced_code, function, texts)
         return dataclasses.replace(made, digests=digests)
 
+    def settled(self, captured: Any, symbols: SizeSymbols, texts: ObjectTexts) -> KeptGuards:
+        """With what is assumed of open sizes by now, to which nothing will be added.
+
+        Args:
+            captured: as ``of`` took it.
+            symbols: sizes that are left open.
+            texts: of the call's key.
+
+        Raises:
+            NoFingerprintError: it has no form on disk.
+        """
+        output = captured.output_graph
+        writer = SourceWriter.going_on(self.sources, read_sources(self.sources), texts.hooks)
+        sizes = known_layouts(output, writer.row, True)
+        found = CallSizes.of(output.shape_env, symbols, writer.row)
+        return dataclasses.replace(
+            self, sources=tuple(writer.table), sizes=sizes, open_sizes=tuple(found)
+        )
+
     def manager(
         self, function: FunctionType, scope: dict[str, Any], texts: ObjectTexts
-    ) -> tuple[Any, Any]:
-        """Dynamo's guards over the objects of this process, and what must live as long.
+    ) -> tuple[Any, Any, SettledSizes | None]:
+        """Dynamo's guards over the objects of this process, what must live as long, and the sizes
+        that are left open.
 
         Args:
             function: that would be captured.
@@ -147,7 +174,11 @@ class KeptGuards:
         """
         sources = self.compare(scope, texts)
         guards = {read_guard(form, sources, texts.hooks) for form in self.guards}
-        return self._build(function, scope, sources, guards)
+        if not self.open_sizes:
+            return *self._build(function, scope, sources, guards, None), None
+        value = _reader(scope)
+        mode, symbols = CallSizes(*self.open_sizes).environment(sources, value)
+        return *self._build(function, scope, sources, guards, mode.shape_env), (mode, symbols)
 
     def compare(self, scope: dict[str, Any], texts: ObjectTexts) -> list[Source]:
         """Compare what the guards find in this process.
@@ -189,14 +220,7 @@ class KeptGuards:
         self, sources: Sequence[Source], scope: dict[str, Any], texts: ObjectTexts
     ) -> Iterator[tuple[bytes, str]]:
         """Digest of what each guard finds, and how the forward calls that."""
-        outer = {"L": scope["L"], "G": scope["G"], "__builtins__": vars(__import__("builtins"))}
-        inner = dynamo_guards._get_closure_vars()
-        known: dict[Source, Any] = {}
-        texts = texts.counting_on()
-
-        def value(source: Source) -> Any:
-            return source.get_value(outer, inner, known)
-
+        value, texts = _reader(scope), texts.counting_on()
         for form in self.guards:
             row, kind, options = form
             source = sources[row]
@@ -226,6 +250,7 @@ class KeptGuards:
         scope: dict[str, Any],
         sources: Sequence[Source],
         guards: set[Guard],
+        shapes: Any,
     ) -> tuple[Any, Any]:
         state = OutputGraphGuardsState(
             local_scope=scope["L"],
@@ -244,10 +269,20 @@ class KeptGuards:
             skip_guards_check=True,
             name_of_builtins_dict_key_in_fglobals=_BUILTINS,
         )
-        checked = dynamo_guards.CheckFunctionManager(function.__code__, OutputGraphCommon(state))
+        checked = dynamo_guards.CheckFunctionManager(
+            function.__code__, OutputGraphCommon(state, shape_env=shapes)
+        )
         if not checked.guard_manager.check(scope["L"]):
             raise OtherwiseError("guards do not hold for what they are built for")
         return checked.guard_manager, checked
+
+
+def _reader(scope: dict[str, Any]) -> Callable[[Source], Any]:
+    """Finds values among the variables of a forward."""
+    outer = {"L": scope["L"], "G": scope["G"], "__builtins__": vars(__import__("builtins"))}
+    inner = dynamo_guards._get_closure_vars()
+    known: dict[Source, Any] = {}
+    return lambda source: source.get_value(outer, inner, known)
 
 
 def _custom_operators(graph: fx.GraphModule | None) -> list[Any]:
@@ -321,10 +356,3 @@ def _library_module(file: str) -> str | None:
     if not file.startswith(_PYTHON) or file.startswith(_PACKAGES):
         return None
     return file.removeprefix(_PYTHON).partition(os.sep)[0].removesuffix(".py")
-
-
-def _integers(sizes: Any) -> tuple[int, ...]:
-    found = tuple(sizes)
-    if any(type(size) is not int for size in found):
-        raise NoFingerprintError("sizes are symbols")
-    return found

@@ -51,6 +51,7 @@ _UNREAD = {
     "_abc_impl",
 }
 _STATIC = "_dynamo_static_input_type"  # a mark that Dynamo leaves on parameters
+OPEN = "_dynamo_weak_dynamic_indices"  # a mark of dimensions whose sizes are to be left open
 _CONSTANT = "_dynamo_marked_constant"  # a mark of torch.compiler.assume_constant_result
 _HEAP_TYPE = 1 << 9  # made by a class statement: others are as their library's version has them
 _DEEPEST = 8
@@ -166,13 +167,10 @@ class ObjectTexts:
         storage = value.untyped_storage()
         own = self._storages.setdefault(storage._cdata, len(self._storages))
         facts = (
-            tuple(value.shape),
-            value.stride(),
-            value.storage_offset(),
+            *_layout(value),
             value.dtype,
             value.device,
             own,
-            storage.nbytes(),
             value.requires_grad,
             value.is_leaf,
             value._is_view(),
@@ -348,6 +346,18 @@ class ObjectTexts:
     @staticmethod
     def _name(kind: type) -> str:
         return f"class {kind.__module__}.{kind.__qualname__}"
+
+
+def _layout(value: Tensor) -> tuple[Any, ...]:
+    """Sizes, strides, offset and the bytes of the storage; those that are left open by that."""
+    marked = getattr(value, OPEN, None)
+    if not marked:
+        size = value.untyped_storage().nbytes()
+        return tuple(value.shape), value.stride(), value.storage_offset(), size
+    if not value.is_contiguous():
+        raise NoFingerprintError("sizes of a tensor are left open that is not contiguous")
+    sizes = [None if at in marked else size for at, size in enumerate(value.shape)]
+    return sizes, value.storage_offset()
 
 
 def _registered(kind: type) -> list[str]:

@@ -13,11 +13,12 @@ from autosplit.capture.cache.argument_text import NoFingerprintError
 _ANY = ValueRanges.unknown_int()
 
 
-def refuse_unusual(output: Any) -> None:
-    """Refuse a capture under settings that are in no key, or for sizes that are left open.
+def refuse_unusual(output: Any, open_sizes: bool) -> None:
+    """Refuse a capture under settings that are in no key, or for sizes that nobody left open.
 
     Args:
         output: Dynamo's ``GraphCaptureOutput``.
+        open_sizes: whether sizes were to be left open.
 
     Raises:
         NoFingerprintError: it is such a capture.
@@ -26,7 +27,7 @@ def refuse_unusual(output: Any) -> None:
         raise NoFingerprintError("it was captured under modes, or with inputs that overlap")
     if output.dual_level != -1 or output.export or output.export_constraints:
         raise NoFingerprintError("it was captured under forward-mode differentiation")
-    if output.shape_env is not None and not _assumes_nothing(output.shape_env):
+    if not open_sizes and output.shape_env is not None and not _assumes_nothing(output.shape_env):
         raise NoFingerprintError("sizes are symbols")
 
 

@@ -19,6 +19,7 @@ from autosplit.capture.cache.argument_text import (
     target_name,
 )
 from autosplit.capture.cache.fingerprint import fingerprint_lines
+from autosplit.capture.cache.size_symbols import SizeSymbols
 from autosplit.capture.export import export
 
 
@@ -50,7 +51,8 @@ def lines_of(module: nn.Module, *args: Tensor) -> list[str]:
     exported, _ = export(module, args, {})
     values = exported.graph.output_node().args[0]
     results = [node.meta.get("val", node.meta.get("example_value")) for node in values]
-    return list(fingerprint_lines(module, exported, args, {}, results))
+    symbols = SizeSymbols(exported.meta["fake_mode"])
+    return list(fingerprint_lines(module, exported, args, {}, results, symbols))
 
 
 def batch() -> Tensor:

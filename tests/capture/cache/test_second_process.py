@@ -26,6 +26,22 @@ print(model[0].weight.grad.sum().item())
 found.clear()
 """
 
+LENGTHS = """
+import torch, autosplit
+from torch._dynamo.utils import counters
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+split = autosplit.split(model)
+for length in (3, 5, 9, 4):
+    split(torch.ones(2, length, 4)).mean().backward()
+split.backward_weight()
+found = counters["autosplit"]
+print(found["graph_hit"], found["graph_miss"], found["graph_bypass"], len(split.functions))
+print(model[0].weight.grad.sum().item())
+found.clear()
+"""
+
 LLAMA = """
 import torch, transformers, autosplit
 torch.set_num_threads(1)
@@ -49,9 +65,9 @@ def test_a_second_process_finds_what_the_first_made(
 ) -> None:
     pytest.importorskip("transformers")
     monkeypatch.setenv(VARIABLE, str(tmp_path / "kept"))
-    programs = LAYERS, LLAMA
+    programs = LAYERS, LENGTHS, LLAMA
     made = [run_forked(program).splitlines()[-2:] for program in programs]
     read = [text.splitlines()[-2:] for text in run_spawned(*programs)]
-    assert [said for said, _ in made] == ["0 1 0", "made and kept"]
-    assert [said for said, _ in read] == ["1 0 1", "found"]
+    assert [said for said, _ in made] == ["0 1 0", "0 2 0 2", "made and kept"]
+    assert [said for said, _ in read] == ["1 0 1", "2 0 0 2", "found"]
     assert [value for _, value in made] == [value for _, value in read]
