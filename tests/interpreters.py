@@ -14,6 +14,8 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 
+from tests import devices
+
 _PLACES = ("_forkserver_address", "_forkserver_authkey")  # the latter since Python 3.14
 
 
@@ -48,6 +50,7 @@ def _run(
     program: str, arguments: tuple[str, ...], environment: dict[str, str], pipe: Connection
 ) -> None:
     os.environ |= environment
+    devices.use(devices.chosen())
     sys.argv = ["-c", *arguments]
     error = ""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
