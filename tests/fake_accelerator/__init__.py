@@ -108,6 +108,7 @@ def _device_module(native: Any) -> ModuleType:
         manual_seed_all=manual_seed_all,
         set_device=lambda device: native.set_device(index(device)),
         set_rng_state=set_rng_state,
+        stream=lambda stream: stream or contextlib.nullcontext(),
         synchronize=torch.accelerator.synchronize,
     )
     return module
