@@ -39,6 +39,7 @@ ABOUT_CPUS = {
     "pipeline/training/test_optimizer_step.py": _GLOO,
     "pipeline/training/test_wired.py": _GLOO,
     "torch_internals/test_allocations.py": _GLOO,
+    "semantics/calls/test_callers_memory.py": "inputs lie in NumPy's memory",
     "capture/cache": "keeps nothing under a default device, which is a mode to torch",
     "capture/calls": "keeps nothing under a default device, which is a mode to torch",
 }

@@ -94,6 +94,7 @@ def _device_module(native: Any) -> ModuleType:
     vars(module).update(
         Event=torch.Event,
         Stream=torch.Stream,
+        _initialized=True,  # which torch.utils.checkpoint asks
         _is_in_bad_fork=lambda: False,
         current_device=native.current_device,
         device=contextlib.nullcontext,  # there is one
