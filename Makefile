@@ -1,11 +1,12 @@
 # make demo   train one model fused and split over two processes; results in demo-output/
 # make test   ruff, import-linter, vulture, mypy, pytest, the docs, and a wheel imported from an empty directory
+# make test-gpu   the tests on a CUDA device, then F, I and W beside torch.compile there; two tables
 # make docs   the pages of docs/ and the API reference, as a site in build/site
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types unit docs wheel clean
+.PHONY: demo test test-gpu lint types unit docs wheel clean
 
 demo: $(VENV)/installed
 	$(BIN)/autosplit compare examples.models:llama --stages 2 --schedule 1f1b \
@@ -15,6 +16,9 @@ demo: $(VENV)/installed
 test: $(VENV)/installed
 	$(MAKE) --no-print-directory -j2 $(if $(filter output-sync,$(.FEATURES)),-Otarget) types docs wheel lint
 	$(MAKE) --no-print-directory unit
+
+test-gpu: $(VENV)/installed
+	$(BIN)/python .ci/test_on_device.py cuda
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -8,11 +8,14 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from autosplit.pipeline.engine.processes.launch import launch
+from tests import devices
+from tests.by_folder import by_folder
 from tests.cheap_tracing import seed_cheaply, trace_cheaply
 from tests.ranks import Ranks, collect_rarely, measure_cheaply, search_cheaply
 
@@ -38,6 +41,21 @@ _RUN_GRAPHS = (
 )
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--device",
+        default="cpu",
+        help=f"where tests run: {', '.join(devices.KNOWN)} (tests/fake_accelerator)",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    name = config.getoption("--device")
+    if said := devices.refusal(name):
+        raise pytest.UsageError(said)
+    devices.use(name)
+
+
 @pytest.fixture(autouse=True)
 def _one_thread_and_seed() -> Iterator[None]:
     """Bit-for-bit comparisons need one reduction order; two cores need no oversubscription."""
@@ -49,6 +67,21 @@ def _one_thread_and_seed() -> Iterator[None]:
     search_cheaply()
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _a_device_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of what tests ``launch`` themselves."""
+    if devices.chosen() == "cpu":
+        return
+
+    def launched(fn: Any, nprocs: int, *args: Any, **kwargs: Any) -> Any:
+        devices.need(nprocs)
+        return launch(fn, nprocs, *args, **kwargs)
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("tests.") and vars(module).get("launch") is launch:
+            monkeypatch.setattr(module, "launch", launched)
 
 
 @pytest.fixture(autouse=True)
@@ -101,6 +134,12 @@ def launched_on_ranks(on_ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sys.modules[name], "launch", on_ranks)
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if devices.chosen() != "cpu":
+        terminalreporter.section(f"on {devices.chosen()}")
+        terminalreporter.write_line(by_folder(terminalreporter.stats))
+
+
 def pytest_sessionfinish() -> None:
     """pytest collects garbage five times in the end, each time through all that was imported."""
     gc.collect()
@@ -110,5 +149,8 @@ def pytest_sessionfinish() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     skip = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
+        why = devices.why_not(item.path.relative_to(Path(__file__).parent))
+        if why and "gpu" not in item.keywords:
+            item.add_marker(pytest.mark.skip(reason=f"on the CPU only: {why}"))
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(skip)

@@ -16,6 +16,8 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from multiprocessing.popen_forkserver import Popen
 from multiprocessing.process import BaseProcess
 
+from tests import devices
+
 _PLACES = ("_forkserver_address", "_forkserver_authkey")  # the latter since Python 3.14
 
 
@@ -77,6 +79,7 @@ def _run(
     program: str, arguments: tuple[str, ...], environment: dict[str, str], pipe: Connection
 ) -> None:
     os.environ |= environment
+    devices.use(devices.chosen())
     sys.argv = ["-c", *arguments]
     error = ""
     with contextlib.redirect_stdout(io.StringIO()) as printed:

@@ -23,6 +23,7 @@ from autosplit.pipeline.engine.processes.outcome import Failure, Success, first_
 from autosplit.pipeline.engine.processes.worker import Job, work
 from autosplit.pipeline.search import limit_search
 from autosplit.pipeline.search.search import search
+from tests import devices
 from tests.cheap_tracing import trace_cheaply
 from tests.interpreters import rank_processes
 
@@ -109,6 +110,7 @@ class Ranks:
         Raises:
             PipelineError: a rank raised, died or did not end within ``timeout`` seconds.
         """
+        devices.need(nprocs)
         store = serve_store(timeout)
         job = Job(pickle.dumps((fn, tuple(args))), nprocs, store.port, timeout, threads)
         while len(self._ranks) < nprocs:
@@ -158,6 +160,7 @@ def _outcomes(ranks: Sequence[_Rank], deadline: float) -> dict[int, Any]:
 def _serve(number: int, pipe: Connection, folder: str) -> None:
     """Run one call after another, each as in a process that is new, until the pipe closes."""
     os.environ["AUTOSPLIT_CACHE"] = folder
+    devices.use(devices.chosen())
     collect_rarely()
     while True:
         try:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from autosplit.device import generators_kept
+from autosplit.device import GeneratorStates, generators_kept
+from autosplit.pipeline.training.state.snapshot import GeneratorState
 
 
 def test_what_is_drawn_inside_is_drawn_again() -> None:
@@ -17,20 +18,45 @@ def test_what_is_drawn_inside_is_drawn_again() -> None:
     assert torch.equal(torch.rand(3), first)
 
 
+def test_what_was_drawn_is_drawn_again_from_states_that_were_kept() -> None:
+    states = GeneratorStates.of([torch.ones(1)])
+    first = torch.rand(3)
+    with states.again():
+        again = torch.rand(3)
+    second = torch.rand(3)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, second)
+
+
+def test_what_was_drawn_is_drawn_again_after_a_rollback() -> None:
+    state = GeneratorState(torch.ones(1).device)
+    first = torch.rand(3)
+    state.restore()
+    assert torch.equal(torch.rand(3), first)
+
+
 @pytest.mark.parametrize(("in_use", "expected"), [(False, []), (True, [0, 1])])
 def test_gpus_that_nobody_uses_are_left_alone(
     monkeypatch: pytest.MonkeyPatch, in_use: bool, expected: list[int]
 ) -> None:
     """Setting them up takes memory on each, and forbids to fork the process."""
-    asked: list[Any] = []
+    asked: list[int | None] = []
+    kept: list[tuple[int | None, Any]] = []
 
-    def fork_rng(devices: Any) -> contextlib.AbstractContextManager[None]:
-        asked.append(devices)
-        return contextlib.nullcontext()
+    def get_rng_state(device: torch.device) -> int | None:
+        asked.append(device.index)
+        return device.index
 
-    monkeypatch.setattr(torch.random, "fork_rng", fork_rng)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: in_use)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    cuda = SimpleNamespace(
+        is_available=lambda: True,
+        is_initialized=lambda: in_use,
+        device_count=lambda: 2,
+        get_rng_state=get_rng_state,
+        set_rng_state=lambda state, device: kept.append((device.index, state)),
+    )
+    monkeypatch.setattr("autosplit.device._accelerator", lambda: ("cuda", cuda))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: cuda)
     with generators_kept():
-        pass
-    assert asked == [expected]
+        assert asked == expected
+        assert kept == []
+    assert kept == [(index, index) for index in expected]

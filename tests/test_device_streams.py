@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import Mock
 
@@ -25,13 +26,14 @@ class Gpu:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     found = Gpu()
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: found.current)
+    cuda = SimpleNamespace(is_available=lambda: True, is_initialized=lambda: True, Stream=Mock())
+    monkeypatch.setattr("autosplit.device._accelerator", lambda: ("cuda", cuda))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: found.current)
     return found
 
 
 def _tensor() -> Any:
-    return Mock(spec=Tensor, is_cuda=True, device=CUDA)
+    return Mock(spec=Tensor, device=CUDA)
 
 
 def test_another_stream_waits_and_keeps_the_memory(gpu: Gpu) -> None:
@@ -53,8 +55,9 @@ def test_on_the_same_stream_nothing_is_done(gpu: Gpu) -> None:
 
 
 def test_on_the_cpu_no_stream_is_looked_at(gpu: Gpu) -> None:
-    assert stream_under([torch.ones(1)]) is None
-    follow(None, [torch.ones(1)])
+    here = torch.ones(1, device="cpu")
+    assert stream_under([here]) is None
+    follow(None, [here])
     gpu.current.wait_stream.assert_not_called()
 
 

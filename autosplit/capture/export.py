@@ -21,6 +21,7 @@ from autosplit.capture.effects.python_random import refuse_drawn
 from autosplit.capture.effects.side_effects import PythonStateError, pass_on, setters
 from autosplit.capture.workarounds.causal_mask import masks_decided
 from autosplit.capture.workarounds.custom_functions import refuse_absent_gradients
+from autosplit.capture.workarounds.function_modes import function_modes_known
 from autosplit.capture.workarounds.graph_modules import graph_put_aside
 from autosplit.capture.workarounds.long_loops import unrolling_limited
 from autosplit.capture.workarounds.output_hooks import install_output_hooks
@@ -97,7 +98,11 @@ def _export(
             # Inside: what torch 2.11 notes of a capture when it ends cannot hold functions.
             torch._dynamo.config.patch(ignore_logging_functions=_messages()),
         ):
-            with refuse_lost_hooks(), masks_decided(by_value) as answers:
+            with (
+                function_modes_known(),
+                refuse_lost_hooks(),
+                masks_decided(by_value) as answers,
+            ):
                 captured = fullgraph_capture(module, args, kwargs)
             guards = Guards.of(module, args, kwargs, captured, answers)
         _return_something(captured)

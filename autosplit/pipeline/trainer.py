@@ -91,7 +91,7 @@ class PipelineTrainer(StageTrainer):
             with the values of the first holder, and each gets the sum of the gradients. Those that
             modules of a list, or a model that is cut, have in common are found.
         device: where this process's stages go; None means the current CUDA device if the default
-            process group has NCCL, else the CPU.
+            process group has NCCL, torch's default device on one rank, else the CPU.
         ranks: how many processes take part; None means all. 1 keeps all stages in this process
             and needs no process group.
         mesh: which ranks run one pipeline (dimension ``"pp"``), which replicas of it

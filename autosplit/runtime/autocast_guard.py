@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from autosplit.device import accelerator_kind
 from autosplit.errors import SplitError
 from autosplit.passes.analysis.operators import is_recomputed, overload
 from autosplit.passes.graph import calls, source_line
@@ -20,9 +21,10 @@ from autosplit.passes.graph import calls, source_line
 
 def autocast_state() -> tuple[Hashable, ...]:
     """The dtype that autocast is on with for each kind of device; False where it is off."""
+    other = accelerator_kind()
     return (
         torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
-        torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
+        torch.is_autocast_enabled(other) and torch.get_autocast_dtype(other),
     )
 
 

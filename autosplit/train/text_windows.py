@@ -58,7 +58,8 @@ class TextWindows:
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
     def _order(self, number: int) -> Tensor:
-        return torch.randperm(self.count, generator=torch.Generator().manual_seed(number))
+        generator = torch.Generator().manual_seed(number)
+        return torch.randperm(self.count, generator=generator, device="cpu")
 
     def digest(self) -> str:
         """Tells one text from another."""

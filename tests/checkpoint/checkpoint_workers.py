@@ -91,7 +91,7 @@ def trainer(model: nn.Sequential, stages: int, **options: Any) -> PipelineTraine
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(step)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(step)
     made = torch.randint(VOCABULARY, (2, 8), generator=generator)
     return made[0], made[1]
 

@@ -94,7 +94,7 @@ def loss_of(logits: Tensor, words: Tensor) -> Tensor:
 
 
 def batch(replica: int = 0, step: int = 0) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(10 * step + replica)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(10 * step + replica)
     inputs = torch.randn(ROWS, LENGTH, WIDTH, generator=generator)
     return inputs, torch.randint(WORDS, (ROWS, LENGTH), generator=generator)
 

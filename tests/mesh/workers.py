@@ -37,7 +37,7 @@ def block(index: int) -> nn.Module:
 
 def share(replica: int, step: int = 0) -> tuple[Tensor, Tensor]:
     """A replica's share of the batch."""
-    generator = torch.Generator().manual_seed(10 * step + replica)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(10 * step + replica)
     return (
         torch.randn(ROWS, WIDTH, generator=generator),
         torch.randn(ROWS, WIDTH, generator=generator),

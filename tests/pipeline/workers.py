@@ -28,7 +28,7 @@ def block(index: int) -> nn.Module:
 
 
 def data(rows: int, seed: int = 100) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
     return (
         torch.randn(rows, WIDTH, generator=generator),
         torch.randn(rows, WIDTH, generator=generator),

@@ -90,7 +90,7 @@ class Pipelines:
         single = make is None and issubclass(found, schedules.PipelineScheduleSingle)
         given = self.stages[0] if single else self.stages
         self.schedule = found(given, microbatches, loss_fn=mean_square, scale_grads=scale)
-        self.data = torch.Generator().manual_seed(1)
+        self.data = torch.Generator(torch.get_default_device()).manual_seed(1)
         self.losses: list[Tensor] = []
 
     def batch(self) -> tuple[Tensor, Tensor]:

@@ -71,7 +71,7 @@ class Pipeline:
         self.schedule = ScheduleInterleavedZeroBubble(
             stages, 2, loss_fn=mean_square, scale_grads=False
         )
-        self.data = torch.Generator().manual_seed(1)
+        self.data = torch.Generator(torch.get_default_device()).manual_seed(1)
 
     def step(self) -> None:
         x, y = (torch.randn(4, 2, 8, generator=self.data) for _ in range(2))

@@ -51,7 +51,9 @@ def net(layers: int = 4) -> Net:
 
 
 def tokens(samples: int = MICROBATCH, seed: int = 0) -> Tensor:
-    return torch.randint(11, (samples, 5), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        11, (samples, 5), generator=torch.Generator(torch.get_default_device()).manual_seed(seed)
+    )
 
 
 def costs(model: Net) -> ModelCosts:

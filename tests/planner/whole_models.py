@@ -43,7 +43,9 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 
 def ids() -> Tensor:
-    return torch.randint(0, 50, (2, 8), generator=torch.Generator().manual_seed(1))
+    return torch.randint(
+        0, 50, (2, 8), generator=torch.Generator(torch.get_default_device()).manual_seed(1)
+    )
 
 
 def llama(layers: int = 2) -> Case:

@@ -80,7 +80,7 @@ class Pair:
         self.optimizers = [
             torch.optim.AdamW(m.parameters(), lr=0.1, foreach=self._alike) for m in both
         ]
-        self._words = torch.Generator().manual_seed(dist.get_rank())
+        self._words = torch.Generator(torch.get_default_device()).manual_seed(dist.get_rank())
 
     def words(self, count: int = 2) -> list[Tensor]:
         """Microbatches, other ones on each rank."""

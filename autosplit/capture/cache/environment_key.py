@@ -18,6 +18,8 @@ import torch._inductor.config
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from autosplit.device import accelerator_kind
+
 from .argument_text import NoFingerprintError, argument_text, is_torch_operator, target_name
 from .kernel_overrides import overridden
 
@@ -65,7 +67,7 @@ def environment_lines(decompositions: Any) -> Iterator[str]:
     yield f"networkx {version('networkx')}"
     yield f"python {sys.version} {platform.machine()}"
     yield from (f"{each.__name__} {each()}" for each in _FLAGS)
-    for device in ("cpu", "cuda"):
+    for device in ("cpu", accelerator_kind()):
         yield f"{device} {torch.is_autocast_enabled(device)} {torch.get_autocast_dtype(device)}"
     yield from map(str, _cuda())
     yield f"functorch {_settings(torch._functorch.config)}"

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from autosplit.device import generator_state, set_generator_state
 from autosplit.errors import CheckpointError
 
 States = Mapping[str, Tensor]
@@ -18,7 +19,7 @@ def states(device: torch.device) -> dict[str, Tensor]:
     """Where the CPU's generator stands, and that of ``device`` if it is an accelerator."""
     found = {"cpu": torch.get_rng_state()}
     if device.type != "cpu":
-        found[device.type] = torch.get_device_module(device).get_rng_state(device)
+        found[device.type] = generator_state(device)
     return found
 
 
@@ -44,7 +45,7 @@ def restore_generators(found: States, device: torch.device) -> None:
     """Go on from there."""
     torch.set_rng_state(found["cpu"])
     if device.type != "cpu":
-        torch.get_device_module(device).set_rng_state(found[device.type], device)
+        set_generator_state(device, found[device.type])
 
 
 def reseed(found: Sequence[States], rank: int) -> None:

@@ -10,6 +10,7 @@ from functools import cached_property
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from autosplit.device import has_streams
 from autosplit.errors import PipelineError, ScheduleError
 from autosplit.mesh.buckets import CAP
 from autosplit.mesh.dimensions import RankLayout
@@ -268,7 +269,8 @@ def _check_joining(factory: StageFactory, schedule: Schedule) -> None:
 
 
 def choose_device(device: torch.device | str | None, layout: RankLayout) -> torch.device:
-    """The device that the user named, else this process's GPU if the process group has NCCL.
+    """The device that the user named, else this process's GPU if the process group has NCCL, and
+    torch's default device where there is one rank.
 
     Raises:
         PipelineError: the mesh is of another kind of device.
@@ -276,15 +278,21 @@ def choose_device(device: torch.device | str | None, layout: RankLayout) -> torc
     if device is not None:
         found = torch.device(device)
         # Tensors have a number there, and are compared with this.
-        if found.type == "cuda" and found.index is None:
-            found = torch.device("cuda", torch.cuda.current_device())
+        if found.index is None and (found.type == "cuda" or has_streams(found)):
+            found = torch.device(found.type, torch.get_device_module(found).current_device())
         _check_kind(found, layout)
         return found
-    found = device_of_group() if len(layout.ranks) > 1 else torch.device("cpu")
+    found = device_of_group() if len(layout.ranks) > 1 else _default()
     if layout.device_type == "cpu":
         return torch.device("cpu")
     _check_kind(found, layout)
     return found
+
+
+def _default() -> torch.device:
+    """Torch's, but for models that are built without memory under ``torch.device("meta")``."""
+    found = torch.get_default_device()
+    return torch.device("cpu") if found.type == "meta" else found
 
 
 def _check_kind(device: torch.device, layout: RankLayout) -> None:

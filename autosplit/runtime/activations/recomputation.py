@@ -34,7 +34,7 @@ class KeptInputs:
         names = (*functions.capture.inputs, *steady)
         read = tuple([state[name] for name in steady])
         self._inputs = Residuals(names, list(inputs), read, functions.forward_constants)
-        self._generators = GeneratorStates.of(inputs)
+        self._generators = GeneratorStates.of([*inputs, *state.values()])
 
     @property
     def inputs(self) -> list[Tensor]:

@@ -234,7 +234,7 @@ def test_why_a_call_is_traced_is_said_and_counted() -> None:
     class Drawing(Small):
         def __init__(self) -> None:
             super().__init__()
-            self.generator = torch.Generator()
+            self.generator = torch.Generator(torch.get_default_device())
 
     before = counters["autosplit"]["call_bypass"]
     outcome(Drawing())

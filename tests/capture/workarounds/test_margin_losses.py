@@ -59,7 +59,9 @@ def _both(
     """Losses and gradients of two microbatches, ours beside eager's."""
     pairs = []
     for seed in range(2):
-        x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+        x = torch.randn(
+            shape, generator=torch.Generator(torch.get_default_device()).manual_seed(seed)
+        )
         found, expected = mine(x, target), twin(x, target)
         found.sum().backward()
         expected.sum().backward()
@@ -125,7 +127,9 @@ def test_the_decomposition_for_compilers(name: str) -> None:
     loss, shape, target = CASES[name]
     table = right_decompositions({SEVERAL: decomposition_table[SEVERAL]})
     assert table is not None
-    scores = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    scores = torch.randn(
+        shape, generator=torch.Generator(torch.get_default_device()).manual_seed(0)
+    )
     number = ("none", "mean", "sum").index(loss.reduction)
     found, expected = table[SEVERAL](scores, target, number), SEVERAL(scores, target, number)
     for mine, theirs in zip(found, expected, strict=True):

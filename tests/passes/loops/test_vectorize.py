@@ -105,7 +105,7 @@ def joint_of(function: Callable[[Tensor], Tensor], backend: str) -> SplitProgram
 
 def computed(joint: fx.GraphModule) -> list[Tensor]:
     """What a joint graph returns for some inputs, always the same."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(0)
     nodes = [node for node in joint.graph.nodes if node.op == "placeholder"]
     args = [torch.randn(node.meta["val"].shape, generator=generator) for node in nodes]
     found: list[Tensor] = fx.Interpreter(joint).run(*args, enable_io_processing=False)

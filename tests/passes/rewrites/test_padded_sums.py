@@ -109,7 +109,7 @@ def test_pieces_that_were_decomposed_are_laid_side_by_side_as_well(
 
 def computed(joint: fx.GraphModule) -> list[Tensor]:
     """What a joint graph returns for some inputs, always the same."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(0)
     nodes = [node for node in joint.graph.nodes if node.op == "placeholder"]
     args = [torch.randn(node.meta["val"].shape, generator=generator) for node in nodes]
     found: list[Tensor] = fx.Interpreter(joint).run(*args, enable_io_processing=False)

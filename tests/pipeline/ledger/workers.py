@@ -56,7 +56,7 @@ def mean_square(output: Tensor, target: Tensor) -> Tensor:
 
 def batch() -> tuple[Tensor, Tensor]:
     rows = ROWS * MICROBATCHES
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(0)
     one, other = torch.randn(2, rows, WIDTH, generator=generator)
     return one.clone(), other.clone()
 

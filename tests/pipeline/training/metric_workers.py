@@ -21,7 +21,7 @@ def stages(count: int) -> list[nn.Module]:
 
 
 def data(samples: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(1)
     return (
         torch.randn(samples, 4, generator=generator),
         torch.randint(CLASSES, (samples,), generator=generator),

@@ -215,7 +215,9 @@ class Model(nn.Module):
 
 
 def test_a_whole_module_is_cut_by_the_trainer() -> None:
-    ids = torch.randint(20, (8, 5), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(
+        20, (8, 5), generator=torch.Generator(torch.get_default_device()).manual_seed(0)
+    )
     inputs = {"ids": ids, "mask": ids % 3 > 0}
     model = Model()
     losses = []

@@ -150,7 +150,7 @@ class UNet:
 
 
 def unet_batch(rows: int, seed: int = 0) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
     return {
         "x": torch.randn(rows, 4, 16, generator=generator),
         "mask": torch.rand(rows, 16, generator=generator) > 0.2,

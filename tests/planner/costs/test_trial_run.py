@@ -49,7 +49,10 @@ def test_a_rehearsal_leaves_the_model_as_it_is() -> None:
     model = Noisy()
     weight, mean = model.first.weight, model.norm.running_mean
     before = torch.get_rng_state()
-    seen = _rehearsed(model, torch.randn(4, 8, generator=torch.Generator().manual_seed(0)))
+    seen = _rehearsed(
+        model,
+        torch.randn(4, 8, generator=torch.Generator(torch.get_default_device()).manual_seed(0)),
+    )
     assert torch.equal(before, torch.get_rng_state())
     assert model.first.weight is weight
     assert all(p.grad is None for p in model.parameters())

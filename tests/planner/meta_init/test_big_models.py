@@ -47,7 +47,9 @@ class Model(nn.Module):
 
 
 def tokens(seed: int) -> Tensor:
-    return torch.randint(11, (ROWS, 5), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        11, (ROWS, 5), generator=torch.Generator(torch.get_default_device()).manual_seed(seed)
+    )
 
 
 def partition(model: nn.Module, stages: int) -> Partition:

@@ -65,6 +65,26 @@ def test_generators_go_on_as_if_nothing_had_been_drawn() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+class DroppedWeight(nn.Module):
+    """Draws where its weight lies, whose input may lie elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to(self.weight.device) * nn.functional.dropout(self.weight)
+
+
+def test_generators_of_where_the_weights_lie_are_put_back() -> None:
+    stage = Stage(DroppedWeight(), [torch.ones(64, device="cpu", requires_grad=True)])
+    (output,) = stage.forward(0, [torch.ones(64, device="cpu")], keep="inputs")
+    torch.rand(3)
+    stage.recompute(0)
+    (grad,) = stage.backward_input(0, [torch.ones(64)])
+    assert torch.equal(grad.to(output.device), output)
+
+
 def test_autocast_of_the_forward_counts() -> None:
     grads = []
     for keep in ("saved", "inputs"):

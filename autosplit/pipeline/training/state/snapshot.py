@@ -9,23 +9,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autosplit.device import accelerator_kind, generator_state, set_generator_state
+
 Settings = list[dict[str, Any]]
 """Per parameter group of an optimizer, all but its parameters."""
 
 
 class GeneratorState:
-    """States of the random generators: the CPU's, and that of ``device`` if it is a GPU."""
+    """States of the random generators: the CPU's, and that of ``device``."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._cpu = torch.get_rng_state()
-        self._gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        devices = [torch.device("cpu")]
+        if device.type == accelerator_kind():
+            devices.append(device)
+        self._states = [(each, generator_state(each)) for each in devices]
 
     def restore(self) -> None:
         """Go back there."""
-        torch.set_rng_state(self._cpu)
-        if self._gpu is not None:
-            torch.cuda.set_rng_state(self._gpu, self._device)
+        for device, state in self._states:
+            set_generator_state(device, state)
 
 
 class OptimizerSnapshot:

@@ -16,7 +16,7 @@ Found = tuple[list[str], float]
 
 
 def batch(seed: int, rows: int = 16) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
     return torch.randn(rows, 6, generator=generator), torch.randn(rows, 6, generator=generator)
 
 

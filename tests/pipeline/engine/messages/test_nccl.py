@@ -80,6 +80,14 @@ def test_a_gpu_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPat
     assert choose_device("meta", layout) == torch.device("meta")
 
 
+def test_one_rank_goes_to_the_default_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = RankLayout.alone(1)
+    with torch.device("meta"):
+        assert choose_device(None, layout) == torch.device("cpu")  # for models without memory
+    monkeypatch.setattr(torch, "get_default_device", lambda: CUDA)
+    assert choose_device(None, layout) == CUDA
+
+
 def test_control_stays_on_the_cpu_under_another_default_device(on_ranks: Ranks) -> None:
     assert on_ranks(_met, 2, timeout=60) == [True, True]
 

@@ -58,13 +58,13 @@ def mlp() -> nn.Module:
 
 
 def tokens(seed: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
     ids = torch.randint(0, VOCABULARY, (4 * MICROBATCHES, LENGTH + 1), generator=generator)
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
 def vectors(seed: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
     one, other = torch.randn(2, 64 * MICROBATCHES, 48, generator=generator)
     return one.clone(), other.clone()
 

@@ -1,0 +1,99 @@
+"""The device that tests run on, by pytest's ``--device``, in all processes that tests start.
+
+Tests name no device: what they make lies on torch's default device, which this sets.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+VARIABLE = "AUTOSPLIT_TEST_DEVICE"
+KNOWN = ("cpu", "cuda", "fake")
+
+_PROGRAMS = "programs and benchmarks choose a device themselves"
+_NUMBERS = "no model runs there"
+_GLOO = "is about Gloo and the memory of CPUs"
+ABOUT_CPUS = {
+    "benchmarks": _PROGRAMS,
+    "cli": _PROGRAMS,
+    "compare": _PROGRAMS,
+    "docs": _PROGRAMS,
+    "examples": _PROGRAMS,
+    "train": _PROGRAMS,
+    "report": _NUMBERS,
+    "text": _NUMBERS,
+    "pipeline/builders": _NUMBERS,
+    "pipeline/schedule": _NUMBERS,
+    "pipeline/search": _NUMBERS,
+    "pipeline/simulation": _NUMBERS,
+    "pipeline/validation": _NUMBERS,
+    "planner/cuts": _NUMBERS,
+    "planner/plan": _NUMBERS,
+    "pipeline/engine": _GLOO,
+    "pipeline/ledger/test_kernel_workspace.py": _GLOO,
+    "pipeline/ledger/test_moved_bands.py": _GLOO,
+    "pipeline/training/test_optimizer_step.py": _GLOO,
+    "pipeline/training/test_wired.py": _GLOO,
+    "torch_internals/test_allocations.py": _GLOO,
+    "semantics/calls/test_callers_memory.py": "inputs lie in NumPy's memory",
+    "capture/cache": "keeps nothing under a default device, which is a mode to torch",
+    "capture/calls": "keeps nothing under a default device, which is a mode to torch",
+}
+"""Folders and files of tests that run on the CPU only, and why."""
+
+NOT_HERE = {
+    "pipeline/ledger/test_step_memory.py": "the stand-in counts no bytes",
+    "backends/test_inductor.py": "Inductor has no code for the stand-in",
+    "dynamo/test_transformers.py": "Inductor has no code for the stand-in",
+}
+"""The same for the stand-in alone."""
+
+
+def chosen() -> str:
+    """The name that ``--device`` gave."""
+    return os.environ.get(VARIABLE, "cpu")
+
+
+def refusal(name: str) -> str | None:
+    """Why tests cannot run on a device of this name; None where they can."""
+    if name not in KNOWN:
+        return f"--device {name}: no such device; known: {', '.join(KNOWN)}"
+    if name == "cuda" and not torch.cuda.is_available():
+        return (
+            f"--device cuda: torch {torch.__version__} finds no CUDA device here; run it where "
+            "nvidia-smi lists one, with a torch that is built for CUDA"
+        )
+    return None
+
+
+def use(name: str) -> None:
+    """Make ``name`` the device of this process and of those that it starts."""
+    os.environ[VARIABLE] = name
+    if name == "cpu":
+        return
+    if name == "fake":
+        from tests import fake_accelerator
+
+        fake_accelerator.register()
+    torch.set_default_device(name)
+
+
+def need(ranks: int) -> None:
+    """Skip a test whose ranks cannot have a device each; of CPUs there are enough."""
+    if chosen() == "cpu":
+        return
+    there = torch.accelerator.device_count()
+    if ranks > there:
+        pytest.skip(f"needs {ranks} devices, there is {there} {chosen()}")
+
+
+def why_not(path: Path) -> str | None:
+    """Why a test file, named from ``tests/``, is not for the chosen device; None where it is."""
+    if chosen() == "cpu":
+        return None
+    found = {**ABOUT_CPUS, **(NOT_HERE if chosen() == "fake" else {})}
+    return next((why for name, why in found.items() if path.is_relative_to(name)), None)
