@@ -11,6 +11,8 @@ import torch
 from autosplit.checkpoint import load_checkpoint, save_checkpoint
 from autosplit.errors import AutosplitError, PipelineError
 from autosplit.pipeline.trainer import PipelineTrainer
+from autosplit.pipeline.training.memory.limited_schedule import MemoryLimitError
+from autosplit.planner.cuts.solve import CapError
 from autosplit.planner.plan.partitioning import partition
 from autosplit.planner.plan.plan import Plan
 
@@ -29,12 +31,21 @@ def train_on_rank(settings: TrainSettings) -> str | AutosplitError:
     """Run a whole training; the report is the same on every rank.
 
     Returns:
-        The report, or the error that all ranks found before the first step.
+        The report, or an error that all ranks found.
     """
     try:
         ready = prepare(settings)
     except AutosplitError as error:
         return error
+    try:
+        return _train(settings, ready)
+    except (CapError, MemoryLimitError) as error:
+        if settings.memory_limit is None:
+            raise
+        return PipelineError(str(error).replace("memory_limit=", "--memory-limit "))
+
+
+def _train(settings: TrainSettings, ready: Prepared) -> str:
     plan = _plan(settings, ready)
     with plan.trainer(
         next_token_loss,
@@ -52,15 +63,18 @@ def train_on_rank(settings: TrainSettings) -> str | AutosplitError:
 def _plan(settings: TrainSettings, ready: Prepared) -> Plan:
     """The model, cut for this run, and what its stages will start with."""
     model, windows = ready.language_model, ready.windows
-    microbatch, _ = windows.of_step(0)
+    rows = settings.samples // settings.parts
+    microbatch, targets = (each[:rows] for each in windows.of_step(0))
     plan = partition(
         model.model,
-        microbatch[: settings.samples // settings.parts],
+        microbatch,
         stages=settings.ranks,
         microbatches=settings.parts,
         schedule=settings.schedule,
         costs="estimate" if settings.estimate else "profile",
         memory_limit=settings.memory_limit,
+        loss_fn=next_token_loss,
+        targets=targets,
     )
     if model.weights is None:
         plan.initialise()
