@@ -202,7 +202,7 @@ def _values(env: Any) -> dict[sympy.Symbol, sympy.Integer]:
         NoFingerprintError: there are other symbols than sizes of inputs.
     """
     # Until torch 2.12 they had another name.
-    values = getattr(env, "backed_var_to_val", None) or getattr(env, "var_to_val", None) or {}
+    values = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val
     if values.keys() != env.var_to_range.keys():
         raise NoFingerprintError("sizes depend on data")
     _refuse_unusual(env)
