@@ -177,9 +177,9 @@ SLOW = CollectiveCosts(Link(1.0), DeviceSpeed(1e12, 1e11))
 
 EXACT: dict[str, tuple[int, int, dict[str, Any]]] = {
     "1f1b": (2, FEW, {"slices": 1}),
-    "interleaved": (4, MANY, {"schedule": "interleaved", "memory": "lean", "overlap": "none"}),
+    "zb-h1": (2, FEW, {"schedule": "zb-h1", "memory": "lean", "overlap": "none"}),
     "zb-v": (4, MANY, {"schedule": "zb-v", "memory": "fast", "overlap": SLOW}),
-    "recomputed": (2, MANY, {"memory": 1000, "accumulation": "exact", "weights": "2bp"}),
+    "recomputed": (2, FEW, {"memory": 500, "accumulation": "exact", "weights": "2bp"}),
 }
 """Stages, blocks, and options."""
 

@@ -17,22 +17,18 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
-    loss_parallel,
     parallelize_module,
 )
 
 from autosplit.errors import AutosplitError
+from autosplit.pipeline import PipelineTrainer
 
 from .sharded_tensor_workers import Eager, gradients_of, lie_alike
 from .tensor_parallel_workers import (
     FEW,
     WIDTH,
-    Block,
     M,
-    Reference,
     batch,
-    exactness,
-    parallel,
     trainer,
     whole,
 )
@@ -41,37 +37,6 @@ from .workers import norm_of
 
 def _mesh(*names: str) -> DeviceMesh:
     return init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=names)
-
-
-def replicas_of_shared_stages() -> dict[str, Any]:
-    mesh = _mesh("pp", "dp_replicate", "tp")
-    found = exactness(mesh, {FEW: Reference(mesh)}, "1f1b")
-    return {name: found[name] for name in ("losses", "gradients", "norm")}
-
-
-def copies_of_shards_of_shared_tensors() -> dict[str, Any]:
-    """A block and a head in one stage, held against FSDP2 of the same module."""
-    mesh = _mesh("dp_replicate", "dp_shard", "tp")
-
-    def build(index: int) -> Any:
-        module, over = parallel(mesh, 1, 1)(index).eval(), mesh["dp_replicate", "dp_shard"]
-        for part in module:
-            if isinstance(part, Block):
-                fully_shard(part, mesh=over)
-        return fully_shard(module, mesh=over)
-
-    share = batch(2 * mesh.get_local_rank("dp_replicate") + mesh.get_local_rank("dp_shard"))
-    expected = Eager(build(0), share)
-    with loss_parallel(), trainer(mesh, 1, build) as made:
-        losses = made.forward_backward(share).tolist()
-        mine = gradients_of(made, 1)
-        return {
-            "losses": losses == expected.losses,
-            "gradients": all(torch.equal(g, expected.gradients[k]) for k, g in mine.items()),
-            "all": mine.keys() == expected.gradients.keys(),
-            "lie": lie_alike(made),
-            "norm": made.grad_norm == norm_of(expected.gradients.values()),
-        }
 
 
 _to_live = 0
@@ -120,22 +85,73 @@ def odd(mesh: DeviceMesh, stages: int) -> Callable[[int], Any]:
     return build
 
 
-def uneven_shards(found: Path) -> None:
-    """Held against eager mode of the same modules in one stage, which are not sharded. Then rank 5
-    is killed in the second microbatch of a step.
+def mean_square(y: Tensor, _: Tensor) -> Tensor:
+    return y.square().mean()
+
+
+class Shares:
+    """Eager mode's losses of two shares of a batch, and the means of their gradients: of the same
+    modules in one stage, which are not sharded.
     """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        model = odd(mesh, 1)(0)
+        self.losses, shares = [], []
+        for share in range(2):
+            model.zero_grad()
+            for x, y in zip(*(part.chunk(M) for part in batch(share)), strict=True):
+                loss = mean_square(model(x), y)
+                (loss / M).backward()
+                self.losses.append(loss.item())
+            shares.append({name: whole(p.grad) for name, p in model.named_parameters()})
+        self.gradients = {name: (shares[0][name] + shares[1][name]) / 2 for name in shares[0]}
+
+    def compared(self, made: PipelineTrainer, share: int) -> dict[str, bool]:
+        """With a step of two stages over this rank's share."""
+        losses = made.forward_backward(batch(share)).tolist()
+        mine = gradients_of(made, 2)
+        return {
+            "losses": losses == self.losses[share * M : (share + 1) * M],
+            "gradients": all(torch.equal(g, self.gradients[name]) for name, g in mine.items()),
+            "all": 2 * len(mine) == len(self.gradients),
+            "lie": lie_alike(made),
+            "norm": made.grad_norm == norm_of(self.gradients.values()),
+        }
+
+
+def replicas_of_shared_stages() -> dict[str, Any]:
+    mesh = _mesh("pp", "dp_replicate", "tp")
+    with trainer(mesh, 2, odd(mesh, 2), loss_fn=mean_square) as made:
+        return Shares(mesh).compared(made, mesh.get_local_rank("dp_replicate"))
+
+
+def copies_of_shards_of_shared_tensors() -> dict[str, Any]:
+    """One block, held against FSDP2 of the same module."""
+    mesh = _mesh("dp_replicate", "dp_shard", "tp")
+
+    def build(index: int) -> Any:
+        module, over = odd(mesh, 2)(index), mesh["dp_replicate", "dp_shard"]
+        fully_shard(module[0], mesh=over)
+        return fully_shard(module, mesh=over)
+
+    share = batch(2 * mesh.get_local_rank("dp_replicate") + mesh.get_local_rank("dp_shard"))
+    expected = Eager(build(0), share, mean_square)
+    with trainer(mesh, 1, build, loss_fn=mean_square) as made:
+        losses = made.forward_backward(share).tolist()
+        mine = gradients_of(made, 1)
+        return {
+            "losses": losses == expected.losses,
+            "gradients": all(torch.equal(g, expected.gradients[k]) for k, g in mine.items()),
+            "all": mine.keys() == expected.gradients.keys(),
+            "lie": lie_alike(made),
+            "norm": made.grad_norm == norm_of(expected.gradients.values()),
+        }
+
+
+def uneven_shards(found: Path) -> None:
+    """A step, and then rank 5 is killed in the second microbatch of another."""
     global _to_live
     mesh = _mesh("pp", "dp_shard", "tp")
-    model = odd(mesh, 1)(0)
-    losses, shares = [], []
-    for share in range(2):
-        model.zero_grad()
-        for x in batch(share)[0].chunk(M):
-            loss = model(x).square().mean()
-            (loss / M).backward()
-            losses.append(loss.item())
-        shares.append({name: whole(p.grad) for name, p in model.named_parameters()})
-    expected = {name: (shares[0][name] + shares[1][name]) / 2 for name in shares[0]}
 
     def build(index: int) -> Any:
         module = odd(mesh, 2)(index)
@@ -143,18 +159,10 @@ def uneven_shards(found: Path) -> None:
         return fully_shard(module, mesh=mesh["dp_shard"])
 
     own = mesh.get_local_rank("dp_shard")
-    with trainer(mesh, 2, build, loss_fn=lambda y, _: y.square().mean()) as made:
-        seen = made.forward_backward(batch(own)).tolist()
-        mine = gradients_of(made, 2)
+    with trainer(mesh, 2, build, loss_fn=mean_square) as made:
+        same: dict[str, Any] = Shares(mesh).compared(made, own)
         rows = [p.to_local().shape[0] for m in made.modules.values() for p in m.parameters()]
-        same = {
-            "losses": seen == losses[own * M : (own + 1) * M],
-            "gradients": all(torch.equal(g, expected[name]) for name, g in mine.items()),
-            "all": 2 * len(mine) == len(expected),
-            "lie": lie_alike(made),
-            "norm": made.grad_norm == norm_of(expected.values()),
-            "uneven": sorted(set(rows)) == ([2, 3] if own == 0 else [1, 2]),
-        }
+        same["uneven"] = sorted(set(rows)) == ([2, 3] if own == 0 else [1, 2])
         found.write_bytes(pickle.dumps(same))
         _to_live = 2 if dist.get_rank() == 5 else 0
         made.step(batch(own))
