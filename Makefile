@@ -6,6 +6,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
+# Tests start many processes, which otherwise compile every module that they import again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-gpu lint types unit docs wheel clean
 
 demo: $(VENV)/installed
