@@ -112,28 +112,43 @@ class SplitPipelineStage(RuntimeStage):
         """
         refuse_arguments(others)
         check_group(stage_index, num_stages, group)
+        self.stage_index = stage_index  # the base class sets the module first
+        self._options = SplitOptions(backend, memory, late_input=True, overlap=overlap)
         super().__init__(submodule, stage_index, num_stages, device, group)
-        self._module = unwrapped(submodule, stage_index)
-        self._owner = f"stage {stage_index} ({type(self._module).__name__})"
         self._given = checked_examples(self._owner, "input_args", input_args)
         self._promised = checked_examples(self._owner, "output_args", output_args)
-        options = SplitOptions(backend, memory, late_input=True, overlap=overlap)
         self._weights = WeightGradients(Accumulation(accumulation))
         self._flatten = CallFlattening()
-        self.sharding = StageSharding(self._module)
-        self._graphs = Specializations(
-            self._module,
-            options,
-            _MAX_GRAPHS,
-            True,
-            no_context,
-            computed=stage_index > 0,
-            view=self.sharding.plain,
-        )
         self._results: dict[SplitFunctions, Results] = {}
         self._agreed: dict[int, Results] = {}
         self._step = StageStep(self)
         self._forget()
+
+    @property
+    def submod(self) -> nn.Module:
+        """The stage's module as it was given; may be exchanged until a step begins, for one that
+        has been parallelised.
+
+        Raises:
+            PipelineError: of the setter; it is compiled already, or no module.
+        """
+        return self._submodule
+
+    @submod.setter
+    def submod(self, module: nn.Module) -> None:
+        self._module = unwrapped(module, self.stage_index)
+        self._submodule = module
+        self._owner = f"stage {self.stage_index} ({type(self._module).__name__})"
+        self.sharding = StageSharding(self._module)
+        self._graphs = Specializations(
+            self._module,
+            self._options,
+            _MAX_GRAPHS,
+            True,
+            no_context,
+            computed=self.stage_index > 0,
+            view=self.sharding.plain,
+        )
 
     def _forget(self) -> None:
         """Drop every microbatch in flight."""

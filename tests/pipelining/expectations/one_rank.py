@@ -55,6 +55,16 @@ def one_stage_alone(bench: Bench, schedule: Any) -> None:
     training.check([0])
 
 
+@case()
+def a_module_exchanged_before_the_first_step(bench: Bench) -> None:
+    """As torchtitan does once it has parallelised it."""
+    training = Training.of(2)
+    stages = [bench.lone(Layer(), index, 2) for index in range(2)]
+    for stage, layer in zip(stages, training.model.layers, strict=True):
+        stage.submod = layer
+    training.run(over(ScheduleInterleaved1F1B, stages), [0, 1])
+
+
 @case(*ANY)
 def evaluation_and_then_training(bench: Bench, schedule: Any) -> None:
     training = Training.of(1)
