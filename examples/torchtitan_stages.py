@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torchtitan.config import JobConfig
+from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.distributed import ParallelDims, parallel_dims, pipeline_parallel
 from torchtitan.protocols.train_spec import get_train_spec
 
@@ -36,16 +36,18 @@ def use(stage: type[Any] = SplitPipelineStage) -> None:
 
 
 def configuration(schedule: str = "ZBVZeroBubble", *, checkpointing: str = "none") -> JobConfig:
-    """As ``--parallelism.pipeline_parallel_degree 2`` and others would have it."""
-    config = JobConfig()
-    config.training.seq_len = TOKENS
-    config.training.local_batch_size = ROWS
-    config.parallelism.pipeline_parallel_degree = 2
-    config.parallelism.pipeline_parallel_schedule = schedule
-    config.parallelism.pipeline_parallel_first_stage_less_layers = 0
-    config.parallelism.pipeline_parallel_last_stage_less_layers = 0
-    config.activation_checkpoint.mode = checkpointing
-    return config
+    """Of options as torchtitan's command takes them."""
+    options = {
+        "training.seq_len": TOKENS,
+        "training.local_batch_size": ROWS,
+        "parallelism.pipeline_parallel_degree": 2,
+        "parallelism.pipeline_parallel_schedule": schedule,
+        "parallelism.pipeline_parallel_first_stage_less_layers": 0,
+        "parallelism.pipeline_parallel_last_stage_less_layers": 0,
+        "activation_checkpoint.mode": checkpointing,
+    }
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    return ConfigManager().parse_args(words)
 
 
 class Run:
