@@ -11,7 +11,6 @@ import torch
 
 from autosplit import PipelineError
 from autosplit.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
-from autosplit.pipeline import launch
 from tests.checkpoint import rank_workers
 from tests.checkpoint.checkpoint_workers import dropping, named, trainer
 from tests.ranks import Ranks
@@ -61,11 +60,13 @@ def test_a_checkpoint_that_one_rank_finds_damaged_is_loaded_on_none(two: Any) ->
     assert all(rank["refusals"]["unchanged"] for rank in two[1])
 
 
-def test_a_rank_that_is_killed_while_saving_leaves_the_old_checkpoint(tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_while_saving_leaves_the_old_checkpoint(
+    tmp_path: Path, on_ranks: Ranks
+) -> None:
     path = tmp_path / "it"
     started = time.monotonic()
     with pytest.raises(PipelineError, match="rank 1"):
-        launch(rank_workers.killed, 2, (str(path),), timeout=100)
+        on_ranks(rank_workers.killed, 2, (str(path),), timeout=100)
     assert time.monotonic() - started < 60
     assert len([*path.glob("save-*")]) == 2  # the old one's files, and what the killed one left
     expected = dropping(0).state_dict()

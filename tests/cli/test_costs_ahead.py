@@ -11,13 +11,20 @@ import pytest
 import torch
 from torch import nn
 
-from autosplit.cli import plan_costs
+from autosplit.cli import costs_ahead, plan_costs
 from autosplit.cli.costs_ahead import CostsAhead
 from autosplit.cli.plan_request import Machine, PlanRequest
 from autosplit.cli.planning import plan_factory
 from autosplit.planner.costs.limits import Limits
 from autosplit.planner.model.captured_model import WholeModel
 from autosplit.planner.plan.plan_search import SearchSpace
+from tests.interpreters import rank_processes
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that begin with what takes longest to import."""
+    monkeypatch.setattr(costs_ahead, "get_context", lambda method: rank_processes())
 
 
 def squared(base: int, keys: list[int]) -> Iterator[int]:

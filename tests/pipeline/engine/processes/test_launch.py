@@ -19,6 +19,7 @@ from autosplit.pipeline.engine.processes import launch as launching
 from autosplit.pipeline.engine.processes.launch import launch
 from autosplit.pipeline.engine.processes.outcome import Failure, first_cause
 from autosplit.pipeline.engine.processes.worker import process_group
+from tests.interpreters import rank_processes
 from tests.pipeline import workers
 from tests.pipeline.engine.processes import sockets
 from tests.pipeline.engine.processes.processes import alive, assert_gone, pids_in
@@ -47,6 +48,13 @@ def test_same_function_under_torchrun(under_torchrun: list[dict[str, Any]]) -> N
         assert environment.startswith(f"RANK={rank} LOCAL_RANK={rank} WORLD_SIZE=2 ")
 
 
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that begin with what takes longest to import."""
+    monkeypatch.setattr(launching, "get_context", lambda method: rank_processes())
+
+
+@pytest.mark.usefixtures("quick")
 def test_the_first_cause_is_raised_and_nobody_is_left(tmp_path: Path) -> None:
     started = time.monotonic()
     text = r"^rank 1 failed: ValueError: bad weather\nTraceback (.|\n)*in _raise"
@@ -56,6 +64,7 @@ def test_the_first_cause_is_raised_and_nobody_is_left(tmp_path: Path) -> None:
     assert_gone(tmp_path, 2)
 
 
+@pytest.mark.usefixtures("quick")
 def test_timeout_names_the_ranks_that_are_not_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
