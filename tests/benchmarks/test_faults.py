@@ -86,7 +86,15 @@ def test_every_fault_has_its_place_on_the_page() -> None:
     rows = [{"name": name, **row, **more} for name in names]
     rows[0] |= {"good": False, "named": 0, "wrong": ["rank 0: no error"]}
     part = {"environment": "torch", "commands": ["python -m benchmarks.faults"], "rows": rows}
-    page = render(Results(None, {"faults": part}))  # type: ignore[arg-type]  # nothing is written
+    over = {"name": "rank", "steps": 300, "same": False, "said": "rank 1 was killed", "went_on": 81}
+    hosts = {
+        "environment": "torch",
+        "commands": ["python -m benchmarks.faults.hosts"],
+        "rows": [over],
+    }
+    found = Results(None, {"faults": part, "hosts": hosts})  # type: ignore[arg-type]  # not written
+    page = render(found)
+    assert "| rank     | 300     | **no**      | 81                | rank 1 was killed" in page
     assert f"**{len(rows) - 1} of {len(rows)} faults** came out so" in page
     assert f"- {names[0]}: rank 0: no error" in page
     assert all(place in page for place in PLACES)

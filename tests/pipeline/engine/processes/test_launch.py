@@ -25,11 +25,14 @@ from tests.pipeline.engine.processes import sockets
 from tests.pipeline.engine.processes.processes import alive, assert_gone, pids_in
 
 PARENT = """
+import signal
 import sys
 from pathlib import Path
 from tests.pipeline import workers
 from autosplit.pipeline.engine.processes.launch import launch
 if __name__ == "__main__":
+    # What runs in the background of a shell ignores it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     launch(workers.fail, 2, (Path(sys.argv[1]), "sleep"), timeout=300)
 """
 
