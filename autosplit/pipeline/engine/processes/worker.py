@@ -23,6 +23,7 @@ from autosplit.pipeline.engine.faults.rank_process import Process
 from autosplit.pipeline.engine.faults.store_register import RETURNED
 from autosplit.pipeline.engine.messages.default_group import register_of_world
 
+from .attempt import agree_on_attempt
 from .loopback import on_loopback
 from .outcome import Failure, Success
 
@@ -97,8 +98,11 @@ def _initialise(backend: str, timeout: timedelta) -> None:
     find the addresses of those that are gone, and wait for them. So each attempt has its own keys.
     """
     store, rank, world = next(iter(rendezvous("env://", timeout=timeout)))
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    own = dist.PrefixStore(f"attempt {attempt}", store)  # type: ignore[attr-defined]  # documented
+    attempt = "0"
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        shared = dist.PrefixStore("attempts", store)  # type: ignore[attr-defined]  # documented
+        attempt = agree_on_attempt(shared, rank, world, timeout)
+    own = dist.PrefixStore(f"attempt {attempt}", store)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=own, rank=rank, world_size=world, timeout=timeout)
 
 
