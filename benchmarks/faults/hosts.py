@@ -26,6 +26,7 @@ HERE = pathlib.Path(__file__).parent
 STEPS = 300
 EVERY = 20  # steps between checkpoints
 FAULTY = 100  # steps before the fault
+BACK = 30.0  # seconds until a host that was killed is there again
 PATIENCE = 240.0  # seconds for a run
 
 CONFIG = {
@@ -39,6 +40,9 @@ CONFIG = {
     "vocab_size": 256,
     "max_position_embeddings": 128,
 }
+
+MORE = {"host": {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}}
+"""Variables by run: where agents share a store, torchrun does not tell a new one where it is."""
 
 History = list[dict[str, Any]]
 
@@ -82,6 +86,7 @@ class Hosts:
             *("-m", "autosplit", *_training(self._folder, name), "--resume"),
         ]
         environment = os.environ | {"GLOO_SOCKET_IFNAME": "cable", "OMP_NUM_THREADS": "1"}
+        environment |= MORE.get(name, {})
         with (self._folder / f"{name}-{which}.log").open("ab") as log:
             self._agents.append(
                 subprocess.Popen(
@@ -131,8 +136,11 @@ def rank(hosts: Hosts, name: str) -> None:
 
 
 def host(hosts: Hosts, name: str) -> None:
-    """All that runs on the second host is killed, and torchrun is started there again."""
+    """All that runs on the second host is killed, and torchrun is started there again, when that of
+    the first host no longer counts the one that is gone.
+    """
     hosts.kill(1)
+    time.sleep(BACK)
     hosts.start(name, 1)
 
 

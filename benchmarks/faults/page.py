@@ -34,8 +34,9 @@ HOSTS = """
 
 `autosplit train` on two ranks, each on a host of its own (network namespaces with a cable between
 them), under torchrun with `--max-restarts 3` and with `--resume`. Then the second host's rank is
-killed, or all that runs there, and torchrun is started on it again. Losses and norms of all steps
-must be the bits of a run on one host.
+killed, or all that runs there, and 30 s later torchrun is started on it again (with
+`TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` on both). Losses and norms of all steps must be the bits of a
+run on one host.
 
 {table}
 
