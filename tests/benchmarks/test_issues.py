@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from autosplit.torch_internals.pipelining.versions import SUPPORTED
+from autosplit.torch_internals.version import TORCH
 from benchmarks.issues import gradients
 from benchmarks.issues.__main__ import row_of
 from benchmarks.issues.case import ABSENT, FAILS, RIGHT, Case, SymptomError
@@ -22,6 +24,7 @@ from benchmarks.results import Results
 from tests.interpreters import printed_by
 
 
+@pytest.mark.skipif(TORCH not in SUPPORTED, reason="another torch.distributed.pipelining")
 def test_a_report_is_rebuilt_on_stock_torch_and_right_with_autosplit() -> None:
     row = row_of(CASES["gradients-accumulated-over-steps"], timeout=60.0)
     assert row["stock"]["state"] == FAILS, row
