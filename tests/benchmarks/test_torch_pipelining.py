@@ -14,7 +14,7 @@ from torch import nn
 from autosplit.pipeline.schedule.action import Action
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.torch_internals.pipelining.versions import SUPPORTED
-from autosplit.torch_internals.version import TORCH
+from autosplit.torch_internals.version import TORCH as VERSION
 from benchmarks.results import Results
 from benchmarks.torch_pipelining import page, targets
 from benchmarks.torch_pipelining.activations import activation_peak
@@ -39,7 +39,7 @@ def row(contender: str, *rounds: float, microbatches: int = 4, **more: Any) -> d
     return {**dataclasses.asdict(found), "settings": "tiny"}
 
 
-@pytest.mark.skipif(TORCH not in SUPPORTED, reason="another torch.distributed.pipelining")
+@pytest.mark.skipif(VERSION not in SUPPORTED, reason="another torch.distributed.pipelining")
 @pytest.mark.usefixtures("launched_on_ranks")
 def test_contenders_take_turns_and_what_a_schedule_refuses_is_said(tmp_path: Path) -> None:
     results = Results.read(tmp_path / "results.json")

@@ -16,8 +16,6 @@ from multiprocessing.context import ForkServerContext
 
 import pytest
 
-from autosplit.torch_internals.pipelining.versions import SUPPORTED
-from autosplit.torch_internals.version import TORCH
 from tests.interpreters import Servers, interpreters, rank_processes
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -37,6 +35,10 @@ def test_the_pages_that_show_code_are_found() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_blocks_of_a_page_run(page: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    # Imported here: processes that run blocks import this module.
+    from autosplit.torch_internals.pipelining.versions import SUPPORTED
+    from autosplit.torch_internals.version import TORCH
+
     if page.name == "torch-pipelining.md" and TORCH not in SUPPORTED:
         pytest.skip("another torch.distributed.pipelining")
     for index, block in enumerate(blocks_of(page)):
