@@ -172,7 +172,7 @@ def test_exported(strict: bool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated")
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace")
 def test_traced() -> None:
     model = Model()
     split = autosplit.split(model)
