@@ -15,14 +15,10 @@ from typing import Any
 
 from torch import fx, nn
 from torch._functorch._aot_autograd.schemas import OutputType
-from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autosplit.capture.cache.environment_key import environment_lines
-from autosplit.capture.cache.fingerprint import traced_value
 from autosplit.capture.cache.split_graph_cache import CacheEntry, PredictedResults, SplitGraphCache
 from autosplit.capture.effects.observers import unobserved
 from autosplit.capture.effects.side_effects import (
@@ -30,26 +26,24 @@ from autosplit.capture.effects.side_effects import (
     PythonStateError,
     first_call_differs,
 )
-from autosplit.capture.workarounds.eager_settings import as_eager
 from autosplit.capture.workarounds.margin_losses import (
     Decompositions,
     refuse_unbatched,
-    right_decompositions,
     trace_as_run,
 )
 from autosplit.capture.workarounds.recurrent_layers import divide_layers
 from autosplit.passes import Role, SplitGraphs
 from autosplit.torch_internals.dtensor import Sharding
-from autosplit.torch_internals.pytree import TreeSpec, flatten_named, tree_flatten, tree_unflatten
+from autosplit.torch_internals.pytree import TreeSpec, flatten_named
 
 from .calls.kept_call import KeptCall
 from .diagnosis import ConstructionError, user_errors
-from .dtensor_roles import shardings
 from .export import export
 from .guards import Guards
 from .input_sizes import InputSizes, is_open
+from .joint_trace import trace_joint
 from .module_paths import name_modules
-from .pytree_objects import hold
+from .predicted_results import foresee
 from .roles import ModuleRoles, canonical_names, with_roles
 
 __all__ = [
@@ -146,27 +140,17 @@ def capture(
             made = split.joint, inputs, foreseen.names, foreseen.spec, guards, split, entry
             return Capture(*made, shardings=lying, sizes=open_sizes or None)
         trace_as_run(exported)
-        results = _Results(exported)
-        joint = _joint(module, exported, args, kwargs, decompositions)
-        aliased = [
-            index
-            for index, info in enumerate(joint._aot_state.fw_metadata.output_info)
-            if info.output_type not in _OWN_STORAGE
-        ]
-        if aliased:
-            results.copied.update(aliased)
-            joint = _joint(module, exported, args, kwargs, decompositions)
-    if entry and foreseen and (foreseen.names, foreseen.spec) != (results.names, joint.out_spec):
+        traced = trace_joint(module, exported, (args, kwargs), foreseen, decompositions)
+    if entry and foreseen and (foreseen.names, foreseen.spec) != (traced.names, traced.spec):
         entry.give_up("tracing found other results than were predicted")
-    roles = ModuleRoles(canonical_names(module), inputs, results.names)
-    leaves = tree_flatten((args, kwargs))[0]
-    lying = {roles.of(desc): each for desc, each in shardings(joint, module, leaves).items()}
-    graph = with_roles(joint.graph_module, roles)
+    roles = ModuleRoles(canonical_names(module), inputs, traced.names)
+    lying = {roles.of(desc): each for desc, each in traced.shardings.items()}
+    graph = with_roles(traced.graph, roles)
     return Capture(
         graph,
         inputs,
-        results.names,
-        joint.out_spec,
+        traced.names,
+        traced.spec,
         guards,
         entry=entry,
         shardings=lying,
@@ -232,55 +216,14 @@ def _look_up(
     decompositions: Decompositions,
 ) -> tuple[PredictedResults | None, CacheEntry | None]:
     """What tracing will find that the module returns, and the graph's place in the cache."""
-    if cache is None:
-        return None, None
     try:
-        foreseen = _foresee(exported, *inputs)
+        foreseen = foresee(exported, *inputs)
     except Exception as error:  # the user's classes are put together from tensors without data here
         reason = f"its results are known only when it is traced ({type(error).__name__}: {error})"
-        return None, cache.without_key(reason)
+        return None, None if cache is None else cache.without_key(reason)
+    if cache is None:
+        return foreseen, None
     return foreseen, cache.entry(module, exported, names, inputs, foreseen, decompositions)
-
-
-def _foresee(
-    exported: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> PredictedResults:
-    """Predict the results that tracing will find.
-
-    Raises:
-        Exception: what the user's classes raise for tensors without data.
-    """
-    codegen: Any = exported.graph._codegen
-    outputs: Any = exported.graph.output_node().args[0]
-    values = [traced_value(node) if isinstance(node, fx.Node) else node for node in outputs]
-    tree = hold(codegen.dynamo_bytecode_unflatten(values, (*args, *kwargs.values())))
-    leaves, spec = tree_flatten(tree)
-    return PredictedResults(tuple(name for name, _ in flatten_named("output", tree)), leaves, spec)
-
-
-def _joint(
-    module: nn.Module,
-    exported: fx.GraphModule,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    decompositions: Decompositions,
-) -> Any:
-    decompositions = right_decompositions(decompositions)
-    context = exported.meta.get("tracing_context")
-    if context is None:
-        context = TracingContext(exported.meta["fake_mode"])
-    # The stack closes before anything real runs, or the fake mode would still be on. Passes change
-    # the graph; to write its code as Python after each would take longer than they do.
-    lazy = _use_lazy_graph_module(True)
-    with (
-        contextlib.ExitStack() as stack,
-        tracing(context),
-        as_eager(exported, decompositions),
-        lazy,
-    ):
-        return aot_export_joint_with_descriptors(
-            stack, exported, args, kwargs, decompositions=decompositions
-        )
 
 
 @contextlib.contextmanager
@@ -295,36 +238,6 @@ def _same_tensors(module: nn.Module) -> Iterator[None]:
     finally:
         for space, tensors in zip(spaces, before, strict=True):
             space.update(tensors)  # type: ignore[arg-type]
-
-
-class _Results:
-    """Replacement for the exported module's code that assembles its results, so that it is traced
-    too: views of parameters that the module returns (``self.weight.mT``) are made there.
-
-    Attributes:
-        names: path of every leaf of the result, known once the module was traced.
-        copied: leaves to return as copies.
-    """
-
-    def __init__(self, exported: Any) -> None:
-        codegen = exported.graph._codegen  # AOTAutograd interprets the graph and asks this one
-        self._original = codegen.dynamo_bytecode_unflatten  # which would run out of tracing's sight
-        self.names: tuple[str, ...] = ()
-        self.copied: set[int] = set()
-        codegen.dynamo_bytecode_unflatten = self
-
-    def __call__(self, leaves: Any, inputs: Any) -> Any:
-        own = self._original
-        args, kwargs = own.input_processor(inputs)
-        put_together = own.out.forward_callable(
-            compiled_fn=lambda *_: leaves, extra_globals=own.f_globals
-        )
-        tree = hold(put_together(*args, **kwargs))
-        self.names = tuple(name for name, _ in flatten_named("output", tree))
-        values, spec = tree_flatten(tree)
-        for index in self.copied:
-            values[index] = values[index].clone()
-        return hold(tree_unflatten(values, spec))
 
 
 def _input_names(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:

@@ -1,0 +1,116 @@
+"""What of a node is the same in every layer: its form, apart from the nodes that it reads."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+_OFTEN = 3  # times that something comes back, at least, to be part of a layer
+_MULTIPLES = (1, 2, 3, 4, 6)  # of the smallest period: attention of two kinds in turn
+_SMALL = 1024  # elements of a constant that are compared with those of another
+
+
+class NotRepeatedError(Exception):
+    """A graph does not repeat itself, or not in a way that is understood; it is traced whole."""
+
+
+class UnlikeLayersError(NotRepeatedError):
+    """Layers that were traced did not come out alike."""
+
+
+class _Reference:
+    """Stands for a node in the text of arguments."""
+
+    def __repr__(self) -> str:
+        return "%"
+
+
+_REFERENCE: Any = _Reference()
+
+
+class NodeForms:
+    """Forms of the nodes of a graph that compute, and what each of them reads.
+
+    Args:
+        body: the nodes, in their order.
+        value: what stands for the result of a node.
+
+    Attributes:
+        body: the nodes.
+        place: node -> its index in the body.
+        forms: equal for two nodes that do the same with what they read, to results that look the
+            same, on the same line of the user's.
+        reads: nodes that each of them reads, in the order of its arguments.
+    """
+
+    def __init__(self, body: Sequence[fx.Node], value: Callable[[fx.Node], Any]) -> None:
+        self.body = list(body)
+        self.place = {node: index for index, node in enumerate(body)}
+        self.forms: list[Hashable] = []
+        self.reads: list[list[fx.Node]] = []
+        for node in body:
+            read: list[fx.Node] = []
+
+            def note(each: fx.Node, read: list[fx.Node] = read) -> Any:
+                read.append(each)
+                return _REFERENCE
+
+            written = repr(fx.node.map_arg((node.args, node.kwargs), note))
+            target = _constant(node) if node.op == "get_attr" else node.target
+            trace = node.meta.get("stack_trace")
+            self.forms.append((node.op, target, written, looks(value(node)), trace))
+            self.reads.append(read)
+
+
+def looks(value: Any) -> Hashable:
+    """What tracing can see of a value.
+
+    Raises:
+        NotRepeatedError: it is a tensor of a class of its own.
+    """
+    if isinstance(value, torch.Tensor):
+        if type(value) is not FakeTensor:
+            raise NotRepeatedError(f"a value is a {type(value).__name__}")
+        sizes = str(value.shape), str(value.stride()), str(value.storage_offset())
+        return (*sizes, value.dtype, value.device, value.layout, value.requires_grad)
+    if isinstance(value, list | tuple):
+        return (type(value), *map(looks, value))
+    return type(value), str(value)
+
+
+def _constant(node: fx.Node) -> Hashable:
+    """What a constant holds; its name where that is much."""
+    value = getattr(node.graph.owning_module, str(node.target))
+    if type(value) is not torch.Tensor or value.numel() > _SMALL:
+        return str(node.target)
+    with torch.utils._python_dispatch._disable_current_modes():
+        return value.dtype, value.device, str(value.shape), str(value.tolist())
+
+
+def spacings(forms: Sequence[Hashable]) -> Iterator[int]:
+    """How far apart things of one form are, the most common distances first, and multiples."""
+    places: dict[Hashable, list[int]] = collections.defaultdict(list)
+    for index, form in enumerate(forms):
+        places[form].append(index)
+    apart: collections.Counter[int] = collections.Counter()
+    for found in places.values():
+        if len(found) >= _OFTEN:
+            apart.update(b - a for a, b in itertools.pairwise(found))
+    bases = [gap for gap, _ in apart.most_common(3)]
+    yield from dict.fromkeys(base * times for base in bases for times in _MULTIPLES)
+
+
+def longest(matched: Sequence[bool]) -> tuple[int, int]:
+    """The longest stretch of true ones, as first and last + 1."""
+    best, first = (0, 0), 0
+    for index, each in enumerate((*matched, False)):
+        if not each:
+            best = max(best, (first, index), key=lambda found: found[1] - found[0])
+            first = index + 1
+    return best
