@@ -165,7 +165,7 @@ def test_why_a_graph_is_made_anew_is_said_and_counted(monkeypatch: pytest.Monkey
     def fail(*args: object) -> None:
         raise TypeError("needs numbers")
 
-    monkeypatch.setattr(joint_graph, "_foresee", fail)
+    monkeypatch.setattr(joint_graph, "foresee", fail)
     before = counters["autosplit"]["graph_bypass"]
     _, split = step(Checkpointed(), {"x": torch.ones(2, 4, requires_grad=True)})
     assert counters["autosplit"]["graph_bypass"] == before + 1
@@ -178,13 +178,13 @@ def test_why_a_graph_is_made_anew_is_said_and_counted(monkeypatch: pytest.Monkey
 def test_results_that_tracing_finds_to_be_others_are_not_kept(
     monkeypatch: pytest.MonkeyPatch, folder: pathlib.Path
 ) -> None:
-    foresee = joint_graph._foresee
+    foresee = joint_graph.foresee
 
     def wrongly(*args: Any) -> Any:
         found = foresee(*args)
         return type(found)(("another",), found.leaves, found.spec)
 
-    monkeypatch.setattr(joint_graph, "_foresee", wrongly)
+    monkeypatch.setattr(joint_graph, "foresee", wrongly)
     _, split = step(Checkpointed(), {"x": torch.ones(2, 4, requires_grad=True)})
     assert "(tracing found other results than were predicted)" in split.report()
     assert not folder.exists()

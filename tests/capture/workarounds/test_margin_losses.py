@@ -12,7 +12,7 @@ from torch._C import DispatchKey
 from torch._decomp import decomposition_table
 
 import autosplit
-import autosplit.capture.joint_graph as capturing
+import autosplit.capture.joint_trace as capturing
 from autosplit.capture.workarounds.margin_losses import right_decompositions
 from autosplit.errors import CaptureError
 
@@ -108,14 +108,14 @@ def test_under_autocast(name: str) -> None:
 def test_tables_of_torch_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Entries were taken out of them at every capture, under the feet of other threads."""
     seen = []
-    original = capturing._joint
+    original = capturing._trace
 
     def looks(*args: Any) -> Any:
         kernels = aten.multi_margin_loss.default.py_kernels
         seen.append(SEVERAL in decomposition_table and DispatchKey.Autograd in kernels)
         return original(*args)
 
-    monkeypatch.setattr(capturing, "_joint", looks)
+    monkeypatch.setattr(capturing, "_trace", looks)
     model = Model(nn.MultiMarginLoss())
     autosplit.split(model, (torch.randn(5, 5), SINGLE), fullgraph=True)
     assert seen == [True]
