@@ -8,12 +8,12 @@ and layers that were left out come out as those that were traced. That they do i
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, fx
 
+from .checkpoint_regions import CheckpointRegions
 from .half import Half, JointForms
 from .node_forms import NotRepeatedError
 
@@ -37,6 +37,7 @@ class Extension:
         self._halves = [self._forward]
         if backward < count:
             self._halves.append(Half(joint, backward, count, left_out, self._forward))
+        self._regions = CheckpointRegions(joint, self._halves)
 
     def grow(self) -> None:
         """Put the layers in."""
@@ -44,6 +45,9 @@ class Extension:
             self._check_outside(index)
         for half in self._halves:
             self._grow(half)
+        for half in self._halves:
+            for index in range(half.first, half.last):
+                self._note(half, index)
 
     def result(self, value: Any, later: int) -> Any:
         """What an output of a layer that was traced is now.
@@ -116,14 +120,20 @@ class Extension:
             later = half.later(index)
             node = body[index]
             node.args, node.kwargs = self._arguments(half, index, later)
+
+    def _note(self, half: Half, index: int) -> None:
+        """Bring the notes of a node that was traced up to date."""
+        node, later = self._joint.forms.body[index], half.later(index)
+        if index in half:
             node.meta = self._rename(node.meta, later)
+        node.meta = self._regions.moved(node.meta, later)
 
     def _copy(self, graph: fx.Graph, half: Half, index: int, later: int) -> fx.Node:
         node = self._joint.forms.body[index]
         args, kwargs = self._arguments(half, index, later)
         target = _constant_again(node) if node.op == "get_attr" else node.target
         made = graph.create_node(node.op, target, args, kwargs)
-        made.meta = self._rename(node.meta, later)
+        made.meta = self._regions.moved(self._rename(node.meta, later), later)
         return made
 
     def _arguments(self, half: Half, index: int, later: int) -> tuple[Any, Any]:
@@ -147,12 +157,16 @@ class Extension:
 
 
 def _constant_again(node: fx.Node) -> str:
-    """A constant of the same content, under a name of its own, as tracing would have made it."""
+    """A constant of the same content, under a name of its own, as tracing would have made it; a
+    graph that an operator runs is the same one.
+    """
     owner: Any = node.graph.owning_module
     value = getattr(owner, str(node.target))
+    if not isinstance(value, Tensor):
+        return str(node.target)
     number = 0
     while hasattr(owner, f"_tensor_constant{number}"):
         number += 1
     name = f"_tensor_constant{number}"
-    setattr(owner, name, value.clone() if isinstance(value, Tensor) else copy.copy(value))
+    setattr(owner, name, value.clone())
     return name

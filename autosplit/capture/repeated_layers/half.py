@@ -63,6 +63,11 @@ class Half:
     def __contains__(self, index: int) -> bool:
         return self.start <= index < self.end
 
+    @property
+    def is_forward(self) -> bool:
+        """Whether this half is the forward."""
+        return self._forward is None
+
     def owns(self, index: int) -> bool:
         """Whether a node is of this half."""
         return self.first <= index < self.last

@@ -180,10 +180,7 @@ def _in_place_of(exported: fx.GraphModule, graph: fx.Graph) -> Iterator[ShortRes
 def _first_backward(body: Sequence[fx.Node]) -> int:
     """Index of the first node of the backward, behind which all are."""
     halves = [node.meta.get("partitioner_tag") == "is_backward" for node in body]
-    first = halves.index(True) if True in halves else len(body)
-    if not all(halves[first:]):
-        raise NotRepeatedError("forward and backward are mixed")
-    return first
+    return halves.index(True) if True in halves else len(body)
 
 
 def _set_outputs(

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+from torch import fx
+
+from .node_forms import body_of
 from .shortened import Shortened
 
 _NOTES = ("nn_module_stack", "fwd_nn_module_stack")  # of a forward's node, and of a backward's
@@ -18,9 +22,7 @@ class ModuleNotes:
 
     def __init__(self, short: Shortened) -> None:
         self._short, run = short, short.run
-        self._stacks = [
-            [*(node.meta.get("nn_module_stack") or {}).items()] for node in run.forms.body
-        ]
+        self._stacks = [[*_entries(node)] for node in run.forms.body]
         self._places: dict[Any, tuple[int, int]] = {}
         # A layer whose nodes were traced in part counts from those that were.
         for index in (*range(run.first, short.start), *range(short.end, run.last)):
@@ -45,3 +47,12 @@ class ModuleNotes:
         if not short.run.first <= there < short.run.last or depth >= len(self._stacks[there]):
             return entry
         return self._stacks[there][depth]
+
+
+def _entries(node: fx.Node) -> Iterator[Any]:
+    """The modules around a node, and those around what is in a checkpointed region."""
+    yield from (node.meta.get("nn_module_stack") or {}).items()
+    for read in node.all_input_nodes:
+        if (body := body_of(read)) is not None:
+            for inner in body.graph.nodes:
+                yield from _entries(inner)

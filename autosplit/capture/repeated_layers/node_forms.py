@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import operator
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
@@ -11,8 +12,11 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
+from autosplit.capture.cache.fingerprint import traced_value
+
 _OFTEN = 3  # times that something comes back, at least, to be part of a layer
 _MULTIPLES = (1, 2, 3, 4, 6)  # of the smallest period: attention of two kinds in turn
+_NOTES = ("stack_trace", "recompute", "partitioner_tag")
 _SMALL = 1024  # elements of a constant that are compared with those of another
 
 
@@ -63,8 +67,8 @@ class NodeForms:
 
             written = repr(fx.node.map_arg((node.args, node.kwargs), note))
             target = _constant(node) if node.op == "get_attr" else node.target
-            trace = node.meta.get("stack_trace")
-            self.forms.append((node.op, target, written, looks(value(node)), trace))
+            notes = [node.meta.get(note) for note in _NOTES]
+            self.forms.append((node.op, target, written, looks(value(node)), *notes))
             self.reads.append(read)
 
 
@@ -84,8 +88,38 @@ def looks(value: Any) -> Hashable:
     return type(value), str(value)
 
 
+def body_of(node: fx.Node) -> fx.GraphModule | None:
+    """The graph that a node stands for: a checkpointed region, or what another operator runs."""
+    if node.op != "get_attr" or node.graph.owning_module is None:
+        return None
+    value = operator.attrgetter(str(node.target))(node.graph.owning_module)
+    return value if isinstance(value, fx.GraphModule) else None
+
+
+def body_form(body: fx.GraphModule) -> Hashable:
+    """Equal for two graphs that do the same."""
+    nodes = [*body.graph.nodes]
+    found: list[Hashable] = []
+    for node in nodes:
+        inner = body_of(node)
+        if inner is not None:
+            found.append(body_form(inner))
+        elif node.op == "get_attr":
+            raise NotRepeatedError(f"a graph inside holds a constant, {node.target}")
+    number = {node: at for at, node in enumerate(nodes)}
+    for node in nodes:
+        reads = repr(fx.node.map_arg((node.args, node.kwargs), number.__getitem__))
+        target = node.target if node.op.startswith("call_") else None
+        value = looks(traced_value(node))
+        found.append((node.op, target, reads, value, node.meta.get("stack_trace")))
+    return tuple(found)
+
+
 def _constant(node: fx.Node) -> Hashable:
     """What a constant holds; its name where that is much."""
+    body = body_of(node)
+    if body is not None:
+        return body_form(body)
     value = getattr(node.graph.owning_module, str(node.target))
     if type(value) is not torch.Tensor or value.numel() > _SMALL:
         return str(node.target)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, fx, nn
 
 from autosplit.capture import joint_graph, joint_trace
 from autosplit.capture.repeated_layers.node_forms import NotRepeatedError
+from autosplit.passes.origin import Origin
 
 WIDTH = 4
 Layer = Callable[[int], nn.Module]
@@ -95,13 +97,17 @@ def captured(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def lines(joint: fx.GraphModule) -> list[str]:
     """All that later passes read of a graph."""
     number: dict[fx.Node, int] = {}
+    regions: dict[int | None, int] = {None: -1}  # the process counts those of all graphs
     found = []
     for node in joint.graph.nodes:
         number[node] = len(number)
         reads = fx.node.map_arg((node.args, node.kwargs), lambda each: f"%{number[each]}")
         named = node.op in {"placeholder", "get_attr"}
         parts = [node.op, "" if named else node.target, reads, _looks(node.meta.get("val"))]
-        parts += [node.meta.get(note) for note in ("role", "roles", "origin", "stack_trace")]
+        parts += [node.meta.get(note) for note in ("role", "roles", "stack_trace")]
+        origin: Origin = node.meta.get("origin", Origin())
+        region = regions.setdefault(origin.checkpoint, len(regions))
+        parts.append(dataclasses.replace(origin, checkpoint=region))
         if node.op == "get_attr":
             parts.append(getattr(joint, str(node.target)))
         found.append(" ".join(map(str, parts)))

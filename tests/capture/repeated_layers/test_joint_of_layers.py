@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import autosplit
 from tests.capture.repeated_layers.layered import (
@@ -55,6 +56,41 @@ class Frozen(Residual):
     def __init__(self, index: int) -> None:
         super().__init__(index)
         self.up.requires_grad_(False)
+
+
+class Checkpointed(Residual):
+    """Two regions in each layer are recomputed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = checkpoint(lambda x: torch.tanh(self.up(self.norm(x))), x, use_reentrant=False)
+        return x + checkpoint(lambda y: torch.relu(self.down(y)), y, use_reentrant=False)
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return 3 * x * grad
+
+
+class Custom(Residual):
+    """Every layer calls a function with a backward of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        square: Any = Square.apply
+        return x + self.down(square(self.up(self.norm(x))))
+
+
+class Deciding(Residual):
+    """Every layer holds graphs of both branches."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(torch.cond(x.sum() > 0, torch.cos, torch.sin, (x,)))
 
 
 class Alternating(Residual):
@@ -136,13 +172,16 @@ class GivenEach(Stack):
         return self.head(x)
 
 
+LAYERS = (Residual, Dropping, Buffered, Constant, Careful, Frozen, Checkpointed, Custom, Deciding)
+
+
 def batch() -> Tensor:
     return torch.randn(5, WIDTH, requires_grad=True)
 
 
 @pytest.mark.parametrize(
     "layer",
-    [Residual, Dropping, Buffered, Constant, Careful, Frozen],
+    LAYERS,
     ids=lambda kind: kind.__name__,
 )
 def test_layers(layer: type[Residual]) -> None:
@@ -156,7 +195,9 @@ def test_models(model: type[Stack]) -> None:
     assert_as_whole(model(), batch())
 
 
-@pytest.mark.parametrize("model", [Dropping, Constant], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "model", [Dropping, Constant, Checkpointed], ids=lambda kind: kind.__name__
+)
 def test_gradients(model: type[Residual]) -> None:
     assert_equals_autograd(Stack(model), [(batch(),), (batch(),)])
 
