@@ -86,6 +86,7 @@ class Partial:
         self._latest = Microbatch()
         self._queue: PendingQueue[DeferredGraphBackward] = PendingQueue(deliver)
         self._warned = False
+        self._passed = False  # the history is of a call unlike those after it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward.
@@ -96,10 +97,14 @@ class Partial:
         return self._run(self._compiled, args, kwargs)
 
     def run_without_graphs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """One forward without graphs; its backward is autograd's and leaves no work."""
-        return self._run(self._model, args, kwargs)
+        """A first forward without graphs; its backward is autograd's and leaves no work, which
+        says nothing about the calls after it.
+        """
+        return self._run(self._model, args, kwargs, passing=True)
 
-    def _run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _run(
+        self, forward: Callable[..., Any], args: Any, kwargs: Any, *, passing: bool = False
+    ) -> Any:
         if getattr(self._running, "microbatch", None) is not None:
             raise calls_itself(self._model)
         known, watch = self._known(), BreakWatch()
@@ -114,10 +119,12 @@ class Partial:
             self._running.microbatch = None
             self._breaks |= dict.fromkeys(watch.found())
         outputs = _differentiable(result)
-        if outputs and (self._history is None or self._known() != known):
+        if outputs and (self._history is None or self._passed or self._known() != known):
             self._history = History.of(outputs, _differentiable((args, kwargs)), self._parts)
             self._calls = microbatch.calls
-            self._warn_of_little()
+            self._passed = passing
+            if not passing:
+                self._warn_of_little()
         for node in dict.fromkeys(output.grad_fn for output in outputs):
             node.register_prehook(_Begin(self, microbatch))  # type: ignore[union-attr]
         return result

@@ -25,6 +25,21 @@ class Mostly(TwoLayers):
         return self.untraceable(x)
 
 
+class Setting(nn.Module):
+    """The first call sets something, as transformers' classifiers do with labels."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.kind: str | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind is None:
+            self.kind = "regression"
+        result: Tensor = self.inner(x)
+        return result
+
+
 def warned(model: nn.Module, *inputs: Tensor, calls: int = 2) -> list[str]:
     split = autosplit.split(model)
     with warnings.catch_warnings(record=True) as caught:
@@ -58,3 +73,13 @@ def test_in_one_graph() -> None:
 )
 def test_not_where_half_can_wait(model: nn.Module) -> None:
     assert not warned(model, torch.randn(3, 4, requires_grad=True))
+
+
+def test_not_of_a_first_call_that_differs() -> None:
+    """It runs without a graph; the calls after it do not."""
+    assert not warned(Setting(nn.Linear(4, 4)), torch.randn(3, 4), calls=3)
+
+
+def test_of_the_calls_after_it() -> None:
+    (message,) = warned(Setting(Mostly()), torch.randn(3, 4), calls=3)
+    assert "0% of the weight gradients wait" in message
