@@ -8,7 +8,7 @@ from torch import Tensor, fx
 
 from autosplit.capture.cache.fingerprint import traced_value
 
-from .node_forms import NodeForms, NotRepeatedError, body_form, body_of, longest, looks, spacings
+from .node_forms import NodeForms, NotRepeatedError, longest, looks, spacings
 
 _KEPT = 4
 """Layers that are traced. Layers follow one another: where three that do come out alike, so do all
@@ -99,7 +99,7 @@ def _alike(forms: NodeForms, index: int, period: int) -> bool:
     place = forms.place
     for a, b in zip(forms.reads[index], forms.reads[index + period], strict=True):
         apart = a in place and b in place and place[b] == place[a] + period
-        if a is not b and not apart and not _same_input(a, b) and not _same_body(a, b):
+        if a is not b and not apart and not _same_input(a, b) and not _same_body(forms, a, b):
             return False
     return True
 
@@ -111,7 +111,7 @@ def _same_input(a: fx.Node, b: fx.Node) -> bool:
     return looks(traced_value(a)) == looks(traced_value(b))
 
 
-def _same_body(a: fx.Node, b: fx.Node) -> bool:
+def _same_body(forms: NodeForms, a: fx.Node, b: fx.Node) -> bool:
     """Whether both are graphs that do the same: checkpointed regions, say."""
-    one, other = body_of(a), body_of(b)
-    return one is not None and other is not None and body_form(one) == body_form(other)
+    one, other = forms.inside(a), forms.inside(b)
+    return one is not None and one == other

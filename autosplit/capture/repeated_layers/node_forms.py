@@ -61,15 +61,23 @@ class NodeForms:
         for node in body:
             read: list[fx.Node] = []
 
-            def note(each: fx.Node, read: list[fx.Node] = read) -> Any:
+            def refer(each: fx.Node, read: list[fx.Node] = read) -> Any:
                 read.append(each)
                 return _REFERENCE
 
-            written = repr(fx.node.map_arg((node.args, node.kwargs), note))
+            written = repr(fx.node.map_arg((node.args, node.kwargs), refer))
             target = _constant(node) if node.op == "get_attr" else node.target
             notes = [node.meta.get(note) for note in _NOTES]
             self.forms.append((node.op, target, written, looks(value(node)), *notes))
             self.reads.append(read)
+        self._inside: dict[fx.Node, Hashable] = {}
+
+    def inside(self, node: fx.Node) -> Hashable:
+        """The form of the graph that a node stands for; None where it stands for none."""
+        if node not in self._inside:
+            body = body_of(node)
+            self._inside[node] = None if body is None else body_form(body)
+        return self._inside[node]
 
 
 def looks(value: Any) -> Hashable:
