@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from .checkpoint_regions import CheckpointRegions
 from .half import Half, JointForms
 from .node_forms import NotRepeatedError
+from .trace_marks import remarked
 
 Rename = Callable[[dict[str, Any], int], dict[str, Any]]
 
@@ -123,17 +124,20 @@ class Extension:
 
     def _note(self, half: Half, index: int) -> None:
         """Bring the notes of a node that was traced up to date."""
-        node, later = self._joint.forms.body[index], half.later(index)
-        if index in half:
-            node.meta = self._rename(node.meta, later)
-        node.meta = self._regions.moved(node.meta, later)
+        node, later, inside = self._joint.forms.body[index], half.later(index), index in half
+        node.meta = self._noted(node, index, later, inside=inside)
+
+    def _noted(self, node: fx.Node, index: int, later: int, *, inside: bool) -> dict[str, Any]:
+        meta = self._rename(node.meta, later) if inside else node.meta
+        mark = self._joint.mark(index, later, inside)
+        return remarked(self._regions.moved(meta, later), mark)
 
     def _copy(self, graph: fx.Graph, half: Half, index: int, later: int) -> fx.Node:
         node = self._joint.forms.body[index]
         args, kwargs = self._arguments(half, index, later)
         target = _constant_again(node) if node.op == "get_attr" else node.target
         made = graph.create_node(node.op, target, args, kwargs)
-        made.meta = self._regions.moved(self._rename(node.meta, later), later)
+        made.meta = self._noted(node, index, later, inside=True)
         return made
 
     def _arguments(self, half: Half, index: int, later: int) -> tuple[Any, Any]:

@@ -8,6 +8,8 @@ from torch import fx
 
 from .node_forms import NodeForms, NotRepeatedError, UnlikeLayersError, longest, spacings
 from .series import Series
+from .shortened import Shortened
+from .trace_marks import mark_of
 
 _LAYERS = 3  # that must come out alike, at least
 
@@ -18,15 +20,44 @@ class JointForms:
     Args:
         forms: of the nodes that compute.
         series: inputs, by layer.
+        short: the forward that was traced.
 
     Attributes:
         forms: of the nodes that compute.
         order: input -> its series, and its place among those of layers that were traced.
+        marks: number of the node of that forward that each comes from, where it is known.
     """
 
-    def __init__(self, forms: NodeForms, series: Sequence[Series]) -> None:
-        self.forms = forms
+    def __init__(self, forms: NodeForms, series: Sequence[Series], short: Shortened) -> None:
+        self.forms, self._short = forms, short
         self.order = {node: (each, at) for each in series for at, node in enumerate(each.traced)}
+        self.marks = [mark_of(node) for node in forms.body]
+        run = short.run
+        self._traced = range(run.first, run.last - short.left_out * run.period)
+
+    def follow(self, one: int, other: int, step: int) -> bool:
+        """Whether two nodes come from the same place of the run that was shortened, so many layers
+        apart; of some nodes nothing is known.
+        """
+        a, b = self.marks[one], self.marks[other]
+        if a is None or b is None:
+            return a is b
+        return a in self._traced and b in self._traced and b == a + step * self._short.run.period
+
+    def mark(self, index: int, later: int, inside: bool) -> int | None:
+        """The number of the node of the whole forward that a node comes from.
+
+        Args:
+            index: of the node.
+            later: by how many layers it comes later than the one that was traced.
+            inside: whether it is in a stretch that repeats itself.
+        """
+        mark, short = self.marks[index], self._short
+        if mark is None:
+            return None
+        if not inside:
+            later = short.left_out * (mark >= short.start)
+        return mark + later * short.run.period
 
 
 class Half:
@@ -97,7 +128,8 @@ class Half:
             count = self.last - period
             matched = [self._alike(index, period) for index in range(self.first, count)]
             start, end = longest(matched)
-            if end - start >= (_LAYERS - 1) * period:
+            known = self._joint.marks[start + self.first : start + self.first + period]
+            if end - start >= (_LAYERS - 1) * period and any(mark is not None for mark in known):
                 return period, start + self.first, end + self.first + period
         raise UnlikeLayersError("layers do not come out alike")
 
@@ -107,6 +139,8 @@ class Half:
         """
         forms = self._joint.forms
         if forms.forms[index] != forms.forms[index + period]:
+            return False
+        if not self._joint.follow(index, index + period, 1 if self.is_forward else -1):
             return False
         pairs = zip(forms.reads[index], forms.reads[index + period], strict=True)
         return all(a is b or self._corresponds(a, b, period) for a, b in pairs)
@@ -121,4 +155,4 @@ class Half:
         apart = place[b] - place[a]
         if self._forward is None or not self._forward.owns(place[a]):
             return apart == period
-        return apart == -self._forward.period
+        return place[a] in self._forward and apart == -self._forward.period

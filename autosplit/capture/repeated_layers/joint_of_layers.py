@@ -20,6 +20,7 @@ from .module_notes import ModuleNotes
 from .node_forms import NodeForms, NotRepeatedError, UnlikeLayersError
 from .series import Series
 from .shortened import Shortened, shorten
+from .trace_marks import marked, remarked
 
 _MORE = 2  # layers that are kept where few were not enough
 
@@ -63,7 +64,10 @@ def trace_layers(
     codegen: Any = exported.graph._codegen
     given = codegen.dynamo_bytecode_flatten(*args, *kwargs.values())
     tracer = _Tracer(exported, [*map(id, given)], state, tree_flatten(inputs)[0], trace)
-    return tracer.joint(exported.graph, _nodes(exported.graph, leaves))
+    joint = tracer.joint(exported.graph, _nodes(exported.graph, leaves))
+    for node in joint.graph.nodes:
+        node.meta = remarked(node.meta, None)
+    return joint
 
 
 def _nodes(graph: fx.Graph, leaves: Sequence[Any]) -> list[Any]:
@@ -123,6 +127,7 @@ class _Tracer:
         forms = JointForms(
             NodeForms(body, lambda node: node.meta.get("val")),
             [*series, *layer_results.add_tangents(joint.graph)],
+            short,
         )
         moved = ModuleNotes(short).moved
         extension = Extension(forms, short.left_out, _first_backward(body), moved)
@@ -131,7 +136,7 @@ class _Tracer:
         return joint
 
     def _as_it_is(self, graph: fx.Graph) -> fx.GraphModule:
-        with _in_place_of(self._exported, graph) as results:
+        with _in_place_of(self._exported, graph) as results, marked(graph):
             try:
                 return self._trace(results)
             except Exception as error:  # traced whole, the module tells what it is

@@ -13,6 +13,7 @@ from .node_forms import NodeForms, NotRepeatedError, longest, looks, spacings
 _KEPT = 4
 """Layers that are traced. Layers follow one another: where three that do come out alike, so do all
 that stand between them."""
+_LEAST = 2  # layers to leave out, for it to pay
 _ADDING_UP = 2  # more, where layers add to one gradient: the first has nothing to add it to
 
 
@@ -69,8 +70,12 @@ def find_layers(forms: NodeForms) -> LayerRun:
         NotRepeatedError: there is none worth it.
     """
     runs = [run for period in spacings(forms.forms) if (run := _run(forms, period))]
-    saved = [(run.layers - run.kept) * run.period for run in runs]
-    if not runs or max(saved) <= 0:
+    left_out = [run.layers - run.kept for run in runs]
+    saved = [
+        layers * run.period if layers >= _LEAST else 0
+        for layers, run in zip(left_out, runs, strict=True)
+    ]
+    if not any(saved):
         raise NotRepeatedError("no layers repeat themselves")
     return runs[saved.index(max(saved))]
 

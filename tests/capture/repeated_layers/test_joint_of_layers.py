@@ -151,8 +151,34 @@ class TwoStacks(Stack):
         return self.head(y)
 
 
+class Waves(Stack):
+    """Two stretches that look alike, without parameters to tell them apart."""
+
+    def forward(self, x: Tensor) -> Any:
+        for function in (torch.relu, torch.tanh):
+            for _ in range(9):
+                x = (2 * x).sin()
+            x = function(x)
+        return self.head(x)
+
+
+class Doubling(Stack):
+    """Two stretches whose backward reads nothing of the forward."""
+
+    def forward(self, x: Tensor) -> Any:
+        for function in (torch.relu, torch.tanh):
+            for _ in range(9):
+                x = 2 * x
+                x = x + 1
+            x = function(x)
+        return self.head(x)
+
+
 class Collecting(Stack):
     """Every layer writes into one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__(count=12)
 
     def forward(self, x: Tensor) -> Any:
         total = torch.zeros_like(x)
@@ -189,7 +215,9 @@ def test_layers(layer: type[Residual]) -> None:
 
 
 @pytest.mark.parametrize(
-    "model", [Listing, Shared, Reading, TwoStacks, Collecting], ids=lambda kind: kind.__name__
+    "model",
+    [Listing, Shared, Reading, TwoStacks, Waves, Doubling, Collecting],
+    ids=lambda kind: kind.__name__,
 )
 def test_models(model: type[Stack]) -> None:
     assert_as_whole(model(), batch())
@@ -263,7 +291,7 @@ def test_a_forward_alone() -> None:
 def test_transformers(name: str) -> None:
     """As people call them: with a cache of keys and values, dropout, tied weights."""
     transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 8, "num_hidden_layers": 6, "num_attention_heads": 2}
+    sizes = {"hidden_size": 8, "num_hidden_layers": 7, "num_attention_heads": 2}
     sizes |= {"intermediate_size": 16, "vocab_size": 11, "max_position_embeddings": 8}
     config = transformers.AutoConfig.for_model(name, **sizes)
     model = transformers.AutoModelForCausalLM.from_config(config)
