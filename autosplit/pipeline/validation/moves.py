@@ -76,6 +76,7 @@ def _owner_faults(
     away: tuple[int, ActionKind] | None = None
     again = [place for place, kind in events if kind is ActionKind.RECOMPUTE]
     state = "not there yet"
+    unused = False  # since it came back
     for place, kind in events:
         action = Action(stage, kind, microbatch)
         if kind in (ActionKind.EVICT, ActionKind.OFFLOAD):
@@ -87,6 +88,8 @@ def _owner_faults(
                 yield f"{action} sends away what is away already", ((rank, away[0]), (rank, place))
             elif state != "held":
                 yield f"{action} sends away what is {state}", ((rank, place),)
+            elif unused:
+                yield f"{action} sends away what came back and was not used", ((rank, place),)
             away = place, kind
         elif kind is ActionKind.AWAIT:
             if away is None:
@@ -97,7 +100,7 @@ def _owner_faults(
                     f"{action} brings back what no {_BACK[kind].value} sent away",
                     ((rank, place),),
                 )
-            away = None
+            away, unused = None, True
         elif away is not None and kind in _USES:
             yield (
                 f"{action} uses what is away since {_text(stage, away[1], microbatch)}",
@@ -107,6 +110,7 @@ def _owner_faults(
                 ),
             )
             away = None
+        unused = unused and kind not in _USES
         if kind is ActionKind.FORWARD:
             state = "not there before its RECOMPUTE" if again else "held"
         elif kind is ActionKind.RECOMPUTE:

@@ -54,6 +54,7 @@ def solved(
         (Costs([(2.0, 2.0, 2.0)] * 3, [StageMemory(6.0, 3.0, 1.0)] * 3, LINKS), 2, 9.0),
         (Costs([(2.0, 2.0, 2.0)] * 2, [WORKING] * 2, LINKS), 4, 13.0),
         (Costs([(2.0, 3.0, 2.0)] * 2, [DEFERRING] * 2, LINKS), 4, 16.0),
+        (Costs([(2.0, 1e-6, 2.0), (2.0, 3.0, 2.0)], [StageMemory(6.0, 6.0, 1.0)] * 2, LINKS), 4, 9),
     ],
 )
 def test_a_solution_is_rows_that_keep_the_caps_and_take_no_longer(

@@ -46,6 +46,11 @@ def test_a_journey_to_the_partner_and_one_to_the_host_are_legal() -> None:
             HOLDER,
             "0OFFLOAD0 sends away what is away already",
         ),
+        (
+            "0F0 0OFFLOAD0 0F1 0RELOAD0 0OFFLOAD0 0RELOAD0 0B0 0B1",
+            HOLDER,
+            "0OFFLOAD0 sends away what came back and was not used",
+        ),
         ("0F0 0AWAIT0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1", "0AWAIT0 waits for what no EVICT or OFFL"),
         (
             "0F0 0EVICT0 0AWAIT0 0F1 0LOAD0 0B0 0B1",

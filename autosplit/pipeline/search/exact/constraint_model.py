@@ -42,9 +42,11 @@ class StepModel:
 
     Attributes:
         finest: units of time that what takes longest may have.
+        shortest: units that anything takes at least.
     """
 
     finest = 1_000_000
+    shortest = 0
 
     def __init__(
         self, solver: Any, problem: Problem, hint: Rows | None, beside: Iterable[float] = ()
@@ -53,7 +55,7 @@ class StepModel:
         self.model = solver.CpModel()
         travels = [each for made in problem.makes for _, _, *travel in made for each in travel]
         self.units = Units([*problem.seconds, *travels, *beside], self.finest)
-        self._took = [self.units.nearest(each) for each in problem.seconds]
+        self._took = [max(self.shortest, self.units.nearest(each)) for each in problem.seconds]
         played = None if hint is None else problem.play(hint)
         self._horizon = sum(self._took) + sum(map(self.units.nearest, travels))
         if played is not None:

@@ -85,8 +85,6 @@ class MemoryModel(StepModel):
         measures: which may be taken.
     """
 
-    shortest = 0  # units of time that a transfer takes at least
-
     def __init__(self, solver: Any, problem: Problem, measures: Sequence[str]) -> None:
         self._measures = measures
         self._again: dict[int, tuple[Any, Any, Any]] = {}

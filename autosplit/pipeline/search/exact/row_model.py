@@ -116,7 +116,7 @@ class RowModel(MemoryModel):
     """
 
     finest = 200  # rows have an order, and play tells their times: small numbers are quick
-    shortest = 1  # what leaves and what comes back stand at places of their own
+    shortest = 1  # all stand at places of their own: what leaves behind what made it
 
     def __init__(
         self, solver: Any, problem: Problem, measures: Sequence[str], shorter_than: float
