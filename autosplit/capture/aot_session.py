@@ -44,6 +44,13 @@ from autosplit.passes.graph import placeholders
 from .aot_convention import AotGraphs, assemble, copy_graph, label, without_deferred
 
 _ROOT = re.compile(r"[LG]\['\w+'\]")
+_AS_WHOLE = {
+    # As in a whole-graph capture: recurrent layers are traced into, and a hook that is added later
+    # is noticed.
+    "allow_rnn": True,
+    "skip_nnmodule_hook_guards": False,
+    **AS_IN_EAGER,
+}
 _MARK = "_is_torch_compile"  # an attribute meant for the wrapper that ``torch.compile`` returns
 
 Boxed = Callable[[list[Any]], list[Any]]
@@ -123,8 +130,7 @@ def compile_model(
         vars(model).pop(_MARK, None)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        # As in a whole-graph capture, recurrent layers are traced into.
-        with torch._dynamo.config.patch(allow_rnn=True, **AS_IN_EAGER):
+        with torch._dynamo.config.patch(_AS_WHOLE):
             try:
                 return compiled(*args, **kwargs)
             except BackendCompilerFailed as error:

@@ -56,6 +56,22 @@ def test_models_without_breaks_are_one_split_graph(name: str) -> None:
     assert_same_state(model, reference)
 
 
+def test_hooks_that_are_added_later() -> None:
+    """torch.compile leaves hooks on submodules out of its guards."""
+    model = TwoLayers()
+    reference = copy.deepcopy(model)
+    partial, x = Partial(model), torch.randn(3, 4)
+    partial(x)
+    handles = [
+        each.a.register_forward_hook(lambda module, args, output: output * 10)
+        for each in (model, reference)
+    ]
+    assert_same(partial(x), reference(x), "with a hook")
+    for handle in handles:
+        handle.remove()
+    assert_same(partial(x), reference(x), "without it again")
+
+
 def test_a_compiler_that_copies_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Importing Lightning makes torch.compile one."""
     compiler = torch.compile
