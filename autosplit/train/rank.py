@@ -54,6 +54,7 @@ def _train(settings: TrainSettings, ready: Prepared) -> str:
         record=True,
     ) as trainer:
         run = _Run(settings, ready, trainer)
+        torch.manual_seed(settings.seed + torch.distributed.get_rank())
         if ready.start:
             load_checkpoint(trainer, settings.checkpoint or "")
         run.train()

@@ -27,6 +27,7 @@ class TrainSettings:
         schedule: see ``autosplit.partition``.
         learning_rate: of AdamW.
         memory_limit: see ``autosplit.partition``.
+        seed: of what the model draws; each rank adds its number.
         estimate: cut by FLOPs and bytes rather than by measured times.
         checkpoint: the folder of the run's checkpoint; None: none is written.
         every: steps between two checkpoints; None: one, at the end.
@@ -48,6 +49,7 @@ class TrainSettings:
     schedule: str = "1f1b"
     learning_rate: float = 1e-3
     memory_limit: str | None = None
+    seed: int = 0
     estimate: bool = False
     checkpoint: Path | None = None
     every: int | None = None

@@ -102,6 +102,19 @@ def test_a_function_is_trained_under_a_limit_from_initial_values(text: Path) -> 
     assert "at step 9; 288 tokens" in result.output  # one pass through the text
 
 
+def test_dropout_is_drawn_by_the_seed(tmp_path: Path, text: Path) -> None:
+    def losses(seed: int) -> list[float]:
+        log = tmp_path / "log.jsonl"
+        log.unlink(missing_ok=True)
+        options = ("--estimate", "--pp", 1, "--steps", 2, "--seed", seed, "--history", log)
+        result = run("tests.train.models:dropping", text, *options)
+        assert result.exit_code == 0, result.output
+        return [json.loads(line)["loss"] for line in log.read_text().splitlines()]
+
+    assert losses(3) == losses(3)
+    assert losses(3) != losses(4)
+
+
 @pytest.mark.parametrize(
     ("content", "said"), [(b"", "is empty"), (b"\xff\xfe", "is no UTF-8 text")]
 )
