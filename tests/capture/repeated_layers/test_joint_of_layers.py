@@ -241,8 +241,8 @@ def test_an_input_for_each_layer() -> None:
 
 def test_what_is_traced_does_not_grow_with_the_layers() -> None:
     """Inputs and outputs of the graph do: it is computations that are traced."""
-    shallow, deep = (assert_as_whole(Stack(count=n), batch()).nodes for n in (8, 24))
-    inputs = len([*Residual(0).parameters()]) * (24 - 8)
+    shallow, deep = (assert_as_whole(Stack(count=n), batch()).nodes for n in (8, 14))
+    inputs = len([*Residual(0).parameters()]) * (14 - 8)
     assert deep == [nodes + inputs for nodes in shallow]
 
 
@@ -287,13 +287,12 @@ def test_a_forward_alone() -> None:
         assert_as_whole(Stack(), torch.randn(5, WIDTH))
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_transformers(name: str) -> None:
-    """As people call them: with a cache of keys and values, dropout, tied weights."""
+def test_a_model_of_transformers() -> None:
+    """As people call it: with a cache of keys and values."""
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 8, "num_hidden_layers": 7, "num_attention_heads": 2}
     sizes |= {"intermediate_size": 16, "vocab_size": 11, "max_position_embeddings": 8}
-    config = transformers.AutoConfig.for_model(name, **sizes)
+    config = transformers.AutoConfig.for_model("llama", **sizes)
     model = transformers.AutoModelForCausalLM.from_config(config)
     ids = torch.randint(0, 11, (2, 6))
     assert_as_whole(model, input_ids=ids, labels=ids)
