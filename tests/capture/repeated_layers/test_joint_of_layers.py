@@ -223,11 +223,8 @@ def test_models(model: type[Stack]) -> None:
     assert_as_whole(model(), batch())
 
 
-@pytest.mark.parametrize(
-    "model", [Dropping, Constant, Checkpointed], ids=lambda kind: kind.__name__
-)
-def test_gradients(model: type[Residual]) -> None:
-    assert_equals_autograd(Stack(model), [(batch(),), (batch(),)])
+def test_gradients() -> None:
+    assert_equals_autograd(Stack(Checkpointed), [(batch(),), (batch(),)])
 
 
 def test_layers_of_two_kinds_in_turn() -> None:
