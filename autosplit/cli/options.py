@@ -22,9 +22,17 @@ def typed_errors(command: Callable[..., None]) -> Callable[..., None]:
         try:
             command(*args, **kwargs)
         except AutosplitError as error:
-            raise click.ClickException(f"{type(error).__name__}: {error}") from error
+            raise click.ClickException(f"{type(error).__name__}: {_words(error)}") from error
 
     return run
+
+
+def _words(error: AutosplitError) -> str:
+    """What it says, without the traceback of a rank that raised an error of autosplit itself."""
+    text = str(error)
+    if isinstance(error.__cause__, AutosplitError):
+        text = text.partition("\nTraceback (most recent call last)")[0]
+    return text
 
 
 backend = click.option(

@@ -10,6 +10,9 @@ import click
 
 from .options import backend, counts, file_to_write, json_option, names, setting, typed_errors
 
+_SECONDS = 60.0
+
+# With any of these nothing can be measured here.
 _ELSEWHERE = ("device", "flops", "bandwidth_memory", "link", "efficiency")
 
 # Where the deprecated options leave their values for those that took their place.
@@ -86,15 +89,14 @@ def _size(text: str) -> float:
 @click.option("--bandwidth-memory", type=float, help="Of its memory, gigabytes a second.")
 @click.option("--link", help="Between devices: gigabytes a second, or a name such as ib-ndr.")
 @click.option("--efficiency", type=float, help="Share of these rates that is reached; 0.5.")
-@click.option("--seconds", default=60.0, show_default=True, help="To measure blocks for, in all.")
+@click.option("--seconds", type=float, help="To measure blocks for, in all; 60.")
 @click.option(
     "--rehearse/--no-rehearse",
-    default=True,
-    show_default=True,
-    help="Run a few steps of the best stages, where this machine can run all ranks.",
+    default=None,
+    help="Run a few steps of the best stages; default: where this machine can run all ranks.",
 )
-@click.option("--latency", type=float, help="Milliseconds of a transfer.")
-@click.option("--bandwidth", type=float, help="Of a link, in gigabytes a second.")
+@click.option("--latency", type=float, help="Of a link, milliseconds; measures none.")
+@click.option("--bandwidth", type=float, help="Of a link, gigabytes a second; measures none.")
 @click.option(
     "--optimizer-state",
     default=2.0,
@@ -140,16 +142,16 @@ def plan(
 
     if picture:
         check_picture(picture)
+    _settle(options)
+    request = _request(backend=backend, **options)
     build = prepared(factory, overrides)
-    if any(options[name] is not None for name in _ELSEWHERE):
-        options["estimate"] = True  # nothing of it can be measured here
-    if not options["estimate"]:
+    if not request.estimated:
         click.echo(
-            f"capturing and measuring {factory}: about {options['seconds']:g} s of measurement, "
+            f"capturing and measuring {factory}: about {request.seconds:g} s of measurement, "
             "beside the time to capture it; --estimate measures nothing",
             err=True,
         )
-    found = plan_factory(build, factory, _request(backend=backend, **options))
+    found = plan_factory(build, factory, request)
     click.echo(search_table(found.configurations, rows))
     refused = refused_table(found.configurations)
     if refused:
@@ -158,7 +160,7 @@ def plan(
     if found.plan.measures:
         click.echo("\n" + measures_table(found.plan))
     click.echo(
-        "\n" + source_line(found.plan, rehearsed=found.rehearsed, estimated=options["estimate"])
+        "\n" + source_line(found.plan, rehearsed=found.rehearsed, estimated=request.estimated)
     )
     files = []
     if output:
@@ -172,6 +174,36 @@ def plan(
         files.append(picture)
     if files:
         click.echo("\nwritten: " + ", ".join(map(str, files)))
+
+
+def _settle(options: dict[str, Any]) -> None:
+    """Fill in what depends on other options, and refuse options that others leave without effect.
+
+    Raises:
+        click.BadParameter: naming both.
+    """
+    elsewhere = [name for name in _ELSEWHERE if options[name] is not None]
+    if elsewhere or options["estimate"]:
+        why = f"--{elsewhere[0].replace('_', '-')}" if elsewhere else "--estimate"
+        for name in ("seconds", "rehearse"):
+            if options[name] not in (None, False):
+                raise click.BadParameter(
+                    f"--{name} has no effect with {why}, by which nothing is measured here"
+                )
+    for name in ("latency", "bandwidth"):
+        if options["link"] is not None and options[name] is not None:
+            raise click.BadParameter(
+                f"--link and --{name} both say what the link between devices is: leave one out"
+            )
+    for name in ("flops", "bandwidth_memory", "bandwidth", "latency"):
+        value, least = options[name], name == "latency"
+        if value is not None and not (value > 0.0 or (least and value == 0.0)):
+            raise click.BadParameter(
+                f"--{name.replace('_', '-')} must be {'>= 0' if least else '> 0'}, got {value!r}"
+            )
+    options["estimate"] = bool(elsewhere) or options["estimate"]
+    options["seconds"] = _SECONDS if options["seconds"] is None else options["seconds"]
+    options["rehearse"] = options["rehearse"] is not False
 
 
 def _request(

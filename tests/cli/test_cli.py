@@ -84,6 +84,7 @@ PLAN = [
     "8",
     "--estimate",
 ]
+MEASURED = PLAN[:-1]
 PIPELINE = ["simulate", "--stages", "4", "--microbatches", "8", "--times", "18.5,18.1,9.3"]
 
 
@@ -439,7 +440,13 @@ HUGE = 10**9
         ([*PIPELINE, "--json", ""], "cannot write '.': Is a directory"),
         ([*PLAN, "--batch", 99999999999999999999], "batch must be at most 1,000,000,000, got 99"),
         ([*PLAN, "--devices", 10**10], "devices must be at most 1,000,000,000, got 10,000"),
-        ([*PLAN, "--seconds", "nan"], "seconds to measure for must be from 0 to 86,400 (a day)"),
+        ([*MEASURED, "--seconds", "nan"], "seconds to measure for must be from 0 to 86,400 ("),
+        ([*PLAN, "--seconds", "3"], "--seconds has no effect with --estimate, by which nothing"),
+        ([*MEASURED, "--link", "1", "--rehearse"], "--rehearse has no effect with --link, by"),
+        ([*PLAN, "--link", "1", "--bandwidth", "2"], "--link and --bandwidth both say what the"),
+        ([*PLAN, "--flops", "0"], "--flops must be > 0, got 0.0"),
+        ([*PLAN, "--bandwidth-memory", "nan"], "--bandwidth-memory must be > 0, got nan"),
+        ([*PLAN, "--latency", "-1"], "--latency must be >= 0, got -1.0"),
         ([*PLAN, "--limit", "9" * 400], "or a number of bytes, got '999"),
         ([*PLAN, "--schedule", ","], "expected one or more names with commas, got ','"),
         ([*PLAN, "--rows", "-1"], "-1 is not in the range x>=1"),

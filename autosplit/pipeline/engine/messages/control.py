@@ -126,7 +126,7 @@ class Control:
         """
         if self.ranks > 1:
             origin = self.members[source]
-            with self.losing(f"rank {origin}"):
+            with self.losing(OTHERS if source == self.rank else f"rank {origin}"):
                 value = plain_messages.tell_in(value, origin, self.group)
         return value or ""
 

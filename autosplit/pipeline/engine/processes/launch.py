@@ -8,7 +8,7 @@ import pickle
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing import connection, get_context
+from multiprocessing import connection, get_context, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
@@ -54,7 +54,8 @@ def launch(
 
     Raises:
         PipelineError: a rank raised (the message carries its traceback; of several the first
-            cause), died, or was still running after ``timeout`` seconds.
+            cause; an error of autosplit is its ``__cause__``), died, or was still running after
+            ``timeout`` seconds.
     """
     if nprocs < 1:
         raise PipelineError(f"expected one or more processes, got nprocs={nprocs}")
@@ -111,13 +112,30 @@ def _processes(job: Job) -> Iterator[list[_Process]]:
         for rank in range(job.nprocs):
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(target=work, args=(job, rank, theirs), name=f"rank {rank}")
-            process.start()
+            with _no_interrupt():
+                process.start()
             theirs.close()
             started.append(_Process(rank, process, ours))
         yield started
         _join(started, _LEAVING)
     finally:
         _end(started)
+
+
+@contextlib.contextmanager
+def _no_interrupt() -> Iterator[None]:
+    """For processes that start meanwhile, Ctrl-C comes to nothing; here it comes afterwards. They
+    would otherwise each print where in their imports they were.
+    """
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    resource_tracker.ensure_running()  # whose first start ends any block
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _collect(processes: list[_Process], deadline: float, timeout: float) -> list[Any]:
@@ -134,7 +152,8 @@ def _collect(processes: list[_Process], deadline: float, timeout: float) -> list
                 failures.append(each.outcome)
                 deadline = min(deadline, time.monotonic() + _GRACE)
     if failures:
-        raise PipelineError(first_cause(failures).report)
+        first = first_cause(failures)
+        raise PipelineError(first.report) from first.error
     if waiting:
         ranks = ", ".join(str(each.rank) for each in waiting)
         raise PipelineError(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from autosplit.errors import AutosplitError
 from autosplit.pipeline.engine.faults.first_error import RankError, describe_error
 from autosplit.pipeline.engine.faults.rank_process import ended
 
@@ -37,6 +39,7 @@ class Failure:
         consequence: True when the rank failed because another one had.
         died: the rank, where its process died without a word.
         tells_of: the rank that it tells of, where that is another one, which died, left or hangs.
+        error: what the rank's function raised, where that is typed and can be sent.
     """
 
     report: str
@@ -44,6 +47,7 @@ class Failure:
     consequence: bool
     died: int | None = None
     tells_of: int | None = None
+    error: AutosplitError | None = None
 
     @classmethod
     def of_error(cls, rank: int, error: BaseException) -> Failure:
@@ -55,7 +59,8 @@ class Failure:
             return cls(fault.report, time.time(), fault.lost, tells_of=of)
         text = "".join(traceback.format_exception(error)).rstrip()
         consequence = any(each in str(error) for each in _CONSEQUENCES)
-        return cls(f"rank {rank} failed: {describe_error(error)}\n{text}", time.time(), consequence)
+        report = f"rank {rank} failed: {describe_error(error)}\n{text}"
+        return cls(report, time.time(), consequence, error=_sendable(error))
 
     @classmethod
     def of_death(cls, rank: int, status: int | None) -> Failure:
@@ -70,6 +75,17 @@ class Failure:
                 "if __name__ == '__main__':"
             )
         return cls(report, time.time(), False, died=rank)
+
+
+def _sendable(error: BaseException) -> AutosplitError | None:
+    """A typed error, if it is the same once it has been pickled."""
+    if not isinstance(error, AutosplitError):
+        return None
+    try:
+        copy = pickle.loads(pickle.dumps(error))
+    except Exception:  # whatever the error, or what it refers to, raises of its own
+        return None
+    return error if type(copy) is type(error) and str(copy) == str(error) else None
 
 
 def first_cause(failures: Sequence[Failure]) -> Failure:

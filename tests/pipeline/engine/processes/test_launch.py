@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
+import pickle
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,27 +14,15 @@ from typing import Any
 
 import pytest
 
-from autosplit.errors import PipelineError
+from autosplit.errors import PipelineError, ScheduleError
 from autosplit.pipeline.engine.processes import launch as launching
 from autosplit.pipeline.engine.processes.launch import launch
 from autosplit.pipeline.engine.processes.outcome import Failure, first_cause
 from autosplit.pipeline.engine.processes.worker import process_group
-from tests.interpreters import rank_processes
+from tests.interpreters import Servers, rank_processes
 from tests.pipeline import workers
 from tests.pipeline.engine.processes import sockets
 from tests.pipeline.engine.processes.processes import alive, assert_gone, pids_in
-
-PARENT = """
-import signal
-import sys
-from pathlib import Path
-from tests.pipeline import workers
-from autosplit.pipeline.engine.processes.launch import launch
-if __name__ == "__main__":
-    # What runs in the background of a shell ignores it.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    launch(workers.fail, 2, (Path(sys.argv[1]), "sleep"), timeout=300)
-"""
 
 
 def test_results_come_by_rank_from_a_real_process_group(launched: list[dict[str, Any]]) -> None:
@@ -85,26 +73,37 @@ def test_timeout_names_the_ranks_that_are_not_done(
     assert_gone(tmp_path, 2)
 
 
+def parent(folder: Path, servers: Servers) -> None:
+    """Launch ranks that do not end by themselves."""
+    servers.join()
+    # What runs in the background of a shell ignores it, and ranks' server may block it as ranks do.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    vars(launching)["get_context"] = lambda method: rank_processes()
+    launch(workers.fail, 2, (folder, "sleep"), timeout=300)
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_ranks_end_with_their_parent(
-    tmp_path: Path, environment: dict[str, str], number: signal.Signals
-) -> None:
-    script = tmp_path / "parent.py"
-    script.write_text(PARENT)
-    parent = subprocess.Popen(
-        [sys.executable, str(script), str(tmp_path)],
-        env=environment,
-        stderr=subprocess.DEVNULL,
-    )
+def test_ranks_end_with_their_parent(tmp_path: Path, number: signal.Signals) -> None:
+    process = rank_processes().Process(target=parent, args=(tmp_path, Servers.running()))
+    process.start()
     try:
         _wait(lambda: len(pids_in(tmp_path)) == 2)
-        parent.send_signal(number)
-        parent.wait(60)
+        os.kill(process.pid or 0, number)
+        process.join(60)
+        assert process.exitcode
     finally:
-        parent.kill()
-        parent.wait()
+        process.kill()
+        process.join()
     _wait(lambda: not any(alive(pid) for pid in pids_in(tmp_path)))
     assert len(pids_in(tmp_path)) == 2
+
+
+def test_interrupts_are_for_the_parent_from_the_first_import(
+    launched: list[dict[str, Any]], under_torchrun: list[dict[str, Any]]
+) -> None:
+    assert [rank["blocked"] for rank in (*launched, *under_torchrun)] == [True] * 2 + [False] * 2
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def test_launch_listens_on_loopback_only(launched: list[dict[str, Any]]) -> None:
@@ -151,6 +150,23 @@ def test_first_cause_is_the_earliest_that_is_no_consequence() -> None:
     assert Failure.of_death(1, -signal.SIGSEGV).report == "rank 1 was killed by SIGSEGV"
     assert Failure.of_death(1, 3).report == "rank 1 exited with status 3 and no result"
     assert "must do so under if __name__ == '__main__':" in Failure.of_death(1, 1).report
+
+
+class _UnsendableError(PipelineError):
+    """Made of something else than what it says."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(f"no room on rank {rank}")
+
+
+def test_a_typed_error_is_kept_where_it_can_be_sent() -> None:
+    typed = pickle.loads(pickle.dumps(Failure.of_error(0, ScheduleError("no such schedule"))))
+    assert isinstance(typed.error, ScheduleError)
+    assert str(typed.error) == "no such schedule"
+    for error in (_UnsendableError(1), RuntimeError("out of memory")):
+        failure = pickle.loads(pickle.dumps(Failure.of_error(0, error)))
+        assert failure.error is None
+        assert str(error) in failure.report
 
 
 def _wait(condition: Callable[[], bool]) -> None:
