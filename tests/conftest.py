@@ -141,8 +141,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_sessionfinish() -> None:
-    """pytest collects garbage five times in the end, each time through all that was imported."""
-    gc.collect()
+    """pytest collects garbage five times in the end, each time through all that was imported, and
+    the process ends anyway.
+    """
     gc.freeze()
 
 

@@ -32,7 +32,7 @@ def interpreters() -> ForkServerContext:
 
 def rank_processes() -> ForkServerContext:
     """Likewise from one that has imported what ranks need of autosplit, too."""
-    _ranks_server.set_forkserver_preload(["tests.preloaded", "tests.ranks"])
+    _ranks_server.set_forkserver_preload(["tests.preloaded", "tests.preloaded_ranks"])
     return _RankContext()
 
 

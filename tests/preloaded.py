@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import contextlib
 
+import sympy.tensor.tensor  # noqa: F401
 import torch._functorch.aot_autograd
 import torch._inductor.decomposition
+import torch._inductor.fx_passes
 import torch.distributed.checkpoint
 import torch.distributed.fsdp
 import torch.distributed.pipelining
+import torch.distributed.tensor.experimental
 import torch.distributed.tensor.parallel
 import torch.export._trace  # noqa: F401
 from torch._dynamo.backends.registry import list_backends

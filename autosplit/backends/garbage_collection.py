@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Iterator
+from contextvars import ContextVar
+
+_FROZEN = ContextVar("frozen by a context around this one", default=False)
 
 
 @contextlib.contextmanager
@@ -15,11 +18,14 @@ def collecting_new_objects_only() -> Iterator[None]:
     torch again and again, which is a sixth of a start from kept graphs. Does nothing where the
     process has frozen objects itself.
     """
-    mine = gc.get_freeze_count() == 0
-    if mine:
-        gc.freeze()
+    # Counting frozen objects goes through all of them.
+    if _FROZEN.get() or gc.get_freeze_count():
+        yield
+        return
+    gc.freeze()
+    outer = _FROZEN.set(True)
     try:
         yield
     finally:
-        if mine:
-            gc.unfreeze()
+        _FROZEN.reset(outer)
+        gc.unfreeze()

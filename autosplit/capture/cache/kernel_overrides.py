@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import re
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,14 +19,20 @@ _UNTRACED = DEVICES | {"Meta", "FuncTorchBatched"}
 
 def overridden() -> list[str]:
     """Names of the operators."""
-    named = [name.split("/") for name in torch.library._impls.copy() - _torchs()]
-    found = {f"aten::{op}" for space, op, key in named if space == "aten" and key not in _UNTRACED}
+    found = set(filter(None, map(_traced, torch.library._impls.copy() - _torchs())))
     # torch registers for autograd as a whole, but for some operators of its tests. Kernels for
     # one device are found where they come from C++, too.
     for device in ("CPU", "CUDA"):
         every = torch._C._dispatch_get_registrations_for_dispatch_key(f"Autograd{device}")
-        found |= {op for op in every if re.match("aten::(?!_test_)", op)}
+        found |= {op for op in every if op.startswith("aten::") and "::_test_" not in op}
     return sorted(found)
+
+
+@functools.cache  # thousands of names, the same at each capture
+def _traced(registered: str) -> str | None:
+    """The operator of ``library/operator/key``, if it is torch's and tracing runs its kernel."""
+    library, operator, key = registered.split("/")
+    return f"aten::{operator}" if library == "aten" and key not in _UNTRACED else None
 
 
 def _torchs() -> set[str]:
