@@ -126,12 +126,54 @@ def _looks(value: Any) -> Any:
     return value
 
 
+@dataclasses.dataclass
+class BothWays:
+    """What was made of one graph of Dynamo's.
+
+    Attributes:
+        extended: the joint graph of a few layers, extended where that was possible.
+        whole: the one that was traced whole.
+        traces: of the former.
+    """
+
+    extended: fx.GraphModule
+    whole: fx.GraphModule
+    traces: Traces
+
+
+def in_both_ways(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BothWays:
+    """The joint graphs of a call."""
+    trace, roles = joint_graph.trace_joint, joint_graph.with_roles
+    traced, labelled, extending = [], [], []
+
+    def traced_twice(module: nn.Module, exported: Any, *more: Any) -> Any:
+        given = module, exported, *more
+        codegen = exported.graph._codegen
+        unflatten = codegen.dynamo_bytecode_unflatten
+        with watched(whole=True):
+            traced.append(trace(*given))
+        codegen.dynamo_bytecode_unflatten = unflatten
+        with watched() as traces:
+            extending.append(traces)
+            return trace(*given)
+
+    def labelled_twice(graph: fx.GraphModule, names: Any) -> fx.GraphModule:
+        labelled.append(roles(traced[0].graph, names))
+        return roles(graph, names)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(joint_graph, "trace_joint", traced_twice)
+        patch.setattr(joint_graph, "with_roles", labelled_twice)
+        torch._dynamo.reset()
+        found = joint_graph.capture(model, args, kwargs)
+    assert found.outputs == traced[0].names
+    assert found.output_spec == traced[0].spec
+    return BothWays(found.joint, labelled[0], extending[0])
+
+
 def assert_as_whole(model: nn.Module, *args: Any, **kwargs: Any) -> Traces:
     """The joint graph of a model whose layers were left out is the one that is traced whole."""
-    with watched() as traces:
-        mine = captured(model, args, kwargs)
-    with watched(whole=True):
-        theirs = captured(model, args, kwargs)
-    assert traces.layers == [True]
-    assert lines(mine) == lines(theirs)
-    return traces
+    found = in_both_ways(model, args, kwargs)
+    assert found.traces.layers == [True]
+    assert lines(found.extended) == lines(found.whole)
+    return found.traces

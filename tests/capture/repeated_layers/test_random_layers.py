@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.capture.repeated_layers.layered import WIDTH, captured, lines, watched
+from tests.capture.repeated_layers.layered import WIDTH, in_both_ways, lines
 
 COUNTS = (1, 3, 7, 9, 11)  # layers of a stretch
 EXTENDED, WHOLE = (0, 6, 9, 12, 32), (1,)  # seeds
@@ -113,9 +113,6 @@ class RandomLayers(nn.Module):
 def test_joint_graph(seed: int) -> None:
     torch.manual_seed(seed)
     model, x = RandomLayers(seed), torch.randn(5, WIDTH, requires_grad=True)
-    with watched(whole=True):
-        theirs = captured(model, (x,), {})
-    with watched() as traces:
-        mine = captured(model, (x,), {})
-    assert traces.layers == [seed in EXTENDED]
-    assert lines(mine) == lines(theirs)
+    found = in_both_ways(model, (x,), {})
+    assert found.traces.layers == [seed in EXTENDED]
+    assert lines(found.extended) == lines(found.whole)

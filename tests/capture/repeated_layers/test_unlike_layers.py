@@ -13,8 +13,8 @@ from tests.capture.repeated_layers.layered import (
     WIDTH,
     Residual,
     Stack,
+    assert_as_whole,
     captured,
-    lines,
     watched,
 )
 from tests.semantics.against_autograd import assert_equals_autograd
@@ -168,12 +168,7 @@ class Deep(nn.Module):
 def test_an_odd_layer_stays_where_it_is(odd: int) -> None:
     model = Deep(odd)
     x = torch.randn(5, WIDTH, requires_grad=True)
-    with watched() as traces:
-        mine = captured(model, (x,), {})
-    with watched(whole=True):
-        theirs = captured(model, (x,), {})
-    assert traces.layers == [True]
-    assert lines(mine) == lines(theirs)
+    assert_as_whole(model, x)
 
 
 @pytest.mark.parametrize("name", ["hook", "constant"])

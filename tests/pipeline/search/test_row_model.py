@@ -42,7 +42,7 @@ def solved(
         range(stages),
         tuple(MEASURES),
         shorter_than=shorter_than,
-        effort=2.0,
+        effort=1.0,
     )
 
 
@@ -66,7 +66,7 @@ def test_a_solution_is_rows_that_keep_the_caps_and_take_no_longer(
     model = RowModel(solver, problem, tuple(MEASURES), math.inf)
     engine = solver.CpSolver()
     engine.parameters.num_workers = 1
-    engine.parameters.max_deterministic_time = 2.0
+    engine.parameters.max_deterministic_time = 0.5
     assert engine.solve(model.model) in (solver.OPTIMAL, solver.FEASIBLE)
     found = model.schedule(engine.value)
     validate(found)
@@ -88,7 +88,7 @@ def test_it_finds_what_a_short_search_does_not(monkeypatch: pytest.MonkeyPatch) 
     pytest.importorskip("ortools")
     for name, work in {"_ALONE": 2_000, "_TOGETHER": 4_000, "_ORDERS": 1_500}.items():
         monkeypatch.setattr(limit_search, name, work)
-    monkeypatch.setattr(limit_search, "_SOLVED", 2.0)
+    monkeypatch.setattr(limit_search, "_SOLVED", 1.0)
     without, found = (
         search_within(BOTH_AT_ONCE, 4, 14.0, placement=(0, 1), solver=solver)
         for solver in (False, True)
@@ -99,7 +99,7 @@ def test_it_finds_what_a_short_search_does_not(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_without_it_the_search_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limit_search, "_SOLVED", 2.0)
+    monkeypatch.setattr(limit_search, "_SOLVED", 1.0)
     monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
     assert solver_version() is None
     assert solved(BOTH_AT_ONCE, 4, 14.0) is None
