@@ -113,7 +113,7 @@ def _user_line(error: Exception) -> str:
 def _advice(error: Exception) -> str:
     if isinstance(error, TorchRuntimeError):
         return "Run the model on these inputs without autosplit: the same operator should fail."
-    if "share storage" in str(error):
+    if "share storage" in str(error) or "view input mutations" in str(error):
         return (
             "The module writes into an input that shares its memory with another one; pass a "
             "clone, or one and the same tensor as both."

@@ -23,7 +23,7 @@ from autosplit.capture.workarounds.causal_mask import masks_decided
 from autosplit.capture.workarounds.custom_functions import refuse_absent_gradients
 from autosplit.capture.workarounds.function_modes import function_modes_known
 from autosplit.capture.workarounds.graph_modules import graph_put_aside
-from autosplit.capture.workarounds.long_loops import unrolling_limited
+from autosplit.capture.workarounds.long_loops import compiled_not_exported, unrolling_limited
 from autosplit.capture.workarounds.output_hooks import install_output_hooks
 from autosplit.capture.workarounds.tensor_hooks import refuse_lost_hooks
 from autosplit.capture.workarounds.trace_log_headers import without_trace_log_headers
@@ -78,7 +78,8 @@ def _export_short(
         except Exception:
             if limit.line is None:
                 raise
-    return _export(module, args, kwargs, by_value, call)
+    with compiled_not_exported():
+        return _export(module, args, kwargs, by_value, call)
 
 
 def _export(

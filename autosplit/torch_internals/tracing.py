@@ -38,7 +38,8 @@ def is_exported() -> bool:
     """Whether ``torch.export``, ``torch.onnx`` or ``torch.jit.trace`` runs this to record it."""
     if torch._C._get_tracing_state() is not None:
         return True
-    # The flag is the process's: another thread may be capturing a model.
-    return torch.compiler.is_exporting() and (
+    # The flag is the process's: another thread may be capturing a model. Asked for it by
+    # ``is_exporting()``, Dynamo of torch 2.11 says True always.
+    return torch.compiler._is_exporting_flag and (
         torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack() > 0
     )

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 import autosplit
+from autosplit.torch_internals.version import TORCH
 
 SCHEDULES: dict[str, tuple[int, bool]] = {
     # name -> stages a rank, whether the stage is told how to run W
@@ -23,6 +24,8 @@ SCHEDULES: dict[str, tuple[int, bool]] = {
     "ScheduleDualPipeV": (2, True),
 }
 V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
+if TORCH < (2, 12):  # of any modules: Gloo is asked to send shapes from a rank to itself
+    SCHEDULES = {name: how for name, how in SCHEDULES.items() if name not in V_SHAPED}
 MICROBATCHES = 4
 
 

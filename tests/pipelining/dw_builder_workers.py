@@ -11,6 +11,8 @@ from torch.distributed.pipelining import PipelineStage
 
 import autosplit
 from autosplit.pipelining import dw_builder
+from autosplit.torch_internals.version import TORCH
+from tests.autograd.pipelining_workers import V_SHAPED
 
 from .programs import Program, block
 
@@ -23,6 +25,8 @@ STAGES = {
     "ScheduleZBVZeroBubble": 4,
     "ScheduleDualPipeV": 4,
 }
+if TORCH < (2, 12):  # of any modules: Gloo is asked to send shapes from a rank to itself
+    STAGES = {name: at for name, at in STAGES.items() if name not in V_SHAPED}
 SPLIT = ("ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble", "ScheduleDualPipeV")
 
 

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import autosplit
 from autosplit import SplitError, SplitModule
 from autosplit.errors import FailingCallError
+from autosplit.torch_internals.version import TORCH
 
 
 def forward_mode(split: SplitModule, x: Tensor) -> Any:
@@ -121,6 +122,9 @@ def test_a_call_that_does_not_fit(call: tuple[Tensor, ...]) -> None:
     assert len(split.functions) == 1
 
 
+@pytest.mark.skipif(
+    TORCH < (2, 12), reason="Dynamo of torch 2.11 gives up what follows, which runs unsplit"
+)
 def test_a_call_that_the_forward_refuses() -> None:
     split = autosplit.split(Checking())
     with pytest.raises(ValueError, match="not a number"):

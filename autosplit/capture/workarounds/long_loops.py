@@ -11,12 +11,15 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest.mock import patch
 from weakref import WeakKeyDictionary
 
+import torch
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.output_graph import OutputGraph
+from torch._dynamo.variables.torch import tracing_state_functions
 
 LIMIT = 2048
 """Operators from one line of one call: 512 steps of a state-space model."""
@@ -61,3 +64,8 @@ def unrolling_limited() -> Iterator[UnrollingLimit]:
 
     with patch.object(OutputGraph, "create_proxy", create_proxy):
         yield limit
+
+
+def compiled_not_exported() -> AbstractContextManager[Any]:
+    """Dynamo answers so if a forward asks; in torch 2.11 it has the other answer for all."""
+    return patch.dict(tracing_state_functions(), {torch.compiler.is_exporting: False})

@@ -13,6 +13,7 @@ from torch import nn
 
 import autosplit
 from autosplit.capture.cache.split_graph_cache import VARIABLE
+from autosplit.torch_internals.version import TORCH
 
 NAME = "read_by_a_forward"
 HEAD = """
@@ -332,6 +333,8 @@ A.register(Thing)
 UNTRACED = "found"
 # Nothing says in another process whether these are the same.
 ALWAYS_TRACED = {"environment read", "text of a class", "tensor"}
+# Dynamo of torch 2.11 compares such a text as if it were another, and refuses the other two.
+SINCE_2_12 = {"text of a class", "meta class", "attributes"}
 
 
 @pytest.fixture
@@ -356,6 +359,8 @@ def said(split: autosplit.SplitModule) -> str:
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_change_is_noticed(case: str, program: types.ModuleType) -> None:
+    if TORCH < (2, 12) and case in SINCE_2_12:
+        pytest.skip("torch.compile of torch 2.11 does not take it, or not as eager mode does")
     before, change = CASES[case]
     exec(compile(HEAD + before, f"{NAME}.py", "exec"), vars(program))
     torch.manual_seed(0)

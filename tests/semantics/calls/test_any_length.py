@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autosplit
+from autosplit.torch_internals.version import TORCH
 from tests.semantics.against_autograd import assert_equals_autograd
 from tests.zoo import Attention, convolutions
 
@@ -56,7 +57,8 @@ def test_channels_and_images() -> None:
     split = assert_equals_autograd(
         convolutions(), [(torch.randn(shape).requires_grad_(),) for shape in shapes]
     )
-    assert len(split.functions) == 2
+    # Where height and width are alike, torch 2.11 has one symbol for both.
+    assert len(split.functions) == (3 if TORCH < (2, 12) else 2)
 
 
 class Branches(nn.Module):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import autosplit
+from autosplit.torch_internals.version import TORCH
 from tests.semantics.against_autograd import assert_equals_autograd
 
 Function = Callable[[Tensor], Tensor]
@@ -58,6 +59,8 @@ class Bare(nn.Module):
     ("name", "backend"), [*((name, "eager") for name in RAISING), ("inv", "inductor")]
 )
 def test_raises_as_in_eager_mode(name: str, backend: str) -> None:
+    if TORCH < (2, 12) and backend == "inductor":
+        pytest.skip("Inductor of torch 2.11 leaves the check out, in torch.compile, too")
     model = Bare(FUNCTIONS[name])
     split = autosplit.split(copy.deepcopy(model), fullgraph=True, backend=backend)
     split(torch.eye(4)).sum().backward()
