@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import (
+    MODEL_FOR_MASKED_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -103,7 +104,23 @@ def _of_transformers(path: Path) -> LanguageModel:
             f"transformers makes no causal language model of {str(path)!r}: "
             f"{type(error).__name__}: {reason[:_LONGEST]}"
         ) from error
+    _refuse_encoder(model_of(model).config)
     return LanguageModel(model, tokenizer, path if any(path.glob("*.safetensors")) else None)
+
+
+def _refuse_encoder(config: Any) -> None:
+    """BERT and its kind are made for causal language modelling without a word, and see what
+    follows unless they are told to be decoders.
+
+    Raises:
+        PipelineError: it is one of them.
+    """
+    told = getattr(config, "is_decoder", False) or getattr(config, "causal", False)
+    if type(config) in MODEL_FOR_MASKED_LM_MAPPING and not told:
+        raise PipelineError(
+            f"a model of {config.model_type!r} sees the tokens that it is to predict, and would "
+            'learn to copy them: set "is_decoder": true in its config.json'
+        )
 
 
 def next_token_loss(output: Any, targets: Tensor) -> Tensor:

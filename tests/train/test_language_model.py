@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, PreTrainedConfig, T5Config
+from transformers import BartConfig, BertConfig, LlamaConfig, PreTrainedConfig, T5Config
 
 from autosplit.errors import PipelineError
 from autosplit.train.language_model import load_model
@@ -61,6 +61,17 @@ def test_configs_that_transformers_refuses(tmp_path: Path, config: str, said: st
     with pytest.raises(PipelineError, match=said) as caught:
         load_model(settings(tmp_path))
     assert len(str(caught.value)) < 600
+
+
+def test_models_that_see_what_they_predict(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"intermediate_size": 24, "vocab_size": 128}
+    with pytest.raises(PipelineError, match=r"'bert' sees the tokens that.*\"is_decoder\": true"):
+        load_model(settings(saved(BertConfig(**sizes), tmp_path / "encoder")))
+    decoder = saved(BertConfig(**sizes, is_decoder=True), tmp_path / "decoder")
+    both = saved(BartConfig(d_model=16, encoder_layers=1, decoder_layers=1), tmp_path / "both")
+    for folder, name in ((decoder, "BertLMHeadModel"), (both, "BartForCausalLM")):
+        assert type(load_model(settings(folder)).model).__name__ == name
 
 
 def test_names_of_models_on_the_hub_are_not_downloaded(tmp_path: Path) -> None:
