@@ -151,6 +151,8 @@ def plan(
             "beside the time to capture it; --estimate measures nothing",
             err=True,
         )
+    if math.isfinite(options["limit"]):
+        click.echo("a step within the limit is searched for: up to a minute or two", err=True)
     found = plan_factory(build, factory, request)
     click.echo(search_table(found.configurations, rows))
     refused = refused_table(found.configurations)

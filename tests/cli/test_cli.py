@@ -205,6 +205,7 @@ def test_plan_says_what_a_limit_costs_and_saves(tmp_path: pathlib.Path) -> None:
     assert result.exit_code == 0, result.output
     found = json.loads((tmp_path / "p.json").read_text())
     assert max(found["peak_memory"]) <= limit
+    assert "a step within the limit is searched for" in result.stderr
     assert [each["measure"] for each in found["measures"]] == ["recompute"]
     assert "gpipe with recompute" in result.output
     assert "rank 0 less" in result.output
