@@ -68,7 +68,7 @@ def test_architecture(name: str) -> None:
 
 
 @settings(
-    max_examples=25,
+    max_examples=15,
     deadline=None,
     derandomize=True,
     database=None,

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.capture.repeated_layers.layered import WIDTH, in_both_ways, lines
 
 COUNTS = (1, 3, 7, 9, 11)  # layers of a stretch
-EXTENDED, WHOLE = (0, 6, 9, 12, 32), (1,)  # seeds
+EXTENDED, WHOLE = (6, 9, 32), (1,)  # seeds
 
 
 @dataclasses.dataclass

@@ -22,7 +22,7 @@ NEAREST = {
 }
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=15)
 @given(
     st.integers(0, len(FORMS) - 1),
     st.sampled_from([2, 3, 4]),
