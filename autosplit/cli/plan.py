@@ -15,52 +15,14 @@ _SECONDS = 60.0
 # With any of these nothing can be measured here.
 _ELSEWHERE = ("device", "flops", "bandwidth_memory", "link", "efficiency")
 
-# Where the deprecated options leave their values for those that took their place.
-_LIMIT, _MEMORY = f"{__name__}.limit", f"{__name__}.memory"
-
 
 def _limit(context: click.Context, parameter: click.Parameter, value: str | None) -> float:
-    """Bytes of a device; where the option is left out, those of a deprecated ``--memory``."""
-    if value is not None:
-        _note_limit(context, value)
-    return float(context.meta.get(_LIMIT, math.inf))
-
-
-def _memory(
-    context: click.Context, parameter: click.Parameter, value: str | None
-) -> tuple[str, ...]:
-    """Memory settings of the split. A size is what ``--limit`` takes now."""
-    if value is not None and value.strip()[:1].isdigit():
-        _warn_moved(f"--memory {value[:20]}", f"--limit {value[:20]}")
-        _note_limit(context, value)
-        value = None
-    return names(context, parameter, value) or context.meta.get(_MEMORY, ())
-
-
-def _note_limit(context: click.Context, text: str) -> None:
-    if _LIMIT in context.meta:
-        raise click.BadParameter(f"{text!r} is a second limit: give --limit once, and no size else")
-    context.meta[_LIMIT] = _size(text)
-
-
-def _setting(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
-    """The deprecated name of ``--memory``."""
-    if value is not None:
-        _warn_moved("--setting", "--memory")
-        context.meta[_MEMORY] = names(context, parameter, value)
-
-
-def _warn_moved(old: str, new: str) -> None:
-    # Python shows a DeprecationWarning to developers only; this is for who typed the command.
-    click.echo(f"DeprecationWarning: of autosplit plan, {old} is now {new}", err=True)
-
-
-def _size(text: str) -> float:
+    """Bytes of a device; any, where the option is left out."""
     from autosplit.errors import PlanError
     from autosplit.text.byte_sizes import parse_size
 
     try:
-        return parse_size(text)
+        return math.inf if value is None else parse_size(value)
     except PlanError as error:
         raise click.BadParameter(str(error)) from error
 
@@ -75,10 +37,9 @@ def _size(text: str) -> float:
 )
 @click.option(
     "--memory",
-    callback=_memory,
+    callback=names,
     help="Memory settings of the split to try: balanced, fast, lean. Default: all.",
 )
-@click.option("--setting", callback=_setting, expose_value=False, hidden=True, is_eager=True)
 @click.option("--limit", callback=_limit, help="Most that a device may hold, such as 80GiB.")
 @click.option("--stages", type=click.IntRange(min=1), help="Default: as the schedules want.")
 @click.option("--schedule", "schedules", callback=names, help="Default: try all.")

@@ -31,7 +31,6 @@ def project(
     bandwidth: float | None,
     message: float | None,
     cap: float | None,
-    exact: bool,
 ) -> Survey:
     """Simulate every schedule.
 
@@ -45,7 +44,6 @@ def project(
         bandwidth: gigabytes a second, if ``message`` is given.
         message: megabytes that a microbatch sends, if ``bandwidth`` is given.
         cap: search the shortest step in which no rank keeps more; in the unit of ``memory``.
-        exact: also prove the shortest step, under the cap if there is one.
 
     Raises:
         ScheduleError: numbers that are negative, not finite or not as many as expected, more
@@ -64,7 +62,7 @@ def project(
             1e6 * (message or 0.0),
         ),
     )
-    return survey(costs, microbatches, chunks=chunks, cap=cap, proved=exact)
+    return survey(costs, microbatches, chunks=chunks, cap=cap)
 
 
 def choose_schedule(found: Survey, name: str | None) -> SimulatedSchedule:

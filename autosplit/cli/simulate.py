@@ -39,9 +39,6 @@ from .options import folder_to_write, json_option, numbers, typed_errors
 @click.option("--bandwidth", type=float, help="Of a link, in gigabytes a second.")
 @click.option("--message", type=float, help="Megabytes of a microbatch between two stages.")
 @click.option("--cap", type=float, help="Search the shortest step that keeps no more on any rank.")
-@click.option(
-    "--exact", is_flag=True, help="Prove the shortest step of one stage a rank, of small pipelines."
-)
 @click.option("--schedule", help="Draw this one's timeline; default: the shortest step's.")
 @folder_to_write("--output", help="Folder for pareto.png, timeline.png and .html, and trace.json.")
 @json_option

@@ -4,7 +4,6 @@ from autosplit.pipeline.builders.build import SCHEDULES, WEIGHTS, build
 from autosplit.pipeline.engine.processes.launch import launch
 from autosplit.pipeline.engine.processes.worker import process_group
 from autosplit.pipeline.schedule.schedule import Schedule
-from autosplit.pipeline.search.exact.shortest_step import Exact, exact
 from autosplit.pipeline.search.search import search
 from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
 from autosplit.pipeline.simulation.critical_path import critical_path
@@ -21,7 +20,6 @@ __all__ = [
     "SCHEDULES",
     "WEIGHTS",
     "Costs",
-    "Exact",
     "PipelineTrainer",
     "Reductions",
     "Schedule",
@@ -31,7 +29,6 @@ __all__ = [
     "Transfer",
     "build",
     "critical_path",
-    "exact",
     "launch",
     "peak_memory",
     "process_group",

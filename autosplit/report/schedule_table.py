@@ -10,7 +10,7 @@ from tabulate import tabulate
 
 from autosplit.dump.tables import milliseconds
 from autosplit.errors import AutosplitError
-from autosplit.pipeline.search.survey import PROVED, SimulatedSchedule, Survey
+from autosplit.pipeline.search.survey import SimulatedSchedule, Survey
 from autosplit.text.writing import writing
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def survey_table(survey: Survey) -> str:
     shortest = min(entry.timeline.step_time for entry in survey.fitting)
     rows = [
         [
-            f"{entry.name}, 1 stage" if entry.name == PROVED else entry.name,
+            entry.name,
             entry.weights,
             _held(entry),
             milliseconds(entry.timeline.step_time),
@@ -74,22 +74,7 @@ def _notes(survey: Survey) -> list[str]:
         notes.append(
             f"            over cap: keeps more than {survey.cap:g} on a rank, counts as no best"
         )
-    if any(entry.name == PROVED for entry in survey.entries):
-        notes.append(
-            f"{PROVED}       {_proof(survey)}: of 1 stage a rank, steps one after another;\n"
-            "            rows of parts or copies, and steps that overlap (zb-h2), may be shorter"
-        )
     return notes
-
-
-def _proof(survey: Survey) -> str:
-    """What was found of the entry that was to be proved."""
-    within = "" if survey.cap is None else " within the cap"
-    if survey.bound is None:
-        return f"proved to be the shortest step there is{within}"
-    return (
-        f"the shortest step that was found{within}, none is below {milliseconds(survey.bound)} ms"
-    )
 
 
 def _held(entry: SimulatedSchedule) -> str:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from autosplit.pipeline.builders.build import SCHEDULES
-from autosplit.pipeline.search.exact.shortest_step import exact
 from autosplit.pipeline.search.search import search
 from autosplit.pipeline.search.survey import survey
 from autosplit.pipeline.simulation.activation_memory import StageMemory
@@ -15,6 +14,7 @@ from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.pipeline.simulation.step_costs import Costs
 from autosplit.pipeline.simulation.transfer import Transfer
 
+from ..optimum import optimum
 from ..results import Rows, table
 
 TARGET = 1.02
@@ -43,7 +43,8 @@ def measure_all() -> Iterator[dict[str, Any]]:
     for name, deferred, microbatches, cap, transfer in CASES:
         costs = Costs(TIMES[name], [StageMemory(1.0, deferred)] * 4, transfer)
         found = search(costs, microbatches, cap=cap)
-        best = exact(costs, microbatches, cap=cap)
+        step = simulate(found, costs.seconds, transfer=transfer).makespan
+        best = optimum(costs, microbatches, cap, known=step)
         yield {
             "name": f"{name} {deferred} {microbatches} {cap} {transfer.latency}",
             "times": name,
@@ -52,8 +53,8 @@ def measure_all() -> Iterator[dict[str, Any]]:
             "cap": None if math.isinf(cap) else cap,
             "link": transfer.latency > 0,
             "named": _named(costs, microbatches, cap),
-            "auto": simulate(found, costs.seconds, transfer=transfer).makespan,
-            "exact": best.makespan,
+            "auto": step,
+            "exact": best.step,
             "bound": best.bound,
         }
 

@@ -117,8 +117,7 @@ def test_the_search_is_judged_beside_solver_and_single_measures() -> None:
     row: dict[str, Any] = {"stages": 2, "microbatches": 4, "limit": 10.0, "measures": ""}
     row |= {"unlimited": 90.0}
     row |= {"step": 104.0, "single": None, "solution": 100.0, "least": 50.0}
-    row |= {"without": 107.0, "seconds": 60.0}
+    row |= {"seconds": 60.0}
     text = yardstick.render([row | {"name": "0"}])
     assert "missed by 0 (1.040)" in text
-    assert "1.070" in text
     assert "order only" in text

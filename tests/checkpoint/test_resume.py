@@ -13,7 +13,7 @@ from torch.optim import lr_scheduler
 from autosplit import CheckpointError
 from autosplit.checkpoint import load_checkpoint, save_checkpoint
 from autosplit.pipeline import PipelineTrainer
-from tests.checkpoint.checkpoint_workers import adam, batch, dropping, named, train, trainer, whole
+from tests.checkpoint.checkpoint_workers import batch, dropping, named, train, trainer, whole
 
 
 def ramp(optimizer: Any) -> lr_scheduler.LRScheduler:
@@ -210,13 +210,3 @@ def test_a_step_that_was_not_waited_for_is_saved_as_it_ends(tmp_path: Path) -> N
     _, waited = run(limit, order, tmp_path / "a", wait=True)
     _, saved = run(limit, order, tmp_path / "b", wait=False)
     assert all(torch.equal(value, saved[name]) for name, value in waited.items())
-
-
-def test_the_old_way_in_says_where_the_new_one_is(tmp_path: Path) -> None:
-    with pytest.warns(DeprecationWarning, match=r"is now autosplit\.checkpoint\.save_checkpoint"):
-        from autosplit.planner.checkpoint import save_checkpoint as save
-    with pytest.warns(DeprecationWarning, match=r"is now autosplit\.checkpoint\.load_checkpoint"):
-        from autosplit.planner.checkpoint import load_checkpoint as load
-    with trainer(whole(0), 2, ranks=1, optimizer_fn=adam) as engine:
-        save(engine, tmp_path)
-        assert load(engine, tmp_path) == ()

@@ -14,22 +14,19 @@ from autosplit.pipeline.simulation.counted_costs import CountedCosts
 from autosplit.pipeline.simulation.step_costs import Costs
 from autosplit.pipeline.simulation.timeline import Timeline
 
-from .exact.row_model import solved_rows
 from .limit_findings import Fitting, Found, MeasureEffect, WithinMemory
 from .measures import MEASURES, chains
 from .named import named_schedules
 from .order_changes import adds_in_order
 from .rearrange import rearrange
 from .relief import early
-from .row_removals import with_fewer_awaits, without
+from .row_removals import without
 from .search import placements, search
 
 _ALONE = 100_000
 """Actions simulated for one setting with one measure; what ``search`` plays is beside that."""
 
 _TOGETHER = 240_000  # with all of them, behind that
-_SOLVED = 3.0  # what a solver may take, in its own seconds, which are alike on every machine
-_MENDED = 30_000  # actions that are played to better what it finds
 _ORDERS = 60_000  # actions that each search for an order without measures plays
 _STARTS = 3  # schedules that other orders are looked for from
 _BASES = 3  # schedules without measures that several are tried on, the shortest first
@@ -55,14 +52,11 @@ class LimitSearch:
         caps: Sequence[float],
         measures: Sequence[str],
         setting: str | int,
-        *,
-        solver: bool,
     ) -> None:
         self._costs = CountedCosts.of(costs)
         self._caps = caps
         self._measures = measures
         self._setting = setting
-        self._solver = solver
         self._found_by: dict[tuple[str, ...], Found] = defaultdict(Found)
         """By the measures that were tried."""
         self._bases = self._found(microbatches, ranks, placement)
@@ -200,30 +194,6 @@ class LimitSearch:
         if together and found.fitting:
             best = min(found.fitting.values(), key=lambda each: each.step).schedule
             self._walked(best, max(0, most - self.simulated), measures, found, least)
-        if together:
-            self._solved(measures, found, least)
-
-    def _solved(self, measures: tuple[str, ...], found: Found, least: float) -> None:
-        """What a solver finds of small steps, and what that becomes with other orders."""
-        known = min((each.shortest for each in self._found_by.values()), default=math.inf)
-        first = self._bases[0][0]
-        if not self._solver or known <= least * _SAME or first.mirror is not None:
-            return
-        solution = solved_rows(
-            self._costs,
-            first.microbatches,
-            self._caps,
-            first.placement,
-            measures,
-            shorter_than=known,
-            effort=_SOLVED,
-        )
-        if solution is None:
-            return
-        start = with_fewer_awaits(solution, self._costs, self._caps)
-        if start is not None:
-            self._keep(start, self._costs.timeline(start), start, found)
-            self._walked(start, _MENDED, measures, found, least)
 
     def _walked(
         self, start: Schedule, work: int, measures: tuple[str, ...], found: Found, least: float

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.moves import Journey, journeys_of
 from autosplit.pipeline.schedule.schedule import Schedule
-from autosplit.pipeline.simulation.activation_memory import ROUNDING
-from autosplit.pipeline.simulation.counted_costs import CountedCosts
 
 
 def without(schedule: Schedule, measure: str) -> Schedule:
@@ -26,31 +24,6 @@ def without(schedule: Schedule, measure: str) -> Schedule:
                 for rank, places in places_of(schedule, journey).items():
                     gone[rank] |= places
     return without_places(schedule, gone) if any(gone.values()) else schedule
-
-
-def with_fewer_awaits(
-    schedule: Schedule, costs: CountedCosts, caps: Sequence[float]
-) -> Schedule | None:
-    """The schedule without those AWAITs that neither the step nor the caps need; None if it cannot
-    run.
-    """
-    played = costs.rows_played(schedule)
-    if played is None:
-        return None
-    room = [max(cap, peak) * ROUNDING for cap, peak in zip(caps, played.peaks, strict=True)]
-    for rank in range(len(schedule.ranks)):
-        for place in reversed(range(len(schedule.ranks[rank]))):
-            if schedule.ranks[rank][place].kind is not ActionKind.AWAIT:
-                continue
-            fewer = without_places(schedule, {rank: {place}})
-            tried = costs.rows_played(fewer)
-            if (
-                tried is not None
-                and tried.makespan <= played.makespan * ROUNDING
-                and all(peak <= most for peak, most in zip(tried.peaks, room, strict=True))
-            ):
-                schedule = fewer
-    return schedule
 
 
 def places_of(schedule: Schedule, journey: Journey) -> dict[int, set[int]]:

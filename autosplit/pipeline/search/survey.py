@@ -11,7 +11,6 @@ from tqdm import tqdm
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.builders.build import SCHEDULES, build
 from autosplit.pipeline.schedule.schedule import Schedule, check_counts, check_size
-from autosplit.pipeline.search.exact.shortest_step import check_provable, exact
 from autosplit.pipeline.simulation.activation_memory import peak_memory
 from autosplit.pipeline.simulation.step_costs import Costs
 from autosplit.pipeline.simulation.timeline import Timeline
@@ -20,9 +19,6 @@ from .search import caps_of, search
 
 MOST = 200_000
 """Actions of a step, over all chunks: some twenty schedules of it take minutes and gigabytes."""
-
-PROVED = "exact"
-"""Name of the entry that is proved to be the shortest with one stage a rank."""
 
 _ROUNDING = 1e-9  # of sums of what is kept
 _SHORTEST, _LARGEST = 1e-30, 1e30  # in seconds and any unit of memory: beyond, sums lose digits
@@ -57,14 +53,12 @@ class SimulatedSchedule:
 class Survey:
     """The schedules that a pipeline admits, and why it does not admit the others, by name.
 
-    ``cap`` is the most that a rank may keep, None for any. ``bound`` is in seconds, for an exact
-    entry that could not be proved in time: no step of its kind is shorter.
+    ``cap`` is the most that a rank may keep, None for any.
     """
 
     entries: tuple[SimulatedSchedule, ...]
     refused: dict[str, str]
     cap: float | None = None
-    bound: float | None = None
 
     @property
     def fitting(self) -> list[SimulatedSchedule]:
@@ -82,7 +76,6 @@ def survey(
     *,
     chunks: int = 2,
     cap: float | None = None,
-    proved: bool = False,
 ) -> Survey:
     """Simulate every schedule in every form. On a terminal a bar shows how far it is.
 
@@ -93,17 +86,15 @@ def survey(
         chunks: stages a rank where the schedule leaves that open.
         cap: also search the shortest step in which no rank keeps more, with one and with two
             stages a rank; None does not.
-        proved: also prove the shortest step with one stage a rank, under the cap if there is one;
-            for small pipelines, see ``exact``.
 
     Raises:
         ScheduleError: a bad count, more than ``MOST`` actions, a step that takes no time or no
-            finite one, nothing found under the cap, or no exact solver.
+            finite one, or nothing found under the cap.
     """
     if chunks < 2:
         raise ScheduleError(f"chunks must be at least 2, got {chunks}")
     ranks = len(costs.times)
-    _check(costs, microbatches, chunks, cap, proved=proved)
+    _check(costs, microbatches, chunks, cap)
     entries: list[SimulatedSchedule] = []
     refused: dict[str, str] = {}
     # None: shown on a terminal, not in a log file.
@@ -117,23 +108,14 @@ def survey(
         raise ScheduleError(next(iter(refused.values())))
     if cap is not None:
         entries.append(_searched(costs, microbatches, cap))
-    bound = None
-    if proved:
-        found = exact(costs, microbatches, cap=math.inf if cap is None else cap)
-        entries.append(_entry(PROVED, "own", found.schedule, costs))
-        bound = None if found.proved else found.bound
-    return Survey(tuple(entries), refused, cap, bound)
+    return Survey(tuple(entries), refused, cap)
 
 
-def _check(
-    costs: Costs, microbatches: int, chunks: int, cap: float | None, *, proved: bool
-) -> None:
+def _check(costs: Costs, microbatches: int, chunks: int, cap: float | None) -> None:
     """Refuse, before anything is simulated, what would take too long or come to nothing."""
     ranks = len(costs.times)
     check_counts(microbatches=microbatches)
     check_size(ranks * chunks, microbatches, MOST)
-    if proved:
-        check_provable(ranks, microbatches)
     if cap is not None:
         caps_of(cap, ranks)
     work = microbatches * sum(map(sum, costs.times))

@@ -55,15 +55,12 @@ def search_within(
     placement: Sequence[int] | None = None,
     fixed: Sequence[float] = (),
     measures: Sequence[str] = tuple(MEASURES),
-    solver: bool = True,
 ) -> WithinMemory:
     """The shortest step that was found in which no rank holds more than a limit; deterministic.
 
     What a rank holds is counted by the order of its row (``peak_memory``), which the engine keeps
     whatever transfers take. The step is never longer than the shortest that any single measure
     gives on a named schedule or on one that ``search`` finds. How much is simulated is bounded.
-    Of small steps a solver looks for a start as well, where OR-tools is installed and several
-    measures may be taken.
 
     Args:
         costs: of every stage; or by memory setting of the split, of which the best is taken.
@@ -74,8 +71,6 @@ def search_within(
         fixed: per rank, bytes of parameters, gradients and optimizer state, which count towards
             the limit; none where the limit is of activations only.
         measures: of ``MEASURES``, those that may be taken.
-        solver: whether OR-tools is asked where it is installed. Processes that each search for
-            themselves find the same where all have the same ``solver_version``, or none is asked.
 
     Raises:
         LimitError: a limit below what is fixed, or one that no measures keep; says the least for
@@ -96,9 +91,7 @@ def search_within(
     nearest: list[tuple[float, str, Schedule]] = []
     unlimited, simulated, bounds = math.inf, 0, []
     for setting, each in settings.items():
-        one = LimitSearch(
-            each, microbatches, count, placement, caps, measures, setting, solver=solver
-        )
+        one = LimitSearch(each, microbatches, count, placement, caps, measures, setting)
         bounds.append(one.bound)
         if max(one.bound) <= 0.0:  # no rank but has room for what every schedule needs
             unlimited = min(unlimited, one.unlimited)

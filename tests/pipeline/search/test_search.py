@@ -1,4 +1,4 @@
-"""The search: as good as an exact solver on small cases, never worse than a named schedule."""
+"""The search: as good as the optimum of small cases, never worse than a named schedule."""
 
 from __future__ import annotations
 

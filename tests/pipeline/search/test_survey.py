@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
@@ -63,7 +62,6 @@ def test_bad_counts_are_refused() -> None:
             "8 stages and 1,000,000,000 microbatches",
         ),
         (pipeline(4), {"microbatches": 8, "chunks": 10**6}, "4,000,000 stages and 8 microbatches"),
-        (pipeline(64), {"microbatches": 512, "proved": True}, "more than the 400 that the exact"),
         (pipeline(64), {"microbatches": 500, "cap": math.nan}, "cap must be a number > 0"),
         (
             Costs([(0.0, 0.0, 0.0)] * 2, [StageMemory(1.0, 1.0)] * 2),
@@ -103,23 +101,6 @@ def test_auto_keeps_the_cap_and_is_never_worse() -> None:
 
 def _row(table: str, name: str) -> str:
     return next(line for line in table.splitlines() if line.startswith(name))
-
-
-def test_the_table_says_what_an_exact_step_was_held_against() -> None:
-    """V-shapes of two parts a rank were printed as shorter beside a proved optimum."""
-    table = survey_table(survey(pipeline(4), 4, proved=True))
-    assert "exact, 1 stage" in table
-    assert " 1 stage " in _row(table, "exact")
-    assert " 2 parts " in _row(table, "zb-v")
-    assert " 2 copies " in _row(table, "chimera")
-    assert "proved to be the shortest step there is: of 1 stage a rank" in table
-    assert "parts or copies, and steps that overlap (zb-h2), may be shorter" in table
-    assert "proved" not in survey_table(survey(pipeline(4), 4))
-
-
-def test_a_step_that_could_not_be_proved_says_so() -> None:
-    found = dataclasses.replace(survey(pipeline(2), 2, proved=True), bound=0.1)
-    assert "the shortest step that was found, none is below 100.0 ms" in survey_table(found)
 
 
 def test_rows_above_the_cap_are_marked_and_count_as_no_best() -> None:

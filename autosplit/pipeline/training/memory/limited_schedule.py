@@ -16,7 +16,6 @@ from autosplit.pipeline.ledger.prediction import Evicted, RankReplay
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Wiring
-from autosplit.pipeline.search.exact.row_model import solver_version
 from autosplit.pipeline.search.within_memory import LimitError, search_within
 from autosplit.pipeline.simulation.activation_memory import StageMemory, changes_of, levels
 from autosplit.pipeline.simulation.reductions import Reductions
@@ -248,8 +247,6 @@ class LimitTuner(Tuner):
         self._note_graphs(self._running, least=max(self._held(self._running)) > self._limit)
         nearest: list[tuple[float, Schedule]] = []
         weighed, aim = self._weighed(costs), float(self._limit)
-        # Every rank searches for itself, and all have to find the same.
-        solver = len(set(self._groups.everybody.gather(solver_version()))) == 1
         for _ in range(_TRIES):
             try:
                 found = search_within(
@@ -259,7 +256,6 @@ class LimitTuner(Tuner):
                     ranks=len(self._schedule.ranks),
                     placement=self._schedule.placement,
                     fixed=self._fixed_by_rank,
-                    solver=solver,
                 ).schedule
             except LimitError as error:
                 if error.schedule is None:

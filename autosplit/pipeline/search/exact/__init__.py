@@ -1,1 +1,0 @@
-"""Exact solvers: the yardsticks of both searches."""
