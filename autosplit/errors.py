@@ -84,6 +84,10 @@ class PipelineError(AutosplitError):
     """A pipeline run failed: wrong input, a failed rank, a lost peer, a timeout."""
 
 
+class BatchError(PipelineError):
+    """No rank ran anything of a batch, as one refuses it; the trainer takes the next."""
+
+
 class PlanError(AutosplitError):
     """A model cannot be cut, costed or planned as asked."""
 

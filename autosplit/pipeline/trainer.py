@@ -39,8 +39,9 @@ class PipelineTrainer(StageTrainer):
     """Trains a pipeline of stages: one process per stage, or several stages per process.
 
     Every process makes the same calls. Start them with torchrun or ``autosplit.pipeline.launch``.
-    Whatever goes wrong on one rank ends the trainer on all of them, with the first cause as
-    message; a new trainer must then be built.
+    A batch that one rank refuses all refuse (``BatchError``). Whatever else goes wrong on one rank
+    ends the trainer on all of them, with the first cause as message; a new trainer must then be
+    built.
 
     Under a schedule with two copies of the stages (``"chimera"``, ``"dualpipe"``), two ranks hold
     each stage and half of the microbatches go each way. The copies start with the parameters and

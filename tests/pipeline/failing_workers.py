@@ -114,12 +114,6 @@ def _evaluate() -> None:
         engine.evaluate(data(8))
 
 
-def _two_steps(first: int, second: int, **options: Any) -> None:
-    engine = trainer(**options)
-    engine.step(data(first))
-    engine.step(data(second))
-
-
 def trip_stage(index: int) -> nn.Module:
     return Trip(2, ENDS["raise"]) if index == 1 else block(index)
 
@@ -149,16 +143,6 @@ def _replaced() -> None:
         for index, module in engine.modules.items():
             module.load_state_dict(block(index).state_dict(), assign=True)
         engine.step(data(8))
-
-
-def _other_samples_later() -> None:
-    with trainer(shapes=2) as engine:
-        engine.step(data(8))
-        engine.step(data(12 + 4 * dist.get_rank()))
-
-
-def _as_rank(tensor: Tensor) -> Tensor:
-    return tensor.double() if dist.get_rank() else tensor
 
 
 def _leaves_early() -> None:
@@ -213,14 +197,11 @@ SCENARIOS: dict[str, Callable[[], None]] = {
         _step, model=lambda index: Vanishing() if index == 0 else block(1)
     ),
     "evaluation": lambda: _evaluate(),
-    "not divisible": lambda: _step(data(7)),
-    "no inputs": lambda: _step((None, data(8)[1])),
     "slow": functools.partial(
         _step,
         model=lambda index: Trip(1, ENDS["nap"]) if index == 1 else block(index),
         timeout=2.0,
     ),
-    "another shape": lambda: _two_steps(8, 12, shapes=1),
     "loss": functools.partial(_step, loss_fn=lambda output, target: output - target),
     "loss is a number": functools.partial(
         _step, loss_fn=lambda output, target: 3.0, stage_factory=None
@@ -232,7 +213,6 @@ SCENARIOS: dict[str, Callable[[], None]] = {
         _step, loss_fn=lambda output, target: None, stage_factory=None
     ),
     "wants a closure": functools.partial(_step, optimizer_fn=torch.optim.LBFGS),
-    "an array": lambda: _step((data(8)[0].numpy(), data(8)[1])),
     "loss without gradient": functools.partial(_step, loss_fn=lambda output, target: target.mean()),
     "tied name": lambda: _tied([(0, "tied"), (1, "weight")]),
     "tied stage": lambda: _tied([(0, "tied"), (2, "tied")]),
@@ -259,14 +239,6 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "other factory": functools.partial(_different, stage_factory=(ReferenceStage, None)),
     "other order": functools.partial(
         _different, early_weights=(False, True), stage_factory=(None, None)
-    ),
-    "other samples": lambda: _step(data(4 if dist.get_rank() == 0 else 8)),
-    "other samples in evaluation": lambda: trainer().evaluate(data(4 + 4 * dist.get_rank())),
-    "other samples of another shape": lambda: _other_samples_later(),
-    "other targets": lambda: _step((data(8)[0], _as_rank(data(8)[1]))),
-    "more inputs": lambda: _step(((data(8)[0],) * (1 + dist.get_rank()), data(8)[1])),
-    "parts of other samples": lambda: _step(
-        (data(4)[0], None) if dist.get_rank() == 0 else (None, data(8)[1])
     ),
     "leaves early": lambda: _leaves_early(),
     "other shapes": functools.partial(_different, shapes=(1, 2)),

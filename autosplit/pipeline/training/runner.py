@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from autosplit.errors import PipelineError
+from autosplit.errors import BatchError, PipelineError
 from autosplit.mesh.link import Link
 from autosplit.pipeline.engine.execution.action_order import Order, as_scheduled
 from autosplit.pipeline.engine.execution.evaluation import forward_only
@@ -25,7 +25,7 @@ from autosplit.pipeline.engine.execution.stage_assembly import (
     StageFactory,
     TrainableStage,
 )
-from autosplit.pipeline.engine.faults.first_error import Guard, LostPeerError
+from autosplit.pipeline.engine.faults.first_error import Guard
 from autosplit.pipeline.engine.memory.host_store import HostStore
 from autosplit.pipeline.engine.messages.process_groups import Groups
 from autosplit.pipeline.engine.messages.step_results import Agreement
@@ -34,7 +34,7 @@ from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
 from autosplit.pipeline.simulation.timeline import Span
 from autosplit.pipeline.simulation.transfer import MoveCosts
-from autosplit.pipeline.training.agreement.batch_agreement import check_same_batch
+from autosplit.pipeline.training.agreement.batch_agreement import agree_on_batch
 from autosplit.pipeline.training.agreement.batch_contents import compare_contents, summary_of
 from autosplit.pipeline.training.memory.limited_schedule import LimitTuner
 from autosplit.pipeline.training.memory.rank_ledger import MEMORY, RankLedger, Record
@@ -160,7 +160,9 @@ class Runner:
         counts = slices_by_stage(self.schedule, self._groups.rank, replicas.reductions_by_stage)
         return SlicedByReductions(factory, counts)
 
-    def train(self, batch: Batch | None, *, clipping: bool, record: Record) -> Agreement:
+    def train(
+        self, batch: Batch | None, *, clipping: bool, record: Record, waits: bool
+    ) -> Agreement:
         """Run the schedule and add its gradients to the parameters' ``.grad``.
 
         Args:
@@ -168,11 +170,12 @@ class Runner:
             clipping: whether the norm of the gradient will be asked for.
             record: whether to record ``spans``, as steps that ``"auto"`` measures always are, and
                 ``memory``.
+            waits: whether it begins on all ranks or on none.
 
         Returns:
             Losses and norm on their way.
         """
-        mode, executor, inputs, targets = self._ready(batch)
+        mode, executor, inputs, targets = self._ready(batch, waits=waits)
         parts = _tensors(inputs, targets)
         recorder: Recorder | None = self._recorder if record or self._tuner is not None else None
         ledger = None
@@ -236,37 +239,10 @@ class Runner:
         """The links to ranks' stores, and what moves take of ranks; collective."""
         return self._size.host_link(), self._size.move_costs()
 
-    def refusal(self, batch: Batch | None) -> str:
-        """Why a step could not take a batch; empty where it could. Collective; nothing is made for
-        a batch that is refused on any rank.
-        """
-        found = self._refused(batch)
-        if found:
-            self._train.drop_unbuilt()
-        return found
-
-    def _refused(self, batch: Batch | None) -> str:
-        said = ""
-        try:
-            mode = self._train.of(batch)
-            mode.split(batch)
-        except LostPeerError:
-            raise
-        except PipelineError as error:
-            said = str(error)
-        first = next(filter(None, self._groups.everybody.gather(said)), "")
-        if not first and mode.executor is None:
-            try:
-                check_same_batch(mode.split.agreed, self._groups)
-            except PipelineError as error:
-                return str(error)
-        return said or first
-
-    def _ready(self, batch: Batch | None) -> _Ready:
+    def _ready(self, batch: Batch | None, *, waits: bool = True) -> _Ready:
         """A batch cut into microbatches, with what is to run it in training."""
         self._held.check()
-        mode = self._train.of(batch)
-        inputs, targets = self._split(mode, batch)
+        mode, inputs, targets = self._take(self._train, batch, waits=waits)
         executor = mode.executor or self._builder.train(mode, batch, inputs, targets)
         self.stages = self._size.stages = mode.stages
         self._size.boundaries = mode.negotiation.learn
@@ -293,8 +269,7 @@ class Runner:
 
     def evaluate(self, batch: Batch | None) -> Agreement:
         """Run the forwards only, on the modules as they are; the losses on their way."""
-        mode = self._evaluate.of(batch)
-        inputs, targets = self._split(mode, batch)
+        mode, inputs, targets = self._take(self._evaluate, batch)
         executor = mode.executor or self._builder.evaluate(mode, batch)
         with self._held.steady():
             losses = executor.run(inputs, targets)
@@ -304,15 +279,28 @@ class Runner:
         mode.announce_loss(losses)
         return self._agree(mode, losses, _tensors(inputs, targets), clipping=False)
 
-    def _split(self, mode: Mode, batch: Batch | None) -> tuple[Microbatches, Microbatches]:
-        """Cut a batch; the first of a mode must be the same on all ranks, like which all are."""
-        parts = mode.split(batch)
-        if mode.executor is None:
-            check_same_batch(mode.split.agreed, self._groups)
+    def _take(
+        self, modes: Modes, batch: Batch | None, *, waits: bool = True
+    ) -> tuple[Mode, Microbatches, Microbatches]:
+        """What runs a batch, and the batch cut; where a rank refuses it, all is as it was."""
+        mode = modes.of(batch)
+        parts: tuple[Microbatches, Microbatches] = [], []
+        refused = ""
+        try:
+            parts = mode.split(batch)
+        except PipelineError as error:
+            refused = str(error)
+        known = mode.executor is not None
+        try:
+            agree_on_batch(refused, mode.split.offered, self._groups, known=known, waits=waits)
+        except BatchError:
+            modes.drop_unbuilt()
+            raise
+        mode.split.accept()
         if not self._contents_compared:
             compare_contents(mode.split.given(batch), self._groups)
             self._contents_compared = True
-        return parts
+        return mode, *parts
 
     def _run_once(
         self, run: Callable[[], dict[int, Tensor]], reduced: _Reduced

@@ -213,7 +213,10 @@ class StageTrainer:
             over replicas of the pipeline.
 
         Raises:
-            PipelineError: a bad batch, an error on any rank, a lost peer, or a timeout.
+            BatchError: a rank refuses the batch, as it cannot be cut, its tensors have different
+                numbers of samples, or ranks were given different ones. Nothing was run on any
+                rank, and the next batch may do.
+            PipelineError: an error on any rank, a lost peer, or a timeout.
         """
         losses = self.forward_backward(batch)
         with self._guard("the optimizer step"):
@@ -245,10 +248,11 @@ class StageTrainer:
 
         Raises:
             PipelineError: as for ``step``; or the trainer clips gradients and its optimizer writes
-                into them.
+                into them. What a rank refuses of a batch whose inputs have a shape that they had
+                before is one, too: others have not waited.
         """
         with self._guard("the forward and backward"):
-            agreement = self._run(batch)
+            agreement = self._run(batch, waits=False)
         with self._guard("the optimizer step"):
             if self._clipping:
                 agreement.behind = self._update.settle
@@ -366,14 +370,9 @@ class StageTrainer:
             batch: as for ``step``.
 
         Raises:
-            PipelineError: as for ``step``; but a batch that no step could take, such as one of
-                another size than before, leaves the trainer as it was.
+            PipelineError: as for ``step``.
         """
         self._settle()
-        with self._guard("predicting the memory"):
-            refused = self._runner.refusal(batch)
-        if refused:
-            raise PipelineError(refused)
         with self._guard("predicting the memory"):
             prediction, fixed = self._runner.predict(batch)
             rows = self._groups.gather((self._peak(prediction), fixed))
@@ -448,8 +447,8 @@ class StageTrainer:
                 self.finish()
         self.close()
 
-    def _run(self, batch: Batch | None) -> Agreement:
-        return self._runner.train(batch, clipping=self._clipping, record=self.record)
+    def _run(self, batch: Batch | None, *, waits: bool = True) -> Agreement:
+        return self._runner.train(batch, clipping=self._clipping, record=self.record, waits=waits)
 
     def _settle(self) -> None:
         if not self._guard.ended:

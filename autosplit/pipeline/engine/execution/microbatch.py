@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -20,6 +20,9 @@ out those (None, or no such key) that its stages do not take."""
 
 Batch: TypeAlias = "tuple[Inputs | None, Part | None]"
 """Inputs and targets. A rank that needs neither, or only one, may leave the other out (None)."""
+
+Given: TypeAlias = "dict[str, Tensor | None]"
+"""The tensors of one part in order, by their paths; None for one that is left out."""
 
 Microbatches: TypeAlias = "list[list[Any]]"
 """Per microbatch its tensors, in order; None for what this rank does not take."""
@@ -40,6 +43,7 @@ class BatchSplitter:
 
     Attributes:
         agreed: what ``inputs`` and ``targets`` are in every step, those that this rank was given.
+        offered: what they are in the latest batch.
     """
 
     def __init__(
@@ -56,41 +60,43 @@ class BatchSplitter:
         self._takes = {"inputs": inputs, "targets": None if targets else frozenset()}
         self._names = names
         self.agreed: dict[str, list[TensorMeta | None]] = {}
+        self.offered: dict[str, list[TensorMeta | None]] = {}
 
     def __call__(self, batch: Batch | None) -> tuple[Microbatches, Microbatches]:
         """Inputs and targets per microbatch; empty lists for what this rank does not need.
 
         Raises:
-            PipelineError: a part is missing, is not made of tensors, cannot be divided, or has
-                another shape or dtype than at first.
+            PipelineError: a part is missing, is not made of tensors, cannot be divided, has tensors
+                of different numbers of samples, or another shape or dtype than at first.
         """
-        if batch is None:
-            batch = (None, None)
-        before = dict(self.agreed)
-        try:
-            return self._parts(batch)
-        except PipelineError:
-            self.agreed = before
-            raise
+        self.offered = {}
+        given = self.given(batch)
+        _check_samples([each for part in given.values() for each in part.items()])
+        for name, part in given.items():
+            self._check_static(name, part.values())
+        inputs, targets = (self._split(name, given.get(name)) for name in self._takes)
+        return inputs, targets
 
-    def _parts(self, batch: Batch) -> tuple[Microbatches, Microbatches]:
+    def accept(self) -> None:
+        """Hold later batches to what the latest one is."""
+        self.agreed = {**self.offered, **self.agreed}
+
+    def given(self, batch: Batch | None) -> dict[str, Given]:
+        """The tensors of a batch by part: whatever this rank was given."""
+        if batch is None:
+            return {}
         if not isinstance(batch, tuple | list) or len(batch) != 2:
             raise PipelineError(
                 f"a batch is a pair (inputs, targets); got {_kind(batch)}. Either part may be a "
                 "tensor or a tuple of tensors"
             )
-        return self._split("inputs", batch[0]), self._split("targets", batch[1])
-
-    def given(self, batch: Batch | None) -> dict[str, list[Tensor | None]]:
-        """The tensors of a batch that was split, by part: whatever this rank was given."""
-        parts = zip(("inputs", "targets"), batch or (None, None), strict=True)
         return {
-            name: self._tensors(name, self._in_order(name, part))
-            for name, part in parts
+            name: self._tensors(name, self._by_path(name, part))
+            for name, part in zip(self._takes, batch, strict=True)
             if part is not None
         }
 
-    def _split(self, name: str, part: Inputs | None) -> Microbatches:
+    def _split(self, name: str, part: Given | None) -> Microbatches:
         takes = self._takes[name]
         if part is None:
             if takes is None or takes:
@@ -98,8 +104,7 @@ class BatchSplitter:
                     f"this rank holds a stage that takes the batch's {name}; got None"
                 )
             return []
-        tensors = self._tensors(name, self._in_order(name, part))
-        self._check_static(name, tensors)
+        tensors = [*part.values()]
         if takes is not None:
             if not takes:
                 return []
@@ -111,10 +116,11 @@ class BatchSplitter:
     def _cut(self, tensor: Tensor | None) -> Sequence[Tensor | None]:
         if tensor is None:
             return [None] * self._count
-        return tensor.to(self._device, non_blocking=True).chunk(self._count)
+        moved = tensor.to(self._device, non_blocking=True)
+        return moved.chunk(self._count) if moved.dim() else [moved] * self._count
 
-    def _in_order(self, name: str, part: Inputs) -> Sequence[object]:
-        """The tensors of a part by position, None for one that is left out."""
+    def _by_path(self, name: str, part: Inputs) -> Mapping[str, object]:
+        """The tensors of a part in order, None for one that is left out."""
         if name == "inputs" and self._names and isinstance(part, Mapping):
             unknown = [key for key in part if key not in self._names]
             if unknown:
@@ -122,8 +128,10 @@ class BatchSplitter:
                     f"the batch's inputs have {unknown[0]!r}; the model was cut with "
                     f"{', '.join(self._names)}"
                 )
-            return [part.get(key) for key in self._names]
-        return part if isinstance(part, tuple | list) else [part]
+            return {f"inputs[{key!r}]": part.get(key) for key in self._names}
+        if isinstance(part, tuple | list):
+            return {f"{name}[{place}]": each for place, each in enumerate(part)}
+        return {name: part}
 
     def _check_there(self, takes: frozenset[int], tensors: Sequence[Tensor | None]) -> None:
         for place in sorted(takes):
@@ -134,38 +142,52 @@ class BatchSplitter:
                     f"got {sum(each is not None for each in tensors)} inputs"
                 )
 
-    def _tensors(self, name: str, part: Sequence[object]) -> list[Tensor | None]:
-        """The tensors of a part, each with samples that can be divided."""
-        checked: list[Tensor | None] = []
-        for tensor in part:
+    def _tensors(self, name: str, part: Mapping[str, object]) -> Given:
+        """The tensors of a part, each with samples that can be divided, or none at all."""
+        checked: Given = {}
+        for path, tensor in part.items():
             if tensor is None and name == "inputs" and self._takes[name] is not None:
-                checked.append(None)
+                checked[path] = None
                 continue
             if not isinstance(tensor, Tensor):
                 raise PipelineError(
                     f"the batch's {name} must be a tensor or a tuple of tensors; "
                     f"found a {type(tensor).__name__}{_made_tensor(tensor)}"
                 )
-            rows = len(tensor) if tensor.dim() else 0
+            rows = len(tensor) if tensor.dim() else self._count
             if rows == 0 or rows % self._count:
                 fitting = max(rows // self._count, 1) * self._count
                 raise PipelineError(
-                    f"the batch's {name} have shape {list(tensor.shape)}: {rows} samples along "
+                    f"the batch's {path} has shape {list(tensor.shape)}: {rows} samples along "
                     f"dimension 0 cannot be cut into {self._count} equal microbatches; pass "
                     f"{fitting} or another multiple of {self._count}"
                 )
-            checked.append(tensor)
+            checked[path] = tensor
         return checked
 
-    def _check_static(self, name: str, tensors: Sequence[Tensor | None]) -> None:
+    def _check_static(self, name: str, tensors: Iterable[Tensor | None]) -> None:
         now = [None if each is None else TensorMeta.of(each) for each in tensors]
-        first = self.agreed.setdefault(name, now)
+        self.offered[name] = now
+        first = self.agreed.get(name, now)
         if now != first:
             raise PipelineError(
                 f"the batch's {name} are {listed(now)}, but were {listed(first)} at first: the "
                 "shapes of this pipeline are static; pad or drop the odd batch, or build the "
                 "trainer with shapes=N for N shapes of inputs (without memory_limit, which is for "
                 "one)"
+            )
+
+
+def _check_samples(given: Iterable[tuple[str, Tensor | None]]) -> None:
+    """Refuse tensors of different numbers of samples, which a loss may well broadcast."""
+    counted = [(path, len(each)) for path, each in given if each is not None and each.dim()]
+    for path, count in counted[1:]:
+        first, rows = counted[0]
+        if count != rows:
+            raise PipelineError(
+                f"the batch's {first} has {rows} samples along dimension 0, but its {path} has "
+                f"{count}: every tensor of a batch has one row for each sample; one without "
+                "dimensions goes whole to each microbatch"
             )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from autosplit.errors import PipelineError
+from autosplit.errors import BatchError
 from autosplit.pipeline.engine.messages.process_groups import Groups
 from autosplit.pipeline.engine.messages.shape_negotiation import TensorMeta
 from autosplit.pipeline.schedule.schedule import Schedule
@@ -44,7 +44,7 @@ class Modes:
         """The mode for ``batch``; collective unless there is only one.
 
         Raises:
-            PipelineError: one shape more than the limit, or replicas were given different ones.
+            BatchError: one shape more than the limit, or replicas were given different ones.
             LostPeerError: the first stage's rank did not say.
         """
         shape = ""
@@ -57,7 +57,7 @@ class Modes:
             if self._limit is None and len(self._known) == _KEPT:  # all ranks drop the same
                 del self._known[next(iter(self._known))]
             if len(self._known) == self._limit:
-                raise PipelineError(
+                raise BatchError(
                     f"the batch's inputs are {shape}: another shape than the {self._limit} of "
                     f"shapes={self._limit} ({'; '.join(self._known)}); allow more, or pad the batch"
                 )
@@ -74,7 +74,7 @@ class Modes:
         first, shape = sources[0], heard[sources[0]] or ""
         for rank in sources:
             if heard[rank] != shape:
-                raise PipelineError(
+                raise BatchError(
                     f"the replicas were given batches of different shapes: the inputs are {shape} "
                     f"on rank {first} and {heard[rank]} on rank {rank}; give each replica as many "
                     "samples of one shape, as a DistributedSampler and a DataLoader with "

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import NoReturn, Protocol
 
-from autosplit.errors import AutosplitError, PipelineError
+from autosplit.errors import AutosplitError, BatchError, PipelineError
 from autosplit.pipeline.schedule.action import Action
 
 from .rank_activity import AROUND, RankActivity
@@ -184,6 +184,7 @@ class Guard:
         Raises:
             RankError: this rank failed, or another one did; or the run had ended before.
             PipelineError: the run was closed.
+            BatchError: as it was raised inside, which ends nothing.
             AutosplitError: as it was raised inside, where it says all there is to say.
         """
         if self._ended is not None:
@@ -197,6 +198,8 @@ class Guard:
         try:
             with self._place(where):
                 yield
+        except BatchError:
+            raise
         except LostPeerError as error:
             self._end_lost(error)
         except RankError as error:

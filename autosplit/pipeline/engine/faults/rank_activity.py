@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
+from autosplit.errors import BatchError
 from autosplit.pipeline.schedule.action import Action
 
 AROUND = "the code around the trainer"
@@ -34,10 +35,14 @@ class RankActivity:
 
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Be in a phase. An error in it leaves it as it is, to say where that was."""
+        """Be in a phase. An error that ends a run leaves it as it is, to say where that was."""
         before = self.phase
         self._enter(phase)
-        yield
+        try:
+            yield
+        except BatchError:
+            self._enter(before)
+            raise
         self._enter(before)
 
     def _enter(self, phase: str) -> None:

@@ -1,11 +1,13 @@
-"""Whether all ranks were given the same batch, as far as its tensors' sizes and dtypes tell."""
+"""Whether all ranks take the batch, and the same one as far as its sizes and dtypes tell."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
-from autosplit.errors import PipelineError
+import torch
+
+from autosplit.errors import BatchError, PipelineError
 from autosplit.pipeline.engine.execution.microbatch import listed
 from autosplit.pipeline.engine.messages.process_groups import Groups
 from autosplit.pipeline.engine.messages.shape_negotiation import TensorMeta
@@ -20,32 +22,64 @@ _ADVICE_TO_REPLICAS = (
 )
 
 
-def check_same_batch(parts: Parts, groups: Groups) -> None:
-    """Hold what this rank was given against what the others were; collective.
+def agree_on_batch(
+    refused: str, parts: Parts, groups: Groups, *, known: bool, waits: bool = True
+) -> None:
+    """Have all ranks take a batch, or none of them; collective, unless ``known`` and not ``waits``.
 
-    Without it, a loss of 4 samples' outputs and 8 samples' targets may well broadcast. Replicas of
-    the pipeline have samples of their own, as many as each other: the mean of their gradients is
-    that of all samples.
+    Without it, ranks would wait for one that refuses, and a loss of 4 samples' outputs and 8
+    samples' targets may well broadcast.
 
     Args:
-        parts: what this rank was given.
+        refused: why this rank takes no such batch; empty where it does.
+        parts: what it was given.
         groups: the trainer's process groups.
+        known: whether all have taken a batch like this one before.
+        waits: whether ranks wait for each other then, too.
 
     Raises:
-        PipelineError: names two ranks and what they have.
+        BatchError: on every rank: one refuses it, or two were given different batches.
+        PipelineError: this rank refuses it, and others have not waited.
     """
-    everywhere: list[Parts] = groups.everybody.gather(dict(parts))
+    everybody = groups.everybody
+    if known and not waits and everybody.ranks > 1:
+        if refused:
+            raise PipelineError(refused)
+        return
+    if known and not everybody.sum(torch.tensor([float(bool(refused))], device="cpu")):
+        return
+    said: list[tuple[str, Parts]] = everybody.gather((refused, dict(parts)))
+    for rank, (text, _) in enumerate(said):
+        if text:
+            raise BatchError(refused or f"rank {rank} refuses its batch: {text}")
+    _check_same([each for _, each in said], groups)
+
+
+def _check_same(everywhere: Sequence[Parts], groups: Groups) -> None:
+    """Refuse different batches. Replicas of the pipeline have samples of their own, as many as each
+    other: the mean of their gradients is that of all samples.
+    """
     advice = _ADVICE if groups.layout.shares == 1 else _ADVICE_TO_REPLICAS
     for name in ("inputs", "targets"):
         given = [(rank, parts[name]) for rank, parts in enumerate(everywhere) if parts.get(name)]
         for rank, part in given[1:]:
             first, other = given[0]
             if not _agree(other, part):
-                raise PipelineError(
+                raise BatchError(
                     f"the ranks were given different batches: the {name} are {listed(other)} on "
                     f"rank {first} and {listed(part)} on rank {rank}; {advice}"
                 )
-    _check_samples(everywhere, advice)
+    counts = {
+        meta.shape[0]: f"{name} of {meta.shape[0]} samples on rank {rank}"
+        for rank, parts in enumerate(everywhere)
+        for name, part in parts.items()
+        for meta in part
+        if meta is not None and meta.shape
+    }
+    if len(counts) > 1:
+        raise BatchError(
+            f"the ranks were given different batches: {' and '.join(counts.values())}; {advice}"
+        )
 
 
 def _agree(one: Sequence[TensorMeta | None], other: Sequence[TensorMeta | None]) -> bool:
@@ -54,29 +88,3 @@ def _agree(one: Sequence[TensorMeta | None], other: Sequence[TensorMeta | None])
         return False
     pairs = zip(one, other, strict=False)
     return all(a == b for a, b in pairs if a is not None and b is not None)
-
-
-def _check_samples(everywhere: Sequence[Parts], advice: str) -> None:
-    """Where no rank was given all of the batch, at least the samples must be as many."""
-    found = [_tensors(parts) for parts in everywhere]
-    every = {place: (rank, meta) for rank, own in enumerate(found) for place, meta in own.items()}
-    if any(own.keys() == every.keys() for own in found):
-        return
-    counts = {
-        meta.shape[0]: f"{name} of {meta.shape[0]} samples on rank {rank}"
-        for (name, _), (rank, meta) in every.items()
-    }
-    if len(counts) > 1:
-        raise PipelineError(
-            f"the ranks were given different batches: {' and '.join(counts.values())}; {advice}, "
-            "or give one rank all of it if it is meant so"
-        )
-
-
-def _tensors(parts: Parts) -> dict[tuple[str, int], TensorMeta]:
-    return {
-        (name, place): meta
-        for name, part in parts.items()
-        for place, meta in enumerate(part)
-        if meta is not None
-    }

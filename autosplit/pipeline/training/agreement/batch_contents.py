@@ -17,13 +17,13 @@ _BYTES = 2**21
 _OF_EACH = 2**14
 
 
-def compare_contents(tensors: Mapping[str, Sequence[Tensor | None]], groups: Groups) -> None:
+def compare_contents(tensors: Mapping[str, Mapping[str, Tensor | None]], groups: Groups) -> None:
     """Warn on every rank where ranks of its pipeline were given other values; collective.
 
     No error: what a rank's stages do not take may be a stand-in.
 
     Args:
-        tensors: what this rank was given, by part of the batch; None for a tensor left out.
+        tensors: what this rank was given, by part and path; None for a tensor left out.
         groups: the trainer's process groups.
     """
     if groups.ranks == 1:
@@ -31,7 +31,7 @@ def compare_contents(tensors: Mapping[str, Sequence[Tensor | None]], groups: Gro
     own = {
         f"{name} {place}": digest(tensor)
         for name, part in tensors.items()
-        for place, tensor in enumerate(part)
+        for place, tensor in enumerate(part.values())
         if type(tensor) is Tensor
     }
     ranks_by: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
@@ -40,7 +40,7 @@ def compare_contents(tensors: Mapping[str, Sequence[Tensor | None]], groups: Gro
             ranks_by[what][seen].append(groups.member(rank))
     differing = {what: list(by.values()) for what, by in ranks_by.items() if len(by) > 1}
     if differing:
-        # The caller of ``step``, behind ``check_same_batch`` and the runner.
+        # The caller of ``step``, behind the runner.
         warnings.warn(_text(differing), UserWarning, stacklevel=7)
 
 

@@ -28,10 +28,10 @@ def test_cut_along_the_first_dimension() -> None:
     assert _values(targets) == [[[[0, 1], [2, 3]]], [[[4, 5], [6, 7]]]]
 
 
-def test_several_tensors_with_rows_of_their_own() -> None:
-    inputs, targets = _splitter()(((torch.arange(2), torch.arange(4)), [torch.arange(6)]))
-    assert _values(inputs) == [[[0], [0, 1]], [[1], [2, 3]]]
-    assert _values(targets) == [[[0, 1, 2]], [[3, 4, 5]]]
+def test_several_tensors_and_one_without_dimensions() -> None:
+    inputs, targets = _splitter()(((torch.arange(4), torch.tensor(7)), [torch.arange(4)]))
+    assert _values(inputs) == [[[0, 1], 7], [[2, 3], 7]]
+    assert _values(targets) == [[[0, 1]], [[2, 3]]]
 
 
 def test_only_what_the_rank_needs_is_cut() -> None:
@@ -46,7 +46,7 @@ def test_no_targets() -> None:
     assert _values(_splitter()((torch.arange(2), ()))[1]) == [[], []]
 
 
-NAMED = torch.arange(2), torch.arange(4), torch.arange(6)
+NAMED = torch.arange(2), torch.arange(2) + 2, torch.arange(2) + 4
 
 
 def _named(*taken: int) -> BatchSplitter:
@@ -59,7 +59,7 @@ def _named(*taken: int) -> BatchSplitter:
 def test_a_rank_takes_the_inputs_of_its_stages(inputs: Any) -> None:
     rows, _ = _named(1, 2)((inputs, None))
     assert [row[0] for row in rows] == [None, None]
-    assert _values([row[1:] for row in rows]) == [[[0, 1], [0, 1, 2]], [[2, 3], [3, 4, 5]]]
+    assert _values([row[1:] for row in rows]) == [[[2], [4]], [[3], [5]]]
 
 
 @pytest.mark.parametrize(
@@ -93,12 +93,18 @@ def test_unnamed_inputs_come_without_names() -> None:
     [
         (
             (torch.zeros(5, 3), torch.zeros(4)),
-            "the batch's inputs have shape [5, 3]: 5 samples along dimension 0 cannot be cut into "
+            "the batch's inputs has shape [5, 3]: 5 samples along dimension 0 cannot be cut into "
             "2 equal microbatches; pass 4 or another multiple of 2",
         ),
-        ((torch.zeros(4), torch.zeros(1)), "targets have shape [1]: 1 samples"),
-        ((torch.zeros(()), torch.zeros(4)), "inputs have shape []: 0 samples"),
-        ((torch.zeros(0, 3), torch.zeros(4)), "inputs have shape [0, 3]: 0 samples"),
+        ((torch.zeros(4), torch.zeros(1)), "targets has shape [1]: 1 samples"),
+        (
+            (torch.zeros(4, 3), torch.zeros(2)),
+            "the batch's inputs has 4 samples along dimension 0, but its targets has 2: every",
+        ),
+        (((torch.zeros(()), torch.zeros(4), torch.zeros(6)), torch.zeros(4)), "inputs[1] has 4 s"),
+        ((torch.zeros(4), (torch.zeros(4), torch.zeros(2))), "inputs has 4 samples along dim"),
+        ((torch.zeros(4), (torch.zeros(4), torch.zeros(2))), "but its targets[1] has 2: every"),
+        ((torch.zeros(0, 3), torch.zeros(4)), "inputs has shape [0, 3]: 0 samples"),
         (torch.zeros(4), "a pair (inputs, targets); got a tensor of shape [4]"),
         ((torch.zeros(4),), "a pair (inputs, targets); got a tuple of length 1"),
         ({"inputs": 1}, "a pair (inputs, targets); got a dict"),
@@ -129,8 +135,22 @@ def test_parts_that_a_rank_does_not_need_are_checked_too() -> None:
 )
 def test_shapes_are_static(later: Any, text: str) -> None:
     splitter = _splitter()
-    splitter((torch.zeros(4, 3), torch.zeros(4)))
-    splitter((torch.ones(4, 3), torch.ones(4)))
+    for make in (torch.zeros, torch.ones):
+        splitter((make(4, 3), make(4)))
+        splitter.accept()
     with pytest.raises(PipelineError) as caught:
-        splitter((later, torch.zeros(4)))
+        splitter((later, torch.zeros(6 if len(later) == 6 else 4)))
     assert text in str(caught.value)
+
+
+def test_a_batch_that_others_refuse_binds_no_later_one() -> None:
+    splitter = _splitter()
+    splitter((torch.zeros(6), torch.zeros(6)))
+    splitter((torch.zeros(4), torch.zeros(4)))
+    splitter.accept()
+    assert [str(each) for each in splitter.agreed["inputs"]] == ["float32[4]"]
+
+
+def test_a_named_input_is_called_so() -> None:
+    with pytest.raises(PipelineError, match=r"inputs\['a'\] has 2 samples .* inputs\['c'\] has 4"):
+        _named(0)(({**dict(zip("ab", NAMED, strict=False)), "c": torch.zeros(4)}, None))
