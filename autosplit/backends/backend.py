@@ -49,6 +49,10 @@ class Backend(Protocol):
     def compiles_slowly(self) -> bool:
         """Whether a graph takes seconds to compile, so that a second variant is to be avoided."""
 
+    @property
+    def calls_subgraphs(self) -> bool:
+        """Whether a graph may call others (``passes.subgraph``), rather than hold all operators."""
+
     def rewrite(self, joint: fx.GraphModule) -> None:
         """Prepare a joint graph, in place, before it is split."""
 

@@ -13,6 +13,7 @@ from autosplit.errors import BackendError, SplitError
 from autosplit.passes.analysis.symbolic_sizes import concrete
 from autosplit.passes.errors import PassError
 from autosplit.passes.graph import Role, inputs, outputs
+from autosplit.passes.subgraph import inline
 
 from .backend import Backend, Boxed, Code, Strides
 from .cudagraphs import CudaGraphs
@@ -89,6 +90,8 @@ def compile_graph(name: str, module: fx.GraphModule, backend: Backend) -> Compil
     Raises:
         BackendError: the backend cannot compile it; names the graph.
     """
+    if not backend.calls_subgraphs:
+        module = inline(module)
     with _errors_name(name, backend):
         call, strides = backend.compile(name, module)
     taken = tuple(inputs(module.graph))

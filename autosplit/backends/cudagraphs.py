@@ -41,6 +41,7 @@ class CudaGraphs(Eager):
     """Captures the graphs of one module, each when it is first run."""
 
     device_type = "cuda"
+    calls_subgraphs = False
 
     def compile(self, name: str, module: fx.GraphModule) -> Code:
         """Raises:

@@ -14,8 +14,9 @@ from torch import fx
 from autosplit.errors import SplitError
 from autosplit.passes.errors import StrideError
 from autosplit.passes.lowering import codegen
+from autosplit.passes.subgraph import Subgraph, subgraphs
 
-from .backend import Code
+from .backend import Boxed, Code
 
 
 class Eager:
@@ -25,7 +26,11 @@ class Eager:
     writes_views = True
     reuses_memory = False
     compiles_slowly = False
+    calls_subgraphs = True
     generated: Mapping[str, str] = types.MappingProxyType({})
+
+    def __init__(self) -> None:
+        self._called: dict[Subgraph, Boxed] = {}
 
     def rewrite(self, joint: fx.GraphModule) -> None:
         """No rewrite: the traced operators are run."""
@@ -33,6 +38,7 @@ class Eager:
     def compile(self, name: str, module: fx.GraphModule) -> Code:
         source = f"{codegen.HEADER}\n\n{codegen.generate(name, module)}"
         constants = codegen.constants(module)
+        constants |= {called.name: self._compiled(called) for called in subgraphs(module.graph)}
         digest = hashlib.sha256(source.encode()).hexdigest()[:12]
         file = f"autosplit-generated/{name}-{digest}.py"
         space = types.ModuleType(name)
@@ -49,6 +55,12 @@ class Eager:
             return found
 
         return Code(call)
+
+    def _compiled(self, called: Subgraph) -> Boxed:
+        """A graph that others call, compiled once."""
+        if called not in self._called:
+            self._called[called] = self.compile(called.name, called.module).call
+        return self._called[called]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -37,6 +37,7 @@ class Inductor:
     writes_views = False
     reuses_memory = True
     compiles_slowly = True
+    calls_subgraphs = False
 
     def __init__(self) -> None:
         from autosplit.torch_internals import inductor

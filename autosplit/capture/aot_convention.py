@@ -16,8 +16,10 @@ from torch._functorch._aot_autograd import descriptors as d
 
 from autosplit.passes import Kind, PassError, Rates, Role, SplitGraphs, memory_setting, run
 from autosplit.passes.analysis.aliasing import storage_root
+from autosplit.passes.analysis.operators import writes_in_backward
 from autosplit.passes.graph import (
     FORWARD_OUTPUT,
+    PRIMAL,
     STATE,
     inputs,
     outputs,
@@ -26,6 +28,7 @@ from autosplit.passes.graph import (
     set_outputs,
 )
 
+from .backward_writes import take_writes
 from .dtensor_roles import is_mesh, whole
 from .node_origins import note_origins
 from .roles import DescriptorRoles
@@ -108,6 +111,7 @@ def label(graph: fx.Graph, roles: list[Role], num_forward: int, static: set[int]
     results, gradients = descs[:num_forward], descs[num_forward:]
     with_gradient = {_grad_of(desc) for desc, value in gradients if value is not None}
     kept = _kept_whole(results)
+    kept |= {whole(node.args[0].meta["desc"]) for node in graph.nodes if writes_in_backward(node)}
     known = GraphRoles(roles)
     parameters: dict[int, str] = {}
     for position, node in enumerate(placeholders(graph)):
@@ -128,8 +132,9 @@ def label(graph: fx.Graph, roles: list[Role], num_forward: int, static: set[int]
         labels.append(absent if value is None or is_mesh(desc) else known.output(desc))
     # A mesh that comes with a gradient is put in when all graphs have run.
     made = [None if is_mesh(desc) else value for desc, value in gradients]
-    output.args = ([*(value for _, value in results), *made],)
-    output.meta["roles"] = tuple(labels)
+    writes = take_writes(graph, role_of, PassError)
+    output.args = ([value for _, value in results] + made + [value for _, value in writes],)
+    output.meta["roles"] = (*labels, *(role for role, _ in writes))
     note_origins(graph)
     return parameters
 
@@ -160,7 +165,8 @@ def assemble(
     integers first.
     """
     joint_inputs = placeholders(labelled.graph)
-    gradients = outputs(labelled.graph)[num_forward:]
+    writes = outputs(labelled.graph, Kind.WRITE)
+    gradients = outputs(labelled.graph)[num_forward : -len(writes) or None]
     descs = labelled.graph.output_node().meta["desc"]
     results_of = [whole(desc) for desc in descs[:num_forward] if not is_mesh(desc)]
     behind = enumerate(descs[num_forward:])
@@ -170,12 +176,17 @@ def assemble(
     graphs = run(labelled, memory=setting)
     if graphs.backward is None or graphs.backward_input is None:
         raise PassError("nothing in the graph has a gradient")
-    primals = [node for node in joint_inputs if role_of(node).kind is not Kind.TANGENT]
+    primals = [node for node in joint_inputs if role_of(node).kind in PRIMAL]
     tangents = [node for node in joint_inputs if role_of(node).kind is Kind.TANGENT]
-    made = dict(outputs(graphs.forward.graph, Kind.SAVED))
+    made: dict[Role, Any] = dict(outputs(graphs.forward.graph, Kind.SAVED))
     saved = list(inputs(graphs.backward.graph, *STATE, Kind.SAVED).items())
     integers = [pair for pair in saved if not isinstance(pair[1].meta["val"], Tensor)]
     tensors = [pair for pair in saved if isinstance(pair[1].meta["val"], Tensor)]
+    targets, taken = inputs(labelled.graph, Kind.TARGET), {role_of(n).name: n for n in primals}
+    for node in (*targets.values(), *(taken[role.name] for role in targets)):
+        node.meta["saved_tensor_with_no_vc_check"] = True  # it is to be as the backward finds it
+    tensors += targets.items()
+    made |= {role: role_of(taken[role.name]) for role in targets}
     tensors.sort(key=lambda pair: bool(pair[1].meta.get("saved_tensor_with_no_vc_check")))
     results = outputs(graphs.forward.graph, *FORWARD_OUTPUT)
     returned = [(role, made.get(role, role)) for role, _ in (*tensors, *integers)]
@@ -209,6 +220,9 @@ def _rebuild(
     for node in module.graph.nodes:
         if node.op not in {"placeholder", "output"}:
             copies[node] = graph.node_copy(node, copies.__getitem__)
+    for role, value in outputs(module.graph, Kind.WRITE):
+        into = entered[Role(Kind.TARGET, role.name)]
+        graph.call_function(torch.ops.aten.copy_.default, (into, copies[value]))
     values = [entered[value] if isinstance(value, Role) else value for _, value in returned]
     mapped = fx.node.map_arg(values, lambda node: copies.get(node, node))
     set_outputs(graph, list(zip([role for role, _ in returned], mapped, strict=True)))

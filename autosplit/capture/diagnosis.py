@@ -118,6 +118,11 @@ def _advice(error: Exception) -> str:
             "The module writes into an input that shares its memory with another one; pass a "
             "clone, or one and the same tensor as both."
         )
+    if "FunctionalTensor" in str(error) or str(error).startswith("tensor("):
+        return (
+            "An attribute of a parameter is read, or a tensor written into that is no buffer: "
+            "register_buffer(name, tensor, persistent=False), and read it as the module's."
+        )
     if "saved_tensors_hooks" in str(error) or "save_on_cpu" in str(error):
         return (
             "Put these hooks around the call of the split module, or split the module that is "

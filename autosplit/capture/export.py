@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import logging
 import warnings
 from collections import ChainMap
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch._dynamo
@@ -30,7 +31,11 @@ from autosplit.capture.workarounds.trace_log_headers import without_trace_log_he
 from autosplit.torch_internals.version import TORCH
 
 from .calls.kept_call import KeptCall
+from .forward_scope import ForwardScope
 from .guards import DYNAMO, Guards
+
+if TYPE_CHECKING:
+    from .regions.session import RegionSession
 
 
 def export(
@@ -40,6 +45,7 @@ def export(
     *,
     by_value: bool = False,
     call: KeptCall | None = None,
+    regions: RegionSession | None = None,
 ) -> tuple[fx.GraphModule, Guards]:
     """Dynamo's full-graph export, with guards. A forward that asks is told that it is exported,
     and where that has it unroll a long loop, that it is compiled.
@@ -51,17 +57,18 @@ def export(
         by_value: whether the graph may be for the values of the examples, where the guards can
             tell (``by_value``): for a caller that asks them before each call with its inputs.
         call: takes down what the capture depends on.
+        regions: blocks that are not entered.
 
     Raises:
         PythonStateError: the forward changes Python state.
         CaptureError: what the forward reads or draws cannot be in a graph.
     """
     try:
-        return _export_short(module, args, kwargs, by_value, call)
+        return _export_short(module, args, kwargs, by_value, call, regions)
     except Exception as error:
         if not install_output_hooks(module, error):
             raise
-    return _export_short(module, args, kwargs, by_value, call)
+    return _export_short(module, args, kwargs, by_value, call, regions)
 
 
 def _export_short(
@@ -70,16 +77,17 @@ def _export_short(
     kwargs: dict[str, Any],
     by_value: bool,
     call: KeptCall | None,
+    regions: RegionSession | None,
 ) -> tuple[fx.GraphModule, Guards]:
     """Without a loop that is unrolled too far, where the forward knows another way."""
     with unrolling_limited() as limit, _compiling_state_context():
         try:
-            return _export(module, args, kwargs, by_value, call)
+            return _export(module, args, kwargs, by_value, call, regions)
         except Exception:
             if limit.line is None:
                 raise
     with compiled_not_exported():
-        return _export(module, args, kwargs, by_value, call)
+        return _export(module, args, kwargs, by_value, call, regions)
 
 
 def _export(
@@ -88,7 +96,9 @@ def _export(
     kwargs: dict[str, Any],
     by_value: bool,
     call: KeptCall | None,
+    regions: RegionSession | None,
 ) -> tuple[fx.GraphModule, Guards]:
+    opaque = contextlib.nullcontext if regions is None else regions.opaque
     with warnings.catch_warnings(record=True) as caught, torch._dynamo.config.patch(DYNAMO):
         warnings.simplefilter("always")
         # The steps of torch's dynamo_graph_capture_for_export, which drops the guards.
@@ -103,8 +113,11 @@ def _export(
                 function_modes_known(),
                 refuse_lost_hooks(),
                 masks_decided(by_value) as answers,
+                opaque(),
             ):
                 captured = fullgraph_capture(module, args, kwargs)
+            if regions is not None:
+                regions.forget_stand_ins(captured, ForwardScope(module).of(args, kwargs) or {})
             guards = Guards.of(module, args, kwargs, captured, answers)
         _return_something(captured)
         with graph_put_aside(module, captured.backend_input):
@@ -131,7 +144,8 @@ def _export(
         call.record(output, exported, get_traced_fn(module)[0], scope or {}, told)
 
     try:
-        guards.setters = setters(module, args, kwargs, caught, output.f_globals)
+        with opaque():
+            guards.setters = setters(module, args, kwargs, caught, output.f_globals)
     except PythonStateError as error:
         if call is not None and error.inside:
             record()

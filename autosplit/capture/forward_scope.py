@@ -24,6 +24,11 @@ class ForwardScope:
         self.function: FunctionType = get_traced_fn(module)[0]
         self._binding = Binding(self.function)
 
+    @property
+    def is_current(self) -> bool:
+        """Whether Dynamo would trace this function now."""
+        return get_traced_fn(self._module)[0] is self.function
+
     def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
         """Variables of one call; None where this is no call of the function."""
         function, root = get_traced_fn(self._module)

@@ -41,6 +41,28 @@ DYNAMO = {
 _TENSOR = "TENSOR_MATCH"
 
 
+class BlockGuards:
+    """Guards of a block that a captured graph calls, and of its call there.
+
+    Args:
+        guards: of the graphs that are called; nothing but Dynamo's own.
+        module: the block.
+        args: positional inputs like those of the call.
+        kwargs: keyword inputs likewise.
+    """
+
+    def __init__(
+        self, guards: Guards, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self.guards = guards
+        self._scope = ForwardScope(module)
+        self._variables = (self._scope.of(args, kwargs) or {}).get("L")
+
+    def hold(self) -> bool:
+        """Whether the graphs may be called for the block as it is now."""
+        return self._scope.is_current and self.guards.hold_for(self._scope, self._variables)
+
+
 class Guards:
     """Validity of a captured graph for the module as it is now.
 
@@ -71,6 +93,7 @@ class Guards:
         self._constants: list[tuple[CodeType, Any]] = []
         self._answers: tuple[MaskDecision, ...] = ()
         self.setters: list[Setter] = []
+        self.blocks: list[BlockGuards] = []
 
     @classmethod
     def of(
@@ -128,6 +151,11 @@ class Guards:
     def only_dynamos(self) -> bool:
         """Whether nothing is asked but Dynamo's own guards."""
         return not (self._constants or self._answers or self.setters)
+
+    def hold_for(self, scope: ForwardScope, variables: dict[str, Any] | None) -> bool:
+        """Whether Dynamo's own guards hold for another module, by the variables of its forward."""
+        same = scope.function is self._scope.function and variables is not None
+        return same and bool(self._manager.check(variables))
 
     def variables(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
         """Variables of the forward in one call, as guards name them."""
@@ -188,6 +216,7 @@ class Guards:
             and all(eval(code, scope) is tensor for code, tensor in self._constants)
             and all(setter.holds() for setter in self.setters)
             and all(answer.holds(scope) for answer in self._answers)
+            and all(block.hold() for block in self.blocks)
         )
 
     def _find_constants(

@@ -13,8 +13,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from torch import fx, nn
-from torch._functorch._aot_autograd.schemas import OutputType
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -44,6 +43,10 @@ from .input_sizes import InputSizes, is_open
 from .joint_trace import trace_joint
 from .module_paths import name_modules
 from .predicted_results import foresee
+from .regions.callable_blocks import are_captured as regions_wanted
+from .regions.expansion import expand
+from .regions.operators import tracing_calls
+from .regions.session import RegionSession, SplitBlock
 from .roles import ModuleRoles, canonical_names, with_roles
 
 __all__ = [
@@ -57,7 +60,7 @@ __all__ = [
     "first_call_differs",
 ]
 
-_OWN_STORAGE = {OutputType.non_alias, OutputType.unsafe_view_alias}
+_ATTEMPTS = 4  # captures around blocks, each without those that could not be captured before
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +98,7 @@ def capture(
     cache: SplitGraphCache | None = None,
     *,
     by_value: bool = False,
+    split: SplitBlock | None = None,
 ) -> Capture:
     """Trace ``module(*args, **kwargs)`` without running it on real data.
 
@@ -111,6 +115,8 @@ def capture(
         decompositions: operators to trace through, for a backend that wants them so.
         cache: where to look for what was made of the same graph before.
         by_value: as for ``export``.
+        split: captures and splits a block. With it, blocks that the module has several of are
+            captured once a kind, and called by the joint graph.
 
     Raises:
         CaptureError: the module cannot be traced into one graph; names the user's line.
@@ -120,10 +126,12 @@ def capture(
         found = _found(cache, call, module, args, kwargs)
         if found is not None:
             return found
+        if split is not None and regions_wanted() and not is_open(args, kwargs):
+            around = _around_regions(module, args, kwargs, decompositions, by_value, split)
+            if around is not None:
+                return around
         exported, guards = export(module, args, kwargs, by_value=by_value, call=call)
-        divide_layers(exported)
-        refuse_unbatched(exported)
-        name_modules(exported, module)
+        _prepare(module, exported)
         inputs = _input_names(args, kwargs)
         foreseen, entry = _look_up(cache, module, exported, inputs, (args, kwargs), decompositions)
         open_sizes = InputSizes(exported, args, kwargs) if is_open(args, kwargs) else None
@@ -136,26 +144,78 @@ def capture(
             entry.why_traced = "sizes are left open under a budget"
         kept = entry.find(exported.meta["fake_mode"]) if entry else None
         if kept and foreseen:
-            split, lying = kept
-            made = split.joint, inputs, foreseen.names, foreseen.spec, guards, split, entry
-            return Capture(*made, shardings=lying, sizes=open_sizes or None)
-        trace_as_run(exported)
-        traced = trace_joint(module, exported, (args, kwargs), foreseen, decompositions)
-    if entry and foreseen and (foreseen.names, foreseen.spec) != (traced.names, traced.spec):
+            known_graphs, lying = kept
+            made = known_graphs.joint, inputs, foreseen.names, foreseen.spec, guards
+            return Capture(*made, known_graphs, entry, shardings=lying, sizes=open_sizes or None)
+        traced = _traced(module, exported, guards, (args, kwargs), decompositions)
+    if (
+        entry
+        and foreseen
+        and (foreseen.names, foreseen.spec) != (traced.outputs, traced.output_spec)
+    ):
         entry.give_up("tracing found other results than were predicted")
+    return dataclasses.replace(traced, entry=entry, sizes=open_sizes or None)
+
+
+def _around_regions(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    decompositions: Decompositions,
+    by_value: bool,
+    split: SplitBlock,
+) -> Capture | None:
+    """The module with its repeated blocks captured once a kind; None where it has none."""
+    refused: dict[str, str] = {}
+    for _ in range(_ATTEMPTS):
+        session = RegionSession(module, split, refused)
+        if not session:
+            return None
+        before = len(refused)
+        try:
+            exported, guards = export(module, args, kwargs, by_value=by_value, regions=session)
+            calls = session.bind(exported)
+            if not calls:
+                return None
+            _prepare(module, exported)
+            guards.blocks = [call.guards for call in calls]
+            names = {id(tensor): name for name, tensor in _state(module)}
+            with session.tokens(calls), tracing_calls(calls):
+                captured = _traced(module, exported, guards, (args, kwargs), decompositions)
+            expand(captured.joint, calls, names)
+            return captured
+        except Exception:
+            if len(refused) == before:
+                return None
+    return None
+
+
+def _state(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*module.named_parameters(), *module.named_buffers()]
+
+
+def _prepare(module: nn.Module, exported: fx.GraphModule) -> None:
+    """Make Dynamo's graph one that AOTAutograd traces as it runs, with the module's names in it."""
+    divide_layers(exported)
+    refuse_unbatched(exported)
+    name_modules(exported, module)
+
+
+def _traced(
+    module: nn.Module,
+    exported: fx.GraphModule,
+    guards: Guards,
+    given: tuple[tuple[Any, ...], dict[str, Any]],
+    decompositions: Decompositions,
+) -> Capture:
+    """The joint graph of what Dynamo exported."""
+    trace_as_run(exported)
+    traced = trace_joint(module, exported, given, decompositions)
+    inputs = _input_names(*given)
     roles = ModuleRoles(canonical_names(module), inputs, traced.names)
     lying = {roles.of(desc): each for desc, each in traced.shardings.items()}
-    graph = with_roles(traced.graph, roles)
-    return Capture(
-        graph,
-        inputs,
-        traced.names,
-        traced.spec,
-        guards,
-        entry=entry,
-        shardings=lying,
-        sizes=open_sizes or None,
-    )
+    joint = with_roles(traced.graph, roles)
+    return Capture(joint, inputs, traced.names, traced.spec, guards, shardings=lying)
 
 
 def _call(

@@ -13,7 +13,6 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
-from autosplit.capture.cache.split_graph_cache import PredictedResults
 from autosplit.capture.workarounds.eager_settings import as_eager
 from autosplit.capture.workarounds.margin_losses import Decompositions, right_decompositions
 from autosplit.torch_internals.dtensor import Sharding
@@ -21,8 +20,6 @@ from autosplit.torch_internals.pytree import TreeSpec, flatten_named, tree_flatt
 
 from .dtensor_roles import shardings
 from .pytree_objects import hold
-from .repeated_layers.joint_of_layers import trace_layers
-from .repeated_layers.node_forms import NotRepeatedError
 
 _OWN_STORAGE = {OutputType.non_alias, OutputType.unsafe_view_alias}
 
@@ -48,38 +45,22 @@ def trace_joint(
     module: nn.Module,
     exported: fx.GraphModule,
     inputs: tuple[tuple[Any, ...], dict[str, Any]],
-    foreseen: PredictedResults | None,
     decompositions: Decompositions,
 ) -> TracedJoint:
-    """Trace forward and backward together, of layers that repeat themselves a few only. Outputs
-    that alias an input or each other become copies.
+    """Trace forward and backward together. Outputs that alias an input or each other become copies.
 
     Args:
         module: what was exported.
         exported: Dynamo's graph of it.
         inputs: positional and keyword ones that it was made for.
-        foreseen: what the module will return, where that is known.
         decompositions: operators to trace through.
     """
-
-    def trace(results: Any) -> Any:
-        """The joint graph, with copies where that is needed."""
-        joint = _trace(exported, *inputs, decompositions)
-        infos = joint._aot_state.fw_metadata.output_info
-        results.copied |= {
-            at for at, info in enumerate(infos) if info.output_type not in _OWN_STORAGE
-        }
-        return _trace(exported, *inputs, decompositions) if results.copied else joint
-
-    with contextlib.suppress(NotRepeatedError):
-        if foreseen is None:
-            raise NotRepeatedError("its results are known only when it is traced")
-        graph = trace_layers(
-            exported, inputs, foreseen.leaves, lambda results: trace(results).graph_module
-        )
-        return TracedJoint(graph, foreseen.names, foreseen.spec, {})
     results = _Results(exported)
-    joint = trace(results)
+    joint = _trace(exported, *inputs, decompositions)
+    infos = joint._aot_state.fw_metadata.output_info
+    results.copied = {at for at, info in enumerate(infos) if info.output_type not in _OWN_STORAGE}
+    if results.copied:
+        joint = _trace(exported, *inputs, decompositions)
     lying = shardings(joint, module, tree_flatten(inputs)[0])
     return TracedJoint(joint.graph_module, results.names, joint.out_spec, lying)
 

@@ -14,6 +14,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from autosplit.errors import CaptureError
 from autosplit.passes.graph import Kind, Role, placeholders
 
+from .backward_writes import is_backward, take_writes, written_twice
 from .dtensor_roles import drop_meshes, whole
 from .node_origins import note_origins
 
@@ -145,6 +146,7 @@ def with_roles(module: fx.GraphModule, names: ModuleRoles) -> fx.GraphModule:
     """
     graph = module.graph
     drop_meshes(graph)
+    writes = take_writes(graph, lambda node: names.input(node.meta["desc"]), CaptureError)
     seen: dict[Role, fx.Node] = {}
     for node in placeholders(graph):
         # An output that needs a gradient takes one, though all gradients may be the same whatever
@@ -152,7 +154,7 @@ def with_roles(module: fx.GraphModule, names: ModuleRoles) -> fx.GraphModule:
         if not node.users and not isinstance(whole(node.meta["desc"]), d.TangentAOTInput):
             graph.erase_node(node)
             continue
-        role = names.input(node.meta["desc"])
+        role = node.meta.get("role") or names.input(node.meta["desc"])
         if role in seen:
             node.replace_all_uses_with(seen[role])
             graph.erase_node(node)
@@ -161,7 +163,7 @@ def with_roles(module: fx.GraphModule, names: ModuleRoles) -> fx.GraphModule:
         node.meta["role"] = role
         _make_sizes_static(role, node)
         _rename(node, role)
-    _label_outputs(graph, names)
+    _label_outputs(graph, names, writes)
     note_origins(graph)
     module.recompile()
     return module
@@ -196,13 +198,15 @@ def _make_sizes_static(role: Role, value: Any) -> None:
     value.meta["val"] = tensor.new_empty_strided(sizes, tensor.stride())
 
 
-def _label_outputs(graph: fx.Graph, names: ModuleRoles) -> None:
+def _label_outputs(graph: fx.Graph, names: ModuleRoles, writes: list[tuple[Role, fx.Node]]) -> None:
     output = graph.output_node()
     pairs: dict[Role, Any] = {}
     for desc, value in zip(output.meta["desc"], output.args[0], strict=True):  # type: ignore[arg-type]
         if desc is None or (value is None and isinstance(whole(desc), d.GradAOTOutput)):
             continue
         role = names.output(desc)
+        if role.kind is Kind.UPDATE and is_backward(value):
+            raise written_twice(role.name, value, CaptureError)
         _make_sizes_static(role, value)
         if role in pairs:  # a tied parameter: one accumulator, so one gradient
             with graph.inserting_before(output):
@@ -210,5 +214,6 @@ def _label_outputs(graph: fx.Graph, names: ModuleRoles) -> None:
             total.meta = dict(value.meta)
             value = total
         pairs[role] = value
+    pairs.update(writes)
     output.args = (list(pairs.values()),)
     output.meta["roles"] = tuple(pairs)

@@ -54,6 +54,7 @@ CASES: list[Case] = [
 @pytest.fixture(autouse=True)
 def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
     monkeypatch.setenv(VARIABLE, str(tmp_path / "kept"))
+    monkeypatch.setenv("AUTOSPLIT_REGIONS", "0")  # whole graphs are kept
     return tmp_path / "kept"
 
 

@@ -1,0 +1,262 @@
+"""``RegionSession``: blocks of a model as opaque calls, while Dynamo captures the model."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch._dynamo
+from torch import Tensor, fx, nn
+from torch._dynamo.convert_frame import CaptureOutput
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+
+from autosplit.capture.cache.fingerprint import traced_value
+from autosplit.capture.guards import BlockGuards
+from autosplit.device import accelerator_kind
+from autosplit.errors import CaptureError
+from autosplit.passes import SplitGraphs
+from autosplit.torch_internals.pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from .callable_blocks import refuse_what_cannot_be_called
+from .candidates import has_plain_forward, look_of, repeated_blocks
+from .key_value_cache import caching, fills_cache
+from .region import STATE_TOKEN, Region, RegionCall, stand_in
+
+if TYPE_CHECKING:
+    from autosplit.capture.joint_graph import Capture
+
+SplitBlock = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple["Capture", SplitGraphs]]
+
+_TAKEN = {FakeTensor, Tensor, nn.Parameter, int, float, bool, str, type(None)}
+
+
+class RegionRefusedError(Exception):
+    """A block cannot be captured by itself."""
+
+
+class RegionSession:
+    """One capture of a model in which blocks are not entered.
+
+    Args:
+        model: that is captured.
+        split: captures and splits a block for a call of it.
+        refused: names of blocks that are entered all the same -> why; added to.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        split: SplitBlock,
+        refused: dict[str, str],
+    ) -> None:
+        self._model = model
+        self._thread = threading.get_ident()
+        self._modes = _modes()
+        self._split = split
+        self.refused = refused
+        self._known: dict[Hashable, list[Region]] = {}
+        self._called_by: dict[Any, tuple[str, nn.Module]] = {}
+        self._blocks = {
+            n: b
+            for n, b in repeated_blocks(model).items()
+            if n not in refused and has_plain_forward(b)
+        }
+        self._stand_ins = {
+            name: self._stand_in(name, block) for name, block in self._blocks.items()
+        }
+
+    def __bool__(self) -> bool:
+        return bool(self._blocks)
+
+    @property
+    def regions(self) -> list[Region]:
+        """Kinds of blocks, as they were found."""
+        return [region for found in self._known.values() for region in found]
+
+    @contextlib.contextmanager
+    def opaque(self) -> Iterator[None]:
+        """While calls of the blocks are operators that Dynamo does not look into."""
+        for name, block in self._blocks.items():
+            vars(block)["forward"] = self._stand_ins[name]
+        try:
+            yield
+        finally:
+            for block in self._blocks.values():
+                vars(block).pop("forward", None)
+
+    def _stand_in(self, name: str, block: nn.Module) -> Callable[..., Any]:
+        plain = self._operator(name, block)
+        if not fills_cache(block):
+            return plain
+        return caching(block, plain, partial(self._operator, name))
+
+    def _operator(self, name: str, block: nn.Module) -> Callable[..., Any]:
+        """A function that Dynamo takes for an operator."""
+
+        def call_block(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != self._thread:  # that calls the model meanwhile
+                return type(block).forward(block, *args, **kwargs)
+            return self._called(name, block, args, kwargs)
+
+        self._called_by[call_block] = name, block
+        operator: Callable[..., Any] = torch._dynamo.allow_in_graph(call_block)
+        return operator
+
+    def _called(self, name: str, block: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Fake results of a call, as tracing makes it."""
+        leaves, spec = tree_flatten((args, kwargs))
+        try:
+            if _modes() != self._modes:
+                raise CaptureError(
+                    "it is called under another grad mode or autocast than the model"
+                )
+            with unset_fake_temporarily(), torch._C._DisablePythonDispatcher():
+                region = self._region(name, block, leaves, spec)
+        except Exception as error:
+            self._refuse(name, str(error))
+            raise RegionRefusedError(name) from error
+        trained = {role.name for role in region.tangents}
+        paths = zip(region.capture.outputs, region.results, strict=True)
+        found = [
+            _computed(each.meta["val"], path in trained) if isinstance(each, fx.Node) else each
+            for path, each in paths
+        ]
+        return tree_unflatten(found, region.capture.output_spec)
+
+    def _refuse(self, name: str, reason: str) -> None:
+        """Have a block, and all that look like it, captured with the model."""
+        look = look_of(self._blocks[name])
+        self.refused |= {n: reason for n, b in self._blocks.items() if look_of(b) == look}
+
+    def _region(self, name: str, block: nn.Module, leaves: list[Any], spec: TreeSpec) -> Region:
+        """The region of a block: one that is known and fits it, else a new one."""
+        own = vars(self._blocks[name]).pop("forward", None)
+        try:
+            known = self._known.setdefault(_signature(block, leaves, spec), [])
+            for region in known:
+                guards = BlockGuards(region.capture.guards, block, region.args, region.kwargs)
+                if guards.hold():
+                    return region
+            args, kwargs = tree_unflatten([*map(_blank, leaves)], spec)
+            kind = f"{type(self._blocks[name]).__name__}_{len(self.regions)}"
+            found = Region(kind, args, kwargs, *self._split(block, args, kwargs))
+            refuse_what_cannot_be_called(found)
+            known.append(found)
+            return found
+        finally:
+            if own is not None:
+                vars(self._blocks[name])["forward"] = own
+
+    def forget_stand_ins(self, captured: CaptureOutput, scope: dict[str, Any]) -> None:
+        """Drop the guards that the functions in place of the blocks' forwards are there."""
+        guards = captured.graph_capture_output.output_graph.guards.inner
+        blocks = set(map(id, self._blocks.values()))
+        for guard in list(guards):
+            owner, dot, _ = guard.name.partition(".forward")
+            if dot and owner.startswith("L[") and id(eval(owner, scope)) in blocks:
+                guards.remove(guard)
+
+    @contextlib.contextmanager
+    def tokens(self, calls: Sequence[RegionCall]) -> Iterator[None]:
+        """While modules with a token each stand in for the blocks that are called."""
+        places = []
+        for call in calls:
+            parent, _, key = call.name.rpartition(".")
+            places.append((self._model.get_submodule(parent)._modules, key, call))
+        try:
+            for modules, key, call in places:
+                modules[key] = stand_in(call)
+            yield
+        finally:
+            for modules, key, call in places:
+                modules[key] = self._blocks[call.name]
+
+    def bind(self, exported: fx.GraphModule) -> list[RegionCall]:
+        """Have the captured graph call the regions of its blocks; returns the calls, whose regions
+        must be split before it is traced.
+        """
+        graphs = (each for each in exported.modules() if isinstance(each, fx.GraphModule))
+        nested = [node for each in graphs if each is not exported for node in each.graph.nodes]
+        for node in nested:
+            if node.target in self._called_by:
+                name, _ = self._called_by[node.target]
+                self._refuse(name, "it is called in the body of a higher-order operator")
+                raise RegionRefusedError(name)
+        found: list[RegionCall] = []
+        for node in list(exported.graph.nodes):
+            if node.target not in self._called_by:
+                continue
+            name, block = self._called_by[node.target]
+            given = _as_called((node.args, dict(node.kwargs)))
+            region = self._region(name, block, *tree_flatten(given))
+            if region.sums_differently([*tree_flatten((node.args, dict(node.kwargs)))[0]]):
+                self._refuse(name, "its gradient of a tensor that is read elsewhere, too, is a sum")
+                raise RegionRefusedError(name)
+            call = RegionCall(len(found), region, block, name)
+            with exported.graph.inserting_before(node):
+                state = exported.graph.create_node("get_attr", f"{name}.{STATE_TOKEN}")
+            node.target = call
+            node.args, node.kwargs = (state, tuple(node.args), dict(node.kwargs)), {}
+            found.append(call)
+        return found
+
+
+def _modes() -> Hashable:
+    """Modes under which a block is captured, and under which its guards hold."""
+    other = accelerator_kind()
+    autocast = [
+        torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+        for kind in ("cpu", other)
+    ]
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast
+
+
+def _as_called(argument: Any) -> Any:
+    """An argument in Dynamo's graph as the block was called with it: values in place of nodes, and
+    containers that are not fx's.
+    """
+    match argument:
+        case fx.Node():
+            return traced_value(argument)
+        case dict():
+            return {key: _as_called(each) for key, each in argument.items()}
+        case list():
+            return [*map(_as_called, argument)]
+        case tuple() if type(argument) is tuple:
+            return tuple(map(_as_called, argument))
+    return argument
+
+
+def _signature(block: nn.Module, leaves: list[Any], spec: TreeSpec) -> Hashable:
+    """What is equal for calls of blocks that may have the same graph."""
+    described = tuple(
+        (each.shape, each.stride(), each.dtype, each.device, each.requires_grad)
+        if isinstance(each, Tensor)
+        else (type(each), each)
+        for each in leaves
+    )
+    if not all(type(each) in _TAKEN for each in leaves):
+        raise CaptureError("it takes objects that are no plain tensors, numbers or text")
+    return type(block), torch.is_grad_enabled(), str(spec), described
+
+
+def _blank(leaf: Any) -> Any:
+    """A tensor without memory like a fake one, of an earlier operator where it has a gradient."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    blank = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+    blank.untyped_storage().resize_(0)
+    return blank.requires_grad_(leaf.requires_grad)
+
+
+def _computed(value: Tensor, trained: bool) -> Tensor:
+    """A fake tensor like this one, which no operator in place may take for a leaf."""
+    with torch.enable_grad():
+        made = torch.empty_strided(
+            value.shape, value.stride(), dtype=value.dtype, device=value.device
+        )
+        return made.requires_grad_().clone() if trained else made

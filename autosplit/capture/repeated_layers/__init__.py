@@ -1,1 +1,0 @@
-"""Layers that repeat themselves are traced by AOTAutograd a few times instead of all."""

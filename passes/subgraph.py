@@ -1,0 +1,209 @@
+"""``Subgraph``: a graph that nodes of other graphs call, each with values of its own.
+
+Layers of one kind have the same F, I and W. A graph around them has one node a call of such a
+graph: an operator that takes and returns a list of tensors, with the graph noted in its ``meta``.
+Passes see an operator that they do not know, which is not done twice nor moved against its data.
+``inline`` puts the graphs' own operators in place of the calls.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from .analysis.operators import is_random
+from .graph import (
+    Role,
+    SplitGraphs,
+    calls,
+    inputs,
+    module_like,
+    outputs,
+    placeholders,
+    role_of,
+    set_outputs,
+)
+from .origin import ORIGIN, Origin
+
+SUBGRAPH = "subgraph"
+
+# Never run: a graph that calls others is compiled into calls of their code.
+_LIBRARY = torch.library.Library("autosplit", "DEF")
+_LIBRARY.define("subgraph(str name, Tensor[] given) -> Tensor[]")
+_LIBRARY.define(
+    "drawing_subgraph(str name, Tensor[] given) -> Tensor[]",
+    tags=(torch.Tag.nondeterministic_seeded,),
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Subgraph:
+    """A graph that is called by nodes.
+
+    Attributes:
+        name: of the graph, unique among those that one graph calls.
+        module: the graph; returns what it computes, each value once.
+        results: role of a result -> its place among what the graph returns, or for one that the
+            graph only passes on the role that it came in under; others are constants.
+    """
+
+    name: str
+    module: fx.GraphModule
+    results: Mapping[Role, int | Role]
+
+    @classmethod
+    def of(cls, name: str, module: fx.GraphModule) -> Subgraph:
+        """A graph with roles, as one that is called.
+
+        Args:
+            name: for the called graph.
+            module: the graph; not changed.
+        """
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        graph.graph_copy(module.graph, copies)
+        places: dict[fx.Node, int] = {}
+        results: dict[Role, int | Role] = {}
+        pairs: list[tuple[Role, fx.Node]] = []
+        for role, value in outputs(module.graph):
+            if not isinstance(value, fx.Node):
+                continue
+            if value.op == "placeholder":
+                results[role] = role_of(value)
+                continue
+            if value not in places:
+                places[value] = len(pairs)
+                pairs.append((role, copies[value]))
+            results[role] = places[value]
+        set_outputs(graph, list(pairs))
+        return cls(name, module_like(module, graph, name), results)
+
+    @functools.cached_property
+    def given(self) -> list[Role]:
+        """Roles of what the graph takes, in order."""
+        return list(inputs(self.module.graph))
+
+    @functools.cached_property
+    def draws(self) -> bool:
+        """Whether it draws random numbers."""
+        return any(map(is_random, inner_calls(self.module.graph)))
+
+    @functools.cached_property
+    def values(self) -> list[torch.Tensor]:
+        """Fake tensors like those that the graph returns."""
+        return [value.meta["val"] for _, value in outputs(self.module.graph)]
+
+
+def call_subgraph(
+    graph: fx.Graph, called: Subgraph, given: list[fx.Node], values: list[torch.Tensor]
+) -> list[fx.Node]:
+    """Add a call of a graph; returns the nodes of its results.
+
+    Args:
+        graph: to add to, where it inserts nodes.
+        called: the graph.
+        given: what it takes.
+        values: fake tensors like its results.
+    """
+    if not values:
+        return []
+    target = torch.ops.autosplit.drawing_subgraph if called.draws else torch.ops.autosplit.subgraph
+    node = graph.call_function(target.default, (called.name, given))
+    node.meta = {"val": values, SUBGRAPH: called}
+    found = []
+    for at, value in enumerate(values):
+        item = graph.call_function(operator.getitem, (node, at))
+        item.meta = {"val": value}
+        found.append(item)
+    return found
+
+
+def subgraph_of(node: fx.Node) -> Subgraph | None:
+    """The graph that a node calls, behind items picked from its results."""
+    if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    found: Subgraph | None = node.meta.get(SUBGRAPH) if node.op == "call_function" else None
+    return found
+
+
+def operands(node: fx.Node) -> list[fx.Node]:
+    """The values that a node hands to the graph that it calls."""
+    return list(node.args[1])  # type: ignore[arg-type]
+
+
+def subgraphs(graph: fx.Graph) -> list[Subgraph]:
+    """The graphs that the nodes of a graph call, each once."""
+    found = (subgraph_of(node) for node in calls(graph))
+    return list(dict.fromkeys(each for each in found if each is not None))
+
+
+def inner_calls(graph: fx.Graph) -> Iterator[fx.Node]:
+    """Nodes that compute something, those of called graphs in place of their calls."""
+    for node in calls(graph):
+        called = node.meta.get(SUBGRAPH)
+        if called is None:
+            yield node
+        else:
+            yield from inner_calls(called.module.graph)
+
+
+def inlined(graphs: SplitGraphs) -> SplitGraphs:
+    """Graphs with the operators of those that they call."""
+    made: dict[str, Any] = {name: inline(module) for name, module in graphs.graphs().items()}
+    return dataclasses.replace(graphs, **made)
+
+
+def inline(module: fx.GraphModule) -> fx.GraphModule:
+    """The graph with the operators of the graphs that it calls; itself where it calls none."""
+    if not subgraphs(module.graph):
+        return module
+    graph = fx.Graph()
+    copies: dict[fx.Node, Any] = {}
+    made = module_like(module, graph, type(module).__name__)
+    for node in module.graph.nodes:
+        called = node.meta.get(SUBGRAPH)
+        if called is not None:
+            given = [copies[each] for each in operands(node)]
+            copies[node] = _inlined(made, called, given, node)
+        elif node.target is operator.getitem and isinstance(copies.get(node.args[0]), list):
+            copies[node] = copies[node.args[0]][node.args[1]]
+        elif node.op == "output":
+            values = fx.node.map_arg([value for _, value in outputs(module.graph)], copies.get)
+            roles = [role for role, _ in outputs(module.graph)]
+            set_outputs(graph, list(zip(roles, values, strict=True)))
+        else:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    made.graph = graph
+    return made
+
+
+def _inlined(
+    into: fx.GraphModule, called: Subgraph, given: list[fx.Node], caller: fx.Node
+) -> list[fx.Node]:
+    """Copies of a called graph's operators, at the end of a graph; returns its results."""
+    inner = called.module.graph
+    copies: dict[fx.Node, Any] = dict(zip(placeholders(inner), given, strict=True))
+    origin = caller.meta.get(ORIGIN, Origin())
+    for node in inner.nodes:
+        if node.op == "output":
+            return [copies[value] for _, value in outputs(inner)]
+        if node.op == "placeholder":
+            continue
+        copy = copies[node] = into.graph.node_copy(node, copies.__getitem__)
+        if node.op == "get_attr":
+            copy.target = f"{called.name}_{node.target}"
+            setattr(into, copy.target, operator.attrgetter(str(node.target))(called.module))
+        elif ORIGIN in node.meta:
+            own = node.meta[ORIGIN]
+            inside = [
+                f"{name}.{each}" for name in origin.modules[-1:] or ("",) for each in own.modules
+            ]
+            around = (*origin.modules, *(each.removeprefix(".") for each in inside))
+            copy.meta[ORIGIN] = dataclasses.replace(own, modules=around)
+    return []

@@ -1,0 +1,318 @@
+"""Blocks that a model has several of are captured once a kind, with autograd's gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import autosplit
+from tests.capture.regions.blocks import WIDTH, Residual, Stack, kinds
+from tests.semantics.against_autograd import assert_equals_autograd
+
+
+class Dropping(Residual):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(super().forward(x), 0.5, self.training)
+
+
+class Buffered(Residual):
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.register_buffer("scale", torch.full((WIDTH,), 1.0 + index))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+class Constant(Residual):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + torch.tensor([0.5, 0.25, 1.0, 2.0])
+
+
+class Careful(Residual):
+    """Modes are entered and left in every block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = x.abs().amax(-1, keepdim=True) + 1
+        with torch.autocast("cpu", torch.bfloat16):
+            y = self.up(self.norm(x))
+        return x + self.down(y.float()) / scale
+
+
+class Frozen(Residual):
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.up.requires_grad_(False)
+
+
+class Checkpointed(Residual):
+    """Two regions in each block are recomputed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = checkpoint(lambda x: torch.tanh(self.up(self.norm(x))), x, use_reentrant=False)
+        return x + checkpoint(lambda y: torch.relu(self.down(y)), y, use_reentrant=False)
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return 3 * x * grad
+
+
+class Custom(Residual):
+    """Every block calls a function with a backward of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        square: Any = Square.apply
+        return x + self.down(square(self.up(self.norm(x))))
+
+
+class Deciding(Residual):
+    """Every block holds graphs of both branches."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(torch.cond(x.sum() > 0, torch.cos, torch.sin, (x,)))
+
+
+class Pair(Residual):
+    """Two results, of which nobody reads the second: its gradient is none, and not zero."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), (x - x).log()
+
+
+class Pairs(Stack):
+    def __init__(self) -> None:
+        super().__init__(Pair)
+
+    def forward(self, x: Tensor) -> Any:
+        for layer in self.layers:
+            x, _ = layer(x)
+        return self.head(x)
+
+
+class Listing(Stack):
+    """All hidden states are returned: their gradients are summed in autograd's order."""
+
+    def forward(self, x: Tensor) -> Any:
+        states = [self.first(x)]
+        for layer in self.layers:
+            states.append(layer(states[-1]))
+        return {"states": states, "head": self.head(states[-1])}
+
+
+class Reading(Stack):
+    """Every block reads what comes from before all blocks, and needs a gradient."""
+
+    def forward(self, x: Tensor) -> Any:
+        memory = self.first(x)
+        for layer in self.layers:
+            x = layer(x + memory) * memory
+        return self.head(x)
+
+
+class InPlace(Stack):
+    """What a block returns is written into."""
+
+    def forward(self, x: Tensor) -> Any:
+        total = torch.zeros_like(x)
+        for layer in self.layers:
+            x = layer(x)
+            total.add_(x)
+            x = x.mul_(0.5)
+        return self.head(total)
+
+
+class Early(Stack):
+    """The loop leaves early."""
+
+    def forward(self, x: Tensor) -> Any:
+        for index, layer in enumerate(self.layers):
+            if index == 3:
+                break
+            x = layer(x)
+        return self.head(x)
+
+
+class Twice(Stack):
+    """Every block is called twice."""
+
+    def forward(self, x: Tensor) -> Any:
+        for layer in (*self.layers, *self.layers):
+            x = layer(x)
+        return self.head(x)
+
+
+class Transposing(Stack):
+    """Gradients of what blocks return are laid out in other ways than that."""
+
+    def forward(self, x: Tensor) -> Any:
+        x = x[:WIDTH]
+        for layer in self.layers:
+            x = layer(x).t().contiguous()
+        return self.head(x)
+
+
+class Modes(Stack):
+    """Blocks are called under modes that the model enters."""
+
+    def forward(self, x: Tensor) -> Any:
+        with torch.no_grad():
+            x = self.layers[0](self.layers[1](x))
+        with torch.autocast("cpu", torch.bfloat16):
+            x = self.layers[2](self.layers[3](x))
+        return self.head(x.float())
+
+
+class Recomputed(Stack):
+    """The model recomputes its blocks."""
+
+    def forward(self, x: Tensor) -> Any:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return self.head(x)
+
+
+class Named(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({f"layer{at}": each for at, each in enumerate(self.layers)})
+
+    def forward(self, x: Tensor) -> Any:
+        for layer in self.layers.values():
+            x = layer(x)
+        return self.head(x)
+
+
+class TwoStacks(Stack):
+    """An encoder, and a decoder that reads what it makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = nn.ModuleList(map(Residual, range(4)))
+
+    def forward(self, x: Tensor) -> Any:
+        y = x
+        for layer in self.layers:
+            x = layer(x)
+        for layer in self.decoder:
+            y = torch.sigmoid(layer(y)) + x
+        return self.head(y)
+
+
+BLOCKS = (
+    Residual,
+    Dropping,
+    Buffered,
+    Constant,
+    Careful,
+    Frozen,
+    Checkpointed,
+    Custom,
+    Deciding,
+)
+MODELS = {
+    Pairs: [],
+    Transposing: [],
+    Modes: [],
+    Recomputed: [],
+    Listing: [],
+    Reading: [4],
+    InPlace: [],
+    Early: [3],
+    Twice: [],
+    Named: [4],
+    TwoStacks: [],
+}
+
+
+def batches() -> list[tuple[Tensor, ...]]:
+    return [(torch.randn(5, WIDTH, requires_grad=True),) for _ in range(2)]
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda kind: kind.__name__)
+def test_blocks(block: type[Residual]) -> None:
+    split = assert_equals_autograd(Stack(block), batches())
+    assert kinds(split) == [4]
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda kind: kind.__name__)
+def test_models(model: type[Stack]) -> None:
+    split = assert_equals_autograd(model(), batches())
+    assert kinds(split) == MODELS[model]
+
+
+def test_no_input_needs_a_gradient() -> None:
+    split = assert_equals_autograd(Stack(), [(torch.randn(5, WIDTH),) for _ in range(2)])
+    assert kinds(split) == [4]
+
+
+def test_without_gradients() -> None:
+    split = autosplit.split(Stack())
+    x = torch.randn(5, WIDTH)
+    with torch.no_grad():
+        assert torch.equal(split(x), split.unsplit(x))
+    assert kinds(split) == [4]
+
+
+def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOSPLIT_REGIONS", "0")
+    assert kinds(assert_equals_autograd(Stack(), batches())) == []
+
+
+@pytest.mark.parametrize("memory", ["fast", "lean"])
+def test_memory_settings(memory: str) -> None:
+    model = Stack()
+    split = autosplit.split(model, memory=memory)
+    (x,) = batches()[0]
+    split(x).sum().backward()
+    split.backward_weight()
+    mine = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    model(x).sum().backward()
+    assert all(map(torch.equal, mine, [parameter.grad for parameter in model.parameters()]))
+    assert kinds(split) == [4]
+
+
+def test_what_waits_is_what_waits_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    (x,) = batches()[0]
+    held = []
+    for switch in ("1", "0"):
+        monkeypatch.setenv("AUTOSPLIT_REGIONS", switch)
+        split = autosplit.split(Stack())
+        split(x).sum().backward()
+        held.append(split.pending_bytes)
+    assert held[0] == held[1]
+
+
+def test_a_model_of_transformers() -> None:
+    """As people call it: with a cache of keys and values."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2}
+    sizes |= {"intermediate_size": 16, "vocab_size": 11, "max_position_embeddings": 8}
+    config = transformers.AutoConfig.for_model("llama", **sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    ids = torch.randint(0, 11, (2, 6))
+    split = autosplit.split(model)
+    results, gradients = [], []
+    for face in (split, model):
+        model.zero_grad()
+        output = face(input_ids=ids, labels=ids)
+        keys = [layer.keys for layer in output.past_key_values.layers]
+        (output.loss + keys[1].sum()).backward()
+        results.append([output.loss, *keys])
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    for one, other in (results, gradients):
+        assert all(map(torch.equal, one, other))
+    assert kinds(split) == [3]

@@ -1,0 +1,164 @@
+"""Blocks that look alike and are not: kinds of their own, or captured with the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.capture.regions.blocks import WIDTH, Residual, Stack, kinds
+from tests.semantics.against_autograd import assert_equals_autograd
+
+ODD = 2  # of four blocks
+
+
+class Scaled(Residual):
+    """A constant of its own for one of the blocks."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.scale = 0.5 if index == ODD else 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+class Wide(Residual):
+    """One of the blocks is wider inside."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        if index == ODD:
+            self.up, self.down = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH, False)
+
+
+class Normalised(nn.Module):
+    """Running statistics are written in each block."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(self.norm(x))
+
+
+class Same(Residual):
+    """One block returns what it was given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Objects(Stack):
+    """Blocks are handed an object that is no tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(Given(x))
+        return self.head(x)
+
+
+class Given:
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class TakingObjects(Residual):
+    def forward(self, given: Given) -> Tensor:
+        return super().forward(given.x)
+
+
+def frozen() -> nn.Module:
+    model = Stack()
+    model.layers[ODD].requires_grad_(False)
+    return model
+
+
+def evaluated() -> nn.Module:
+    model = Stack(lambda index: nn.Sequential(Residual(index), nn.Dropout(0.5)))
+    model.layers[ODD].eval()
+    return model
+
+
+def tied_blocks() -> nn.Module:
+    model = Stack()
+    model.layers[ODD].up.weight = model.layers[1].up.weight
+    return model
+
+
+def tied_to_the_head() -> nn.Module:
+    model = Stack()
+    model.head = nn.Linear(WIDTH, 2 * WIDTH)
+    model.head.weight = model.layers[ODD].up.weight
+    return model
+
+
+def one_block() -> nn.Module:
+    model = Stack()
+    model.layers = nn.ModuleList([model.layers[0]] * 4)
+    return model
+
+
+def hooked() -> nn.Module:
+    model = Stack()
+    model.layers[ODD].register_forward_hook(lambda module, args, output: output * 3)
+    return model
+
+
+UNLIKE: dict[str, tuple[Callable[[], nn.Module], list[int]]] = {
+    "constant": (lambda: Stack(Scaled), [3, 1]),
+    "width": (lambda: Stack(Wide), [3]),
+    "frozen": (frozen, [3]),
+    "evaluation": (evaluated, [3]),
+    "tied_blocks": (tied_blocks, [2]),
+    "tied_to_the_head": (tied_to_the_head, [3]),
+    "one_block": (one_block, []),
+    "hook": (hooked, [3]),
+    "running_statistics": (lambda: Stack(Normalised), []),
+    "passed_on": (lambda: Stack(Same), []),
+    "objects": (lambda: Objects(TakingObjects), []),
+}
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_gradients(name: str) -> None:
+    make, expected = UNLIKE[name]
+    split = assert_equals_autograd(make(), [(torch.randn(5, WIDTH, requires_grad=True),)] * 2)
+    assert kinds(split) == expected
+
+
+@pytest.mark.parametrize("name", ["hook", "constant", "frozen", "forward", "evaluation"])
+def test_a_block_that_becomes_another_is_noticed(name: str) -> None:
+    model = Stack(lambda index: nn.Sequential(Scaled(0), nn.Dropout(0.5)))
+    x = torch.randn(5, WIDTH, requires_grad=True)
+    split = assert_equals_autograd(model, [(x,)])
+    block = model.layers[ODD]
+    match name:
+        case "hook":
+            block.register_forward_hook(lambda module, args, output: output * 3)
+        case "constant":
+            block[0].scale = 0.25
+        case "frozen":
+            block.requires_grad_(False)
+        case "forward":
+            block.forward = lambda x: x.sin()
+        case "evaluation":
+            block.eval()
+    for parameter in model.parameters():
+        parameter.grad = None
+    torch.manual_seed(0)
+    split(x).sum().backward()
+    split.backward_weight()
+    mine = [each.grad for each in model.parameters()]
+    for parameter in model.parameters():
+        parameter.grad = None
+    torch.manual_seed(0)
+    model(x).sum().backward()
+    for one, parameter in zip(mine, model.parameters(), strict=True):
+        if parameter.grad is None:
+            assert one is None
+        else:
+            assert torch.equal(one, parameter.grad)
