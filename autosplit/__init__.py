@@ -6,6 +6,7 @@ from autosplit.dynamo.pending_weights import backward_weight
 
 from .errors import (
     AutosplitError,
+    BatchError,
     CaptureError,
     CheckpointError,
     DeferralWarning,
@@ -28,6 +29,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AutosplitError",
+    "BatchError",
     "CaptureError",
     "CheckpointError",
     "CollectiveCosts",

@@ -28,16 +28,20 @@ class Kind(enum.Enum):
     SAVED = "saved"  # left by forward for the backward
     DEFERRED = "deferred"  # left by backward_input for backward_weight
     ACCUMULATOR = "accumulator"  # sum of a parameter's gradients, written in place
+    TARGET = "target"  # what the backward writes into, as it is when that runs
     OUTPUT = "output"
     UPDATE = "update"  # new value of a mutated buffer or input
     INPUT_GRAD = "input_grad"
     PARAMETER_GRAD = "parameter_grad"
+    WRITE = "write"  # new value of a target
 
 
 STATE = frozenset({Kind.PARAMETER, Kind.BUFFER})
 PRIMAL = STATE | {Kind.INPUT}
 FORWARD_OUTPUT = frozenset({Kind.OUTPUT, Kind.UPDATE})
 GRADIENT = frozenset({Kind.INPUT_GRAD, Kind.PARAMETER_GRAD})
+BACKWARD_OUTPUT = GRADIENT | {Kind.WRITE}
+FIXED = STATE | {Kind.TARGET}  # what a backward reads and nobody saves
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -187,6 +191,14 @@ def inputs(graph: fx.Graph, *kinds: Kind) -> dict[Role, fx.Node]:
     """Placeholders by role, in order; only of the given kinds where kinds are given."""
     found = {role_of(node): node for node in placeholders(graph)}
     return {role: node for role, node in found.items() if not kinds or role.kind in kinds}
+
+
+def fixed(graph: fx.Graph) -> list[Role]:
+    """Roles of what a backward graph is given and nobody saves: the state that it reads, then what
+    it writes into.
+    """
+    written = [Role(Kind.TARGET, role.name) for role, _ in outputs(graph, Kind.WRITE)]
+    return [*inputs(graph, *STATE), *written]
 
 
 def outputs(graph: fx.Graph, *kinds: Kind) -> list[tuple[Role, Any]]:

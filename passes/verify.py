@@ -17,14 +17,15 @@ from .analysis.operators import (
     is_effect,
     is_random,
     is_recomputed,
+    writes_in_backward,
 )
 from .analysis.symbolic_sizes import is_size
 from .errors import PassError
 from .graph import (
+    BACKWARD_OUTPUT,
+    FIXED,
     FORWARD_OUTPUT,
-    GRADIENT,
     PRIMAL,
-    STATE,
     Kind,
     SplitProgram,
     calls,
@@ -38,29 +39,24 @@ from .graph import (
 # What may enter each graph. The rest of an invariant such as "backward_input never depends
 # on backward_weight" follows: nothing that W returns is among what I may take.
 _MAY_ENTER = {
-    "joint": PRIMAL | {Kind.TANGENT},
+    "joint": PRIMAL | {Kind.TANGENT, Kind.TARGET},
     "forward": PRIMAL,
-    "backward": STATE | {Kind.SAVED, Kind.TANGENT},
-    "backward_input": STATE | {Kind.SAVED, Kind.TANGENT},
-    "backward_weight": STATE | {Kind.DEFERRED},
-    "backward_accumulating": STATE | {Kind.SAVED, Kind.TANGENT, Kind.ACCUMULATOR},
-    "backward_input_accumulating": STATE | {Kind.SAVED, Kind.TANGENT, Kind.ACCUMULATOR},
-    "backward_weight_accumulating": STATE | {Kind.DEFERRED, Kind.ACCUMULATOR},
-    "backward_weight_slice": STATE | {Kind.DEFERRED},
-    "backward_weight_slice_accumulating": STATE | {Kind.DEFERRED, Kind.ACCUMULATOR},
+    "backward": FIXED | {Kind.SAVED, Kind.TANGENT},
+    "backward_input": FIXED | {Kind.SAVED, Kind.TANGENT},
+    "backward_weight": FIXED | {Kind.DEFERRED},
+    "backward_weight_slice": FIXED | {Kind.DEFERRED},
 }
 _MAY_LEAVE = {
-    "joint": FORWARD_OUTPUT | GRADIENT,
+    "joint": FORWARD_OUTPUT | BACKWARD_OUTPUT,
     "forward": FORWARD_OUTPUT | {Kind.SAVED},
-    "backward": GRADIENT,
-    "backward_input": GRADIENT | {Kind.DEFERRED},
-    "backward_weight": frozenset({Kind.PARAMETER_GRAD}),
-    "backward_accumulating": frozenset({Kind.INPUT_GRAD}),
-    "backward_input_accumulating": frozenset({Kind.INPUT_GRAD, Kind.DEFERRED}),
-    "backward_weight_accumulating": frozenset(),
-    "backward_weight_slice": frozenset({Kind.PARAMETER_GRAD, Kind.DEFERRED}),
-    "backward_weight_slice_accumulating": frozenset({Kind.DEFERRED}),
+    "backward": BACKWARD_OUTPUT,
+    "backward_input": BACKWARD_OUTPUT | {Kind.DEFERRED},
+    "backward_weight": BACKWARD_OUTPUT - {Kind.INPUT_GRAD},
+    "backward_weight_slice": BACKWARD_OUTPUT - {Kind.INPUT_GRAD} | {Kind.DEFERRED},
 }
+for _name in [name for name in _MAY_ENTER if name.startswith("backward")]:
+    _MAY_ENTER[f"{_name}_accumulating"] = _MAY_ENTER[_name] | {Kind.ACCUMULATOR}
+    _MAY_LEAVE[f"{_name}_accumulating"] = _MAY_LEAVE[_name] - {Kind.PARAMETER_GRAD}
 
 
 def verify(program: SplitProgram, after: str = "the pipeline") -> None:
@@ -137,6 +133,12 @@ def _backward_is_pure(name: str, module: fx.GraphModule) -> Iterator[str]:
             yield _at(name, node, f"{node.target} has a side effect in a backward")
 
 
+def _writes_are_results(name: str, module: fx.GraphModule) -> Iterator[str]:
+    for node in calls(module.graph):
+        if name == "joint" and writes_in_backward(node):
+            yield _at(name, node, "the backward writes, which no graph would: make it a result")
+
+
 def _accumulators_only_grow(name: str, module: fx.GraphModule) -> Iterator[str]:
     """Each is added into, and nothing reads it: it holds other microbatches' sums."""
     accumulators = inputs(module.graph, Kind.ACCUMULATOR)
@@ -195,7 +197,7 @@ def _outputs_once(program: SplitProgram) -> Iterator[str]:
     parts = [module for name, module in program.graphs().items() if name in halves]
     if not parts:
         return
-    kept = FORWARD_OUTPUT | GRADIENT
+    kept = FORWARD_OUTPUT | BACKWARD_OUTPUT
     wanted = Counter(role for role, _ in outputs(program.joint.graph, *kept))
     made = Counter(role for part in parts for role, _ in outputs(part.graph, *kept))
     for role in wanted | made:
@@ -224,6 +226,7 @@ OF_A_GRAPH: tuple[Callable[[str, fx.GraphModule], Iterator[str]], ...] = (
     _values_known,
     _roles_allowed,
     _backward_is_pure,
+    _writes_are_results,
     _accumulators_only_grow,
 )
 BETWEEN_GRAPHS: tuple[Callable[[SplitProgram], Iterator[str]], ...] = (

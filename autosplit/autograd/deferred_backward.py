@@ -65,6 +65,11 @@ class DeferredBackward:
             return [self.owner(state[name]) for name in names if name not in self.skipped]
         return [state[name] for name in names if name not in self.skipped]
 
+    @property
+    def due(self) -> bool:
+        """Whether W is to run though nobody wants a gradient of it: it writes."""
+        return self.functions.writes_late
+
     def named_gradients(self) -> dict[str, Tensor]:
         """Run W. Gradients in the order of ``functions.parameter_names``, skipped ones too.
 

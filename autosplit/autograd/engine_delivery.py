@@ -15,8 +15,10 @@ from torch import Tensor
 
 from autosplit.torch_internals.autograd.accumulate_grad import has_gradient_hooks
 
+from .pending_work import PendingWork
 
-class EngineWork(Protocol):
+
+class EngineWork(PendingWork, Protocol):
     """Deferred weight gradients that the engine can compute and accumulate."""
 
     def named_leaves(self) -> Iterable[tuple[str, Tensor]]:
@@ -40,6 +42,9 @@ def deliver_through_engine(works: Sequence[EngineWork], *, hooked: bool = False)
     """
     # The engine runs the newest node first: gradients add up in the order of the works.
     targets = [(work, dict(work.named_leaves())) for work in reversed(works)]
+    for work in [work for work, named in targets if work.due and not named]:
+        with torch.no_grad():
+            work.named_gradients()
     targets = [(work, named) for work, named in targets if named]
     leaves = _Leaves(hooked)
     with torch.enable_grad():

@@ -182,6 +182,9 @@ class Split(torch.autograd.Function):
             weights = _weights(ctx, deferred, early, skipped, probes) or weights
         elif kept and asked_by_pipelining():
             _refuse_pipelining()
+        elif functions.writes_late:  # whoever asks for input gradients has the backward write, too
+            with without_autocast():
+                functions.backward_weight(deferred)
         return (None, None, None, None, None, *grads, *weights)
 
 

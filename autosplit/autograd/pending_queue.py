@@ -158,7 +158,7 @@ class PendingQueue(Generic[W]):
         """Remove work of which no gradient is wanted any more."""
         with self._lock:
             for key, queued in [*self._microbatches.items()]:
-                left = [each for each in queued if each not in works]
+                left = [each for each in queued if each not in works or each.due]
                 if left:
                     self._microbatches[key] = left
                 else:

@@ -39,6 +39,10 @@ class PendingWork(Protocol):
         """Whether all gradients are known to be strided."""
 
     @property
+    def due(self) -> bool:
+        """Whether it is to run though nobody wants a gradient of it."""
+
+    @property
     def tensors(self) -> Sequence[Tensor | None]:
         """Tensors that it keeps alive, parameters and buffers left out."""
 

@@ -84,6 +84,7 @@ class DeferredGraphBackward:
     targets: Mapping[str, weakref.ref[nn.Parameter]]
     backward: int
     sequence: int
+    due = False  # what the backward writes, I has written
 
     @classmethod
     def of(

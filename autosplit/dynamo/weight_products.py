@@ -15,6 +15,7 @@ from autosplit.passes import Kind, Role, SplitGraphs
 from autosplit.passes.analysis.operator_cost import flops
 from autosplit.passes.graph import (
     FORWARD_OUTPUT,
+    PRIMAL,
     ancestors,
     outputs,
     placeholders,
@@ -31,7 +32,7 @@ class WeightProducts:
 
     def __init__(self, graphs: SplitGraphs) -> None:
         joint = graphs.joint.graph
-        taken = [n for n in placeholders(joint) if role_of(n).kind is not Kind.TANGENT]
+        taken = [n for n in placeholders(joint) if role_of(n).kind in PRIMAL]
         self._slots = [role_of(node) for node in taken if tensor_of(node) is not None]
         self._results = [value for _, value in outputs(joint, *FORWARD_OUTPUT)]
         self._input_half = graphs.backward_input

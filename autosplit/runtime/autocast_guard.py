@@ -16,7 +16,8 @@ from torch import Tensor, fx
 from autosplit.device import accelerator_kind
 from autosplit.errors import SplitError
 from autosplit.passes.analysis.operators import is_recomputed, overload
-from autosplit.passes.graph import calls, source_line
+from autosplit.passes.graph import source_line
+from autosplit.passes.subgraph import inner_calls
 
 
 def autocast_state() -> tuple[Hashable, ...]:
@@ -44,7 +45,7 @@ class AutocastGuard:
         state = autocast_state()
         if state in self._passed:
             return
-        changed = next(filter(_is_cast, calls(self._graph)), None)
+        changed = next(filter(_is_cast, inner_calls(self._graph)), None)
         if changed is not None:
             line = source_line(changed)
             raise SplitError(

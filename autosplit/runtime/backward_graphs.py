@@ -14,11 +14,12 @@ from torch import Tensor, fx
 from autosplit.backends.compiled_graph import Backend, hand_over, positions
 from autosplit.errors import SplitError
 from autosplit.passes import Kind, Role, SplitGraphs
-from autosplit.passes.graph import STATE, inputs, outputs, role_of
+from autosplit.passes.graph import fixed, outputs, role_of
 from autosplit.passes.lowering.concatenate_microbatches import (
     concatenate_microbatches,
     microbatch_role,
 )
+from autosplit.passes.subgraph import inline
 from autosplit.passes.verify import verify_graph
 from autosplit.runtime.activations.saved_tensors import Constants
 
@@ -40,7 +41,8 @@ class BackwardInput(NamedTuple):
         inputs: how many inputs the module has.
         handed: roles of what W gets: what I defers, then state.
         names: theirs.
-        read_at: places of the state that W reads among the state that the backward reads.
+        read_at: places of what W reads among what the backward reads.
+        loose: how many of that, the last, are targets.
         constants: those that W reads.
     """
 
@@ -49,6 +51,7 @@ class BackwardInput(NamedTuple):
     handed: Sequence[Role]
     names: tuple[str, ...]
     read_at: Sequence[int]
+    loose: int
     constants: Constants
 
 
@@ -68,7 +71,7 @@ class BackwardGraphs:
         backend: how graphs are compiled.
 
     Attributes:
-        read: roles of the parameters and buffers that the backward reads.
+        read: roles of the parameters and buffers that the backward reads, then of its targets.
         constants: those that the backward reads.
         parameter_names: whose gradients B returns, in order.
         early_parameters: whose gradients I returns, in order.
@@ -92,7 +95,7 @@ class BackwardGraphs:
         self._slices: dict[int, SlicedWeight] = {}
         self._together: dict[int, GradientGraph] = {}
         backward = graphs.backward
-        self.read = [] if backward is None else list(inputs(backward.graph, *STATE))
+        self.read = [] if backward is None else fixed(backward.graph)
         self.constants = self._constants_of([] if backward is None else [backward])
         self._crossing = [*(Role(Kind.TANGENT, name) for name in tangents), *saved]
         self._taken = [*self._crossing, *self.read]
@@ -129,7 +132,7 @@ class BackwardGraphs:
         match variant.call:
             case "backward_input":
                 return self.backward_input.graph
-            case "backward_weight" if variant.microbatches > 1:
+            case "backward_weight" if variant.microbatches > 1 and not self.weight_writes:
                 return self.together(variant.microbatches)
             case "backward_weight":
                 return self.weight if slices == 1 else self.sliced(slices)
@@ -143,7 +146,7 @@ class BackwardGraphs:
         if self._only_weights:
             return self._passed_on(module, weight)
         deferred = [role for role, _ in outputs(module.graph, Kind.DEFERRED)]
-        read = list(inputs(weight.graph, *STATE))
+        read = fixed(weight.graph)
         others = [*self._wanted, *deferred]
         return BackwardInput(
             GradientGraph(
@@ -159,6 +162,7 @@ class BackwardGraphs:
             (*deferred, *read),
             tuple([role.name for role in (*deferred, *read)]),
             positions(read, self.read),
+            self.weight_writes,
             self._constants_of([weight]),
         )
 
@@ -174,6 +178,7 @@ class BackwardGraphs:
             handed,
             tuple([role.name for role in handed]),
             range(len(self.read)),
+            self.weight_writes,
             self._constants_of([weight]),
         )
 
@@ -181,9 +186,12 @@ class BackwardGraphs:
     def _only_weights(self) -> bool:
         """Whether I computes nothing, so that W and B are one graph."""
         graph, weight = self._module("backward_input").graph, self._module("backward_weight").graph
-        return (
-            _passed(graph).keys() == set(self._crossing) and [*inputs(weight, *STATE)] == self.read
-        )
+        return _passed(graph).keys() == set(self._crossing) and fixed(weight) == self.read
+
+    @cached_property
+    def weight_writes(self) -> int:
+        """How many targets W has."""
+        return len(outputs(self._module("backward_weight").graph, Kind.WRITE))
 
     @cached_property
     def weight(self) -> GradientGraph:
@@ -204,7 +212,7 @@ class BackwardGraphs:
         if count not in self._together:
             self.backward_input.graph.compile()  # decides how what W gets lies in memory
             handed = self.backward_input.handed
-            module = concatenate_microbatches(self._module("backward_weight"), count)
+            module = concatenate_microbatches(inline(self._module("backward_weight")), count)
             verify_graph("backward_weight", module, "batch")
             given = [microbatch_role(role, index) for index in range(count) for role in handed]
             self._together[count] = GradientGraph(
@@ -225,7 +233,7 @@ class BackwardGraphs:
         if count not in self._slices:
             self.backward_input.graph.compile()  # decides how what the slices get lies in memory
             self._slices[count] = SlicedWeight(
-                self._module("backward_weight"),
+                inline(self._module("backward_weight")),
                 self.backward_input.handed,
                 count,
                 borrowed=self._dependence.borrowed,

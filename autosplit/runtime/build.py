@@ -8,7 +8,8 @@ import pathlib
 import random
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,6 +54,7 @@ def trace(
     called: bool = False,
     insist: bool = True,
     by_value: bool = False,
+    regions: bool = False,
 ) -> SplitFunctions:
     """Capture, split and compile a module for inputs like these; with ``by_value``, where their
     values decide, for inputs of which the graph's guards hold.
@@ -73,6 +75,8 @@ def trace(
         called: whether the inputs are those of a call that is to be run.
         insist: whether nothing but a graph will do. Then a forward that cannot be traced may be
             tried on a copy without data, and what it does outside of the module it does then, too.
+        regions: whether blocks that the module has several of are captured once a kind, and called
+            by the graphs, unless a budget or a dump is of the whole.
 
     Raises:
         CaptureError: the module cannot be traced.
@@ -90,7 +94,10 @@ def trace(
         dump = _dump_folder(module)
         cache = None if dump else _graph_cache(options.backend, setting)
         calls = (called, insist, by_value)
-        traced = _capture(module, args, kwargs, compiler, setting, cache, *calls)
+        split = None
+        if regions and setting.budget is None and dump is None:
+            split = partial(_split_block, compiler, setting, cache)
+        traced = _capture(module, args, kwargs, compiler, setting, cache, split, *calls)
         try:
             functions = SplitFunctions(traced, _split(traced, compiler, setting, dump), compiler)
         except PassError as error:
@@ -100,6 +107,24 @@ def trace(
         if traced.entry:
             traced.entry.keep_call()
         return functions
+
+
+def _split_block(
+    compiler: Backend,
+    memory: Memory,
+    cache: SplitGraphCache | None,
+    block: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[Capture, SplitGraphs]:
+    """A block of a model, captured and split by itself."""
+    from autosplit.capture.joint_graph import capture
+
+    traced = capture(block, args, kwargs, compiler.decompositions, cache)
+    graphs = _split(traced, compiler, memory, None)
+    if traced.entry:
+        traced.entry.keep_call()
+    return traced, graphs
 
 
 def _graph_cache(backend: str, memory: Memory) -> SplitGraphCache | None:
@@ -132,6 +157,7 @@ def _capture(
     backend: Backend,
     memory: Memory,
     cache: SplitGraphCache | None,
+    split: Callable[..., tuple[Capture, SplitGraphs]] | None,
     called: bool,
     insist: bool,
     by_value: bool,
@@ -142,7 +168,11 @@ def _capture(
     if called and is_unshaped(module):
         raise FirstCallError(f"{type(module).__name__} has parameters without a shape")
     materialise_lazy_parameters(module, args, kwargs)
-    options: dict[str, Any] = {"decompositions": backend.decompositions, "by_value": by_value}
+    options: dict[str, Any] = {
+        "decompositions": backend.decompositions,
+        "by_value": by_value,
+        "split": split,
+    }
     try:
         return capture(module, args, kwargs, cache=cache, **options)
     except CaptureError as error:

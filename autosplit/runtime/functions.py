@@ -19,8 +19,9 @@ from autosplit.backends.compiled_graph import Backend
 from autosplit.errors import SplitError
 from autosplit.passes import Kind, SplitGraphs
 from autosplit.passes.analysis.symbolic_sizes import concrete, is_size
-from autosplit.passes.graph import inputs, outputs
+from autosplit.passes.graph import STATE, inputs, outputs
 from autosplit.passes.lowering.lent_memory import lent
+from autosplit.passes.subgraph import inlined
 from autosplit.runtime.activations.last_uses import last_uses
 from autosplit.runtime.activations.saved_tensors import Constants, Residuals, State, TensorSpec
 from autosplit.torch_internals.dtensor import Sharding
@@ -57,7 +58,6 @@ class SplitFunctions:
     """F, I, W and B of one traced module.
 
     Attributes:
-        graphs: the graphs that are run.
         output_names: paths of the outputs of ``forward``, in order.
         updated_inputs: paths of inputs that the module writes into.
         updated_state: names of buffers that the module writes into.
@@ -74,7 +74,8 @@ class SplitFunctions:
 
     def __init__(self, traced: Capture, graphs: SplitGraphs, backend: Backend) -> None:
         self.capture = traced
-        self.graphs = graphs
+        self._graphs = graphs if backend.calls_subgraphs else inlined(graphs)
+        graphs = self._graphs
         self._dtensors = DTensorValues(traced.shardings)
         self.base = self
         self._backend = backend
@@ -87,7 +88,7 @@ class SplitFunctions:
         tangents = inputs(graphs.joint.graph, Kind.TANGENT)
         self.tangent_specs = self._specs({r.name: n.meta["val"] for r, n in tangents.items()})
         self._tangents = [(n, self.output_names.index(n)) for n in self.tangent_specs]
-        self.dependence = GradientDependence(graphs, traced.inputs, self._tangents)
+        self.dependence = GradientDependence(self, traced.inputs, self._tangents)
         self._backward = BackwardGraphs(
             traced,
             graphs,
@@ -96,11 +97,19 @@ class SplitFunctions:
             dependence=self.dependence,
             backend=backend,
         )
+        places = {name: at for at, name in enumerate(traced.inputs)}
+        targets = [role.name for role in self._backward.read if role.kind is Kind.TARGET]
+        self._targets = [(name, places.get(name)) for name in targets]
         crossing = (*self._forward.saved, *self._backward.read)
         self._saved_names = tuple([role.name for role in crossing])
         self.parameter_names = self._backward.parameter_names
         self.early_parameters = self._backward.early_parameters
         self.late_parameters = self._backward.late_parameters
+
+    @cached_property
+    def graphs(self) -> SplitGraphs:
+        """The graphs with all their operators; those that are run may call graphs of blocks."""
+        return inlined(self._graphs)
 
     def at(self, leaves: Sequence[Any]) -> SplitFunctions:
         """The same graphs, for a call with other sizes of inputs.
@@ -114,7 +123,7 @@ class SplitFunctions:
         twin = copy.copy(self)
         twin._size = sizes.value(leaves)
         twin.__dict__.pop("output_specs", None)
-        tangents = inputs(self.graphs.joint.graph, Kind.TANGENT)
+        tangents = inputs(self._graphs.joint.graph, Kind.TANGENT)
         twin.tangent_specs = twin._specs({r.name: n.meta["val"] for r, n in tangents.items()})
         return twin
 
@@ -123,7 +132,7 @@ class SplitFunctions:
         leaves: it was met for the sizes that were traced.
         """
         sizes = self.capture.sizes
-        return sizes is None or self.graphs.memory.budget is None or not sizes.larger(leaves)
+        return sizes is None or self._graphs.memory.budget is None or not sizes.larger(leaves)
 
     def _specs(self, traced: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
         """Specs of traced tensors with the sizes that they have in a call."""
@@ -132,7 +141,7 @@ class SplitFunctions:
     @cached_property
     def autocast_guard(self) -> AutocastGuard:
         """Checks autocast before a backward that comes from autograd."""
-        return AutocastGuard(self.graphs.backward or self.graphs.joint)
+        return AutocastGuard(self._graphs.backward or self._graphs.joint)
 
     @property
     def generated(self) -> Mapping[str, str]:
@@ -183,7 +192,7 @@ class SplitFunctions:
 
     @property
     def has_backward(self) -> bool:
-        return self.graphs.backward is not None
+        return self._graphs.backward is not None
 
     @cached_property
     def gradient_shardings(self) -> dict[str, Sharding]:
@@ -196,32 +205,37 @@ class SplitFunctions:
         """Whether W takes numbers read from data, or sizes that are left open: these differ between
         microbatches, of which one graph cannot hold several.
         """
-        if self.capture.sizes is not None:
+        if self.capture.sizes is not None or self.writes_late:
             return True
-        weight = self.graphs.backward_weight
+        weight = self._graphs.backward_weight
         taken = [] if weight is None else inputs(weight.graph, Kind.DEFERRED).values()
         return any(map(is_size, taken))
 
+    @cached_property
+    def writes_late(self) -> bool:
+        """Whether W writes into something, microbatch by microbatch."""
+        return self.has_backward and bool(self._backward.weight_writes)
+
     def concatenates(self, one: Residuals, other: Residuals) -> bool:
         """Whether W of two microbatches that ran these graphs can be one call: on the same
-        parameters and buffers, without numbers of their own.
+        parameters and buffers, without numbers of their own or writes.
         """
         return not self.defers_numbers and all(map(operator.is_, one.state, other.state))
 
     @cached_property
     def forward_constants(self) -> Constants:
         """The constants that F reads."""
-        return Constants.of([self.graphs.forward], self.capture.guards.name_of)
+        return Constants.of([self._graphs.forward], self.capture.guards.name_of)
 
     @cached_property
     def last_uses(self) -> Mapping[str, int]:
         """Name of a saved or deferred tensor -> its place in the order in which they die."""
-        return last_uses(self.graphs)
+        return last_uses(self._graphs)
 
     @cached_property
     def output_specs(self) -> dict[str, TensorSpec]:
         """Output path -> spec, for outputs that are tensors."""
-        pairs = outputs(self.graphs.forward.graph, Kind.OUTPUT, Kind.UPDATE)
+        pairs = outputs(self._graphs.forward.graph, Kind.OUTPUT, Kind.UPDATE)
         values = {role.name: getattr(value, "meta", {}).get("val") for role, value in pairs}
         return self._specs({name: v for name, v in values.items() if isinstance(v, Tensor)})
 
@@ -230,7 +244,7 @@ class SplitFunctions:
         """Places of deferred tensors in the caller's memory, each with the place of the input that
         it lies in, or None for one in an incoming gradient.
         """
-        lenders = lent(self.graphs)
+        lenders = lent(self._graphs)
         if not lenders:
             return []
         places = {name: at for at, name in enumerate(self.capture.inputs)}
@@ -255,10 +269,14 @@ class SplitFunctions:
         if dtensors:
             state = dtensors.local_state(state)
             leaves[:] = dtensors.local(Kind.INPUT, self.capture.inputs, leaves)
+        read = [state[role.name] for role in self._backward.read if role.kind in STATE]
+        read += [state[name] if at is None else leaves[at] for name, at in self._targets]
         values = self._forward.run(state, leaves)
-        read = tuple([state[role.name] for role in self._backward.read])
         constants, donated = self._backward.constants, self._forward.donated
-        saved = Residuals(self._saved_names, values.saved, read, constants, donated)
+        loose = len(self._targets)
+        saved = Residuals(
+            self._saved_names, values.saved, tuple(read), constants, donated, loose=loose
+        )
         if not dtensors:
             return ForwardResult(values.outputs, values.updates, saved)
         results = len(self.output_names) - len(self.updated_inputs)
@@ -297,7 +315,9 @@ class SplitFunctions:
         deferred = results[half.inputs :]
         del results[half.inputs :]
         kept = tuple([read[at] for at in half.read_at])
-        residuals = Residuals(half.names, deferred, kept, half.constants, late=True)
+        residuals = Residuals(
+            half.names, deferred, kept, half.constants, late=True, loose=half.loose
+        )
         found = self._made(self.early_parameters, early, gradients)
         return self._dtensors.whole(Kind.INPUT_GRAD, self.capture.inputs, results), residuals, found
 

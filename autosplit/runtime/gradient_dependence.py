@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Sequence
 from functools import cached_property
+from typing import Protocol
 
 import torch
 from torch import Tensor, fx
@@ -73,19 +74,26 @@ def borrowed_gradients(graph: fx.Graph) -> frozenset[str]:
     )
 
 
+class HasGraphs(Protocol):
+    """What has the graphs of a module, with all their operators."""
+
+    @property
+    def graphs(self) -> SplitGraphs: ...
+
+
 class GradientDependence:
     """Facts about the gradients of one module that its graphs tell.
 
     Args:
-        graphs: the module's.
+        functions: the module's, whose graphs are looked at when a fact is asked for.
         taken: paths of its inputs.
         tangents: differentiable outputs and their places among all outputs.
     """
 
     def __init__(
-        self, graphs: SplitGraphs, taken: Sequence[str], tangents: Sequence[tuple[str, int]]
+        self, functions: HasGraphs, taken: Sequence[str], tangents: Sequence[tuple[str, int]]
     ) -> None:
-        self._graphs = graphs
+        self._functions = functions
         self._taken = taken
         self._tangents = tangents
 
@@ -117,16 +125,16 @@ class GradientDependence:
     @cached_property
     def borrowed(self) -> frozenset[str]:
         """Parameters whose gradient is not a tensor of its own, see ``borrowed_gradients``."""
-        if self._graphs.backward is None:
+        if self._functions.graphs.backward is None:
             return frozenset()
-        return borrowed_gradients(self._graphs.backward.graph)
+        return borrowed_gradients(self._functions.graphs.backward.graph)
 
     @cached_property
     def inseparable(self) -> dict[str, str]:
         """Parameter -> the operator that makes its gradient and cannot wait, as an input gradient
         needs its results too (fused recurrent layers, norms, sums of an input and a weight).
         """
-        graph = self._graphs.joint.graph
+        graph = self._functions.graphs.joint.graph
         wanted = [v for _, v in outputs(graph, Kind.INPUT_GRAD) if isinstance(v, fx.Node)]
         urgent = ancestors(wanted)
         pairs = [(role.name, value) for role, value in outputs(graph, Kind.PARAMETER_GRAD)]
@@ -144,21 +152,23 @@ class GradientDependence:
     @cached_property
     def dense(self) -> bool:
         """Whether every parameter's gradient is an ordinary tensor."""
-        values = [value for _, value in outputs(self._graphs.joint.graph, Kind.PARAMETER_GRAD)]
+        values = [
+            value for _, value in outputs(self._functions.graphs.joint.graph, Kind.PARAMETER_GRAD)
+        ]
         return all(value.meta["val"].layout is torch.strided for value in values)
 
     @cached_property
     def gradient_specs(self) -> dict[str, TensorSpec]:
         """Parameter name -> its gradient, where that is an ordinary tensor."""
-        pairs = outputs(self._graphs.joint.graph, Kind.PARAMETER_GRAD)
+        pairs = outputs(self._functions.graphs.joint.graph, Kind.PARAMETER_GRAD)
         values = {role.name: value.meta["val"] for role, value in pairs}
         dense = {k: v for k, v in values.items() if v.layout is torch.strided}
         return {k: TensorSpec.of(v).at(concrete) for k, v in dense.items()}
 
     @cached_property
     def _parameter_sources(self) -> dict[str, frozenset[str]]:
-        return gradient_sources(self._graphs.joint.graph, Kind.PARAMETER_GRAD)
+        return gradient_sources(self._functions.graphs.joint.graph, Kind.PARAMETER_GRAD)
 
     @cached_property
     def _input_sources(self) -> dict[str, frozenset[str]]:
-        return gradient_sources(self._graphs.joint.graph, Kind.INPUT_GRAD)
+        return gradient_sources(self._functions.graphs.joint.graph, Kind.INPUT_GRAD)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor, fx
 
 from autosplit.backends.compiled_graph import Backend, Boxed, compile_graph, hand_over
@@ -14,6 +15,7 @@ from autosplit.passes import Kind, PassError, Role
 from autosplit.passes.graph import outputs
 from autosplit.passes.lowering.accumulate import accumulate
 from autosplit.passes.lowering.fused_accumulation import fuse_accumulation
+from autosplit.passes.subgraph import inline
 from autosplit.passes.verify import verify_graph
 
 from .gradient_accumulation import Accumulation
@@ -26,11 +28,13 @@ class GraphVariant(NamedTuple):
         call: takes what was given to ``GradientGraph``, then accumulators where it adds.
         others_at: places of the other results, None where there is none.
         parameter_grads_at: for each parameter its gradient's place; empty where it adds.
+        writes_at: places of new values, each with that of what it is written into among the given.
     """
 
     call: Boxed
     others_at: Sequence[int | None]
     parameter_grads_at: Sequence[int]
+    writes_at: Sequence[tuple[int, int]]
 
 
 class GradientGraph:
@@ -80,7 +84,11 @@ class GradientGraph:
         form = self._variant(accumulation if inside else None)
         if inside:
             pool += gradients or ()
+        targets = [pool[at] for _, at in form.writes_at]
         results = form.call(pool)
+        for target, (at, _) in zip(targets, form.writes_at, strict=True):
+            with torch.no_grad():
+                target.copy_(results[at])
         found = [None if at is None else results[at] for at in form.others_at]
         if inside:
             return found, gradients or ()
@@ -141,7 +149,14 @@ class GradientGraph:
         hand_over(graph.strides, *self._takers)
         at = {role: index for index, role in enumerate(graph.outputs)}
         return GraphVariant(
-            graph.taking(given), [at.get(role) for role in self._others], [at[r] for r in sums]
+            graph.taking(given),
+            [at.get(role) for role in self._others],
+            [at[r] for r in sums],
+            [
+                (index, given.index(Role(Kind.TARGET, role.name)))
+                for role, index in at.items()
+                if role.kind is Kind.WRITE
+            ],
         )
 
 
@@ -228,7 +243,7 @@ def accumulating(
     """
     name = f"{name}_accumulating"
     try:
-        module = accumulate(module, accumulation.dtype)
+        module = accumulate(module if accumulation.exact else inline(module), accumulation.dtype)
         verify_graph(name, module, "accumulate")
         if fused and not accumulation.exact and fuse_accumulation(module.graph):
             module.recompile()

@@ -11,7 +11,7 @@ from autosplit.backends.compiled_graph import Backend
 from autosplit.errors import SplitError
 from autosplit.passes import Kind, PassError, Role
 from autosplit.passes.analysis.aliasing import storage_root
-from autosplit.passes.graph import STATE, inputs, outputs
+from autosplit.passes.graph import FIXED, inputs, outputs
 from autosplit.passes.lowering.slice_weight_graph import slice_weight_graph
 from autosplit.passes.verify import verify_graph
 from autosplit.runtime.activations.saved_tensors import Constants, Residuals
@@ -30,6 +30,7 @@ class _Slice(NamedTuple):
         tensors_at: which of the tensors handed to it the next slice gets.
         state_at: likewise of the parameters and buffers.
         constants: those that later slices read.
+        loose: how many of what later slices read are targets.
     """
 
     graph: GradientGraph
@@ -38,6 +39,7 @@ class _Slice(NamedTuple):
     tensors_at: Sequence[int]
     state_at: Sequence[int]
     constants: Constants
+    loose: int
 
 
 class SlicedWeight:
@@ -115,13 +117,13 @@ class SlicedWeight:
         Raises:
             SplitError: something deferred was written in place meanwhile.
         """
-        graph, _, names, tensors_at, state_at, constants = self._slices[index]
+        graph, _, names, tensors_at, state_at, constants, loose = self._slices[index]
         read = deferred.state
         pool = deferred.take()
         kept = [pool[at] for at in tensors_at]
         made, found = graph.run(pool, gradients, accumulation)
         left = tuple([read[at] for at in state_at])
-        return found, Residuals(names, kept + made, left, constants, late=True)
+        return found, Residuals(names, kept + made, left, constants, late=True, loose=loose)
 
 
 def _slice(
@@ -136,8 +138,8 @@ def _slice(
     later = {role for each in following for role in inputs(each.graph)}
     results = outputs(module.graph)
     made = [role for role, _ in results if role.kind is Kind.DEFERRED]
-    tensors = [role for role in given if role.kind not in STATE]
-    state = [role for role in given if role.kind in STATE]
+    tensors = [role for role in given if role.kind not in FIXED]
+    state = [role for role in given if role.kind in FIXED]
     tensors_at = [at for at, role in enumerate(tensors) if role in later]
     state_at = [at for at, role in enumerate(state) if role in later]
     graph = GradientGraph(
@@ -159,7 +161,6 @@ def _slice(
     kept = [tensors[at] for at in tensors_at] + made
     left = [state[at] for at in state_at]
     names = tuple([role.name for role in (*kept, *left)])
-    return (
-        _Slice(graph, frozenset(borrowed) | shared, names, tensors_at, state_at, constants),
-        kept + left,
-    )
+    loose = sum(role.kind is Kind.TARGET for role in left)
+    made_of = (names, tensors_at, state_at, constants, loose)
+    return _Slice(graph, frozenset(borrowed) | shared, *made_of), kept + left

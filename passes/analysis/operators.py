@@ -97,6 +97,15 @@ def is_effect(node: fx.Node) -> bool:
     return node.target in CHECKS or node.is_impure(impure_random=False)
 
 
+def writes_in_backward(node: fx.Node) -> bool:
+    """Whether the node writes into an input of a joint graph on behalf of the backward, as
+    AOTAutograd marks it. Nothing reads it.
+    """
+    op = overload(node)
+    marked = node.meta.get("partitioner_tag") == "must_be_in_backward"
+    return marked and op is not None and op._schema.is_mutable
+
+
 # Operators that only read all arguments but the first, and write that one.
 _ACCUMULATIONS = frozenset(
     {

@@ -20,6 +20,7 @@ from ..analysis.collectives import is_wait, read_until
 from ..analysis.operators import OVERLOAD, overload
 from ..errors import PassError
 from ..graph import outputs, placeholders, role_of, source_line
+from ..subgraph import operands, subgraph_of
 from .inplace_reuse import IN_PLACE, reusable_operands
 from .stride_checks import stride_check
 
@@ -49,7 +50,8 @@ def generate(name: str, module: fx.GraphModule) -> str:
     """Source of ``def name(args, constants)`` for one graph.
 
     ``args`` is a list in the order of the placeholders; it is emptied. ``constants`` maps
-    the names of tensors and submodules stored on the graph module. Returns a list in the
+    the names of tensors and submodules stored on the graph module, and those of graphs that it
+    calls, as functions like this one of their first argument. Returns a list in the
     order of the outputs.
 
     Raises:
@@ -130,11 +132,24 @@ def _unpack(nodes: list[fx.Node], last_use: dict[fx.Node, list[fx.Node]]) -> lis
 
 
 def _statement(node: fx.Node, dead: list[fx.Node], reused: int | None) -> str:
+    if subgraph_of(node) is not None and node.target is not operator.getitem:
+        return _subgraph_call(node, dead)
     call = _call(node) if reused is None else _call_in_place(node, reused)
     text = f"    {_name(node)} = {call}"
     if dead:
         text += f"; del {', '.join(_name(item) for item in dead)}"
     return f"{text}  # {value_text(node.meta.get('val'))}"
+
+
+def _subgraph_call(node: fx.Node, dead: list[fx.Node]) -> str:
+    """The call of a graph, which empties the list that it is handed: what dies there dies in it."""
+    called, name = subgraph_of(node), _name(node)
+    given = ", ".join(map(_text, operands(node)))
+    gone = [_name(item) for item in dead if item is not node]
+    text = f"    {name} = [{given}]"
+    text += f"; del {', '.join(gone)}" if gone else ""
+    text += f"; {name} = constants[{called.name!r}]({name})" if called else ""
+    return text + (f"; del {name}" if node in dead else "")
 
 
 def _call(node: fx.Node) -> str:

@@ -6,6 +6,7 @@ import operator
 from collections.abc import Collection
 from typing import Any
 
+import torch
 from torch import fx
 
 from ..analysis.aliasing import producer
@@ -74,6 +75,15 @@ def copy_behind(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) 
         else:
             current = stack.pop()
             copies[current] = graph.node_copy(current, copies.__getitem__)
+
+
+def copied(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """A copy to hand over in place of a value that is overwritten before it is read."""
+    after = node if node.op != "placeholder" else placeholders(graph)[-1]
+    with graph.inserting_after(after):
+        copy = graph.call_function(torch.ops.aten.clone.default, (node,))
+    copy.meta = {key: value for key, value in node.meta.items() if key != "role"}
+    return copy
 
 
 def copy_placeholder(graph: fx.Graph, node: fx.Node, role: Role | None = None) -> fx.Node:

@@ -9,15 +9,14 @@ Operators that only the backward needs (a cast of a weight, say) move there.
 
 from __future__ import annotations
 
-import torch
 from torch import fx
 
 from ..analysis.aliasing import storage_root
 from ..analysis.operators import is_random
 from ..errors import PassError
 from ..graph import (
+    BACKWARD_OUTPUT,
     FORWARD_OUTPUT,
-    GRADIENT,
     Kind,
     Role,
     SplitProgram,
@@ -25,12 +24,11 @@ from ..graph import (
     calls,
     inputs,
     outputs,
-    placeholders,
     role_of,
     source_line,
 )
 from ..origin import origin_of
-from .extract import extract
+from .extract import copied, extract
 from .hide_collectives import hide_collectives
 from .multiplier_search import best_division
 from .reachability import Reachability
@@ -88,19 +86,10 @@ def _fill_backward(program: SplitProgram, reach: Reachability) -> list[tuple[Rol
         "backward",
         carried=[(saved.get(node) or role_of(node), node) for node in regions.backward.takes],
         compute=regions.backward.runs,
-        returns=outputs(graph, *GRADIENT),
+        returns=outputs(graph, *BACKWARD_OUTPUT),
         on_demand=regions.backward.runs - reach.gradient,
     )
     return [
-        (role, _copy(graph, node) if storage_root(node) in reach.overwritten else node)
+        (role, copied(graph, node) if storage_root(node) in reach.overwritten else node)
         for node, role in saved.items()
     ]
-
-
-def _copy(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """A copy to save in place of a value that the next microbatch's forward overwrites."""
-    after = node if node.op != "placeholder" else placeholders(graph)[-1]
-    with graph.inserting_after(after):
-        copy = graph.call_function(torch.ops.aten.clone.default, (node,))
-    copy.meta = {key: value for key, value in node.meta.items() if key != "role"}
-    return copy

@@ -122,6 +122,8 @@ class Division:
             if node not in reach.gradient:
                 self._add_to_first_layer(node)
                 self._network.add(_first(index) + 1, half + 1)
+            if node in reach.waiting and node.op != "placeholder":
+                self._network.add(half, SINK)
             if early or is_free(node) or node.op == "placeholder":
                 continue
             if node not in reach.gradient and node not in reach.recomputed:

@@ -10,8 +10,9 @@ hidden] tensors), and in W when the deferred matrix products keep them anyway.
 
 from __future__ import annotations
 
-from ..graph import Kind, Role, SplitProgram, outputs, role_of
-from .extract import extract
+from ..analysis.aliasing import storage_root
+from ..graph import Kind, Role, SplitProgram, inputs, outputs, role_of
+from .extract import copied, extract
 
 
 def split_backward(program: SplitProgram) -> bool:
@@ -26,8 +27,14 @@ def split_backward(program: SplitProgram) -> bool:
     graph = program.joint.graph
     saved = {node: Role(Kind.SAVED, node.name) for node in regions.saved}
     deferred = {node: Role(Kind.DEFERRED, node.name) for node in regions.deferred}
-    gradients = outputs(graph, Kind.PARAMETER_GRAD)
-    released = [(role, value) for role, value in gradients if value in regions.released]
+    targets = inputs(graph, Kind.TARGET)
+    late = {role.name for role, node in targets.items() if node in regions.kept}
+    results = outputs(graph, Kind.PARAMETER_GRAD, Kind.WRITE)
+    released = [
+        (role, value)
+        for role, value in results
+        if value in regions.released or (role.kind is Kind.WRITE and role.name not in late)
+    ]
     program.backward_input = extract(
         program.joint,
         "backward_input",
@@ -36,7 +43,10 @@ def split_backward(program: SplitProgram) -> bool:
         returns=[
             *outputs(graph, Kind.INPUT_GRAD),
             *released,
-            *((role, node) for node, role in deferred.items()),
+            *(
+                (role, copied(graph, node) if storage_root(node) in targets.values() else node)
+                for node, role in deferred.items()
+            ),
         ],
         on_demand=regions.input.runs - regions.gradient,
     )
@@ -45,7 +55,7 @@ def split_backward(program: SplitProgram) -> bool:
         "backward_weight",
         carried=[(deferred.get(node) or role_of(node), node) for node in regions.weight.takes],
         compute=regions.weight.runs,
-        returns=[pair for pair in gradients if pair not in released],
+        returns=[pair for pair in results if pair not in released],
         on_demand=regions.weight.runs - (regions.gradient - regions.urgent),
     )
     return True

@@ -26,6 +26,7 @@ from torch import fx
 from ..analysis.aliasing import is_free, producer
 from ..graph import Kind, Regions, outputs, source_line
 from ..origin import origin_of
+from ..subgraph import subgraph_of
 from .reachability import Reachability
 
 Modules = tuple[str, ...]
@@ -42,8 +43,8 @@ def name_boundaries(graph: fx.Graph, regions: Regions, reach: Reachability) -> N
     readers = dict.fromkeys(regions.saved, regions.backward.runs)
     readers |= dict.fromkeys(regions.deferred, regions.weight.runs)
     for node, region in readers.items():
-        if node.op != "call_function":
-            continue
+        if node.op != "call_function" or subgraph_of(node) is not None:
+            continue  # results of a called graph have the names that they have there
         results = [parameters[each] for each in _views(node) if each in parameters]
         used = [origin_of(user).modules for user in _readers(node, region)]
         if used or not results:

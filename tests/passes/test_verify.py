@@ -13,6 +13,7 @@ from autosplit.passes.partition.forward_backward import partition_forward_backwa
 from autosplit.passes.partition.split_backward import split_backward
 from autosplit.passes.verify import verify, verify_graph
 from tests.passes.graphs import hand_made, program_of
+from tests.semantics.backward_writers import IntoSum
 from tests.zoo import SwiGLU
 
 
@@ -164,3 +165,24 @@ def test_all_violations_at_once_with_source_lines() -> None:
     assert text.startswith("after a pass:\n  - forward: ")
     assert text.count("has no meta['val']") >= 2
     assert "zoo.py:" in text
+
+
+def test_write_of_the_backward_that_no_graph_would_make() -> None:
+    module, nodes = hand_made()
+    write = append(module, torch.ops.aten.copy_.default, nodes["x"], nodes["dx"])
+    write.meta["partitioner_tag"] = "must_be_in_backward"
+    with pytest.raises(PassError, match=r"joint: copy__default: the backward writes, which no"):
+        verify(SplitProgram(module))
+
+
+def test_write_that_a_pass_loses() -> None:
+    program = program_of(IntoSum(), torch.randn(4, 8))
+    partition_forward_backward(program)
+    split_backward(program)
+    verify(program)
+    output = output_node(program.backward_weight.graph)
+    kept = [at for at, role in enumerate(output.meta["roles"]) if role.kind is not Kind.WRITE]
+    output.args = ([output.args[0][at] for at in kept],)
+    output.meta["roles"] = tuple(output.meta["roles"][at] for at in kept)
+    with pytest.raises(PassError, match="write total is returned 0 times over the graphs, not 1"):
+        verify(program)

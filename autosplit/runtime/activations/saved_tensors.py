@@ -117,6 +117,7 @@ class Residuals:
         "_counts",
         "_donated",
         "_late",
+        "_loose",
         "_names",
         "_places",
         "_state",
@@ -134,19 +135,21 @@ class Residuals:
         donated: Sequence[int] = (),
         *,
         late: bool = False,
+        loose: int = 0,
     ) -> None:
         """``state`` is what the next graph reads besides; ``names`` name the tensors and it.
         ``constants`` are those that the next graph, or one after it, holds. ``donated`` are the
         places of tensors that the next graph may write over. ``late``: the next graph is W.
+        ``loose``: how many of the state, the last, it writes into, whoever wrote there before.
         """
-        self._names = names + constants.names
+        self._names = names[: len(names) - loose] + constants.names
         self._tensors = tensors
         self._state = state
         self._constants = constants.tensors
         self._donated = donated
-        self._late = late
-        self._counts = versions((*tensors, *state, *self._constants))
-        self._places = _places((*state, *self._constants))
+        self._late, self._loose = late, loose
+        self._counts = versions((*tensors, *self._watched))
+        self._places = _places(self._watched)
         self._stream = stream_under(tensors)
         self._away = DetachedStorages()
         self._storages: Mapping[StorageKey, PlacedStorage] | None = None
@@ -160,6 +163,11 @@ class Residuals:
     def state(self) -> tuple[Tensor, ...]:
         """Parameters and buffers that the next graph reads."""
         return self._state
+
+    @property
+    def _watched(self) -> tuple[Tensor, ...]:
+        """State and constants that must stay as they are."""
+        return (*self._state[: len(self._state) - self._loose], *self._constants)
 
     @property
     def fixed(self) -> tuple[Tensor, ...]:
@@ -249,7 +257,7 @@ class Residuals:
         (``retain_graph=True``).
         """
         twin = Residuals.__new__(Residuals)
-        twin._names, twin._state = self._names, self._state
+        twin._names, twin._state, twin._loose = self._names, self._state, self._loose
         twin._constants, twin._donated = self._constants, self._donated
         twin._tensors = self._apart(self._tensors)
         counts = list(self._counts)
@@ -277,7 +285,7 @@ class Residuals:
                 constant has other data; names it.
         """
         self._check_unwritten()
-        watched, (when, first) = (*self._state, *self._constants), self._when
+        watched, (when, first) = self._watched, self._when
         names = self._names[len(self._tensors) :]
         moved = _moved(names, watched, self._places, _places(watched))
         if moved:
@@ -294,7 +302,7 @@ class Residuals:
 
     def _check_unwritten(self) -> None:
         when, first = self._when
-        now = versions((*self._tensors, *self._state, *self._constants))
+        now = versions((*self._tensors, *self._watched))
         written = _different(self._names, self._counts, now)
         if written:
             raise SplitError(

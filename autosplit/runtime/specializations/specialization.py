@@ -176,6 +176,8 @@ class Specializations:
                 "called": called and signature not in self._first,
                 "insist": self._insist or not called,
                 "by_value": True,
+                # A module that is looked at in other tensors than its own is captured whole.
+                "regions": self._view is nullcontext,
             }
             with self._traced(self._model.parameters()):
                 made = trace(self._model, args, kwargs, self._split, **options)

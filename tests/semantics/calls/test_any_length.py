@@ -179,7 +179,7 @@ def _llama() -> nn.Module:
         intermediate_size=24,
         num_hidden_layers=1,
         num_attention_heads=2,
-        num_key_value_heads=1,
+        num_key_value_heads=2,
         use_cache=False,
     )
     return transformers.LlamaForCausalLM(config)
