@@ -17,6 +17,8 @@ from torch import fx
 
 from .memory_policy import BALANCED, Memory, Price
 
+SUBGRAPH = "subgraph"  # in the ``meta`` of a node that calls a graph: that, see ``subgraph``
+
 
 class Kind(enum.Enum):
     """What a graph's input or output stands for."""

@@ -11,14 +11,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
+from .analysis.aliasing import storage_root
 from .analysis.operators import is_random
 from .graph import (
+    SUBGRAPH,
     Role,
     SplitGraphs,
     calls,
@@ -30,8 +32,6 @@ from .graph import (
     set_outputs,
 )
 from .origin import ORIGIN, Origin
-
-SUBGRAPH = "subgraph"
 
 # Never run: a graph that calls others is compiled into calls of their code.
 _LIBRARY = torch.library.Library("autosplit", "DEF")
@@ -95,6 +95,27 @@ class Subgraph:
         return any(map(is_random, inner_calls(self.module.graph)))
 
     @functools.cached_property
+    def read_by(self) -> list[list[int]]:
+        """For each result, which of what the graph takes it is computed from."""
+        taken = placeholders(self.module.graph)
+        bits = reached(self.module.graph, taken)
+        found = (bits[value] for _, value in outputs(self.module.graph))
+        return [[at for at in range(len(taken)) if read >> at & 1] for read in found]
+
+    @functools.cached_property
+    def lies_in(self) -> list[tuple[bool, int] | None]:
+        """For each result, what else its memory belongs to, where that is not its own: whether to
+        an earlier result, and the place of that, or of what the graph takes.
+        """
+        owners = {node: (False, at) for at, node in enumerate(placeholders(self.module.graph))}
+        found: list[tuple[bool, int] | None] = []
+        for at, (_, value) in enumerate(outputs(self.module.graph)):
+            root = storage_root(value)
+            found.append(owners.get(root))
+            owners.setdefault(root, (True, at))
+        return found
+
+    @functools.cached_property
     def values(self) -> list[torch.Tensor]:
         """Fake tensors like those that the graph returns."""
         return [value.meta["val"] for _, value in outputs(self.module.graph)]
@@ -129,6 +150,32 @@ def subgraph_of(node: fx.Node) -> Subgraph | None:
     if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     found: Subgraph | None = node.meta.get(SUBGRAPH) if node.op == "call_function" else None
+    return found
+
+
+def sources(node: fx.Node) -> list[fx.Node]:
+    """The nodes that a node's value is computed from; behind the call of a graph, those that this
+    result of it is.
+    """
+    called = subgraph_of(node)
+    if called is None or node.target is not operator.getitem:
+        return node.all_input_nodes
+    call, place = node.args
+    given = operands(call)  # type: ignore[arg-type]
+    return [given[at] for at in called.read_by[place]]  # type: ignore[index]
+
+
+def reached(graph: fx.Graph, starts: Sequence[fx.Node]) -> dict[fx.Node, int]:
+    """Which of some nodes each node depends on, as bits in their order: a walk from each would
+    take the square of the graph where every layer returns something, as those with a cache do.
+    """
+    bits = {node: 1 << at for at, node in enumerate(starts)}
+    found: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        own = bits.get(node, 0)
+        for operand in sources(node):
+            own |= found[operand]
+        found[node] = own
     return found
 
 

@@ -182,6 +182,7 @@ def _around_regions(
             names = {id(tensor): name for name, tensor in _state(module)}
             with session.tokens(calls), tracing_calls(calls):
                 captured = _traced(module, exported, guards, (args, kwargs), decompositions)
+            session.check(calls)
             expand(captured.joint, calls, names)
             return captured
         except Exception:

@@ -12,7 +12,7 @@ from torch._functorch._aot_autograd import descriptors as d
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from autosplit.errors import CaptureError
-from autosplit.passes.graph import Kind, Role, placeholders
+from autosplit.passes.graph import Kind, Role, inputs, placeholders
 
 from .backward_writes import is_backward, take_writes, written_twice
 from .dtensor_roles import drop_meshes, whole
@@ -201,11 +201,12 @@ def _make_sizes_static(role: Role, value: Any) -> None:
 def _label_outputs(graph: fx.Graph, names: ModuleRoles, writes: list[tuple[Role, fx.Node]]) -> None:
     output = graph.output_node()
     pairs: dict[Role, Any] = {}
+    has_backward = bool(inputs(graph, Kind.TANGENT))
     for desc, value in zip(output.meta["desc"], output.args[0], strict=True):  # type: ignore[arg-type]
         if desc is None or (value is None and isinstance(whole(desc), d.GradAOTOutput)):
             continue
         role = names.output(desc)
-        if role.kind is Kind.UPDATE and is_backward(value):
+        if role.kind is Kind.UPDATE and has_backward and is_backward(value):
             raise written_twice(role.name, value, CaptureError)
         _make_sizes_static(role, value)
         if role in pairs:  # a tied parameter: one accumulator, so one gradient

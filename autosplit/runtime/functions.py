@@ -88,7 +88,7 @@ class SplitFunctions:
         tangents = inputs(graphs.joint.graph, Kind.TANGENT)
         self.tangent_specs = self._specs({r.name: n.meta["val"] for r, n in tangents.items()})
         self._tangents = [(n, self.output_names.index(n)) for n in self.tangent_specs]
-        self.dependence = GradientDependence(self, traced.inputs, self._tangents)
+        self.dependence = GradientDependence(graphs, traced.inputs, self._tangents)
         self._backward = BackwardGraphs(
             traced,
             graphs,

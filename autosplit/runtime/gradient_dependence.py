@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections import Counter
 from collections.abc import Collection, Sequence
 from functools import cached_property
-from typing import Protocol
 
 import torch
 from torch import Tensor, fx
 
 from autosplit.passes import Kind, Role, SplitGraphs
-from autosplit.passes.analysis.aliasing import fills_storage, producer, storage_root
+from autosplit.passes.analysis.aliasing import fills_storage, is_view, producer, storage_root
 from autosplit.passes.analysis.symbolic_sizes import concrete
-from autosplit.passes.graph import ancestors, descendants, inputs, outputs
+from autosplit.passes.graph import ancestors, inputs, outputs
+from autosplit.passes.subgraph import reached, subgraph_of
 from autosplit.runtime.activations.saved_tensors import TensorSpec
 
 _GRADIENT_OF = {Kind.PARAMETER_GRAD: Kind.PARAMETER, Kind.INPUT_GRAD: Kind.INPUT}
@@ -26,36 +27,22 @@ def gradient_sources(joint: fx.Graph, *kinds: Kind) -> dict[str, frozenset[str]]
     its input or parameter.
     """
     names = [role.name for role in inputs(joint, Kind.TANGENT)]
-    reached = _reached(joint)
+    depend = reached(joint, [*inputs(joint, Kind.TANGENT).values()])
     found = {
-        role: frozenset(name for at, name in enumerate(names) if reached[value] >> at & 1)
+        role: frozenset(name for at, name in enumerate(names) if depend[value] >> at & 1)
         for role, value in outputs(joint, *kinds)
         if isinstance(value, fx.Node)
     }
     return {r.name: of or _computed_from(joint, r, names) for r, of in found.items()}
 
 
-def _reached(joint: fx.Graph) -> dict[fx.Node, int]:
-    """Which tangents each node depends on, as bits in their order: a walk from each tangent would
-    take the square of the graph where every layer returns something, as those with a cache do.
-    """
-    bits = {node: 1 << at for at, node in enumerate(inputs(joint, Kind.TANGENT).values())}
-    found: dict[fx.Node, int] = {}
-    for node in joint.nodes:
-        own = bits.get(node, 0)
-        for operand in node.all_input_nodes:
-            own |= found[operand]
-        found[node] = own
-    return found
-
-
 def _computed_from(joint: fx.Graph, gradient: Role, known: Collection[str]) -> frozenset[str]:
     """The known outputs that the input or parameter of this gradient contributes to."""
     kind = _GRADIENT_OF[gradient.kind]
     source = inputs(joint, kind).get(Role(kind, gradient.name))
-    users = descendants([source]) if source else frozenset()
+    users = reached(joint, [source] if source else [])
     made = outputs(joint, Kind.OUTPUT, Kind.UPDATE)
-    names = {role.name for role, value in made if value in users}
+    names = {role.name for role, value in made if isinstance(value, fx.Node) and users[value]}
     return frozenset(known) & names or frozenset(known)
 
 
@@ -74,26 +61,19 @@ def borrowed_gradients(graph: fx.Graph) -> frozenset[str]:
     )
 
 
-class HasGraphs(Protocol):
-    """What has the graphs of a module, with all their operators."""
-
-    @property
-    def graphs(self) -> SplitGraphs: ...
-
-
 class GradientDependence:
     """Facts about the gradients of one module that its graphs tell.
 
     Args:
-        functions: the module's, whose graphs are looked at when a fact is asked for.
+        graphs: the module's, looked at when a fact is asked for.
         taken: paths of its inputs.
         tangents: differentiable outputs and their places among all outputs.
     """
 
     def __init__(
-        self, functions: HasGraphs, taken: Sequence[str], tangents: Sequence[tuple[str, int]]
+        self, graphs: SplitGraphs, taken: Sequence[str], tangents: Sequence[tuple[str, int]]
     ) -> None:
-        self._functions = functions
+        self._graphs = graphs
         self._taken = taken
         self._tangents = tangents
 
@@ -125,21 +105,21 @@ class GradientDependence:
     @cached_property
     def borrowed(self) -> frozenset[str]:
         """Parameters whose gradient is not a tensor of its own, see ``borrowed_gradients``."""
-        if self._functions.graphs.backward is None:
+        if self._graphs.backward is None:
             return frozenset()
-        return borrowed_gradients(self._functions.graphs.backward.graph)
+        return borrowed_gradients(self._graphs.backward.graph)
 
     @cached_property
     def inseparable(self) -> dict[str, str]:
         """Parameter -> the operator that makes its gradient and cannot wait, as an input gradient
         needs its results too (fused recurrent layers, norms, sums of an input and a weight).
         """
-        graph = self._functions.graphs.joint.graph
+        graph = self._graphs.joint.graph
         wanted = [v for _, v in outputs(graph, Kind.INPUT_GRAD) if isinstance(v, fx.Node)]
         urgent = ancestors(wanted)
         pairs = [(role.name, value) for role, value in outputs(graph, Kind.PARAMETER_GRAD)]
-        made = {name: producer(value) for name, value in pairs if isinstance(value, fx.Node)}
-        return {name: str(node.target) for name, node in made.items() if node in urgent}
+        made = {name: _urgent(v, urgent) for name, v in pairs if isinstance(v, fx.Node)}
+        return {name: str(node.target) for name, node in made.items() if node is not None}
 
     @cached_property
     def deferred_share(self) -> float:
@@ -152,23 +132,37 @@ class GradientDependence:
     @cached_property
     def dense(self) -> bool:
         """Whether every parameter's gradient is an ordinary tensor."""
-        values = [
-            value for _, value in outputs(self._functions.graphs.joint.graph, Kind.PARAMETER_GRAD)
-        ]
+        values = [value for _, value in outputs(self._graphs.joint.graph, Kind.PARAMETER_GRAD)]
         return all(value.meta["val"].layout is torch.strided for value in values)
 
     @cached_property
     def gradient_specs(self) -> dict[str, TensorSpec]:
         """Parameter name -> its gradient, where that is an ordinary tensor."""
-        pairs = outputs(self._functions.graphs.joint.graph, Kind.PARAMETER_GRAD)
+        pairs = outputs(self._graphs.joint.graph, Kind.PARAMETER_GRAD)
         values = {role.name: value.meta["val"] for role, value in pairs}
         dense = {k: v for k, v in values.items() if v.layout is torch.strided}
         return {k: TensorSpec.of(v).at(concrete) for k, v in dense.items()}
 
     @cached_property
     def _parameter_sources(self) -> dict[str, frozenset[str]]:
-        return gradient_sources(self._functions.graphs.joint.graph, Kind.PARAMETER_GRAD)
+        return gradient_sources(self._graphs.joint.graph, Kind.PARAMETER_GRAD)
 
     @cached_property
     def _input_sources(self) -> dict[str, frozenset[str]]:
-        return gradient_sources(self._functions.graphs.joint.graph, Kind.INPUT_GRAD)
+        return gradient_sources(self._graphs.joint.graph, Kind.INPUT_GRAD)
+
+
+def _urgent(value: fx.Node, urgent: Collection[fx.Node]) -> fx.Node | None:
+    """The operator that makes a value, where it is among these, or in a graph that they call,
+    among what their results need.
+    """
+    while is_view(value):
+        value = value.args[0]  # type: ignore[assignment]
+    called = subgraph_of(value) if value.target is operator.getitem else None
+    if called is None:
+        made = producer(value)
+        return made if made in urgent else None
+    call, place = value.args
+    results = [each for _, each in outputs(called.module.graph)]
+    wanted = [results[item.args[1]] for item in call.users if item in urgent]  # type: ignore
+    return _urgent(results[place], ancestors(wanted))  # type: ignore[index]

@@ -12,7 +12,7 @@ import operator
 import torch
 from torch import fx
 
-from ..graph import tensor_of
+from ..graph import SUBGRAPH, tensor_of
 from .collectives import is_wait
 from .operators import overload
 from .symbolic_sizes import concrete
@@ -42,12 +42,26 @@ def is_free(node: fx.Node) -> bool:
 
 def storage_root(node: fx.Node) -> fx.Node:
     """The node that allocated the storage this node's value lies in."""
-    while is_view(node) or is_wait(node):
-        parent = node.args[0]
-        if not isinstance(parent, fx.Node):
-            break
-        node = parent
+    while (owner := _owner(node)) is not None:
+        node = owner
     return node
+
+
+def _owner(node: fx.Node) -> fx.Node | None:
+    """A node before this one in whose storage its value lies."""
+    parent = node.args[0] if node.args else None
+    if not isinstance(parent, fx.Node):
+        return None
+    if is_view(node) or is_wait(node):
+        return parent
+    called = parent.meta.get(SUBGRAPH) if node.target is operator.getitem else None
+    owner = called.lies_in[node.args[1]] if called else None
+    if owner is None:
+        return None
+    is_result, place = owner
+    if not is_result:
+        return parent.args[1][place]  # type: ignore[index,return-value]
+    return next((item for item in parent.users if item.args[1] == place), None)
 
 
 def producer(node: fx.Node) -> fx.Node:

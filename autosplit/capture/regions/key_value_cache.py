@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 _ARGUMENT = "past_key_values"
@@ -55,7 +56,7 @@ def caching(
     from transformers.cache_utils import DynamicCache, DynamicLayer
 
     numbers: set[Any] = {vars(each).get("layer_idx") for each in block.modules()} - {None}
-    if len(numbers) != 1:
+    if len(numbers) != 1 or not _is_known(DynamicLayer()):
         return plain
     (place,) = numbers
     cached = operator(CachedBlock(block, _one_place()))
@@ -67,12 +68,18 @@ def caching(
             if type(layer) is DynamicLayer and not layer.is_initialized:
                 others = {name: given for name, given in kwargs.items() if name != _ARGUMENT}
                 results, keys, values = cached(*args, **others)
-                layer.lazy_initialization(keys, values)
+                layer.dtype, layer.device, layer.is_initialized = keys.dtype, keys.device, True
                 layer.keys, layer.values = keys, values
                 return results
         return plain(*args, **kwargs)
 
     return forward
+
+
+def _is_known(layer: Any) -> bool:
+    """Whether a layer of a cache, once it is filled, has what ``caching`` sets and nothing else."""
+    layer.lazy_initialization(torch.empty(0), torch.empty(0))
+    return {*vars(layer)} == {"dtype", "device", "is_initialized", "keys", "values"}
 
 
 @functools.cache  # guards ask which class it is

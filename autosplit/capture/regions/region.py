@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, fx, nn
 
 from autosplit.capture.guards import BlockGuards
-from autosplit.errors import CaptureError
 from autosplit.passes import Kind, Role, SplitGraphs
 from autosplit.passes.graph import STATE, inputs, outputs
 from autosplit.passes.subgraph import Subgraph
@@ -114,12 +113,14 @@ class RegionCall:
         region: kind of the block.
         block: that is called.
         name: the block's name in the model.
+        refusal: why it cannot be called by itself, once a trace of its backward has found that.
     """
 
     number: int
     region: Region
     block: nn.Module
     name: str
+    refusal: str | None = None
 
     @property
     def __name__(self) -> str:
@@ -157,6 +158,22 @@ class RegionCall:
         results = [found.get(path, leaf) for path, leaf in paths]
         return tree_unflatten(results, region.capture.output_spec)
 
+    def laid_out(self, gradient: Tensor | None, traced: Tensor) -> Tensor:
+        """A gradient of a result with the strides that the block was traced with.
+
+        Refused is one that is not there, as zeros in its place could become NaN in the block, and
+        one that lies otherwise in memory, as kernels would round otherwise.
+        """
+        if gradient is None:
+            self.refusal = "nobody computes the gradient of one of its results"
+        elif gradient.stride() == traced.stride():
+            return gradient
+        elif gradient.is_contiguous() and traced.is_contiguous():
+            return gradient.as_strided(traced.shape, traced.stride())
+        else:
+            self.refusal = "the gradient of one of its results is not laid out as that is"
+        return torch.empty_like(traced)
+
 
 class _Call(torch.autograd.Function):
     """F of a block, and I and W behind it."""
@@ -180,27 +197,13 @@ class _Call(torch.autograd.Function):
         region: Region = ctx.call.region
         (saved,) = ctx.saved_tensors
         arrived = dict(zip([role.name for role in region.returned], grads, strict=True))
-        given = [_laid_out(arrived[r.name], n.meta["val"]) for r, n in region.tangents.items()]
+        given = [
+            ctx.call.laid_out(arrived[r.name], n.meta["val"]) for r, n in region.tangents.items()
+        ]
         *made, deferred = BACKWARD_INPUT(ctx.call.number, saved, given)
         found = dict(zip([role.name for role in region.input_grads], made, strict=True))
         of_state = BACKWARD_WEIGHT(ctx.call.number, deferred) if region.trained else None
         return None, of_state, *[found.get(role.name) for role in region.taken]
-
-
-def _laid_out(gradient: Tensor | None, traced: Tensor) -> Tensor:
-    """The gradient with the strides that the block was traced with.
-
-    Raises:
-        CaptureError: there is none, and zeros in its place could become NaN in the block; or it
-            lies otherwise in memory, so that kernels would round otherwise.
-    """
-    if gradient is None:
-        raise CaptureError("nobody computes the gradient of one of its results")
-    if gradient.stride() == traced.stride():
-        return gradient
-    if not (gradient.is_contiguous() and traced.is_contiguous()):
-        raise CaptureError("the gradient of one of its results is not laid out as that is")
-    return gradient.as_strided(traced.shape, traced.stride())
 
 
 def stand_in(call: RegionCall) -> nn.Module:

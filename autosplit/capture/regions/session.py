@@ -151,6 +151,16 @@ class RegionSession:
             if own is not None:
                 vars(self._blocks[name])["forward"] = own
 
+    def check(self, calls: Sequence[RegionCall]) -> None:
+        """Raises:
+        RegionRefusedError: the trace of a backward found a block that cannot be called by itself.
+        """
+        refused = [call for call in calls if call.refusal is not None]
+        for call in refused:
+            self._refuse(call.name, str(call.refusal))
+        if refused:
+            raise RegionRefusedError(refused[0].name)
+
     def forget_stand_ins(self, captured: CaptureOutput, scope: dict[str, Any]) -> None:
         """Drop the guards that the functions in place of the blocks' forwards are there."""
         guards = captured.graph_capture_output.output_graph.guards.inner

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import autosplit
+from autosplit.runtime.gradient_dependence import GradientDependence
 from tests.capture.regions.blocks import WIDTH, Residual, Stack, kinds
 from tests.semantics.against_autograd import assert_equals_autograd
 
@@ -294,6 +297,55 @@ def test_what_waits_is_what_waits_of_the_whole(monkeypatch: pytest.MonkeyPatch) 
         split(x).sum().backward()
         held.append(split.pending_bytes)
     assert held[0] == held[1]
+
+
+class Shifted(Residual):
+    """A parameter whose gradient is what arrives, and two results: of the whole and of a part."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.shift = nn.Parameter(torch.randn(2, 3, WIDTH))
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.up(x)
+        return super().forward(x) + self.shift, y
+
+
+class Parts(Stack):
+    def __init__(self) -> None:
+        super().__init__(Shifted)
+
+    def forward(self, x: Tensor) -> Any:
+        parts = []
+        for layer in self.layers:
+            x, part = layer(x)
+            parts.append(part)
+        return x, *parts
+
+
+@pytest.mark.parametrize("model", [Stack, Parts])
+def test_calls_of_blocks_tell_of_gradients_what_their_operators_do(model: type[Stack]) -> None:
+    split = autosplit.split(model())
+    split(torch.randn(2, 3, WIDTH))
+    assert kinds(split) == [4]
+    functions = split.functions[-1]
+    taken, outputs = functions.capture.inputs, [*enumerate(functions.output_names)]
+    tangents = [(name, at) for at, name in outputs if name in functions.tangent_specs]
+    ours = functions.dependence
+    flat = GradientDependence(functions.graphs, taken, tangents)
+    assert ours.borrowed == flat.borrowed
+    assert ours.borrowed or model is not Parts
+    assert ours.inseparable == flat.inseparable
+    assert ours.inseparable or model is not Parts
+    for subset in powerset(name for name, _ in tangents):
+        assert ours.without_gradient(subset) == flat.without_gradient(subset)
+        assert ours.idle_inputs(subset) == flat.idle_inputs(subset)
+
+
+def powerset(names: Iterable[str]) -> Iterator[frozenset[str]]:
+    known = [*names]
+    for count in range(len(known) + 1):
+        yield from map(frozenset, itertools.combinations(known, count))
 
 
 def test_a_model_of_transformers() -> None:

@@ -193,7 +193,7 @@ def test_a_rehearsal_takes_the_place_of_what_costs_say() -> None:
     assert sum(map(sum, seen.stage_times)) < 1.0
     with pytest.raises(PlanError, match="a rehearsal of '1f1b' needs its 2 ranks in the default"):
         partition(model, tokens(), stages=2, costs=costs(model), rehearse=True)
-    with pytest.raises(AutosplitError, match="batch_size"):
+    with pytest.raises(AutosplitError, match="but its targets has 6"):
         partition(model, tokens(), rehearse=True, loss_fn=loss, targets=tokens(3), **given)
 
 
