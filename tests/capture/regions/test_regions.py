@@ -316,7 +316,7 @@ class Parts(Stack):
         super().__init__(Shifted)
 
     def forward(self, x: Tensor) -> Any:
-        parts = []
+        x, parts = self.first(x), []
         for layer in self.layers:
             x, part = layer(x)
             parts.append(part)
@@ -326,7 +326,7 @@ class Parts(Stack):
 @pytest.mark.parametrize("model", [Stack, Parts])
 def test_calls_of_blocks_tell_of_gradients_what_their_operators_do(model: type[Stack]) -> None:
     split = autosplit.split(model())
-    split(torch.randn(2, 3, WIDTH))
+    split(torch.randn(2, 3, WIDTH, requires_grad=True))
     assert kinds(split) == [4]
     functions = split.functions[-1]
     taken, outputs = functions.capture.inputs, [*enumerate(functions.output_names)]
