@@ -40,6 +40,7 @@ _LIBRARY.define(
     "drawing_subgraph(str name, Tensor[] given) -> Tensor[]",
     tags=(torch.Tag.nondeterministic_seeded,),
 )
+_LIBRARY.define("adding_subgraph(str name, Tensor[] given, Tensor(a!)[] sums) -> Tensor[]")
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -122,7 +123,11 @@ class Subgraph:
 
 
 def call_subgraph(
-    graph: fx.Graph, called: Subgraph, given: list[fx.Node], values: list[torch.Tensor]
+    graph: fx.Graph,
+    called: Subgraph,
+    given: list[fx.Node],
+    values: list[torch.Tensor],
+    sums: Sequence[fx.Node] = (),
 ) -> list[fx.Node]:
     """Add a call of a graph; returns the nodes of its results.
 
@@ -131,11 +136,17 @@ def call_subgraph(
         called: the graph.
         given: what it takes.
         values: fake tensors like its results.
+        sums: what it takes after that, and adds to.
     """
-    if not values:
+    if not values and not sums:
         return []
-    target = torch.ops.autosplit.drawing_subgraph if called.draws else torch.ops.autosplit.subgraph
-    node = graph.call_function(target.default, (called.name, given))
+    operators = torch.ops.autosplit
+    if sums:
+        target = operators.adding_subgraph
+    else:
+        target = operators.drawing_subgraph if called.draws else operators.subgraph
+    lists = (given, list(sums)) if sums else (given,)
+    node = graph.call_function(target.default, (called.name, *lists))
     node.meta = {"val": values, SUBGRAPH: called}
     found = []
     for at, value in enumerate(values):
@@ -181,7 +192,13 @@ def reached(graph: fx.Graph, starts: Sequence[fx.Node]) -> dict[fx.Node, int]:
 
 def operands(node: fx.Node) -> list[fx.Node]:
     """The values that a node hands to the graph that it calls."""
-    return list(node.args[1])  # type: ignore[arg-type]
+    lists: Any = node.args[1:]
+    return [operand for given in lists for operand in given]
+
+
+def sums(node: fx.Node) -> list[fx.Node]:
+    """The values that the graph that a node calls adds to."""
+    return list(node.args[2]) if SUBGRAPH in node.meta and len(node.args) > 2 else []  # type: ignore[arg-type]
 
 
 def subgraphs(graph: fx.Graph) -> list[Subgraph]:

@@ -35,6 +35,7 @@ from .graph import (
     source_line,
     tensor_of,
 )
+from .subgraph import subgraphs, sums
 
 # What may enter each graph. The rest of an invariant such as "backward_input never depends
 # on backward_weight" follows: nothing that W returns is among what I may take.
@@ -129,7 +130,7 @@ def _backward_is_pure(name: str, module: fx.GraphModule) -> Iterator[str]:
             yield _at(name, node, f"{node.target} runs attention's forward in a backward")
         elif node.target in CHECKS:
             continue
-        elif is_effect(node) and not (is_accumulation(node) and _into_accumulator(node)):
+        elif is_effect(node) and not _only_adds(node):
             yield _at(name, node, f"{node.target} has a side effect in a backward")
 
 
@@ -144,20 +145,33 @@ def _accumulators_only_grow(name: str, module: fx.GraphModule) -> Iterator[str]:
     accumulators = inputs(module.graph, Kind.ACCUMULATOR)
     if not accumulators:
         return
-    written = {storage_root(node.args[0]) for node in calls(module.graph) if is_accumulation(node)}  # type: ignore[arg-type]
+    written = {storage_root(into) for node in calls(module.graph) for into in _adds_into(node)}
     for role, accumulator in accumulators.items():
         if accumulator not in written:
             yield _at(name, accumulator, f"nothing is added into {role}")
     for node in calls(module.graph):
-        read = node.args[1:] if is_accumulation(node) else () if is_view(node) else node.args
-        for operand in _nodes_in((read, node.kwargs)):
+        read = [] if is_view(node) else _nodes_in((node.args, node.kwargs))
+        for into in _adds_into(node):
+            read.remove(into)
+        for operand in read:
             if _is_accumulator(storage_root(operand)):
                 yield _at(name, node, f"reads {role_of(storage_root(operand))}")
 
 
-def _into_accumulator(node: fx.Node) -> bool:
-    into = node.args[0]
-    return isinstance(into, fx.Node) and _is_accumulator(storage_root(into))
+def _called_graphs_add(name: str, module: fx.GraphModule) -> Iterator[str]:
+    for called in subgraphs(module.graph):
+        if inputs(called.module.graph, Kind.ACCUMULATOR):
+            yield from _check("backward_weight_accumulating", called.module)
+
+
+def _adds_into(node: fx.Node) -> list[fx.Node]:
+    """Accumulators that a node adds to."""
+    return sums(node) or [each for each in node.args[:1] if is_accumulation(node)]  # type: ignore[misc]
+
+
+def _only_adds(node: fx.Node) -> bool:
+    into = _adds_into(node)
+    return bool(into) and all(_is_accumulator(storage_root(each)) for each in into)
 
 
 def _is_accumulator(node: fx.Node) -> bool:
@@ -228,6 +242,7 @@ OF_A_GRAPH: tuple[Callable[[str, fx.GraphModule], Iterator[str]], ...] = (
     _backward_is_pure,
     _writes_are_results,
     _accumulators_only_grow,
+    _called_graphs_add,
 )
 BETWEEN_GRAPHS: tuple[Callable[[SplitProgram], Iterator[str]], ...] = (
     _boundaries_match,

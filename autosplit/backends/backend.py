@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import fx
 
+from autosplit.passes.analysis.symbolic_sizes import concrete
 from autosplit.passes.graph import Role
 
 Boxed = Callable[[list[Any]], list[Any]]
@@ -24,6 +25,13 @@ class Code(NamedTuple):
 
     call: Boxed
     strides: Mapping[Role, Strides] = {}
+
+
+def restrided(value: Any, strides: Strides | None) -> Any:
+    """A fake tensor with the strides that a backend chose for it, if it did."""
+    if strides is None or [*map(concrete, strides)] == [*map(concrete, value.stride())]:
+        return value
+    return value.new_empty_strided(value.shape, strides)
 
 
 class Backend(Protocol):

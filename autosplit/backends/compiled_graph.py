@@ -7,15 +7,14 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, fx
+from torch import fx
 
 from autosplit.errors import BackendError, SplitError
-from autosplit.passes.analysis.symbolic_sizes import concrete
 from autosplit.passes.errors import PassError
 from autosplit.passes.graph import Role, inputs, outputs
 from autosplit.passes.subgraph import inline
 
-from .backend import Backend, Boxed, Code, Strides
+from .backend import Backend, Boxed, Code, Strides, restrided
 from .cudagraphs import CudaGraphs
 from .eager import Eager
 
@@ -75,13 +74,7 @@ def hand_over(strides: Mapping[Role, Strides], *takers: fx.GraphModule | None) -
     """Propagate chosen strides to graphs that are compiled later."""
     for module in takers:
         for role, node in inputs(module.graph).items() if module else ():
-            value = node.meta["val"]
-            if role in strides and _differ(strides[role], value):
-                node.meta["val"] = value.new_empty_strided(value.shape, strides[role])
-
-
-def _differ(strides: Strides, value: Tensor) -> bool:
-    return [*map(concrete, strides)] != [*map(concrete, value.stride())]
+            node.meta["val"] = restrided(node.meta["val"], strides.get(role))
 
 
 def compile_graph(name: str, module: fx.GraphModule, backend: Backend) -> CompiledGraph:

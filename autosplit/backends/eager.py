@@ -20,7 +20,11 @@ from .backend import Boxed, Code
 
 
 class Eager:
-    """Runs the very source that ``dump`` writes."""
+    """Runs the very source that ``dump`` writes.
+
+    Args:
+        known: compiled graphs that others call; the rest are compiled here.
+    """
 
     decompositions: dict[Any, Any] | None = None
     writes_views = True
@@ -29,8 +33,8 @@ class Eager:
     calls_subgraphs = True
     generated: Mapping[str, str] = types.MappingProxyType({})
 
-    def __init__(self) -> None:
-        self._called: dict[Subgraph, Boxed] = {}
+    def __init__(self, known: Mapping[Subgraph, Boxed] = types.MappingProxyType({})) -> None:
+        self._called = dict(known)
 
     def rewrite(self, joint: fx.GraphModule) -> None:
         """No rewrite: the traced operators are run."""

@@ -13,11 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autosplit.passes.graph import STATE, Kind, Role, calls, inputs, outputs
+from autosplit.passes.graph import (
+    STATE,
+    SUBGRAPH,
+    Kind,
+    Role,
+    calls,
+    inputs,
+    outputs,
+    placeholders,
+)
 from autosplit.passes.lowering import codegen
 from autosplit.passes.lowering.donation import is_donated
+from autosplit.passes.lowering.outline import outline
+from autosplit.passes.subgraph import Subgraph, operands, subgraphs
 
-from .backend import Boxed, Code, Strides
+from .backend import Boxed, Code, Strides, restrided
 from .eager import Eager
 from .garbage_collection import collecting_new_objects_only
 
@@ -37,12 +48,13 @@ class Inductor:
     writes_views = False
     reuses_memory = True
     compiles_slowly = True
-    calls_subgraphs = False
+    calls_subgraphs = True
 
     def __init__(self) -> None:
         from autosplit.torch_internals import inductor
 
         self.generated: dict[str, str] = {}
+        self._called: dict[Subgraph, Code] = {}
         self._preparation = inductor.Preparation()
 
     @property
@@ -59,6 +71,32 @@ class Inductor:
         note_origins(joint.graph)
 
     def compile(self, name: str, module: fx.GraphModule) -> Code:
+        if subgraphs(module.graph):
+            return self._compile_around_calls(name, outline(module))
+        return self._compile_whole(name, name != "forward", module)
+
+    def _compile_around_calls(self, name: str, outlined: fx.GraphModule) -> Code:
+        """A graph that calls graphs, each compiled once."""
+        for node in [node for node in calls(outlined.graph) if SUBGRAPH in node.meta]:
+            called: Subgraph = node.meta[SUBGRAPH]
+            if called not in self._called:
+                taken = zip(placeholders(called.module.graph), operands(node), strict=True)
+                for inner, operand in taken:
+                    strides = operand.meta["val"].stride()
+                    inner.meta["val"] = restrided(inner.meta["val"], strides)
+                kind = f"{name}_{called.name}"
+                self._called[called] = self._compile_whole(kind, name != "forward", called.module)
+            chosen, results = self._called[called].strides, outputs(called.module.graph)
+            for item in node.users:
+                role, value = results[item.args[1]]  # type: ignore[index]
+                item.meta["val"] = restrided(value.meta["val"], chosen.get(role))
+        known = {called: code.call for called, code in self._called.items()}
+        call = Eager(known).compile(name, outlined).call
+        left = outputs(outlined.graph, *_CROSSING)
+        values = {role: getattr(value, "meta", {}).get("val") for role, value in left}
+        return Code(call, {r: v.stride() for r, v in values.items() if isinstance(v, Tensor)})
+
+    def _compile_whole(self, name: str, is_backward: bool, module: fx.GraphModule) -> Code:
         from autosplit.torch_internals import inductor
 
         returned = outputs(module.graph)
@@ -75,7 +113,7 @@ class Inductor:
         with collecting_new_objects_only():
             compiled = inductor.compile_module(
                 copy,
-                is_backward=name != "forward",
+                is_backward=is_backward,
                 static=[at for at, role in enumerate(roles) if role.kind in STATE],
                 visible=[at for at, (role, _) in enumerate(results) if role.kind not in _CROSSING],
                 donated=[at for at, node in enumerate(taken.values()) if is_donated(node)],

@@ -120,10 +120,10 @@ class BackwardGraphs:
             self._graph_of(variant, slices).compile(accumulation if variant.adds else None)
 
     def source(self, variant: CalledVariant, accumulation: Accumulation) -> fx.GraphModule:
-        """The graph behind a call, W whole."""
+        """The graph behind a call with all its operators, W whole."""
         found = self._graph_of(variant, slices=1)
         if isinstance(found, GradientGraph):
-            return found.source(accumulation if variant.adds else None)
+            return inline(found.source(accumulation if variant.adds else None))
         return self._module("backward_input")  # it returns its arguments
 
     def _graph_of(

@@ -15,7 +15,6 @@ from autosplit.passes import Kind, PassError, Role
 from autosplit.passes.graph import outputs
 from autosplit.passes.lowering.accumulate import accumulate
 from autosplit.passes.lowering.fused_accumulation import fuse_accumulation
-from autosplit.passes.subgraph import inline
 from autosplit.passes.verify import verify_graph
 
 from .gradient_accumulation import Accumulation
@@ -243,7 +242,7 @@ def accumulating(
     """
     name = f"{name}_accumulating"
     try:
-        module = accumulate(module if accumulation.exact else inline(module), accumulation.dtype)
+        module = accumulate(module, accumulation.dtype)
         verify_graph(name, module, "accumulate")
         if fused and not accumulation.exact and fuse_accumulation(module.graph):
             module.recompile()

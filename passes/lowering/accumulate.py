@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import fx
 
 from ..analysis.aliasing import is_free
-from ..graph import Kind, Role, module_like, outputs, placeholders, set_outputs, tensor_of
+from ..graph import SUBGRAPH, Kind, Role, module_like, outputs, placeholders, set_outputs, tensor_of
 from ..partition.extract import copy_behind, copy_placeholder
+from ..subgraph import Subgraph, call_subgraph, operands, subgraph_of
 
 
 def accumulate(module: fx.GraphModule, dtype: torch.dtype | None = None) -> fx.GraphModule:
@@ -27,24 +29,59 @@ def accumulate(module: fx.GraphModule, dtype: torch.dtype | None = None) -> fx.G
         dtype: of the accumulators; None where each has its gradient's own.
     """
     results = outputs(module.graph)
-    sums = [(role, v) for role, v in results if _is_sum(role, v)]
+    sums = {role: value for role, value in results if _is_sum(role, value)}
     graph = fx.Graph()
     copies = {node: copy_placeholder(graph, node) for node in placeholders(module.graph)}
-    accumulators = [_accumulator(graph, role.name, value, dtype) for role, value in sums]
-    ready: dict[fx.Node | None, list[tuple[fx.Node, fx.Node]]] = defaultdict(list)
-    order = {node: index for index, node in enumerate(module.graph.nodes)}
-    for (_, value), accumulator in zip(sums, accumulators, strict=True):
-        ready[_last_work(value, order)].append((value, accumulator))
+    totals = {role: _accumulator(graph, role.name, value, dtype) for role, value in sums.items()}
+    adding = _calls_that_add(sums)
+    items = {sums[role] for roles in adding.values() for role in roles}
+    ready = _ready(module.graph, {role: v for role, v in sums.items() if v not in items})
+    variants: dict[Subgraph, Subgraph] = {}
     for node in [None, *module.graph.nodes]:
-        if node is not None and node.op not in {"placeholder", "output"}:
+        if node in adding:
+            called = variants.setdefault(node.meta[SUBGRAPH], _adding(node.meta[SUBGRAPH], dtype))
+            given = [copies[each] for each in operands(node)]
+            call_subgraph(graph, called, given, [], [totals[role] for role in adding[node]])
+        elif node is not None and node.op not in {"placeholder", "output"} and node not in items:
             copy_behind(graph, node, copies)
-        for value, accumulator in ready[node]:
-            copy_behind(graph, value, copies)
-            _add(graph, accumulator, copies[value])
-    kept = [(role, value) for role, value in results if not _is_sum(role, value)]
+        for role in ready[node]:
+            copy_behind(graph, sums[role], copies)
+            _add(graph, totals[role], copies[sums[role]])
+    kept = [(role, value) for role, value in results if role not in sums]
     values = fx.node.map_arg([value for _, value in kept], copies.__getitem__)
     set_outputs(graph, list(zip([role for role, _ in kept], values, strict=True)))
     return module_like(module, graph, "accumulating")
+
+
+def _calls_that_add(sums: Mapping[Role, fx.Node]) -> dict[fx.Node | None, list[Role]]:
+    """Calls of graphs that return such gradients and nothing else, each with their roles in order:
+    what is called can add by itself.
+    """
+    found: dict[fx.Node | None, list[Role]] = {}
+    roles = {value: role for role, value in sums.items()}
+    for value in roles:
+        called = subgraph_of(value)
+        items = list(value.args[0].users) if called else []  # type: ignore[union-attr]
+        items.sort(key=lambda item: item.args[1])
+        alone = all([*item.users] == [*value.users] for item in items)
+        if called and alone and len(items) == len(called.values) and {*items} <= roles.keys():
+            found[value.args[0]] = [roles[item] for item in items]  # type: ignore[index]
+    return found
+
+
+def _adding(called: Subgraph, dtype: torch.dtype | None) -> Subgraph:
+    return Subgraph.of(f"{called.name}_accumulating", accumulate(called.module, dtype))
+
+
+def _ready(
+    graph: fx.Graph, sums: Mapping[Role, fx.Node]
+) -> Mapping[fx.Node | None, Sequence[Role]]:
+    """Behind which node each gradient is added."""
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    found: dict[fx.Node | None, list[Role]] = defaultdict(list)
+    for role, value in sums.items():
+        found[_last_work(value, order)].append(role)
+    return found
 
 
 def _is_sum(role: Role, value: object) -> bool:

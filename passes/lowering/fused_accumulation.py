@@ -20,6 +20,7 @@ from ..analysis.operators import is_accumulation
 from ..graph import calls, tensor_of
 from ..rewrites.dead_code import eliminate_dead_code
 from ..rewrites.emit import Emit, emit
+from ..subgraph import subgraphs
 
 aten = torch.ops.aten
 
@@ -28,8 +29,14 @@ _PERMUTATIONS = frozenset({aten.t.default, aten.transpose.int, aten.permute.defa
 
 
 def fuse_accumulation(graph: fx.Graph) -> bool:
-    """Rewrite the additions of an accumulating graph (see ``accumulate``); True if any was."""
+    """Rewrite the additions of an accumulating graph (see ``accumulate``), and of those that it
+    calls; True if any was.
+    """
     changed = False
+    for called in subgraphs(graph):
+        if fuse_accumulation(called.module.graph):
+            called.module.recompile()
+            changed = True
     for node in [node for node in calls(graph) if is_accumulation(node)]:
         accumulator, gradient = node.args
         if not isinstance(accumulator, fx.Node) or not isinstance(gradient, fx.Node):

@@ -198,7 +198,7 @@ class StageSpecializations:
         return self._trace(without_history(examples, computed=True, varying=varying))
 
     def _trace(self, args: list[Tensor]) -> SplitFunctions:
-        functions = trace(self._module, tuple(args), {}, self._options)
+        functions = trace(self._module, tuple(args), {}, self._options, regions=True)
         if functions.has_backward and self._slices != 1:
             functions.sliced(self._slices)  # now is the time to hear that it cannot be
         return functions

@@ -1,0 +1,99 @@
+"""Stages call blocks, and blocks add to sums themselves."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autosplit import Stage
+from autosplit.passes.graph import SUBGRAPH, calls
+from autosplit.torch_internals import inductor
+from tests.capture.regions.blocks import WIDTH, Stack
+from tests.microbatches import reference
+
+BATCH = torch.randn(2, 3, WIDTH)
+INDUCTOR: dict[str, Any] = {"backend": "inductor"}
+
+
+def step(stage: Stage, batches: list[Tensor], grads: list[Tensor], whole: bool) -> None:
+    for microbatch, batch in enumerate(batches):
+        stage.forward(microbatch, [batch.clone()])
+        if whole:
+            stage.backward(microbatch, [grads[microbatch]])
+        else:
+            stage.backward_input(microbatch, [grads[microbatch]])
+            stage.backward_weight(microbatch)
+    stage.publish()
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["I and W", "B"])
+@pytest.mark.parametrize("accumulation", ["exact", "fused"])
+def test_gradients_add_up(accumulation: str, whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in autograd where whole gradients are added, else as in one graph."""
+    batches = [torch.randn(2, 3, WIDTH) for _ in range(3)]
+    grads = [torch.randn(2, 3, 3) for _ in batches]
+    model = Stack()
+    twin = copy.deepcopy(model)
+    stage = Stage(model, [batches[0].clone().requires_grad_()], accumulation=accumulation)
+    assert len(stage.functions.capture.guards.blocks) == 4
+    step(stage, batches, grads, whole)
+    if accumulation == "exact":
+        reference(twin, batches, grads)
+    else:
+        monkeypatch.setenv("AUTOSPLIT_REGIONS", "0")
+        flat = Stage(twin, [batches[0].clone().requires_grad_()], accumulation=accumulation)
+        assert not flat.functions.capture.guards.blocks
+        step(flat, batches, grads, whole)
+    pairs = zip(model.named_parameters(), twin.parameters(), strict=True)
+    assert not [name for (name, mine), other in pairs if not torch.equal(mine.grad, other.grad)]
+
+
+def test_the_source_of_a_call_has_the_operators_of_blocks() -> None:
+    stage = Stage(Stack(), [torch.randn(2, 3, WIDTH)])
+    for call in ("forward", "backward_input", "backward_weight", "backward"):
+        graph = stage.source(call, adds=call.startswith("backward")).graph
+        assert not [node for node in calls(graph) if SUBGRAPH in node.meta]
+
+
+def compiled(monkeypatch: pytest.MonkeyPatch, count: int) -> tuple[int, Stage]:
+    """How many graphs Inductor compiles for a step of a model with so many blocks."""
+    compiled: list[object] = []
+    original = inductor.compile_module
+    stage = Stage(Stack(count=count), [BATCH.requires_grad_()], **INDUCTOR)
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            inductor, "compile_module", lambda *a, **k: compiled.append(a) or original(*a, **k)
+        )
+        step(stage, [BATCH.detach()] * 2, [torch.ones(2, 3, 3)] * 2, whole=False)
+    return len(compiled), stage
+
+
+def test_inductor_compiles_each_kind_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    few, stage = compiled(monkeypatch, 2)
+    many, _ = compiled(monkeypatch, 5)
+    assert many == few
+    assert_gradients_of_two(stage.module)
+
+
+def test_weights_of_several_microbatches_read_what_compiled_blocks_left() -> None:
+    """That W is one graph of all operators, of tensors that lie as Inductor chose."""
+    model = Stack()
+    stage = Stage(model, [BATCH.requires_grad_()], accumulation="concatenated", **INDUCTOR)
+    for microbatch in range(2):
+        stage.forward(microbatch, [BATCH.detach()])
+        stage.backward_input(microbatch, [torch.ones(2, 3, 3)])
+    stage.backward_weight([0, 1])
+    stage.publish()
+    assert_gradients_of_two(model)
+
+
+def assert_gradients_of_two(model: nn.Module) -> None:
+    mine = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    (2 * model(BATCH)).sum().backward()
+    pairs = zip(mine, model.parameters(), strict=True)
+    assert all(torch.allclose(one, other.grad, atol=1e-6) for one, other in pairs)
