@@ -27,17 +27,18 @@ def refuse_what_cannot_be_called(region: Region) -> None:
     """Check that F, I and W of a block can be operators of other graphs.
 
     Raises:
-        CaptureError: it depends on more than Dynamo's guards tell, writes into buffers or inputs,
-            hands on or returns what it was given, takes or returns what is no tensor.
+        CaptureError: it depends on more than Dynamo's guards tell, writes into inputs or in its
+            backward, hands on or returns what it was given, takes or returns what is no tensor.
     """
     capture, graphs = region.capture, region.graphs
     if not capture.guards.only_dynamos:
         raise CaptureError("it reads constants or sets attributes")
     if capture.shardings:
         raise CaptureError("it works on DTensors")
-    written = outputs(graphs.joint.graph, Kind.UPDATE, Kind.WRITE)
-    if written:
-        raise CaptureError(f"it writes into {written[0][0].name}")
+    written = [role for role, _ in outputs(graphs.joint.graph, Kind.UPDATE, Kind.WRITE)]
+    for role in written:
+        if role.kind is Kind.WRITE or role.name in capture.inputs:
+            raise CaptureError(f"it writes into {role.name}")
     if not _is_plain(capture.output_spec):
         raise CaptureError("it returns an object that is no tuple or list")
     crossing = [*inputs(graphs.joint.graph).values(), *region.returned.values()]

@@ -51,6 +51,7 @@ class _Expansion:
         self._state: dict[Role, fx.Node] = {}
         self._values: dict[tuple[int, str], Tensor] = {}
         self._known: dict[int, dict[Role, fx.Node]] = {}
+        self._updates: dict[Role, fx.Node] = {}
         self._gradients: dict[str, dict[Role, fx.Node]] = {}
 
     def run(self) -> None:
@@ -62,7 +63,7 @@ class _Expansion:
                 self._backward_input(node)
             elif node.target is BACKWARD_WEIGHT:
                 self._backward_weight(node)
-        self._return_gradients()
+        self._return_all()
         for role, node in taken.items():
             if role.name.endswith(STATE_TOKEN):
                 for user in list(node.users):
@@ -80,7 +81,12 @@ class _Expansion:
             if outer in taken:
                 raise CaptureError(f"{outer.name} is used in several places")
             known[role] = taken[outer] = self._placeholder(outer, traced)
-        known |= self._call(node, call.name, region.parts["forward"], known)
+        found = self._call(node, call.name, region.parts["forward"], known)
+        known |= found
+        self._updates |= {
+            Role(role.kind, self._names[id(tensors[role.name])]): found[role]
+            for role, _ in outputs(region.graphs.joint.graph, Kind.UPDATE)
+        }
         self._known[number] = known  # type: ignore[index]
         self._hand_out(node, [known[role] for role in region.returned])
 
@@ -157,8 +163,8 @@ class _Expansion:
             if at is not None and at < len(values):
                 user.replace_all_uses_with(values[at])
 
-    def _return_gradients(self) -> None:
-        found: dict[Role, Any] = {}
+    def _return_all(self) -> None:
+        found: dict[Role, Any] = {**self._updates}
         for role, value in outputs(self._graph):
             expanded = self._gradients.get(role.name)
             found |= {role: value} if expanded is None else expanded

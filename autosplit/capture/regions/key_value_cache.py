@@ -16,32 +16,52 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_ARGUMENT = "past_key_values"
+_ARGUMENTS = ("past_key_values", "layer_past")
+
+# What filling a place sets, and what a window has besides.
+_FILLED = {"dtype", "device", "is_initialized", "keys", "values"}
+_WINDOW = {"sliding_window", "_sliding_window_tensor", "cumulative_length", "record_past"}
 
 
 class CachedBlock(nn.Module):
-    """A block that is called without a cache, and returns its results, keys and values."""
+    """A block that is called without a cache, and returns its results, keys and values.
 
-    def __init__(self, block: nn.Module, make: Callable[[], Any]) -> None:
+    Args:
+        block: the block.
+        name: of the argument that takes the cache.
+        at: its place among positional ones.
+        layer: of the cache that the block fills, still empty.
+    """
+
+    def __init__(self, block: nn.Module, name: str, at: int, layer: Any) -> None:
         super().__init__()
         self.block = block
         self.train(block.training)
-        self._make = make
+        self._name, self._at = name, at
+        kind: Any = type(layer)
+        self._place, self._window = _one_place(kind), getattr(layer, "sliding_window", None)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        cache = self._make()
-        results = self.block(*args, **kwargs, past_key_values=cache)
+        cache = self._place()
+        cache.sliding_window = self._window
+        args, kwargs = _with_cache(cache, self._name, self._at, args, kwargs)
+        results = self.block(*args, **kwargs)
+        if self._window is not None and cache.cumulative_length != args[0].shape[1]:
+            raise ValueError("it fills its cache with another number of tokens than it is given")
         return results, cache.keys, cache.values
 
 
-def fills_cache(block: nn.Module) -> bool:
-    """Whether the block may be called with a cache that it fills."""
-    known = sys.modules.get("transformers.cache_utils")
-    return known is not None and _ARGUMENT in inspect.signature(block.forward).parameters
+def cache_argument(block: nn.Module) -> tuple[str, int] | None:
+    """Name and place of the argument in which a block may be given a cache that it fills."""
+    taken = [*inspect.signature(block.forward).parameters]
+    known = sys.modules.get("transformers.cache_utils") is not None
+    return next(((n, taken.index(n)) for n in _ARGUMENTS if known and n in taken), None)
 
 
 def caching(
     block: nn.Module,
+    name: str,
+    at: int,
     plain: Callable[..., Any],
     operator: Callable[[CachedBlock], Callable[..., Any]],
 ) -> Callable[..., Any]:
@@ -50,50 +70,84 @@ def caching(
 
     Args:
         block: whose forward it stands for.
+        name: of the argument that takes the cache.
+        at: its place among positional ones.
         plain: the block as an operator.
         operator: makes a module one.
     """
-    from transformers.cache_utils import DynamicCache, DynamicLayer
+    from transformers.cache_utils import DynamicCache
 
     numbers: set[Any] = {vars(each).get("layer_idx") for each in block.modules()} - {None}
-    if len(numbers) != 1 or not _is_known(DynamicLayer()):
+    configs = [each.config for each in block.modules() if hasattr(each, "config")]
+    if len(numbers) != 1:
         return plain
     (place,) = numbers
-    cached = operator(CachedBlock(block, _one_place()))
+    layers = DynamicCache(config=configs[0] if configs else None).layers
+    layer = layers[place] if place < len(layers) else _plain_layer()
+    if not _is_known(layer):
+        return plain
+    kind, window = type(layer), getattr(layer, "sliding_window", None)
+    cached = operator(CachedBlock(block, name, at, layer))
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        cache: Any = kwargs.get(_ARGUMENT)
+        cache: Any = args[at] if len(args) > at else kwargs.get(name)
         if type(cache) is DynamicCache and len(cache.layers) > place:
             layer = cache.layers[place]
-            if type(layer) is DynamicLayer and not layer.is_initialized:
-                others = {name: given for name, given in kwargs.items() if name != _ARGUMENT}
-                results, keys, values = cached(*args, **others)
+            if type(layer) is kind and not layer.is_initialized:
+                others, named = _with_cache(None, name, at, args, kwargs)
+                results, keys, values = cached(*others, **named)
                 layer.dtype, layer.device, layer.is_initialized = keys.dtype, keys.device, True
                 layer.keys, layer.values = keys, values
+                if window is not None:
+                    layer.cumulative_length = args[0].shape[1]
+                    layer._sliding_window_tensor = layer._sliding_window_tensor.to(keys.device)
                 return results
         return plain(*args, **kwargs)
 
     return forward
 
 
+def _with_cache(
+    cache: Any, name: str, at: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A call's arguments with another cache."""
+    if len(args) > at:
+        return (*args[:at], cache, *args[at + 1 :]), kwargs
+    return args, {**kwargs, name: cache}
+
+
+def _plain_layer() -> Any:
+    from transformers.cache_utils import DynamicLayer
+
+    return DynamicLayer()
+
+
 def _is_known(layer: Any) -> bool:
-    """Whether a layer of a cache, once it is filled, has what ``caching`` sets and nothing else."""
+    """Whether filling a layer of a cache sets what ``caching`` does, and nothing else."""
+    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+    if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+        return False
+    sets = _FILLED | (_WINDOW if type(layer) is DynamicSlidingWindowLayer else set())
     layer.lazy_initialization(torch.empty(0), torch.empty(0))
-    return {*vars(layer)} == {"dtype", "device", "is_initialized", "keys", "values"}
+    return {*vars(layer)} == sets
 
 
 @functools.cache  # guards ask which class it is
-def _one_place() -> type:
+def _one_place(kind: Any) -> type:
     from transformers.cache_utils import DynamicLayer
 
     class OnePlace:
         """A cache for one layer, whatever its number: it does as a layer of ``DynamicCache``."""
 
         is_initialized = False
+        record_past = False
+        cumulative_length = 0
+        sliding_window: int | None
         keys: Tensor
         values: Tensor
         lazy_initialization = DynamicLayer.lazy_initialization
-        write = DynamicLayer.update
+        write = kind.update
 
         def update(
             self, key_states: Tensor, value_states: Tensor, *place: Any, **options: Any

@@ -23,7 +23,7 @@ from autosplit.torch_internals.pytree import TreeSpec, tree_flatten, tree_unflat
 
 from .callable_blocks import refuse_what_cannot_be_called
 from .candidates import has_plain_forward, look_of, repeated_blocks
-from .key_value_cache import caching, fills_cache
+from .key_value_cache import cache_argument, caching
 from .region import STATE_TOKEN, Region, RegionCall, stand_in
 
 if TYPE_CHECKING:
@@ -90,9 +90,10 @@ class RegionSession:
 
     def _stand_in(self, name: str, block: nn.Module) -> Callable[..., Any]:
         plain = self._operator(name, block)
-        if not fills_cache(block):
+        argument = cache_argument(block)
+        if argument is None:
             return plain
-        return caching(block, plain, partial(self._operator, name))
+        return caching(block, *argument, plain, partial(self._operator, name))
 
     def _operator(self, name: str, block: nn.Module) -> Callable[..., Any]:
         """A function that Dynamo takes for an operator."""

@@ -348,23 +348,36 @@ def powerset(names: Iterable[str]) -> Iterator[frozenset[str]]:
         yield from map(frozenset, itertools.combinations(known, count))
 
 
-def test_a_model_of_transformers() -> None:
+SIZES = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 11}
+FAMILIES = {
+    "llama": {"num_hidden_layers": 3},
+    "gpt2": {"num_hidden_layers": 3},  # takes the cache by position
+    "gpt_neox": {"num_hidden_layers": 3},  # under another name
+    "gemma2": {"num_hidden_layers": 4, "head_dim": 4, "sliding_window": 4},  # two kinds in turn
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_model_of_transformers(name: str) -> None:
     """As people call it: with a cache of keys and values."""
     transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2}
-    sizes |= {"intermediate_size": 16, "vocab_size": 11, "max_position_embeddings": 8}
-    config = transformers.AutoConfig.for_model("llama", **sizes)
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    sizes = SIZES | FAMILIES[name] | {"max_position_embeddings": 8, "num_key_value_heads": 2}
+    config = transformers.AutoConfig.for_model(name, **sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
     ids = torch.randint(0, 11, (2, 6))
     split = autosplit.split(model)
-    results, gradients = [], []
+    results, gradients, caches = [], [], []
     for face in (split, model):
         model.zero_grad()
         output = face(input_ids=ids, labels=ids)
-        keys = [layer.keys for layer in output.past_key_values.layers]
+        layers = output.past_key_values.layers
+        keys = [layer.keys for layer in layers]
         (output.loss + keys[1].sum()).backward()
         results.append([output.loss, *keys])
         gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+        caches.append([{k: v for k, v in vars(each).items() if "_" in k} for each in layers])
     for one, other in (results, gradients):
         assert all(map(torch.equal, one, other))
-    assert kinds(split) == [3]
+    assert caches[0] == caches[1]
+    assert sum(kinds(split)) == sizes["num_hidden_layers"]
+    assert len(kinds(split)) == (2 if name == "gemma2" else 1)

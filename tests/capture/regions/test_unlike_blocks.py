@@ -117,7 +117,7 @@ UNLIKE: dict[str, tuple[Callable[[], nn.Module], list[int]]] = {
     "tied_to_the_head": (tied_to_the_head, [3]),
     "one_block": (one_block, []),
     "hook": (hooked, [3]),
-    "running_statistics": (lambda: Stack(Normalised), []),
+    "running_statistics": (lambda: Stack(Normalised), [4]),
     "passed_on": (lambda: Stack(Same), []),
     "objects": (lambda: Objects(TakingObjects), []),
 }
