@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autosplit.errors import PipelineError
 from autosplit.module import SplitModule
+from autosplit.torch_internals.pipelining.shapes import StageShapeError
 
 from .results import described
 
@@ -157,12 +158,12 @@ def refuse_difference(
     """Refuse examples that are not as the tensors are.
 
     Raises:
-        PipelineError: shows both.
+        StageShapeError: shows both.
     """
     if given is None or [_kind(t) for t in given] == [_kind(t) for t in found]:
         return
     source = "what comes in is" if what == "input" else "the module returns"
-    raise PipelineError(
+    raise StageShapeError(
         f"{owner}: {argument} says {_listed(given)}, but {source} {_listed(found)}. "
         f"Leave {argument} out, as shapes are agreed on before the first microbatch, or let "
         "neighbouring stages fit each other"

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autosplit.errors import CaptureError, PipelineError
+from autosplit.errors import CaptureError
 from autosplit.runtime.activations.saved_tensors import TensorSpec
 from autosplit.runtime.functions import SplitFunctions
+from autosplit.torch_internals.pipelining.shapes import StageShapeError
 from autosplit.torch_internals.pytree import TreeSpec
 
 
@@ -73,7 +74,7 @@ class Results:
         """Refuse outputs that are not what the next stage was told.
 
         Raises:
-            PipelineError: says what was agreed and what came.
+            StageShapeError: says what was agreed and what came.
         """
         agreed = told.get(chunk, told[0])
         if agreed is self:
@@ -83,7 +84,7 @@ class Results:
             self.differentiable,
             self.spec,
         ):
-            raise PipelineError(
+            raise StageShapeError(
                 f"{owner}: microbatch {chunk} has the outputs {described(self.examples())}, but "
                 f"the next stage was told to expect {described(agreed.examples())} at first. "
                 "Give every step batches of one size that the number of microbatches divides "

@@ -58,7 +58,9 @@ class StageStep:
             return
         running = self._running
         self._parameters = self._of.sharding.owners(self._of.parameters())
-        self._apart = running is not None and running.scales
+        # As torch does: actions without REDUCE_GRAD, read from a file of them, divide nothing.
+        reduces = running is not None and self._of.stage_index in running.reduces
+        self._apart = running is not None and running.scales and reduces
         self._mixed = running is None and any(p.grad is not None for p in self._parameters)
         if running is None:
             return
@@ -71,7 +73,7 @@ class StageStep:
             self.gradients.begin(self._parameters)
 
     def end(self) -> None:
-        """Everything was added: have it averaged where data parallelism is to, and divide it where
+        """Everything was added: have it averaged where data parallelism is to, and reduced where
         the schedule will not ask for that.
         """
         running, module = self._running, self._of.submod
@@ -79,8 +81,6 @@ class StageStep:
             average_gradients(module)
         if running is None or self._of.stage_index not in running.reduces:
             self._of.sharding.reduce()
-        if running is not None and self._apart and self._of.stage_index not in running.reduces:
-            self.scale(running.microbatches)
 
     def scale(self, factor: int) -> None:
         """Divide what this step added.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from autosplit.backends.compiled_graph import Backend, Boxed, compile_graph, hand_over
+from autosplit.backends.garbage_collection import collecting_new_objects_only
 from autosplit.errors import SplitError
 from autosplit.passes import Kind, PassError, Role
 from autosplit.passes.graph import outputs
@@ -123,7 +124,8 @@ class GradientGraph:
 
     def _variant(self, accumulation: Accumulation | None) -> GraphVariant:
         if accumulation not in self._variants:
-            self._variants[accumulation] = self._make(accumulation)
+            with collecting_new_objects_only():
+                self._variants[accumulation] = self._make(accumulation)
         return self._variants[accumulation]
 
     def source(self, accumulation: Accumulation | None = None) -> fx.GraphModule:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 
 import pytest
-from torch.distributed.pipelining import PipelineStage
+import torch
+from torch.distributed.pipelining import PipelineStage, _utils
 
 from autosplit.errors import PipelineError
 from autosplit.pipelining import SplitPipelineStage
+from autosplit.pipelining.arguments import refuse_difference
 from autosplit.torch_internals import version
 from autosplit.torch_internals.pipelining import versions
 from tests.pipelining.refusal_workers import all_refusals
@@ -38,11 +40,11 @@ ON_ONE = {
         ".5, 5.. Let the one return what the other takes",
     ),
     "outputs_unlike_the_examples": (
-        1, "PipelineError: stage 1 .Sequential.: output_args says float32.2, 5., but the module "
+        1, "StageShapeError: stage 1 .Sequential.: output_args says float32.2, 5., but the module "
         "returns float32.2, 4.",
     ),
     "inputs_unlike_the_examples": (
-        0, "PipelineError: stage 0 .Sequential.: input_args says float32.3, 4., but what comes in",
+        0, "StageShapeError: stage 0 .Sequential.: input_args says float32.3, 4., but what",
     ),
     "graph_breaks": (
         0, r"CaptureError: stage 0 .Broken. must be one graph: .*refusal_workers.py:\d+"
@@ -141,3 +143,11 @@ def test_a_torch_whose_private_names_have_moved(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(version, "TORCH", (2, 16))
     with pytest.raises(PipelineError, match=r"expected one of these versions. Install one of them"):
         versions.check_names()
+
+
+def test_other_shapes_are_torchs_error_too() -> None:
+    """For those who catch what torch's own stage raises."""
+    kind = getattr(_utils, "PipeliningMetadataError", RuntimeError)
+    with pytest.raises(kind, match="input_args says") as caught:
+        refuse_difference("stage 0", "input", "input_args", [torch.ones(3)], [torch.ones(4)])
+    assert isinstance(caught.value, PipelineError)

@@ -25,8 +25,17 @@ from .versions import check_names
 # Another class where the names have moved, which is said when a stage is made.
 _ForwardMeta: Any = getattr(_utils, "_StageForwardMeta", object)
 
+# RuntimeError before torch had an error of its own for these.
+_MetadataError: Any = getattr(_utils, "PipeliningMetadataError", RuntimeError)
+
 _PATIENCE = 5.0
 """Seconds that a failing stage tries to tell its neighbours."""
+
+
+class StageShapeError(PipelineError, _MetadataError):  # type: ignore[misc]
+    """Tensors of a stage have other shapes or dtypes than were agreed on or given as examples; also
+    what torch's own stage raises then.
+    """
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,6 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
 )
 
-from autosplit.backends.garbage_collection import collecting_new_objects_only
 from autosplit.pipelining import SplitPipelineStage
 
 from .layers import WIDTH, Chain, Layer
@@ -198,18 +197,18 @@ def ordered(
 @contextlib.contextmanager
 def no_leaked_tensors() -> Iterator[None]:
     """No tensor that is made and dropped inside is held by a cycle of references."""
-    with collecting_new_objects_only():
-        gc.set_debug(gc.DEBUG_SAVEALL)
-        try:
-            yield
-            gc.collect()
-            # By type: isinstance would look through weak references.
-            leaked = [
-                f"{type(each).__name__} {[*each.shape]}"
-                for each in gc.garbage
-                if issubclass(type(each), Tensor)
-            ]
-        finally:
-            gc.set_debug(0)
-            gc.garbage.clear()
+    gc.collect()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        yield
+        gc.collect()
+        # By type: isinstance would look through weak references.
+        leaked = [
+            f"{type(each).__name__} {[*each.shape]}"
+            for each in gc.garbage
+            if issubclass(type(each), Tensor)
+        ]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
     assert not leaked, f"{len(leaked)} tensors in cycles, such as {leaked[0]}"

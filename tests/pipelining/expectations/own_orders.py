@@ -48,9 +48,17 @@ def backwards_behind_all_forwards(bench: Bench) -> None:
     training = Training.of(2)
     held = bench.held(2)
     built = ordered(bench.stages(training.model, held), REORDERED, 2, "compute_comms")
-    training.step(built)
     with no_leaked_tensors():
         training.run(built, held)
+
+
+@case()
+def actions_that_reduce_nothing_divide_nothing(bench: Bench) -> None:
+    training = Training.of(2)
+    held = bench.held(2)
+    built = ordered(bench.stages(training.model, held), REORDERED, 2, "compute_comms")
+    built.scale_grads = True
+    training.run(built, held)
 
 
 @case()
