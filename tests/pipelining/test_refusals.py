@@ -72,7 +72,7 @@ ON_ONE = {
 
 FAILURES = {
     "a_batch_of_another_size": (
-        0, "PipelineError: stage 0 .Sequential.: microbatch 0 has the outputs float32.3, 4., but",
+        0, "StageShapeError: stage 0 .Sequential.: microbatch 0 has the outputs float32.3, 4., but",
     ),
     "a_loss_that_raises_later": (1, "ValueError: loss 2$"),
     "a_forward_that_raises_later": (1, "ValueError: it is told to$"),
