@@ -20,9 +20,22 @@ __all__ = ["TreeSpec", "flatten_named", "register_node", "tree_flatten", "tree_u
 
 
 def flatten_named(root: str, tree: Any) -> list[tuple[str, Any]]:
-    """Leaves of a pytree with the Python path that reaches each: ``output['logits'][0]``."""
-    leaves, _ = tree_flatten_with_path(tree)
-    return [(root + "".join(map(_key, path)), leaf) for path, leaf in leaves]
+    """Leaves of a pytree with the Python path that reaches each: ``output['logits'][0]``. In
+    classes that were registered without keys, numbers stand for them.
+    """
+
+    def is_inside(node: Any) -> bool:
+        return node is not tree
+
+    try:
+        pairs = tree_flatten_with_path(tree, is_leaf=is_inside)[0]
+        children = [("".join(map(_key, path)), child) for path, child in pairs]
+    except ValueError:
+        numbered = enumerate(tree_flatten(tree, is_leaf=is_inside)[0])
+        children = [(f"[{at}]", child) for at, child in numbered]
+    if any(child is tree for _, child in children):
+        return [(root, tree)]
+    return [leaf for key, child in children for leaf in flatten_named(root + key, child)]
 
 
 def register_node(
