@@ -31,6 +31,7 @@ from autosplit.torch_internals.tracing import untraced
 from .deferred_backward import DeferredBackward
 from .delivery import Delivery, weight_gradients
 from .parameter_request import probe_sample, refuse_parameter_request
+from .partial_gradient import refuse_partial, watch
 from .pending_queue import PendingQueue
 
 if TYPE_CHECKING:
@@ -147,6 +148,7 @@ class Split(torch.autograd.Function):
         # Tensors of their own on the same storage: a saved output would keep its own graph
         # alive, and autograd forbids writing into a view that a function returns.
         outputs = [v.detach() if isinstance(v, Tensor) else v for v in outputs]
+        ctx.watched = watch((n, outputs[at]) for n, at in functions.dependence.read_inside)
         if functions.constant_outputs:
             constant = [outputs[at] for at in functions.constant_outputs]
             ctx.mark_non_differentiable(*[v for v in constant if isinstance(v, Tensor)])
@@ -157,6 +159,7 @@ class Split(torch.autograd.Function):
     def backward(ctx: Any, *output_grads: Tensor | None) -> tuple[Tensor | None, ...]:
         functions: SplitFunctions = ctx.functions
         _check_backward(ctx)
+        refuse_partial(ctx.watched)
         functions.autocast_guard.check()
         arrived = list(output_grads)
         del output_grads

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autosplit.autograd.parameter_request import refuse_parameter_request
+from autosplit.autograd.partial_gradient import refuse_partial, watch
 from autosplit.backends.compiled_graph import Boxed
 from autosplit.capture.aot_convention import AotGraphs
 from autosplit.errors import SplitError
@@ -19,7 +20,7 @@ from autosplit.passes.graph import GRADIENT, inputs, outputs
 from autosplit.passes.lowering.lent_memory import lent
 from autosplit.runtime.activations.saved_tensors import is_shared
 from autosplit.runtime.autocast_guard import AutocastGuard
-from autosplit.runtime.gradient_dependence import gradient_sources
+from autosplit.runtime.gradient_dependence import gradient_sources, outputs_read_inside
 from autosplit.torch_internals.autograd.accumulate_grad import has_gradient_hooks
 from autosplit.torch_internals.autograd.running_backward import (
     RunningBackward,
@@ -90,6 +91,7 @@ class SplitBackward:
         returned = [role for role, _ in outputs(aot.backward_input.graph)]
         self._slots, self._left = returned[: aot.slots], returned[aot.slots :]
         self._sources = gradient_sources(aot.graphs.joint.graph, *GRADIENT)
+        self._read_inside = outputs_read_inside(aot.graphs.joint.graph)
         self._autocast_guard = AutocastGuard(aot.graphs.backward or aot.graphs.joint)
         self._unsplit = threading.local()
 
@@ -100,7 +102,11 @@ class SplitBackward:
         behind those gets no gradient at all. And it switches autocast off.
         """
 
+        named = zip(self._results, results, strict=False)
+        watched = watch((name, each) for name, each in named if name in self._read_inside)
+
         def note(grads: tuple[Tensor | None, ...]) -> None:
+            refuse_partial(watched)
             self._autocast_guard.check()
             pairs = zip(self._results, grads, strict=False)
             call.absent = frozenset(name for name, grad in pairs if grad is None)

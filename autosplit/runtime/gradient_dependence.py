@@ -46,6 +46,19 @@ def _computed_from(joint: fx.Graph, gradient: Role, known: Collection[str]) -> f
     return frozenset(known) & names or frozenset(known)
 
 
+def outputs_read_inside(joint: fx.Graph) -> frozenset[str]:
+    """Differentiable outputs from which the graph computes others."""
+    trained = {role.name for role in inputs(joint, Kind.TANGENT)}
+    pairs = outputs(joint, Kind.OUTPUT, Kind.UPDATE)
+    made = {role.name: v for role, v in pairs if role.name in trained and isinstance(v, fx.Node)}
+    depend = reached(joint, [*made.values()])
+    return frozenset(
+        name
+        for at, (name, value) in enumerate(made.items())
+        if any(depend[other] >> at & 1 for other in made.values() if other is not value)
+    )
+
+
 def borrowed_gradients(graph: fx.Graph) -> frozenset[str]:
     """Parameters whose gradient among a graph's results is not a tensor of its own: it shares
     storage with another result or with an input, overlaps itself, or keeps more alive than itself.
@@ -96,6 +109,12 @@ class GradientDependence:
             return []
         idle = {name for name, outputs in self._input_sources.items() if outputs <= absent}
         return [at for at, name in enumerate(self._taken) if name in idle]
+
+    @cached_property
+    def read_inside(self) -> list[tuple[str, int]]:
+        """Path and place of each output that others are computed from."""
+        read = outputs_read_inside(self._graphs.joint.graph)
+        return [(name, at) for name, at in self._tangents if name in read]
 
     @cached_property
     def trained_inputs(self) -> frozenset[int]:

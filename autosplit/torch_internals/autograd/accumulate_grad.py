@@ -93,6 +93,14 @@ def has_tensor_hooks(parameters: Iterable[Tensor]) -> bool:
     return any(map(_TENSOR_HOOKS, parameters))
 
 
+def has_hooks_of_users(tensor: Tensor) -> bool:
+    """Whether it has a hook of ``register_hook`` that is not torch's own: those of FSDP ask for the
+    moment at which a gradient comes, not for its value.
+    """
+    hooks = (_TENSOR_HOOKS(tensor) or {}).values()
+    return any(not str(getattr(hook, "__module__", "")).startswith("torch.") for hook in hooks)
+
+
 def has_accumulate_hooks(parameters: Iterable[Tensor]) -> bool:
     """Whether one of them has a hook of ``register_post_accumulate_grad_hook``."""
     return any(map(_LATE_HOOKS, parameters))

@@ -1,0 +1,58 @@
+"""Outputs from which the module computes others: hooks and retain_grad() on them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autosplit
+from autosplit import SplitError
+
+
+class Both(nn.Module):
+    """Returns a hidden value and what is made of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = self.first(x)
+        return self.second(hidden.tanh()), hidden
+
+
+class InParts(Both):
+    def forward(self, x: Tensor) -> Any:
+        found = super().forward(x)
+        torch._dynamo.graph_break()
+        return found[0] * 2, found[1]
+
+
+FACES = {
+    "whole": lambda: autosplit.split(Both(), fullgraph=True),
+    "in parts": lambda: autosplit.split(InParts()),
+    "torch.compile": lambda: torch.compile(Both(), backend="autosplit"),
+}
+
+
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("ask", ["retain_grad", "register_hook"])
+@pytest.mark.filterwarnings("ignore:.*is split in")
+def test_who_asks_for_a_part_is_told(face: str, ask: str) -> None:
+    split = FACES[face]()
+    y, hidden = split(torch.randn(2, 3))
+    hidden.retain_grad() if ask == "retain_grad" else hidden.register_hook(lambda grad: None)
+    with pytest.raises(SplitError, match=r"output\[1\]|has a hook or retain_grad"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.filterwarnings("ignore:.*is split in")
+def test_a_gradient_that_is_whole_is_had(face: str) -> None:
+    y, hidden = FACES[face]()(torch.randn(2, 3))
+    y.retain_grad()
+    (y.sum() + hidden.sum()).backward()
+    assert torch.equal(y.grad, torch.ones(2, 3))
