@@ -11,6 +11,7 @@ from torch import fx
 from autosplit.passes import MEMORY
 from autosplit.passes.analysis.aliasing import distinct_bytes, is_view
 from autosplit.passes.analysis.operator_cost import graph_flops
+from autosplit.passes.analysis.weight_flops import weight_flops
 from autosplit.passes.graph import Kind, calls, inputs, outputs
 from autosplit.passes.partition.memory_tradeoff import MemoryTradeoff, memory_tradeoff
 from autosplit.runtime.functions import SplitFunctions
@@ -44,6 +45,7 @@ def report(functions: SplitFunctions, title: str) -> str:
         f"Deferred by I for W: {len(deferred)} tensors, {size_text(total_bytes(deferred))}:"
     )
     parts.append(boundary_table(deferred, "simple"))
+    parts.append(f"Deferred: {share_text(*weight_flops(graphs))}.")
     parts.append(memory_table(functions))
     if functions.dependence.inseparable:
         parts.append("Not deferred, for an operator makes them with what input gradients need:")
@@ -99,6 +101,15 @@ def memory_table(functions: SplitFunctions, style: str = "simple") -> str:
     ]
     align = ("left", *["right"] * 5)
     return tabulate(rows, headers, tablefmt=style, colalign=align, disable_numparse=True)
+
+
+def share_text(waiting: int, early: int) -> str:
+    """Which share of weight gradients' products W does, of the graphs that run."""
+    if not waiting + early:
+        return "none takes a matrix product"
+    share = f"{100 * waiting / (waiting + early):.1f} %"
+    done = f"{_giga(waiting)} of {_giga(waiting + early)} GFLOPs a microbatch"
+    return f"{share} of the weight gradients' floating-point operations ({done})"
 
 
 def inseparable_table(functions: SplitFunctions, style: str = "simple") -> str:

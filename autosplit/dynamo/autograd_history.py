@@ -19,6 +19,7 @@ from autosplit.torch_internals.autograd.running_backward import (
     is_transposed_convolution,
     leaf_of,
     output_shape,
+    python_function,
 )
 
 from .compiled_call import call_of
@@ -46,16 +47,18 @@ class History:
             operations of those gradients (matrix products and convolutions; everything else
             counts 0): of operators outside compiled graphs, and of graphs that the parameter
             enters as a view or otherwise not as itself.
+        unknown: Python functions outside compiled graphs. Their backward may reach any parameter,
+            and nobody knows what it computes.
     """
 
     deferred: set[nn.Parameter] = dataclasses.field(default_factory=set)
     ordinary: dict[nn.Parameter, int] = dataclasses.field(default_factory=dict)
+    unknown: list[str] = dataclasses.field(default_factory=list)
 
-    def share(self, deferred: int) -> float | None:
-        """Share of the floating-point operations that W does, given those as ``deferred``; where
-        there are none, of the elements of the gradients; None where there is no gradient at all.
+    def share(self, late: int, early: int) -> float | None:
+        """Share of the floating-point operations that W does, ``late`` of those and ``early``;
+        where there are none, of the elements of the gradients; None where there is no gradient.
         """
-        late, early = deferred, sum(self.ordinary.values())
         if not late + early:
             late = sum(parameter.numel() for parameter in self.deferred)
             early = sum(p.numel() for p in self.ordinary if p not in self.deferred)
@@ -73,6 +76,9 @@ class History:
         for node in _nodes([each.grad_fn for each in outputs], stop):
             if is_link(node):
                 continue
+            function = None if type(node) in known else python_function(node)
+            if function is not None and function not in history.unknown:
+                history.unknown.append(function)
             found: dict[int, nn.Parameter] = {}
             for index, (operand, result) in enumerate(node.next_functions):
                 call = call_of(leaf_of(operand, result))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import fx
 
 from autosplit.passes import SplitGraphs
-from autosplit.passes.analysis.operator_cost import graph_flops
+from autosplit.passes.analysis.weight_flops import weight_flops
 from autosplit.passes.graph import outputs, source_line
 
 
@@ -49,10 +49,9 @@ class Part:
         return "no backward" if self.graphs is None else "no parameters"
 
     @property
-    def deferred_flops(self) -> int:
-        """Floating-point operations of W."""
-        weight = None if self.graphs is None else self.graphs.backward_weight
-        return 0 if weight is None else graph_flops(weight.graph)
+    def weight_flops(self) -> tuple[int, int]:
+        """Floating-point operations of weight gradients in W, and in I all the same."""
+        return (0, 0) if self.graphs is None else weight_flops(self.graphs)
 
 
 def _lines(graph: fx.Graph) -> str:

@@ -25,6 +25,7 @@ from autosplit.errors import DeferralWarning, SplitError
 from autosplit.passes.lowering import codegen
 from autosplit.runtime.specializations.specialization import calls_itself
 from autosplit.runtime.split_options import SplitOptions
+from autosplit.text.names import few
 from autosplit.text.writing import writing
 from autosplit.torch_internals.autograd.accumulate_grad import has_gradient_hooks
 from autosplit.torch_internals.ddp_reducer import synchronises
@@ -130,14 +131,26 @@ class Partial:
         return result
 
     @property
-    def deferred_flops(self) -> int:
-        """Floating-point operations that W of all graphs did for the call of ``history``."""
-        return sum(part.deferred_flops * count for part, count in self._calls.items())
+    def weight_flops(self) -> tuple[int, int]:
+        """Floating-point operations of weight gradients for the call of ``history`` that W of all
+        graphs did, and those that were done before.
+        """
+        late = sum(part.weight_flops[0] * count for part, count in self._calls.items())
+        early = sum(part.weight_flops[1] * count for part, count in self._calls.items())
+        ordinary = () if self._history is None else self._history.ordinary.values()
+        return late, early + sum(ordinary)
 
     def _warn_of_little(self) -> None:
         """Warn once where most weight gradients cannot be deferred."""
-        share = None if self._history is None else self._history.share(self.deferred_flops)
-        if share is None or self._warned:
+        history = self._history
+        if history is None or self._warned:
+            return
+        share = history.share(*self.weight_flops)
+        if history.unknown:
+            reason = f"the backward of {few(history.unknown, 2)} is a Python function"
+            self._warned = DeferralWarning.issue(type(self._model).__name__, None, reason)
+            return
+        if share is None:
             return
         breaks = [f"{short_source(b.line)}: {b.reason}" for b in self._breaks if b.line]
         given_up = [part.reason for part in self._parts if part.reason]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from tabulate import tabulate
 
 from autosplit.autograd.parameter_hooks import hooks_text
-from autosplit.dump.tables import short_source
+from autosplit.dump.tables import share_text, short_source
 from autosplit.text.names import few
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def _parts(partial: Partial) -> str:
             part.lines,
             few(part.parameters, 4),
             partial.calls[part],
-            f"{part.deferred_flops / 1e9:.3f}",
+            f"{part.weight_flops[0] / 1e9:.3f}",
             part.state,
         ]
         for index, part in enumerate(partial.parts)
@@ -63,17 +63,18 @@ def _ordinary(partial: Partial) -> str:
 
 
 def _share(partial: Partial) -> str:
-    history, deferred = partial.history, partial.deferred_flops
+    history = partial.history
     if history is None:
         return "No call needed a gradient yet."
-    total = deferred + sum(history.ordinary.values())
     names = f"{len(history.deferred)} of {len(history.deferred | history.ordinary.keys())}"
-    if not total:
-        return f"Deferred: the gradients of {names} parameters; none takes a matrix product."
+    share = share_text(*partial.weight_flops)
+    text = f"Deferred: the gradients of {names} parameters, {share}."
+    if not history.unknown:
+        return text
     return (
-        f"Deferred: the gradients of {names} parameters, {100 * deferred / total:.1f} % of the "
-        f"weight gradients' floating-point operations ({deferred / 1e9:.3f} of "
-        f"{total / 1e9:.3f} GFLOPs a microbatch)."
+        f"{text} What else the backward of {few(history.unknown, 4)} computes is not known: Python "
+        "functions that no graph holds may reach any parameter, whose gradient is then ready when "
+        "backward() ends."
     )
 
 

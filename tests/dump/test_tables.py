@@ -35,6 +35,9 @@ def test_report_of_a_linear_layer() -> None:
         "args_0       f32[4, 3]     48 B             weight",
         "grad_output  f32[4, 2]     32 B             weight and 1 more",
         "",
+        "Deferred: 100.0 % of the weight gradients' floating-point operations (4.8e-08 of 4.8e-08 "
+        "GFLOPs a microbatch).",
+        "",
         "memory             after F    I to W    weight FLOPs in I    recomputed ops    time",
         "---------------  ---------  --------  -------------------  ----------------  ------",
         "fast                  48 B      80 B                   0%                 0    0.0%",

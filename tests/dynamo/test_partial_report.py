@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from autosplit import SplitError
+import autosplit
+from autosplit import DeferralWarning, SplitError
 from autosplit.capture import aot_convention
 from autosplit.dynamo.partial_model import Partial
 from autosplit.dynamo.weight_products import WeightProducts
@@ -32,7 +34,7 @@ def test_parts_and_breaks() -> None:
     first, second = partial.parts
     assert (first.state, first.parameters) == ("split", ("a.weight", "a.bias"))
     assert (second.state, second.parameters) == ("split", ("b.weight", "b.bias"))
-    assert first.deferred_flops == second.deferred_flops == PRODUCT
+    assert first.weight_flops == second.weight_flops == (PRODUCT, 0)
     assert partial.calls == {first: 1, second: 1}
     (found,) = partial.breaks
     assert found.reason == "Skip inlining `torch.compiler.disable()`d function"
@@ -61,6 +63,34 @@ def test_report() -> None:
         "Deferred: the gradients of 4 of 6 parameters, 66.7 % of the weight gradients' "
         "floating-point operations" in text
     )
+
+
+class Squared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        return grad @ weight.t(), x.t() @ grad
+
+
+class Reached(DisabledMiddle):
+    """The backward of a function that no graph holds computes weight gradients."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def untraceable(self, x: Tensor) -> Tensor:
+        made: Tensor = Squared.apply(x, self.middle.weight)  # type: ignore[no-untyped-call]
+        return made
+
+
+def test_what_a_python_function_computes_is_not_known() -> None:
+    split = autosplit.split(Reached())
+    with pytest.warns(DeferralWarning, match=r"an unknown share .* backward of Squared"):
+        split(torch.randn(3, 4)).sum().backward()
+    assert "What else the backward of Squared (" in split.report()
 
 
 def test_reason_is_reported() -> None:

@@ -143,6 +143,16 @@ def compiled_node(results: Any) -> type | None:
     return None
 
 
+def python_function(node: Any) -> str | None:
+    """Name and module of the ``torch.autograd.Function`` that a node is of, where it is not one of
+    those that torch's data parallelism puts around modules, or ours.
+    """
+    kind = getattr(type(node), "_forward_cls", None)
+    if kind is None or kind.__module__.startswith(("torch.distributed.", "autosplit.")):
+        return None
+    return f"{kind.__qualname__} ({kind.__module__})"
+
+
 def output_shape(node: Any, index: int = 0) -> tuple[int, ...]:
     """Shape of a result of the operator whose backward is this autograd node."""
     return tuple(node._input_metadata[index].shape)
