@@ -168,7 +168,11 @@ class GeneratorStates(NamedTuple):
     def again(self) -> Iterator[None]:
         """Draw inside from these states; afterwards the generators are as they were before."""
         with generators_kept():
-            torch.set_rng_state(self.cpu)
-            for device, state in self.accelerators.items():
-                set_generator_state(device, state)
+            self.restore()
             yield
+
+    def restore(self) -> None:
+        """Draw from these states from now on."""
+        torch.set_rng_state(self.cpu)
+        for device, state in self.accelerators.items():
+            set_generator_state(device, state)

@@ -112,7 +112,11 @@ def _user_line(error: Exception) -> str:
 
 def _advice(error: Exception) -> str:
     if isinstance(error, TorchRuntimeError):
-        return "Run the model on these inputs without autosplit: the same operator should fail."
+        return (
+            "Run the model on these inputs without autosplit: where this operator fails, too, they "
+            "do not fit; where it does not, torch cannot trace it, and such calls run unsplit but "
+            "where one graph is asked for."
+        )
     if "share storage" in str(error) or "view input mutations" in str(error):
         return (
             "The module writes into an input that shares its memory with another one; pass a "

@@ -106,7 +106,7 @@ def memory_table(functions: SplitFunctions, style: str = "simple") -> str:
 def share_text(waiting: int, early: int) -> str:
     """Which share of weight gradients' products W does, of the graphs that run."""
     if not waiting + early:
-        return "none takes a matrix product"
+        return "none takes a matrix product or convolution that torch counts"
     share = f"{100 * waiting / (waiting + early):.1f} %"
     done = f"{_giga(waiting)} of {_giga(waiting + early)} GFLOPs a microbatch"
     return f"{share} of the weight gradients' floating-point operations ({done})"

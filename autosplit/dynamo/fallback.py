@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
+from autosplit.device import GeneratorStates
 from autosplit.errors import AutosplitError, CaptureError, FailingCallError
 from autosplit.runtime.split_options import SplitOptions
 
@@ -35,6 +38,7 @@ class Fallback:
         self.partial: Partial | None = self._by_graphs("dynamic=True") if dynamic else None
         self._captures_again = False  # whether the next call is to be captured whole all the same
         self._unproven: AutosplitError | None = None  # why by graphs, until a call was looked at
+        self._failing: FailingCallError | None = None  # why no graph is tried any more
         self._unsplit: dict[str, int] = {}
 
     @property
@@ -44,7 +48,8 @@ class Fallback:
 
     def is_in_use(self, has_graphs: bool) -> bool:
         """Whether reports are to be about the model split graph by graph."""
-        return self.partial is not None and not (self._captures_again and has_graphs)
+        whole = self._captures_again and has_graphs
+        return self.partial is not None and not whole and self._failing is None
 
     def give_up(self, error: AutosplitError) -> Partial:
         """Split graph by graph from now on.
@@ -68,20 +73,30 @@ class Fallback:
         return self.partial
 
     def run_by_graphs(self, partial: Partial, args: Any, kwargs: Any) -> Any:
-        """The forward graph by graph. If a first one fails, that says nothing about later ones;
-        if it leaves the model changed, a whole graph may hold the next.
+        """The forward graph by graph. If a first one fails, it is run by plain autograd, and so are
+        later ones unless that fails, too; if it leaves the model changed, a whole graph may hold
+        the next.
         """
         unproven = self._unproven
+        if self._failing is not None:
+            return self.run_unsplit(self._failing, args, kwargs)
         if unproven is None:
             return partial(*args, **kwargs)
         from autosplit.capture.joint_graph import AttributeSnapshot, PythonStateError
 
-        before = AttributeSnapshot(self._model)
+        before, restore = AttributeSnapshot(self._model), _restoring(self._model)
+        failing = None
         try:
             result = partial(*args, **kwargs)
-        except Exception:
+        except Exception as error:
+            failing = FailingCallError(f"{type(error).__name__} in parts: {error}")
+            partial.discard()
+        if failing is not None:
+            restore()
             self.partial = None
-            raise
+            result = self.run_unsplit(failing, args, kwargs)  # here, for the user's own error alone
+            self.partial, self._failing = partial, failing
+            return result
         self._unproven = None
         outside = isinstance(unproven, PythonStateError) and not unproven.inside
         self._captures_again = outside or before.differs
@@ -119,3 +134,17 @@ class Fallback:
         from .partial_model import Partial  # Dynamo takes over a second to import
 
         return Partial(self._model, self._options, reason, because)
+
+
+def _restoring(model: nn.Module) -> Callable[[], None]:
+    """Puts buffers and generators of random numbers back as they are now."""
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    states = GeneratorStates.of([*model.parameters(), *model.buffers()])
+
+    def restore() -> None:
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        states.restore()
+
+    return restore

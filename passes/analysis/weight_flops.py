@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 
 import torch
@@ -14,7 +15,7 @@ from .operator_cost import flops
 
 aten = torch.ops.aten
 
-_HAND_ON = frozenset({aten.add.Tensor, aten.clone.default, aten._to_copy.default})
+_HAND_ON = frozenset({aten.add.Tensor, aten.clone.default, aten._to_copy.default, operator.getitem})
 
 
 def weight_flops(graphs: SplitGraphs) -> tuple[int, int]:

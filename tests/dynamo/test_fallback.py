@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import autosplit
 from autosplit import CaptureError
 from tests.dynamo.breaking import MODELS, SideEffects, TwoLayers, Unbreakable, loss_of
+
+RECOMPUTED = CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @pytest.mark.parametrize("build", MODELS)
@@ -30,6 +38,45 @@ def test_equals_autograd(build: type[TwoLayers]) -> None:
         assert mine.grad is None or torch.equal(mine.grad, theirs.grad)
     for a, b in zip(model.buffers(), reference.buffers(), strict=True):
         assert torch.equal(a, b)
+
+
+class Selecting(nn.Module):
+    """Dynamo ends with an error of its own at the function that the forward makes, when a graph
+    before it has run.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner = nn.BatchNorm1d(4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.dropout(self.norm(x))
+        torch._dynamo.graph_break()
+
+        def contexts() -> Any:
+            return create_selective_checkpoint_contexts(lambda *_, **__: RECOMPUTED)
+
+        run: Any = lambda x: self.inner(x).tanh()  # noqa: E731
+        return checkpoint(run, x, use_reentrant=False, context_fn=contexts)
+
+
+def test_what_fails_in_parts_too_runs_unsplit() -> None:
+    model = Selecting()
+    plain, split = copy.deepcopy(model), autosplit.split(model)
+    x = torch.randn(8, 4)
+    torch.manual_seed(0)
+    with pytest.warns(UserWarning, match=r"(?s)Selecting runs .* unsplit.*test_fallback.py"):
+        split(x).sum().backward()
+    split(x).sum().backward()
+    torch.manual_seed(0)
+    for _ in range(2):
+        plain(x).sum().backward()
+    for mine, theirs in zip(model.state_dict().values(), plain.state_dict().values(), strict=True):
+        assert torch.equal(mine, theirs)
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+    assert "2 call(s) of Selecting ran unsplit" in split.report()
+    assert split.pending == 0
 
 
 def test_report_says_why() -> None:

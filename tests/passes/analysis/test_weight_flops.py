@@ -38,3 +38,9 @@ def test_what_a_budget_has_i_do_is_counted_there() -> None:
     waiting, early = found(model, memory=1)
     assert waiting + early == 2 * PRODUCT
     assert early > 0
+
+
+def test_a_convolution() -> None:
+    split = autosplit.split(nn.Conv2d(2, 3, 3))
+    split(torch.randn(1, 2, 5, 5, requires_grad=True)).sum().backward()
+    assert weight_flops(split.functions[-1].graphs) == (2 * 3 * 3 * 2 * 3 * 3 * 3, 0)
