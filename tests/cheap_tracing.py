@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,9 +30,6 @@ def trace_cheaply() -> None:
     if utils := _imported("torch._dynamo.utils", "_get_dynamo_config_for_logging"):
         # All settings of Dynamo and Inductor as text, for a log of each compilation.
         utils._get_dynamo_config_for_logging = utils._scrubbed_inductor_config_for_logging = _none
-    key = _imported("autosplit.capture.cache.environment_key", "sources")
-    if key and key.sources.__module__ != __name__:
-        key.sources = _read_once(key.SOURCES, key.sources)
     if generators := _imported("torch._decomp.decompositions_for_rng", "PhiloxState"):
         generators.PhiloxState.reset = _reset
     if tracing := _imported("torch.fx.experimental.proxy_tensor", "PythonKeyTracer"):
@@ -54,20 +50,6 @@ def _nothing(seed: int) -> None:
 
 def _none() -> None:
     """No text."""
-
-
-def _read_once(own: Path, sources: Callable[[Path], str]) -> Callable[[Path], str]:
-    """Without looking, at each capture, whether one of autosplit's own sources was written."""
-    found: list[str] = []
-
-    def kept(folder: Path) -> str:
-        if folder != own:
-            return sources(folder)
-        if not found:
-            found.append(sources(folder))
-        return found[0]
-
-    return kept
 
 
 def _reset(self: Any) -> None:

@@ -19,26 +19,10 @@ from tests.by_folder import by_folder
 from tests.cheap_tracing import seed_cheaply, trace_cheaply
 from tests.ranks import Ranks, collect_rarely, measure_cheaply, search_cheaply
 
-# Tests of how a split is made replace parts of that; none of them may find what another has made.
-os.environ.setdefault("AUTOSPLIT_CACHE", "0")
 # Inductor's pool of processes takes longer to start than all that tests compile.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 collect_rarely()
 seed_cheaply()
-
-_RUN_GRAPHS = (
-    "benchmarks",
-    "checkpoint",
-    "cli",
-    "compare",
-    "examples",
-    "mesh",
-    "pipeline",
-    "pipelining",
-    "planner",
-    "sharded",
-    "train",
-)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -95,27 +79,9 @@ def _own_recompilations() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def _folder_of_graphs(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """One for all workers of pytest-xdist, whose folders lie beside each other."""
-    root = tmp_path_factory.getbasetemp()
-    folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "graphs"
-    folder.mkdir(exist_ok=True)
-    return str(folder)
-
-
-@pytest.fixture(autouse=True)
-def _graphs_that_are_kept(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, _folder_of_graphs: str
-) -> None:
-    """The tests of what runs split graphs find those that have been made."""
-    if request.path.relative_to(Path(__file__).parent).parts[0] in _RUN_GRAPHS:
-        monkeypatch.setenv("AUTOSPLIT_CACHE", _folder_of_graphs)
-
-
-@pytest.fixture(scope="session")
-def on_ranks(_folder_of_graphs: str) -> Iterator[Ranks]:
+def on_ranks() -> Iterator[Ranks]:
     """``launch``, in processes that stay for the next test."""
-    ranks = Ranks(_folder_of_graphs)
+    ranks = Ranks()
     yield ranks
     ranks.end()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import pickle
 import random
 import sys
@@ -88,13 +87,11 @@ class Ranks:
     """Calls functions as ``launch`` does: as its ranks, in a process group of their own.
 
     What starts a process, imports torch and captures for the first time is paid once. Where a
-    rank fails or hangs, all are ended; the next call has new ones. Split graphs are kept in a
-    folder, also for those.
+    rank fails or hangs, all are ended; the next call has new ones.
     """
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self) -> None:
         self._ranks: list[_Rank] = []
-        self._folder = folder
 
     def __call__(
         self,
@@ -114,7 +111,7 @@ class Ranks:
         store = serve_store(timeout)
         job = Job(pickle.dumps((fn, tuple(args))), nprocs, store.port, timeout, threads)
         while len(self._ranks) < nprocs:
-            self._ranks.append(_started(len(self._ranks), self._folder))
+            self._ranks.append(_started(len(self._ranks)))
         ranks = self._ranks[:nprocs]
         for rank in ranks:
             rank.pipe.send(job)
@@ -135,10 +132,10 @@ class Ranks:
         self._ranks.clear()
 
 
-def _started(number: int, folder: str) -> _Rank:
+def _started(number: int) -> _Rank:
     context = rank_processes()
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(number, theirs, folder), name=f"rank {number}")
+    process = context.Process(target=_serve, args=(number, theirs), name=f"rank {number}")
     process.start()
     theirs.close()
     return _Rank(number, process, ours)
@@ -157,9 +154,8 @@ def _outcomes(ranks: Sequence[_Rank], deadline: float) -> dict[int, Any]:
     return found
 
 
-def _serve(number: int, pipe: Connection, folder: str) -> None:
+def _serve(number: int, pipe: Connection) -> None:
     """Run one call after another, each as in a process that is new, until the pipe closes."""
-    os.environ["AUTOSPLIT_CACHE"] = folder
     devices.use(devices.chosen())
     collect_rarely()
     while True:

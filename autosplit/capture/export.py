@@ -7,7 +7,6 @@ import contextlib
 import logging
 import warnings
 from collections import ChainMap
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +18,7 @@ from torch._dynamo.utils import dynamo_timed, get_metrics_context
 from torch._export.utils import _compiling_state_context
 
 from autosplit.capture.effects.python_random import refuse_drawn
-from autosplit.capture.effects.side_effects import PythonStateError, pass_on, setters
+from autosplit.capture.effects.side_effects import pass_on, setters
 from autosplit.capture.workarounds.causal_mask import masks_decided
 from autosplit.capture.workarounds.custom_functions import refuse_absent_gradients
 from autosplit.capture.workarounds.function_modes import function_modes_known
@@ -30,7 +29,6 @@ from autosplit.capture.workarounds.tensor_hooks import refuse_lost_hooks
 from autosplit.capture.workarounds.trace_log_headers import without_trace_log_headers
 from autosplit.torch_internals.version import TORCH
 
-from .calls.kept_call import KeptCall
 from .forward_scope import ForwardScope
 from .guards import DYNAMO, Guards
 
@@ -44,7 +42,6 @@ def export(
     kwargs: dict[str, Any],
     *,
     by_value: bool = False,
-    call: KeptCall | None = None,
     regions: RegionSession | None = None,
 ) -> tuple[fx.GraphModule, Guards]:
     """Dynamo's full-graph export, with guards. A forward that asks is told that it is exported,
@@ -56,7 +53,6 @@ def export(
         kwargs: example keyword inputs.
         by_value: whether the graph may be for the values of the examples, where the guards can
             tell (``by_value``): for a caller that asks them before each call with its inputs.
-        call: takes down what the capture depends on.
         regions: blocks that are not entered.
 
     Raises:
@@ -64,11 +60,11 @@ def export(
         CaptureError: what the forward reads or draws cannot be in a graph.
     """
     try:
-        return _export_short(module, args, kwargs, by_value, call, regions)
+        return _export_short(module, args, kwargs, by_value, regions)
     except Exception as error:
         if not install_output_hooks(module, error):
             raise
-    return _export_short(module, args, kwargs, by_value, call, regions)
+    return _export_short(module, args, kwargs, by_value, regions)
 
 
 def _export_short(
@@ -76,18 +72,17 @@ def _export_short(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     by_value: bool,
-    call: KeptCall | None,
     regions: RegionSession | None,
 ) -> tuple[fx.GraphModule, Guards]:
     """Without a loop that is unrolled too far, where the forward knows another way."""
     with unrolling_limited() as limit, _compiling_state_context():
         try:
-            return _export(module, args, kwargs, by_value, call, regions)
+            return _export(module, args, kwargs, by_value, regions)
         except Exception:
             if limit.line is None:
                 raise
     with compiled_not_exported():
-        return _export(module, args, kwargs, by_value, call, regions)
+        return _export(module, args, kwargs, by_value, regions)
 
 
 def _export(
@@ -95,7 +90,6 @@ def _export(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     by_value: bool,
-    call: KeptCall | None,
     regions: RegionSession | None,
 ) -> tuple[fx.GraphModule, Guards]:
     opaque = contextlib.nullcontext if regions is None else regions.opaque
@@ -132,26 +126,10 @@ def _export(
     output, made = captured.graph_capture_output, captured.backend_input
     if made is not None:
         output.f_globals.pop(made.backend_id, None)
-    told = pass_on(caught)
+    pass_on(caught)
 
-    def record() -> None:
-        if call is None:
-            return
-        if not guards.only_dynamos:
-            call.give_up("what it reads is looked at in other ways than by Dynamo's guards")
-            return
-        scope = guards.variables(args, kwargs)
-        call.record(output, exported, get_traced_fn(module)[0], scope or {}, told)
-
-    try:
-        with opaque():
-            guards.setters = setters(module, args, kwargs, caught, output.f_globals)
-    except PythonStateError as error:
-        if call is not None and error.inside:
-            record()
-            error.remember = partial(call.keep_refusal, str(error))
-        raise
-    record()
+    with opaque():
+        guards.setters = setters(module, args, kwargs, caught, output.f_globals)
     return exported, guards
 
 

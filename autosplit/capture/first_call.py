@@ -32,8 +32,7 @@ def is_passing(
     insist: bool,
 ) -> bool:
     """Whether a call after this one can be traced. Tried on a copy, so that a refusal leaves the
-    module as it was; not where a call of a copy leaves traces outside of it, nor where another
-    process tried it.
+    module as it was; not where a call of a copy leaves traces outside of it.
 
     Args:
         error: what came of tracing the first call.
@@ -47,8 +46,8 @@ def is_passing(
     from autosplit.capture.effects.side_effects import PythonStateError, first_call_differs
 
     if isinstance(error, PythonStateError):
-        if error.passing or not error.inside:
-            return error.passing
+        if not error.inside:
+            return False
     elif not insist or not first_call_differs(module, args, kwargs):
         return False
     try:
@@ -57,8 +56,6 @@ def is_passing(
         capture(twin, args, kwargs)
     except Exception:  # no copies of this one, or what its forward raises, it will raise again
         return False
-    if isinstance(error, PythonStateError):
-        error.remember()
     return True
 
 

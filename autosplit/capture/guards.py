@@ -14,13 +14,12 @@ from torch._dynamo.convert_frame import CaptureOutput, get_traced_fn
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
 
 from autosplit.capture.effects.observers import is_observed, unobserved
-from autosplit.capture.effects.side_effects import PythonStateError, Setter
+from autosplit.capture.effects.side_effects import Setter
 from autosplit.capture.workarounds.causal_mask import MaskDecision
 from autosplit.capture.workarounds.eager_settings import AS_IN_EAGER
 from autosplit.errors import CaptureError
 from autosplit.torch_internals.pytree import tree_flatten
 
-from .calls.kept_call import FoundCall, KeptCall, RefusedCall
 from .diagnosis import definition
 from .forward_scope import ForwardScope
 from .input_sizes import is_open
@@ -74,22 +73,18 @@ class Guards:
 
     Args:
         module: that was captured.
-        scope: of its forward.
-        manager: Dynamo's own guards; None where they are built when they settle.
-        kept: must live as long as they.
+        captured: what Dynamo made of it.
+        varies: whether sizes are left open.
     """
 
-    def __init__(
-        self, module: nn.Module, scope: ForwardScope, manager: Any = None, kept: Any = None
-    ) -> None:
+    def __init__(self, module: nn.Module, captured: CaptureOutput, varies: bool) -> None:
         self.module = module
-        self._scope = scope
-        self._manager = manager
-        self._kept = kept
-        self._unsettled: CaptureOutput | None = None
-        self._open = False
-        self._shapes: Any = None
-        self._checked = 0
+        self._scope = ForwardScope(module)
+        self._manager: Any = None
+        # When this code is collected, Dynamo removes globals that the guards read.
+        self._kept = captured.graph_capture_output.bytecode
+        self._unsettled: CaptureOutput | None = captured
+        self._open = varies
         self._constants: list[tuple[CodeType, Any]] = []
         self._answers: tuple[MaskDecision, ...] = ()
         self.setters: list[Setter] = []
@@ -110,42 +105,13 @@ class Guards:
             CaptureError: a constant requires a gradient, and nobody could hand it one.
         """
         output = captured.graph_capture_output
-        # When this code is collected, Dynamo removes globals that the guards read.
-        made = cls(module, ForwardScope(module), kept=output.bytecode)
-        made._unsettled = captured
-        made._open = is_open(args, kwargs)
+        made = cls(module, captured, is_open(args, kwargs))
         if not made._open:
             made.settle()
         tensors = [g.name for g in output.output_graph.guards if g.create_fn_name() == _TENSOR]
         made._constants = made._find_constants(tensors, args, kwargs)
         made._answers = tuple(answers)
         return made
-
-    @classmethod
-    def found(
-        cls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: KeptCall
-    ) -> tuple[Guards, FoundCall] | None:
-        """The guards of a call that was traced before, and what else is known of it.
-
-        Raises:
-            PythonStateError: tracing it would be in vain.
-        """
-        scope = ForwardScope(module)
-        with (
-            get_metrics_context(),
-            dynamo_timed("build_guards"),
-            torch._dynamo.config.patch(DYNAMO),
-        ):
-            known = call.find(scope.function, scope.of(args, kwargs))
-        if isinstance(known, RefusedCall):
-            raise PythonStateError(known.message, inside=True, passing=True)
-        if known is None:
-            return None
-        made = cls(module, scope, known.manager, known.kept)
-        if known.open_sizes is not None:
-            made._shapes = known.open_sizes[0].shape_env
-            made._checked = len(made._shapes.guards)
-        return made, known
 
     @property
     def only_dynamos(self) -> bool:
@@ -166,8 +132,6 @@ class Guards:
         assume more after Dynamo's capture, so this comes behind them; what would be assumed later
         is refused.
         """
-        if self._shapes is not None:
-            self._settle_found()
         if self._unsettled is None:
             return
         output, self._unsettled = self._unsettled.graph_capture_output, None
@@ -180,18 +144,6 @@ class Guards:
         sizes = output.output_graph.shape_env
         if self._open and sizes is not None:
             vars(sizes)["_error_on_new_guards"] = True
-
-    def _settle_found(self) -> None:
-        """Refuse what nobody would check: the guards were built with all that was assumed where the
-        graphs were made.
-        """
-        if len(self._shapes.guards) > self._checked:
-            raise CaptureError(
-                f"{type(self.module).__name__}: more was assumed of sizes, "
-                f"{self._shapes.guards[-1].expr}, than by the process that kept its graphs; "
-                "set AUTOSPLIT_CACHE=0 to capture it anew"
-            )
-        vars(self._shapes)["_error_on_new_guards"] = True
 
     def hold(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the graph may run for these inputs, with the module as it is now."""

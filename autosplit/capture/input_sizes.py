@@ -64,35 +64,6 @@ class InputSizes:
                     self._found.setdefault(size, (places[id(value)], kind, at))
                     self._traced.setdefault(size, int(_READ[kind](value, at)))
 
-    @classmethod
-    def known(
-        cls,
-        env: Any,
-        places: Mapping[sympy.Symbol, tuple[int, str, int]],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> InputSizes:
-        """Of a call that was traced elsewhere.
-
-        Args:
-            env: of the symbols.
-            places: of the symbols in the inputs.
-            args: the positional inputs.
-            kwargs: the keyword inputs.
-        """
-        made, leaves = cls.__new__(cls), tree_flatten((args, kwargs))[0]
-        made._env, made._found = env, dict(places)
-        made._traced = {
-            symbol: int(_READ[kind](leaves[leaf], at))
-            for symbol, (leaf, kind, at) in places.items()
-        }
-        return made
-
-    @property
-    def places(self) -> Mapping[sympy.Symbol, tuple[int, str, int]]:
-        """Symbol -> the place of an input leaf, and which of its sizes, strides or offset it is."""
-        return self._found
-
     def __bool__(self) -> bool:
         """Whether any size is open, by what is known now: tracing on may settle some."""
         return any(self._env.replace(symbol).free_symbols for symbol in self._found)

@@ -34,7 +34,7 @@ def report(functions: SplitFunctions, title: str) -> str:
     parts = [
         f"{title}: {', '.join(functions.capture.inputs)} -> {', '.join(functions.capture.outputs)}"
     ]
-    parts += [graph_table(functions), cache_text(functions), *sizes_text(functions)]
+    parts += [graph_table(functions), *sizes_text(functions)]
     if graphs.backward is None or graphs.backward_input is None or graphs.backward_weight is None:
         parts.append("Captured without gradients: there is no backward and nothing is saved.")
         return "\n\n".join(parts)
@@ -51,12 +51,6 @@ def report(functions: SplitFunctions, title: str) -> str:
         parts.append("Not deferred, for an operator makes them with what input gradients need:")
         parts.append(inseparable_table(functions))
     return "\n\n".join(parts)
-
-
-def cache_text(functions: SplitFunctions) -> str:
-    """What the graph cache had of these graphs, and why not where they can never be in it."""
-    entry = functions.capture.entry
-    return f"Graph cache: {'off' if entry is None else entry.outcome}."
 
 
 def sizes_text(functions: SplitFunctions) -> list[str]:

@@ -146,7 +146,7 @@ class Partial:
         if history is None or self._warned:
             return
         share = history.share(*self.weight_flops)
-        if history.unknown:
+        if history.unknown and (share is None or share >= 0.5):
             reason = f"the backward of {few(history.unknown, 2)} is a Python function"
             self._warned = DeferralWarning.issue(type(self._model).__name__, None, reason)
             return

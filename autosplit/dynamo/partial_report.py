@@ -23,7 +23,6 @@ def partial_report(partial: Partial, title: str) -> str:
         f"{count} of them split.",
         *([partial.reason] if partial.reason else []),
         _parts(partial),
-        "Graph cache: graphs of a model in parts are made anew by every process.",
     ]
     if partial.breaks:
         rows = [[short_source(each.line), each.reason] for each in partial.breaks]

@@ -34,7 +34,7 @@ from .functions import SplitFunctions
 from .split_options import SplitOptions
 
 if TYPE_CHECKING:
-    from autosplit.capture.joint_graph import Capture, SplitGraphCache
+    from autosplit.capture.joint_graph import Capture
 
 # Dynamo's settings and Python's warning filters, both changed while tracing, belong to the
 # process: two threads must not trace at once.
@@ -64,8 +64,7 @@ def trace(
     generators of random numbers put back; or, with ``called``, left to the caller.
 
     With ``AUTOSPLIT_DUMP=dir`` in the environment every stage of the pass pipeline is
-    written below ``dir``, a numbered folder for each traced module. Otherwise what was made of
-    an equal graph before, in any process, is taken from disk (``capture.cache``).
+    written below ``dir``, a numbered folder for each traced module.
 
     Args:
         module: what to trace.
@@ -92,27 +91,23 @@ def trace(
     compiler, setting = backend_named(options.backend), options.memory_policy
     with _TRACING, _undrawn(), collecting_new_objects_only():
         dump = _dump_folder(module)
-        cache = None if dump else _graph_cache(options.backend, setting)
         calls = (called, insist, by_value)
         split = None
         if regions and setting.budget is None and dump is None:
-            split = partial(_split_block, compiler, setting, cache)
-        traced = _capture(module, args, kwargs, compiler, setting, cache, split, *calls)
+            split = partial(_split_block, compiler, setting)
+        traced = _capture(module, args, kwargs, compiler, split, *calls)
         try:
             functions = SplitFunctions(traced, _split(traced, compiler, setting, dump), compiler)
         except PassError as error:
             name = type(module).__name__
             raise SplitError(f"{name} was captured but cannot be split: {error}") from error
         traced.guards.settle()
-        if traced.entry:
-            traced.entry.keep_call()
         return functions
 
 
 def _split_block(
     compiler: Backend,
     memory: Memory,
-    cache: SplitGraphCache | None,
     block: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -120,18 +115,8 @@ def _split_block(
     """A block of a model, captured and split by itself."""
     from autosplit.capture.joint_graph import capture
 
-    traced = capture(block, args, kwargs, compiler.decompositions, cache)
-    graphs = _split(traced, compiler, memory, None)
-    if traced.entry:
-        traced.entry.keep_call()
-    return traced, graphs
-
-
-def _graph_cache(backend: str, memory: Memory) -> SplitGraphCache | None:
-    from autosplit.capture.joint_graph import SplitGraphCache
-
-    # A budget is met for the sizes of the example, not for all that are left open.
-    return SplitGraphCache.open(backend, repr(memory), exact=memory.budget is not None)
+    traced = capture(block, args, kwargs, compiler.decompositions)
+    return traced, _split(traced, compiler, memory, None)
 
 
 def _split(
@@ -140,14 +125,9 @@ def _split(
     memory: Memory,
     dump: pathlib.Path | None,
 ) -> SplitGraphs:
-    if traced.split is not None:
-        return traced.split
     prepare_joint(traced.joint, compiler)
     with writing(dump) if dump else contextlib.nullcontext():
-        graphs = run(traced.joint, memory=memory, dump=dump)
-    if traced.entry:
-        traced.entry.keep(graphs, traced.shardings)
-    return graphs
+        return run(traced.joint, memory=memory, dump=dump)
 
 
 def _capture(
@@ -155,8 +135,6 @@ def _capture(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     backend: Backend,
-    memory: Memory,
-    cache: SplitGraphCache | None,
     split: Callable[..., tuple[Capture, SplitGraphs]] | None,
     called: bool,
     insist: bool,
@@ -174,7 +152,7 @@ def _capture(
         "split": split,
     }
     try:
-        return capture(module, args, kwargs, cache=cache, **options)
+        return capture(module, args, kwargs, **options)
     except CaptureError as error:
         # Many forwards fill a cache or a setting on their first call only.
         if called and isinstance(error, ConstructionError):
@@ -182,17 +160,14 @@ def _capture(
             raise FirstCallError(str(error)) from error
 
         def again(twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            tried = capture(twin, args, kwargs, cache=cache, **options)
-            if tried.entry:  # what comes of it is looked up by the call after this one
-                with contextlib.suppress(PassError):  # which is told of it
-                    _split(tried, backend, memory, None)
+            capture(twin, args, kwargs, **options)
 
         if not is_passing(error, module, args, kwargs, again, insist=insist):
             raise
         if called:
             raise FirstCallError(str(error)) from error
         warm_up(module, args, kwargs)
-        return capture(module, args, kwargs, cache=cache, **options)
+        return capture(module, args, kwargs, **options)
 
 
 @contextlib.contextmanager

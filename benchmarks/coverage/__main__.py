@@ -20,7 +20,6 @@ from tqdm import tqdm
 from ..command import parse
 from ..environment import describe
 from ..results import Results, Rows, sources
-from . import cache_hits
 from .examine import examine
 from .judge import FACTOR, ROUNDINGS
 from .render import GOOD, category, render
@@ -29,7 +28,7 @@ from .subject import Subject
 
 HERE = pathlib.Path(__file__).parent
 PIPELINES = "pipelines"  # a part of the results, asked for as transformers with --pipeline
-PARTS = ("modules", "opinfo", "transformers", "cache", "breaks", "generated")
+PARTS = ("modules", "opinfo", "transformers", "breaks", "generated")
 RUN = 20  # examples of one run of hypothesis
 SAVE_SECONDS = 20
 
@@ -95,9 +94,7 @@ def _run(part: str, options: argparse.Namespace, results: Results) -> Iterator[d
         if re.search(options.select, name) and name not in done
     }
     end = time.monotonic() + options.seconds
-    if part == "cache":
-        found = cache_hits.measure([*cases])
-    elif part == PIPELINES:
+    if part == PIPELINES:
         from .pipelines.measure import measure
 
         found = measure([*cases], options.pipeline, options.limit)
@@ -147,7 +144,7 @@ def _subjects(part: str, options: argparse.Namespace) -> Iterable[tuple[str, Sub
         from . import module_database
 
         return ((each.name.split()[0], each) for each in module_database.subjects(options.samples))
-    if part in {"transformers", "cache"}:
+    if part == "transformers":
         import transformers
 
         from . import architectures

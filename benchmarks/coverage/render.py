@@ -7,7 +7,6 @@ from typing import Any
 
 from ..results import Results, Rows
 from ..results import table as _table
-from . import cache_hits
 from .examine import Verdict
 from .pipelines import render as pipelines
 from .results import group
@@ -72,13 +71,6 @@ process.
 
 {pipelines}
 
-## Graph cache
-
-Each architecture in a process that makes its graphs, and in a second one that looks for them, which
-is compared with plain autograd as above. *found*: neither AOTAutograd nor a pass ran in the second.
-
-{cache}
-
 ## Graph breaks, data-dependent branches, Python side effects
 
 {breaks}
@@ -111,7 +103,6 @@ def render(results: Results, factor: float, roundings: float) -> str:
         transformers_head=_models_head(models),
         transformers=_models(models),
         pipelines=pipelines.render(results.rows("pipelines")),
-        cache=cache_hits.render(results.rows("cache")),
         breaks=_listing(results.rows("breaks")),
         generated=_generated(results),
         commands="\n".join(line for part in parts for line in part["commands"]),

@@ -45,7 +45,6 @@ def _in_process(settings: Settings, model: str, way: str, cache: str) -> float:
     command = [sys.executable, "-m", __name__, model, way, "--size", settings.size]
     command += ["--device", settings.device, "--threads", str(max(settings.threads))]
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache, "XDG_CACHE_HOME": cache}
-    environment.pop("AUTOSPLIT_CACHE", None)  # ours is then inside torch's
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")

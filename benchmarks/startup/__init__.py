@@ -1,1 +1,1 @@
-"""How long the first step takes, by depth, cold and out of the cache."""
+"""How long the first step takes, by depth."""

@@ -1,7 +1,7 @@
 """The first step of a model in a process of its own.
 
 ``python -m benchmarks.startup.first_step MODEL LAYERS WAY`` prints what it took as JSON: seconds
-of the first and of a later step, bytes that a microbatch holds, and what the graph cache did.
+of the first and of a later step, and bytes that a microbatch holds.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def first_step(name: str, layers: int, way: str) -> dict[str, Any]:
         start = time.perf_counter()
         held = _step(face, batch)
         later.append(time.perf_counter() - start)
-    return {"first": first, "later": min(later), "held": held, "cache": _outcome(face)}
+    return {"first": first, "later": min(later), "held": held}
 
 
 def _step(face: Any, batch: Batch) -> int:
@@ -50,13 +50,6 @@ def _step(face: Any, batch: Batch) -> int:
     return held
 
 
-def _outcome(face: Any) -> str:
-    if not isinstance(face, autosplit.SplitModule) or not face.functions:
-        return ""
-    entry = face.functions[0].capture.entry
-    return "" if entry is None else entry.outcome
-
-
 def _split(backend: str) -> Callable[[nn.Module], Any]:
     return lambda model: autosplit.split(model, backend=backend)
 
@@ -65,11 +58,25 @@ def _compiled(backend: str) -> Callable[[nn.Module], Any]:
     return lambda model: torch.compile(model, backend=backend)
 
 
+def _regional(backend: str) -> Callable[[nn.Module], Any]:
+    """Each block compiled by itself, as accelerate's ``compile_regions`` does."""
+
+    def compiled(model: nn.Module) -> nn.Module:
+        tables = [each for each in model.modules() if isinstance(each, nn.ModuleList)]
+        for block in [block for table in tables for block in table]:
+            block.compile(backend=backend)
+        return model
+
+    return compiled
+
+
 WAYS: dict[str, Callable[[nn.Module], Any]] = {
     "autosplit": _split("eager"),
     "aot_eager": _compiled("aot_eager"),
     "autosplit inductor": _split("inductor"),
     "inductor": _compiled("inductor"),
+    "regional aot_eager": _regional("aot_eager"),
+    "regional inductor": _regional("inductor"),
 }
 
 

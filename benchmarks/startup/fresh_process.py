@@ -25,14 +25,13 @@ def measured(module: str, model: str, layers: int, way: str, cache: str) -> dict
         model: of ``MODELS``.
         layers: its depth.
         way: of the module's ways.
-        cache: folder of torch's and autosplit's caches; empty for a cold start.
+        cache: folder of torch's caches; empty for a cold start.
 
     Raises:
         RuntimeError: the process failed.
     """
     command = [sys.executable, "-m", module, model, str(layers), way]
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache, "XDG_CACHE_HOME": cache}
-    environment.pop("AUTOSPLIT_CACHE", None)  # ours is then inside torch's
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")

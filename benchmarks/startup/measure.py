@@ -1,4 +1,4 @@
-"""First steps of one model at one depth: each way cold, and again out of its cache, in turns."""
+"""First steps of one model at one depth, in turns, each with empty caches."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ..results import Rows, table
 from ..split.targets import Target, verdicts
 from .fresh_process import measured
 
-RATIO = Target("cold / theirs", at_most=0.35, style=".2f")
-WARM = Target("warm s", at_most=1.5, style=".1f")
-GROWTH = Target("s a layer", at_most=0.05, style=".3f")
+RATIO = Target("over torch.compile", at_most=0.25, style=".2f")
+GROWTH = Target("s a layer", at_most=0.03, style=".3f")
 
 FIRST_STEP = "benchmarks.startup.first_step"
-DEPTH = 32  # the depth of the first two targets
+DEPTH = 32  # the depth of the first target
+WHOSE = ("ours", "theirs", "regional")
 ENDS = (8, 80)  # the depths between which growth is counted
 
 
@@ -37,41 +37,36 @@ class Settings:
 
 
 def measure(settings: Settings, ours: str, theirs: str) -> Iterator[dict[str, Any]]:
-    """A row for each model and depth, for two ways of ``WAYS``."""
+    """A row for each model and depth: ours, the whole compiled, and each block compiled."""
+    ways = {"ours": ours, "theirs": theirs, "regional": f"regional {theirs}"}
     for model in settings.models:
         for layers in settings.layers:
-            found: dict[str, dict[str, list[Any]]] = {}
+            found: dict[str, list[Any]] = {whose: [] for whose in ways}
             for _ in range(settings.turns):
-                for way in (theirs, ours):
+                for whose, way in ways.items():
                     with tempfile.TemporaryDirectory() as cache:
-                        for state in ("cold", "warm"):
-                            took = measured(FIRST_STEP, model, layers, way, cache)
-                            found.setdefault(way, {}).setdefault(state, []).append(took)
-            row = {"name": f"{model} {layers}", "model": model, "layers": layers}
-            yield {**row, "ours": found[ours], "theirs": found[theirs]}
+                        found[whose].append(measured(FIRST_STEP, model, layers, way, cache))
+            yield {"name": f"{model} {layers}", "model": model, "layers": layers, **found}
 
 
 def render(rows: Rows) -> str:
     """Seconds of the first step, and how they grow with depth."""
-    headers = ["model", "layers", "torch.compile s", "warm", "autosplit s", "warm"]
-    headers += [RATIO.name, "kept graphs", "later step ms", "torch.compile's", "held KiB"]
+    headers = ["model", "layers", "torch.compile s", "blocks s", "autosplit s", RATIO.name]
+    headers += ["over blocks", "later step ms", "torch.compile's", "held KiB"]
     cells = []
     for row in rows:
-        ours, theirs = row["ours"], row["theirs"]
-        cold, warm = (_median(ours[state], "first") for state in ("cold", "warm"))
-        ratio = cold / _median(theirs["cold"], "first")
+        cold, whole, blocks = (_median(row[each], "first") for each in WHOSE)
+        ratio = cold / whole
         cells.append(
             [
                 row["model"],
                 str(row["layers"]),
-                *(f"{_median(theirs[state], 'first'):.1f}" for state in ("cold", "warm")),
-                f"{cold:.1f}",
-                WARM.cell(warm) if row["layers"] == DEPTH else f"{warm:.1f}",
+                *(f"{each:.1f}" for each in (whole, blocks, cold)),
                 RATIO.cell(ratio) if row["layers"] == DEPTH else f"{ratio:.2f}",
-                ours["warm"][-1]["cache"],
-                f"{1e3 * _median(ours['warm'], 'later'):.1f}",
-                f"{1e3 * _median(theirs['warm'], 'later'):.1f}",
-                f"{ours['warm'][-1]['held'] / 1024:.0f}",
+                f"{cold / blocks:.2f}",
+                f"{1e3 * _median(row['ours'], 'later'):.1f}",
+                f"{1e3 * _median(row['theirs'], 'later'):.1f}",
+                f"{row['ours'][-1]['held'] / 1024:.0f}",
             ]
         )
     return f"{table(headers, cells)}\n\n{_judged(rows)}"
@@ -79,11 +74,12 @@ def render(rows: Rows) -> str:
 
 def _judged(rows: Rows) -> str:
     deep = [row for row in rows if row["layers"] == DEPTH]
-    cold = {row["model"]: _cold(row, "ours") / _cold(row, "theirs") for row in deep}
-    warm = {row["model"]: _median(row["ours"]["warm"], "first") for row in deep}
-    growth = _growth(rows)
-    figures = [(RATIO, cold), (WARM, warm), (GROWTH, growth)]
-    lines = [f"Of {DEPTH} layers, and from {ENDS[0]} to {ENDS[1]} layers, cold:"]
+    ratio = {
+        row["model"]: _median(row["ours"], "first") / _median(row["theirs"], "first")
+        for row in deep
+    }
+    figures = [(RATIO, ratio), (GROWTH, _growth(rows))]
+    lines = [f"Of {DEPTH} layers, and from {ENDS[0]} to {ENDS[1]} layers:"]
     return "\n".join([*lines, verdicts([(target, each) for target, each in figures if each])])
 
 
@@ -91,14 +87,14 @@ def _growth(rows: Rows) -> dict[str, float]:
     known = {(row["model"], row["layers"]): row for row in rows}
     few, many = ENDS
     return {
-        model: (_cold(known[model, many], "ours") - _cold(known[model, few], "ours")) / (many - few)
+        model: (
+            _median(known[model, many]["ours"], "first")
+            - _median(known[model, few]["ours"], "first")
+        )
+        / (many - few)
         for model in dict.fromkeys(row["model"] for row in rows)
         if (model, few) in known and (model, many) in known
     }
-
-
-def _cold(row: dict[str, Any], whose: str) -> float:
-    return _median(row[whose]["cold"], "first")
 
 
 def _median(found: list[dict[str, Any]], what: str) -> float:

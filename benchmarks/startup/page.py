@@ -15,10 +15,9 @@ their target.
 
 Models of transformers, 64 wide, two samples of 32 tokens (a ViT: 32x32 pixels), each in a fresh
 process: from `split` or `torch.compile` to the end of the first backward, weight gradients
-included. What is imported before does not count. *cold* has empty caches, *warm* is a second
-process after it; medians over processes that take turns. *kept graphs* says what the warm process
-found in the graph cache, *held* what one microbatch holds between I and W. A later step is the
-fastest of three.
+included, with empty caches. What is imported before does not count. Medians over processes that
+take turns. *blocks* has each block compiled by itself, as accelerate's `compile_regions` does;
+*held* is what one microbatch holds between I and W. A later step is the fastest of three.
 {sections}
 ## To reproduce
 

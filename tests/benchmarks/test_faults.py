@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import sys
 import traceback
 from collections.abc import Iterator
@@ -25,9 +24,8 @@ CELLS = (
 )
 
 
-def judged(cell: Cell, cache: str, pipe: Connection) -> None:
+def judged(cell: Cell, pipe: Connection) -> None:
     """Run a cell in a process of its own, whose ranks begin with what it has imported."""
-    os.environ["AUTOSPLIT_CACHE"] = cache
     fork = multiprocessing.get_context("fork")
     launching = sys.modules["autosplit.pipeline.engine.processes.launch"]
     launching.get_context = lambda method: fork  # type: ignore[attr-defined]
@@ -38,14 +36,14 @@ def judged(cell: Cell, cache: str, pipe: Connection) -> None:
 
 
 @pytest.fixture(scope="module")
-def running(_folder_of_graphs: str) -> Iterator[dict[str, tuple[BaseProcess, Connection]]]:
+def running() -> Iterator[dict[str, tuple[BaseProcess, Connection]]]:
     """All cells at the same time: most of theirs is waiting."""
     started: dict[str, tuple[BaseProcess, Connection]] = {}
     context = rank_processes()
     try:
         for cell in CELLS:
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=judged, args=(cell, _folder_of_graphs, theirs))
+            process = context.Process(target=judged, args=(cell, theirs))
             process.start()
             theirs.close()
             started[cell.name] = process, ours

@@ -25,8 +25,6 @@ def test_report_of_a_linear_layer() -> None:
         "W  backward_weight         2        2   4.8e-08         0 B        80 B   32 B",
         "B  backward (unsplit)      3        2   9.6e-08        24 B        80 B   80 B",
         "",
-        "Graph cache: off.",
-        "",
         "Saved by F for the backward: 1 tensors, 48 B.",
         "Deferred by I for W: 2 tensors, 80 B:",
         "",

@@ -27,9 +27,9 @@ def settings(folder: str, name: str) -> Any:
     )  # fmt: skip
 
 
-def rank(folder: str, name: str, cache: str) -> None:
+def rank(folder: str, name: str) -> None:
     """Train; where the agent has started the ranks for the first time, one dies at a step."""
-    os.environ |= {"AUTOSPLIT_CACHE": cache, "OMP_NUM_THREADS": "1"}
+    os.environ["OMP_NUM_THREADS"] = "1"
     from autosplit.train.run import train
     from autosplit.train.step_log import StepLog
 
@@ -45,18 +45,18 @@ def rank(folder: str, name: str, cache: str) -> None:
     train(settings(folder, name))
 
 
-def agent(folder: str, cache: str, servers: Servers, pipe: Connection) -> None:
+def agent(folder: str, servers: Servers, pipe: Connection) -> None:
     """What ``torchrun --nproc-per-node 2 --max-restarts 1`` does."""
     servers.join(ranks=True)
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=2, max_restarts=1, start_method="forkserver",
         rdzv_backend="c10d", rdzv_endpoint="localhost:0", run_id="restarts", monitor_interval=0.1,
     )  # fmt: skip
-    elastic_launch(config, rank)(folder, "killed", cache)
+    elastic_launch(config, rank)(folder, "killed")
     pipe.send("done")
 
 
-def uninterrupted(folder: str, cache: str) -> None:
+def uninterrupted(folder: str) -> None:
     from autosplit.train.rank import train_on_rank
 
     train_on_rank(settings(folder, "whole"))
@@ -65,13 +65,10 @@ def uninterrupted(folder: str, cache: str) -> None:
 def test_losses_are_those_of_a_run_that_nothing_happened_to(
     tmp_path: Path, on_ranks: Ranks
 ) -> None:
-    cache = os.environ["AUTOSPLIT_CACHE"]
     (tmp_path / "text").write_text("Nobody waits for the gradient of the weights. " * 8)
-    on_ranks(uninterrupted, 2, (str(tmp_path), cache), timeout=60)
+    on_ranks(uninterrupted, 2, (str(tmp_path),), timeout=60)
     ours, theirs = interpreters().Pipe(duplex=False)
-    process = interpreters().Process(
-        target=agent, args=(str(tmp_path), cache, Servers.running(), theirs)
-    )
+    process = interpreters().Process(target=agent, args=(str(tmp_path), Servers.running(), theirs))
     process.start()
     theirs.close()
     try:

@@ -12,7 +12,6 @@ import copy
 import inspect
 import re
 import warnings
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -41,15 +40,11 @@ class PythonStateError(CaptureError):
 
     Attributes:
         inside: all of that belongs to the module, so that a call of a copy leaves no traces.
-        passing: an earlier process found that a call after such a one can be traced.
-        remember: keeps for other processes that this is so.
     """
 
-    def __init__(self, message: str, *, inside: bool, passing: bool = False) -> None:
+    def __init__(self, message: str, *, inside: bool) -> None:
         super().__init__(message)
         self.inside = inside
-        self.passing = passing
-        self.remember: Callable[[], None] = lambda: None
 
 
 class Setter(NamedTuple):
@@ -95,12 +90,12 @@ def setters(
     return _WrittenObjects(module, found, names).judge(args, kwargs) if found else []
 
 
-def pass_on(caught: list[warnings.WarningMessage]) -> list[warnings.WarningMessage]:
-    """Warn of what was caught, but for what Dynamo says of side effects; returns what was said."""
-    found = [warning for warning in caught if _SIGN not in str(warning.message)]
-    for warning in found:
-        warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
-    return found
+def pass_on(caught: list[warnings.WarningMessage]) -> None:
+    """Warn of what was caught, but for what Dynamo says of side effects."""
+    for warning in caught:
+        if _SIGN not in str(warning.message):
+            place = warning.filename, warning.lineno
+            warnings.warn_explicit(warning.message, warning.category, *place)
 
 
 class AttributeSnapshot:

@@ -14,7 +14,6 @@ from torch import Tensor, fx, nn
 from torch._dynamo.convert_frame import CaptureOutput
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
-from autosplit.capture.cache.fingerprint import traced_value
 from autosplit.capture.guards import BlockGuards
 from autosplit.device import accelerator_kind
 from autosplit.errors import CaptureError
@@ -232,7 +231,7 @@ def _as_called(argument: Any) -> Any:
     """
     match argument:
         case fx.Node():
-            return traced_value(argument)
+            return _traced_value(argument)
         case dict():
             return {key: _as_called(each) for key, each in argument.items()}
         case list():
@@ -240,6 +239,11 @@ def _as_called(argument: Any) -> Any:
         case tuple() if type(argument) is tuple:
             return tuple(map(_as_called, argument))
     return argument
+
+
+def _traced_value(node: fx.Node) -> Any:
+    """What stands for a node's value: Dynamo has it under a name of its own, but for inputs."""
+    return node.meta.get("val", node.meta.get("example_value"))
 
 
 def _signature(block: nn.Module, leaves: list[Any], spec: TreeSpec) -> Hashable:

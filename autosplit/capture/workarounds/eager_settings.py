@@ -11,9 +11,9 @@ import torch._functorch.config
 import torch._inductor.config
 from torch import fx
 
-from autosplit.capture.cache.kernel_overrides import traced_as_registered
 from autosplit.torch_internals.version import TORCH
 
+from .kernel_overrides import traced_as_registered
 from .linalg_checks import without_tokens
 from .recurrent_layers import without_fused_recurrence
 from .symbolic_products import products_by_twos

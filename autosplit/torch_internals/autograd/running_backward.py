@@ -144,13 +144,13 @@ def compiled_node(results: Any) -> type | None:
 
 
 def python_function(node: Any) -> str | None:
-    """Name and module of the ``torch.autograd.Function`` that a node is of, where it is not one of
-    those that torch's data parallelism puts around modules, or ours.
+    """Name and module of the ``torch.autograd.Function`` that a node is of, where it may compute
+    gradients: those that torch puts around modules hand them on, but for reentrant checkpoints.
     """
     kind = getattr(type(node), "_forward_cls", None)
-    if kind is None or kind.__module__.startswith(("torch.distributed.", "autosplit.")):
-        return None
-    return f"{kind.__qualname__} ({kind.__module__})"
+    where = "" if kind is None else kind.__module__
+    hands_on = where.startswith(("torch.", "autosplit.")) and where != "torch.utils.checkpoint"
+    return None if kind is None or hands_on else f"{kind.__qualname__} ({where})"
 
 
 def output_shape(node: Any, index: int = 0) -> tuple[int, ...]:

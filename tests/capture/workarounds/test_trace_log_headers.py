@@ -20,7 +20,6 @@ def looked_up(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def get_funcname(filename: str, lineno: int) -> None:
         found.append(filename)
 
-    monkeypatch.setenv("AUTOSPLIT_CACHE", "0")
     monkeypatch.setattr(symbolic_convert, "get_funcname", get_funcname)
     return found
 
