@@ -88,6 +88,9 @@ class Fallback:
         failing = None
         try:
             result = partial(*args, **kwargs)
+        except AutosplitError:
+            self.partial = None
+            raise
         except Exception as error:
             failing = FailingCallError(f"{type(error).__name__} in parts: {error}")
             partial.discard()
