@@ -40,7 +40,6 @@ ABOUT_CPUS = {
     "pipeline/training/test_wired.py": _GLOO,
     "torch_internals/test_allocations.py": _GLOO,
     "semantics/calls/test_callers_memory.py": "inputs lie in NumPy's memory",
-    "capture/calls": "keeps nothing under a default device, which is a mode to torch",
 }
 """Folders and files of tests that run on the CPU only, and why."""
 
